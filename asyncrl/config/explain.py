@@ -1,0 +1,102 @@
+"""What a configuration means: the text of `--dry-run`, and the reference page of all keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+
+from asyncrl.config.keys import REQUIRED, Key, iter_keys, section_of
+from asyncrl.config.load import dump_config
+from asyncrl.config.schema import RunConfig
+from asyncrl.config.yaml_text import write
+
+
+def explain(config: RunConfig, num_rows: int | None = None, num_val_rows: int | None = None) -> str:
+    """The resolved configuration, the three batch numbers and all that follows from them.
+
+    Rows are those left after filtering; without them the lines that need them say so.
+    """
+    return "\n".join(["# Configuration", dump_config(config), explain_batches(config, num_rows, num_val_rows)])
+
+
+def explain_batches(config: RunConfig, num_rows: int | None = None, num_val_rows: int | None = None) -> str:
+    """The three batch numbers and everything derived from them, one per line."""
+    batch, updates = config.batch, config.algorithm.updates_per_batch
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    lines = [
+        ("batch.prompts_per_step", batch.prompts_per_step, "groups that one learner step consumes"),
+        ("batch.group_size", batch.group_size, "completions per prompt"),
+        ("batch.tokens_per_microbatch", batch.tokens_per_microbatch, f"one sample has at most {longest}"),
+        ("trajectories per step", config.trajectories_per_step, "prompts_per_step * group_size"),
+        ("optimiser steps per batch", updates, "algorithm.updates_per_batch"),
+        ("groups per optimiser step", batch.prompts_per_step // updates, "prompts_per_step / updates_per_batch"),
+        ("groups in flight, at most", config.groups_in_flight, "(learner.max_staleness + 1) * prompts_per_step"),
+        (
+            "completion tokens per step, at most",
+            config.trajectories_per_step * config.data.max_response_length,
+            "trajectories per step * data.max_response_length",
+        ),
+        *_lengths(config, num_rows),
+    ]
+    if num_val_rows is not None:
+        completions = num_val_rows * config.evaluation.group_size
+        lines.append(("completions per evaluation", completions, f"{num_val_rows} rows * evaluation.group_size"))
+    width = max(len(name) for name, _, _ in lines)
+    return "\n".join(["# Batches", *(f"{name:<{width}}  {value!s:>8}  {why}" for name, value, why in lines)])
+
+
+def _lengths(config: RunConfig, num_rows: int | None) -> list[tuple[str, int | str, str]]:
+    """Steps per epoch and in all, as far as the number of rows is known."""
+    if num_rows is None:
+        known = config.trainer.max_steps
+        why = "trainer.max_steps" if known else "trainer.total_epochs over the training rows, not counted here"
+        return [("steps in all", known or "?", why)]
+    total = config.total_steps(num_rows)
+    epochs = total * config.batch.prompts_per_step / num_rows if num_rows else 0.0
+    why = "trainer.max_steps" if config.trainer.max_steps else "trainer.total_epochs, rounded up to whole steps"
+    per_epoch = num_rows / config.batch.prompts_per_step
+    return [
+        ("steps per epoch", f"{per_epoch:.4g}", f"{num_rows} training rows / prompts_per_step"),
+        ("steps in all", total, f"{why}; {epochs:.4g} epochs"),
+        ("optimiser steps in all", total * config.algorithm.updates_per_batch, "steps in all * updates_per_batch"),
+    ]
+
+
+def config_reference() -> str:
+    """Markdown: every key with type, default and meaning, one table per section of the file."""
+    parts = [
+        "# Configuration reference\n",
+        "Every key of the YAML file. On the command line any of them can be given as `key=value`; an item of a "
+        "list has its index in place of `N`, as in `reward.functions.0.weight=2`. Unknown keys are refused. "
+        "Relative paths are relative to the directory in which the command runs.\n",
+    ]
+    for section, keys in groupby(iter_keys(), key=lambda key: key.path.partition(".")[0]):
+        parts += [f"## {section}\n", *_introduction(section), *_table(keys), ""]
+    return "\n".join(parts)
+
+
+def _introduction(section: str) -> list[str]:
+    """The docstring of the section's class, if it has one."""
+    inner = section_of(RunConfig.model_fields[section].annotation)
+    own = inner.__dict__.get("__doc__") if inner else None
+    return [own.strip() + "\n"] if own else []
+
+
+def _table(keys: Iterable[Key]) -> list[str]:
+    rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for key in keys:
+        default = "required" if key.default is REQUIRED else f"`{_default_text(key.default)}`"
+        cells = (f"`{key.path}`", key.type_text, default, " ".join(key.text.split()))
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return rows
+
+
+def _default_text(default: object) -> str:
+    """As one would write it in the file."""
+    if default == "":
+        return '""'
+    if isinstance(default, float):
+        return f"{default:g}" if default != int(default) else f"{default:.1f}"
+    if isinstance(default, tuple | list):
+        return "[" + ", ".join(_default_text(one) for one in default) + "]"
+    return write(default).strip().removesuffix("...").strip()

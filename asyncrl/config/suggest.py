@@ -1,0 +1,175 @@
+"""What the user may have meant by a key that does not exist."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+from asyncrl.config.keys import iter_keys
+
+ALIASES = {
+    # RLLaVA, EasyR1, verl
+    "rollout.n": "batch.group_size",
+    "data.rollout_batch_size": "batch.prompts_per_step",
+    "data.train_batch_size": "batch.prompts_per_step",
+    "data.gen_batch_size": "batch.prompts_per_step",
+    "data.train_image_dir": "data.image_dir",
+    "data.val_image_dir": "data.image_dir",
+    "data.seed": "trainer.seed",
+    "rollout.seed": "trainer.seed",
+    "rollout.name": "rollout.engine",
+    "rollout.prompt_length": "data.max_prompt_length",
+    "rollout.response_length": "data.max_response_length",
+    "rollout.max_num_seqs": "rollout.max_concurrent_sequences",
+    "rollout.max_staleness": "learner.max_staleness",
+    "rollout.val_override_config.temperature": "evaluation.temperature",
+    "rollout.val_override_config.n": "evaluation.group_size",
+    "actor.model.model_path": "model.path",
+    "actor.model.tokenizer_path": "model.path",
+    "model.model_path": "model.path",
+    "model.tokenizer_path": "model.path",
+    "actor.model.trust_remote_code": "model.trust_remote_code",
+    "actor.model.freeze_vision_tower": "model.freeze_vision_tower",
+    "actor.strategy": "learner.engine",
+    "optim.lr": "learner.optim.lr",
+    "optim.betas": "learner.optim.betas",
+    "optim.weight_decay": "learner.optim.weight_decay",
+    "optim.lr_warmup_steps": "learner.optim.lr_warmup_steps",
+    "optim.lr_scheduler_type": "learner.optim.lr_scheduler_type",
+    "optim.warmup_style": "learner.optim.lr_scheduler_type",
+    "optim.min_lr_ratio": "learner.optim.min_lr_ratio",
+    "actor.max_grad_norm": "learner.optim.max_grad_norm",
+    "actor.grad_clip": "learner.optim.max_grad_norm",
+    "actor.clip_ratio": "algorithm.clip_ratio_high",
+    "actor.clip_ratio_low": "algorithm.clip_ratio_low",
+    "actor.clip_ratio_high": "algorithm.clip_ratio_high",
+    "actor.clip_ratio_dual": "algorithm.clip_ratio_c",
+    "actor.clip_ratio_c": "algorithm.clip_ratio_c",
+    "actor.loss_agg_mode": "algorithm.loss_agg_mode",
+    "actor.entropy_coeff": "algorithm.entropy_coeff",
+    "actor.tis_imp_ratio_cap": "algorithm.correction.cap",
+    "actor.policy_loss.loss_mode": "algorithm.policy_loss",
+    "actor.ppo_epochs": "algorithm.updates_per_batch",
+    "actor.ppo_mini_batch_size": "algorithm.updates_per_batch",
+    "actor.global_batch_size": "algorithm.updates_per_batch",
+    "actor.ppo_micro_batch_size": "batch.tokens_per_microbatch",
+    "actor.ppo_micro_batch_size_per_gpu": "batch.tokens_per_microbatch",
+    "actor.ppo_max_token_len_per_gpu": "batch.tokens_per_microbatch",
+    "algorithm.norm_adv_by_std_in_grpo": "algorithm.norm_adv_by_std",
+    "reward.reward_function": "reward.functions.N.function",
+    "reward.reward_function_kwargs": "reward.functions.N.kwargs",
+    "reward.num_cpus": "reward.workers",
+    "trainer.val_freq": "evaluation.every_steps",
+    "trainer.test_freq": "evaluation.every_steps",
+    "trainer.val_before_train": "evaluation.before_training",
+    "trainer.val_generations_to_log": "trainer.samples_per_step",
+    "trainer.total_training_steps": "trainer.max_steps",
+    "trainer.max_ckpt_to_keep": "trainer.save_limit",
+    "trainer.default_local_dir": "run_dir",
+    "trainer.outputs_dir": "run_dir",
+    "trainer.save_checkpoint_path": "run_dir",
+    # TRL and Hugging Face
+    "output_dir": "run_dir",
+    "model_name_or_path": "model.path",
+    "torch_dtype": "model.dtype",
+    "dataset_name": "data.train_files",
+    "num_generations": "batch.group_size",
+    "generation_batch_size": "batch.prompts_per_step",
+    "per_device_train_batch_size": "batch.tokens_per_microbatch",
+    "max_completion_length": "data.max_response_length",
+    "max_new_tokens": "data.max_response_length",
+    "learning_rate": "learner.optim.lr",
+    "warmup_steps": "learner.optim.lr_warmup_steps",
+    "lr_scheduler_type": "learner.optim.lr_scheduler_type",
+    "num_iterations": "algorithm.updates_per_batch",
+    "epsilon": "algorithm.clip_ratio_low",
+    "epsilon_high": "algorithm.clip_ratio_high",
+    "delta": "algorithm.clip_ratio_c",
+    "loss_type": "algorithm.loss_agg_mode",
+    "scale_rewards": "algorithm.norm_adv_by_std",
+    "vllm_importance_sampling_cap": "algorithm.correction.cap",
+    "reward_funcs": "reward.functions.N.function",
+    "reward_weights": "reward.functions.N.weight",
+    "num_train_epochs": "trainer.total_epochs",
+    "save_steps": "trainer.save_freq",
+    "save_total_limit": "trainer.save_limit",
+    "eval_steps": "evaluation.every_steps",
+    "seed": "trainer.seed",
+}
+"""Key of another framework -> ours. A longer unknown key matches by its end (`worker.actor.optim.lr`)."""
+
+ABSENT = {
+    "trainer.n_gpus_per_node": "the learner uses the one device of learner.device, the server that of rollout.device",
+    "trainer.nnodes": "the learner runs on one machine; rollout servers may run elsewhere (network.host)",
+    "rollout.top_p": "truncated sampling would bias the log-probs that training corrects with; see rollout.temperature",
+    "rollout.top_k": "truncated sampling would bias the log-probs that training corrects with; see rollout.temperature",
+    "top_p": "truncated sampling would bias the log-probs that training corrects with; see rollout.temperature",
+    "top_k": "truncated sampling would bias the log-probs that training corrects with; see rollout.temperature",
+    "gradient_accumulation_steps": "it follows from batch.prompts_per_step and batch.tokens_per_microbatch",
+    "trainer.experiment_name": "a run is named by its folder, run_dir",
+    "trainer.project_name": "a run is named by its folder, run_dir",
+}
+"""Keys of other frameworks that have no counterpart here, and what to know instead."""
+
+
+@cache
+def known_paths() -> tuple[str, ...]:
+    return tuple(key.path for key in iter_keys())
+
+
+def suggestion(path: str) -> str:
+    """A half sentence after `unknown key ...: `, or nothing. `path` is dotted, list items written `N`."""
+    for name in _endings(path):
+        if name in ABSENT:
+            return f"there is no such setting here: {ABSENT[name]}"
+        if name in ALIASES:
+            return f"did you mean {ALIASES[name]}?"
+    guesses = _same_section(path) or _same_name(path) or _similar(path)
+    return f"did you mean {' or '.join(guesses[:2])}?" if guesses else ""
+
+
+def _endings(path: str) -> list[str]:
+    """`a.b.c` -> `a.b.c`, `b.c`, `c`."""
+    parts = path.split(".")
+    return [".".join(parts[start:]) for start in range(len(parts))]
+
+
+def _same_section(path: str) -> list[str]:
+    """A misspelt name in the right section."""
+    section, _, name = path.rpartition(".")
+    siblings = {known.rpartition(".")[2]: known for known in known_paths() if known.rpartition(".")[0] == section}
+    return [siblings[close] for close in difflib.get_close_matches(name, siblings, n=1, cutoff=0.6)]
+
+
+def _same_name(path: str) -> list[str]:
+    """The right name in another section."""
+    name = path.rpartition(".")[2]
+    same = [known for known in known_paths() if known.rpartition(".")[2] == name]
+    return sorted(same, key=lambda known: -difflib.SequenceMatcher(None, path, known).ratio())
+
+
+def _similar(path: str) -> list[str]:
+    return difflib.get_close_matches(path, known_paths(), n=1, cutoff=0.65)
+
+
+def file_hint(path: Path) -> str:
+    """For a file that is not there: names like it in its folder, or where the path stops existing."""
+    folder = path.parent
+    if not folder.is_dir():
+        while not folder.is_dir() and folder != folder.parent:
+            folder = folder.parent
+        return f"the folder {path.parent} does not exist, only {folder.resolve()}."
+    names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+    close = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
+    if close:
+        return f"did you mean {' or '.join(str(folder / name) for name in close)}?"
+    listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    return f"{folder.resolve()} has {listed or 'no files'}."
+
+
+def close_names(name: str, choices: Iterable[str]) -> list[str]:
+    """The most similar of the choices, best first; case does not count."""
+    lower = {choice.lower(): choice for choice in choices}
+    return [lower[close] for close in difflib.get_close_matches(name.lower(), lower, n=2, cutoff=0.6)]

@@ -1,0 +1,229 @@
+"""Open what `data.train_files` and `data.val_files` name, as one sequence of rows with checked columns."""
+
+from __future__ import annotations
+
+import bisect
+import glob
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from asyncrl.config.schema import DataConfig
+from asyncrl.config.suggest import close_names, file_hint
+from asyncrl.data.tables import (
+    HubTable,
+    JsonLinesTable,
+    ParquetTable,
+    RowGroupCache,
+    Table,
+    has_images,
+    read_image_folder,
+    read_json,
+)
+from asyncrl.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+Purpose = Literal["rl", "sft"]
+"""`rl` needs an answer in every row, `sft` a target."""
+
+
+def open_dataset(
+    source: str | Sequence[str], config: DataConfig, *, limit: int = 0, purpose: Purpose = "rl"
+) -> RowSource:
+    """Rows of one or several files, concatenated. `limit` keeps only the first rows; 0 means all.
+
+    A source is a Parquet, JSONL or JSON file (or a pattern such as `data/*.parquet`), an image folder, a folder
+    saved by the `datasets` library (`folder@split` if it has splits), or `org/name@split` from the hub.
+    """
+    names = [name.strip() for name in source.split(",")] if isinstance(source, str) else list(source)
+    cache = RowGroupCache()
+    tables = [table for name in names if name for table in _open_tables(name, config, cache)]
+    if not tables:
+        raise UserError("no data file is named: set data.train_files")
+    rows = RowSource(tables, config, limit)
+    if not len(rows):
+        raise UserError(f"{', '.join(names)}: there are no rows in it")
+    _check_columns(tables, config, purpose)
+    return rows
+
+
+def open_train(config: DataConfig, purpose: Purpose = "rl") -> RowSource:
+    return open_dataset(config.train_files, config, limit=config.max_train_rows, purpose=purpose)
+
+
+def open_validation(config: DataConfig, purpose: Purpose = "rl") -> RowSource | None:
+    """None if data.val_files is empty."""
+    if not config.val_files:
+        return None
+    return open_dataset(config.val_files, config, limit=config.max_val_rows, purpose=purpose)
+
+
+class RowSource:
+    """A sequence of rows (plain dicts). Images are paths made absolute, or encoded bytes; nothing is decoded.
+
+    Rows are read when asked for, one thread at a time.
+    """
+
+    def __init__(self, tables: Sequence[Table], config: DataConfig, limit: int = 0) -> None:
+        self._tables = tables
+        self._image_key = config.image_key
+        self._image_dir = config.image_dir
+        self._ends: list[int] = []
+        for table in tables:
+            self._ends.append(len(table) + (self._ends[-1] if self._ends else 0))
+        total = self._ends[-1] if self._ends else 0
+        self._length = min(limit, total) if limit else total
+        self.columns = tuple(dict.fromkeys(column for table in tables for column in table.columns))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        table, place = self._find(index)
+        row = table.read(place)
+        if row.get(self._image_key) is not None:
+            base = Path(self._image_dir) if self._image_dir else table.base_dir
+            row[self._image_key] = _absolute(row[self._image_key], base)
+        return row
+
+    def row_id(self, index: int) -> str:
+        """`<file or data set>:<index in it>`"""
+        table, place = self._find(index)
+        return f"{table.name}:{place}"
+
+    def _find(self, index: int) -> tuple[Table, int]:
+        if not 0 <= index < self._length:
+            raise IndexError(f"row {index} of {self._length}")
+        number = bisect.bisect_right(self._ends, index)
+        return self._tables[number], index - (self._ends[number - 1] if number else 0)
+
+
+def _absolute(value: Any, base: Path) -> Any:
+    """Image paths below `base`, wherever they stand; everything else as it is."""
+    if isinstance(value, str):
+        is_address = "://" in value or value.startswith("data:")
+        return value if is_address or not value else str((base / value).absolute())
+    if isinstance(value, list | tuple):
+        return [_absolute(one, base) for one in value]
+    if isinstance(value, dict) and value.get("bytes") is None and value.get("path"):
+        return {**value, "path": _absolute(value["path"], base)}
+    return value
+
+
+def _open_tables(name: str, config: DataConfig, cache: RowGroupCache) -> list[Table]:
+    path = Path(name)
+    if path.is_dir():
+        return [_open_folder(path, config)]
+    if path.is_file():
+        return [_open_file(path, cache)]
+    if glob.has_magic(name):
+        found = sorted(match for match in glob.glob(name) if Path(match).is_file())
+        if not found:
+            raise UserError(f"no file matches {name} in {Path.cwd()}")
+        return [_open_file(Path(match), cache) for match in found]
+    repository, at, split = name.rpartition("@")
+    if at and Path(repository).is_dir():
+        return [_open_saved(Path(repository), split)]
+    if at:
+        return [_open_hub(repository, split)]
+    raise UserError(
+        f"there is no data file {name}: {file_hint(path)} A data set of the hub is written org/name@split"
+    )
+
+
+def _open_file(path: Path, cache: RowGroupCache) -> Table:
+    suffix = path.suffix.lower()
+    if suffix == ".parquet":
+        return ParquetTable(path, cache)
+    if suffix in (".jsonl", ".ndjson"):
+        return JsonLinesTable(path)
+    if suffix == ".json":
+        return read_json(path)
+    raise UserError(f"{path}: data files are .parquet, .jsonl or .json, not {suffix or 'without an ending'}")
+
+
+def _open_folder(path: Path, config: DataConfig) -> Table:
+    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+        return _open_saved(path, "")
+    if has_images(path):
+        return read_image_folder(path, config.image_key, config.answer_key)
+    raise UserError(
+        f"the folder {path} has no images and was not saved by the `datasets` library. "
+        f"For data files name them, such as {path}/*.parquet"
+    )
+
+
+def _open_saved(path: Path, split: str) -> Table:
+    """A folder written by `save_to_disk`, or a clone of a hub data set."""
+    import datasets
+
+    if not (path / "state.json").is_file() and not (path / "dataset_dict.json").is_file():
+        return _open_hub(str(path), split)
+    loaded = datasets.load_from_disk(str(path))
+    if isinstance(loaded, datasets.DatasetDict):
+        if split not in loaded:
+            wanted = f"no split {split!r}" if split else "several splits"
+            raise UserError(f"{path} has {wanted}: write {path}@SPLIT with one of {sorted(map(str, loaded))}")
+        loaded = loaded[split]
+    elif split:
+        raise UserError(f"{path} holds one data set without splits: write it without @{split}")
+    return HubTable(loaded, f"{path.name}@{split}" if split else path.name, path)
+
+
+def _open_hub(name: str, split: str) -> Table:
+    import datasets
+
+    try:
+        loaded = datasets.load_dataset(name, split=split)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise UserError(
+            f"the `datasets` library cannot load {name} (split {split!r}): {type(error).__name__}: {error}"
+        ) from error
+    base = Path(name) if Path(name).is_dir() else Path()
+    return HubTable(loaded, f"{name}@{split}", base)
+
+
+def _check_columns(tables: Sequence[Table], config: DataConfig, purpose: Purpose) -> None:
+    needed = [("data.answer_key", config.answer_key) if purpose == "rl" else ("data.target_key", config.target_key)]
+    if not config.format_prompt:
+        # With a template the question may be made of other columns; it names what it misses.
+        needed.insert(0, ("data.prompt_key", config.prompt_key))
+    problems = []
+    for table in tables:
+        for key, column in needed:
+            row = table.first_without(column)
+            if row is None:
+                continue
+            whole = column not in table.columns
+            lacks = f"{table.name} has no column {column!r}" if whole else f"row {table.name}:{row} has no {column!r}"
+            problems.append(f"{lacks} ({key}). {_columns(table.columns, column, key)}")
+    if problems:
+        raise UserError("\n".join(problems))
+    columns = {column for table in tables for column in table.columns}
+    if config.image_key not in columns:
+        _check_text_only(sorted(columns), config)
+
+
+def _check_text_only(columns: Sequence[str], config: DataConfig) -> None:
+    """Rows without an image column are text, unless that looks like a wrong name."""
+    default = DataConfig.model_fields["image_key"].default
+    if config.image_key != default:
+        raise UserError(
+            f"no row has a column {config.image_key!r} (data.image_key). "
+            f"{_columns(columns, config.image_key, 'data.image_key')}"
+        )
+    close = close_names(config.image_key, columns)
+    if close:
+        logger.warning(
+            "no row has a column %r, so all rows are text only. There is %s: if it holds images, set data.image_key",
+            config.image_key,
+            " and ".join(repr(name) for name in close),
+        )
+
+
+def _columns(columns: Sequence[str], wanted: str, key: str) -> str:
+    close = close_names(wanted, columns)
+    meant = f"Did you mean {key}={close[0]}? " if close else f"Set {key} to one of them. "
+    return f"{meant}Columns: {', '.join(columns)}"

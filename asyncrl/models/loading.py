@@ -1,0 +1,117 @@
+"""From a Hugging Face folder to a model in memory, the same way for 1 M and 7 B parameters."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from asyncrl.config.schema import ModelConfig
+from asyncrl.errors import UserError
+
+VISION_TOWER_NAMES = ("visual", "vision_tower", "vision_model")
+"""Attribute names under which transformers' VLMs keep the vision tower."""
+CONNECTOR_NAMES = ("merger", "connector", "multi_modal_projector")
+"""Parts that map vision features to the language model; they stay trainable when the tower is frozen."""
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is the first CUDA device if there is one, else the CPU."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device is {name!r}, but torch {torch.__version__} sees no CUDA device. Set device=cpu or auto")
+    return device
+
+
+def load_model(
+    config: ModelConfig, *, device: torch.device, text_attention: str = "sdpa"
+) -> nn.Module:
+    """The model of the folder with `text_attention` in its language part, in `config.dtype` on `device`."""
+    from transformers import AutoConfig
+
+    folder = model_folder(config)
+    hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+    attention = {"text_config": text_attention, "vision_config": "sdpa"} if has_vision(hf_config) else text_attention
+    model = model_class(hf_config).from_pretrained(
+        folder,
+        dtype=getattr(torch, config.dtype),
+        attn_implementation=attention,
+        trust_remote_code=config.trust_remote_code,
+    )
+    return model.to(device)
+
+
+def model_folder(config: ModelConfig) -> Path:
+    folder = Path(config.path)
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"model.path is {config.path!r}: there is no config.json in it. "
+            "Name a Hugging Face model folder (config.json, *.safetensors, tokenizer and processor files)"
+        )
+    return folder
+
+
+def freeze_vision_tower(model: nn.Module) -> int:
+    """Take the vision tower, but not the connector, out of training. Returns the number of frozen parameters."""
+    frozen = 0
+    for name, parameter in model.named_parameters():
+        parts = name.split(".")
+        if any(part in VISION_TOWER_NAMES for part in parts) and not any(part in CONNECTOR_NAMES for part in parts):
+            parameter.requires_grad_(False)
+            frozen += parameter.numel()
+    return frozen
+
+
+def architecture_fingerprint(model: nn.Module) -> str:
+    """Equal for two models whose published weights fit each other: names, shapes and dtypes, tied weights once."""
+    from asyncrl.models.published import published_tensors
+
+    described = [(name, str(t.dtype), list(t.shape)) for name, t in published_tensors(model)]
+    return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:32]
+
+
+def folder_fingerprint(config: ModelConfig) -> str:
+    """`architecture_fingerprint` of a folder without loading its weights."""
+    from transformers import AutoConfig
+
+    hf_config = AutoConfig.from_pretrained(model_folder(config), trust_remote_code=config.trust_remote_code)
+    with torch.device("meta"):
+        model = model_class(hf_config).from_config(hf_config, dtype=getattr(torch, config.dtype))
+    return architecture_fingerprint(model)
+
+
+def model_class(hf_config: Any) -> Any:
+    """The transformers auto class for it: with a vision part or without."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if has_vision(hf_config) else AutoModelForCausalLM
+
+
+def has_vision(hf_config: Any) -> bool:
+    return getattr(hf_config, "vision_config", None) is not None
+
+
+def special_token_ids(model_config: Any, names: tuple[str, ...]) -> set[int]:
+    """Ids that the model's configuration keeps under these names."""
+    found = (getattr(model_config, name, None) for name in names)
+    return {token_id for token_id in found if isinstance(token_id, int)}
+
+
+def stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """End-of-sequence ids of the generation config and the tokenizer."""
+    declared = model.generation_config.eos_token_id
+    ids = {declared} if isinstance(declared, int) else set(declared or ())
+    if tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    if not ids:
+        raise UserError(
+            "neither generation_config.json nor the tokenizer names an end-of-sequence token: "
+            "completions could never finish. Set eos_token_id in the model folder's generation_config.json"
+        )
+    return tuple(sorted(ids))

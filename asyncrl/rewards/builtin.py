@@ -1,0 +1,180 @@
+"""The rewards that come with asyncrl. Each is an ordinary reward function; copy one to write your own.
+
+All but `format_think` and `regex_match` compare with `sample.answer` and raise ValueError where the row has
+no usable answer: a broken row is an error to be shown, not a wrong completion.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from asyncrl.rewards.sample import RewardSample
+
+_NUMBER = re.compile(
+    r"(?:(?<![\w).])[-+])?"  # a sign, but not the minus of `5-3`
+    r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?<!\d)(?=\.\d))"  # 1,234 or 1234 or nothing before .5
+    r"(?:\.\d+)?(?:[eE][-+]?\d+)?"
+)
+_BOXED = "\\boxed{"
+
+
+def exact_match(sample: RewardSample, *, ignore_case: bool = False) -> float:
+    """1 if the completion is the answer (or one of a list of them), however it is spaced.
+
+    Example: completion " Paris\\n", answer "Paris" -> 1
+    """
+    return float(_plain(sample.completion, ignore_case) in [_plain(a, ignore_case) for a in _answers(sample)])
+
+
+def contains(sample: RewardSample, *, ignore_case: bool = True, whole_words: bool = True) -> float:
+    """1 if the answer (or one of a list of them) stands somewhere in the completion.
+
+    Example: completion "The capital is Paris.", answer "paris" -> 1; answer "par" -> 0 (not a whole word)
+    """
+    completion = _plain(sample.completion, ignore_case)
+    edges = (r"(?<!\w)", r"(?!\w)") if whole_words else ("", "")
+    answers = [re.escape(_plain(answer, ignore_case)) for answer in _answers(sample)]
+    return float(any(re.search(edges[0] + answer + edges[1], completion) for answer in answers))
+
+
+def number_match(sample: RewardSample, *, tolerance: float = 1e-6, relative_tolerance: float = 0.0) -> float:
+    """1 if the last number of the completion is the answer's, within either tolerance.
+
+    The answer is a number or a text whose last number counts (GSM8K's `... #### 72`).
+    Example: completion "5 - 3 = 2, so 1,002 in total.", answer 1002 -> 1
+    """
+    if isinstance(sample.answer, int | float) and not isinstance(sample.answer, bool):
+        expected: float | None = float(sample.answer)
+    else:
+        expected = _last_number(" ".join(_answers(sample)))
+    if expected is None:
+        raise ValueError(f"row {sample.row_id}: number_match needs a number as answer, got {sample.answer!r}")
+    given = _last_number(sample.completion)
+    allowed = max(tolerance, relative_tolerance * abs(expected))
+    return float(given is not None and abs(given - expected) <= allowed)
+
+
+def choice_match(sample: RewardSample, *, choices: str = "ABCD") -> float:
+    """1 if the completion chooses the answer's letter; the last of the clearest kind of statement counts.
+
+    From clear to vague: `answer is B`, `\\boxed{B}`, `(B)` or `**B**`, a line beginning `B.`, a lone letter.
+    Example: completion "A dog, so the answer is (B).", answer "B" -> 1
+    """
+    answer = _answers(sample)[0].strip().strip("().").upper()
+    if len(answer) != 1 or answer not in choices.upper():
+        raise ValueError(
+            f"row {sample.row_id}: choice_match needs a letter of {choices!r} as answer, got {sample.answer!r}"
+        )
+    return float(_chosen(sample.completion, choices.upper()) == answer)
+
+
+def boxed_match(sample: RewardSample) -> float:
+    """1 if the last `\\boxed{...}` of the completion is the answer: as LaTeX text, or as a plain number.
+
+    Spacing, `$`, `\\left`, `\\right` and `\\dfrac` make no difference; nothing is solved or simplified.
+    Example: completion "so \\boxed{\\dfrac{1}{2}}", answer "\\frac{1}{2}" -> 1
+    """
+    given = _last_boxed(sample.completion)
+    return float(given is not None and any(_same_latex(given, answer) for answer in _answers(sample)))
+
+
+def format_think(sample: RewardSample, *, opened_by_prompt: bool = False) -> float:
+    """1 if the completion is one `<think>reasoning</think>` and then an answer, neither of them blank.
+
+    opened_by_prompt: the chat template has already written `<think>`.
+    Example: "<think>3 + 4 = 7</think> 7" -> 1
+    """
+    text = ("<think>" if opened_by_prompt else "") + sample.completion.strip()
+    if text.count("<think>") != 1 or text.count("</think>") != 1 or not text.startswith("<think>"):
+        return 0.0
+    thought, _, answer = text.removeprefix("<think>").partition("</think>")
+    return float(bool(thought.strip()) and bool(answer.strip()))
+
+
+def regex_match(sample: RewardSample, *, pattern: str, full: bool = False) -> float:
+    """1 if the regular expression is found in the completion, or with `full` is all of it.
+
+    Example: kwargs {pattern: "^Answer: \\\\d+$"}, completion "Answer: 12" -> 1
+    """
+    return float(bool((re.fullmatch if full else re.search)(pattern, sample.completion)))
+
+
+BUILTIN_REWARDS: dict[str, Callable[..., float]] = {
+    "exact_match": exact_match,
+    "contains": contains,
+    "number_match": number_match,
+    "choice_match": choice_match,
+    "boxed_match": boxed_match,
+    "format_think": format_think,
+    "regex_match": regex_match,
+}
+
+
+def _answers(sample: RewardSample) -> list[str]:
+    """The accepted answers as text; never empty."""
+    accepted: list[Any] = sample.answer if isinstance(sample.answer, list) else [sample.answer]
+    texts = ["" if answer is None else str(answer) for answer in accepted]
+    if not texts or not all(text.strip() for text in texts):
+        raise ValueError(f"row {sample.row_id}: the answer is {sample.answer!r}. Check data.answer_key")
+    return texts
+
+
+def _plain(text: str, ignore_case: bool) -> str:
+    spaced = " ".join(text.split())
+    return spaced.casefold() if ignore_case else spaced
+
+
+def _last_number(text: str) -> float | None:
+    found = _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
+    return float(found[-1].replace(",", "")) if found else None
+
+
+def _chosen(completion: str, choices: str) -> str:
+    letter = f"([{re.escape(choices)}])"
+    alone = re.fullmatch(rf"\W*{letter}\W*", completion, re.IGNORECASE)
+    if alone:
+        return alone[1].upper()
+    for pattern in (
+        rf"(?i:answer)\W*(?:(?i:is)\b)?[^\w]*{letter}(?!\w)",
+        rf"\\boxed\{{\W*(?:\\text\{{)?{letter}\W*\}}",
+        rf"(?:\(|\*\*){letter}(?:\)|\*\*)",
+        rf"(?m:^)\s*{letter}[.):]",
+        rf"(?<![\w']){letter}(?![\w']|\s+[a-z])",  # not the article of `A dog`
+    ):
+        found = re.findall(pattern, completion)
+        if found:
+            return found[-1]
+    return ""
+
+
+def _last_boxed(text: str) -> str | None:
+    """What stands between the braces of the last `\\boxed{...}`; None without a closed one."""
+    start = text.rfind(_BOXED)
+    if start < 0:
+        return None
+    start += len(_BOXED)
+    depth = 1
+    for at in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[at], 0) if text[at - 1] != "\\" else 0
+        if depth == 0:
+            return text[start:at]
+    return None
+
+
+def _same_latex(given: str, answer: str) -> bool:
+    left, right = (_plain_latex(text) for text in (given, answer))
+    if left == right:
+        return True
+    if _NUMBER.fullmatch(left) and _NUMBER.fullmatch(right):
+        return _last_number(left) == _last_number(right)
+    return False
+
+
+def _plain_latex(text: str) -> str:
+    """Without spacing and sizing commands, and without the `\\boxed{}` or `$` around an answer."""
+    boxed = _last_boxed(text)
+    text = boxed if boxed is not None else text
+    text = re.sub(r"\\(?:left|right)(?![a-zA-Z])|\\[,;:! ]|[\s$]", "", text)
+    return re.sub(r"\\[dt]frac", r"\\frac", text).rstrip(".")

@@ -1,0 +1,241 @@
+"""`RewardPool`: many samples in, scores out, whatever the reward functions do."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from asyncrl.config.schema import RewardConfig, component_name
+from asyncrl.errors import BadStateError, UserError
+from asyncrl.rewards import channel
+from asyncrl.rewards.process import WorkerDied, WorkerProcess, WorkerStartError, WorkerTimeout
+from asyncrl.rewards.sample import RewardSample
+from asyncrl.rewards.spec import check_rewards, locate, read_source
+
+logger = logging.getLogger(__name__)
+
+MAX_STARTS_PER_SAMPLE = 2
+"""That a worker ends before it begins a sample is not the sample's fault: it gets another worker, once."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """What became of one sample. `components` and `reward` are filled only where the status is `ok`."""
+
+    status: Literal["ok", "timed_out", "error"]
+    error_kind: str = ""
+    """reward_exception, reward_timeout, reward_memory, reward_nan, reward_type or reward_crash."""
+    error_message: str = ""
+    """Names the component and, where there is one, the file and line."""
+    components: dict[str, float] = field(default_factory=dict)
+    """Each component before weighting."""
+    reward: float | None = None
+    """The weighted sum."""
+    seconds: float = 0.0
+    """Spent on this sample in the worker, waiting for a free worker not included."""
+
+
+class RewardPool:
+    """`reward.workers` processes that score samples. One event loop, the one that called `start()`.
+
+    Example:
+        pool = RewardPool(config.reward)
+        await pool.start()
+        score = await pool.score(RewardSample(completion="4", answer="4"))
+        await pool.close()
+
+    Samples wait in order of arrival; the caller bounds how many there are.
+    """
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._config = config
+        self._names = [component_name(component) for component in config.functions]
+        self._setup = b""
+        self._ids = itertools.count(1)
+        self._idle: asyncio.Queue[WorkerProcess | Exception] = asyncio.Queue()
+        self._workers: set[WorkerProcess] = set()
+        self._replacing: set[asyncio.Task[None]] = set()
+        self._errors: Counter[str] = Counter()
+        self._closed = False
+
+    @property
+    def errors(self) -> dict[str, int]:
+        """Failed samples so far by error kind."""
+        return dict(self._errors)
+
+    async def start(self) -> None:
+        """Starts the workers, each with all functions loaded. Raises UserError where they cannot be."""
+        self._setup = _setup_message(self._config)
+        starting = [self._add_worker() for _ in range(self._config.workers)]
+        results = await asyncio.gather(*starting, return_exceptions=True)
+        failures = [result for result in results if result is not None]
+        if failures:
+            await self.close()
+            if isinstance(failures[0], WorkerStartError):
+                raise UserError(str(failures[0])) from None
+            raise failures[0]
+
+    async def score(self, sample: RewardSample) -> Score:
+        """Failures of the reward are in the returned Score.
+
+        Raises TypeError for a sample that MessagePack cannot carry, BadStateError if a worker that was
+        lost could not be started again, RuntimeError after `close()`.
+        """
+        sample_id = next(self._ids)
+        try:
+            frame = channel.pack({"id": sample_id, "sample": vars(sample)})
+        except (TypeError, ValueError, OverflowError) as error:
+            raise TypeError(f"row {sample.row_id}: cannot be sent to a reward worker: {error}") from error
+        starts = 0
+        score = None
+        while score is None:
+            starts += 1
+            worker = await self._idle_worker()
+            score = await self._score_on(worker, sample_id, frame, final=starts == MAX_STARTS_PER_SAMPLE)
+        return self._counted(score, sample)
+
+    async def close(self) -> None:
+        """Kills the workers and everything that they started; a pending `score()` raises RuntimeError."""
+        self._closed = True
+        for task in self._replacing:
+            task.cancel()
+        await asyncio.gather(*self._replacing, return_exceptions=True)
+        await asyncio.gather(*(worker.stop() for worker in self._workers))
+        self._workers.clear()
+        self._idle.put_nowait(_closed())
+
+    async def _idle_worker(self) -> WorkerProcess:
+        while True:
+            worker = await self._idle.get()
+            if self._closed or isinstance(worker, Exception):
+                failure = _closed() if self._closed else worker
+                self._idle.put_nowait(failure)  # for the next one who waits
+                assert isinstance(failure, Exception)
+                raise failure
+            if worker.alive:
+                return worker
+            logger.warning("reward worker %d ended while it was idle; starting another", worker.pid)
+            self._replace(worker)
+
+    async def _score_on(
+        self, worker: WorkerProcess, sample_id: int, frame: bytes, *, final: bool
+    ) -> Score | None:
+        """None if the worker ended before it began the sample, and this is not the final try."""
+        started = time.perf_counter()
+        healthy = False
+        try:
+            reply = await worker.ask(frame, self._config.timeout_s)
+            if reply.get("id") != sample_id:
+                raise WorkerDied("it answered another sample")
+            score = self._from_reply(reply)
+            healthy = score.error_kind != "reward_memory"  # such a worker ends itself
+            return score
+        except WorkerTimeout:
+            name = self._begun(worker, sample_id) or "(none begun)"
+            return self._timed_out(name, time.perf_counter() - started)
+        except WorkerDied as died:
+            if self._closed:
+                raise _closed() from None
+            name = self._begun(worker, sample_id)
+            if not name and not final:
+                logger.warning("reward worker %d ended before it began a sample (%s)", worker.pid, died)
+                return None
+            message = f"reward component {name or '(none begun)'!r} lost its worker: {died}"
+            return Score("error", "reward_crash", message, seconds=time.perf_counter() - started)
+        finally:  # also when cancelled: the worker is then still busy with this sample
+            if healthy:
+                self._idle.put_nowait(worker)
+            elif not self._closed:
+                self._replace(worker)
+
+    def _begun(self, worker: WorkerProcess, sample_id: int) -> str:
+        """Name of the component that the worker began last for this sample; empty if it began none."""
+        begun, index = worker.progress()
+        return self._names[index] if begun == sample_id and index < len(self._names) else ""
+
+    def _from_reply(self, reply: dict[str, Any]) -> Score:
+        try:
+            seconds = float(reply["seconds"])
+            kind = reply.get("error_kind", "")
+            values = {name: float(value) for name, value in reply["components"].items()}
+            failed_at = self._names[len(values)] if kind else ""
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise WorkerDied(f"it sent a malformed reply ({type(error).__name__}: {error})") from None
+        if seconds > self._config.timeout_s:  # it came back just before it would have been killed
+            return self._timed_out(failed_at or self._names[-1], seconds)
+        if kind:
+            message = f"reward component {failed_at!r}: {reply.get('error_message')}"
+            return Score("error", kind, message, seconds=seconds)
+        weights = [component.weight for component in self._config.functions]
+        reward = sum(weight * values[name] for weight, name in zip(weights, self._names, strict=True))
+        if not math.isfinite(reward):
+            message = f"the weighted sum of {values} is {reward}"
+            return Score("error", "reward_nan", message, seconds=seconds)
+        return Score("ok", components=values, reward=reward, seconds=seconds)
+
+    def _timed_out(self, name: str, seconds: float) -> Score:
+        limit = f"{self._config.timeout_s:g} s (reward.timeout_s)"
+        message = f"reward component {name!r} was not done after {limit}"
+        return Score("timed_out", "reward_timeout", message, seconds=seconds)
+
+    def _counted(self, score: Score, sample: RewardSample) -> Score:
+        if score.status != "ok":
+            self._errors[score.error_kind] += 1
+            first_of_kind = self._errors[score.error_kind] == 1
+            level = logging.WARNING if first_of_kind else logging.DEBUG
+            logger.log(level, "row %s, %s: %s", sample.row_id, score.error_kind, score.error_message)
+        return score
+
+    async def _add_worker(self) -> None:
+        worker = await WorkerProcess.start(self._setup)
+        self._workers.add(worker)
+        self._idle.put_nowait(worker)
+
+    def _replace(self, worker: WorkerProcess) -> None:
+        task = asyncio.create_task(self._stop_and_start(worker))
+        self._replacing.add(task)
+        task.add_done_callback(self._replacing.discard)
+
+    async def _stop_and_start(self, worker: WorkerProcess) -> None:
+        try:
+            await worker.stop()
+            self._workers.discard(worker)
+            await self._add_worker()
+        except (WorkerStartError, OSError) as error:
+            self._idle.put_nowait(BadStateError(f"a lost reward worker could not be started again: {error}"))
+
+
+async def check(config: RewardConfig) -> None:
+    """Loads the configured functions in a worker process, and ends it. Raises UserError if they cannot be."""
+    pool = RewardPool(config.model_copy(update={"workers": 1}))
+    await pool.start()
+    await pool.close()
+
+
+def _setup_message(config: RewardConfig) -> bytes:
+    """The workers' first message. It holds the source of the user's files: editing one changes no running run."""
+    check_rewards(config)
+    components = []
+    for component in config.functions:
+        located = locate(component.function)
+        entry = {"name": component_name(component), "kwargs": component.kwargs}
+        if located is None:
+            entry |= {"function": component.function, "path": "", "source": b""}
+        else:
+            path, function = located
+            entry |= {"function": function, "path": str(path), "source": read_source(path)}
+        components.append(entry)
+    try:
+        return channel.pack({"memory_limit_mib": config.memory_limit_mib, "components": components})
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UserError(f"reward kwargs must be numbers, text, lists and maps of them: {error}") from error
+
+
+def _closed() -> RuntimeError:
+    return RuntimeError("the reward pool is closed")

@@ -1,0 +1,166 @@
+"""One worker process, seen from the pool: start it, ask it, stop it with everything below it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import asyncrl
+from asyncrl.rewards import channel
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 120.0
+"""For the imports of the user's files; torch alone can take ten seconds on a busy machine."""
+STOP_TIMEOUT_S = 10.0
+"""The guardian needs milliseconds; after this it is killed itself."""
+EXIT_GRACE_S = 1.0
+"""Between the end of the reply pipe and the end of the process that held it."""
+LATE_REPLY_S = 0.1
+"""A busy event loop may see the time limit and the reply in one go; the reply then wins."""
+
+
+class WorkerStartError(Exception):
+    """The worker could not load the functions; the message is for the user."""
+
+
+class WorkerTimeout(Exception):
+    """No reply within the time limit. The worker must be stopped."""
+
+
+class WorkerDied(Exception):
+    """The worker ended, or sent what no worker sends; the message says how."""
+
+
+class WorkerProcess:
+    """Scores one sample at a time. Made by `await WorkerProcess.start(setup)`; `stop()` is idempotent."""
+
+    def __init__(self, process: asyncio.subprocess.Process, progress_fd: int) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._process = process
+        self._stdin = process.stdin
+        self._stdout = process.stdout
+        self._progress_fd = progress_fd
+        self._stopping: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(cls, setup: bytes) -> WorkerProcess:
+        """setup is the packed first message. Raises WorkerStartError."""
+        with tempfile.TemporaryFile() as progress:
+            progress_fd = os.dup(progress.fileno())
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "asyncrl.rewards.worker", str(progress_fd)),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                pass_fds=(progress_fd,),
+                start_new_session=True,  # Ctrl-C in the terminal is the pool's business
+                env=_environment(),
+            )
+        except BaseException:
+            os.close(progress_fd)
+            raise
+        worker = cls(process, progress_fd)
+        try:
+            await worker._load(setup)
+        except BaseException:
+            await worker.stop()
+            raise
+        return worker
+
+    @property
+    def pid(self) -> int:
+        """Of the guardian, the worker's parent."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.returncode is None and not self._stdout.at_eof() and self._stopping is None
+
+    def progress(self) -> tuple[int, int]:
+        """(sample id, component index) begun last. Not after `stop()`."""
+        return channel.read_progress(self._progress_fd)
+
+    async def ask(self, frame: bytes, timeout_s: float) -> dict[str, Any]:
+        """Sends one packed message and returns the reply. Raises WorkerTimeout, WorkerDied."""
+        self._stdin.write(frame)
+        reading = asyncio.create_task(self._read_reply())
+        try:
+            done, _ = await asyncio.wait({reading}, timeout=timeout_s)
+            if not done:
+                done, _ = await asyncio.wait({reading}, timeout=LATE_REPLY_S)
+            if not done:
+                raise WorkerTimeout
+            return reading.result()
+        finally:
+            reading.cancel()
+
+    async def stop(self) -> None:
+        """Returns once the worker and all that it started are gone."""
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._stop())
+        await asyncio.shield(self._stopping)  # a cancelled caller must not leave processes behind
+
+    async def _load(self, setup: bytes) -> None:
+        try:
+            reply = await self.ask(setup, START_TIMEOUT_S)
+        except WorkerTimeout:
+            raise WorkerStartError(
+                f"the reward functions were not loaded after {START_TIMEOUT_S:.0f} s. What do they import?"
+            ) from None
+        except WorkerDied as died:
+            raise WorkerStartError(
+                f"a reward worker ended while it loaded the reward functions: {died}. "
+                "Its output is in the log; reward.memory_limit_mib may be too small for what they import"
+            ) from None
+        if not reply.get("ready"):
+            raise WorkerStartError(str(reply.get("message")))
+
+    async def _read_reply(self) -> dict[str, Any]:
+        try:
+            (length,) = channel.LENGTH.unpack(await self._stdout.readexactly(channel.LENGTH.size))
+            if length > channel.MAX_REPLY_BYTES:
+                raise WorkerDied(f"it sent a malformed reply ({length} bytes announced)")
+            return channel.unpack(await self._stdout.readexactly(length))
+        except asyncio.IncompleteReadError:
+            raise WorkerDied(await self._how_it_ended()) from None
+        except ValueError as error:
+            raise WorkerDied(f"it sent a malformed reply ({error})") from None
+
+    async def _how_it_ended(self) -> str:
+        try:
+            code = await asyncio.wait_for(self._process.wait(), EXIT_GRACE_S)
+        except TimeoutError:
+            return "it closed its reply pipe"
+        if code >= 0:
+            return f"it exited with code {code}"
+        name = signal.Signals(-code).name
+        hint = " (by itself, or as the machine is out of memory)" if name == "SIGKILL" else ""
+        return f"it was killed by {name}{hint}"
+
+    async def _stop(self) -> None:
+        # The closing of stdin is the guardian's sign. close() would first wait until the worker has read all.
+        self._stdin.transport.abort()
+        try:
+            await asyncio.wait_for(self._process.wait(), STOP_TIMEOUT_S)
+        except TimeoutError:
+            logger.error("reward worker %d did not stop within %.0f s; killing it", self.pid, STOP_TIMEOUT_S)
+            self._process.kill()
+            await asyncio.wait_for(self._process.wait(), STOP_TIMEOUT_S)
+        finally:
+            os.close(self._progress_fd)
+
+
+def _environment() -> dict[str, str]:
+    package_root = str(Path(asyncrl.__file__).resolve().parents[1])
+    paths = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    # A fixed hash seed gives sets one order in every worker, so a score never depends on who computed it.
+    return os.environ | one_thread | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONHASHSEED": "0"}

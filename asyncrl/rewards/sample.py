@@ -1,0 +1,35 @@
+"""What a reward function is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class RewardSample:
+    """One completion and the dataset row that it answers.
+
+    Everything but `images` is made of MessagePack types (None, bool, 64-bit int, float, str, bytes,
+    list, dict): it travels to a worker process. Tuples arrive as lists.
+
+    Example:
+        RewardSample(completion="It is 7.", prompt="What is 3 + 4?", answer="7", row_id="train.jsonl:12")
+    """
+
+    completion: str
+    """Text that the policy sampled, without special tokens."""
+    prompt: str = ""
+    """Text of the last user message."""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """The whole prompt as chat messages."""
+    answer: Any = None
+    """The row's reference answer (`data.answer_key`)."""
+    columns: dict[str, Any] = field(default_factory=dict)
+    """The row's other columns by name."""
+    images: list[bytes] = field(default_factory=list)
+    """Encoded bytes (PNG, JPEG, ...) in order of appearance."""
+    row_id: str = ""
+    """Names the row: `<file or dataset>:<index>`."""
+    finish_reason: Literal["stop", "length"] = "stop"
+    """`length`: the completion was cut at `data.max_response_length`."""

@@ -1,0 +1,184 @@
+"""The worker process: `python -m asyncrl.rewards.worker PROGRESS_FD`, started by `process.py` only.
+
+Loads every configured function once, then scores one sample after another until its stdin closes.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import numbers
+import os
+import random
+import resource
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, BinaryIO
+
+from asyncrl.errors import UserError
+from asyncrl.rewards import channel, guard
+from asyncrl.rewards.builtin import BUILTIN_REWARDS
+from asyncrl.rewards.failures import one_line, shorten
+from asyncrl.rewards.sample import RewardSample
+from asyncrl.rewards.spec import check_call, function_of, load_module
+
+
+@dataclass(frozen=True)
+class Component:
+    name: str
+    function: Callable[..., Any]
+    kwargs: dict[str, Any]
+    file: str
+    """The user's file, for naming lines in it; empty for a built-in."""
+
+
+class ComponentFailed(Exception):
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+def main() -> None:
+    progress_fd = int(sys.argv[1])
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    guard.fork_guarded()
+    incoming, outgoing = _take_channel()
+    code = 0
+    try:
+        serve(incoming, outgoing, progress_fd)
+    except BaseException:  # ends the worker, which the pool reports; the log has the whole traceback
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    os._exit(code)  # threads and exit handlers of user code must not hold the worker
+
+
+def serve(incoming: BinaryIO, outgoing: BinaryIO, progress_fd: int) -> None:
+    setup = channel.read_frame(incoming)
+    if setup is None:
+        return
+    try:
+        components = _load(channel.unpack(setup))
+        ready: dict[str, Any] = {"ready": True}
+    except UserError as error:
+        components = []
+        ready = {"ready": False, "message": shorten(_with_memory_hint(error), 4000)}
+    _send(outgoing, ready)
+    while components:
+        frame = channel.read_frame(incoming)
+        if frame is None:
+            return
+        reply = _score(channel.unpack(frame), components, progress_fd)
+        del frame
+        _send(outgoing, reply)
+        if reply.get("error_kind") == "reward_memory":
+            return  # what filled the memory may still be held; the pool starts a fresh worker
+
+
+def _take_channel() -> tuple[BinaryIO, BinaryIO]:
+    """Moves the pipes away from stdin and stdout, so that prints of user code go to the log (stderr)."""
+    incoming, outgoing = os.dup(0), os.dup(1)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # else a killed worker's prints are lost
+
+    def close_in_forks() -> None:
+        os.close(incoming)
+        os.close(outgoing)
+
+    os.register_at_fork(after_in_child=close_in_forks)
+    return os.fdopen(incoming, "rb"), os.fdopen(outgoing, "wb")
+
+
+def _load(setup: dict[str, Any]) -> list[Component]:
+    limit = setup["memory_limit_mib"] << 20
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    modules: dict[str, ModuleType] = {}  # two functions of one file share its globals
+    components = []
+    for entry in setup["components"]:
+        path = entry["path"]
+        if not path:
+            function = BUILTIN_REWARDS[entry["function"]]
+        else:
+            if path not in modules:
+                modules[path] = load_module(Path(path), entry["source"])
+            function = function_of(modules[path], entry["function"])
+        check_call(function, entry["function"], entry["kwargs"])
+        components.append(Component(entry["name"], function, entry["kwargs"], path))
+    return components
+
+
+def _with_memory_hint(error: UserError) -> str:
+    starved = isinstance(error.__cause__, MemoryError) or "failed to map segment" in str(error)
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0] >> 20
+    return f"{error}. Workers may use {limit} MiB: raise reward.memory_limit_mib" if starved else str(error)
+
+
+def _score(request: dict[str, Any], components: list[Component], progress_fd: int) -> dict[str, Any]:
+    me = os.getpid()
+    sample = RewardSample(**request["sample"])
+    reply: dict[str, Any] = {"id": request["id"], "components": {}}
+    started = time.perf_counter()
+    for index, component in enumerate(components):
+        channel.write_progress(progress_fd, request["id"], index)
+        try:
+            reply["components"][component.name] = _run(component, sample)
+        except ComponentFailed as failed:
+            reply |= {"error_kind": failed.kind, "error_message": str(failed)}
+            break
+        finally:
+            if os.getpid() != me:  # the reward forked, and this is the copy; the original answers
+                os._exit(0)
+    reply["seconds"] = time.perf_counter() - started
+    return reply
+
+
+def _run(component: Component, sample: RewardSample) -> float:
+    """The component's finite number. Raises ComponentFailed for everything else that can happen in here."""
+    # A reward that draws random numbers must not depend on which worker scored what before.
+    random.seed(f"{sample.row_id}\0{sample.completion}".encode("utf-8", "surrogatepass"))
+    try:
+        returned = component.function(sample, **component.kwargs)
+        value = _number(returned)
+    except ComponentFailed:
+        raise
+    except MemoryError as error:
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0] >> 20
+        said = f"over the limit of {limit} MiB (reward.memory_limit_mib): {one_line(error, component.file)}"
+        raise ComponentFailed("reward_memory", said) from None
+    except BaseException as error:  # also SystemExit: user code must not decide about this process
+        raise ComponentFailed("reward_exception", one_line(error, component.file)) from None
+    if not math.isfinite(value):
+        raise ComponentFailed("reward_nan", f"returned {value}, which is not a finite number")
+    return value
+
+
+def _number(returned: Any) -> float:
+    """Numbers, and scalars of numpy and torch (anything of zero dimensions with `.item()`)."""
+    is_scalar = getattr(returned, "ndim", None) == 0 and hasattr(returned, "item")
+    value = returned.item() if is_scalar else returned
+    if not isinstance(value, numbers.Real):
+        shown = shorten(repr(returned), 100)
+        raise ComponentFailed("reward_type", f"returned {type(returned).__name__} {shown}, expected a number")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ComponentFailed("reward_nan", "returned an integer too large for a float") from None
+
+
+def _send(outgoing: BinaryIO, message: dict[str, Any]) -> None:
+    outgoing.write(channel.pack(message))
+    outgoing.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""JSON lines in files that grow: append, follow, and cut back."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Readers see the old content or the new, never a part; a crash leaves one of the two."""
+    # The process id keeps two writers from sharing one temporary file.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def drop_unfinished_line(path: Path) -> None:
+    """Cut off a last line without its newline: what a crash leaves in the middle of a write."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        content = file.read()
+        end = content.rfind(b"\n") + 1
+        if end < len(content):
+            logger.warning("%s ended in the middle of a line; dropped its %d bytes", path, len(content) - end)
+            file.truncate(end)
+
+
+def keep_steps(path: Path, last_step: int) -> int:
+    """Keep only the lines whose `step` is at most `last_step`; returns how many went."""
+    if not path.exists():
+        return 0
+    kept: list[bytes] = []
+    dropped = 0
+    for line in path.read_bytes().splitlines(keepends=True):
+        step = _step(line)
+        if step is None:
+            logger.warning("%s: dropped a line that is not a JSON object with a step: %r", path, line[:80])
+        if step is None or step > last_step:
+            dropped += 1
+        else:
+            kept.append(line)
+    if dropped:
+        write_atomically(path, b"".join(kept))
+    return dropped
+
+
+def _step(line: bytes) -> float | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    step = record.get("step") if isinstance(record, dict) and line.endswith(b"\n") else None
+    return step if isinstance(step, int | float) else None
+
+
+class JsonlTail:
+    """Follows a file that another process appends to. Every finished line is handed out once."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._offset = 0
+        self._inode = 0
+
+    def new_records(self) -> tuple[list[dict[str, Any]], bool]:
+        """The records since the last call, and whether the file started over (was cut back or replaced)."""
+        try:
+            file = self._path.open("rb")
+        except FileNotFoundError:
+            return [], False
+        with file:
+            status = os.fstat(file.fileno())
+            restarted = self._inode != 0 and (status.st_ino != self._inode or status.st_size < self._offset)
+            if restarted:
+                self._offset = 0
+            self._inode = status.st_ino
+            file.seek(self._offset)
+            data = file.read()
+        finished = data[: data.rfind(b"\n") + 1]
+        self._offset += len(finished)
+        return [record for line in finished.splitlines() if (record := _parse(line)) is not None], restarted
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """None for a line that is not an object: a reader must outlive whatever a crash left in a file."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None

@@ -1,0 +1,131 @@
+"""The metrics of one service, built from a table that is also their documentation."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    PlatformCollector,
+    ProcessCollector,
+    start_http_server,
+)
+
+from asyncrl.errors import UserError
+from asyncrl.telemetry.histogram import Histogram
+
+logger = logging.getLogger(__name__)
+
+STOP_DEADLINE_S = 5.0
+"""Longest wait for the endpoint's thread when a service closes it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """One line of a service's table of metrics."""
+
+    name: str
+    """Full Prometheus name, `asyncrl_<service>_<what>_<unit>`; counters end in `_total`."""
+    kind: Literal["counter", "gauge", "histogram"]
+    unit: str
+    help: str
+    healthy: str
+    """What a reader should expect of a good run."""
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+    """Upper bounds of a histogram, rising; infinity is added."""
+
+
+class MetricSet:
+    """Prometheus objects of one service, in a registry of their own.
+
+    `metrics.steps_total`, `metrics["steps_total"]` and `metrics["asyncrl_learner_steps_total"]` are the
+    same object: a `Counter`, `Gauge` or `asyncrl.telemetry.histogram.Histogram`.
+    """
+
+    def __init__(self, table: Sequence[Metric], service: Literal["learner", "rollout"]):
+        self.registry = CollectorRegistry()
+        self._service = service
+        self._prefix = f"asyncrl_{service}_"
+        self._metrics: dict[str, Counter | Gauge | Histogram] = {}
+        self._endpoint: tuple[WSGIServer, threading.Thread] | None = None
+        for metric in table:
+            self._metrics[self._short(metric.name)] = self._build(metric)
+        ProcessCollector(registry=self.registry)
+        PlatformCollector(registry=self.registry)
+
+    def _short(self, name: str) -> str:
+        if not name.startswith(self._prefix):
+            raise ValueError(f"{name} should start with {self._prefix}")
+        return name.removeprefix(self._prefix)
+
+    def _build(self, metric: Metric) -> Counter | Gauge | Histogram:
+        if (metric.kind == "histogram") != bool(metric.buckets):
+            raise ValueError(f"{metric.name}: a {metric.kind} with buckets {metric.buckets}")
+        if (metric.kind == "counter") != metric.name.endswith("_total"):
+            raise ValueError(f"{metric.name}: counters, and only counters, end in _total")
+        if metric.kind == "histogram":
+            return Histogram(metric.name, metric.help, metric.labels, metric.buckets, self.registry)
+        kind = Counter if metric.kind == "counter" else Gauge
+        return kind(metric.name, metric.help, metric.labels, registry=self.registry)
+
+    def __getitem__(self, name: str) -> Any:
+        short = name.removeprefix(self._prefix)
+        if short not in self._metrics:
+            close = difflib.get_close_matches(short, self._metrics, n=1)
+            raise KeyError(f"no metric {name}" + (f"; did you mean {close[0]}?" if close else ""))
+        return self._metrics[short]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        try:
+            return self[name]
+        except KeyError as error:
+            raise AttributeError(error.args[0]) from None
+
+    def serve(self, host: str, port: int) -> int:
+        """Answer `GET /metrics` from a daemon thread; returns the port, which port 0 leaves to the system."""
+        key = f"telemetry.{self._service}_port"
+        try:
+            server, thread = start_http_server(port, addr=host, registry=self.registry)
+        except OSError as error:
+            raise UserError(
+                f"cannot serve metrics on {host}:{port}: {error.strerror or error}. "
+                f"Set {key} to a free port, or telemetry.host to an address of this machine"
+            ) from error
+        self._endpoint = (server, thread)
+        bound = cast(int, server.server_port)
+        logger.info("metrics on http://%s:%d/metrics", host, bound)
+        return bound
+
+    def close(self) -> None:
+        """Free the port. Harmless when nothing is served."""
+        if self._endpoint is None:
+            return
+        server, thread = self._endpoint
+        self._endpoint = None
+        server.shutdown()
+        server.server_close()
+        thread.join(STOP_DEADLINE_S)
+
+
+def document(table: Sequence[Metric]) -> str:
+    """The table in Markdown."""
+    lines = [
+        "| metric | kind | unit | labels | meaning | healthy |",
+        "|---|---|---|---|---|---|",
+    ]
+    for metric in table:
+        labels = ", ".join(f"`{label}`" for label in metric.labels)
+        cells = (f"`{metric.name}`", metric.kind, metric.unit, labels, metric.help, metric.healthy)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,107 @@
+"""The files of a run directory that tell its story."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from asyncrl.telemetry.jsonl import drop_unfinished_line, keep_steps, write_atomically
+
+logger = logging.getLogger(__name__)
+
+METRICS_FILE = "metrics.jsonl"
+EVALUATIONS_FILE = "evaluations.jsonl"
+SAMPLES_FILE = "samples.jsonl"
+STATUS_FILE = "status.json"
+IMAGES_FOLDER = "images"
+
+
+class RunRecorder:
+    """Appends to the run's JSONL files. One writer per run directory (the learner); any number of readers.
+
+    Every line is flushed to the system at once, so a killed process loses none of them.
+    """
+
+    def __init__(self, run_dir: Path):
+        self._run_dir = Path(run_dir)
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        self._status: dict[str, Any] = {}
+        self._warned: set[str] = set()
+        for name in (METRICS_FILE, EVALUATIONS_FILE, SAMPLES_FILE):
+            drop_unfinished_line(self._run_dir / name)
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        """One line of metrics.jsonl; must contain `step`. Numbers that are not finite become null, with a warning."""
+        self._append(METRICS_FILE, metrics)
+
+    def evaluation(self, evaluation: Mapping[str, Any]) -> None:
+        """One line of evaluations.jsonl; must contain `step`."""
+        self._append(EVALUATIONS_FILE, evaluation)
+
+    def sample(self, sample: Mapping[str, Any], images: Mapping[str, bytes]) -> None:
+        """One line of samples.jsonl; must contain `step`. Images (encoded bytes by hash) are stored once."""
+        for image_hash, data in images.items():
+            self._store_image(image_hash, data)
+        self._append(SAMPLES_FILE, sample)
+
+    def status(self, **fields: Any) -> None:
+        """Replace these fields of status.json; the others stay as they were said last by this process."""
+        self._status.update(fields, time=time.time())
+        text = json.dumps(self._finite(STATUS_FILE, self._status), ensure_ascii=False)
+        write_atomically(self._run_dir / STATUS_FILE, text.encode())
+
+    def truncate_after(self, step: int) -> None:
+        """Forget what was written past the step that a run resumes from. Images stay: they are named by content."""
+        for name in (METRICS_FILE, EVALUATIONS_FILE, SAMPLES_FILE):
+            dropped = keep_steps(self._run_dir / name, step)
+            if dropped:
+                logger.info("resuming after step %d: dropped %d later lines of %s", step, dropped, name)
+
+    def _append(self, name: str, record: Mapping[str, Any]) -> None:
+        if "step" not in record:
+            raise ValueError(f"a line of {name} needs a step; it has {sorted(record)}")
+        line = json.dumps(self._finite(name, dict(record)), ensure_ascii=False) + "\n"
+        with (self._run_dir / name).open("ab") as file:
+            file.write(line.encode(errors="backslashreplace"))
+
+    def _finite(self, name: str, value: Any, key: str = "") -> Any:
+        """The same value with plain Python numbers, and None where a number is not finite."""
+        if isinstance(value, Mapping):
+            return {str(k): self._finite(name, v, f"{key}.{k}" if key else str(k)) for k, v in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._finite(name, item, key) for item in value]
+        if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:  # numpy scalars
+            value = value.item()
+        if isinstance(value, float) and not math.isfinite(value):
+            warning = f"{name}: {key}"
+            if warning not in self._warned:
+                self._warned.add(warning)
+                logger.warning("%s is %s; written as null (said once)", warning, value)
+            return None
+        return value
+
+    def _store_image(self, image_hash: str, data: bytes) -> None:
+        if not re.fullmatch(r"[0-9a-f]{8,128}", image_hash):
+            raise ValueError(f"an image hash should be hexadecimal, not {image_hash!r}")
+        folder = self._run_dir / IMAGES_FOLDER
+        path = folder / f"{image_hash}.{image_extension(data)}"
+        if not path.exists():
+            folder.mkdir(exist_ok=True)
+            write_atomically(path, data)
+
+
+def image_extension(data: bytes) -> str:
+    """By the first bytes: png, jpg, webp, or bin for everything else."""
+    if data.startswith(b"\x89PNG\r\n\x1a\n"):
+        return "png"
+    if data.startswith(b"\xff\xd8\xff"):
+        return "jpg"
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return "webp"
+    return "bin"

@@ -1,0 +1,60 @@
+"""What the learner asks of a training engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from learner.packing import MicroBatch
+
+
+@dataclass(frozen=True)
+class TokenOutputs:
+    """Of a micro-batch's trainable tokens, fp32 [N]."""
+
+    logprobs: torch.Tensor
+    entropies: torch.Tensor
+    """Detached unless the engine was asked for their gradient."""
+
+
+class TrainEngine(Protocol):
+    def prepare(self) -> None:
+        """Load the model and build the optimiser."""
+        ...
+
+    def forward(self, micro_batch: MicroBatch, *, entropy_gradient: bool = False) -> TokenOutputs: ...
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Accumulate the gradient of a loss that is already divided by global counts."""
+        ...
+
+    def optimizer_step(self) -> dict[str, float]:
+        """Clip, update, advance the schedule, clear gradients. Returns `grad_norm` (before clipping) and `lr`.
+
+        Raises BadStateError when the gradient is not finite; the weights are then untouched.
+        """
+        ...
+
+    def unwrap_model(self) -> Any:
+        """The Hugging Face model itself."""
+        ...
+
+    def published_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What the rollout servers need, tied weights once."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Optimiser and schedule; the model is saved beside it as a Hugging Face folder."""
+        ...
+
+    def load(self, folder: Path) -> None: ...
+
+    def sleep(self) -> None:
+        """Move parameters, gradients and optimiser state off the device."""
+        ...
+
+    def wake(self) -> None: ...

@@ -1,0 +1,118 @@
+"""Training on one device with plain torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from asyncrl.config.schema import OptimConfig, RunConfig
+from asyncrl.errors import BadStateError
+from asyncrl.models import shared_prefix
+from asyncrl.models.loading import freeze_vision_tower, load_model, resolve_device, special_token_ids
+from asyncrl.models.processing import PLACEHOLDER_ID_NAMES
+from asyncrl.models.published import published_tensors
+from asyncrl.models.sampling_distribution import entropies, gather_logprobs, sampling_logprobs
+from learner.engines.base import TokenOutputs
+from learner.packing import MicroBatch
+
+
+class TorchEngine:
+    def __init__(self, config: RunConfig, optim: OptimConfig, total_updates: int):
+        self._config = config
+        self._optim = optim
+        self._total_updates = total_updates
+        self.device = resolve_device(config.learner.device)
+
+    def prepare(self) -> None:
+        shared_prefix.register()
+        model = load_model(
+            self._config.model, device=self.device, text_attention=shared_prefix.SHARED_PREFIX_ATTENTION
+        )
+        if self._config.model.freeze_vision_tower:
+            freeze_vision_tower(model)
+        self.model: Any = model.train()
+        banned = sorted(special_token_ids(self.model.config, PLACEHOLDER_ID_NAMES))
+        self._banned = torch.tensor(banned, dtype=torch.long, device=self.device)
+        self._trained = [p for p in self.model.parameters() if p.requires_grad]
+        matrices = [p for p in self._trained if p.ndim >= 2]
+        vectors = [p for p in self._trained if p.ndim < 2]  # norms and biases are not decayed
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": self._optim.weight_decay},
+                {"params": vectors, "weight_decay": 0.0},
+            ],
+            lr=self._optim.lr,
+            betas=self._optim.betas,
+        )
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor)
+
+    def _lr_factor(self, update: int) -> float:
+        """Factor of the peak learning rate at the `update`-th optimiser step, from 0."""
+        o = self._optim
+        if update < o.lr_warmup_steps:
+            return (update + 1) / o.lr_warmup_steps
+        if o.lr_scheduler_type == "constant":
+            return 1.0
+        span = max(self._total_updates - o.lr_warmup_steps, 1)
+        done = min((update - o.lr_warmup_steps) / span, 1.0)
+        shape = 1 - done if o.lr_scheduler_type == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        return o.min_lr_ratio + (1 - o.min_lr_ratio) * shape
+
+    def forward(self, micro_batch: MicroBatch, *, entropy_gradient: bool = False) -> TokenOutputs:
+        logits = self.model(**micro_batch.inputs, use_cache=False, logits_to_keep=micro_batch.predict_from).logits[0]
+        logprobs = sampling_logprobs(logits, temperature=self._config.rollout.temperature, banned=self._banned)
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+            entropy = entropies(logprobs)
+        return TokenOutputs(gather_logprobs(logprobs, micro_batch.targets), entropy)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def optimizer_step(self) -> dict[str, float]:
+        grad_norm = float(torch.nn.utils.clip_grad_norm_(self._trained, self._optim.max_grad_norm))
+        if not math.isfinite(grad_norm):
+            raise BadStateError(
+                f"the gradient norm is {grad_norm}. The weights are those before this step. Lower the learning rate "
+                f"({self._optim.lr}) or look at the last samples and at logprob_diff_max in metrics.jsonl"
+            )
+        lr = self.schedule.get_last_lr()[0]
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return {"grad_norm": grad_norm, "lr": lr}
+
+    def unwrap_model(self) -> Any:
+        return self.model
+
+    def published_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return published_tensors(self.model)
+
+    def save(self, folder: Path) -> None:
+        torch.save({"optimizer": self.optimizer.state_dict(), "schedule": self._schedule_state()}, folder / "engine.pt")
+
+    def _schedule_state(self) -> dict[str, Any]:
+        return {k: v for k, v in self.schedule.state_dict().items() if k != "lr_lambdas"}
+
+    def load(self, folder: Path) -> None:
+        state = torch.load(folder / "engine.pt", map_location=self.device, weights_only=True)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict({**state["schedule"], "lr_lambdas": [None] * len(self.optimizer.param_groups)})
+
+    def sleep(self) -> None:
+        self._move(torch.device("cpu"))
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        self._move(self.device)
+
+    def _move(self, device: torch.device) -> None:
+        self.model.to(device)
+        for state in self.optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    state[name] = value.to(device)

@@ -1,0 +1,154 @@
+"""Groups become packed micro-batches: each group's prompt once, then its completions.
+
+See asyncrl/models/shared_prefix.py for who attends to whom. The last token of a completion predicts nothing that
+was sampled, so it is a target but no input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncrl.models.positions import prompt_positions
+from asyncrl.models.processing import EncodedPrompt
+from asyncrl.models.shared_prefix import SharedPrefixLayout, group_mask
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One trajectory to train on. Columns are [T]."""
+
+    row: int
+    """Its number in the batch."""
+    token_ids: np.ndarray
+    loss_mask: np.ndarray
+    """1 on tokens that count in the loss."""
+
+
+@dataclass(frozen=True)
+class TrainGroup:
+    """A prompt and its completions."""
+
+    prompt: EncodedPrompt
+    completions: tuple[Completion, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Packed input tokens."""
+        return len(self.prompt.token_ids) + sum(len(c.token_ids) - 1 for c in self.completions)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    inputs: dict[str, Any]
+    """Keyword arguments of the model's forward: one packed sequence of L tokens."""
+    predict_from: torch.Tensor
+    """[N] positions in the packed sequence whose logits predict a trainable token."""
+    targets: torch.Tensor
+    """[N] those tokens."""
+    row: torch.Tensor
+    """[N] the batch's row of each."""
+    column: torch.Tensor
+    """[N] its place in the row's completion."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.inputs["input_ids"].shape[1]
+
+
+def plan_micro_batches(groups: Sequence[TrainGroup], tokens_per_microbatch: int) -> list[list[TrainGroup]]:
+    """Fill micro-batches in order up to the budget; a group over the budget is split, its prompt repeated."""
+    plan: list[list[TrainGroup]] = []
+    room = 0
+    for group in groups:
+        for part in _split(group, tokens_per_microbatch):
+            if part.num_tokens > room:
+                plan.append([])
+                room = tokens_per_microbatch
+            plan[-1].append(part)
+            room -= part.num_tokens
+    return plan
+
+
+def _split(group: TrainGroup, budget: int) -> list[TrainGroup]:
+    parts: list[TrainGroup] = []
+    taken: list[Completion] = []
+    for completion in group.completions:
+        candidate = TrainGroup(group.prompt, (*taken, completion))
+        if taken and candidate.num_tokens > budget:
+            parts.append(TrainGroup(group.prompt, tuple(taken)))
+            taken = []
+        taken.append(completion)
+    if taken:
+        parts.append(TrainGroup(group.prompt, tuple(taken)))
+    return parts
+
+
+def build_micro_batch(model: Any, groups: Sequence[TrainGroup], device: torch.device) -> MicroBatch:
+    """Pack the groups into one sequence and say which logits predict which trainable token."""
+    ids: list[np.ndarray] = []
+    types: list[np.ndarray] = []
+    positions: list[torch.Tensor] = []
+    spans: list[tuple[int, int]] = []
+    masks: list[torch.Tensor] = []
+    predict_from: list[np.ndarray] = []
+    targets: list[np.ndarray] = []
+    rows: list[np.ndarray] = []
+    columns: list[np.ndarray] = []
+    start = 0
+    for group in groups:
+        place, next_position = prompt_positions(model, group.prompt)
+        prompt_length = len(group.prompt.token_ids)
+        ids.append(group.prompt.token_ids)
+        types.append(group.prompt.token_types)
+        positions.append(place)
+        cursor = start + prompt_length
+        for completion in group.completions:
+            inputs = completion.token_ids[:-1]
+            ids.append(inputs)
+            types.append(np.zeros_like(inputs))
+            positions.append((torch.arange(len(inputs)) + next_position).expand(place.shape[0], -1))
+            sources = np.concatenate([[start + prompt_length - 1], np.arange(cursor, cursor + len(inputs))])
+            kept = np.flatnonzero(completion.loss_mask)
+            predict_from.append(sources[kept])
+            targets.append(completion.token_ids[kept])
+            rows.append(np.full(len(kept), completion.row))
+            columns.append(kept)
+            cursor += len(inputs)
+        spans.append((start, cursor))
+        masks.append(group_mask(prompt_length, [len(c.token_ids) - 1 for c in group.completions], device))
+        start = cursor
+    return MicroBatch(
+        inputs={
+            "input_ids": torch.from_numpy(np.concatenate(ids)).long()[None].to(device),
+            **_position_inputs(torch.cat(positions, dim=1).to(device)),
+            **_image_inputs(groups, np.concatenate(types), device),
+            "shared_prefix": SharedPrefixLayout(tuple(spans), tuple(masks)),
+        },
+        predict_from=torch.from_numpy(np.concatenate(predict_from)).long().to(device),
+        targets=torch.from_numpy(np.concatenate(targets)).long().to(device),
+        row=torch.from_numpy(np.concatenate(rows)).long(),
+        column=torch.from_numpy(np.concatenate(columns)).long(),
+    )
+
+
+def _position_inputs(positions: torch.Tensor) -> dict[str, torch.Tensor]:
+    """[R, L] -> the model's `position_ids`: [3, 1, L] for multimodal rotary positions, else [1, L]."""
+    return {"position_ids": positions[:, None] if positions.shape[0] == 3 else positions}
+
+
+def _image_inputs(groups: Sequence[TrainGroup], types: np.ndarray, device: torch.device) -> dict[str, torch.Tensor]:
+    """Each image once, in the order of the packed prompts."""
+    pixels = [group.prompt.pixel_values for group in groups if group.prompt.pixel_values is not None]
+    if not pixels:
+        return {}
+    grids = np.concatenate([group.prompt.image_grids for group in groups])
+    return {
+        "pixel_values": torch.cat(pixels).to(device),
+        "image_grid_thw": torch.from_numpy(grids).long().to(device),
+        "mm_token_type_ids": torch.from_numpy(types).long()[None].to(device),
+    }

@@ -1,0 +1,94 @@
+"""The alignment contract: a group counts only if it is exactly what its ticket allowed.
+
+The learner encodes the prompt itself and compares token ids, grids and hashes; it checks every sampled token's
+id, log-prob and version. A mismatch refuses the group with a reason that names the row.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from asyncrl.models.processing import EncodedPrompt
+from protocol.errors import ErrorCode, ProtocolError
+from protocol.messages import Group, Ticket
+
+LOGPROB_SLACK = 1e-4
+"""Rounding may put the log-prob of a certain token this far above 0."""
+
+
+def verify_group(group: Group, ticket: Ticket, prompt: EncodedPrompt, *, version: int, vocabulary: int) -> None:
+    """Raise ProtocolError(REFUSED_GROUP) naming the row unless the group fits its ticket at the learner's `version`."""
+    problem = (
+        _prompt_problem(group, prompt)
+        or _shape_problem(group, ticket)
+        or _token_problem(group, ticket, vocabulary)
+        or _version_problem(group, ticket, version)
+        or _score_problem(group)
+    )
+    if problem:
+        raise ProtocolError(ErrorCode.REFUSED_GROUP, f"row {ticket.prompt.row_id} from {group.server_id}: {problem}")
+
+
+def _prompt_problem(group: Group, prompt: EncodedPrompt) -> str | None:
+    if group.image_hashes != prompt.image_hashes:
+        return f"the images differ: {len(group.image_hashes)} hashes against {len(prompt.image_hashes)}, or another order"
+    if not np.array_equal(group.image_grids, prompt.image_grids):
+        return (
+            f"image grids differ: {group.image_grids.tolist()} against {prompt.image_grids.tolist()}. "
+            "Do both sides have the same image processor settings?"
+        )
+    if not np.array_equal(group.prompt_ids, prompt.token_ids):
+        theirs, mine = group.prompt_ids, prompt.token_ids
+        common = min(len(theirs), len(mine))
+        differing = np.flatnonzero(theirs[:common] != mine[:common])
+        where = int(differing[0]) if differing.size else common
+        return f"prompt ids differ from position {where} ({len(theirs)} ids against {len(mine)})"
+    return None
+
+
+def _shape_problem(group: Group, ticket: Ticket) -> str | None:
+    if len(group.trajectories) != ticket.group_size:
+        return f"{len(group.trajectories)} trajectories for a group size of {ticket.group_size}"
+    longest = int(group.lengths.max())
+    if longest > ticket.sampling.max_new_tokens:
+        return f"a completion of {longest} tokens, over max_new_tokens {ticket.sampling.max_new_tokens}"
+    if not np.isin(group.loss_mask, (0, 1)).all():
+        return "loss_mask has values other than 0 and 1"
+    return None
+
+
+def _token_problem(group: Group, ticket: Ticket, vocabulary: int) -> str | None:
+    if group.token_ids.size == 0:
+        return None
+    if group.token_ids.min() < 0 or group.token_ids.max() >= vocabulary:
+        return f"token ids outside the vocabulary of {vocabulary}"
+    banned = np.intersect1d(group.token_ids[group.loss_mask == 1], ticket.sampling.banned_token_ids)
+    if banned.size:
+        return (
+            f"the policy sampled image placeholder ids {banned.tolist()}: the engine must ban them, "
+            "or training would fail with image features that do not match image tokens"
+        )
+    sampled = group.logprobs[group.loss_mask == 1]
+    if not np.isfinite(sampled).all() or (sampled > LOGPROB_SLACK).any():
+        return "a sampled token has a log-prob that is not finite or above 0"
+    return None
+
+
+def _version_problem(group: Group, ticket: Ticket, version: int) -> str | None:
+    if group.versions.size == 0:
+        return None
+    oldest, newest = int(group.versions.min()), int(group.versions.max())
+    if oldest < ticket.min_version or newest > version:
+        return f"token versions {oldest} to {newest}, but the ticket allows {ticket.min_version} to {version}"
+    return None
+
+
+def _score_problem(group: Group) -> str | None:
+    for index, record in enumerate(group.trajectories):
+        if record.status.is_scored != (record.reward is not None):
+            return f"trajectory {index} is {record.status} with reward {record.reward}"
+        if record.reward is not None and not np.isfinite(record.reward):
+            return f"trajectory {index} has reward {record.reward}"
+        if not record.status.is_scored and not record.error_kind:
+            return f"trajectory {index} is {record.status} without an error kind"
+    return None

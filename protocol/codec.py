@@ -1,0 +1,175 @@
+"""Messages to ZeroMQ frames and back.
+
+Frame 0 is a MessagePack map, the *header*: the message's fields, told apart by `type`. Arrays and blobs
+follow as raw frames, in the order in which the header names them. Decoding copies no array and no blob.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from types import UnionType
+from typing import Any, TypeAlias, cast, get_args
+
+import msgpack
+import zmq
+from pydantic import ValidationError
+from pydantic_core import PydanticSerializationError
+
+from protocol.errors import ErrorCode, ProtocolError
+from protocol.frames import FrameSink, FrameSource
+from protocol.messages import Message, Wire
+
+MIB = 1 << 20
+MAX_ELEMENTS = 1 << 16
+"""Most elements of one list or map in a header; longer columns belong in frames."""
+MAX_REASON = 500
+"""Characters of a reason that travels back to the peer."""
+REPORTED_ERRORS = 3
+
+Frame: TypeAlias = bytes | memoryview | zmq.Frame
+Expected: TypeAlias = type[Wire] | UnionType | Iterable[type[Wire]]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a message may weigh. Both sides use the same numbers, so a sender finds out first."""
+
+    max_message_bytes: int = 1024 * MIB
+    max_header_bytes: int = 8 * MIB
+    max_frames: int = 4096
+
+
+def encode(message: Wire, limits: Limits | None = None) -> list[bytes | memoryview]:
+    """The frames of `message`. Frames after the first are views of its arrays: send before changing those.
+
+    Raises ProtocolError: TOO_LARGE beyond `limits`, MALFORMED when a free-form field (a dataset column) holds
+    something that MessagePack does not know.
+    """
+    sink = FrameSink()
+    try:
+        header = cast(bytes, msgpack.packb(message.model_dump(context=sink)))
+    except (TypeError, ValueError, OverflowError, PydanticSerializationError) as problem:
+        raise ProtocolError(
+            ErrorCode.MALFORMED,
+            _shorten(
+                f"{type(message).__name__} holds a value that cannot travel: {problem}. "
+                "Use text, numbers, booleans, bytes, lists and maps with text keys"
+            ),
+        ) from problem
+    frames: list[bytes | memoryview] = [header, *sink.frames]
+    if limits is not None:
+        _check_sizes([_size(frame) for frame in frames], limits, type(message).__name__)
+    return frames
+
+
+def decode(frames: Sequence[Frame], expected: Expected, limits: Limits) -> Message:
+    """The message in `frames`, if it is one of `expected` (a model, a union of models, or several models).
+
+    Arrays and blobs are read-only views of the frames. Raises ProtocolError and nothing else.
+    """
+    header = read_header(frames, limits)
+    name = header.get("type")
+    if not isinstance(name, str):
+        raise ProtocolError(ErrorCode.MALFORMED, "the header has no `type`")
+    model = models_by_type(expected).get(name)
+    if model is None:
+        known = ALL_MODELS.get(name)
+        if known is None:
+            raise ProtocolError(ErrorCode.UNKNOWN_TYPE, f"unknown message type {name[:100]!r}")
+        accepted = ", ".join(sorted(models_by_type(expected)))
+        raise ProtocolError(
+            ErrorCode.WRONG_DIRECTION, f"`{name}` is not for this endpoint, which receives {accepted}"
+        )
+    source = FrameSource([_view(frame) for frame in frames])
+    try:
+        message = model.model_validate(header, context=source)
+    except ValidationError as problem:
+        raise ProtocolError(ErrorCode.MALFORMED, _reason(name, problem)) from problem
+    unused = len(frames) - 1 - len(source.used)
+    if unused:
+        raise ProtocolError(
+            ErrorCode.MALFORMED,
+            f"{name}: {unused} of {len(frames) - 1} data frames are named nowhere in the header",
+        )
+    return cast(Message, message)
+
+
+def read_header(frames: Sequence[Frame], limits: Limits) -> dict[str, Any]:
+    """The unvalidated header, or ProtocolError MALFORMED or TOO_LARGE."""
+    if not frames:
+        raise ProtocolError(ErrorCode.MALFORMED, "a message without frames")
+    _check_sizes([_size(frame) for frame in frames], limits, "message")
+    view = _view(frames[0])
+    try:
+        header = msgpack.unpackb(
+            view,
+            raw=False,
+            strict_map_key=True,
+            ext_hook=_refuse_extension,
+            max_ext_len=0,
+            max_array_len=MAX_ELEMENTS,
+            max_map_len=MAX_ELEMENTS,
+        )
+    except msgpack.StackError as problem:
+        raise ProtocolError(ErrorCode.MALFORMED, "the header is nested too deeply") from problem
+    except (ValueError, TypeError, msgpack.UnpackException) as problem:
+        reason = f"the header is not MessagePack: {problem or type(problem).__name__}"
+        raise ProtocolError(ErrorCode.MALFORMED, _shorten(reason)) from problem
+    if not isinstance(header, dict):
+        raise ProtocolError(ErrorCode.MALFORMED, f"the header is a {type(header).__name__}, expected a map")
+    return header
+
+
+def models_by_type(expected: Expected) -> dict[str, type[Wire]]:
+    """`type` tag to model."""
+    return _models_by_type(expected if isinstance(expected, type | UnionType) else tuple(expected))
+
+
+@lru_cache(maxsize=64)
+def _models_by_type(expected: Any) -> dict[str, type[Wire]]:
+    models = expected if isinstance(expected, tuple) else (get_args(expected) or (expected,))
+    return {model.model_fields["type"].default: model for model in models}
+
+
+ALL_MODELS: dict[str, type[Wire]] = models_by_type(Message)
+
+
+def _check_sizes(sizes: list[int], limits: Limits, what: str) -> None:
+    total = sum(sizes)
+    for name, value, limit in (
+        ("frames", len(sizes), limits.max_frames),
+        ("header bytes", sizes[0], limits.max_header_bytes),
+        ("bytes", total, limits.max_message_bytes),
+    ):
+        if value > limit:
+            raise ProtocolError(ErrorCode.TOO_LARGE, f"{what} has {value:,} {name}, the limit is {limit:,}")
+
+
+def _size(frame: Frame) -> int:
+    return frame.nbytes if isinstance(frame, memoryview) else len(frame)
+
+
+def _view(frame: Frame) -> memoryview:
+    view = memoryview(frame) if isinstance(frame, bytes | memoryview) else frame.buffer
+    return view.toreadonly()
+
+
+def _refuse_extension(code: int, _data: bytes) -> Any:
+    raise ValueError(f"extension type {code} is not allowed")
+
+
+def _reason(name: str, problem: ValidationError) -> str:
+    errors = problem.errors(include_url=False, include_context=False, include_input=False)
+    parts = []
+    for error in errors[:REPORTED_ERRORS]:
+        path = ".".join([name, *map(str, error["loc"])])
+        parts.append(f"{path[:120]}: {error['msg']}")
+    if len(errors) > REPORTED_ERRORS:
+        parts.append(f"and {len(errors) - REPORTED_ERRORS} more")
+    return _shorten("; ".join(parts))
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= MAX_REASON else text[: MAX_REASON - 3] + "..."

@@ -1,0 +1,107 @@
+"""Where sockets may bind, free ports, and which processes share memory."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import re
+import socket
+import uuid
+from pathlib import Path
+
+import zmq
+
+SHARED_MEMORY = Path("/dev/shm")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_TCP = re.compile(r"^tcp://(?P<host>\[[^\]]+\]|[^:\[\]]+):(?P<port>\d+)$")
+
+
+class BindError(ValueError):
+    """An endpoint that cannot be bound; the message names the setting to change."""
+
+
+class InsecureBindError(BindError):
+    """A public address without encryption."""
+
+
+class PortInUseError(BindError):
+    """Somebody else listens there."""
+
+
+def bind(sock: zmq.Socket, endpoint: str, *, setting: str, insecure: bool = False) -> str:
+    """Bind `sock` and return the endpoint with its actual port (port 0 takes a free one).
+
+    `setting` names the configuration key of the port in error messages. Raises BindError.
+    """
+    host, port = split_endpoint(endpoint)
+    section = setting.rpartition(".")[0]
+    prefix = f"{section}." if section else ""
+    address = _resolve(host, endpoint, f"{prefix}host")
+    if not insecure and not ipaddress.ip_address(address).is_loopback:
+        raise InsecureBindError(
+            f"{endpoint} can be reached from other machines, and this traffic is neither encrypted nor "
+            f"authenticated. Set {prefix}host=127.0.0.1, or {prefix}insecure=true on a network that you trust"
+        )
+    is_ipv6 = ":" in address
+    if is_ipv6:
+        sock.setsockopt(zmq.IPV6, 1)
+    numeric = f"tcp://[{address}]:{port}" if is_ipv6 else f"tcp://{address}:{port}"
+    try:
+        sock.bind(numeric)
+    except zmq.ZMQError as problem:
+        if problem.errno == errno.EADDRINUSE:
+            raise PortInUseError(
+                f"{endpoint}: another process listens on port {port}. Stop it, or set {setting} "
+                "to another port (0 picks a free one)"
+            ) from problem
+        raise BindError(
+            f"cannot listen on {endpoint}: {problem}. Set {prefix}host to an address of this machine "
+            f"and {setting} to a port that you may use"
+        ) from problem
+    return sock.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+
+def split_endpoint(endpoint: str) -> tuple[str, int]:
+    """Host and port of `tcp://host:port`; raises BindError for anything else."""
+    match = _TCP.match(endpoint)
+    if match is None or int(match["port"]) > 65535:
+        raise BindError(f"{endpoint!r} is not an endpoint. Write it as tcp://127.0.0.1:7601")
+    return match["host"].strip("[]"), int(match["port"])
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port that was free a moment ago. To be safe from races bind port 0 where possible."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def host_id(directory: Path = SHARED_MEMORY) -> str:
+    """Equal for two processes that can share files in `directory`: one kernel boot, one file system.
+
+    Two containers on one machine differ unless they share the directory. Where there is no such
+    directory the answer is unique, hence equal to nobody's.
+    """
+    try:
+        boot_id = _BOOT_ID.read_text().strip()
+        device = os.stat(directory).st_dev
+    except OSError:
+        return f"unshared:{uuid.uuid4().hex}"
+    return f"{boot_id}:{device}"
+
+
+def _resolve(host: str, endpoint: str, setting: str) -> str:
+    if host == "*":
+        return "0.0.0.0"
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except socket.gaierror as problem:
+        raise BindError(
+            f"{endpoint}: {host!r} is not a known address ({problem.strerror}). "
+            f"Set {setting} to an IP address"
+        ) from problem
+    addresses = [str(entry[4][0]) for entry in found]
+    # "localhost" may stand for ::1 and 127.0.0.1: peers dial the latter.
+    return next((address for address in addresses if ":" not in address), addresses[0])

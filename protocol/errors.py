@@ -1,0 +1,35 @@
+"""What can be wrong with a message or a peer, as stable codes."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class ErrorCode(StrEnum):
+    MALFORMED = "malformed"
+    """Not MessagePack, or not a message of this protocol."""
+    TOO_LARGE = "too_large"
+    """A frame, the message, or the number of frames exceeds the limits."""
+    UNKNOWN_TYPE = "unknown_type"
+    WRONG_DIRECTION = "wrong_direction"
+    """A known message that this endpoint does not receive."""
+    NOT_WELCOME = "not_welcome"
+    """The peer has not been welcomed yet; it must say hello first."""
+    PROTOCOL_VERSION = "protocol_version"
+    MODEL_MISMATCH = "model_mismatch"
+    PROCESSOR_MISMATCH = "processor_mismatch"
+    DUPLICATE_SERVER = "duplicate_server"
+    UNKNOWN_TICKET = "unknown_ticket"
+    REFUSED_GROUP = "refused_group"
+    """The group does not fit its ticket: counts, grids, hashes, versions or banned ids."""
+    VERSION_GONE = "version_gone"
+    """The requested weights have been replaced by newer ones."""
+
+
+class ProtocolError(Exception):
+    """A message that cannot be used. `code` goes on the wire, the text says what and where."""
+
+    def __init__(self, code: ErrorCode, reason: str):
+        super().__init__(f"{code}: {reason}")
+        self.code = code
+        self.reason = reason

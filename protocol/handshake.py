@@ -1,0 +1,77 @@
+"""Who is welcome: the learner's answer to a `hello`, as pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from protocol.codec import Frame, Limits, read_header
+from protocol.errors import ErrorCode, ProtocolError
+from protocol.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR, Hello, Refusal
+
+
+def check_hello(
+    hello: Hello,
+    *,
+    model_fingerprint: str,
+    processor_fingerprint: str,
+    live_server_ids: Mapping[str, str],
+) -> Refusal | None:
+    """None if this server may work with a learner of these fingerprints.
+
+    `live_server_ids` maps the id of each welcomed, living server to its session: the same session again is a
+    reconnection and fine, another session is a second process that took the id.
+    """
+    server = f"server {hello.server_id!r}"
+    if hello.protocol_major != PROTOCOL_MAJOR:
+        return _other_protocol(server, hello.protocol_major, hello.protocol_minor)
+    if hello.model_fingerprint != model_fingerprint:
+        return Refusal(
+            code=ErrorCode.MODEL_MISMATCH,
+            reason=f"{server} loaded a model with fingerprint {hello.model_fingerprint}, "
+            f"the learner's is {model_fingerprint}: parameter names, shapes or dtypes differ",
+            fix="Start both with the same resolved configuration: the same model path, revision and dtype",
+        )
+    if hello.processor_fingerprint != processor_fingerprint:
+        return Refusal(
+            code=ErrorCode.PROCESSOR_MISMATCH,
+            reason=f"{server} has a processor with fingerprint {hello.processor_fingerprint}, "
+            f"the learner's is {processor_fingerprint}: tokenizer, image processor or chat template differ",
+            fix="Use the same model files, image size limits and transformers version on both sides",
+        )
+    session = live_server_ids.get(hello.server_id)
+    if session is not None and session != hello.session:
+        return Refusal(
+            code=ErrorCode.DUPLICATE_SERVER,
+            reason=f"{server} is already connected with session {session}; this one has session "
+            f"{hello.session} (pid {hello.pid})",
+            fix="Give each rollout server an id of its own; after a crash wait until the old one is gone",
+        )
+    return None
+
+
+def refusal_for_undecodable_hello(frames: Sequence[Frame], limits: Limits | None = None) -> Refusal | None:
+    """The answer to a hello of another protocol major, whose other fields may not fit our model of it.
+
+    None if `frames` are anything else.
+    """
+    try:
+        header = read_header(frames, limits or Limits())
+    except ProtocolError:
+        return None
+    major = header.get("protocol_major")
+    if header.get("type") != "hello" or not isinstance(major, int) or major == PROTOCOL_MAJOR:
+        return None
+    minor = header.get("protocol_minor")
+    return _other_protocol(
+        f"server {str(header.get('server_id'))[:200]!r}", major, minor if isinstance(minor, int) else 0
+    )
+
+
+def _other_protocol(server: str, major: int, minor: int) -> Refusal:
+    older = "server" if major < PROTOCOL_MAJOR else "learner"
+    return Refusal(
+        code=ErrorCode.PROTOCOL_VERSION,
+        reason=f"{server} speaks protocol {major}.{minor}, "
+        f"the learner speaks {PROTOCOL_MAJOR}.{PROTOCOL_MINOR}",
+        fix=f"Upgrade the {older}: both sides need the same major protocol version",
+    )

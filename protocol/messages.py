@@ -1,0 +1,374 @@
+"""Every message of protocol version 1, as typed models. README.md has them as a table; a test compares.
+
+Words: a *ticket* is the learner's permission to produce one *group*: the `group_size` trajectories of
+one prompt. A *policy version* counts weight publications; 0 is the initial policy.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
+
+from protocol.errors import ErrorCode
+from protocol.frames import Blob, Float32Array, Int32Array, Int32Matrix, UInt8Array
+
+PROTOCOL_MAJOR = 1
+"""Raised by changes that an older peer cannot read; peers of another major are refused."""
+PROTOCOL_MINOR = 0
+"""Raised by additions that an older peer may ignore."""
+
+T = TypeVar("T")
+Many = Annotated[tuple[T, ...], FailFast()]
+"""A list on the wire. Checking stops at its first mistake: a hostile header could make millions of them."""
+Version = Annotated[int, Field(ge=0)]
+TicketId = Annotated[int, Field(ge=0)]
+ContentHash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+"""SHA-256 of encoded image bytes, in hexadecimal."""
+
+
+class Wire(BaseModel):
+    """Base of everything on the wire: frozen, and unknown fields are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+
+# --- prompts and tickets (learner -> rollout server) ------------------------------------------
+
+
+class TextPart(Wire):
+    type: Literal["text"] = "text"
+    text: str
+
+
+class ImagePart(Wire):
+    """Stands where an image belongs; the images of a prompt are used in order."""
+
+    type: Literal["image"] = "image"
+
+
+ContentPart = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+
+
+class ChatMessage(Wire):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: Many[ContentPart]
+
+
+class Prompt(Wire):
+    """One dataset row, rendered to messages."""
+
+    row_id: str
+    """Names the row in messages to the user: `<file or dataset>:<index>`."""
+    messages: Many[ChatMessage]
+    image_hashes: Many[ContentHash] = ()
+    """Content hash of each image in order of appearance; the bytes travel once per message."""
+    answer: Any = None
+    columns: dict[str, Any] = {}
+    """The row's other columns, for the reward."""
+
+    @model_validator(mode="after")
+    def _one_image_per_placeholder(self) -> Prompt:
+        parts = sum(part.type == "image" for message in self.messages for part in message.content)
+        if parts != len(self.image_hashes):
+            raise ValueError(
+                f"row {self.row_id}: {parts} image placeholders in the messages, "
+                f"{len(self.image_hashes)} images"
+            )
+        return self
+
+
+class Sampling(Wire):
+    """The behaviour policy's sampling distribution: softmax(logits / temperature), nothing truncated."""
+
+    temperature: float = Field(1.0, ge=0)
+    """0 means greedy decoding (evaluation only: log-probs are those of temperature 1)."""
+    max_new_tokens: int = Field(gt=0)
+    stop_token_ids: Many[int]
+    banned_token_ids: Many[int] = ()
+    """Ids that can never be sampled: image and video placeholders and their fences."""
+
+
+class TicketKind(StrEnum):
+    TRAIN = "train"
+    EVAL = "eval"
+
+
+class Ticket(Wire):
+    ticket_id: TicketId
+    kind: TicketKind
+    prompt: Prompt
+    group_size: int = Field(gt=0)
+    seed: int = Field(ge=0)
+    """Together with the trajectory's index in the group, decides every random draw of it."""
+    min_version: Version
+    """The server may start the ticket only with weights of this version or newer."""
+    sampling: Sampling
+
+
+class Tickets(Wire):
+    """Permission to start these groups. All tickets of one message are admitted to the engine together."""
+
+    type: Literal["tickets"] = "tickets"
+    tickets: Many[Ticket]
+    blobs: dict[ContentHash, Blob] = {}
+    """Encoded image bytes (PNG, JPEG, ...) by content hash, each once."""
+
+
+# --- groups (rollout server -> learner) --------------------------------------------------------
+
+
+class TrajectoryStatus(StrEnum):
+    """How one trajectory ended. Only `finished` and `truncated` rows carry a score."""
+
+    FINISHED = "finished"
+    TRUNCATED = "truncated"
+    TIMED_OUT = "timed_out"
+    ERROR = "error"
+
+    @property
+    def is_scored(self) -> bool:
+        return self in (TrajectoryStatus.FINISHED, TrajectoryStatus.TRUNCATED)
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class Turn(Wire):
+    """Tokens `[start, end)` of the completion that one assistant message sampled."""
+
+    start: int = Field(ge=0)
+    end: int = Field(ge=0)
+
+
+class TrajectoryRecord(Wire):
+    """What is said once per trajectory; its tokens are in the group's columns."""
+
+    status: TrajectoryStatus
+    finish_reason: FinishReason
+    error_kind: str = ""
+    """For `error` and `timed_out`: a short stable name like `reward_timeout`, `reward_exception`."""
+    error_message: str = ""
+    rewards: dict[str, float] = {}
+    """Each reward component before weighting."""
+    reward: float | None = None
+    """The weighted sum; None unless the status is scored."""
+    turns: Many[Turn]
+
+
+class GroupTimings(Wire):
+    """Seconds, measured on the server."""
+
+    queued_s: float
+    generate_s: float
+    reward_s: float
+
+
+class Group(Wire):
+    """The trajectories of one ticket. Columns are flat over trajectories: `N = sum(lengths)`."""
+
+    type: Literal["group"] = "group"
+    ticket_id: TicketId
+    server_id: str
+    prompt_ids: Int32Array
+    """[P] exact prompt token ids, image placeholders expanded."""
+    image_grids: Int32Matrix
+    """[images, 3] temporal, height, width in patches, in order of appearance."""
+    image_hashes: Many[ContentHash]
+    lengths: Int32Array
+    """[group_size] completion tokens of each trajectory."""
+    token_ids: Int32Array
+    """[N] completion token ids."""
+    loss_mask: UInt8Array
+    """[N] 1 on tokens that the policy sampled, 0 on what the environment put in."""
+    logprobs: Float32Array
+    """[N] behaviour log-probabilities of the sampled tokens."""
+    versions: Int32Array
+    """[N] policy version that sampled each token, stamped when it was decoded."""
+    trajectories: Many[TrajectoryRecord]
+    timings: GroupTimings
+
+    @model_validator(mode="after")
+    def _columns_agree(self) -> Group:
+        total = int(self.lengths.sum())
+        sizes = {
+            "token_ids": self.token_ids.size,
+            "loss_mask": self.loss_mask.size,
+            "logprobs": self.logprobs.size,
+            "versions": self.versions.size,
+        }
+        wrong = {name: size for name, size in sizes.items() if size != total}
+        if wrong or (self.lengths.size and self.lengths.min() < 0):
+            raise ValueError(f"lengths add up to {total}, but {wrong}")
+        if self.lengths.size != len(self.trajectories):
+            raise ValueError(f"{self.lengths.size} lengths for {len(self.trajectories)} trajectories")
+        if self.image_grids.shape[0] != len(self.image_hashes) or self.image_grids.shape[1] != 3:
+            raise ValueError(f"image_grids {self.image_grids.shape} for {len(self.image_hashes)} images")
+        for length, record in zip(self.lengths.tolist(), self.trajectories, strict=True):
+            if any(turn.start > turn.end or turn.end > length for turn in record.turns):
+                raise ValueError(f"a turn lies outside its {length} tokens: {record.turns}")
+        return self
+
+
+class Ack(Wire):
+    """These groups are safe with the learner; the server may forget them."""
+
+    type: Literal["ack"] = "ack"
+    ticket_ids: Many[TicketId]
+
+
+class TicketFailed(Wire):
+    """The server could not produce the group at all; the ticket returns to the learner."""
+
+    type: Literal["ticket_failed"] = "ticket_failed"
+    ticket_id: TicketId
+    error_kind: str
+    error_message: str
+
+
+# --- life cycle ---------------------------------------------------------------------------------
+
+
+class Hello(Wire):
+    """First message of a server, and again after every reconnection."""
+
+    type: Literal["hello"] = "hello"
+    protocol_major: int = PROTOCOL_MAJOR
+    protocol_minor: int = PROTOCOL_MINOR
+    server_id: str = Field(min_length=1, max_length=200)
+    session: str
+    """New at every start of the process: tells a restart from a reconnection."""
+    host_id: str
+    """Equal on two processes that can share memory."""
+    engine: str
+    model_fingerprint: str
+    """Of the architecture: parameter names, shapes and dtypes."""
+    processor_fingerprint: str
+    """Of processor, tokenizer and chat template."""
+    max_groups: int = Field(gt=0)
+    """Groups that the server is willing to hold at once, running or queued."""
+    pid: int
+
+
+class Welcome(Wire):
+    type: Literal["welcome"] = "welcome"
+    protocol_major: int = PROTOCOL_MAJOR
+    protocol_minor: int = PROTOCOL_MINOR
+    run_id: str
+    host_id: str
+    version: Version
+    """The learner's policy version; its manifest follows as `weights` unless it is the initial policy."""
+    weights_endpoint: str
+    heartbeat_s: float = Field(gt=0)
+    """Send a heartbeat this often; silence of `timeout_s` means the peer is gone."""
+    timeout_s: float = Field(gt=0)
+
+
+class Refusal(Wire):
+    """The learner will not work with this server; it must not retry unchanged."""
+
+    type: Literal["refusal"] = "refusal"
+    code: ErrorCode
+    reason: str
+    fix: str
+
+
+class ServerHeartbeat(Wire):
+    type: Literal["server_heartbeat"] = "server_heartbeat"
+    version: Version
+    groups_queued: int
+    groups_running: int
+    groups_unacknowledged: int
+    tokens_generated: int
+    """Sampled tokens since the process started."""
+    busy_s: float
+    """Seconds since the process started in which the engine had work."""
+    uptime_s: float
+
+
+class LearnerHeartbeat(Wire):
+    type: Literal["learner_heartbeat"] = "learner_heartbeat"
+    version: Version
+    step: int
+
+
+class Goodbye(Wire):
+    """The sender stops. `expected` tells an orderly end from a failure."""
+
+    type: Literal["goodbye"] = "goodbye"
+    reason: str
+    expected: bool = True
+    unfinished_ticket_ids: Many[TicketId] = ()
+
+
+class Error(Wire):
+    """Answer to a message that could not be used. Never fatal for the receiver."""
+
+    type: Literal["error"] = "error"
+    code: ErrorCode
+    reason: str
+    ticket_id: TicketId | None = None
+    version: Version | None = None
+    """The weights that a chunk request asked for: tells a late answer from one to a newer request."""
+
+
+# --- weights ------------------------------------------------------------------------------------
+
+
+class TensorEntry(Wire):
+    name: str
+    dtype: str
+    """Torch name without the prefix: `float32`, `bfloat16`, ..."""
+    shape: Many[int]
+    offset: int = Field(ge=0)
+    """Bytes from the start of the publication."""
+    nbytes: int = Field(ge=0)
+    crc32: int = Field(ge=0)
+
+
+class WeightManifest(Wire):
+    """Announces one policy version. Sent on the control socket; the data is fetched elsewhere."""
+
+    type: Literal["weights"] = "weights"
+    version: Version
+    tensors: Many[TensorEntry]
+    total_bytes: int
+    shm_path: str = ""
+    """Memory-mapped file with exactly this layout, for peers with the same `host_id`; empty: none."""
+
+
+class WeightsLoaded(Wire):
+    """The server samples from this version from now on."""
+
+    type: Literal["weights_loaded"] = "weights_loaded"
+    version: Version
+    channel: Literal["shm", "zmq"]
+    transfer_s: float
+    load_s: float
+
+
+class ChunkRequest(Wire):
+    """On the weights endpoint: give me these bytes of this version."""
+
+    type: Literal["chunk_request"] = "chunk_request"
+    version: Version
+    offset: int = Field(ge=0)
+    nbytes: int = Field(gt=0)
+
+
+class Chunk(Wire):
+    type: Literal["chunk"] = "chunk"
+    version: Version
+    offset: int
+    data: Blob
+
+
+ControlFromServer = Hello | Group | TicketFailed | ServerHeartbeat | WeightsLoaded | Goodbye | Error
+ControlFromLearner = Welcome | Refusal | Tickets | Ack | WeightManifest | LearnerHeartbeat | Goodbye | Error
+WeightsFromServer = ChunkRequest
+WeightsFromLearner = Chunk | Error
+Message = ControlFromServer | ControlFromLearner | WeightsFromServer | WeightsFromLearner

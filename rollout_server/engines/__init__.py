@@ -1,0 +1,20 @@
+"""Inference engines by name. To add one, write a class with the methods of `base.InferenceEngine` and name it here."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.models.processing import PromptProcessor
+from rollout_server.engines.base import InferenceEngine
+
+ENGINES = {
+    "hf": "rollout_server.engines.hf:HFEngine",
+    "scripted": "rollout_server.engines.scripted:ScriptedEngine",
+}
+"""Imported only when chosen: one engine's dependencies are no burden on the users of another."""
+
+
+def create_engine(config: RunConfig, processor: PromptProcessor) -> InferenceEngine:
+    module, _, name = ENGINES[config.rollout.engine].partition(":")
+    return getattr(import_module(module), name)(config, processor)

@@ -1,0 +1,94 @@
+"""What the rollout server asks of an inference engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from asyncrl.models.processing import EncodedPrompt
+from protocol.messages import FinishReason, Sampling
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """Sample `group_size` completions of one prompt."""
+
+    request_id: int
+    prompt: EncodedPrompt
+    group_size: int
+    seed: int
+    sampling: Sampling
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One finished completion. Columns are [T]."""
+
+    request_id: int
+    index: int
+    """Within the group, 0 to group_size - 1."""
+    token_ids: np.ndarray
+    """int32, the stop token included."""
+    logprobs: np.ndarray
+    """float32, of the sampling distribution."""
+    versions: np.ndarray
+    """int32 policy version that sampled each token."""
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True)
+class EngineUsage:
+    """Since the engine started."""
+
+    tokens_generated: int
+    busy_s: float
+    sequences_running: int
+    sequences_queued: int
+
+
+class InferenceEngine(Protocol):
+    """Life cycle: start, then generate and update_weights in any order, then close.
+
+    `pause`/`resume` stop and continue decoding between two tokens; `sleep`/`wake` also give the device's
+    memory away and take it back. Every method may be called from the event loop only.
+    """
+
+    name: str
+
+    async def start(self) -> None: ...
+
+    @property
+    def architecture_fingerprint(self) -> str: ...
+
+    @property
+    def version(self) -> int:
+        """Policy version that samples now."""
+        ...
+
+    @property
+    def usage(self) -> EngineUsage: ...
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
+        """Admit the requests together and stream completions as they finish.
+
+        Which random numbers a completion meets depends only on its request's seed and its index.
+        """
+        ...
+
+    async def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Sample every later token from these weights. Returns when they are in place."""
+        ...
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def sleep(self) -> None: ...
+
+    async def wake(self) -> None: ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,144 @@
+"""An engine for tests: deterministic completions with programmable lengths, latencies and faults, and no model.
+
+`rollout.engine_args` sets the fields of `Script`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.models.loading import folder_fingerprint
+from asyncrl.models.processing import PromptProcessor
+from protocol.messages import FinishReason
+from rollout_server.engines.base import Completion, EngineUsage, GenerationRequest
+
+
+class Script(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    text: str = ""
+    """Every completion is this text; empty means random tokens."""
+    mean_length: float = 8.0
+    """Median of the log-normal length of random completions, in tokens."""
+    length_sigma: float = 0.0
+    """Sigma of the log-normal; 0 gives every completion the same length."""
+    seconds_per_token: float = 0.0
+    prefill_s: float = 0.0
+    fail_every: int = 0
+    """Raise on every so many-th request; 0 never."""
+    emit_banned: bool = False
+    """Put an image placeholder id into every completion, as an unguarded engine would."""
+
+
+class ScriptedEngine:
+    name = "scripted"
+
+    def __init__(self, config: RunConfig, processor: PromptProcessor):
+        self._config = config
+        self._processor = processor
+        self._script = Script.model_validate(config.rollout.engine_args)
+        self._running = asyncio.Event()
+        self._running.set()
+        self._version = 0
+        self._requests = 0
+        self._tokens = 0
+        self._busy = 0.0
+        self._sequences = 0
+
+    async def start(self) -> None:
+        self._fingerprint = await asyncio.to_thread(folder_fingerprint, self._config.model)
+
+    @property
+    def architecture_fingerprint(self) -> str:
+        return self._fingerprint
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def usage(self) -> EngineUsage:
+        return EngineUsage(self._tokens, self._busy, self._sequences, 0)
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
+        started = time.monotonic()
+        tasks = [
+            asyncio.create_task(self._complete(request, index))
+            for request in requests
+            for index in range(request.group_size)
+        ]
+        self._sequences += len(tasks)
+        try:
+            for request in requests:
+                self._requests += 1
+                if self._script.fail_every and self._requests % self._script.fail_every == 0:
+                    raise RuntimeError(f"scripted fault at request {request.request_id}")
+            for task in asyncio.as_completed(tasks):
+                yield await task
+        finally:
+            for task in tasks:
+                task.cancel()
+            self._sequences -= len(tasks)
+            self._busy += time.monotonic() - started
+
+    async def _complete(self, request: GenerationRequest, index: int) -> Completion:
+        await self._running.wait()
+        rng = np.random.default_rng((request.seed, index))
+        tokens = self._tokens_of(request, rng)
+        versions = np.empty(len(tokens), np.int32)
+        await asyncio.sleep(self._script.prefill_s)
+        for position in range(len(tokens)):
+            if self._script.seconds_per_token:
+                await asyncio.sleep(self._script.seconds_per_token)
+                await self._running.wait()
+            versions[position] = self._version
+        self._tokens += len(tokens)
+        stopped = tokens[-1] in request.sampling.stop_token_ids
+        return Completion(
+            request_id=request.request_id,
+            index=index,
+            token_ids=tokens,
+            logprobs=np.full(len(tokens), -1.0, np.float32),
+            versions=versions,
+            finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
+        )
+
+    def _tokens_of(self, request: GenerationRequest, rng: np.random.Generator) -> np.ndarray:
+        sampling = request.sampling
+        if self._script.text:
+            body = self._processor.tokenizer(self._script.text, add_special_tokens=False)["input_ids"]
+        else:
+            length = max(1, round(rng.lognormal(np.log(self._script.mean_length), self._script.length_sigma)))
+            never = {*sampling.banned_token_ids, *sampling.stop_token_ids}
+            allowed = [i for i in range(len(self._processor.tokenizer)) if i not in never]
+            body = rng.choice(allowed, size=length).tolist()
+        if self._script.emit_banned:
+            body = [self._processor.placeholder_ids[0], *body]
+        return np.asarray([*body, sampling.stop_token_ids[0]][: sampling.max_new_tokens], np.int32)
+
+    async def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _ in tensors:  # read them all: a test of the weight channel, too
+            pass
+        self._version = version
+
+    async def pause(self) -> None:
+        self._running.clear()
+
+    async def resume(self) -> None:
+        self._running.set()
+
+    async def sleep(self) -> None:
+        await self.pause()
+
+    async def wake(self) -> None:
+        await self.resume()
+
+    async def close(self) -> None:
+        self._running.set()

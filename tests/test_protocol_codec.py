@@ -1,0 +1,422 @@
+"""Messages survive the wire unchanged, and nothing that arrives can do worse than a ProtocolError."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, get_args
+
+import msgpack
+import numpy as np
+import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from protocol.codec import ALL_MODELS, MAX_ELEMENTS, MAX_REASON, Limits, decode, encode
+from protocol.errors import ErrorCode, ProtocolError
+from protocol.messages import (
+    Ack,
+    ChatMessage,
+    Chunk,
+    ChunkRequest,
+    ControlFromLearner,
+    ControlFromServer,
+    Error,
+    FinishReason,
+    Goodbye,
+    Group,
+    GroupTimings,
+    Hello,
+    ImagePart,
+    LearnerHeartbeat,
+    Message,
+    Prompt,
+    Refusal,
+    Sampling,
+    ServerHeartbeat,
+    TensorEntry,
+    TextPart,
+    Ticket,
+    TicketFailed,
+    TicketKind,
+    Tickets,
+    TrajectoryRecord,
+    TrajectoryStatus,
+    Turn,
+    WeightManifest,
+    WeightsLoaded,
+    Welcome,
+    Wire,
+)
+
+LIMITS = Limits()
+IMAGE = "ab" * 32
+
+
+def make_group(lengths: list[int], *, images: int = 1, seed: int = 0) -> Group:
+    random = np.random.default_rng(seed)
+    total = sum(lengths)
+    return Group(
+        ticket_id=7,
+        server_id="server-0",
+        prompt_ids=random.integers(0, 1000, 40).astype(np.int32),
+        image_grids=np.ones((images, 3), np.int32),
+        image_hashes=(IMAGE,) * images,
+        lengths=np.array(lengths, np.int32),
+        token_ids=random.integers(0, 1000, total).astype(np.int32),
+        loss_mask=random.integers(0, 2, total).astype(np.uint8),
+        logprobs=random.normal(size=total).astype(np.float32),
+        versions=np.full(total, 3, np.int32),
+        trajectories=tuple(
+            TrajectoryRecord(
+                status=TrajectoryStatus.FINISHED,
+                finish_reason=FinishReason.STOP,
+                rewards={"exact": 1.0},
+                reward=1.0,
+                turns=(Turn(start=0, end=length),),
+            )
+            for length in lengths
+        ),
+        timings=GroupTimings(queued_s=0.1, generate_s=2.0, reward_s=0.3),
+    )
+
+
+def make_tickets(image: bytes = b"png", columns: dict[str, Any] | None = None) -> Tickets:
+    prompt = Prompt(
+        row_id="train.jsonl:3",
+        messages=(ChatMessage(role="user", content=(ImagePart(), TextPart(text="Wie viele?"))),),
+        image_hashes=(IMAGE,),
+        answer=["4", 4, None],
+        columns=columns if columns is not None else {"level": {"name": "hard", "score": 0.5}},
+    )
+    ticket = Ticket(
+        ticket_id=7,
+        kind=TicketKind.TRAIN,
+        prompt=prompt,
+        group_size=4,
+        seed=2**40,
+        min_version=2,
+        sampling=Sampling(max_new_tokens=16, stop_token_ids=(1, 2)),
+    )
+    return Tickets(tickets=(ticket,), blobs={IMAGE: memoryview(image)})
+
+
+def make_manifest() -> WeightManifest:
+    entry = TensorEntry(name="w", dtype="bfloat16", shape=(2, 3), offset=0, nbytes=12, crc32=99)
+    return WeightManifest(version=4, tensors=(entry,), total_bytes=12, shm_path="/dev/shm/x")
+
+
+EXAMPLES: list[Wire] = [
+    Hello(
+        server_id="server-0",
+        session="s1",
+        host_id="h",
+        engine="hf",
+        model_fingerprint="m",
+        processor_fingerprint="p",
+        max_groups=4,
+        pid=1,
+    ),
+    Welcome(
+        run_id="r", host_id="h", version=0, weights_endpoint="tcp://127.0.0.1:1", heartbeat_s=2.0, timeout_s=30.0
+    ),
+    Refusal(code=ErrorCode.MODEL_MISMATCH, reason="a and b", fix="same"),
+    make_tickets(),
+    make_group([3, 0, 2]),
+    make_group([], images=0),
+    Ack(ticket_ids=(1, 2)),
+    TicketFailed(ticket_id=1, error_kind="engine", error_message="boom"),
+    ServerHeartbeat(
+        version=1,
+        groups_queued=1,
+        groups_running=2,
+        groups_unacknowledged=3,
+        tokens_generated=4,
+        busy_s=0.5,
+        uptime_s=1.5,
+    ),
+    LearnerHeartbeat(version=1, step=2),
+    Goodbye(reason="finished", unfinished_ticket_ids=(3,)),
+    Error(code=ErrorCode.MALFORMED, reason="x", ticket_id=3),
+    make_manifest(),
+    WeightsLoaded(version=1, channel="shm", transfer_s=0.1, load_s=0.2),
+    ChunkRequest(version=1, offset=0, nbytes=10),
+    Chunk(version=1, offset=0, data=memoryview(b"0123456789")),
+]
+
+
+def as_bytes(frames: list[bytes | memoryview]) -> list[bytes]:
+    return [bytes(frame) for frame in frames]
+
+
+def assert_same(left: Any, right: Any) -> None:
+    if isinstance(left, Wire):
+        assert type(left) is type(right)
+        for name in type(left).model_fields:
+            assert_same(getattr(left, name), getattr(right, name))
+    elif isinstance(left, np.ndarray):
+        assert left.dtype == right.dtype
+        np.testing.assert_array_equal(left, right)
+    elif isinstance(left, dict):
+        assert left.keys() == right.keys()
+        for key in left:
+            assert_same(left[key], right[key])
+    elif isinstance(left, list | tuple):
+        assert len(left) == len(right)
+        for a, b in zip(left, right, strict=True):
+            assert_same(a, b)
+    else:
+        assert left == right
+
+
+def refused(frames: list[bytes], expected: Any = Message, limits: Limits = LIMITS) -> ProtocolError:
+    with pytest.raises(ProtocolError) as caught:
+        decode(frames, expected, limits)
+    assert len(caught.value.reason) <= MAX_REASON
+    return caught.value
+
+
+def test_every_message_type_has_an_example():
+    assert {type(example) for example in EXAMPLES} == set(ALL_MODELS.values()) == set(get_args(Message))
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: message.type)
+def test_round_trip(message: Wire):
+    assert_same(message, decode(as_bytes(encode(message, LIMITS)), Message, LIMITS))
+    assert_same(message, decode([zmq.Frame(f) for f in as_bytes(encode(message))], {type(message)}, LIMITS))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 20), max_size=5),
+    prompt_ids=hnp.arrays(np.int32, st.integers(0, 30)),
+    data=st.data(),
+)
+def test_groups_of_any_shape_round_trip(lengths: list[int], prompt_ids: np.ndarray, data: st.DataObject):
+    floats = st.floats(width=32)  # NaN and infinities included: the learner judges values, not the codec
+    logprobs = data.draw(hnp.arrays(np.float32, sum(lengths), elements=floats))
+    group = make_group(lengths).model_copy(update={"prompt_ids": prompt_ids, "logprobs": logprobs})
+    assert_same(group, decode(as_bytes(encode(group)), ControlFromServer, LIMITS))
+
+
+json_like = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(columns=st.dictionaries(st.text(), json_like, max_size=3), image=st.binary(max_size=50))
+def test_dataset_columns_round_trip(columns: dict[str, Any], image: bytes):
+    tickets = make_tickets(image, columns)
+    assert_same(tickets, decode(as_bytes(encode(tickets)), ControlFromLearner, LIMITS))
+
+
+def test_receiving_copies_no_array_and_no_blob():
+    frames = as_bytes(encode(make_group([5, 6])))
+    group = decode(frames, Group, LIMITS)
+    assert isinstance(group, Group)
+    owners = [np.frombuffer(frame, np.uint8) for frame in frames[1:]]
+    assert any(np.shares_memory(group.token_ids, owner) for owner in owners)
+    assert not group.token_ids.flags.writeable
+
+    received = [zmq.Frame(frame) for frame in as_bytes(encode(make_tickets(b"x" * 1000)))]
+    tickets = decode(received, Tickets, LIMITS)
+    assert isinstance(tickets, Tickets)
+    blob = tickets.blobs[IMAGE]
+    assert blob.readonly
+    assert np.shares_memory(np.frombuffer(blob, np.uint8), np.frombuffer(received[1].buffer, np.uint8))
+
+
+def test_sending_copies_no_array():
+    group = make_group([100])
+    assert any(np.shares_memory(np.frombuffer(f, np.uint8), group.token_ids) for f in encode(group)[1:])
+
+
+def test_typical_messages_take_well_under_a_millisecond():
+    for message in (make_group([2048] * 8), make_tickets(b"\x00" * 500_000)):
+        durations = []
+        for _ in range(20):
+            start = time.perf_counter()
+            decode(encode(message, LIMITS), Message, LIMITS)  # type: ignore[arg-type]
+            durations.append(time.perf_counter() - start)
+        assert min(durations) < 1e-3
+
+
+def header(**fields: Any) -> list[bytes]:
+    return [msgpack.packb(fields)]  # type: ignore[list-item]
+
+
+DEEP_MAP = b"\x81\xa1a" * 2000 + b"\xc0"
+
+MALFORMED = {
+    "no frames": [],
+    "empty header": [b""],
+    "not messagepack": [b"\xc1"],
+    "a list": [msgpack.packb([1])],
+    "a number": [b"\x07"],
+    "trailing bytes": [msgpack.packb({"type": "ack", "ticket_ids": []}) + b"\x00"],
+    "cut off": [msgpack.packb({"type": "ack", "ticket_ids": [1, 2]})[:-1]],
+    "no type": header(ticket_ids=[]),
+    "type is a number": header(type=3),
+    "type is a list": header(type=["ack"]),
+    "integer keys": [msgpack.packb({1: 2})],
+    "byte keys": [msgpack.packb({b"type": "ack"})],
+    "extension": header(type="ack", ticket_ids=msgpack.ExtType(4, b"abc")),
+    "empty extension": header(type="ack", ticket_ids=msgpack.ExtType(4, b"")),
+    "timestamp": header(type="ack", ticket_ids=msgpack.Timestamp(1, 2)),
+    "bad text": [b"\x81\xa4type\xa2\xff\xff"],
+    "deep list": [b"\x91" * 5000],
+    "deep map": [DEEP_MAP],
+    "huge list announced": [b"\xdd\xff\xff\xff\xff"],
+    "huge text announced": [b"\xdb\xff\xff\xff\xff"],
+    "long list": header(type="ack", ticket_ids=[0] * (MAX_ELEMENTS + 1)),
+    "unknown field": header(type="ack", ticket_ids=[], colour="red"),
+    "missing field": header(type="ack"),
+    "negative id": header(type="ack", ticket_ids=[-1]),
+    "fractional id": header(type="ack", ticket_ids=[1.5]),
+    "nan for an integer": header(type="learner_heartbeat", version=float("nan"), step=1),
+    "infinity for an integer": header(type="learner_heartbeat", version=float("inf"), step=1),
+    "unused frame": [*header(type="ack", ticket_ids=[]), b"left over"],
+    "frame out of range": header(type="chunk", version=0, offset=0, data={"frame": 1}),
+    "frame 0": header(type="chunk", version=0, offset=0, data={"frame": 0}),
+    "negative frame": [*header(type="chunk", version=0, offset=0, data={"frame": -1}), b"x"],
+    "blob inside the header": header(type="chunk", version=0, offset=0, data=b"inline"),
+}
+
+
+@pytest.mark.parametrize("frames", MALFORMED.values(), ids=MALFORMED.keys())
+def test_malformed(frames: list[bytes]):
+    assert refused(frames).code is ErrorCode.MALFORMED
+
+
+def tampered_group(**changes: Any) -> list[bytes]:
+    frames = as_bytes(encode(make_group([3, 2])))
+    content = msgpack.unpackb(frames[0])
+    content.update(changes)
+    frames[0] = msgpack.packb(content)  # type: ignore[call-overload]
+    return frames
+
+
+WRONG_ARRAYS = {
+    "inline list": [1, 2, 3],
+    "inline huge numbers": [2**63, None, "x"],
+    "frame used twice": {"frame": 1, "dtype": "<i4", "shape": [40]},
+    "wrong dtype": {"frame": 4, "dtype": "<f4", "shape": [5]},
+    "object dtype": {"frame": 4, "dtype": "O", "shape": [5]},
+    "structured dtype": {"frame": 4, "dtype": "i4,i4", "shape": [5]},
+    "wrong size": {"frame": 4, "dtype": "<i4", "shape": [6]},
+    "negative shape": {"frame": 4, "dtype": "<i4", "shape": [-5]},
+    "overflowing shape": {"frame": 4, "dtype": "<i4", "shape": [0, 2**39, 2**39]},
+    "endless shape": {"frame": 4, "dtype": "<i4", "shape": [2**39] * 50_000},
+    "two dimensions": {"frame": 4, "dtype": "<i4", "shape": [1, 5]},
+    "no shape": {"frame": 4, "dtype": "<i4"},
+    "frame is text": {"frame": "4", "dtype": "<i4", "shape": [5]},
+    "huge frame index": {"frame": 2**63, "dtype": "<i4", "shape": [5]},
+    "nothing": None,
+}
+
+
+@pytest.mark.parametrize("value", WRONG_ARRAYS.values(), ids=WRONG_ARRAYS.keys())
+def test_wrong_arrays_are_refused_by_name(value: Any):
+    error = refused(tampered_group(token_ids=value), Group)
+    assert error.code is ErrorCode.MALFORMED
+    assert "group.token_ids" in error.reason
+
+
+def test_reason_names_the_path_and_stays_short():
+    content = msgpack.unpackb(encode(make_tickets())[0])
+    content["tickets"][0]["prompt"]["messages"][0]["content"][1]["text"] = 5
+    error = refused([msgpack.packb(content), b"png"])
+    assert "tickets.tickets.0.prompt.messages.0.content.1.text" in error.reason
+    flood = [{"turns": [0] * MAX_ELEMENTS} for _ in range(100)]
+    start = time.perf_counter()
+    assert "more" in refused(header(type="group", trajectories=flood)).reason
+    assert time.perf_counter() - start < 2.0
+
+
+def test_limits():
+    group = as_bytes(encode(make_group([100])))
+    for limits in (Limits(max_message_bytes=900), Limits(max_header_bytes=50), Limits(max_frames=4)):
+        assert refused(group, limits=limits).code is ErrorCode.TOO_LARGE
+        with pytest.raises(ProtocolError) as caught:
+            encode(make_group([100]), limits)
+        assert caught.value.code is ErrorCode.TOO_LARGE
+
+
+def test_unknown_type_and_wrong_direction_are_told_apart():
+    unknown = refused(header(type="from_the_future", x=1))
+    assert unknown.code is ErrorCode.UNKNOWN_TYPE
+    assert "from_the_future" in unknown.reason
+    wrong = refused(as_bytes(encode(Ack(ticket_ids=(1,)))), ControlFromServer)
+    assert wrong.code is ErrorCode.WRONG_DIRECTION
+    assert "`ack`" in wrong.reason
+    assert "group" in wrong.reason
+
+
+def test_values_that_cannot_travel_are_refused_by_the_sender():
+    for value in (object(), 2**64, {1, 2}, "\ud800"):
+        with pytest.raises(ProtocolError) as caught:
+            encode(make_tickets(columns={"bad": value}))
+        assert caught.value.code is ErrorCode.MALFORMED
+    nested: Any = 0
+    for _ in range(2000):
+        nested = [nested]
+    with pytest.raises(ProtocolError):
+        encode(make_tickets(columns={"deep": nested}))
+
+
+@settings(max_examples=300, deadline=None)
+@given(frames=st.lists(st.binary(max_size=60), max_size=5))
+def test_random_frames_never_decode_nor_crash(frames: list[bytes]):
+    refused(frames)
+
+
+wire_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["frame", "dtype", "shape", "type"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+def containers(value: Any) -> list[Any]:
+    """Every list and dict inside `value`, itself included."""
+    if isinstance(value, dict):
+        return [value, *(found for inner in value.values() for found in containers(inner))]
+    if isinstance(value, list):
+        return [value, *(found for inner in value for found in containers(inner))]
+    return []
+
+
+@settings(max_examples=300, deadline=None)
+@given(example=st.sampled_from(EXAMPLES), data=st.data())
+def test_mutated_messages_decode_or_raise_protocol_errors(example: Wire, data: st.DataObject):
+    frames = as_bytes(encode(example))
+    match data.draw(st.sampled_from(["value", "bytes", "frames", "cut"])):
+        case "value":
+            content = msgpack.unpackb(frames[0])
+            place = data.draw(st.sampled_from([c for c in containers(content) if c]))
+            key = data.draw(st.sampled_from(list(place) if isinstance(place, dict) else range(len(place))))
+            place[key] = data.draw(wire_values)
+            frames[0] = msgpack.packb(content)  # type: ignore[call-overload]
+        case "bytes":
+            damaged = bytearray(frames[0])
+            for _ in range(data.draw(st.integers(1, 4))):
+                damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+            frames[0] = bytes(damaged)
+        case "frames":
+            frames = data.draw(st.permutations(frames))
+        case "cut":
+            index = data.draw(st.integers(0, len(frames) - 1))
+            frames[index] = frames[index][: data.draw(st.integers(0, len(frames[index])))]
+    try:
+        message = decode(frames, Message, LIMITS)
+    except ProtocolError as error:
+        assert len(error.reason) <= MAX_REASON
+    else:
+        assert type(message) in ALL_MODELS.values()
