@@ -9,18 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from asyncrl.models.processing import EncodedPrompt
+from asyncrl.models.processing import PromptProcessor
 from learner.packing import Completion, TrainGroup
-from protocol.messages import Group, Ticket, TrajectoryStatus
-
-
-@dataclass(frozen=True)
-class ReceivedGroup:
-    """A verified group with the ticket that allowed it and the learner's own encoding of its prompt."""
-
-    ticket: Ticket
-    group: Group
-    prompt: EncodedPrompt
+from learner.tickets import ReceivedGroup
+from protocol.messages import TrajectoryStatus
 
 
 @dataclass(frozen=True)
@@ -48,8 +40,11 @@ class Batch:
         return torch.from_numpy(self.row_start)[row] + column
 
 
-def make_batch(received: Sequence[ReceivedGroup]) -> Batch:
-    """Rows in the order of the groups. Only scored rows with a trainable token are trained on."""
+def make_batch(received: Sequence[ReceivedGroup], processor: PromptProcessor) -> Batch:
+    """Rows in the order of the groups. Only scored rows with a trainable token are trained on.
+
+    Images have stayed encoded until here; the processor's cache spares most of them a second decoding.
+    """
     train_groups: list[TrainGroup] = []
     scores: list[float] = []
     group_of_row: list[int] = []
@@ -66,7 +61,8 @@ def make_batch(received: Sequence[ReceivedGroup]) -> Batch:
             group_of_row.append(number)
             lengths.append(int(end - start))
         if completions:
-            train_groups.append(TrainGroup(item.prompt, tuple(completions)))
+            prompt = processor.encode(item.ticket.prompt, item.prepared.blobs)
+            train_groups.append(TrainGroup(prompt, tuple(completions)))
     return Batch(
         received=tuple(received),
         train_groups=tuple(train_groups),
@@ -89,7 +85,7 @@ def describe_batch(batch: Batch, version: int, accuracy_component: str) -> dict[
     described |= {
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
-        "prompt_length/mean": float(np.mean([len(item.prompt.token_ids) for item in batch.received])),
+        "prompt_length/mean": float(np.mean([item.group.prompt_ids.size for item in batch.received])),
         "tokens": float(lengths.sum()),
         "staleness/mean": float(staleness.mean()) if staleness.size else 0.0,
         "staleness/max": float(staleness.max()) if staleness.size else 0.0,

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.data.dataset import RowSource, open_dataset
+from asyncrl.data.dataset import RowSource, open_train, open_validation
 from asyncrl.data.order import DataOrder
-from asyncrl.data.prompts import PromptRenderer
+from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.errors import UserError
 from asyncrl.models.processing import PromptProcessor, check_prompt_length
-from protocol.messages import Prompt, Sampling, Ticket, TicketKind
+from learner.tickets import PreparedTicket
+from protocol.messages import Sampling, Ticket, TicketKind
 
 logger = logging.getLogger(__name__)
 
@@ -29,12 +29,8 @@ class TicketWriter:
         self.config = config
         self.processor = processor
         self.renderer = PromptRenderer(config.data)
-        self.train = open_dataset(config.data.train_files, config.data, max_rows=config.data.max_train_rows)
-        self.held_out = (
-            open_dataset(config.data.val_files, config.data, max_rows=config.data.max_val_rows)
-            if config.data.val_files
-            else None
-        )
+        self.train = open_train(config.data)
+        self.held_out = open_validation(config.data)
         self._stop_token_ids = stop_token_ids
         self._usable = self._find_usable_rows()
         self._order = DataOrder(len(self._usable), config.trainer.seed, config.data.shuffle)
@@ -46,72 +42,68 @@ class TicketWriter:
     def _find_usable_rows(self) -> list[int]:
         """With filter_overlong_prompts, the rows within the limit; else all, and an overlong one stops the run."""
         rows = list(range(len(self.train)))
+        limit = self.config.data.max_prompt_length
         if not self.config.data.filter_overlong_prompts:
             return rows
         usable: list[int] = []
         for index in rows:
-            prompt, blobs = self._prompt(self.train, index)
-            if len(self.processor.encode(prompt, blobs).token_ids) <= self.config.data.max_prompt_length:
+            rendered = self._render(self.train, index)
+            if len(self.processor.encode(rendered.prompt, rendered.blobs).token_ids) <= limit:
                 usable.append(index)
             else:
-                logger.warning("row %s is over data.max_prompt_length and left out", prompt.row_id)
+                logger.warning("row %s is over data.max_prompt_length and left out", rendered.prompt.row_id)
         logger.info("%d of %d training rows are within data.max_prompt_length", len(usable), len(rows))
         if not usable:
-            raise UserError(
-                f"all {len(rows)} training prompts are over data.max_prompt_length = "
-                f"{self.config.data.max_prompt_length}. Raise it"
-            )
+            raise UserError(f"all {len(rows)} training prompts are over data.max_prompt_length = {limit}. Raise it")
         return usable
 
-    def _prompt(self, rows: RowSource, index: int) -> tuple[Prompt, Mapping[str, bytes]]:
-        rendered = self.renderer.render(rows[index], rows.row_id(index))
-        return rendered.prompt, rendered.blobs
+    def _render(self, rows: RowSource, index: int) -> RenderedPrompt:
+        return self.renderer.render(rows[index], rows.row_id(index))
 
-    def write(self, ticket_id: int, version: int) -> Ticket:
+    def write(self, ticket_id: int, version: int) -> PreparedTicket:
         """The training ticket of a position in the data order."""
-        index = self._usable[self._order.row_at(ticket_id)]
-        prompt, blobs = self._prompt(self.train, index)
-        check_prompt_length(self.processor.encode(prompt, blobs), self.config.data.max_prompt_length)
-        return Ticket(
-            ticket_id=ticket_id,
-            kind=TicketKind.TRAIN,
-            prompt=prompt,
-            group_size=self.config.batch.group_size,
-            seed=self._seed(ticket_id),
-            min_version=version,
-            sampling=self._sampling(self.config.rollout.temperature),
+        rendered = self._render(self.train, self._usable[self._order.row_at(ticket_id)])
+        temperature = self.config.rollout.temperature
+        return self._prepare(
+            rendered, ticket_id, TicketKind.TRAIN, self.config.batch.group_size, temperature, version
         )
 
-    def write_evaluation(self, index: int, version: int) -> Ticket:
+    def write_evaluation(self, index: int, version: int) -> PreparedTicket:
         """The ticket of one held-out row. Its seed does not depend on the version: evaluations are comparable."""
         assert self.held_out is not None
-        prompt, blobs = self._prompt(self.held_out, index)
-        check_prompt_length(self.processor.encode(prompt, blobs), self.config.data.max_prompt_length)
-        return Ticket(
-            ticket_id=EVALUATION_IDS + index,
-            kind=TicketKind.EVAL,
-            prompt=prompt,
-            group_size=self.config.evaluation.group_size,
-            seed=self._seed(EVALUATION_IDS + index),
+        evaluation = self.config.evaluation
+        return self._prepare(
+            self._render(self.held_out, index),
+            EVALUATION_IDS + index,
+            TicketKind.EVAL,
+            evaluation.group_size,
+            evaluation.temperature,
+            version,
+        )
+
+    def _prepare(
+        self, rendered: RenderedPrompt, ticket_id: int, kind: TicketKind, size: int, temperature: float, version: int
+    ) -> PreparedTicket:
+        encoded = self.processor.encode(rendered.prompt, rendered.blobs)
+        check_prompt_length(encoded, self.config.data.max_prompt_length)
+        ticket = Ticket(
+            ticket_id=ticket_id,
+            kind=kind,
+            prompt=rendered.prompt,
+            group_size=size,
+            seed=ticket_seed(self.config.trainer.seed, ticket_id),
             min_version=version,
-            sampling=self._sampling(self.config.evaluation.temperature),
+            sampling=Sampling(
+                temperature=temperature,
+                max_new_tokens=self.config.data.max_response_length,
+                stop_token_ids=self._stop_token_ids,
+                banned_token_ids=self.processor.placeholder_ids,
+            ),
         )
+        return PreparedTicket(ticket, rendered.blobs)
 
-    def blobs(self, ticket: Ticket) -> Mapping[str, bytes]:
-        """The encoded images of a ticket, read again from the dataset: nobody holds them while it is out."""
-        if ticket.kind is TicketKind.TRAIN:
-            return self._prompt(self.train, self._usable[self._order.row_at(ticket.ticket_id)])[1]
-        assert self.held_out is not None
-        return self._prompt(self.held_out, ticket.ticket_id - EVALUATION_IDS)[1]
 
-    def _sampling(self, temperature: float) -> Sampling:
-        return Sampling(
-            temperature=temperature,
-            max_new_tokens=self.config.data.max_response_length,
-            stop_token_ids=self._stop_token_ids,
-            banned_token_ids=self.processor.placeholder_ids,
-        )
-
-    def _seed(self, ticket_id: int) -> int:
-        state: Any = np.random.SeedSequence((self.config.trainer.seed, ticket_id)).generate_state(1, np.uint64)
-        return int(state[0]) >> 1  # 63 bits fit every reader's integers
+def ticket_seed(run_seed: int, ticket_id: int) -> int:
+    """63 bits from the run's seed and the ticket's id."""
+    state: Any = np.random.SeedSequence((run_seed, ticket_id)).generate_state(1, np.uint64)
+    return int(state[0]) >> 1

@@ -1,39 +1,66 @@
 """The ticket ledger: bounded staleness by admission, back-pressure, and an account of every group.
 
-A ticket is *waiting* (issued, with no server), *in flight* (with a server), *buffered* (its group is here) or
-*trained*; at every instant `issued = waiting + in_flight + buffered + trained`.
+A training ticket is *waiting* (issued, with no server), *in flight* (with a server), *buffered* (its group is here)
+or *trained*; at every instant `issued = waiting + in_flight + buffered + trained`. Evaluation tickets travel the
+same way and are counted apart.
 
 Admission: before version v, at most `(max_staleness + v + 1) * prompts_per_step` tickets have been issued. A ticket
-issued at version w may be sampled by version w or newer, so it stays trainable up to version `w + max_staleness`.
-The learner never moves past that version while the ticket is out (`on_stale: wait`): `blockers` names what it waits
-for, and `take` returns the oldest groups first. Nothing is dropped, and nothing is trained too late.
+issued at version w is sampled by version w or newer, so it stays trainable up to version `w + max_staleness`. The
+learner never moves past that version while the ticket is out (`on_stale: wait`): `blockers` names what it waits for,
+and `take` returns the oldest groups first. Nothing is dropped, and nothing is trained too late.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from asyncrl.errors import BadStateError
-from learner.batch import ReceivedGroup
-from protocol.messages import Ticket
+from protocol.messages import Group, Ticket, TicketKind
 
 MAX_ATTEMPTS = 3
 """Failures of one ticket after which the run stops with the last reason."""
 
 
-@dataclass
-class _Entry:
+@dataclass(frozen=True)
+class PreparedTicket:
+    """A ticket and the encoded images of its prompt by content hash."""
+
     ticket: Ticket
+    blobs: Mapping[str, bytes]
+
+
+@dataclass(frozen=True)
+class ReceivedGroup:
+    """A verified group and the ticket that allowed it."""
+
+    prepared: PreparedTicket
+    group: Group
+
+    @property
+    def ticket(self) -> Ticket:
+        return self.prepared.ticket
+
+
+@dataclass
+class _Outstanding:
+    prepared: PreparedTicket
     server_id: str | None = None
     attempts: int = 0
     issued_at: float = field(default_factory=time.monotonic)
 
+    @property
+    def is_training(self) -> bool:
+        return self.prepared.ticket.kind is TicketKind.TRAIN
+
 
 @dataclass(frozen=True)
 class LedgerCounts:
+    """Training groups."""
+
     issued: int
     waiting: int
     in_flight: int
@@ -47,14 +74,15 @@ class LedgerCounts:
 
 
 class TicketLedger:
-    """Thread-safe. `changed` is notified whenever a group arrives or the exchange fails."""
+    """Thread-safe. `changed` is notified whenever a group arrives."""
 
     def __init__(self, *, prompts_per_step: int, max_staleness: int, total_groups: int):
         self._per_step = prompts_per_step
         self._max_staleness = max_staleness
         self._total = total_groups
-        self._out: dict[int, _Entry] = {}
+        self._out: dict[int, _Outstanding] = {}
         self._buffer: dict[int, ReceivedGroup] = {}
+        self._evaluated: dict[int, ReceivedGroup] = {}
         self._issued = 0
         self._trained = 0
         self._next_id = 0
@@ -63,25 +91,28 @@ class TicketLedger:
 
     # --- issuing ------------------------------------------------------------------------------
 
-    def issue(self, version: int, write: Callable[[int], Ticket]) -> list[Ticket]:
-        """Issue every ticket that admission allows before `version`; `write` makes the ticket of an id."""
+    def admissible(self, version: int) -> list[int]:
+        """Ids of the training tickets that may be issued before `version`."""
         with self.changed:
             limit = min((self._max_staleness + version + 1) * self._per_step, self._total)
-            ids = self._reissue + list(range(self._next_id, self._next_id + max(limit - self._next_id, 0)))
-            tickets = [write(ticket_id) for ticket_id in ids]
-            for ticket in tickets:
-                self._out[ticket.ticket_id] = _Entry(ticket)
-            self._issued += len(tickets)
-            self._next_id = max(self._next_id, limit)
-            self._reissue = []
-            return tickets
+            return self._reissue + list(range(self._next_id, limit))
 
-    def waiting(self) -> list[Ticket]:
+    def issue(self, prepared: Sequence[PreparedTicket]) -> None:
+        """Training tickets of `admissible`, or any evaluation tickets."""
+        with self.changed:
+            for item in prepared:
+                self._out[item.ticket.ticket_id] = _Outstanding(item)
+            ids = {item.ticket.ticket_id for item in prepared if item.ticket.kind is TicketKind.TRAIN}
+            self._issued += len(ids)
+            self._next_id = max([self._next_id, *(i + 1 for i in ids)])
+            self._reissue = [i for i in self._reissue if i not in ids]
+
+    def waiting(self) -> list[PreparedTicket]:
         """Tickets with no server, oldest first."""
         with self.changed:
-            return [e.ticket for _, e in sorted(self._out.items()) if e.server_id is None]
+            return [entry.prepared for _, entry in sorted(self._out.items()) if entry.server_id is None]
 
-    def assign(self, ticket_ids: Sequence[int], server_id: str) -> None:
+    def assign(self, ticket_ids: Iterable[int], server_id: str) -> None:
         with self.changed:
             for ticket_id in ticket_ids:
                 self._out[ticket_id].server_id = server_id
@@ -92,23 +123,19 @@ class TicketLedger:
 
     # --- coming back ----------------------------------------------------------------------------
 
-    def ticket(self, ticket_id: int) -> Ticket | None:
+    def outstanding(self, ticket_id: int) -> PreparedTicket | None:
         """The ticket if its group is still awaited."""
         with self.changed:
             entry = self._out.get(ticket_id)
-            return entry.ticket if entry else None
+            return entry.prepared if entry else None
 
     def receive(self, received: ReceivedGroup) -> None:
-        """Buffer a verified group. Its ticket must still be out."""
+        """Keep a verified group. Its ticket must still be out."""
         with self.changed:
-            del self._out[received.ticket.ticket_id]
-            self._buffer[received.ticket.ticket_id] = received
+            entry = self._out.pop(received.ticket.ticket_id)
+            shelf = self._buffer if entry.is_training else self._evaluated
+            shelf[received.ticket.ticket_id] = received
             self.changed.notify_all()
-
-    def is_known(self, ticket_id: int) -> bool:
-        """Was it ever issued? A group for a known ticket that is no longer out is a duplicate."""
-        with self.changed:
-            return ticket_id < self._next_id and ticket_id not in self._reissue
 
     def give_back(self, ticket_id: int, reason: str) -> None:
         """A server failed at it; another attempt, but not for ever."""
@@ -119,9 +146,8 @@ class TicketLedger:
             entry.server_id = None
             entry.attempts += 1
             if entry.attempts >= MAX_ATTEMPTS:
-                raise BadStateError(
-                    f"ticket {ticket_id} (row {entry.ticket.prompt.row_id}) failed {entry.attempts} times: {reason}"
-                )
+                row = entry.prepared.ticket.prompt.row_id
+                raise BadStateError(f"ticket {ticket_id} (row {row}) failed {entry.attempts} times: {reason}")
 
     def lose_server(self, server_id: str) -> int:
         """Its tickets wait for another server. Returns how many."""
@@ -136,18 +162,20 @@ class TicketLedger:
     def ready(self, version: int) -> bool:
         """Can a step be made at `version` without leaving a ticket behind that would become stale?"""
         with self.changed:
-            return len(self._buffer) >= self._per_step and not self._blockers(version)
+            return len(self._buffer) >= self._per_step and not self._late(version)
 
     def blockers(self, version: int) -> list[tuple[int, str | None, float]]:
         """What a step at `version` waits for: ticket id, server that holds it, seconds since it was issued."""
         with self.changed:
             now = time.monotonic()
-            late = self._blockers(version) or sorted(self._out)
-            return [(i, self._out[i].server_id, now - self._out[i].issued_at) for i in late]
+            ids = self._late(version) or sorted(i for i, entry in self._out.items() if entry.is_training)
+            return [(i, self._out[i].server_id, now - self._out[i].issued_at) for i in ids]
 
-    def _blockers(self, version: int) -> list[int]:
-        last_chance = version - self._max_staleness
-        return sorted(i for i, entry in self._out.items() if entry.ticket.min_version <= last_chance)
+    def _late(self, version: int) -> list[int]:
+        """Tickets out for which `version` is the last chance."""
+        last = version - self._max_staleness
+        out = self._out.items()
+        return sorted(i for i, entry in out if entry.is_training and entry.prepared.ticket.min_version <= last)
 
     def take(self, version: int) -> list[ReceivedGroup]:
         """The oldest `prompts_per_step` groups, in ticket order; they count as trained.
@@ -170,32 +198,45 @@ class TicketLedger:
             self._trained += len(taken)
             return taken
 
+    def evaluation_arrived(self) -> int:
+        """Evaluation groups that are here and not taken."""
+        with self.changed:
+            return len(self._evaluated)
+
+    def take_evaluation(self) -> list[ReceivedGroup]:
+        """All evaluation groups that have arrived, in row order."""
+        with self.changed:
+            taken = [received for _, received in sorted(self._evaluated.items())]
+            self._evaluated = {}
+            return taken
+
     # --- account and checkpoint -------------------------------------------------------------------
 
     def counts(self) -> LedgerCounts:
         with self.changed:
-            waiting = sum(entry.server_id is None for entry in self._out.values())
+            training = [entry for entry in self._out.values() if entry.is_training]
+            waiting = sum(entry.server_id is None for entry in training)
             return LedgerCounts(
                 issued=self._issued,
                 waiting=waiting,
-                in_flight=len(self._out) - waiting,
+                in_flight=len(training) - waiting,
                 buffered=len(self._buffer),
                 trained=self._trained,
             )
 
-    def state(self) -> dict[str, object]:
+    def state(self) -> dict[str, Any]:
         """For the checkpoint: which data has been trained, and which of the issued has not."""
         with self.changed:
+            out = [i for i, entry in self._out.items() if entry.is_training]
             return {
                 "next_id": self._next_id,
                 "trained": self._trained,
-                "unfinished": sorted([*self._out, *self._buffer, *self._reissue]),
+                "unfinished": sorted([*out, *self._buffer, *self._reissue]),
             }
 
-    def restore(self, state: dict[str, object]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Continue the account; unfinished tickets are issued again, with the same ids and seeds."""
-        next_id, trained, unfinished = state["next_id"], state["trained"], state["unfinished"]
-        assert isinstance(next_id, int) and isinstance(trained, int) and isinstance(unfinished, list)
         with self.changed:
-            self._next_id, self._trained, self._issued = next_id, trained, trained
-            self._reissue = list(unfinished)
+            self._next_id = int(state["next_id"])
+            self._trained = self._issued = int(state["trained"])
+            self._reissue = [int(i) for i in state["unfinished"]]

@@ -82,7 +82,7 @@ class Prompt(Wire):
 class Sampling(Wire):
     """The behaviour policy's sampling distribution: softmax(logits / temperature), nothing truncated."""
 
-    temperature: float = Field(1.0, ge=0)
+    temperature: float = Field(default=1.0, ge=0)
     """0 means greedy decoding (evaluation only: log-probs are those of temperature 1)."""
     max_new_tokens: int = Field(gt=0)
     stop_token_ids: Many[int]

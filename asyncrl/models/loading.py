@@ -103,15 +103,20 @@ def special_token_ids(model_config: Any, names: tuple[str, ...]) -> set[int]:
     return {token_id for token_id in found if isinstance(token_id, int)}
 
 
-def stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """End-of-sequence ids of the generation config and the tokenizer."""
-    declared = model.generation_config.eos_token_id
+def stop_token_ids(config: ModelConfig, tokenizer: Any) -> tuple[int, ...]:
+    """End-of-sequence ids of the folder's generation config and of the tokenizer."""
+    from transformers import GenerationConfig
+
+    folder = model_folder(config)
+    declared = None
+    if (folder / "generation_config.json").is_file():
+        declared = GenerationConfig.from_pretrained(folder).eos_token_id
     ids = {declared} if isinstance(declared, int) else set(declared or ())
     if tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
     if not ids:
         raise UserError(
-            "neither generation_config.json nor the tokenizer names an end-of-sequence token: "
-            "completions could never finish. Set eos_token_id in the model folder's generation_config.json"
+            f"neither generation_config.json nor the tokenizer in {folder} names an end-of-sequence token: "
+            "completions could never finish. Set eos_token_id in generation_config.json"
         )
     return tuple(sorted(ids))

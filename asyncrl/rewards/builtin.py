@@ -65,7 +65,7 @@ def choice_match(sample: RewardSample, *, choices: str = "ABCD") -> float:
     answer = _answers(sample)[0].strip().strip("().").upper()
     if len(answer) != 1 or answer not in choices.upper():
         raise ValueError(
-            f"row {sample.row_id}: choice_match needs a letter of {choices!r} as answer, got {sample.answer!r}"
+            f"row {sample.row_id}: choice_match needs an answer among {choices!r}, got {sample.answer!r}"
         )
     return float(_chosen(sample.completion, choices.upper()) == answer)
 
@@ -76,8 +76,9 @@ def boxed_match(sample: RewardSample) -> float:
     Spacing, `$`, `\\left`, `\\right` and `\\dfrac` make no difference; nothing is solved or simplified.
     Example: completion "so \\boxed{\\dfrac{1}{2}}", answer "\\frac{1}{2}" -> 1
     """
+    answers = _answers(sample)
     given = _last_boxed(sample.completion)
-    return float(given is not None and any(_same_latex(given, answer) for answer in _answers(sample)))
+    return float(given is not None and any(_same_latex(given, answer) for answer in answers))
 
 
 def format_think(sample: RewardSample, *, opened_by_prompt: bool = False) -> float:

@@ -1,6 +1,6 @@
 """What pool and worker say to each other: MessagePack maps behind a 4-byte little-endian length.
 
-    once        to worker   {"memory_limit_mib", "components": [{"name", "function", "kwargs", "path", "source"}]}
+    once        to worker   {"memory_limit_mib", "components": [{"name", "function", "kwargs", "path", ...}]}
                 to pool     {"ready": True} or {"ready": False, "message"}
     per sample  to worker   {"id", "sample"}
                 to pool     {"id", "seconds", "components"}, on failure also {"error_kind", "error_message"}
@@ -27,6 +27,7 @@ MAX_REPLY_BYTES = 1 << 20
 def pack(message: dict[str, Any]) -> bytes:
     """Raises TypeError, ValueError or OverflowError for what MessagePack cannot carry."""
     body = msgpack.packb(message, unicode_errors="surrogatepass")
+    assert body is not None  # None only from a Packer with autoreset off
     return LENGTH.pack(len(body)) + body
 
 

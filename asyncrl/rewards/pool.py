@@ -42,7 +42,7 @@ class Score:
 
 
 class RewardPool:
-    """`reward.workers` processes that score samples. One event loop, the one that called `start()`.
+    """`reward.workers` processes that score samples, for the event loop that called `start()`.
 
     Example:
         pool = RewardPool(config.reward)
@@ -50,7 +50,8 @@ class RewardPool:
         score = await pool.score(RewardSample(completion="4", answer="4"))
         await pool.close()
 
-    Samples wait in order of arrival; the caller bounds how many there are.
+    Samples wait in order of arrival; the caller bounds how many there are. The workers end with the
+    thread that runs the loop, also where it is killed.
     """
 
     def __init__(self, config: RewardConfig) -> None:
@@ -207,7 +208,7 @@ class RewardPool:
             await worker.stop()
             self._workers.discard(worker)
             await self._add_worker()
-        except (WorkerStartError, OSError) as error:
+        except Exception as error:  # whatever it is, whoever waits for a worker must hear of it
             self._idle.put_nowait(BadStateError(f"a lost reward worker could not be started again: {error}"))
 
 
@@ -219,7 +220,7 @@ async def check(config: RewardConfig) -> None:
 
 
 def _setup_message(config: RewardConfig) -> bytes:
-    """The workers' first message. It holds the source of the user's files: editing one changes no running run."""
+    """The workers' first message. It holds the user's files as they are now: edits change no running run."""
     check_rewards(config)
     components = []
     for component in config.functions:

@@ -147,7 +147,8 @@ class WorkerProcess:
 
     async def _stop(self) -> None:
         # The closing of stdin is the guardian's sign. close() would first wait until the worker has read all.
-        self._stdin.transport.abort()
+        if not self._stdin.transport.is_closing():
+            self._stdin.transport.abort()
         try:
             await asyncio.wait_for(self._process.wait(), STOP_TIMEOUT_S)
         except TimeoutError:

@@ -1,0 +1,55 @@
+"""How both services start: arguments, configuration, logging, and what an exit code means.
+
+0 finished, 1 crashed, 2 the user can mend it (the last line says how), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from asyncrl.config.load import load_config
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import BadStateError, UserError
+from asyncrl.telemetry.logs import configure_logging
+
+logger = logging.getLogger(__name__)
+
+
+def run_service(name: str, main: Callable[[RunConfig, bool], None]) -> None:
+    """Parse `--config FILE [--resume] [key=value ...]`, run `main(config, resume)` and exit."""
+    parser = argparse.ArgumentParser(prog=f"python -m {name}")
+    parser.add_argument("--config", required=True, type=Path, help="YAML configuration")
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint of run_dir")
+    parser.add_argument("overrides", nargs="*", help="key=value")
+    arguments = parser.parse_args()
+    sys.exit(_guarded(name, main, arguments))
+
+
+def _guarded(name: str, main: Callable[[RunConfig, bool], None], arguments: argparse.Namespace) -> int:
+    signal.signal(signal.SIGTERM, _interrupt)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        config = load_config(arguments.config, arguments.overrides)
+        configure_logging(name, config.telemetry.log_level)
+        main(config, arguments.resume)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except BadStateError as error:
+        logger.error("the run stops: %s", error)
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        logger.info("interrupted")
+        return 130
+    return 0
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt

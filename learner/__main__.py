@@ -1,0 +1,21 @@
+"""`python -m learner --config CONFIG [--resume] [key=value ...]`"""
+
+from __future__ import annotations
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.entry import run_service
+
+
+def main(config: RunConfig, resume: bool) -> None:
+    import torch
+
+    from learner.service import Learner
+
+    if config.learner.cpu_threads:
+        torch.set_num_threads(config.learner.cpu_threads)
+    torch.manual_seed(config.trainer.seed)
+    Learner(config, resume=resume).run()
+
+
+if __name__ == "__main__":
+    run_service("learner", main)

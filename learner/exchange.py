@@ -1,0 +1,363 @@
+"""The learner's sockets, on a thread of their own: who is connected, tickets out, verified groups in, weights.
+
+The main thread trains and never touches a socket; it hands over published versions and evaluation requests, and
+waits on the ledger's `changed` condition. A failure here is kept in `failure` and raised by the waiting side.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import get_args
+
+import zmq
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import BadStateError, UserError
+from asyncrl.models.processing import PromptProcessor
+from learner.tickets import PreparedTicket, ReceivedGroup, TicketLedger
+from learner.verification import verify_group
+from protocol.codec import MIB, Limits
+from protocol.endpoints import BindError, host_id
+from protocol.errors import ErrorCode, ProtocolError
+from protocol.handshake import check_hello
+from protocol.messages import (
+    Ack,
+    ChunkRequest,
+    ControlFromServer,
+    Error,
+    Goodbye,
+    Group,
+    Hello,
+    LearnerHeartbeat,
+    Message,
+    ServerHeartbeat,
+    TicketFailed,
+    Tickets,
+    WeightManifest,
+    WeightsLoaded,
+    Welcome,
+    Wire,
+)
+from protocol.sockets import BadMessage, Delivery, LearnerSocket, Received
+from protocol.transfer import answer_chunk_request
+from protocol.weights import Publication
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.2
+"""Longest time between two looks at heartbeats and at what the main thread has handed over."""
+
+
+@dataclass
+class ServerState:
+    """What the learner knows of one welcomed server."""
+
+    hello: Hello
+    identity: bytes
+    heard_at: float = field(default_factory=time.monotonic)
+    heartbeat: ServerHeartbeat | None = None
+    loaded: WeightsLoaded | None = None
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the learner's model must have in common with the servers'."""
+
+    model_fingerprint: str
+    processor_fingerprint: str
+    vocabulary: int
+
+
+class Exchange(threading.Thread):
+    def __init__(
+        self,
+        config: RunConfig,
+        run_id: str,
+        *,
+        ledger: TicketLedger,
+        processor: PromptProcessor,
+        publication: Publication,
+        facts: ModelFacts,
+        version: int,
+    ):
+        super().__init__(name="exchange", daemon=True)
+        self.servers: dict[str, ServerState] = {}
+        self.failure: Exception | None = None
+        self.errors: Counter[str] = Counter()
+        """Unusable messages, refused groups and failed tickets by kind."""
+        self._config = config
+        self._run_id = run_id
+        self._ledger = ledger
+        self._processor = processor
+        self._publication = publication
+        self._facts = facts
+        self._version = version
+        self._manifest: WeightManifest | None = None
+        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._goodbye: str | None = None
+        self._beat_at = 0.0
+        self._bind()
+
+    def _bind(self) -> None:
+        network = self._config.network
+        limits = Limits(max_message_bytes=network.max_message_mib * MIB)
+        try:
+            self.control = LearnerSocket(
+                self._config.control_endpoint,
+                get_args(ControlFromServer),
+                limits,
+                setting="network.control_port",
+                insecure=network.insecure,
+            )
+            self.weights = LearnerSocket(
+                self._config.weights_endpoint,
+                (ChunkRequest,),
+                limits,
+                setting="network.weights_port",
+                insecure=network.insecure,
+            )
+        except BindError as error:
+            raise UserError(str(error)) from error
+        self._waker, self._woken = _wake_up_pair()
+
+    # --- the main thread's side ---------------------------------------------------------------
+
+    def announce(self, manifest: WeightManifest) -> None:
+        """Every server is told of this version before any ticket that needs it."""
+
+        def order() -> None:
+            self._version, self._manifest = manifest.version, manifest
+            for server_id in list(self.servers):
+                self._send(server_id, manifest)
+
+        self._order(order)
+
+    def dispatch(self, prepare: Callable[[], Sequence[PreparedTicket]]) -> None:
+        """Prepare tickets on the exchange thread and send them out."""
+        self._order(lambda: self._ledger.issue(prepare()))
+
+    def stop(self, reason: str) -> None:
+        """Say goodbye to every server and end the thread."""
+
+        def order() -> None:
+            self._goodbye = reason
+
+        if self.is_alive():
+            self._order(order)
+            self.join(timeout=10.0)
+        self._waker.close()
+
+    def _order(self, order: Callable[[], None]) -> None:
+        self._orders.put(order)
+        self._waker.send(b"")
+
+    # --- the exchange thread --------------------------------------------------------------------
+
+    def run(self) -> None:
+        try:
+            poller = zmq.Poller()
+            for socket in (self.control.socket, self.weights.socket, self._woken):
+                poller.register(socket, zmq.POLLIN)
+            while self._goodbye is None:
+                poller.poll(round(POLL_S * 1000))
+                self._obey_orders()
+                self._receive_control()
+                self._answer_chunk_requests()
+                self._send_waiting_tickets()
+                self._keep_alive()
+            for server_id in list(self.servers):
+                self._send(server_id, Goodbye(reason=self._goodbye))
+        except Exception as error:  # raised again by the main thread's next wait
+            logger.exception("the exchange failed")
+            with self._ledger.changed:
+                self.failure = error
+                self._ledger.changed.notify_all()
+        finally:
+            for socket in (self.control, self.weights, self._woken):
+                socket.close()
+
+    def _obey_orders(self) -> None:
+        while self._woken.poll(0):
+            self._woken.recv()
+        while not self._orders.empty():
+            self._orders.get_nowait()()
+
+    def _receive_control(self) -> None:
+        while (received := self.control.recv()) is not None:
+            if isinstance(received, BadMessage):
+                self.errors[str(received.error.code)] += 1
+                logger.warning("a message could not be used: %s", received.error)
+                continue
+            self._handle(received)
+
+    def _handle(self, received: Received) -> None:
+        message = received.message
+        if isinstance(message, Hello):
+            self._greet(received.identity, message)
+            return
+        server_id = next((i for i, s in self.servers.items() if s.identity == received.identity), None)
+        if server_id is None:
+            error = Error(code=ErrorCode.NOT_WELCOME, reason="say hello first")
+            self.control.send(received.identity, error)
+            return
+        server = self.servers[server_id]
+        server.heard_at = time.monotonic()
+        self._handle_from(server_id, server, message)
+
+    def _handle_from(self, server_id: str, server: ServerState, message: Message) -> None:
+        if isinstance(message, Group):
+            self._accept(server_id, message)
+        elif isinstance(message, ServerHeartbeat):
+            server.heartbeat = message
+        elif isinstance(message, WeightsLoaded):
+            server.loaded = message
+        elif isinstance(message, TicketFailed):
+            self.errors[message.error_kind] += 1
+            logger.warning("ticket %d failed on %s: %s", message.ticket_id, server_id, message.error_message)
+            self._ledger.give_back(message.ticket_id, f"{message.error_kind}: {message.error_message}")
+        elif isinstance(message, Goodbye):
+            self._lose(server_id, f"said goodbye: {message.reason}")
+        elif isinstance(message, Error):
+            self.errors[str(message.code)] += 1
+            logger.warning("%s answers %s: %s", server_id, message.code, message.reason)
+
+    def _greet(self, identity: bytes, hello: Hello) -> None:
+        refusal = check_hello(
+            hello,
+            model_fingerprint=self._facts.model_fingerprint,
+            processor_fingerprint=self._facts.processor_fingerprint,
+            live_server_ids={i: s.hello.session for i, s in self.servers.items()},
+        )
+        if refusal:
+            logger.warning("%s refused: %s", hello.server_id, refusal.reason)
+            self.control.send(identity, refusal)
+            return
+        known = self.servers.get(hello.server_id)
+        if known is not None and known.identity == identity:
+            return  # a repeated hello; the welcome is on its way
+        if known is None:
+            logger.info("%s is welcome (%s engine, pid %d)", hello.server_id, hello.engine, hello.pid)
+        self.servers[hello.server_id] = ServerState(hello, identity)
+        welcome = Welcome(
+            run_id=self._run_id,
+            host_id=host_id(),
+            version=self._version,
+            weights_endpoint=self._config.weights_endpoint,
+            heartbeat_s=self._config.network.heartbeat_s,
+            timeout_s=self._config.network.timeout_s,
+        )
+        if self._send(hello.server_id, welcome) and self._manifest is not None:
+            self._send(hello.server_id, self._manifest)
+
+    def _accept(self, server_id: str, group: Group) -> None:
+        """Verify, keep, acknowledge, in this order. A group whose ticket is not out any more is a duplicate."""
+        prepared = self._ledger.outstanding(group.ticket_id)
+        if prepared is not None:
+            try:
+                verify_group(
+                    group,
+                    prepared.ticket,
+                    self._processor.encode(prepared.ticket.prompt, prepared.blobs),
+                    version=self._version,
+                    vocabulary=self._facts.vocabulary,
+                )
+            except ProtocolError as error:
+                self.errors[str(error.code)] += 1
+                logger.warning("group of ticket %d refused: %s", group.ticket_id, error.reason)
+                self._send(server_id, Error(code=error.code, reason=error.reason, ticket_id=group.ticket_id))
+                self._ledger.give_back(group.ticket_id, error.reason)
+                return
+            self._ledger.receive(ReceivedGroup(prepared, group))
+        self._send(server_id, Ack(ticket_ids=(group.ticket_id,)))
+
+    def _answer_chunk_requests(self) -> None:
+        while (received := self.weights.recv()) is not None:
+            if isinstance(received, BadMessage):
+                self.errors[str(received.error.code)] += 1
+            elif isinstance(received.message, ChunkRequest):
+                self.weights.send(received.identity, answer_chunk_request(self._publication, received.message))
+
+    def _send_waiting_tickets(self) -> None:
+        """Spread waiting tickets over the servers; each gets its share in one message, admitted together."""
+        waiting = self._ledger.waiting()
+        servers = sorted(self.servers, key=self._ledger.held_by)
+        for place, server_id in enumerate(servers):
+            if not waiting:
+                return
+            room = self.servers[server_id].hello.max_groups - self._ledger.held_by(server_id)
+            share = -(-len(waiting) // (len(servers) - place))
+            chosen, waiting = waiting[: max(0, min(room, share))], waiting[max(0, min(room, share)) :]
+            if not chosen:
+                continue
+            blobs = {digest: memoryview(data) for item in chosen for digest, data in item.blobs.items()}
+            if self._send(server_id, Tickets(tickets=tuple(item.ticket for item in chosen), blobs=blobs)):
+                self._ledger.assign([item.ticket.ticket_id for item in chosen], server_id)
+
+    def _keep_alive(self) -> None:
+        now = time.monotonic()
+        if now - self._beat_at >= self._config.network.heartbeat_s:
+            self._beat_at = now
+            for server_id in list(self.servers):
+                self._send(server_id, LearnerHeartbeat(version=self._version, step=self._version))
+        for server_id, server in list(self.servers.items()):
+            silent_s = now - server.heard_at
+            if silent_s > self._config.network.timeout_s:
+                self._lose(server_id, f"silent for {silent_s:.0f} s (network.timeout_s)")
+
+    def _send(self, server_id: str, message: Wire) -> bool:
+        """False if the server could not be reached; it is then lost."""
+        delivery = self.control.send(self.servers[server_id].identity, message)
+        if delivery is not Delivery.SENT:
+            self._lose(server_id, f"a message could not be delivered ({delivery})")
+        return delivery is Delivery.SENT
+
+    def _lose(self, server_id: str, reason: str) -> None:
+        del self.servers[server_id]
+        returned = self._ledger.lose_server(server_id)
+        logger.warning("%s is gone: %s; %d tickets wait for another server", server_id, reason, returned)
+
+
+def wait_for(
+    exchange: Exchange,
+    ledger: TicketLedger,
+    satisfied: Callable[[], bool],
+    *,
+    timeout_s: float,
+    what: Callable[[], str],
+    progress: Callable[[], None] = lambda: None,
+) -> None:
+    """Block until `satisfied`, calling `progress` about once a second.
+
+    Raises the exchange's failure, or BadStateError saying what was waited for.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        with ledger.changed:
+            if exchange.failure is not None:
+                raise exchange.failure
+            if satisfied():
+                return
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise BadStateError(f"waited {timeout_s:g} s for {what()}")
+            woken = ledger.changed.wait(min(left, 1.0))
+        if not woken:
+            progress()
+
+
+def _wake_up_pair() -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+    """A connected pair inside the process: what one thread sends ends the other's poll."""
+    context = zmq.Context.instance()
+    woken, waker = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    address = f"inproc://wake-{id(woken):x}"
+    woken.bind(address)
+    waker.connect(address)
+    for socket in (woken, waker):
+        socket.setsockopt(zmq.LINGER, 0)
+    return waker, woken

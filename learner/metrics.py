@@ -1,0 +1,114 @@
+"""Every metric of the learner: the table behind its Prometheus endpoint and behind docs/metrics.md."""
+
+from __future__ import annotations
+
+from asyncrl.telemetry.metrics import Metric
+
+SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1200.0)
+STALENESS = (0, 1, 2, 3, 4, 6, 8, 16)
+
+
+def _gauge(name: str, unit: str, help: str, healthy: str, *labels: str) -> Metric:
+    return Metric(
+        name=f"asyncrl_learner_{name}", kind="gauge", unit=unit, help=help, healthy=healthy, labels=labels
+    )
+
+
+METRICS = (
+    _gauge("policy_version", "versions", "Weight publications so far.", "rises with every step"),
+    Metric(
+        name="asyncrl_learner_steps_total",
+        kind="counter",
+        unit="steps",
+        help="Learner steps made by this process.",
+        healthy="rises steadily",
+    ),
+    Metric(
+        name="asyncrl_learner_tokens_total",
+        kind="counter",
+        unit="tokens",
+        help="Completion tokens trained on.",
+        healthy="rises steadily",
+    ),
+    Metric(
+        name="asyncrl_learner_token_staleness_versions",
+        kind="histogram",
+        unit="versions",
+        buckets=STALENESS,
+        help="Per trained token: the learner's version when consumed minus the version that sampled it.",
+        healthy="never above learner.max_staleness",
+    ),
+    Metric(
+        name="asyncrl_learner_group_staleness_versions",
+        kind="histogram",
+        unit="versions",
+        buckets=STALENESS,
+        help="Per trained group: staleness of its oldest token.",
+        healthy="never above learner.max_staleness",
+    ),
+    Metric(
+        name="asyncrl_learner_step_seconds",
+        kind="histogram",
+        unit="seconds",
+        buckets=SECONDS,
+        help="One step from the end of the last, waiting included.",
+        healthy="steady",
+    ),
+    Metric(
+        name="asyncrl_learner_wait_seconds",
+        kind="histogram",
+        unit="seconds",
+        buckets=SECONDS,
+        help="Part of a step spent waiting for groups.",
+        healthy="small when rollout keeps up",
+    ),
+    Metric(
+        name="asyncrl_learner_publish_seconds",
+        kind="histogram",
+        unit="seconds",
+        buckets=SECONDS,
+        help="Writing one policy version for the servers.",
+        healthy="small against a step",
+    ),
+    _gauge("publish_bytes", "bytes", "Size of one published version.", "constant"),
+    _gauge("groups", "groups", "Training groups by state of the ledger.", "buffered above 0", "state"),
+    _gauge("ledger_residual_groups", "groups", "Issued groups that are in no state.", "0, always"),
+    _gauge("servers", "servers", "Welcomed rollout servers.", "as many as were started"),
+    _gauge("idle_ratio", "ratio", "Share of the last step spent waiting for groups.", "below 0.2"),
+    _gauge("reward", "score", "Mean of the last batch, by component; `mean` is the weighted sum.", "rises", "component"),
+    _gauge("accuracy", "ratio", "Mean of the accuracy component in the last batch.", "rises"),
+    _gauge("held_out_accuracy", "ratio", "Of the last evaluation.", "rises with accuracy"),
+    _gauge("rows", "trajectories", "Trajectories of the last batch by status.", "finished dominates", "status"),
+    _gauge("zero_variance_groups", "groups", "Groups of the last batch that teach nothing.", "below half"),
+    _gauge("completion_tokens", "tokens", "Mean completion length of the last batch.", "no sudden change"),
+    _gauge("loss", "nats", "Loss of the last step.", "near 0; its sign means nothing"),
+    _gauge("grad_norm", "norm", "Gradient norm before clipping.", "steady"),
+    _gauge("learning_rate", "rate", "Of the last step.", "follows the schedule"),
+    _gauge("entropy", "nats", "Mean entropy per trained token.", "falls slowly, never to 0"),
+    _gauge("effective_sample_size", "ratio", "Of the raw token ratios proximal/behaviour.", "above 0.9"),
+    _gauge("mismatch_kl", "nats", "k3 estimate of KL(behaviour || proximal) per token.", "below 0.01"),
+    _gauge("ratio_max", "ratio", "Largest raw token ratio proximal/behaviour.", "below 10"),
+    _gauge("logprob_diff_max", "nats", "Largest |log-prob of learner - engine|.", "small at staleness 0"),
+    _gauge("clip_fraction", "ratio", "Tokens whose gradient the policy loss clips.", "below 0.3"),
+    _gauge("tis_clip_fraction", "ratio", "Tokens whose correction weight is at its cap.", "below 0.05"),
+    _gauge("rss_bytes", "bytes", "Resident memory of the learner process.", "flat after the first steps"),
+    _gauge("errors", "errors", "Unusable messages, refused groups, failed tickets.", "0", "kind"),
+)
+
+GAUGE_OF_RECORD = {
+    "accuracy": "accuracy",
+    "zero_variance_groups": "zero_variance_groups",
+    "response_length/mean": "completion_tokens",
+    "loss": "loss",
+    "grad_norm": "grad_norm",
+    "lr": "learning_rate",
+    "entropy": "entropy",
+    "ess": "effective_sample_size",
+    "mismatch_kl_k3": "mismatch_kl",
+    "ratio_max": "ratio_max",
+    "logprob_diff_max": "logprob_diff_max",
+    "clip_fraction": "clip_fraction",
+    "tis_clip_fraction": "tis_clip_fraction",
+    "idle/learner": "idle_ratio",
+}
+"""Name in metrics.jsonl -> gauge."""

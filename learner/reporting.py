@@ -1,0 +1,175 @@
+"""What the learner tells the outside: Prometheus, metrics.jsonl, sampled completions, and the live status."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import psutil
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.models.processing import PromptProcessor
+from asyncrl.telemetry.metrics import MetricSet
+from asyncrl.telemetry.recorder import RunRecorder
+from learner.batch import Batch
+from learner.exchange import Exchange
+from learner.metrics import GAUGE_OF_RECORD, METRICS
+from learner.tickets import ReceivedGroup, TicketLedger
+from protocol.messages import WeightManifest
+
+
+class Reporter:
+    def __init__(
+        self, config: RunConfig, exchange: Exchange, ledger: TicketLedger, processor: PromptProcessor, total_steps: int
+    ):
+        self.config = config
+        self.recorder = RunRecorder(config.run_path)
+        self.metrics = MetricSet(METRICS, "learner")
+        self.metrics.serve(config.telemetry.host, config.telemetry.learner_port)
+        self._exchange = exchange
+        self._ledger = ledger
+        self._processor = processor
+        self._total_steps = total_steps
+        self._process = psutil.Process()
+        self._server_usage: dict[str, tuple[float, float, int]] = {}
+
+    def status(self, phase: str, step: int, version: int, waiting_for: str = "") -> None:
+        counts = self._ledger.counts()
+        servers = [
+            {
+                "id": server_id,
+                "version": beat.version if beat else 0,
+                "queued": beat.groups_queued if beat else 0,
+                "running": beat.groups_running if beat else 0,
+            }
+            for server_id, server in list(self._exchange.servers.items())
+            for beat in [server.heartbeat]
+        ]
+        self.recorder.status(
+            phase=phase,
+            waiting_for=waiting_for,
+            step=step,
+            total_steps=self._total_steps,
+            version=version,
+            servers=servers,
+            groups={
+                "issued": counts.issued,
+                "in_flight": counts.in_flight + counts.waiting,
+                "buffered": counts.buffered,
+                "trained": counts.trained,
+                "dropped": 0,
+            },
+            errors=dict(self._exchange.errors),
+        )
+
+    def step(self, step: int, version: int, values: Mapping[str, float], batch: Batch) -> None:
+        """One finished learner step; `version` is the one that consumed the batch."""
+        record = {"step": step, "version": version + 1, "time": time.time(), **values, **self._rollout_usage()}
+        counts = self._ledger.counts()
+        record["ledger_residual"] = counts.residual
+        record["rss_gib"] = self._process.memory_info().rss / 2**30
+        self.recorder.step(record)
+        self._export(version, record, batch)
+        self._sample(step, batch.received[: self.config.trainer.samples_per_step])
+
+    def _rollout_usage(self) -> dict[str, float]:
+        """Idle ratio and token rate of the servers since the last step, from their heartbeats."""
+        idle: list[float] = []
+        rate = 0.0
+        for server_id, server in list(self._exchange.servers.items()):
+            beat = server.heartbeat
+            if beat is None:
+                continue
+            uptime, busy, tokens = self._server_usage.get(server_id, (0.0, 0.0, 0))
+            elapsed = beat.uptime_s - uptime
+            if elapsed > 0:
+                idle.append(max(0.0, 1 - (beat.busy_s - busy) / elapsed))
+                rate += (beat.tokens_generated - tokens) / elapsed
+                self._server_usage[server_id] = (beat.uptime_s, beat.busy_s, beat.tokens_generated)
+        return {"idle/rollout": float(np.mean(idle)), "tokens_per_s/rollout": rate} if idle else {}
+
+    def _export(self, version: int, record: Mapping[str, float], batch: Batch) -> None:
+        m = self.metrics
+        m["policy_version"].set(version + 1)
+        m["steps_total"].inc()
+        m["tokens_total"].inc(record["tokens"])
+        sampled = np.concatenate([item.group.loss_mask for item in batch.received]).astype(bool)
+        m["token_staleness_versions"].observe_counts(version - batch.versions[sampled])
+        oldest = [item.group.versions.min() for item in batch.received if item.group.versions.size]
+        m["group_staleness_versions"].observe_counts(version - np.asarray(oldest))
+        for name in ("step", "wait", "publish"):
+            m[f"{name}_seconds"].observe(record[f"{name}_s"])
+        counts = self._ledger.counts()
+        for state in ("waiting", "in_flight", "buffered", "trained"):
+            m["groups"].labels(state=state).set(getattr(counts, state))
+        m["ledger_residual_groups"].set(counts.residual)
+        m["servers"].set(len(self._exchange.servers))
+        m["rss_bytes"].set(self._process.memory_info().rss)
+        for name, gauge in GAUGE_OF_RECORD.items():
+            if name in record:
+                m[gauge].set(record[name])
+        for name, value in record.items():
+            section, _, part = name.partition("/")
+            if section == "reward" and part != "std":
+                m["reward"].labels(component=part).set(value)
+            elif section == "rows":
+                m["rows"].labels(status=part).set(value)
+        for kind, count in self._exchange.errors.items():
+            m["errors"].labels(kind=kind).set(count)
+
+    def published(self, manifest: WeightManifest) -> None:
+        self.metrics["policy_version"].set(manifest.version)
+        self.metrics["publish_bytes"].set(manifest.total_bytes)
+
+    def evaluated(self, step: int, version: int, received: Sequence[ReceivedGroup]) -> dict[str, Any]:
+        """Accuracy and reward of a whole evaluation. Rows that could not be scored are counted apart."""
+        records = [record for item in received for record in item.group.trajectories]
+        scored = [record for record in records if record.reward is not None]
+        name = self.config.reward.accuracy_component
+        result = {
+            "step": step,
+            "version": version,
+            "accuracy": float(np.mean([r.rewards[name] for r in scored])) if scored else float("nan"),
+            "reward": float(np.mean([r.reward for r in scored])) if scored else float("nan"),
+            "rows": len(records),
+            "errors": len(records) - len(scored),
+        }
+        self.recorder.evaluation(result)
+        self.metrics["held_out_accuracy"].set(result["accuracy"])
+        return result
+
+    def _sample(self, step: int, received: Sequence[ReceivedGroup]) -> None:
+        for item in received:
+            prompt, group = item.ticket.prompt, item.group
+            bounds = np.concatenate([[0], np.cumsum(group.lengths)])
+            completions = [
+                {
+                    "text": self._processor.decode(group.token_ids[start:end]),
+                    "reward": record.reward,
+                    "rewards": record.rewards,
+                    "status": str(record.status),
+                    "error": record.error_message,
+                    "finish_reason": str(record.finish_reason),
+                    "length": int(end - start),
+                }
+                for record, start, end in zip(group.trajectories, bounds[:-1], bounds[1:], strict=True)
+            ]
+            question = "".join(
+                "<image>" if part.type == "image" else part.text for part in prompt.messages[-1].content
+            )
+            self.recorder.sample(
+                {
+                    "step": step,
+                    "row_id": prompt.row_id,
+                    "prompt": question,
+                    "answer": prompt.answer,
+                    "images": list(prompt.image_hashes),
+                    "completions": completions,
+                },
+                dict(item.prepared.blobs),
+            )
+
+    def close(self) -> None:
+        self.metrics.close()

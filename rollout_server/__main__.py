@@ -1,0 +1,33 @@
+"""`python -m rollout_server --config CONFIG [key=value ...]`"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.entry import run_service
+
+
+def main(config: RunConfig, resume: bool) -> None:
+    import torch
+
+    if config.rollout.cpu_threads:
+        torch.set_num_threads(config.rollout.cpu_threads)
+    asyncio.run(_serve_until_signalled(config))
+
+
+async def _serve_until_signalled(config: RunConfig) -> None:
+    from rollout_server.service import RolloutServer
+
+    task = asyncio.create_task(RolloutServer(config).run())
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    try:
+        await task
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+
+
+if __name__ == "__main__":
+    run_service("rollout_server", main)

@@ -1,0 +1,158 @@
+"""From a ticket to a group: generate, score each completion as it finishes, and put the columns together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from asyncrl.models.processing import PromptProcessor
+from asyncrl.rewards.pool import RewardPool, Score
+from asyncrl.rewards.sample import RewardSample
+from protocol.messages import (
+    FinishReason,
+    Group,
+    GroupTimings,
+    Ticket,
+    TrajectoryRecord,
+    TrajectoryStatus,
+    Turn,
+)
+from rollout_server.engines.base import Completion, GenerationRequest, InferenceEngine
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _GroupInProgress:
+    ticket: Ticket
+    request: GenerationRequest
+    images: list[bytes]
+    queued_at: float
+    completions: dict[int, Completion] = field(default_factory=dict)
+    scores: list[asyncio.Task[tuple[int, Score]]] = field(default_factory=list)
+    started_at: float = 0.0
+
+
+class GroupProducer:
+    """Works tickets. Many calls of `produce` may run at once."""
+
+    def __init__(self, engine: InferenceEngine, rewards: RewardPool, processor: PromptProcessor, server_id: str):
+        self._engine = engine
+        self._rewards = rewards
+        self._processor = processor
+        self._server_id = server_id
+        self.on_trajectory = lambda completion, record: None
+        """Called with each Completion and its TrajectoryRecord."""
+
+    async def produce(self, tickets: Sequence[Ticket], blobs: Mapping[str, memoryview]) -> AsyncIterator[Group]:
+        """Groups in the order in which they are finished. All tickets enter the engine together."""
+        now = time.monotonic()
+        requests = await asyncio.to_thread(self._requests, tickets, blobs)
+        progress = {
+            ticket.ticket_id: _GroupInProgress(
+                ticket=ticket,
+                request=request,
+                images=[bytes(blobs[digest]) for digest in ticket.prompt.image_hashes],
+                queued_at=now,
+                started_at=time.monotonic(),
+            )
+            for ticket, request in zip(tickets, requests, strict=True)
+        }
+        finishing: set[asyncio.Task[Group]] = set()
+        try:
+            async for completion in self._engine.generate(requests):
+                group = progress[completion.request_id]
+                group.completions[completion.index] = completion
+                group.scores.append(asyncio.create_task(self._score(group, completion)))
+                if len(group.completions) == group.ticket.group_size:
+                    finishing.add(asyncio.create_task(self._finish(group, time.monotonic())))
+                for task in [task for task in finishing if task.done()]:
+                    finishing.remove(task)
+                    yield task.result()
+            while finishing:
+                done, finishing = await asyncio.wait(finishing, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    yield task.result()
+        finally:
+            for task in [*finishing, *(score for group in progress.values() for score in group.scores)]:
+                task.cancel()
+
+    def _requests(self, tickets: Sequence[Ticket], blobs: Mapping[str, memoryview]) -> list[GenerationRequest]:
+        return [
+            GenerationRequest(
+                request_id=ticket.ticket_id,
+                prompt=self._processor.encode(ticket.prompt, blobs),
+                group_size=ticket.group_size,
+                seed=ticket.seed,
+                sampling=ticket.sampling,
+            )
+            for ticket in tickets
+        ]
+
+    async def _score(self, group: _GroupInProgress, completion: Completion) -> tuple[int, Score]:
+        prompt = group.ticket.prompt
+        messages = [
+            {"role": m.role, "content": "".join("<image>" if p.type == "image" else p.text for p in m.content)}
+            for m in prompt.messages
+        ]
+        sample = RewardSample(
+            completion=self._processor.decode(completion.token_ids),
+            prompt=next((m["content"] for m in reversed(messages) if m["role"] == "user"), ""),
+            messages=messages,
+            answer=prompt.answer,
+            columns=dict(prompt.columns),
+            images=group.images,
+            row_id=prompt.row_id,
+            finish_reason="length" if completion.finish_reason is FinishReason.LENGTH else "stop",
+        )
+        return completion.index, await self._rewards.score(sample)
+
+    async def _finish(self, group: _GroupInProgress, generated_at: float) -> Group:
+        scores = dict(await asyncio.gather(*group.scores))
+        ordered = [group.completions[index] for index in range(group.ticket.group_size)]
+        records = [trajectory_record(c, scores[c.index]) for c in ordered]
+        for completion, record in zip(ordered, records, strict=True):
+            self.on_trajectory(completion, record)
+        lengths = np.asarray([len(c.token_ids) for c in ordered], np.int32)
+        prompt = group.request.prompt
+        return Group(
+            ticket_id=group.ticket.ticket_id,
+            server_id=self._server_id,
+            prompt_ids=prompt.token_ids,
+            image_grids=prompt.image_grids,
+            image_hashes=prompt.image_hashes,
+            lengths=lengths,
+            token_ids=np.concatenate([c.token_ids for c in ordered]),
+            loss_mask=np.ones(int(lengths.sum()), np.uint8),
+            logprobs=np.concatenate([c.logprobs for c in ordered]),
+            versions=np.concatenate([c.versions for c in ordered]),
+            trajectories=tuple(records),
+            timings=GroupTimings(
+                queued_s=group.started_at - group.queued_at,
+                generate_s=generated_at - group.started_at,
+                reward_s=time.monotonic() - generated_at,
+            ),
+        )
+
+
+def trajectory_record(completion: Completion, score: Score) -> TrajectoryRecord:
+    """A failed reward is a status with its kind; it is never a score of 0."""
+    if score.status == "ok":
+        truncated = completion.finish_reason is not FinishReason.STOP
+        status = TrajectoryStatus.TRUNCATED if truncated else TrajectoryStatus.FINISHED
+    else:
+        status = TrajectoryStatus.TIMED_OUT if score.status == "timed_out" else TrajectoryStatus.ERROR
+    return TrajectoryRecord(
+        status=status,
+        finish_reason=completion.finish_reason,
+        error_kind=score.error_kind,
+        error_message=score.error_message,
+        rewards=score.components,
+        reward=score.reward,
+        turns=(Turn(start=0, end=len(completion.token_ids)),),
+    )

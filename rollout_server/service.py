@@ -1,0 +1,198 @@
+"""The life of a rollout server: load, say hello, work tickets until the learner says goodbye."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import platform
+import time
+
+import psutil
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import BadStateError
+from asyncrl.models.processing import PromptProcessor
+from asyncrl.rewards.pool import RewardPool
+from asyncrl.telemetry.metrics import MetricSet
+from protocol.errors import ErrorCode, ProtocolError
+from protocol.messages import (
+    Goodbye,
+    ServerHeartbeat,
+    Ticket,
+    TicketFailed,
+    Tickets,
+    TrajectoryRecord,
+    WeightManifest,
+)
+from rollout_server.engines import create_engine
+from rollout_server.engines.base import Completion
+from rollout_server.link import LearnerLink
+from rollout_server.metrics import METRICS
+from rollout_server.production import GroupProducer
+from rollout_server.weights import WeightReceiver, choose_channel
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutServer:
+    def __init__(self, config: RunConfig):
+        self.config = config
+        self.server_id = f"{platform.node()}-{os.getpid()}"
+        self.metrics = MetricSet(METRICS, "rollout")
+        self._started = time.monotonic()
+        self._held: dict[int, Ticket] = {}
+        self._newest: WeightManifest | None = None
+        self._manifest_arrived = asyncio.Event()
+        self._version_changed = asyncio.Condition()
+        self._goodbye = asyncio.Event()
+
+    async def run(self) -> None:
+        """Returns when the learner says goodbye or this task is cancelled. Raises what stopped it otherwise."""
+        self.metrics.serve(self.config.telemetry.host, self.config.telemetry.rollout_port)
+        self.processor = PromptProcessor(self.config.model)
+        self.engine = create_engine(self.config, self.processor)
+        self.rewards = RewardPool(self.config.reward)
+        try:
+            await self.rewards.start()
+            await self.engine.start()
+            await self._serve()
+        finally:
+            await self.rewards.close()
+            await self.engine.close()
+            self.metrics.close()
+
+    async def _serve(self) -> None:
+        self.link = LearnerLink(
+            self.config,
+            self.server_id,
+            engine=self.engine.name,
+            fingerprints=(self.engine.architecture_fingerprint, self.processor.fingerprint),
+        )
+        reason, expected = "stopped", True
+        try:
+            welcome = await self.link.connect()
+            same_host = welcome.host_id == self.link.host_id
+            channel = choose_channel(self.config.rollout.weights_channel, same_host=same_host)
+            logger.info("welcomed to run %s at version %d; weights over %s", welcome.run_id, welcome.version, channel)
+            self.receiver = WeightReceiver(self.config, self.engine, channel, welcome.weights_endpoint)
+            self.producer = GroupProducer(self.engine, self.rewards, self.processor, self.server_id)
+            self.producer.on_trajectory = self._observe_trajectory
+            async with asyncio.TaskGroup() as self._tasks:
+                background = [
+                    self._tasks.create_task(self._heartbeats()),
+                    self._tasks.create_task(self._follow_weights()),
+                ]
+                await self._receive()
+                for task in [*background, *self._work]:
+                    task.cancel()
+        except ExceptionGroup as failures:
+            reason, expected = str(failures.exceptions[0]), False
+            raise failures.exceptions[0] from failures
+        except Exception as error:
+            reason, expected = str(error), False
+            raise
+        finally:
+            await self.link.goodbye(reason, expected=expected, unfinished=tuple(self._held))
+            self.link.close()
+            if hasattr(self, "receiver"):
+                self.receiver.close()
+
+    async def _receive(self) -> None:
+        self._work: set[asyncio.Task[None]] = set()
+        while True:
+            message = await self.link.next_message()
+            if isinstance(message, Tickets):
+                self._held |= {ticket.ticket_id: ticket for ticket in message.tickets}
+                task = self._tasks.create_task(self._work_tickets(message))
+                self._work.add(task)
+                task.add_done_callback(self._work.discard)
+            elif isinstance(message, WeightManifest):
+                self._newest = message
+                self._manifest_arrived.set()
+            elif isinstance(message, Goodbye):
+                logger.info("the learner says goodbye: %s", message.reason)
+                return
+
+    async def _work_tickets(self, message: Tickets) -> None:
+        """Produce the groups of one message; a failure returns its unfinished tickets to the learner."""
+        waiting = {ticket.ticket_id for ticket in message.tickets}
+        try:
+            await self._version_at_least(max(ticket.min_version for ticket in message.tickets))
+            async for group in self.producer.produce(message.tickets, message.blobs):
+                await self.link.send_group(group)
+                self.metrics["groups_total"].inc()
+                self.metrics["generate_seconds"].observe(group.timings.generate_s)
+                waiting.discard(group.ticket_id)
+                self._held.pop(group.ticket_id, None)
+        except Exception as error:
+            logger.exception("tickets %s failed", sorted(waiting))
+            for ticket_id in waiting:
+                self._held.pop(ticket_id, None)
+                kind, text = type(error).__name__, str(error)[:1000]
+                await self.link.send(TicketFailed(ticket_id=ticket_id, error_kind=kind, error_message=text))
+
+    async def _version_at_least(self, version: int) -> None:
+        deadline_s = self.config.learner.wait_timeout_s
+        try:
+            async with asyncio.timeout(deadline_s), self._version_changed:
+                await self._version_changed.wait_for(lambda: self.engine.version >= version)
+        except TimeoutError:
+            raise BadStateError(
+                f"weights of version {version} did not arrive within {deadline_s:g} s; "
+                f"the engine has version {self.engine.version}"
+            ) from None
+
+    async def _follow_weights(self) -> None:
+        """Always towards the newest version; versions in between are skipped."""
+        while True:
+            await self._manifest_arrived.wait()
+            self._manifest_arrived.clear()
+            manifest = self._newest
+            if manifest is None or manifest.version <= self.engine.version:
+                continue
+            try:
+                loaded = await self.receiver.load(manifest)
+            except ProtocolError as error:
+                if error.code is not ErrorCode.VERSION_GONE:
+                    raise
+                logger.info("version %d is gone already; waiting for a newer one", manifest.version)
+                continue
+            async with self._version_changed:
+                self._version_changed.notify_all()
+            await self.link.send(loaded)
+            self.metrics["policy_version"].set(loaded.version)
+            self.metrics["weight_load_seconds"].observe(loaded.transfer_s + loaded.load_s)
+
+    async def _heartbeats(self) -> None:
+        process = psutil.Process()
+        while True:
+            usage = self.engine.usage
+            running = min(len(self._held), -(-usage.sequences_running // self.config.batch.group_size))
+            beat = ServerHeartbeat(
+                version=self.engine.version,
+                groups_queued=len(self._held) - running,
+                groups_running=running,
+                groups_unacknowledged=len(self.link.unacknowledged),
+                tokens_generated=usage.tokens_generated,
+                busy_s=usage.busy_s,
+                uptime_s=time.monotonic() - self._started,
+            )
+            await self.link.send(beat)
+            self._export(beat, process.memory_info().rss)
+            await asyncio.sleep(self.config.network.heartbeat_s)
+
+    def _export(self, beat: ServerHeartbeat, rss_bytes: int) -> None:
+        self.metrics["groups"].labels(state="queued").set(beat.groups_queued)
+        self.metrics["groups"].labels(state="running").set(beat.groups_running)
+        self.metrics["groups"].labels(state="unacknowledged").set(beat.groups_unacknowledged)
+        self.metrics["tokens_generated"].set(beat.tokens_generated)
+        self.metrics["busy_seconds"].set(beat.busy_s)
+        self.metrics["idle_ratio"].set(1 - beat.busy_s / max(beat.uptime_s, 1e-9))
+        self.metrics["rss_bytes"].set(rss_bytes)
+
+    def _observe_trajectory(self, completion: Completion, record: TrajectoryRecord) -> None:
+        self.metrics["trajectories_total"].labels(status=str(record.status)).inc()
+        self.metrics["completion_tokens"].observe(len(completion.token_ids))
+        if record.error_kind:
+            self.metrics["reward_errors_total"].labels(kind=record.error_kind).inc()

@@ -1,0 +1,441 @@
+"""Weights arrive byte for byte, over shared memory and over ZeroMQ, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from protocol import weights
+from protocol.errors import ErrorCode, ProtocolError
+from protocol.layout import ALIGNMENT, ITEMSIZE, PublicationError, plan_layout
+from protocol.messages import (
+    Chunk,
+    ChunkRequest,
+    Error,
+    WeightManifest,
+    WeightsFromLearner,
+    WeightsFromServer,
+)
+from protocol.shm import check_manifest, open_shm
+from protocol.sockets import LearnerSocket, Received, ServerSocket
+from protocol.transfer import MAX_CHUNK_BYTES, answer_chunk_request, fetch
+from protocol.weights import Publication, Tensor, remove_stale
+
+WAIT_S = 10.0
+
+
+def make_tensors(seed: int = 0, large: int = 100_000) -> list[Tensor]:
+    """Odd sizes, an empty tensor, a scalar, several dtypes."""
+    random = np.random.default_rng(seed)
+    return [
+        Tensor(name, dtype, shape, memoryview(random.bytes(int(np.prod(shape)) * ITEMSIZE[dtype])))
+        for name, dtype, shape in (
+            ("embed", "bfloat16", (large, 3)),
+            ("bias", "float32", (7,)),
+            ("empty", "float32", (0, 4)),
+            ("scale", "float64", ()),
+            ("mask", "bool", (13,)),
+        )
+    ]
+
+
+@pytest.fixture
+def publication(tmp_path: Path) -> Iterator[Publication]:
+    with Publication("run-1", tmp_path) as opened:
+        yield opened
+
+
+def assert_equals(tensors: list[Tensor], views: dict[str, memoryview]) -> None:
+    assert {t.name: bytes(t.data) for t in tensors} == {name: bytes(view) for name, view in views.items()}
+
+
+# --- layout ---------------------------------------------------------------------------------------
+
+
+def test_layout_is_aligned_and_without_overlap():
+    layout = plan_layout((t.name, t.dtype, t.shape, t.data.nbytes) for t in make_tensors())
+    end = 0
+    for slot in layout.slots:
+        assert slot.offset % ALIGNMENT == 0
+        assert end <= slot.offset < end + ALIGNMENT
+        end = slot.offset + slot.nbytes
+    assert layout.total_bytes == end
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ([("a", "float32", (2,), 8), ("a", "float32", (2,), 8)], "'a' is listed twice"),
+        ([("a", "complex64", (2,), 16)], "dtype 'complex64'"),
+        ([("a", "float32", (2,), 7)], r"float32\[2\] does not have 7 bytes"),
+        ([("a", "float32", (-1, -2), 8)], "does not have 8 bytes"),
+        ([], "nothing to publish"),
+    ],
+)
+def test_impossible_layouts(tensors: list[tuple[str, str, tuple[int, ...], int]], message: str):
+    with pytest.raises(PublicationError, match=message):
+        plan_layout(tensors)
+
+
+# --- shared memory --------------------------------------------------------------------------------
+
+
+def test_shared_memory_is_byte_for_byte_equal(publication: Publication):
+    tensors = make_tensors()
+    manifest = publication.publish(3, tensors)
+    with open_shm(manifest) as mapped:
+        assert_equals(tensors, mapped.tensors)
+        assert all(view.readonly for view in mapped.tensors.values())
+        whole = publication.read(3, 0, manifest.total_bytes)
+        entry = manifest.tensors[1]
+        assert whole[entry.offset : entry.offset + entry.nbytes] == tensors[1].data
+
+
+def test_the_newest_two_versions_are_kept(publication: Publication, tmp_path: Path):
+    manifests = [publication.publish(version, make_tensors(version)) for version in (1, 2, 5)]
+    assert publication.versions == (2, 5)
+    assert sorted(path.suffix or path.name[-3:] for path in tmp_path.iterdir()) == ["-v2", "-v5", ".lock"]
+    with pytest.raises(ProtocolError) as caught:
+        publication.read(1, 0, 10)
+    assert caught.value.code is ErrorCode.VERSION_GONE
+    assert "there is 2, 5" in caught.value.reason
+    with pytest.raises(ProtocolError) as caught:
+        open_shm(manifests[0])
+    assert caught.value.code is ErrorCode.VERSION_GONE
+    assert publication.manifest(5) == manifests[2]
+
+
+def test_a_mapped_version_outlives_its_replacement(publication: Publication):
+    tensors = make_tensors(1)
+    mapped = open_shm(publication.publish(1, tensors))
+    for version in (2, 3, 4):
+        publication.publish(version, make_tensors(version))
+    publication.close()
+    assert_equals(tensors, mapped.tensors)
+
+
+def test_views_handed_out_survive_the_drop_of_their_version(publication: Publication):
+    tensors = make_tensors(1)
+    publication.publish(1, tensors)
+    view = publication.read(1, 0, 1000)
+    publication.publish(2, make_tensors(2))
+    publication.publish(3, make_tensors(3))
+    assert bytes(view) == bytes(tensors[0].data[:1000])
+
+
+def test_a_file_with_other_bytes_is_recognised(publication: Publication):
+    manifest = publication.publish(1, make_tensors())
+    with open(manifest.shm_path, "r+b") as file:
+        file.seek(manifest.tensors[1].offset)
+        file.write(b"overwritten")
+    with pytest.raises(ProtocolError, match="checksum of 'bias'") as caught:
+        open_shm(manifest)
+    assert caught.value.code is ErrorCode.VERSION_GONE
+    open_shm(manifest, verify=False).close()
+    os.truncate(manifest.shm_path, 100)
+    with pytest.raises(ProtocolError, match="shorter") as caught:
+        open_shm(manifest)
+    assert caught.value.code is ErrorCode.VERSION_GONE
+
+
+def test_manifests_that_contradict_themselves_are_refused(publication: Publication):
+    manifest = publication.publish(1, make_tensors())
+    first, *rest = manifest.tensors
+    for changes in (
+        {"total_bytes": manifest.total_bytes + 64},
+        {"tensors": (first.model_copy(update={"offset": 128}), *rest)},
+        {"tensors": (first.model_copy(update={"nbytes": 10}), *rest)},
+        {"tensors": (first, first)},
+        {"tensors": (), "total_bytes": 0},
+        {"shm_path": "/etc/hostname"},
+    ):
+        broken = manifest.model_copy(update=changes)
+        with pytest.raises(ProtocolError) as caught:
+            open_shm(broken)
+        assert caught.value.code is ErrorCode.MALFORMED
+    check_manifest(manifest)
+
+
+def test_ranges_outside_are_refused(publication: Publication):
+    total = publication.publish(1, make_tensors()).total_bytes
+    for offset, nbytes in ((-1, 10), (0, 0), (0, total + 1), (total, 1)):
+        with pytest.raises(ProtocolError) as caught:
+            publication.read(1, offset, nbytes)
+        assert caught.value.code is ErrorCode.MALFORMED
+
+
+def test_versions_must_grow_and_a_closed_publication_refuses(publication: Publication, tmp_path: Path):
+    publication.publish(2, make_tensors())
+    with pytest.raises(PublicationError, match="version 2 is not newer than 2"):
+        publication.publish(2, make_tensors())
+    publication.close()
+    publication.close()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(PublicationError, match="closed"):
+        publication.publish(3, make_tensors())
+
+
+def test_a_full_directory_is_explained(
+    publication: Publication, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(weights.shutil, "disk_usage", lambda _: usage(64 << 20, 64 << 20, 1000))
+    with pytest.raises(PublicationError) as caught:
+        publication.publish(1, make_tensors(large=1 << 20))
+    assert "needs 7 MiB" in str(caught.value)
+    assert "1 free of 64 MiB" in str(caught.value)
+    assert "--shm-size=13m" in str(caught.value)
+    monkeypatch.setattr(weights.shutil, "disk_usage", lambda _: usage(1 << 40, 0, 1 << 40))
+
+    def full(_fd: int, _view: memoryview) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(weights, "_write_all", full)
+    with pytest.raises(PublicationError, match="shm-size"):
+        publication.publish(1, make_tensors())
+    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"], "no partial file stays behind"
+
+
+def test_a_missing_directory_is_explained(tmp_path: Path):
+    with pytest.raises(PublicationError, match="is not a directory"):
+        Publication("run", tmp_path / "missing")
+
+
+CRASHING_LEARNER = """
+import sys, time
+from pathlib import Path
+from protocol.weights import Publication, Tensor
+publication = Publication("crash", Path(sys.argv[1]))
+publication.publish(1, [Tensor("w", "uint8", (100,), memoryview(bytes(100)))])
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_files_of_a_killed_learner_are_removed_and_those_of_a_living_one_stay(tmp_path: Path):
+    root = Path(__file__).parent.parent
+    with subprocess.Popen(
+        [sys.executable, "-c", CRASHING_LEARNER, str(tmp_path)], cwd=root, stdout=subprocess.PIPE, text=True
+    ) as crashing:
+        assert crashing.stdout is not None
+        assert crashing.stdout.readline() == "ready\n"
+        left = sorted(tmp_path.iterdir())
+        assert len(left) == 2
+        assert str(crashing.pid) in left[0].name
+        assert remove_stale(tmp_path) == [], "it is alive"
+        crashing.send_signal(signal.SIGKILL)
+    with Publication("next", tmp_path):
+        assert not any(path.exists() for path in left)
+        assert len(list(tmp_path.iterdir())) == 1
+
+
+# --- over ZeroMQ ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def serving(
+    publication: Publication,
+    behave: Callable[[ChunkRequest], bool] = lambda _: True,
+    endpoint: str = "tcp://127.0.0.1:0",
+) -> Iterator[LearnerSocket]:
+    """A learner's weights endpoint in a thread; a request for which `behave` is False gets no answer."""
+    sock = LearnerSocket(endpoint, WeightsFromServer, setting="network.weights_port", linger_s=0)
+    stop = threading.Event()
+
+    def serve() -> None:
+        while not stop.is_set():
+            received = sock.recv(0.02)
+            if not isinstance(received, Received):
+                continue
+            assert isinstance(received.message, ChunkRequest)
+            if behave(received.message):
+                sock.send(received.identity, answer_chunk_request(publication, received.message))
+        sock.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield sock
+    finally:
+        stop.set()
+        thread.join(timeout=WAIT_S)
+
+
+def pull(endpoint: str, *manifests: WeightManifest, **options: float) -> list[bytearray | Exception]:
+    """Fetch the versions one after another over one socket."""
+
+    async def run() -> list[bytearray | Exception]:
+        sock = ServerSocket(endpoint, WeightsFromLearner, linger_s=0)
+        results: list[bytearray | Exception] = []
+        for manifest in manifests:
+            into = bytearray(manifest.total_bytes)
+            chosen = {"timeout_s": WAIT_S, "chunk_bytes": 50_000, "retry_s": 0.1, **options}
+            try:
+                await fetch(sock, manifest, into, **chosen)  # type: ignore[arg-type]
+                results.append(into)
+            except (ProtocolError, TimeoutError) as problem:
+                results.append(problem)
+        sock.close()
+        return results
+
+    return asyncio.run(run())
+
+
+def views_of(manifest: WeightManifest, data: bytearray | Exception) -> dict[str, memoryview]:
+    assert isinstance(data, bytearray), data
+    return {t.name: memoryview(data)[t.offset : t.offset + t.nbytes] for t in manifest.tensors}
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 64, 50_000, 1 << 20])
+def test_zmq_equals_shared_memory(publication: Publication, chunk_bytes: int):
+    tensors = make_tensors(large=100_000 if chunk_bytes > 100 else 50)
+    manifest = publication.publish(1, tensors)
+    with serving(publication) as sock:
+        (data,) = pull(sock.endpoint, manifest, chunk_bytes=chunk_bytes)
+    assert_equals(tensors, views_of(manifest, data))
+    with open_shm(manifest) as mapped:
+        assert {n: bytes(v) for n, v in mapped.tensors.items()} == {
+            n: bytes(v) for n, v in views_of(manifest, data).items()
+        }
+
+
+def test_only_lost_chunks_are_asked_for_again(publication: Publication):
+    tensors = make_tensors()
+    manifest = publication.publish(1, tensors)
+    asked: list[int] = []
+
+    def lose_each_third_once(request: ChunkRequest) -> bool:
+        asked.append(request.offset)
+        return not (request.offset // 50_000 % 3 == 0 and asked.count(request.offset) == 1)
+
+    with serving(publication, lose_each_third_once) as sock:
+        (data,) = pull(sock.endpoint, manifest)
+    assert_equals(tensors, views_of(manifest, data))
+    for index, offset in enumerate(range(0, manifest.total_bytes, 50_000)):
+        assert asked.count(offset) == (2 if index % 3 == 0 else 1)
+
+
+def test_a_transfer_resumes_after_the_learner_came_back(publication: Publication):
+    tensors = make_tensors()
+    manifest = publication.publish(1, tensors)
+    asked: list[int] = []
+
+    def first_five(request: ChunkRequest) -> bool:
+        asked.append(request.offset)
+        return len(asked) <= 5
+
+    async def run() -> tuple[bytearray, list[int]]:
+        with serving(publication, first_five) as first:
+            sock = ServerSocket(first.endpoint, WeightsFromLearner, linger_s=0)
+            into = bytearray(manifest.total_bytes)
+            transfer = asyncio.create_task(
+                fetch(sock, manifest, into, timeout_s=WAIT_S, chunk_bytes=50_000, retry_s=0.1)
+            )
+            async with asyncio.timeout(WAIT_S):
+                while len(asked) <= 5:
+                    await asyncio.sleep(0.01)
+        before = asked[:5]
+        asked.clear()
+        with serving(publication, lambda r: asked.append(r.offset) is None, first.endpoint):
+            await transfer
+        sock.close()
+        return into, before
+
+    data, before = asyncio.run(run())
+    assert_equals(tensors, views_of(manifest, data))
+    assert not set(before) & set(asked), "what had arrived is not asked for again"
+
+
+def test_a_version_that_has_gone_ends_the_transfer_and_the_next_one_works(publication: Publication):
+    old = publication.publish(1, make_tensors(1))
+    publication.publish(2, make_tensors(2))
+    newest = make_tensors(3)
+    new = publication.publish(3, newest)
+    with serving(publication) as sock:
+        gone, data = pull(sock.endpoint, old, new)
+    assert isinstance(gone, ProtocolError)
+    assert gone.code is ErrorCode.VERSION_GONE
+    assert_equals(newest, views_of(new, data))
+
+
+def test_a_version_that_goes_during_the_transfer(publication: Publication):
+    manifest = publication.publish(1, make_tensors(1))
+    served = []
+
+    def move_on_after_three(request: ChunkRequest) -> bool:
+        served.append(request.offset)
+        if len(served) == 4:
+            publication.publish(2, make_tensors(2))
+            publication.publish(3, make_tensors(3))
+        return True
+
+    with serving(publication, move_on_after_three) as sock:
+        (gone,) = pull(sock.endpoint, manifest, window=2)
+    assert isinstance(gone, ProtocolError)
+    assert gone.code is ErrorCode.VERSION_GONE
+
+
+def test_a_silent_learner_is_named_after_the_deadline(publication: Publication):
+    manifest = publication.publish(1, make_tensors())
+    start = time.monotonic()
+    with serving(publication, lambda _: False) as sock:
+        (problem,) = pull(sock.endpoint, manifest, timeout_s=0.4)
+    assert isinstance(problem, TimeoutError)
+    assert sock.endpoint in str(problem)
+    assert "13 of 13 chunks of version 1" in str(problem)
+    assert time.monotonic() - start < 3.0
+
+
+def test_corrupted_bytes_are_fetched_again_and_then_refused(publication: Publication):
+    manifest = publication.publish(1, make_tensors())
+    wrong = manifest.tensors[1].model_copy(update={"crc32": 1})
+    asked: list[int] = []
+    broken = manifest.model_copy(update={"tensors": (manifest.tensors[0], wrong, *manifest.tensors[2:])})
+    with serving(publication, lambda request: asked.append(request.offset) is None) as sock:
+        (problem,) = pull(sock.endpoint, broken)
+    assert isinstance(problem, ProtocolError)
+    assert problem.code is ErrorCode.MALFORMED
+    assert "'bias'" in problem.reason
+    assert asked[13:] == [wrong.offset], "only the damaged tensor travels again"
+
+
+def test_the_target_must_fit(publication: Publication):
+    manifest = publication.publish(1, make_tensors())
+
+    async def run() -> None:
+        sock = ServerSocket("tcp://127.0.0.1:9", WeightsFromLearner, linger_s=0)
+        with pytest.raises(ValueError, match="the target has 3 bytes"):
+            await fetch(sock, manifest, bytearray(3), timeout_s=1.0)
+        sock.close()
+
+    asyncio.run(run())
+
+
+def test_chunk_requests_are_answered_or_refused(publication: Publication):
+    total = publication.publish(1, make_tensors()).total_bytes
+    good = answer_chunk_request(publication, ChunkRequest(version=1, offset=10, nbytes=20))
+    assert isinstance(good, Chunk)
+    assert good.data.nbytes == 20
+    for version, offset, nbytes, code in (
+        (0, 0, 10, ErrorCode.VERSION_GONE),
+        (1, total, 10, ErrorCode.MALFORMED),
+        (1, 0, MAX_CHUNK_BYTES + 1, ErrorCode.TOO_LARGE),
+    ):
+        refused = answer_chunk_request(
+            publication, ChunkRequest(version=version, offset=offset, nbytes=nbytes)
+        )
+        assert isinstance(refused, Error)
+        assert refused.code is code
+        assert refused.version == version
