@@ -10,7 +10,7 @@ from pathlib import Path
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.export import export_model
-from asyncrl.models.loading import architecture_fingerprint, resolve_device, stop_token_ids
+from asyncrl.models.loading import architecture_fingerprint, stop_token_ids
 from asyncrl.models.processing import PromptProcessor
 from learner.batch import Batch, describe_batch, make_batch
 from learner.checkpoint import LearnerState, newest_checkpoint, read_state, restore_engine, save_checkpoint
@@ -65,7 +65,7 @@ class Learner:
             self.progress = Progress(state.step, state.version)
         self.architecture = architecture
         self.run_id = state.run_id if state else uuid.uuid4().hex[:12]
-        self.step = LearnerStep(self.engine, config, resolve_device(config.learner.device))
+        self.step = LearnerStep(self.engine, config)
         self.publication = open_publication(self.run_id)
         self.exchange = Exchange(
             self.config,
@@ -74,7 +74,9 @@ class Learner:
             processor=self.processor,
             publication=self.publication,
             facts=ModelFacts(
-                architecture, self.processor.fingerprint, self.engine.unwrap_model().get_output_embeddings().weight.shape[0]
+                architecture,
+                self.processor.fingerprint,
+                self.engine.unwrap_model().get_output_embeddings().weight.shape[0],
             ),
             version=self.progress.version,
         )

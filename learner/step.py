@@ -29,10 +29,9 @@ from learner.packing import MicroBatch, TrainGroup, build_micro_batch, plan_micr
 class LearnerStep:
     """The algorithm, bound to an engine. Calling it with a batch makes one step and returns its metrics."""
 
-    def __init__(self, engine: TrainEngine, config: RunConfig, device: torch.device):
+    def __init__(self, engine: TrainEngine, config: RunConfig):
         self.engine = engine
         self.config = config
-        self.device = device
         a = config.algorithm
         self.estimator: AdvantageEstimator = resolve(a.adv_estimator, ADVANTAGE_ESTIMATORS, "algorithm.adv_estimator")
         self.loss: LossFunction = resolve(a.policy_loss, POLICY_LOSSES, "algorithm.policy_loss")
@@ -115,10 +114,10 @@ class LearnerStep:
     def _micro_batches(self, groups: Sequence[TrainGroup]) -> Iterator[MicroBatch]:
         """One at a time: only one micro-batch's pixels are on the device."""
         for part in plan_micro_batches(groups, self.config.batch.tokens_per_microbatch):
-            yield build_micro_batch(self.engine.unwrap_model(), part, self.device)
+            yield build_micro_batch(self.engine.unwrap_model(), part, self.engine.device)
 
     def _place(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.device)
+        return tensor.to(self.engine.device)
 
     def _report(self, seen: dict[str, list[torch.Tensor]]) -> dict[str, float]:
         if not seen:

@@ -16,7 +16,7 @@ METRICS = (
         healthy="follows asyncrl_learner_policy_version within max_staleness",
     ),
     Metric(
-        name="asyncrl_rollout_groups",
+        name="asyncrl_rollout_held_groups",
         kind="gauge",
         unit="groups",
         labels=("state",),

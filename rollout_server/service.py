@@ -183,9 +183,9 @@ class RolloutServer:
             await asyncio.sleep(self.config.network.heartbeat_s)
 
     def _export(self, beat: ServerHeartbeat, rss_bytes: int) -> None:
-        self.metrics["groups"].labels(state="queued").set(beat.groups_queued)
-        self.metrics["groups"].labels(state="running").set(beat.groups_running)
-        self.metrics["groups"].labels(state="unacknowledged").set(beat.groups_unacknowledged)
+        self.metrics["held_groups"].labels(state="queued").set(beat.groups_queued)
+        self.metrics["held_groups"].labels(state="running").set(beat.groups_running)
+        self.metrics["held_groups"].labels(state="unacknowledged").set(beat.groups_unacknowledged)
         self.metrics["tokens_generated"].set(beat.tokens_generated)
         self.metrics["busy_seconds"].set(beat.busy_s)
         self.metrics["idle_ratio"].set(1 - beat.busy_s / max(beat.uptime_s, 1e-9))

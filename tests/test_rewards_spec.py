@@ -26,13 +26,13 @@ def config_of(function: str, **kwargs: Any) -> RewardConfig:
 def rewards_file(tmp_path: Path) -> Path:
     file = tmp_path / "my_rewards.py"
     file.write_text(
-        "from helper_of_mine import bonus\n"
+        "from my_constants import bonus\n"
         "def length(sample, scale=1.0): return len(sample.completion) * scale + bonus\n"
         "async def slow(sample): return 1.0\n"
         "constant = 3\n"
         "made = lambda sample: 2\n"
     )
-    (tmp_path / "helper_of_mine.py").write_text("bonus = 0.5\n")
+    (tmp_path / "my_constants.py").write_text("bonus = 0.5\n")
     return file
 
 

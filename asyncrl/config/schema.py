@@ -46,28 +46,28 @@ class DataConfig(Section):
     """Jinja template file for the question; it sees `content` and every column. Empty means the question as it is."""
     system_prompt: str = ""
     """System message before the question; empty means none."""
-    max_prompt_length: int = Field(2048, gt=0)
+    max_prompt_length: int = Field(default=2048, gt=0)
     """Tokens, image tokens included. Longer prompts are refused by name or, with filter_overlong_prompts, left out."""
-    max_response_length: int = Field(512, gt=0)
+    max_response_length: int = Field(default=512, gt=0)
     """Most tokens sampled per completion."""
     filter_overlong_prompts: bool = False
     """Leave out rows over max_prompt_length (counted and named) instead of stopping."""
     shuffle: bool = True
     """Visit the training rows in a seeded random order, fresh each epoch."""
-    max_train_rows: int = Field(0, ge=0)
+    max_train_rows: int = Field(default=0, ge=0)
     """Use only the first rows; 0 means all."""
-    max_val_rows: int = Field(0, ge=0)
+    max_val_rows: int = Field(default=0, ge=0)
     """Use only the first rows; 0 means all."""
 
 
 class BatchConfig(Section):
     """The three batch numbers. Everything else derives from them."""
 
-    prompts_per_step: int = Field(32, gt=0)
+    prompts_per_step: int = Field(default=32, gt=0)
     """Groups per learner step."""
-    group_size: int = Field(8, gt=0)
+    group_size: int = Field(default=8, gt=0)
     """Completions sampled per prompt."""
-    tokens_per_microbatch: int = Field(8192, gt=0)
+    tokens_per_microbatch: int = Field(default=8192, gt=0)
     """Most packed tokens in one forward and backward pass; changes memory, never the result."""
 
 
@@ -76,7 +76,7 @@ class CorrectionConfig(Section):
 
     kind: Literal["none", "token_tis"] = "token_tis"
     """`token_tis`: each token's loss is weighted by min(pi_proximal / pi_behaviour, cap)."""
-    cap: float = Field(2.0, gt=0)
+    cap: float = Field(default=2.0, gt=0)
     """Upper bound of the token weight."""
 
 
@@ -87,62 +87,62 @@ class AlgorithmConfig(Section):
     """Divide by the group's standard deviation (False gives Dr. GRPO's advantage)."""
     policy_loss: str = "ppo"
     """Name of a built-in (see asyncrl/algorithms/losses.py) or `file.py:function`."""
-    clip_ratio_low: float = Field(0.2, gt=0)
+    clip_ratio_low: float = Field(default=0.2, gt=0)
     """PPO clip range below 1."""
-    clip_ratio_high: float = Field(0.28, gt=0)
+    clip_ratio_high: float = Field(default=0.28, gt=0)
     """PPO clip range above 1 (clip-higher)."""
-    clip_ratio_c: float = Field(3.0, gt=1)
+    clip_ratio_c: float = Field(default=3.0, gt=1)
     """Dual clip: bound of the ratio where the advantage is negative."""
     loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
     """How token losses become one number; denominators are those of the whole batch."""
-    entropy_coeff: float = Field(0.0, ge=0)
+    entropy_coeff: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
-    updates_per_batch: int = Field(1, gt=0)
+    updates_per_batch: int = Field(default=1, gt=0)
     """Optimiser steps taken from one batch of groups."""
     correction: CorrectionConfig = CorrectionConfig()
 
 
 class OptimConfig(Section):
-    lr: float = Field(1e-6, gt=0)
+    lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate of AdamW."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay rates of AdamW's two moment estimates."""
-    weight_decay: float = Field(0.01, ge=0)
+    weight_decay: float = Field(default=0.01, ge=0)
     """Decoupled weight decay of AdamW."""
-    lr_warmup_steps: int = Field(0, ge=0)
+    lr_warmup_steps: int = Field(default=0, ge=0)
     """Optimiser steps of linear warm-up from 0."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after warm-up."""
-    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """Where linear and cosine end, as a fraction of lr."""
-    max_grad_norm: float = Field(1.0, gt=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
     """Clip the global gradient norm to this."""
 
 
 class LearnerConfig(Section):
-    max_staleness: int = Field(2, ge=0)
+    max_staleness: int = Field(default=2, ge=0)
     """Oldest policy version a trained token may come from, in versions behind the learner's. 0 = exactly on-policy."""
     engine: Literal["torch"] = "torch"
     """Training engine."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda`, `cuda:1`, ..."""
-    cpu_threads: int = Field(0, ge=0)
+    cpu_threads: int = Field(default=0, ge=0)
     """Torch threads; 0 means half of the cores when the servers share the machine."""
     optim: OptimConfig = OptimConfig()
-    wait_timeout_s: float = Field(600.0, gt=0)
+    wait_timeout_s: float = Field(default=600.0, gt=0)
     """Longest wait for the groups of one step before the run stops with a reason."""
 
 
 class RolloutConfig(Section):
     engine: Literal["hf", "scripted"] = "hf"
     """Inference engine: `hf` (transformers, CPU or GPU) or `scripted` (tests)."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0)
     """Of training samples; log-probs are of this distribution."""
-    max_concurrent_sequences: int = Field(256, gt=0)
+    max_concurrent_sequences: int = Field(default=256, gt=0)
     """Completions decoded together by the hf engine."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda`, `cuda:1`, ..."""
-    cpu_threads: int = Field(0, ge=0)
+    cpu_threads: int = Field(default=0, ge=0)
     """Torch threads; 0 means half of the cores when the learner shares the machine."""
     weights_channel: Literal["auto", "shm", "zmq"] = "auto"
     """How weights arrive; auto takes shm on the learner's host and zmq elsewhere."""
@@ -166,12 +166,12 @@ class RewardConfig(Section):
     """Components; their weighted sum is the reward."""
     accuracy: str = ""
     """Component reported as held-out accuracy; empty means the first."""
-    timeout_s: float = Field(15.0, gt=0)
-    """Longest time one sample may take; then its worker is killed and the trajectory is `timed_out`."""
-    workers: int = Field(2, gt=0)
+    timeout_s: float = Field(default=15.0, gt=0)
+    """Longest time one sample may take, all components together; then its worker is killed and the trajectory is `timed_out`."""
+    workers: int = Field(default=2, gt=0)
     """Worker processes."""
-    memory_limit_mib: int = Field(2048, gt=0)
-    """Address space of one worker."""
+    memory_limit_mib: int = Field(default=2048, gt=0)
+    """Address space of one worker (each process that it starts gets the same)."""
 
     @model_validator(mode="after")
     def _known_accuracy(self) -> RewardConfig:
@@ -190,64 +190,64 @@ class RewardConfig(Section):
 
 
 class EvaluationConfig(Section):
-    every_steps: int = Field(0, ge=0)
+    every_steps: int = Field(default=0, ge=0)
     """Evaluate on val_files after this many steps; 0 means only at the end (and the start)."""
     before_training: bool = True
     """Evaluate the initial policy."""
-    temperature: float = Field(0.0, ge=0)
+    temperature: float = Field(default=0.0, ge=0)
     """0 means greedy."""
-    group_size: int = Field(1, gt=0)
+    group_size: int = Field(default=1, gt=0)
     """Completions per held-out row."""
 
 
 class SftConfig(Section):
     """`asyncrl sft`: supervised warm start on `data.target_key`."""
 
-    steps: int = Field(0, ge=0)
+    steps: int = Field(default=0, ge=0)
     """Optimiser steps; 0 means one epoch."""
-    rows_per_step: int = Field(64, gt=0)
+    rows_per_step: int = Field(default=64, gt=0)
     """Rows per optimiser step."""
     optim: OptimConfig = OptimConfig(lr=1e-5)
 
 
 class TrainerConfig(Section):
-    max_steps: int = Field(0, ge=0)
+    max_steps: int = Field(default=0, ge=0)
     """Learner steps; 0 means total_epochs over the training rows."""
-    total_epochs: int = Field(1, gt=0)
+    total_epochs: int = Field(default=1, gt=0)
     """Passes over the training rows when max_steps is 0."""
-    save_freq: int = Field(0, ge=0)
+    save_freq: int = Field(default=0, ge=0)
     """Checkpoint every so many steps; 0 means only at the end."""
-    save_limit: int = Field(2, gt=0)
+    save_limit: int = Field(default=2, gt=0)
     """Checkpoints kept."""
-    seed: int = Field(1, ge=0)
+    seed: int = Field(default=1, ge=0)
     """Decides data order, sampling and initial states."""
-    samples_per_step: int = Field(2, ge=0)
+    samples_per_step: int = Field(default=2, ge=0)
     """Groups of each step written to samples.jsonl with their images."""
 
 
 class NetworkConfig(Section):
     host: str = "127.0.0.1"
     """Address that the learner binds and servers dial."""
-    control_port: int = Field(7601, ge=0, le=65535)
+    control_port: int = Field(default=7601, ge=0, le=65535)
     """Tickets and groups; 0 lets `asyncrl train` pick a free port."""
-    weights_port: int = Field(7602, ge=0, le=65535)
+    weights_port: int = Field(default=7602, ge=0, le=65535)
     """Bulk weight transfers; 0 lets `asyncrl train` pick a free port."""
     insecure: bool = False
     """Allow an address other than loopback without encryption."""
-    heartbeat_s: float = Field(2.0, gt=0)
+    heartbeat_s: float = Field(default=2.0, gt=0)
     """Each side says it is alive this often."""
-    timeout_s: float = Field(30.0, gt=0)
+    timeout_s: float = Field(default=30.0, gt=0)
     """Silence after which a peer counts as gone."""
-    start_timeout_s: float = Field(300.0, gt=0)
+    start_timeout_s: float = Field(default=300.0, gt=0)
     """Longest wait for the first server, model loading included."""
-    max_message_mib: int = Field(1024, gt=0)
+    max_message_mib: int = Field(default=1024, gt=0)
     """Larger messages are refused."""
 
 
 class TelemetryConfig(Section):
-    learner_port: int = Field(9101, ge=0, le=65535)
+    learner_port: int = Field(default=9101, ge=0, le=65535)
     """Prometheus endpoint of the learner; 0 lets `asyncrl train` pick a free port."""
-    rollout_port: int = Field(9102, ge=0, le=65535)
+    rollout_port: int = Field(default=9102, ge=0, le=65535)
     """Prometheus endpoint of the rollout server; 0 lets `asyncrl train` pick a free port."""
     host: str = "127.0.0.1"
     """Address of the Prometheus endpoints."""

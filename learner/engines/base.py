@@ -22,6 +22,8 @@ class TokenOutputs:
 
 
 class TrainEngine(Protocol):
+    device: torch.device
+
     def prepare(self) -> None:
         """Load the model and build the optimiser."""
         ...

@@ -1,0 +1,167 @@
+"""A row becomes a prompt: chat messages with image placeholders, and the encoded images beside them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+
+from asyncrl.config.schema import DataConfig
+from asyncrl.data.images import content_hash, load_image_bytes
+from asyncrl.errors import UserError
+from protocol.messages import ChatMessage, ContentPart, ImagePart, Prompt, TextPart
+
+PLACEHOLDER = re.compile(r"<image>")
+
+
+@dataclass(frozen=True)
+class RenderedPrompt:
+    prompt: Prompt
+    blobs: Mapping[str, bytes]
+    """Encoded image bytes by content hash."""
+
+
+class PromptRenderer:
+    def __init__(self, config: DataConfig):
+        self._config = config
+        self._template = _load_template(config.format_prompt)
+
+    def render(self, row: Mapping[str, Any], row_id: str) -> RenderedPrompt:
+        """Raises UserError naming the row for a bad image, template variable, or placeholder count."""
+        images = self._images(row, row_id)
+        messages = self._messages(row, row_id)
+        placeholders = sum(part.type == "image" for message in messages for part in message.content)
+        if images and not placeholders:
+            messages = _images_first(messages, len(images))
+        elif placeholders != len(images):
+            raise UserError(
+                f"row {row_id}: {placeholders} <image> placeholder(s) in the prompt, but {len(images)} image(s) in column "
+                f"{self._config.image_key!r}. Write one <image> per image, or none at all to put the images first"
+            )
+        hashes = tuple(content_hash(image) for image in images)
+        keys = {self._config.prompt_key, self._config.image_key, self._config.answer_key}
+        prompt = Prompt(
+            row_id=row_id,
+            messages=tuple(messages),
+            image_hashes=hashes,
+            answer=wire_safe(row.get(self._config.answer_key)),
+            columns={k: wire_safe(v) for k, v in row.items() if k not in keys and _is_wire_safe(v)},
+        )
+        return RenderedPrompt(prompt, dict(zip(hashes, images, strict=True)))
+
+    def _images(self, row: Mapping[str, Any], row_id: str) -> list[bytes]:
+        value = row.get(self._config.image_key)
+        if value is None:
+            return []
+        values = list(value) if isinstance(value, list | tuple | np.ndarray) else [value]
+        base = Path(self._config.image_dir or ".")
+        return [load_image_bytes(item, base, f"row {row_id}") for item in values]
+
+    def _messages(self, row: Mapping[str, Any], row_id: str) -> list[ChatMessage]:
+        content = row[self._config.prompt_key]
+        system = self._config.system_prompt
+        messages = [ChatMessage(role="system", content=(TextPart(text=system),))] if system else []
+        if isinstance(content, str):
+            text = self._apply_template(content, row, row_id)
+            return [*messages, ChatMessage(role="user", content=split_placeholders(text))]
+        if not isinstance(content, list | tuple | np.ndarray) or not len(content):
+            raise UserError(
+                f"row {row_id}: column {self._config.prompt_key!r} is a {type(content).__name__}; "
+                "it must be a string or a list of chat messages"
+            )
+        return [*messages, *(self._message(item, row, row_id) for item in content)]
+
+    def _message(self, item: Any, row: Mapping[str, Any], row_id: str) -> ChatMessage:
+        role = item.get("role") if isinstance(item, Mapping) else None
+        if role not in ("system", "user", "assistant", "tool"):
+            raise UserError(f"row {row_id}: a chat message has role {role!r}; use system, user, assistant or tool")
+        content = item.get("content")
+        if isinstance(content, str):
+            text = self._apply_template(content, row, row_id) if role == "user" else content
+            return ChatMessage(role=role, content=split_placeholders(text))
+        parts: list[ContentPart] = []
+        for part in content if content is not None else []:
+            if part.get("type") == "image":
+                parts.append(ImagePart())
+            else:
+                parts.append(TextPart(text=str(part.get("text") or "")))
+        return ChatMessage(role=role, content=tuple(parts))
+
+    def _apply_template(self, content: str, row: Mapping[str, Any], row_id: str) -> str:
+        if self._template is None:
+            return content
+        try:
+            return self._template.render({**row, "content": content})
+        except jinja2.UndefinedError as error:
+            raise UserError(
+                f"row {row_id}: the template {self._config.format_prompt} asks for a column that is not there: "
+                f"{error.message}. Columns: {', '.join(sorted(row))}"
+            ) from error
+
+
+def row_target(row: Mapping[str, Any], config: DataConfig, row_id: str) -> str:
+    """The demonstration of a row for supervised training."""
+    target = row.get(config.target_key)
+    if not isinstance(target, str) or not target:
+        raise UserError(
+            f"row {row_id}: column {config.target_key!r} (data.target_key) must be a non-empty string, it is {target!r}"
+        )
+    return target
+
+
+def split_placeholders(text: str) -> tuple[ContentPart, ...]:
+    """Cut the text at every `<image>`; empty pieces are left out."""
+    parts: list[ContentPart] = []
+    for index, piece in enumerate(PLACEHOLDER.split(text)):
+        if index:
+            parts.append(ImagePart())
+        if piece:
+            parts.append(TextPart(text=piece))
+    return tuple(parts)
+
+
+def _images_first(messages: list[ChatMessage], count: int) -> list[ChatMessage]:
+    """The images go before the text of the first user message."""
+    first = next((i for i, message in enumerate(messages) if message.role == "user"), 0)
+    user = messages[first]
+    content: tuple[ContentPart, ...] = (*(ImagePart() for _ in range(count)), *user.content)
+    return [*messages[:first], ChatMessage(role=user.role, content=content), *messages[first + 1 :]]
+
+
+def _load_template(path: str) -> jinja2.Template | None:
+    if not path:
+        return None
+    file = Path(path)
+    if not file.is_file():
+        raise UserError(f"data.format_prompt is {path!r}, but there is no such file in {Path.cwd()}")
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=False)
+    try:
+        return environment.from_string(file.read_text())
+    except jinja2.TemplateSyntaxError as error:
+        raise UserError(f"data.format_prompt: {path}, line {error.lineno}: {error.message}") from error
+
+
+def _is_wire_safe(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(_is_wire_safe(item) for item in value.values())
+    if isinstance(value, list | tuple):
+        return all(_is_wire_safe(item) for item in value)
+    return value is None or isinstance(value, str | int | float | bool | np.generic | np.ndarray)
+
+
+def wire_safe(value: Any) -> Any:
+    """numpy scalars and arrays become plain Python; containers are walked."""
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Mapping):
+        return {str(key): wire_safe(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [wire_safe(item) for item in value]
+    return value

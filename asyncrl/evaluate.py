@@ -1,0 +1,101 @@
+"""Score a model folder on the held-out rows with nothing but transformers: `asyncrl eval CONFIG --model FOLDER`.
+
+Independent of the services on purpose: plain `from_pretrained`, plain `generate`, the configured rewards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncrl.config.schema import ModelConfig, RunConfig
+from asyncrl.data.dataset import open_validation
+from asyncrl.data.images import decode_image
+from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
+from asyncrl.errors import UserError
+from asyncrl.models.loading import has_vision, model_class, resolve_device
+from asyncrl.models.processing import PLACEHOLDER_ID_NAMES, PromptProcessor
+from asyncrl.models.loading import special_token_ids
+from asyncrl.rewards.pool import RewardPool
+from asyncrl.rewards.sample import RewardSample
+
+BATCH_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    accuracy: float
+    """Mean of the accuracy component over scored rows."""
+    reward: float
+    rows: int
+    errors: int
+    """Rows that could not be scored."""
+
+
+def evaluate(config: RunConfig, folder: Path) -> Evaluation:
+    """Greedy decoding of every held-out row with the model in `folder`."""
+    from transformers import AutoConfig
+
+    held_out = open_validation(config.data)
+    if held_out is None:
+        raise UserError("data.val_files is empty: there is nothing to evaluate on")
+    processor = PromptProcessor(ModelConfig(path=str(folder)))
+    hf_config = AutoConfig.from_pretrained(folder)
+    device = resolve_device(config.rollout.device)
+    model = model_class(hf_config).from_pretrained(folder, dtype=getattr(torch, config.model.dtype)).to(device).eval()
+    banned = sorted(special_token_ids(hf_config, PLACEHOLDER_ID_NAMES))
+    renderer = PromptRenderer(config.data)
+    rows = [renderer.render(held_out[i], held_out.row_id(i)) for i in range(len(held_out))]
+    samples: list[RewardSample] = []
+    for start in range(0, len(rows), BATCH_ROWS):
+        chunk = rows[start : start + BATCH_ROWS]
+        texts = _generate(model, processor, chunk, banned, config.data.max_response_length, has_vision(hf_config))
+        samples += [_sample(rendered, text) for rendered, text in zip(chunk, texts, strict=True)]
+    return asyncio.run(_score(config, samples))
+
+
+@torch.inference_mode()
+def _generate(
+    model: Any, processor: PromptProcessor, rows: Sequence[RenderedPrompt], banned: list[int], limit: int, vision: bool
+) -> list[str]:
+    texts = [processor.render(rendered.prompt) for rendered in rows]
+    images = [
+        decode_image(rendered.blobs[digest], where=f"row {rendered.prompt.row_id}")
+        for rendered in rows
+        for digest in rendered.prompt.image_hashes
+    ]
+    arguments: dict[str, Any] = {"images": images} if vision and images else {}
+    processor.tokenizer.padding_side = "left"
+    inputs = processor.processor(text=texts, padding=True, return_tensors="pt", **arguments).to(model.device)
+    output = model.generate(
+        **inputs, max_new_tokens=limit, do_sample=False, suppress_tokens=banned or None
+    )
+    return processor.tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def _sample(rendered: RenderedPrompt, text: str) -> RewardSample:
+    prompt = rendered.prompt
+    return RewardSample(completion=text, answer=prompt.answer, columns=dict(prompt.columns), row_id=prompt.row_id)
+
+
+async def _score(config: RunConfig, samples: Sequence[RewardSample]) -> Evaluation:
+    pool = RewardPool(config.reward)
+    await pool.start()
+    try:
+        scores = await asyncio.gather(*(pool.score(sample) for sample in samples))
+    finally:
+        await pool.close()
+    scored = [score for score in scores if score.reward is not None]
+    name = config.reward.accuracy_component
+    return Evaluation(
+        accuracy=float(np.mean([score.components[name] for score in scored])),
+        reward=float(np.mean([score.reward for score in scored])),
+        rows=len(scores),
+        errors=len(scores) - len(scored),
+    )

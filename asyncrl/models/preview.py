@@ -1,0 +1,28 @@
+"""What the model will see of the first row: the end of `--dry-run`."""
+
+from __future__ import annotations
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.data.dataset import open_train
+from asyncrl.data.prompts import PromptRenderer
+from asyncrl.models.processing import PromptProcessor, check_prompt_length
+
+
+def preview_prompt(config: RunConfig) -> str:
+    """The first training row rendered by the chat template, with its token and image counts."""
+    rows = open_train(config.data)
+    processor = PromptProcessor(config.model)
+    rendered = PromptRenderer(config.data).render(rows[0], rows.row_id(0))
+    encoded = processor.encode(rendered.prompt, rendered.blobs)
+    check_prompt_length(encoded, config.data.max_prompt_length)
+    image_tokens = int((encoded.token_types == 1).sum())
+    lines = [
+        f"first prompt ({rendered.prompt.row_id}):",
+        *(f"  | {line}" for line in processor.render(rendered.prompt).splitlines()),
+        f"  answer: {rendered.prompt.answer!r}",
+        f"  tokens: {len(encoded.token_ids)} of at most {config.data.max_prompt_length}, {image_tokens} of them image tokens",
+        f"  images: {len(encoded.image_hashes)}",
+    ]
+    for (t, h, w), digest in zip(encoded.image_grids.tolist(), encoded.image_hashes, strict=True):
+        lines.append(f"    {digest[:12]}: {t} x {h} x {w} patches")
+    return "\n".join(lines)

@@ -1,0 +1,100 @@
+"""Supervised warm start: `python -m learner.sft --config CONFIG [key=value ...]`.
+
+The same rows, prompts, packing and engine as reinforcement learning; the loss is the mean negative log-likelihood of
+`data.target_key` per token of the whole step. The model is exported to `<run_dir>/export`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.data.dataset import open_train
+from asyncrl.data.order import DataOrder
+from asyncrl.data.prompts import PromptRenderer, row_target
+from asyncrl.entry import run_service
+from asyncrl.errors import BadStateError, UserError
+from asyncrl.models.export import export_model
+from asyncrl.models.processing import PromptProcessor, check_prompt_length
+from asyncrl.telemetry.recorder import RunRecorder
+from learner.engines import create_engine
+from learner.packing import Completion, TrainGroup, build_micro_batch, plan_micro_batches
+
+logger = logging.getLogger(__name__)
+
+REPORTS = 20
+"""Progress lines of a run."""
+
+
+class SupervisedRun:
+    def __init__(self, config: RunConfig):
+        self.config = config
+        self.rows = open_train(config.data, "sft")
+        self.renderer = PromptRenderer(config.data)
+        self.processor = PromptProcessor(config.model)
+        self.order = DataOrder(len(self.rows), config.trainer.seed, config.data.shuffle)
+        self.steps = config.sft.steps or math.ceil(len(self.rows) / config.sft.rows_per_step)
+        self.engine = create_engine(config, config.sft.optim, self.steps)
+        self.engine.prepare()
+        self.recorder = RunRecorder(config.run_path)
+
+    def run(self) -> None:
+        started = time.monotonic()
+        for step in range(1, self.steps + 1):
+            first = (step - 1) * self.config.sft.rows_per_step
+            positions = range(first, first + self.config.sft.rows_per_step)
+            values = self.step([self._demonstration(row, self.order.row_at(p)) for row, p in enumerate(positions)])
+            self.recorder.step({"step": step, "time": time.time(), **values})
+            if step % max(1, self.steps // REPORTS) == 0 or step == self.steps:
+                rate = (time.monotonic() - started) / step
+                logger.info("step %d of %d: loss %.4f, %.2f s per step", step, self.steps, values["loss"], rate)
+        export_model(self.engine.unwrap_model(), self.processor.processor, self.config.run_path / "export")
+        logger.info("finished: the model is in %s", self.config.run_path / "export")
+
+    def step(self, demonstrations: Sequence[TrainGroup]) -> dict[str, float]:
+        """One optimiser step on the mean negative log-likelihood per target token."""
+        targets = sum(len(c.token_ids) for group in demonstrations for c in group.completions)
+        total = 0.0
+        for part in plan_micro_batches(demonstrations, self.config.batch.tokens_per_microbatch):
+            micro_batch = build_micro_batch(self.engine.unwrap_model(), part, self.engine.device)
+            loss = -self.engine.forward(micro_batch).logprobs.sum() / targets
+            self.engine.backward(loss)
+            total += float(loss.detach())
+        if not math.isfinite(total):
+            raise BadStateError(f"the loss is {total}: lower sft.optim.lr ({self.config.sft.optim.lr})")
+        return {"loss": total, "tokens": float(targets), **self.engine.optimizer_step()}
+
+    def _demonstration(self, row: int, index: int) -> TrainGroup:
+        """The row's prompt with its target and the end-of-sequence token as the one completion."""
+        row_id = self.rows.row_id(index)
+        rendered = self.renderer.render(self.rows[index], row_id)
+        prompt = self.processor.encode(rendered.prompt, rendered.blobs)
+        check_prompt_length(prompt, self.config.data.max_prompt_length)
+        tokenizer = self.processor.tokenizer
+        text = row_target(self.rows[index], self.config.data, row_id)
+        ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        if len(ids) > self.config.data.max_response_length:
+            raise UserError(
+                f"row {row_id}: the target has {len(ids)} tokens, over data.max_response_length = "
+                f"{self.config.data.max_response_length}. Raise it or shorten the target"
+            )
+        return TrainGroup(prompt, (Completion(row, np.asarray(ids, np.int32), np.ones(len(ids), np.uint8)),))
+
+
+def main(config: RunConfig, resume: bool) -> None:
+    if resume:
+        raise UserError("asyncrl sft cannot resume; start it again in another run_dir")
+    if config.learner.cpu_threads:
+        torch.set_num_threads(config.learner.cpu_threads)
+    torch.manual_seed(config.trainer.seed)
+    SupervisedRun(config).run()
+
+
+if __name__ == "__main__":
+    run_service("learner.sft", main)
