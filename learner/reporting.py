@@ -153,6 +153,7 @@ class Reporter:
                     "error": record.error_message,
                     "finish_reason": str(record.finish_reason),
                     "length": int(end - start),
+                    "token_ids": group.token_ids[start:end].tolist(),
                 }
                 for record, start, end in zip(group.trajectories, bounds[:-1], bounds[1:], strict=True)
             ]

@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# Make the virtual environment and install asyncrl for this machine: the CPU build of torch where there is no
+# NVIDIA driver, the CUDA build where there is one. Versions are those of pyproject.toml.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PYTHON="${PYTHON:-python3}"
+VENV="${VENV:-.venv}"
+TORCH=2.13.0
+TORCHVISION=0.28.0
+CPU_INDEX=https://download.pytorch.org/whl/cpu
+
+"$PYTHON" - <<'PY' || { echo "error: asyncrl needs Python 3.11 or newer; set PYTHON=/path/to/python3.11" >&2; exit 2; }
+import sys
+sys.exit(sys.version_info < (3, 11))
+PY
+
+[ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
+pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
+
+has_version() { "$VENV/bin/python" -c "import importlib.metadata as m, sys; sys.exit(m.version('$1').split('+')[0] != '$2')" 2>/dev/null; }
+
+# torchvision's CUDA wheel works beside a CPU torch once two operators are declared (asyncrl/models/torchvision_cpu.py),
+# but it must not bring the CUDA torch along: it is installed without its dependencies.
+if ! has_version torch "$TORCH" || ! has_version torchvision "$TORCHVISION"; then
+  if command -v nvidia-smi >/dev/null 2>&1 || [ "$(uname -s)" != Linux ]; then
+    pip install -q "torch==$TORCH" "torchvision==$TORCHVISION"
+  elif pip install -q "torch==$TORCH+cpu" 2>/dev/null; then
+    pip install -q numpy pillow
+    pip install -q --no-deps "torchvision==$TORCHVISION"
+  else
+    pip install -q --index-url "$CPU_INDEX" "torch==$TORCH" "torchvision==$TORCHVISION"
+  fi
+fi
+
+pip install -q -e ".[learner,rollout,dev]"
+
+# Makes `import torchvision` work in every program of this environment, also in those that do not import asyncrl.
+SITE="$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')"
+cp asyncrl/models/torchvision_cpu.py "$SITE/_asyncrl_torchvision_cpu.py"
+echo "import _asyncrl_torchvision_cpu" > "$SITE/_asyncrl_torchvision_cpu.pth"
+
+"$VENV/bin/python" -c "import torch, torchvision, transformers; print(f'asyncrl is installed: torch {torch.__version__}, transformers {transformers.__version__}')"

@@ -1,0 +1,80 @@
+"""Fixtures: a tiny vision-language model, digit data, and configurations that use them."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config.schema import RunConfig
+
+ROOT = Path(__file__).parent.parent
+DIGITS = ROOT / "examples" / "digits"
+
+
+def run_script(path: Path, *arguments: str) -> None:
+    """Run a script of the project in this process: torch is imported once."""
+    argv = sys.argv
+    sys.argv = [str(path), *arguments]
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    finally:
+        sys.argv = argv
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen2-VL folder of 0.2 M parameters, with tokenizer and processor."""
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    size = ["--hidden", "64", "--intermediate", "128", "--layers", "2", "--vision-dim", "32", "--vision-depth", "1"]
+    run_script(DIGITS / "make_model.py", "--out", str(folder), "--vision-heads", "2", *size)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def digits_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with sft.parquet, rl.parquet and eval.parquet."""
+    folder = tmp_path_factory.mktemp("data")
+    rows = ["--sft-rows", "64", "--rl-rows", "64", "--eval-rows", "16"]
+    run_script(DIGITS / "make_data.py", "--out", str(folder), *rows)
+    return folder
+
+
+@pytest.fixture
+def make_config(tiny_model: Path, digits_data: Path, tmp_path: Path) -> Callable[..., RunConfig]:
+    """A small valid configuration; keyword arguments replace keys of its sections."""
+
+    def make(**sections: dict[str, Any]) -> RunConfig:
+        base: dict[str, Any] = {
+            "run_dir": str(tmp_path / "run"),
+            "model": {"path": str(tiny_model), "freeze_vision_tower": False},
+            "data": {
+                "train_files": [str(digits_data / "rl.parquet")],
+                "val_files": [str(digits_data / "eval.parquet")],
+                "max_prompt_length": 128,
+                "max_response_length": 8,
+            },
+            "batch": {"prompts_per_step": 4, "group_size": 4, "tokens_per_microbatch": 512},
+            "learner": {"max_staleness": 0, "cpu_threads": 1, "optim": {"lr": 1e-3, "weight_decay": 0.0}},
+            "rollout": {"cpu_threads": 1, "max_concurrent_sequences": 64},
+            "reward": {"functions": [{"function": str(ROOT / "tests" / "short_reward.py:short")}], "workers": 1},
+            "evaluation": {"before_training": False},
+            "trainer": {"max_steps": 3, "samples_per_step": 4},
+            "network": {"control_port": 0, "weights_port": 0, "heartbeat_s": 0.2},
+            "telemetry": {"learner_port": 0, "rollout_port": 0},
+        }
+        for section, values in sections.items():
+            base[section] = {**base.get(section, {}), **values}
+        return RunConfig.model_validate(base)
+
+    return make

@@ -1,0 +1,47 @@
+"""Start the two real services on free ports, and wait for them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from asyncrl.config.load import dump_config
+from asyncrl.config.schema import RunConfig
+from protocol.endpoints import free_port
+
+
+def with_ports(config: RunConfig) -> RunConfig:
+    """Free ports in place of zeros."""
+    network = config.network.model_copy(update={"control_port": free_port(), "weights_port": free_port()})
+    telemetry = config.telemetry.model_copy(update={"learner_port": free_port(), "rollout_port": free_port()})
+    return config.model_copy(update={"network": network, "telemetry": telemetry})
+
+
+def start(module: str, config_file: Path, *arguments: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    log = (config_file.parent / f"{module}.log").open("a")
+    command = [sys.executable, "-m", module, "--config", str(config_file), *arguments]
+    return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True, env=environment)
+
+
+def write_config(config: RunConfig, folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "config.yaml"
+    path.write_text(dump_config(config))
+    return path
+
+
+def run_both(config: RunConfig, folder: Path, *, timeout_s: float = 120.0) -> tuple[int, int]:
+    """Exit codes of learner and rollout server; both are gone on return."""
+    file = write_config(with_ports(config), folder)
+    services = [start("learner", file), start("rollout_server", file)]
+    try:
+        codes = [service.wait(timeout=timeout_s) for service in services]
+    finally:
+        for service in services:
+            if service.poll() is None:
+                service.kill()
+                service.wait()
+    return codes[0], codes[1]
