@@ -19,9 +19,8 @@ from asyncrl.data.dataset import open_validation
 from asyncrl.data.images import decode_image
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.errors import UserError
-from asyncrl.models.loading import has_vision, model_class, resolve_device
+from asyncrl.models.loading import has_vision, model_class, resolve_device, special_token_ids
 from asyncrl.models.processing import PLACEHOLDER_ID_NAMES, PromptProcessor
-from asyncrl.models.loading import special_token_ids
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.sample import RewardSample
 
@@ -73,9 +72,7 @@ def _generate(
     arguments: dict[str, Any] = {"images": images} if vision and images else {}
     processor.tokenizer.padding_side = "left"
     inputs = processor.processor(text=texts, padding=True, return_tensors="pt", **arguments).to(model.device)
-    output = model.generate(
-        **inputs, max_new_tokens=limit, do_sample=False, suppress_tokens=banned or None
-    )
+    output = model.generate(**inputs, max_new_tokens=limit, do_sample=False, suppress_tokens=banned or None)
     return processor.tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
@@ -91,11 +88,11 @@ async def _score(config: RunConfig, samples: Sequence[RewardSample]) -> Evaluati
         scores = await asyncio.gather(*(pool.score(sample) for sample in samples))
     finally:
         await pool.close()
-    scored = [score for score in scores if score.reward is not None]
+    rewards = [score.reward for score in scores if score.reward is not None]
     name = config.reward.accuracy_component
     return Evaluation(
-        accuracy=float(np.mean([score.components[name] for score in scored])),
-        reward=float(np.mean([score.reward for score in scored])),
+        accuracy=float(np.mean([score.components[name] for score in scores if score.reward is not None])),
+        reward=float(np.mean(rewards)),
         rows=len(scores),
-        errors=len(scores) - len(scored),
+        errors=len(scores) - len(rewards),
     )

@@ -76,8 +76,8 @@ def restore_engine(folder: Path, engine: TrainEngine, state: LearnerState, archi
     """Optimiser and random state; the model was loaded from the checkpoint's model folder."""
     if state.architecture != architecture:
         raise UserError(
-            f"{folder} is a checkpoint of another model (fingerprint {state.architecture}, this one has {architecture}). "
-            "Resume with the run's own config.yaml"
+            f"{folder} is a checkpoint of another model (fingerprint {state.architecture}, this one has "
+            f"{architecture}). Resume with the run's own config.yaml"
         )
     engine.load(folder)
     torch.set_rng_state(torch.load(folder / RANDOM_FILE, weights_only=True))

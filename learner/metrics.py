@@ -9,9 +9,7 @@ STALENESS = (0, 1, 2, 3, 4, 6, 8, 16)
 
 
 def _gauge(name: str, unit: str, help: str, healthy: str, *labels: str) -> Metric:
-    return Metric(
-        name=f"asyncrl_learner_{name}", kind="gauge", unit=unit, help=help, healthy=healthy, labels=labels
-    )
+    return Metric(name=f"asyncrl_learner_{name}", kind="gauge", unit=unit, help=help, healthy=healthy, labels=labels)
 
 
 METRICS = (
@@ -75,7 +73,9 @@ METRICS = (
     _gauge("ledger_residual_groups", "groups", "Issued groups that are in no state.", "0, always"),
     _gauge("servers", "servers", "Welcomed rollout servers.", "as many as were started"),
     _gauge("idle_ratio", "ratio", "Share of the last step spent waiting for groups.", "below 0.2"),
-    _gauge("reward", "score", "Mean of the last batch, by component; `mean` is the weighted sum.", "rises", "component"),
+    _gauge(
+        "reward", "score", "Mean of the last batch, by component; `mean` is the weighted sum.", "rises", "component"
+    ),
     _gauge("accuracy", "ratio", "Mean of the accuracy component in the last batch.", "rises"),
     _gauge("held_out_accuracy", "ratio", "Of the last evaluation.", "rises with accuracy"),
     _gauge("rows", "trajectories", "Trajectories of the last batch by status.", "finished dominates", "status"),

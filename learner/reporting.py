@@ -127,12 +127,13 @@ class Reporter:
         """Accuracy and reward of a whole evaluation. Rows that could not be scored are counted apart."""
         records = [record for item in received for record in item.group.trajectories]
         scored = [record for record in records if record.reward is not None]
+        rewards = [record.reward for record in records if record.reward is not None]
         name = self.config.reward.accuracy_component
         result = {
             "step": step,
             "version": version,
             "accuracy": float(np.mean([r.rewards[name] for r in scored])) if scored else float("nan"),
-            "reward": float(np.mean([r.reward for r in scored])) if scored else float("nan"),
+            "reward": float(np.mean(rewards)) if rewards else float("nan"),
             "rows": len(records),
             "errors": len(records) - len(scored),
         }
@@ -157,9 +158,7 @@ class Reporter:
                 }
                 for record, start, end in zip(group.trajectories, bounds[:-1], bounds[1:], strict=True)
             ]
-            question = "".join(
-                "<image>" if part.type == "image" else part.text for part in prompt.messages[-1].content
-            )
+            question = "".join("<image>" if part.type == "image" else part.text for part in prompt.messages[-1].content)
             self.recorder.sample(
                 {
                     "step": step,

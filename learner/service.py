@@ -163,7 +163,8 @@ class Learner:
 
     def _describe_wait(self, version: int) -> str:
         counts = self.ledger.counts()
-        text = f"groups of step {self.progress.step + 1} (needs {self.config.batch.prompts_per_step}, has {counts.buffered})"
+        needed = self.config.batch.prompts_per_step
+        text = f"groups of step {self.progress.step + 1} (needs {needed}, has {counts.buffered})"
         blockers = self.ledger.blockers(version)
         if not self.exchange.servers:
             return f"{text}; no rollout server is connected"

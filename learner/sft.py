@@ -28,6 +28,8 @@ from learner.packing import Completion, TrainGroup, build_micro_batch, plan_micr
 
 logger = logging.getLogger(__name__)
 
+CACHE_MIB = 1024
+"""Of encoded prompts: rows come back every epoch."""
 REPORTS = 20
 """Progress lines of a run."""
 
@@ -37,7 +39,7 @@ class SupervisedRun:
         self.config = config
         self.rows = open_train(config.data, "sft")
         self.renderer = PromptRenderer(config.data)
-        self.processor = PromptProcessor(config.model)
+        self.processor = PromptProcessor(config.model, cache_mib=CACHE_MIB)
         self.order = DataOrder(len(self.rows), config.trainer.seed, config.data.shuffle)
         self.steps = config.sft.steps or math.ceil(len(self.rows) / config.sft.rows_per_step)
         self.engine = create_engine(config, config.sft.optim, self.steps)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -133,4 +134,4 @@ class LearnerStep:
 def _split_evenly(groups: Sequence[TrainGroup], parts: int) -> list[Sequence[TrainGroup]]:
     """Contiguous parts whose sizes differ by at most one; empty parts are left out."""
     bounds = [round(i * len(groups) / parts) for i in range(parts + 1)]
-    return [groups[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True) if b > a]
+    return [groups[a:b] for a, b in pairwise(bounds) if b > a]

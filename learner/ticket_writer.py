@@ -64,9 +64,7 @@ class TicketWriter:
         """The training ticket of a position in the data order."""
         rendered = self._render(self.train, self._usable[self._order.row_at(ticket_id)])
         temperature = self.config.rollout.temperature
-        return self._prepare(
-            rendered, ticket_id, TicketKind.TRAIN, self.config.batch.group_size, temperature, version
-        )
+        return self._prepare(rendered, ticket_id, TicketKind.TRAIN, self.config.batch.group_size, temperature, version)
 
     def write_evaluation(self, index: int, version: int) -> PreparedTicket:
         """The ticket of one held-out row. Its seed does not depend on the version: evaluations are comparable."""

@@ -31,7 +31,9 @@ def verify_group(group: Group, ticket: Ticket, prompt: EncodedPrompt, *, version
 
 def _prompt_problem(group: Group, prompt: EncodedPrompt) -> str | None:
     if group.image_hashes != prompt.image_hashes:
-        return f"the images differ: {len(group.image_hashes)} hashes against {len(prompt.image_hashes)}, or another order"
+        return (
+            f"the images differ: {len(group.image_hashes)} hashes against {len(prompt.image_hashes)}, or another order"
+        )
     if not np.array_equal(group.image_grids, prompt.image_grids):
         return (
             f"image grids differ: {group.image_grids.tolist()} against {prompt.image_grids.tolist()}. "

@@ -79,9 +79,7 @@ def decode(frames: Sequence[Frame], expected: Expected, limits: Limits) -> Messa
         if known is None:
             raise ProtocolError(ErrorCode.UNKNOWN_TYPE, f"unknown message type {name[:100]!r}")
         accepted = ", ".join(sorted(models_by_type(expected)))
-        raise ProtocolError(
-            ErrorCode.WRONG_DIRECTION, f"`{name}` is not for this endpoint, which receives {accepted}"
-        )
+        raise ProtocolError(ErrorCode.WRONG_DIRECTION, f"`{name}` is not for this endpoint, which receives {accepted}")
     source = FrameSource([_view(frame) for frame in frames])
     try:
         message = model.model_validate(header, context=source)

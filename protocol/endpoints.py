@@ -99,8 +99,7 @@ def _resolve(host: str, endpoint: str, setting: str) -> str:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except socket.gaierror as problem:
         raise BindError(
-            f"{endpoint}: {host!r} is not a known address ({problem.strerror}). "
-            f"Set {setting} to an IP address"
+            f"{endpoint}: {host!r} is not a known address ({problem.strerror}). Set {setting} to an IP address"
         ) from problem
     addresses = [str(entry[4][0]) for entry in found]
     # "localhost" may stand for ::1 and 127.0.0.1: peers dial the latter.

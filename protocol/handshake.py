@@ -71,7 +71,6 @@ def _other_protocol(server: str, major: int, minor: int) -> Refusal:
     older = "server" if major < PROTOCOL_MAJOR else "learner"
     return Refusal(
         code=ErrorCode.PROTOCOL_VERSION,
-        reason=f"{server} speaks protocol {major}.{minor}, "
-        f"the learner speaks {PROTOCOL_MAJOR}.{PROTOCOL_MINOR}",
+        reason=f"{server} speaks protocol {major}.{minor}, the learner speaks {PROTOCOL_MAJOR}.{PROTOCOL_MINOR}",
         fix=f"Upgrade the {older}: both sides need the same major protocol version",
     )

@@ -73,8 +73,7 @@ class Prompt(Wire):
         parts = sum(part.type == "image" for message in self.messages for part in message.content)
         if parts != len(self.image_hashes):
             raise ValueError(
-                f"row {self.row_id}: {parts} image placeholders in the messages, "
-                f"{len(self.image_hashes)} images"
+                f"row {self.row_id}: {parts} image placeholders in the messages, {len(self.image_hashes)} images"
             )
         return self
 

@@ -55,9 +55,7 @@ def open_shm(manifest: WeightManifest, *, verify: bool = True) -> MappedWeights:
     try:
         view = map_file(path, manifest.total_bytes)
     except FileNotFoundError as problem:
-        raise ProtocolError(
-            ErrorCode.VERSION_GONE, f"{path} (version {manifest.version}) has gone"
-        ) from problem
+        raise ProtocolError(ErrorCode.VERSION_GONE, f"{path} (version {manifest.version}) has gone") from problem
     except ValueError as problem:
         reason = f"{path} is shorter than the {manifest.total_bytes} bytes of version {manifest.version}"
         raise ProtocolError(ErrorCode.VERSION_GONE, reason) from problem
@@ -76,9 +74,7 @@ def check_manifest(manifest: WeightManifest) -> None:
     try:
         layout = plan_layout((t.name, t.dtype, t.shape, t.nbytes) for t in manifest.tensors)
     except PublicationError as problem:
-        raise ProtocolError(
-            ErrorCode.MALFORMED, f"manifest of version {manifest.version}: {problem}"
-        ) from problem
+        raise ProtocolError(ErrorCode.MALFORMED, f"manifest of version {manifest.version}: {problem}") from problem
     agrees = layout.total_bytes == manifest.total_bytes and all(
         slot.offset == entry.offset for slot, entry in zip(layout.slots, manifest.tensors, strict=True)
     )

@@ -57,9 +57,7 @@ class Publication:
     def __init__(self, run_id: str, directory: Path = SHARED_MEMORY):
         self.directory = Path(directory)
         if not self.directory.is_dir():
-            raise PublicationError(
-                f"{self.directory} is not a directory. Name another one to publish weights in"
-            )
+            raise PublicationError(f"{self.directory} is not a directory. Name another one to publish weights in")
         remove_stale(self.directory)
         safe_id = re.sub(r"[^A-Za-z0-9_]", "_", run_id)[:80]
         self._base = self.directory / f"{PREFIX}{safe_id}-{os.getpid()}-{id(self):x}"
@@ -95,9 +93,7 @@ class Publication:
             )
             for slot, crc in zip(layout.slots, checksums(data), strict=True)
         )
-        manifest = WeightManifest(
-            version=version, tensors=entries, total_bytes=layout.total_bytes, shm_path=str(path)
-        )
+        manifest = WeightManifest(version=version, tensors=entries, total_bytes=layout.total_bytes, shm_path=str(path))
         with self._guard:
             self._snapshots[version] = _Snapshot(path, map_file(path, layout.total_bytes), manifest)
         return manifest

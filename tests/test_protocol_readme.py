@@ -42,9 +42,7 @@ def quoted(cell: str) -> list[str]:
 
 
 def test_message_table():
-    found = {
-        row[0].strip("`"): (row[1].strip("`"), row[2], row[3], quoted(row[4])) for row in table("message")
-    }
+    found = {row[0].strip("`"): (row[1].strip("`"), row[2], row[3], quoted(row[4])) for row in table("message")}
     expected = {}
     for tag, model in ALL_MODELS.items():
         routes = [(way, place) for union, way, place in ROUTES if model in (get_args(union) or (union,))]
@@ -63,9 +61,7 @@ def test_parts_table():
         for name, model in vars(messages).items()
         if isinstance(model, type) and issubclass(model, messages.Wire) and model is not messages.Wire
     }
-    assert found == {
-        n: fields for n, fields in parts.items() if getattr(messages, n) not in ALL_MODELS.values()
-    }
+    assert found == {n: fields for n, fields in parts.items() if getattr(messages, n) not in ALL_MODELS.values()}
 
 
 def test_error_table():

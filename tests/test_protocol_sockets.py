@@ -53,9 +53,7 @@ WELCOME = Welcome(
 
 @pytest.fixture
 def learner() -> Iterator[LearnerSocket]:
-    sock = LearnerSocket(
-        "tcp://127.0.0.1:0", ControlFromServer, LIMITS, setting="network.control_port", linger_s=0
-    )
+    sock = LearnerSocket("tcp://127.0.0.1:0", ControlFromServer, LIMITS, setting="network.control_port", linger_s=0)
     yield sock
     sock.close()
 
@@ -127,9 +125,7 @@ def test_garbage_is_answered_and_a_valid_peer_still_works(learner: LearnerSocket
     assert received.message == HELLO
 
 
-def test_peers_that_do_not_speak_zeromq_or_send_a_huge_frame_do_no_harm(
-    learner: LearnerSocket, raw: zmq.Socket
-):
+def test_peers_that_do_not_speak_zeromq_or_send_a_huge_frame_do_no_harm(learner: LearnerSocket, raw: zmq.Socket):
     host, port = learner.endpoint.removeprefix("tcp://").split(":")
     with socket.create_connection((host, int(port)), timeout=WAIT_S) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + os.urandom(2000))
@@ -216,9 +212,7 @@ def test_sending_to_a_peer_that_has_gone_is_reported(learner: LearnerSocket, raw
 
 
 def test_a_peer_that_does_not_read_fills_its_queue_and_blocks_nobody():
-    learner = LearnerSocket(
-        "tcp://127.0.0.1:0", ControlFromServer, setting="port", queued_messages=5, linger_s=0
-    )
+    learner = LearnerSocket("tcp://127.0.0.1:0", ControlFromServer, setting="port", queued_messages=5, linger_s=0)
     slow = zmq.Context.instance().socket(zmq.DEALER)
     slow.setsockopt(zmq.RCVHWM, 5)
     slow.setsockopt(zmq.LINGER, 0)
@@ -373,9 +367,7 @@ def test_a_busy_port_names_the_setting(learner: LearnerSocket):
     assert "set network.weights_port" in message
 
 
-@pytest.mark.parametrize(
-    "endpoint", ["127.0.0.1:80", "tcp://127.0.0.1", "tcp://127.0.0.1:99999", "ipc:///tmp/x"]
-)
+@pytest.mark.parametrize("endpoint", ["127.0.0.1:80", "tcp://127.0.0.1", "tcp://127.0.0.1:99999", "ipc:///tmp/x"])
 def test_other_endpoints_are_refused(endpoint: str):
     with pytest.raises(BindError, match="is not an endpoint"):
         LearnerSocket(endpoint, ControlFromServer, setting="port")

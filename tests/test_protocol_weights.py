@@ -187,9 +187,7 @@ def test_versions_must_grow_and_a_closed_publication_refuses(publication: Public
         publication.publish(3, make_tensors())
 
 
-def test_a_full_directory_is_explained(
-    publication: Publication, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_a_full_directory_is_explained(publication: Publication, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(weights.shutil, "disk_usage", lambda _: usage(64 << 20, 64 << 20, 1000))
     with pytest.raises(PublicationError) as caught:
@@ -433,9 +431,7 @@ def test_chunk_requests_are_answered_or_refused(publication: Publication):
         (1, total, 10, ErrorCode.MALFORMED),
         (1, 0, MAX_CHUNK_BYTES + 1, ErrorCode.TOO_LARGE),
     ):
-        refused = answer_chunk_request(
-            publication, ChunkRequest(version=version, offset=offset, nbytes=nbytes)
-        )
+        refused = answer_chunk_request(publication, ChunkRequest(version=version, offset=offset, nbytes=nbytes))
         assert isinstance(refused, Error)
         assert refused.code is code
         assert refused.version == version

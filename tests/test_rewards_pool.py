@@ -61,9 +61,7 @@ def score_one(fault: str, timeout_s: float = 5.0, **fields: Any) -> Score:
     """The faulty sample's score; a healthy one is scored right after it, by its worker or the successor."""
 
     async def scenario(pool: RewardPool) -> Score:
-        score, neighbour = await asyncio.gather(
-            pool.score(sample_of(fault, **fields)), pool.score(sample_of("fine"))
-        )
+        score, neighbour = await asyncio.gather(pool.score(sample_of(fault, **fields)), pool.score(sample_of("fine")))
         assert neighbour.status == "ok"
         assert neighbour.reward == 1.0
         assert pool.errors == ({score.error_kind: 1} if score.status != "ok" else {})
@@ -112,9 +110,7 @@ def test_a_hanging_reward_is_killed_at_its_time_limit(fault: str):
     assert 0.4 <= score.seconds < 2
 
 
-@pytest.mark.parametrize(
-    ("fault", "value"), [("print", 1), ("read_stdin", 0), ("true", 1), ("int", 3), ("numpy", 1)]
-)
+@pytest.mark.parametrize(("fault", "value"), [("print", 1), ("read_stdin", 0), ("true", 1), ("int", 3), ("numpy", 1)])
 def test_prints_and_every_kind_of_number_are_fine(fault: str, value: float):
     score = score_one(fault)
     assert (score.status, score.reward, score.components) == ("ok", value, {"fault": value})
@@ -148,9 +144,7 @@ def test_components_are_weighted_and_the_first_failure_is_named():
     )
 
     async def scenario(pool: RewardPool) -> list[Score]:
-        return [
-            await pool.score(sample_of(fault, answer="fine")) for fault in ("fine", "sleep", "nan", "kill9")
-        ]
+        return [await pool.score(sample_of(fault, answer="fine")) for fault in ("fine", "sleep", "nan", "kill9")]
 
     fine, slept, nan, killed = run_pool(config, scenario)
     assert fine.components == {"length": 8.0, "inner": 1.0, "accuracy": 1.0}

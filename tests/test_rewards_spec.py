@@ -115,7 +115,5 @@ def test_kwargs_that_cannot_travel_are_refused():
 def test_the_worker_starts_without_heavy_imports():
     heavy = "torch", "numpy", "pydantic", "asyncio", "transformers", "datasets"
     code = f"import sys, asyncrl.rewards.worker; sys.exit(str(set({heavy}) & set(sys.modules)))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert done.stderr.strip() == "set()"

@@ -58,9 +58,7 @@ async def plain_loop(config: RunConfig) -> tuple[list[dict[str, float]], list[Gr
 
 
 @pytest.mark.slow
-def test_two_processes_equal_the_plain_loop_bit_for_bit(
-    make_config: Callable[..., RunConfig], tmp_path: Path
-) -> None:
+def test_two_processes_equal_the_plain_loop_bit_for_bit(make_config: Callable[..., RunConfig], tmp_path: Path) -> None:
     config = make_config(algorithm={"updates_per_batch": 2})
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

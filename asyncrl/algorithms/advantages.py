@@ -39,9 +39,7 @@ def rloo(scores: torch.Tensor, groups: torch.Tensor, config: AlgorithmConfig) ->
 ADVANTAGE_ESTIMATORS: dict[str, AdvantageEstimator] = {"grpo": grpo, "rloo": rloo}
 
 
-def _group_statistics(
-    scores: torch.Tensor, groups: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _group_statistics(scores: torch.Tensor, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Per row [B]: score minus its group's mean, the group's unbiased std, and how many of the group were scored.
 
     Unscored rows come out with centred 0 and count 0.

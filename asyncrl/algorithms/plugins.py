@@ -29,7 +29,8 @@ def resolve(name: str, builtins: Mapping[str, F], setting: str) -> F:
     if not file.is_file():
         raise UserError(f"{setting} is {name!r}, but there is no file {path!r} in {Path.cwd()}")
     spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

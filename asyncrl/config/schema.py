@@ -167,7 +167,7 @@ class RewardConfig(Section):
     accuracy: str = ""
     """Component reported as held-out accuracy; empty means the first."""
     timeout_s: float = Field(default=15.0, gt=0)
-    """Longest time one sample may take, all components together; then its worker is killed and the trajectory is `timed_out`."""
+    """Longest time for all components of one sample; then its worker is killed and the trajectory is `timed_out`."""
     workers: int = Field(default=2, gt=0)
     """Worker processes."""
     memory_limit_mib: int = Field(default=2048, gt=0)

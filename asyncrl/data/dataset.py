@@ -128,9 +128,7 @@ def _open_tables(name: str, config: DataConfig, cache: RowGroupCache) -> list[Ta
         return [_open_saved(Path(repository), split)]
     if at:
         return [_open_hub(repository, split)]
-    raise UserError(
-        f"there is no data file {name}: {file_hint(path)} A data set of the hub is written org/name@split"
-    )
+    raise UserError(f"there is no data file {name}: {file_hint(path)} A data set of the hub is written org/name@split")
 
 
 def _open_file(path: Path, cache: RowGroupCache) -> Table:

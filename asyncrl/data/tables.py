@@ -122,7 +122,9 @@ class JsonLinesTable:
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise UserError(f"{self._path} line {number} is not valid JSON: {error}. One JSON object per line") from None
+            raise UserError(
+                f"{self._path} line {number} is not valid JSON: {error}. One JSON object per line"
+            ) from None
         if not isinstance(row, dict):
             raise UserError(f"{self._path} line {number} is a {type(row).__name__}: expected one JSON object per line")
         return row
@@ -144,7 +146,9 @@ class JsonLinesTable:
         try:
             return json.loads(line)
         except ValueError as error:
-            raise UserError(f"{self._path} changed while it was in use: row {index} is no longer JSON ({error})") from None
+            raise UserError(
+                f"{self._path} changed while it was in use: row {index} is no longer JSON ({error})"
+            ) from None
 
     def first_without(self, column: str) -> int | None:
         return self._without.get(column, 0)
@@ -217,7 +221,9 @@ def read_image_folder(folder: Path, image_key: str, answer_key: str) -> Table:
         label = path.parent.name
         rows.append({"label": label, answer_key: label, **metadata.pop(relative, {}), image_key: [relative]})
     if metadata:
-        raise UserError(f"the metadata in {folder} names {next(iter(metadata))!r}, which is not there. Mend its file_name")
+        raise UserError(
+            f"the metadata in {folder} names {next(iter(metadata))!r}, which is not there. Mend its file_name"
+        )
     return ListTable(rows, folder.name or str(folder.resolve()), folder)
 
 

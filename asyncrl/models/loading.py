@@ -25,13 +25,13 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"device is {name!r}, but torch {torch.__version__} sees no CUDA device. Set device=cpu or auto")
+        raise UserError(
+            f"device is {name!r}, but torch {torch.__version__} sees no CUDA device. Set device=cpu or auto"
+        )
     return device
 
 
-def load_model(
-    config: ModelConfig, *, device: torch.device, text_attention: str = "sdpa"
-) -> nn.Module:
+def load_model(config: ModelConfig, *, device: torch.device, text_attention: str = "sdpa") -> nn.Module:
     """The model of the folder with `text_attention` in its language part, in `config.dtype` on `device`."""
     from transformers import AutoConfig
 

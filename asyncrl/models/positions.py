@@ -17,7 +17,7 @@ def prompt_positions(model: Any, prompt: EncodedPrompt) -> tuple[torch.Tensor, i
     """
     length = len(prompt.token_ids)
     inner = getattr(model, "model", None)
-    if not hasattr(inner, "get_rope_index"):
+    if inner is None or not hasattr(inner, "get_rope_index"):
         return torch.arange(length)[None], length
     ids = torch.from_numpy(prompt.token_ids).long()[None]
     grids = torch.from_numpy(prompt.image_grids).long() if len(prompt.image_grids) else None

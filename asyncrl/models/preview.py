@@ -20,7 +20,7 @@ def preview_prompt(config: RunConfig) -> str:
         f"first prompt ({rendered.prompt.row_id}):",
         *(f"  | {line}" for line in processor.render(rendered.prompt).splitlines()),
         f"  answer: {rendered.prompt.answer!r}",
-        f"  tokens: {len(encoded.token_ids)} of at most {config.data.max_prompt_length}, {image_tokens} of them image tokens",
+        f"  tokens: {len(encoded.token_ids)} of at most {config.data.max_prompt_length}, {image_tokens} for images",
         f"  images: {len(encoded.image_hashes)}",
     ]
     for (t, h, w), digest in zip(encoded.image_grids.tolist(), encoded.image_hashes, strict=True):

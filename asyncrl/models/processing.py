@@ -113,7 +113,9 @@ class PromptProcessor:
                 prompt.row_id, ids, np.zeros_like(ids), np.zeros((0, 3), np.int32), (), pixel_values=None
             )
         else:
-            images = [decode_image(bytes(blobs[digest]), where=f"row {prompt.row_id}") for digest in prompt.image_hashes]
+            images = [
+                decode_image(bytes(blobs[digest]), where=f"row {prompt.row_id}") for digest in prompt.image_hashes
+            ]
             out = self.processor(text=[text], images=images, return_tensors="pt")
             encoded = EncodedPrompt(
                 row_id=prompt.row_id,
@@ -167,6 +169,6 @@ def check_prompt_length(encoded: EncodedPrompt, limit: int) -> None:
         image_tokens = int((encoded.token_types == 1).sum())
         raise UserError(
             f"row {encoded.row_id}: the prompt has {length} tokens ({image_tokens} of them for "
-            f"{len(encoded.image_hashes)} image(s)), over data.max_prompt_length = {limit}. Raise the limit, use smaller "
-            "images, or set data.filter_overlong_prompts=true to leave such rows out (they are counted and named)"
+            f"{len(encoded.image_hashes)} image(s)), over data.max_prompt_length = {limit}. Raise the limit, use "
+            "smaller images, or set data.filter_overlong_prompts=true to leave such rows out (they are counted and named)"
         )

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
@@ -31,13 +32,10 @@ class SharedPrefixLayout:
 
 def group_mask(prompt_length: int, completion_lengths: Sequence[int], device: torch.device) -> torch.Tensor:
     """[L, L] bool with L = prompt_length + sum(completion_lengths)."""
-    segment = torch.zeros(prompt_length + sum(completion_lengths), dtype=torch.long)
-    start = prompt_length
-    for index, length in enumerate(completion_lengths, start=1):
-        segment[start : start + length] = index
-        start += length
+    # numpy: many small masks are made per step, and torch would wake its thread pool for each.
+    segment = np.repeat(np.arange(len(completion_lengths) + 1), [prompt_length, *completion_lengths])
     visible = (segment[None, :] == 0) | (segment[None, :] == segment[:, None])
-    return visible.tril().to(device)
+    return torch.from_numpy(np.tril(visible)).to(device)
 
 
 def shared_prefix_attention(

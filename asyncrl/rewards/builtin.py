@@ -64,9 +64,7 @@ def choice_match(sample: RewardSample, *, choices: str = "ABCD") -> float:
     """
     answer = _answers(sample)[0].strip().strip("().").upper()
     if len(answer) != 1 or answer not in choices.upper():
-        raise ValueError(
-            f"row {sample.row_id}: choice_match needs an answer among {choices!r}, got {sample.answer!r}"
-        )
+        raise ValueError(f"row {sample.row_id}: choice_match needs an answer among {choices!r}, got {sample.answer!r}")
     return float(_chosen(sample.completion, choices.upper()) == answer)
 
 

@@ -124,9 +124,7 @@ class RewardPool:
             logger.warning("reward worker %d ended while it was idle; starting another", worker.pid)
             self._replace(worker)
 
-    async def _score_on(
-        self, worker: WorkerProcess, sample_id: int, frame: bytes, *, final: bool
-    ) -> Score | None:
+    async def _score_on(self, worker: WorkerProcess, sample_id: int, frame: bytes, *, final: bool) -> Score | None:
         """None if the worker ended before it began the sample, and this is not the final try."""
         started = time.perf_counter()
         healthy = False

@@ -64,7 +64,9 @@ def load_scans() -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.nd
     return (train_x, train_y), (held_x, held_y)
 
 
-def draw_digit(scan: np.ndarray, size: float, centre: tuple[float, float], width: int, layout: Layout, rng: np.random.Generator) -> np.ndarray:
+def draw_digit(
+    scan: np.ndarray, size: float, centre: tuple[float, float], width: int, layout: Layout, rng: np.random.Generator
+) -> np.ndarray:
     """Draw one scan, distorted, on an empty canvas with its middle at `centre` (x, y)."""
     angle = np.deg2rad(rng.uniform(-layout.max_rotation, layout.max_rotation))
     shear = rng.uniform(-layout.max_shear, layout.max_shear)
@@ -123,7 +125,13 @@ def solve(kind: str, digits: list[int]) -> int:
 
 
 def make_rows(
-    scans: np.ndarray, labels: np.ndarray, count: int, seed: int, lengths: list[int], direct_fraction: float, layout: Layout
+    scans: np.ndarray,
+    labels: np.ndarray,
+    count: int,
+    seed: int,
+    lengths: list[int],
+    direct_fraction: float,
+    layout: Layout,
 ) -> list[dict[str, object]]:
     """Make `count` rows. `direct_fraction` of the demonstrations answer at once, the others read the digits first."""
     rng = np.random.default_rng(seed)
@@ -158,9 +166,15 @@ def main() -> None:
     parser.add_argument("--sft-rows", type=int, default=8000)
     parser.add_argument("--rl-rows", type=int, default=8000)
     parser.add_argument("--eval-rows", type=int, default=400)
-    parser.add_argument("--sft-lengths", type=int, nargs="+", default=[1, 2, 3], help="numbers of digits in the warm start")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[3], help="numbers of digits in the RL and held-out parts")
-    parser.add_argument("--direct-fraction", type=float, default=0.0, help="share of demonstrations without a reading step")
+    parser.add_argument(
+        "--sft-lengths", type=int, nargs="+", default=[1, 2, 3], help="numbers of digits in the warm start"
+    )
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[3], help="numbers of digits in the RL and held-out parts"
+    )
+    parser.add_argument(
+        "--direct-fraction", type=float, default=0.0, help="share of demonstrations without a reading step"
+    )
     args = parser.parse_args()
 
     train, held_out = load_scans()

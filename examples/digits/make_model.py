@@ -1,6 +1,6 @@
 """Build a small Qwen2-VL model with random weights, its tokenizer and its processor, and save one Hugging Face folder.
 
-    python make_model.py --out model --seed 0
+python make_model.py --out model --seed 0
 """
 
 from __future__ import annotations
@@ -62,7 +62,10 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=512 - len(SPECIAL_TOKENS), min_frequency=1, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=512 - len(SPECIAL_TOKENS),
+        min_frequency=1,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     fast = PreTrainedTokenizerFast(
@@ -79,11 +82,11 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def build_processor(tokenizer: PreTrainedTokenizerFast) -> Qwen2VLProcessor:
     """Build the processor; the smallest image is one that the task uses, so nothing is enlarged."""
     unit = (PATCH_SIZE * MERGE_SIZE) ** 2
-    options = dict(
-        patch_size=PATCH_SIZE,
-        merge_size=MERGE_SIZE,
-        size={"shortest_edge": 4 * unit, "longest_edge": 256 * unit},
-    )
+    options = {
+        "patch_size": PATCH_SIZE,
+        "merge_size": MERGE_SIZE,
+        "size": {"shortest_edge": 4 * unit, "longest_edge": 256 * unit},
+    }
     return Qwen2VLProcessor(
         image_processor=Qwen2VLImageProcessor(**options),
         tokenizer=tokenizer,
@@ -97,31 +100,35 @@ def build_config(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -
     head_dim = 32
     half = head_dim // 2
     side = half * 3 // 8
-    text = dict(
-        vocab_size=(len(tokenizer) + 63) // 64 * 64,
-        hidden_size=args.hidden,
-        intermediate_size=args.intermediate,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.hidden // head_dim,
-        num_key_value_heads=max(1, args.hidden // head_dim // 2),
-        max_position_embeddings=2048,
-        initializer_range=args.init_std,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        tie_word_embeddings=False,
-        rope_parameters=dict(rope_type="default", rope_theta=args.rope_theta, mrope_section=[half - 2 * side, side, side]),
-    )
-    vision = dict(
-        depth=args.vision_depth,
-        embed_dim=args.vision_dim,
-        hidden_size=args.hidden,
-        num_heads=args.vision_heads,
-        mlp_ratio=args.vision_mlp_ratio,
-        patch_size=PATCH_SIZE,
-        spatial_merge_size=MERGE_SIZE,
-        initializer_range=args.init_std,
-    )
+    text = {
+        "vocab_size": (len(tokenizer) + 63) // 64 * 64,
+        "hidden_size": args.hidden,
+        "intermediate_size": args.intermediate,
+        "num_hidden_layers": args.layers,
+        "num_attention_heads": args.hidden // head_dim,
+        "num_key_value_heads": max(1, args.hidden // head_dim // 2),
+        "max_position_embeddings": 2048,
+        "initializer_range": args.init_std,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": args.rope_theta,
+            "mrope_section": [half - 2 * side, side, side],
+        },
+    }
+    vision = {
+        "depth": args.vision_depth,
+        "embed_dim": args.vision_dim,
+        "hidden_size": args.hidden,
+        "num_heads": args.vision_heads,
+        "mlp_ratio": args.vision_mlp_ratio,
+        "patch_size": PATCH_SIZE,
+        "spatial_merge_size": MERGE_SIZE,
+        "initializer_range": args.init_std,
+    }
     ids = {
         name: tokenizer.convert_tokens_to_ids(token)
         for name, token in {

@@ -29,9 +29,7 @@ class TorchEngine:
 
     def prepare(self) -> None:
         shared_prefix.register()
-        model = load_model(
-            self._config.model, device=self.device, text_attention=shared_prefix.SHARED_PREFIX_ATTENTION
-        )
+        model = load_model(self._config.model, device=self.device, text_attention=shared_prefix.SHARED_PREFIX_ATTENTION)
         if self._config.model.freeze_vision_tower:
             freeze_vision_tower(model)
         self.model: Any = model.train()
@@ -79,7 +77,7 @@ class TorchEngine:
                 f"the gradient norm is {grad_norm}. The weights are those before this step. Lower the learning rate "
                 f"({self._optim.lr}) or look at the last samples and at logprob_diff_max in metrics.jsonl"
             )
-        lr = self.schedule.get_last_lr()[0]
+        lr = float(self.schedule.get_last_lr()[0])
         self.optimizer.step()
         self.schedule.step()
         self.optimizer.zero_grad(set_to_none=True)

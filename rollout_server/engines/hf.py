@@ -151,8 +151,11 @@ class HFEngine:
             if not finished.done():
                 finished.set_exception(error) if error else finished.set_result(None)
 
+        def done(error: Exception | None) -> None:
+            loop.call_soon_threadsafe(settle, error)
+
         with self._wake_up:
-            self._commands.append((command, lambda error: loop.call_soon_threadsafe(settle, error)))
+            self._commands.append((command, done))
             self._wake_up.notify_all()
         await finished
 
