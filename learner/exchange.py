@@ -52,6 +52,8 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
 """Longest time between two looks at heartbeats and at what the main thread has handed over."""
+PARTING_S = 5.0
+"""Longest wait for the servers' goodbyes."""
 
 
 @dataclass
@@ -107,6 +109,7 @@ class Exchange(threading.Thread):
     def _bind(self) -> None:
         network = self._config.network
         limits = Limits(max_message_bytes=network.max_message_mib * MIB)
+        self._context = zmq.Context()
         try:
             self.control = LearnerSocket(
                 self._config.control_endpoint,
@@ -114,6 +117,7 @@ class Exchange(threading.Thread):
                 limits,
                 setting="network.control_port",
                 insecure=network.insecure,
+                context=self._context,
             )
             self.weights = LearnerSocket(
                 self._config.weights_endpoint,
@@ -121,10 +125,11 @@ class Exchange(threading.Thread):
                 limits,
                 setting="network.weights_port",
                 insecure=network.insecure,
+                context=self._context,
             )
         except BindError as error:
             raise UserError(str(error)) from error
-        self._waker, self._woken = _wake_up_pair()
+        self._waker, self._woken = _wake_up_pair(self._context)
 
     # --- the main thread's side ---------------------------------------------------------------
 
@@ -150,8 +155,10 @@ class Exchange(threading.Thread):
 
         if self.is_alive():
             self._order(order)
-            self.join(timeout=10.0)
-        self._waker.close()
+            self.join(timeout=2 * PARTING_S)
+        for socket in (self.control, self.weights, self._woken, self._waker):
+            socket.close()
+        self._context.term()  # returns when the goodbyes are on their way, or after the sockets' linger
 
     def _order(self, order: Callable[[], None]) -> None:
         self._orders.put(order)
@@ -171,16 +178,23 @@ class Exchange(threading.Thread):
                 self._answer_chunk_requests()
                 self._send_waiting_tickets()
                 self._keep_alive()
-            for server_id in list(self.servers):
-                self._send(server_id, Goodbye(reason=self._goodbye))
+            self._part(self._goodbye)
         except Exception as error:  # raised again by the main thread's next wait
             logger.exception("the exchange failed")
             with self._ledger.changed:
                 self.failure = error
                 self._ledger.changed.notify_all()
-        finally:
-            for socket in (self.control, self.weights, self._woken):
-                socket.close()
+
+    def _part(self, reason: str) -> None:
+        """Say goodbye and wait for each server's: closing the socket at once could take ours back."""
+        for server_id in list(self.servers):
+            self._send(server_id, Goodbye(reason=reason))
+        deadline = time.monotonic() + PARTING_S
+        while self.servers and time.monotonic() < deadline:
+            self.control.socket.poll(round(POLL_S * 1000))
+            self._receive_control()
+        if self.servers:
+            logger.warning("no goodbye from %s within %g s", sorted(self.servers), PARTING_S)
 
     def _obey_orders(self) -> None:
         while self._woken.poll(0):
@@ -222,7 +236,7 @@ class Exchange(threading.Thread):
             logger.warning("ticket %d failed on %s: %s", message.ticket_id, server_id, message.error_message)
             self._ledger.give_back(message.ticket_id, f"{message.error_kind}: {message.error_message}")
         elif isinstance(message, Goodbye):
-            self._lose(server_id, f"said goodbye: {message.reason}")
+            self._lose(server_id, f"said goodbye ({message.reason})", expected=message.expected)
         elif isinstance(message, Error):
             self.errors[str(message.code)] += 1
             logger.warning("%s answers %s: %s", server_id, message.code, message.reason)
@@ -317,10 +331,11 @@ class Exchange(threading.Thread):
             self._lose(server_id, f"a message could not be delivered ({delivery})")
         return delivery is Delivery.SENT
 
-    def _lose(self, server_id: str, reason: str) -> None:
+    def _lose(self, server_id: str, reason: str, *, expected: bool = False) -> None:
         del self.servers[server_id]
         returned = self._ledger.lose_server(server_id)
-        logger.warning("%s is gone: %s; %d tickets wait for another server", server_id, reason, returned)
+        level = logging.INFO if expected and not returned else logging.WARNING
+        logger.log(level, "%s is gone: %s; %d tickets wait for another server", server_id, reason, returned)
 
 
 def wait_for(
@@ -351,9 +366,8 @@ def wait_for(
             progress()
 
 
-def _wake_up_pair() -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+def _wake_up_pair(context: zmq.Context[zmq.Socket[bytes]]) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
     """A connected pair inside the process: what one thread sends ends the other's poll."""
-    context = zmq.Context.instance()
     woken, waker = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
     address = f"inproc://wake-{id(woken):x}"
     woken.bind(address)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import time
 import uuid
 from typing import get_args
+
+import zmq.asyncio
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
@@ -53,10 +54,12 @@ class LearnerLink:
             max_groups=config.groups_in_flight,
             pid=os.getpid(),
         )
+        self._context = zmq.asyncio.Context()
         self.socket = ServerSocket(
             config.control_endpoint,
             get_args(ControlFromLearner),
             Limits(max_message_bytes=config.network.max_message_mib * MIB),
+            context=self._context,
         )
         self.unacknowledged: dict[int, Group] = {}
         self._heard_at = time.monotonic()
@@ -142,9 +145,9 @@ class LearnerLink:
             await self.socket.send(
                 Goodbye(reason=reason, expected=expected, unfinished_ticket_ids=unfinished), timeout_s=1.0
             )
-            await asyncio.sleep(0)
         except SendTimeout:
             logger.info("the learner has gone before our goodbye")
 
     def close(self) -> None:
         self.socket.close()
+        self._context.term()  # returns when the goodbye is on its way, or after the socket's linger

@@ -40,7 +40,7 @@ class PromptRenderer:
             messages = _images_first(messages, len(images))
         elif placeholders != len(images):
             raise UserError(
-                f"row {row_id}: {placeholders} <image> placeholder(s) in the prompt, but {len(images)} image(s) in "
+                f"row {row_id}: {placeholders} <image> placeholder(s) in the prompt, {len(images)} image(s) in "
                 f"column {self._config.image_key!r}. Write one <image> per image, or none at all to put the images first"
             )
         hashes = tuple(content_hash(image) for image in images)
