@@ -78,6 +78,18 @@ def free_port(host: str = "127.0.0.1") -> int:
         return int(probe.getsockname()[1])
 
 
+def port_is_free(host: str, port: int) -> bool:
+    """Could somebody listen on it now? Binding remains the only proof."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
 def host_id(directory: Path = SHARED_MEMORY) -> str:
     """Equal for two processes that can share files in `directory`: one kernel boot, one file system.
 

@@ -41,7 +41,7 @@ class PromptRenderer:
         elif placeholders != len(images):
             raise UserError(
                 f"row {row_id}: {placeholders} <image> placeholder(s) in the prompt, {len(images)} image(s) in "
-                f"column {self._config.image_key!r}. Write one <image> per image, or none at all to put the images first"
+                f"column {self._config.image_key!r}. Write one <image> per image, or none to put the images first"
             )
         hashes = tuple(content_hash(image) for image in images)
         keys = {self._config.prompt_key, self._config.image_key, self._config.answer_key}

@@ -11,15 +11,16 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Readers see the old content or the new, never a part; a crash leaves one of the two."""
+def write_atomically(path: Path, data: bytes, durable: bool = True) -> None:
+    """Readers see the old content or the new, never a part. `durable` also survives a power cut, at the price of a sync."""
     # The process id keeps two writers from sharing one temporary file.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

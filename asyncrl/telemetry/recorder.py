@@ -54,7 +54,7 @@ class RunRecorder:
         """Replace these fields of status.json; the others stay as they were said last by this process."""
         self._status.update(fields, time=time.time())
         text = json.dumps(self._finite(STATUS_FILE, self._status), ensure_ascii=False)
-        write_atomically(self._run_dir / STATUS_FILE, text.encode())
+        write_atomically(self._run_dir / STATUS_FILE, text.encode(errors="backslashreplace"), durable=False)
 
     def truncate_after(self, step: int) -> None:
         """Forget what was written past the step that a run resumes from. Images stay: they are named by content."""
@@ -93,7 +93,7 @@ class RunRecorder:
         path = folder / f"{image_hash}.{image_extension(data)}"
         if not path.exists():
             folder.mkdir(exist_ok=True)
-            write_atomically(path, data)
+            write_atomically(path, data, durable=False)
 
 
 def image_extension(data: bytes) -> str:

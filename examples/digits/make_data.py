@@ -1,4 +1,4 @@
-"""Make the handwritten-digit reading task as parquet files.
+"""Make the handwritten-digit task as parquet files.
 
 Every row is one PNG image with a few handwritten digits in a row, a question about them, and its answer. The digits are
 the 1797 scans of 8x8 pixels that ship inside scikit-learn, drawn with a random size, rotation, shear, position, contrast,
@@ -39,19 +39,15 @@ class Layout:
     """How an image is drawn. Sizes are in pixels, angles in degrees."""
 
     height: int = 28
-    margin: int = 14
-    slot: int = 28
-    min_size: int = 17
+    width: int = 98
+    digits: int = 3
+    min_size: int = 18
     max_size: int = 26
-    max_rotation: float = 15.0
+    max_rotation: float = 12.0
     max_shear: float = 0.2
     max_blur: float = 0.6
-    max_noise: float = 18.0
-    min_contrast: float = 0.55
-
-    def width(self, digits: int) -> int:
-        """Width of an image of this many digits; 14 pixels, one image token, divide it."""
-        return self.margin + self.slot * digits
+    max_noise: float = 12.0
+    min_contrast: float = 0.7
 
 
 def load_scans() -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
@@ -65,7 +61,7 @@ def load_scans() -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.nd
 
 
 def draw_digit(
-    scan: np.ndarray, size: float, centre: tuple[float, float], width: int, layout: Layout, rng: np.random.Generator
+    scan: np.ndarray, size: float, centre: tuple[float, float], layout: Layout, rng: np.random.Generator
 ) -> np.ndarray:
     """Draw one scan, distorted, on an empty canvas with its middle at `centre` (x, y)."""
     angle = np.deg2rad(rng.uniform(-layout.max_rotation, layout.max_rotation))
@@ -79,15 +75,16 @@ def draw_digit(
     offset = np.array([6.0, 6.0]) - inverse @ np.array(centre)
     coefficients = (*inverse[0], offset[0], *inverse[1], offset[1])
     padded = Image.fromarray(np.pad(scan, 2))
-    drawn = padded.transform((width, layout.height), Image.Transform.AFFINE, coefficients, Image.Resampling.BICUBIC)
+    drawn = padded.transform(
+        (layout.width, layout.height), Image.Transform.AFFINE, coefficients, Image.Resampling.BICUBIC
+    )
     return np.asarray(drawn, dtype=np.float32)
 
 
 def draw_image(scans: list[np.ndarray], layout: Layout, rng: np.random.Generator) -> bytes:
     """Draw the scans from left to right in a random layout and return PNG bytes."""
-    width = layout.width(len(scans))
-    canvas = np.zeros((layout.height, width), dtype=np.float32)
-    slot = width / len(scans)
+    canvas = np.zeros((layout.height, layout.width), dtype=np.float32)
+    slot = layout.width / len(scans)
     for index, scan in enumerate(scans):
         size = rng.uniform(layout.min_size, layout.max_size)
         slack_x = max(0.0, (slot - 0.8 * size) / 2)
@@ -96,7 +93,7 @@ def draw_image(scans: list[np.ndarray], layout: Layout, rng: np.random.Generator
             (index + 0.5) * slot + rng.uniform(-slack_x, slack_x),
             layout.height / 2 + rng.uniform(-slack_y, slack_y),
         )
-        canvas = np.maximum(canvas, draw_digit(scan, size, centre, width, layout, rng))
+        canvas = np.maximum(canvas, draw_digit(scan, size, centre, layout, rng))
     blurred = Image.fromarray(canvas.clip(0, 255).astype(np.uint8)).filter(
         ImageFilter.GaussianBlur(rng.uniform(0.0, layout.max_blur))
     )
@@ -124,14 +121,13 @@ def solve(kind: str, digits: list[int]) -> int:
     raise ValueError(f"unknown question kind {kind!r}")
 
 
+def make_target(answer: str, reading: str, direct: bool) -> str:
+    """Write a demonstration: the bare answer, or the digits as read and then the answer."""
+    return f"answer {answer}" if direct else f"read {reading} answer {answer}"
+
+
 def make_rows(
-    scans: np.ndarray,
-    labels: np.ndarray,
-    count: int,
-    seed: int,
-    lengths: list[int],
-    direct_fraction: float,
-    layout: Layout,
+    scans: np.ndarray, labels: np.ndarray, count: int, seed: int, layout: Layout, direct_fraction: float
 ) -> list[dict[str, object]]:
     """Make `count` rows. `direct_fraction` of the demonstrations answer at once, the others read the digits first."""
     rng = np.random.default_rng(seed)
@@ -139,19 +135,19 @@ def make_rows(
     kinds = list(QUESTIONS)
     rows: list[dict[str, object]] = []
     for index in range(count):
-        digits = rng.integers(0, 10, rng.choice(lengths)).tolist()
-        kind = kinds[index % len(kinds)]
-        answer = str(solve(kind, digits))
+        digits = rng.integers(0, 10, layout.digits).tolist()
         reading = " ".join(map(str, digits))
         chosen = [scans[rng.choice(by_label[digit])] for digit in digits]
         image = draw_image(chosen, layout, rng)
-        direct = rng.random() < direct_fraction
+        kind = kinds[index % len(kinds)]
+        answer = str(solve(kind, digits))
+        target = make_target(answer, reading, direct=rng.random() < direct_fraction)
         rows.append(
             {
                 "images": [image],
                 "prompt": QUESTIONS[kind],
                 "answer": answer,
-                "target": f"answer {answer}" if direct else f"read {reading} answer {answer}",
+                "target": target,
                 "digits": reading,
                 "kind": kind,
             }
@@ -163,31 +159,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sft-rows", type=int, default=8000)
+    parser.add_argument("--sft-rows", type=int, default=10000)
     parser.add_argument("--rl-rows", type=int, default=8000)
     parser.add_argument("--eval-rows", type=int, default=400)
     parser.add_argument(
-        "--sft-lengths", type=int, nargs="+", default=[1, 2, 3], help="numbers of digits in the warm start"
-    )
-    parser.add_argument(
-        "--lengths", type=int, nargs="+", default=[3], help="numbers of digits in the RL and held-out parts"
-    )
-    parser.add_argument(
-        "--direct-fraction", type=float, default=0.0, help="share of demonstrations without a reading step"
+        "--direct-fraction", type=float, default=0.6, help="share of demonstrations that answer at once"
     )
     args = parser.parse_args()
 
     train, held_out = load_scans()
     layout = Layout()
+    sources = {"sft": (train, args.sft_rows), "rl": (train, args.rl_rows), "eval": (held_out, args.eval_rows)}
+    parts = {
+        name: make_rows(*scans, count, 1000 * args.seed + part, layout, args.direct_fraction)
+        for part, (name, (scans, count)) in enumerate(sources.items())
+    }
     args.out.mkdir(parents=True, exist_ok=True)
-    for part, (name, source, count, lengths) in enumerate(
-        (
-            ("sft", train, args.sft_rows, args.sft_lengths),
-            ("rl", train, args.rl_rows, args.lengths),
-            ("eval", held_out, args.eval_rows, args.lengths),
-        )
-    ):
-        rows = make_rows(*source, count, 1000 * args.seed + part, lengths, args.direct_fraction, layout)
+    for name, rows in parts.items():
         pq.write_table(pa.Table.from_pylist(rows), args.out / f"{name}.parquet")
         print(f"{args.out / name}.parquet: {len(rows)} rows")
 

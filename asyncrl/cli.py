@@ -1,0 +1,139 @@
+"""The `asyncrl` command. Handlers import what they need: `--help` and configuration errors are instant."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from asyncrl.errors import UserError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes: 0 done, 1 failed, 2 a mistake that the message says how to mend, 130 interrupted."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.handler(arguments)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="asyncrl", description="Asynchronous reinforcement learning for vision-language models."
+    )
+    parser.add_argument("--version", action="version", version=_version())
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    train = _command(commands, "train", _train, "run a rollout server and a learner on this machine, and watch them")
+    train.add_argument("--resume", action="store_true", help="continue run_dir from its newest checkpoint")
+    train.add_argument("--dry-run", action="store_true", help="print what would be run, and one rendered prompt")
+    _command(commands, "sft", _sft, "supervised warm start on data.target_key")
+    _command(commands, "rollout", _rollout, "the rollout server alone")
+    learn = _command(commands, "learn", _learn, "the learner alone")
+    learn.add_argument("--resume", action="store_true", help="continue run_dir from its newest checkpoint")
+    evaluate = _command(commands, "eval", _eval, "score a model folder on data.val_files with plain transformers")
+    evaluate.add_argument("--model", type=Path, required=True, help="Hugging Face folder")
+
+    export = commands.add_parser("export", help="copy a checkpoint's model as a Hugging Face folder")
+    export.add_argument("run_dir", type=Path)
+    export.add_argument("target", type=Path)
+    export.add_argument("--step", type=int, default=0, help="which checkpoint; default: the newest")
+    export.set_defaults(handler=_export)
+    reference = commands.add_parser("config-reference", help="print every configuration key as Markdown")
+    reference.set_defaults(handler=_config_reference)
+    return parser
+
+
+def _command(commands, name: str, handler, help: str) -> argparse.ArgumentParser:
+    """A command that takes a configuration and overrides."""
+    parser = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
+    parser.add_argument("config", type=Path, help="YAML configuration")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="replace keys of the configuration")
+    parser.set_defaults(handler=handler)
+    return parser
+
+
+def _version() -> str:
+    try:
+        return version("asyncrl")
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from asyncrl.config.load import load_config
+
+    config = load_config(arguments.config, arguments.overrides)
+    if arguments.dry_run:
+        from asyncrl.config.explain import explain
+        from asyncrl.data.dataset import open_train
+        from asyncrl.models.preview import preview_prompt
+
+        print(explain(config, len(open_train(config.data))))
+        print(preview_prompt(config))
+        return 0
+    from asyncrl.launch.train import train
+
+    return train(config, resume=arguments.resume)
+
+
+def _sft(arguments: argparse.Namespace) -> int:
+    from asyncrl.config.load import load_config
+    from asyncrl.launch.train import check_run_dir, write_config
+
+    config = load_config(arguments.config, arguments.overrides)
+    check_run_dir(config, resume=False)
+    return _become("learner.sft", "--config", str(write_config(config)))
+
+
+def _rollout(arguments: argparse.Namespace) -> int:
+    return _become("rollout_server", "--config", str(arguments.config), *arguments.overrides)
+
+
+def _learn(arguments: argparse.Namespace) -> int:
+    flags = ["--resume"] if arguments.resume else []
+    return _become("learner", "--config", str(arguments.config), *flags, *arguments.overrides)
+
+
+def _become(module: str, *arguments: str) -> int:
+    """Replace this process: signals and the exit code are the service's own."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    from asyncrl.config.load import load_config
+    from asyncrl.evaluate import evaluate
+
+    result = evaluate(load_config(arguments.config, arguments.overrides), arguments.model)
+    print(f"accuracy {result.accuracy:.4f}   reward {result.reward:.4f}   rows {result.rows}   errors {result.errors}")
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    found = sorted((arguments.run_dir / "checkpoints").glob("step-*"))
+    if arguments.step:
+        found = [path for path in found if path.name == f"step-{arguments.step:06d}"]
+    if not found:
+        raise UserError(f"{arguments.run_dir}/checkpoints has no such checkpoint")
+    if arguments.target.exists():
+        raise UserError(f"{arguments.target} exists already. Name a new folder")
+    shutil.copytree(found[-1] / "model", arguments.target)
+    print(f"{arguments.target} is a copy of {found[-1] / 'model'}")
+    return 0
+
+
+def _config_reference(_: argparse.Namespace) -> int:
+    from asyncrl.config.explain import config_reference
+
+    print(config_reference())
+    return 0
