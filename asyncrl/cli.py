@@ -15,7 +15,13 @@ from asyncrl.errors import UserError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 done, 1 failed, 2 a mistake that the message says how to mend, 130 interrupted."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    # argparse fills `overrides` before it meets the next option; what follows that option arrives as `rest`.
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and (any(word.startswith("-") for word in rest) or not hasattr(arguments, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.overrides += rest
     try:
         return arguments.handler(arguments)
     except UserError as error:

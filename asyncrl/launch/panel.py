@@ -84,9 +84,9 @@ def _learning(story: Story) -> RenderableType:
     held_out = MISSING
     if story.evaluations:
         first, last = story.evaluations[0], story.evaluations[-1]
-        held_out = f"{number(first['accuracy'])} at step {first['step']}"
+        held_out = f"{number(first.get('accuracy'))} at step {first.get('step')}"
         if last is not first:
-            held_out += f"  ->  {number(last['accuracy'])} at step {last['step']}"
+            held_out += f"  ->  {number(last.get('accuracy'))} at step {last.get('step')}"
     return _rows(
         ("reward", f"{number(story.last('reward/mean'))}  {sparkline(rewards)}"),
         ("components", components or MISSING),
@@ -103,13 +103,13 @@ def _pipeline(story: Story) -> RenderableType:
     status, latest = story.status, story.latest
     groups = status.get("groups", {})
     servers = status.get("servers", [])
-    rows = {key.removeprefix("rows/"): value for key, value in latest.items() if key.startswith("rows/")}
+    rows = {key.removeprefix("rows/"): number(value, 0) for key, value in latest.items() if key.startswith("rows/")}
     errors = status.get("errors") or {}
     return _rows(
         (
             "policy version",
             f"{status.get('version', MISSING)}   "
-            f"servers at {', '.join(str(s['version']) for s in servers) or MISSING}   "
+            f"servers at {', '.join(str(s.get('version', MISSING)) for s in servers) or MISSING}   "
             f"staleness mean {number(latest.get('staleness/mean'), 2)}, max {number(latest.get('staleness/max'), 0)}",
         ),
         ("groups", "   ".join(f"{name} {count}" for name, count in groups.items()) or MISSING),
@@ -120,7 +120,7 @@ def _pipeline(story: Story) -> RenderableType:
             f"{number(story.last('tokens_per_s/rollout'), 0)}",
         ),
         ("off-policy", f"ESS {number(story.last('ess'))}   mismatch KL {number(story.last('mismatch_kl_k3'), 5)}"),
-        ("trajectories", "   ".join(f"{name} {count:.0f}" for name, count in rows.items()) or MISSING),
+        ("trajectories", "   ".join(f"{name} {count}" for name, count in rows.items()) or MISSING),
         ("waiting for", status.get("waiting_for") or "nothing"),
         ("errors", "   ".join(f"{kind} {count}" for kind, count in errors.items()) or "none"),
     )
@@ -132,14 +132,15 @@ def _samples(story: Story) -> RenderableType:
         if sample:
             completion = sample["completion"]
             rows += [
-                (f"{name} ({number(completion['reward'], 2)})", _short(completion["text"])),
-                ("", f"for {_short(sample['prompt'])}  (answer {sample['answer']})"),
+                (f"{name} ({number(completion['reward'], 2)})", _short(completion.get("text", MISSING))),
+                ("", f"for {_short(sample.get('prompt', MISSING))}  (answer {_short(sample.get('answer', MISSING))})"),
             ]
     return _rows(*rows) if rows else Text("nothing yet", style="dim")
 
 
-def _short(text: str, limit: int = 90) -> str:
-    line = " ".join(str(text).split())
+def _short(text: Any, limit: int = 90) -> str:
+    """One line. Control characters are shown, not sent: a model may write escape sequences to your terminal."""
+    line = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in " ".join(str(text).split()))
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
@@ -180,11 +181,12 @@ class Display(AbstractContextManager["Display"]):
     def _tell(self) -> None:
         """Plain lines: every evaluation, and a step now and then."""
         for evaluation in self.story.evaluations[self._told_evaluations :]:
-            line = f"step {evaluation['step']}: held-out accuracy {number(evaluation['accuracy'])}"
-            self._print(f"{line} over {evaluation['rows']} rows, {evaluation['errors']} without a score")
+            line = f"step {evaluation.get('step')}: held-out accuracy {number(evaluation.get('accuracy'))}"
+            rows, errors = evaluation.get("rows", MISSING), evaluation.get("errors", MISSING)
+            self._print(f"{line} over {rows} rows, {errors} without a score")
         self._told_evaluations = len(self.story.evaluations)
         step = self.story.latest
-        if step and (step["step"] >= self._told_step + PLAIN_EVERY_STEPS or self._told_step == 0):
+        if "step" in step and (step["step"] >= self._told_step + PLAIN_EVERY_STEPS or self._told_step == 0):
             self._told_step = step["step"]
             self._print(
                 f"step {step['step']} of {self.story.status.get('total_steps', '?')}: "

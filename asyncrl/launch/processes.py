@@ -36,6 +36,7 @@ class Service:
     log: Path
     environment: Mapping[str, str]
     process: subprocess.Popen[bytes] | None = None
+    _group_is_gone: bool = False
 
     def start(self) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -59,23 +60,28 @@ class Service:
             self.process.terminate()
 
     def kill(self) -> None:
-        """The whole tree, children first known while the parent lives."""
-        if self.process is None:
+        """The whole tree: descendants in sessions of their own while the parent lives, and in any case its group."""
+        if self.process is None or self._group_is_gone:
             return
-        family: list[psutil.Process] = []
-        with contextlib.suppress(psutil.NoSuchProcess):
-            root = psutil.Process(self.process.pid)
-            family = [*root.children(recursive=True), root]
-        for member in family:
+        if self.process.poll() is None:
+            family: list[psutil.Process] = []
             with contextlib.suppress(psutil.NoSuchProcess):
-                member.kill()
-        self.process.wait()
+                family = psutil.Process(self.process.pid).children(recursive=True)
+            self.process.kill()
+            for member in family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    member.kill()
+            self.process.wait()
+        # A service that crashed leaves its children in the group that it led.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self._group_is_gone = True  # from now on the system may give the number to somebody else
 
     def last_words(self) -> str:
-        """The user's mistake in one line where it is one, else the last lines of the log."""
-        lines = self.log.read_text(errors="replace").splitlines()[-LAST_LINES:] if self.log.exists() else []
-        errors = [line for line in lines if line.startswith("error: ")]
-        return "\n".join(errors if self.code == 2 and errors else lines)
+        """The user's mistake, from its last `error:` line on, where it is one; else the last lines of the log."""
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        errors = [number for number, line in enumerate(lines) if line.startswith("error: ")]
+        return "\n".join(lines[errors[-1] :] if self.code == 2 and errors else lines[-LAST_LINES:])
 
 
 @dataclass(frozen=True)
@@ -122,7 +128,8 @@ class Supervisor:
                 on_tick()
                 return Outcome(0)
             for service, other in ((self.learner, self.rollout), (self.rollout, self.learner)):
-                if service.code is not None and not self._blames(other):
+                # The server may end in order before the learner does: it was told goodbye.
+                if service.code and not self._blames(other):
                     self._stop(other)
                     return Outcome(2 if service.code == 2 else 1, failed=service)
             time.sleep(POLL_S)
@@ -136,7 +143,7 @@ class Supervisor:
 
     def _wait_or_stop(self, service: Service) -> None:
         deadline = time.monotonic() + self._stop_s
-        while service.code is None and time.monotonic() < deadline:
+        while service.code is None and time.monotonic() < deadline and not self._interrupts:
             time.sleep(POLL_S / 4)
         self._stop(service)
 

@@ -60,8 +60,8 @@ class Story:
         total, recent = self.status.get("total_steps"), self.steps[-30:]
         if not total or len(recent) < 3:
             return None
-        paces = sorted(step.get("step_s", 0.0) for step in recent)
-        return (total - self.latest["step"]) * paces[len(paces) // 2]
+        paces = sorted(step["step_s"] for step in recent if step.get("step_s") is not None)
+        return (total - self.latest.get("step", 0)) * paces[len(paces) // 2] if paces else None
 
 
 def _extended(records: list[dict[str, Any]], tail: JsonlTail) -> list[dict[str, Any]]:

@@ -57,23 +57,36 @@ def check_inputs(config: RunConfig) -> None:
 
 def resolve_ports(config: RunConfig) -> RunConfig:
     """Zeros become free ports; a fixed port must be free."""
-    chosen: set[int] = set()
+    _check_fixed_ports(config)
+    chosen = {getattr(getattr(config, section), key) for section, key in PORTS}
     sections: dict[str, dict[str, int]] = {"network": {}, "telemetry": {}}
     for section, key in PORTS:
-        host = getattr(config, section).host
         port = getattr(getattr(config, section), key)
-        if port and not port_is_free(host, port):
-            raise UserError(
-                f"port {port} on {host} is in use by another process. Set {section}.{key} to another port, or to 0 "
-                "to take a free one"
-            )
-        while not port or port in chosen:
-            port = free_port(host)
+        while not port:
+            found = free_port(getattr(config, section).host)
+            port = 0 if found in chosen else found
         chosen.add(port)
         sections[section][key] = port
     return config.model_copy(
         update={name: getattr(config, name).model_copy(update=ports) for name, ports in sections.items()}
     )
+
+
+def _check_fixed_ports(config: RunConfig) -> None:
+    """A port that was asked for must be free, and asked for once."""
+    owners: dict[int, str] = {}
+    for section, key in PORTS:
+        host, port = getattr(config, section).host, getattr(getattr(config, section), key)
+        if not port:
+            continue
+        if port in owners:
+            raise UserError(f"{owners[port]} and {section}.{key} are both {port}. Set one of them to 0 or another port")
+        if not port_is_free(host, port):
+            raise UserError(
+                f"port {port} on {host} is in use by another process. Set {section}.{key} to another port, or to 0 "
+                "to take a free one"
+            )
+        owners[port] = f"{section}.{key}"
 
 
 def write_config(config: RunConfig) -> Path:

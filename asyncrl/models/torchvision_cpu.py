@@ -45,7 +45,9 @@ def _declare_missing_operators() -> None:
 
 def install() -> None:
     """Arrange it for the first import of torchvision; costs nothing until then."""
-    if "torchvision" not in sys.modules and not any(isinstance(f, _BeforeTorchvision) for f in sys.meta_path):
+    # By name: a copy of this file may have been installed for the whole environment (scripts/install.sh).
+    waiting = any(type(finder).__name__ == _BeforeTorchvision.__name__ for finder in sys.meta_path)
+    if "torchvision" not in sys.modules and not waiting:
         sys.meta_path.insert(0, _BeforeTorchvision())
 
 

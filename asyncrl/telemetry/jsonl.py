@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 def write_atomically(path: Path, data: bytes, durable: bool = True) -> None:
-    """Readers see the old content or the new, never a part. `durable` also survives a power cut, at the price of a sync."""
+    """Readers see the old content or the new, never a part. `durable` survives a power cut too, and costs a sync."""
     # The process id keeps two writers from sharing one temporary file.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

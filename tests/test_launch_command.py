@@ -1,0 +1,149 @@
+"""The command line: instant where nothing heavy is needed, and every mistake is one message and exit code 2."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl.cli import main
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import UserError
+from asyncrl.launch.train import check_run_dir, resolve_ports, write_config
+
+CONFIG = """\
+run_dir: {run_dir}
+model: {{path: nowhere}}
+data: {{train_files: [rows.parquet]}}
+reward: {{functions: [{{function: exact_match}}]}}
+"""
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG.format(run_dir=tmp_path / "run"))
+    return path
+
+
+def make(tmp_path: Path, **ports: int) -> RunConfig:
+    zeros = {"control_port": 0, "weights_port": 0, "learner_port": 0, "rollout_port": 0, **ports}
+    return RunConfig.model_validate(
+        {
+            "run_dir": str(tmp_path / "run"),
+            "model": {"path": "nowhere"},
+            "data": {"train_files": ["rows.parquet"]},
+            "reward": {"functions": [{"function": "exact_match"}]},
+            "network": {key: zeros[key] for key in ("control_port", "weights_port")},
+            "telemetry": {key: zeros[key] for key in ("learner_port", "rollout_port")},
+        }
+    )
+
+
+def ports_of(config: RunConfig) -> list[int]:
+    network, telemetry = config.network, config.telemetry
+    return [network.control_port, network.weights_port, telemetry.learner_port, telemetry.rollout_port]
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom asyncrl.cli import main\ntry:\n    main(['train', '--help'])\nexcept SystemExit:\n    pass\n"
+        "print(sorted({'torch', 'transformers', 'datasets', 'pyarrow', 'rich'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20)
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+    assert "--dry-run" in done.stdout
+
+
+def test_an_unknown_key_is_a_message_with_a_suggestion(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(config_file), "batch.group_sise=4"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert "batch.group_size" in captured.err
+    assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--resume", "batch.group_sise=4"],
+        ["batch.group_size=4", "--resume", "batch.group_sise=4"],
+        ["batch.group_sise=4", "--resume"],
+    ],
+)
+def test_overrides_may_stand_on_either_side_of_an_option(
+    config_file: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    """The misspelt key proves that the override was read, wherever it stood."""
+    assert main(["train", str(config_file), *arguments]) == 2
+    assert "group_sise" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["trian", "x"], ["train", "x", "--bogus"], ["export", "a", "b", "c"], []])
+def test_wrong_arguments_exit_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "usage: asyncrl" in capsys.readouterr().err
+
+
+def test_a_mistake_leaves_nothing_behind(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(config_file)]) == 2
+    assert "model.path" in capsys.readouterr().err
+    assert [path.name for path in config_file.parent.iterdir()] == ["config.yaml"]
+
+
+def test_an_existing_run_directory_is_never_written_into(tmp_path: Path) -> None:
+    config = make(tmp_path)
+    check_run_dir(config, resume=False)
+    config.run_path.mkdir()
+    check_run_dir(config, resume=False)
+    (config.run_path / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(UserError, match="--resume"):
+        check_run_dir(config, resume=False)
+    with pytest.raises(UserError, match="no checkpoint"):
+        check_run_dir(config, resume=True)
+    (config.run_path / "checkpoints" / "step-000002").mkdir(parents=True)
+    check_run_dir(config, resume=True)
+
+
+def test_zeros_become_four_different_free_ports(tmp_path: Path) -> None:
+    ports = ports_of(resolve_ports(make(tmp_path)))
+    assert len(set(ports)) == 4
+    assert all(ports)
+
+
+def test_a_fixed_port_is_kept_and_a_busy_one_is_refused_by_name(tmp_path: Path) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        busy = holder.getsockname()[1]
+        with pytest.raises(UserError, match=r"telemetry\.rollout_port") as caught:
+            resolve_ports(make(tmp_path, rollout_port=busy))
+    assert str(busy) in str(caught.value)
+    assert ports_of(resolve_ports(make(tmp_path, rollout_port=busy)))[3] == busy
+
+
+def test_one_port_for_two_purposes_is_refused_rather_than_changed(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        free = probe.getsockname()[1]
+    with pytest.raises(UserError, match=r"network\.control_port and telemetry\.learner_port are both"):
+        resolve_ports(make(tmp_path, control_port=free, learner_port=free))
+
+
+def test_both_services_read_the_same_resolved_configuration(tmp_path: Path) -> None:
+    from asyncrl.config.load import load_config
+
+    config = resolve_ports(make(tmp_path))
+    assert load_config(write_config(config)) == config
+
+
+def test_config_reference_names_every_section(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config-reference"]) == 0
+    printed = capsys.readouterr().out
+    for key in ("learner.max_staleness", "batch.group_size", "telemetry.learner_port"):
+        assert key in printed
