@@ -15,7 +15,7 @@ import torch
 
 from asyncrl.models.positions import prompt_positions
 from asyncrl.models.processing import EncodedPrompt
-from asyncrl.models.shared_prefix import SharedPrefixLayout, group_mask
+from asyncrl.models.shared_prefix import make_layout
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,6 @@ def build_micro_batch(model: Any, groups: Sequence[TrainGroup], device: torch.de
     ids: list[np.ndarray] = []
     types: list[np.ndarray] = []
     positions: list[torch.Tensor] = []
-    spans: list[tuple[int, int]] = []
-    masks: list[torch.Tensor] = []
     predict_from: list[np.ndarray] = []
     targets: list[np.ndarray] = []
     rows: list[np.ndarray] = []
@@ -119,15 +117,16 @@ def build_micro_batch(model: Any, groups: Sequence[TrainGroup], device: torch.de
             rows.append(np.full(len(kept), completion.row))
             columns.append(kept)
             cursor += len(inputs)
-        spans.append((start, cursor))
-        masks.append(group_mask(prompt_length, [len(c.token_ids) - 1 for c in group.completions], device))
         start = cursor
+    layout = make_layout(
+        [(len(g.prompt.token_ids), [len(c.token_ids) - 1 for c in g.completions]) for g in groups], device
+    )
     return MicroBatch(
         inputs={
             "input_ids": torch.from_numpy(np.concatenate(ids)).long()[None].to(device),
             **_position_inputs(torch.cat(positions, dim=1).to(device)),
             **_image_inputs(groups, np.concatenate(types), device),
-            "shared_prefix": SharedPrefixLayout(tuple(spans), tuple(masks)),
+            "shared_prefix": layout,
         },
         predict_from=torch.from_numpy(np.concatenate(predict_from)).long().to(device),
         targets=torch.from_numpy(np.concatenate(targets)).long().to(device),

@@ -25,7 +25,8 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def test_a_step_is_readable_as_soon_as_it_is_recorded(tmp_path: Path) -> None:
     recorder = RunRecorder(tmp_path)
-    recorder.step({"step": 1, "loss": np.float32(0.5), "rows/finished": np.int64(3)})
+    values: dict[str, Any] = {"step": 1, "loss": np.float32(0.5), "rows/finished": np.int64(3)}
+    recorder.step(values)
     assert lines(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 0.5, "rows/finished": 3}]
     with pytest.raises(ValueError, match="needs a step"):
         recorder.step({"loss": 0.5})

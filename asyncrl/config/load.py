@@ -112,12 +112,13 @@ class _Draft:
             hint = suggestion(_with_n(place))
             self.problems.append(f"unknown key {name}" + (f": {hint}" if hint else "") + f" [override {text}]")
             return
-        value, _, problems = yaml_text.parse(raw, f"override {text}")
-        if found.annotation is str and not isinstance(value, dict | list):
-            value = yaml_text.unquoted(raw)
-        elif problems:
-            self.problems += problems
-            return
+        if found.annotation is str:
+            value = yaml_text.unquoted(raw)  # text as it stands: `system_prompt=Answer: yes` is no mapping
+        else:
+            value, _, problems = yaml_text.parse(raw, f"override {text}")
+            if problems:
+                self.problems += problems
+                return
         if self._set(place, value, text):
             for known in [known for known in self.origins if known[: len(place)] == place]:
                 del self.origins[known]

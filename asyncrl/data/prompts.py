@@ -12,7 +12,7 @@ import jinja2
 import numpy as np
 
 from asyncrl.config.schema import DataConfig
-from asyncrl.data.images import content_hash, load_image_bytes
+from asyncrl.data.images import check_header, content_hash, load_image_bytes
 from asyncrl.errors import UserError
 from protocol.messages import ChatMessage, ContentPart, ImagePart, Prompt, TextPart
 
@@ -59,19 +59,29 @@ class PromptRenderer:
         if value is None:
             return []
         values = list(value) if isinstance(value, list | tuple | np.ndarray) else [value]
-        base = Path(self._config.image_dir or ".")
-        return [load_image_bytes(item, base, f"row {row_id}") for item in values]
+        images: list[bytes] = []
+        for number, item in enumerate(values):
+            where = f"row {row_id}, image {number}"
+            # RowSource has made the paths absolute: the base matters to rows from elsewhere only.
+            image = load_image_bytes(item, Path(self._config.image_dir or "."), where)
+            check_header(image, where)
+            images.append(image)
+        return images
 
     def _messages(self, row: Mapping[str, Any], row_id: str) -> list[ChatMessage]:
-        content = row[self._config.prompt_key]
+        content = row.get(self._config.prompt_key)
+        if content is None and self._template is not None:
+            content = self._apply_template(None, row, row_id)  # the template makes the question of other columns
+        elif isinstance(content, str):
+            content = self._apply_template(content, row, row_id)
         system = self._config.system_prompt
         messages = [ChatMessage(role="system", content=(TextPart(text=system),))] if system else []
         if isinstance(content, str):
-            text = self._apply_template(content, row, row_id)
-            return [*messages, ChatMessage(role="user", content=split_placeholders(text))]
+            return [*messages, ChatMessage(role="user", content=split_placeholders(content))]
         if not isinstance(content, list | tuple | np.ndarray) or not len(content):
+            found = "empty" if content is None or isinstance(content, list | tuple) else f"a {type(content).__name__}"
             raise UserError(
-                f"row {row_id}: column {self._config.prompt_key!r} is a {type(content).__name__}; "
+                f"row {row_id}: column {self._config.prompt_key!r} (data.prompt_key) is {found}; "
                 "it must be a string or a list of chat messages"
             )
         return [*messages, *(self._message(item, row, row_id) for item in content)]
@@ -84,24 +94,39 @@ class PromptRenderer:
         if isinstance(content, str):
             text = self._apply_template(content, row, row_id) if role == "user" else content
             return ChatMessage(role=role, content=split_placeholders(text))
-        parts: list[ContentPart] = []
-        for part in content if content is not None else []:
-            if part.get("type") == "image":
-                parts.append(ImagePart())
-            else:
-                parts.append(TextPart(text=str(part.get("text") or "")))
-        return ChatMessage(role=role, content=tuple(parts))
+        if not isinstance(content, list | tuple | np.ndarray):
+            raise UserError(
+                f"row {row_id}: the {role} message has a content of type {type(content).__name__}; "
+                "it must be a string or a list of parts"
+            )
+        return ChatMessage(role=role, content=tuple(_part(part, row_id) for part in content))
 
-    def _apply_template(self, content: str, row: Mapping[str, Any], row_id: str) -> str:
+    def _apply_template(self, content: str | None, row: Mapping[str, Any], row_id: str) -> str:
         if self._template is None:
-            return content
+            return content or ""
+        known = dict(row) if content is None else {**row, "content": content}
         try:
-            return self._template.render({**row, "content": content})
+            return self._template.render(known)
         except jinja2.UndefinedError as error:
             raise UserError(
                 f"row {row_id}: the template {self._config.format_prompt} asks for a column that is not there: "
                 f"{error.message}. Columns: {', '.join(sorted(row))}"
             ) from error
+        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise UserError(
+                f"row {row_id}: the template {self._config.format_prompt} fails: {type(error).__name__}: {error}"
+            ) from error
+
+
+def _part(part: Any, row_id: str) -> ContentPart:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "image":
+        return ImagePart()
+    if kind == "text" or (kind is None and isinstance(part, Mapping) and "text" in part):
+        return TextPart(text=str(part.get("text") or ""))
+    raise UserError(
+        f'row {row_id}: a message part is {str(part)[:80]!r}; use {{"type": "text", "text": ...}} or {{"type": "image"}}'
+    )
 
 
 def row_target(row: Mapping[str, Any], config: DataConfig, row_id: str) -> str:

@@ -6,13 +6,16 @@ Where standard output is no terminal, plain lines instead.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from rich.box import ROUNDED
+from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -23,17 +26,24 @@ SPARKLINE_WIDTH = 40
 PLAIN_EVERY_STEPS = 20
 REFRESH_S = 0.5
 MISSING = "-"
+PHASE_STYLES = {"training": "green", "evaluating": "cyan", "finished": "bold green", "failed": "bold red"}
+Fact = tuple[str, str] | tuple[str, str, str]
+"""Name, value and, where it stands out, the value's style."""
 
 
 def sparkline(values: Sequence[float], width: int = SPARKLINE_WIDTH) -> str:
     """The whole course in `width` characters: means of equal slices, from lowest to highest bar."""
-    if not values:
+    means = _slice_means(values, width)
+    if not means:
         return ""
-    width = min(width, len(values))
-    slices = [values[i * len(values) // width : (i + 1) * len(values) // width] for i in range(width)]
-    means = [sum(part) / len(part) for part in slices]
     low, span = min(means), max(max(means) - min(means), 1e-9)
     return "".join(BARS[round((mean - low) / span * (len(BARS) - 1))] for mean in means)
+
+
+def _slice_means(values: Sequence[float], width: int) -> list[float]:
+    width = min(width, len(values))
+    slices = [values[i * len(values) // width : (i + 1) * len(values) // width] for i in range(width)]
+    return [sum(part) / len(part) for part in slices]
 
 
 def number(value: Any, digits: int = 3) -> str:
@@ -49,93 +59,152 @@ def duration(seconds: float | None) -> str:
 
 def render(story: Story) -> RenderableType:
     """The panel of the story so far."""
+    phase = str(story.status.get("phase", "starting"))
+    style = PHASE_STYLES.get(phase, "yellow")
+    body = Group(
+        _progress(story, style),
+        *_section("Is it learning?", _learning(story)),
+        *_section("Is the pipeline healthy?", _pipeline(story)),
+        *_section("What does it write?", _samples(story)),
+    )
+    return Panel(
+        body,
+        box=ROUNDED,
+        title=Text.assemble(("asyncrl", "bold"), f"  {_short(story.run_dir, 50)}  ", (phase, style)),
+        title_align="left",
+        border_style="dim",
+        padding=(1, 2),
+    )
+
+
+def _progress(story: Story, style: str) -> RenderableType:
     total = story.status.get("total_steps")
     step = story.latest.get("step", story.status.get("step", 0))
-    title = f"asyncrl  {story.run_dir}   step {step}" + (f" of {total}" if total else "")
-    title += f"   {story.status.get('phase', 'starting')}   {duration(story.seconds_left())} left"
-    body = Group(
-        _section("Is it learning?", _learning(story)),
-        _section("Is the pipeline healthy?", _pipeline(story)),
-        _section("What does it write?", _samples(story)),
-    )
-    return Panel(body, title=title, title_align="left", border_style="cyan", padding=(1, 2))
+    if not total:
+        return Text(f"step {step}")
+    row = Table.grid(padding=(0, 2), expand=True)
+    row.add_column(no_wrap=True)
+    row.add_column(ratio=1)
+    row.add_column(no_wrap=True, justify="right")
+    bar = ProgressBar(total=total, completed=step, style="bright_black", complete_style=style, finished_style=style)
+    left = story.seconds_left()
+    row.add_row(Text(f"step {step} of {total}", style="bold"), bar, Text(duration(left) + " left" if left else ""))
+    return row
 
 
-def _section(question: str, content: RenderableType) -> RenderableType:
-    return Group(Text(question, style="bold"), content, Text(""))
-
-
-def _rows(*rows: tuple[str, str]) -> Table:
-    table = Table.grid(padding=(0, 3))
-    table.add_column(style="dim", min_width=18)
+def _section(question: str, rows: Iterable[tuple[str, RenderableType]]) -> list[RenderableType]:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", width=14, no_wrap=True)
     table.add_column()
     for name, value in rows:
-        table.add_row(name, Text(value))
-    return table
+        table.add_row(name, value)
+    return [Text(""), Text(question, style="bold cyan"), table]
 
 
-def _learning(story: Story) -> RenderableType:
+def _facts(*facts: Fact) -> RenderableType:
+    """Names in grey, values beside them; a narrow terminal breaks the line between facts, never inside one."""
+    shown = [Text.assemble((f"{name} " if name else "", "dim"), (value, *style)) for name, value, *style in facts]
+    return Columns(shown, padding=(0, 3, 0, 0)) if shown else Text(MISSING, style="dim")
+
+
+def _learning(story: Story) -> list[tuple[str, RenderableType]]:
     rewards = [step["reward/mean"] for step in story.steps if step.get("reward/mean") is not None]
-    components = "   ".join(
-        f"{key.removeprefix('reward/')} {number(value)}"
+    means = _slice_means(rewards, SPARKLINE_WIDTH)
+    curve = Text.assemble((number(story.last("reward/mean")), "bold"), "  ", (sparkline(rewards), "green"))
+    if len(means) > 1:
+        curve.append(f"  {min(means):.2f} to {max(means):.2f}", "dim")
+    parts = [
+        (key.removeprefix("reward/"), number(value))
         for key, value in story.latest.items()
         if key.startswith("reward/") and key not in ("reward/mean", "reward/std")
-    )
-    held_out = MISSING
-    if story.evaluations:
-        first, last = story.evaluations[0], story.evaluations[-1]
-        held_out = f"{number(first.get('accuracy'))} at step {first.get('step')}"
-        if last is not first:
-            held_out += f"  ->  {number(last.get('accuracy'))} at step {last.get('step')}"
-    return _rows(
-        ("reward", f"{number(story.last('reward/mean'))}  {sparkline(rewards)}"),
-        ("components", components or MISSING),
-        ("held-out accuracy", held_out),
+    ]
+    learning_rate = story.last("lr")
+    return [
+        ("reward", curve),
+        *([("components", _facts(*parts))] if parts else []),
+        ("held-out", _held_out(story)),
         (
             "optimisation",
-            f"loss {number(story.last('loss'), 4)}   grad norm {number(story.last('grad_norm'), 2)}   "
-            f"entropy {number(story.last('entropy'))}   lr {story.last('lr') or 0:.2g}",
+            _facts(
+                ("loss", number(story.last("loss"), 4)),
+                ("grad norm", number(story.last("grad_norm"), 2)),
+                ("entropy", number(story.last("entropy"))),
+                ("lr", MISSING if learning_rate is None else f"{learning_rate:.2g}"),
+            ),
         ),
-    )
+    ]
 
 
-def _pipeline(story: Story) -> RenderableType:
+def _held_out(story: Story) -> Text:
+    """Accuracy of the first evaluation and of the latest."""
+    if not story.evaluations:
+        return Text("not evaluated yet", style="dim")
+    first, last = story.evaluations[0], story.evaluations[-1]
+    before, after = first.get("accuracy"), last.get("accuracy")
+    shown = Text.assemble("accuracy " if last is first else "", (number(before), "bold" if last is first else ""))
+    if last is first:
+        return shown.append(f"  at step {first.get('step', MISSING)}", "dim")
+    style = "" if before is None or after is None or before == after else "green" if after > before else "red"
+    steps = f"  accuracy at steps {first.get('step', MISSING)} and {last.get('step', MISSING)}"
+    return shown.append(" → ").append(number(after), f"bold {style}".strip()).append(steps, "dim")
+
+
+def _pipeline(story: Story) -> list[tuple[str, RenderableType]]:
     status, latest = story.status, story.latest
-    groups = status.get("groups", {})
-    servers = status.get("servers", [])
-    rows = {key.removeprefix("rows/"): number(value, 0) for key, value in latest.items() if key.startswith("rows/")}
-    errors = status.get("errors") or {}
-    return _rows(
+    servers = status.get("servers") or []
+    behind = ", ".join(str(server.get("version", MISSING)) for server in servers)
+    groups = [(name, str(count)) for name, count in (status.get("groups") or {}).items()]
+    rows = [(key.removeprefix("rows/"), value) for key, value in latest.items() if key.startswith("rows/")]
+    errors = [(kind, str(count), "red") for kind, count in (status.get("errors") or {}).items()]
+    waiting = status.get("waiting_for")
+    return [
         (
-            "policy version",
-            f"{status.get('version', MISSING)}   "
-            f"servers at {', '.join(str(s.get('version', MISSING)) for s in servers) or MISSING}   "
-            f"staleness mean {number(latest.get('staleness/mean'), 2)}, max {number(latest.get('staleness/max'), 0)}",
+            "policy",
+            _facts(
+                ("version", str(status.get("version", MISSING))),
+                ("staleness mean", number(latest.get("staleness/mean"), 2)),
+                ("max", number(latest.get("staleness/max"), 0)),
+            ),
         ),
-        ("groups", "   ".join(f"{name} {count}" for name, count in groups.items()) or MISSING),
         (
-            "idle",
-            f"learner {number(story.last('idle/learner'), 2)}   rollout {number(story.last('idle/rollout'), 2)}   "
-            f"tokens/s {number(story.last('tokens_per_s/learner'), 0)} and "
-            f"{number(story.last('tokens_per_s/rollout'), 0)}",
+            "servers",
+            _facts((f"{len(servers)} at version", behind)) if servers else Text("none connected", style="yellow"),
         ),
-        ("off-policy", f"ESS {number(story.last('ess'))}   mismatch KL {number(story.last('mismatch_kl_k3'), 5)}"),
-        ("trajectories", "   ".join(f"{name} {count}" for name, count in rows.items()) or MISSING),
-        ("waiting for", status.get("waiting_for") or "nothing"),
-        ("errors", "   ".join(f"{kind} {count}" for kind, count in errors.items()) or "none"),
+        ("groups", _facts(*groups)),
+        ("learner", _side(story, "learner")),
+        ("rollout", _side(story, "rollout")),
+        (
+            "off-policy",
+            _facts(("ESS", number(story.last("ess"))), ("mismatch KL", number(story.last("mismatch_kl_k3"), 5))),
+        ),
+        ("trajectories", _facts(*((name, number(value, 0)) for name, value in rows if value != 0))),
+        ("waiting for", Text(str(waiting), style="yellow") if waiting else Text("nothing", style="dim")),
+        ("errors", _facts(*errors) if errors else Text("none", style="dim")),
+    ]
+
+
+def _side(story: Story, side: str) -> RenderableType:
+    idle = story.last(f"idle/{side}")
+    share = MISSING if idle is None else f"{idle:.0%}"
+    return _facts(
+        ("tokens/s", number(story.last(f"tokens_per_s/{side}"), 0)),
+        ("idle", share, "yellow" if idle is not None and idle > 0.5 else ""),
     )
 
 
-def _samples(story: Story) -> RenderableType:
-    rows: list[tuple[str, str]] = []
-    for name, sample in (("good", story.good), ("bad", story.bad)):
-        if sample:
-            completion = sample["completion"]
-            rows += [
-                (f"{name} ({number(completion['reward'], 2)})", _short(completion.get("text", MISSING))),
-                ("", f"for {_short(sample.get('prompt', MISSING))}  (answer {_short(sample.get('answer', MISSING))})"),
-            ]
-    return _rows(*rows) if rows else Text("nothing yet", style="dim")
+def _samples(story: Story) -> list[tuple[str, RenderableType]]:
+    rows: list[tuple[str, RenderableType]] = []
+    previous: tuple[str, str] | None = None
+    for name, style, sample in (("good", "green", story.good), ("bad", "red", story.bad)):
+        if not sample:
+            continue
+        question = (_short(sample.get("prompt", MISSING)), _short(sample.get("answer", MISSING), 40))
+        if question != previous:
+            rows.append(("prompt", Text.assemble(question[0], ("  answer ", "dim"), question[1])))
+            previous = question
+        completion = sample["completion"]
+        rows.append((f"{name} {number(completion['reward'], 2)}", Text(_short(completion.get("text", "")), style)))
+    return rows or [("nothing yet", Text(""))]
 
 
 def _short(text: Any, limit: int = 90) -> str:

@@ -170,5 +170,5 @@ def check_prompt_length(encoded: EncodedPrompt, limit: int) -> None:
         raise UserError(
             f"row {encoded.row_id}: the prompt has {length} tokens ({image_tokens} of them for "
             f"{len(encoded.image_hashes)} image(s)), over data.max_prompt_length = {limit}. Raise the limit, "
-            "use smaller images, or set data.filter_overlong_prompts=true to leave such rows out; they are counted and named"
+            "use smaller images, or set data.filter_overlong_prompts=true to leave such rows out (counted and named)"
         )

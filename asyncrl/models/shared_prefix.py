@@ -20,22 +20,75 @@ SHARED_PREFIX_ATTENTION = "asyncrl_shared_prefix"
 """Name under which transformers finds it (`attn_implementation`)."""
 
 
+WASTE = 1.3
+"""Groups are attended to together if padding them to one length costs at most this factor of the shorter one's."""
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """Groups of similar length, attended to in one call."""
+
+    gather: torch.Tensor
+    """[G, L] place in the packed sequence of each padded token; padding points at the group's first token."""
+    scatter: torch.Tensor
+    """[T] place among the G*L padded tokens of each real token, group after group."""
+    mask: torch.Tensor
+    """[G, 1, L, L] bool: True where the row's token attends to the column's."""
+
+
 @dataclass(frozen=True)
 class SharedPrefixLayout:
-    """Where each group lies in the packed sequence, and who sees whom inside it."""
+    """Who attends to whom in a packed sequence."""
 
-    spans: tuple[tuple[int, int], ...]
-    """`[start, end)` of each group."""
-    masks: tuple[torch.Tensor, ...]
-    """Per group bool [L, L]: True where the row's token attends to the column's."""
+    batches: tuple[AttentionBatch, ...]
+    order: torch.Tensor
+    """[packed] where each packed token is found in the batches' outputs, one after another."""
 
 
-def group_mask(prompt_length: int, completion_lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+def make_layout(groups: Sequence[tuple[int, Sequence[int]]], device: torch.device) -> SharedPrefixLayout:
+    """Layout of packed groups, each given as (prompt length, completion lengths), in their packed order."""
+    lengths = [prompt + sum(completions) for prompt, completions in groups]
+    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
+    batches: list[AttentionBatch] = []
+    packed: list[np.ndarray] = []
+    for members in _similar(lengths):
+        longest = max(lengths[i] for i in members)
+        gather = np.repeat(starts[members][:, None], longest, axis=1)
+        mask = np.zeros((len(members), longest, longest), bool)
+        scatter: list[np.ndarray] = []
+        for place, i in enumerate(members):
+            gather[place, : lengths[i]] = np.arange(starts[i], starts[i] + lengths[i])
+            mask[place, : lengths[i], : lengths[i]] = group_mask(*groups[i])
+            mask[place, lengths[i] :, 0] = True  # padding sees something, or its softmax would be NaN
+            scatter.append(place * longest + np.arange(lengths[i]))
+            packed.append(gather[place, : lengths[i]])
+        batches.append(
+            AttentionBatch(
+                gather=torch.from_numpy(gather).to(device),
+                scatter=torch.from_numpy(np.concatenate(scatter)).to(device),
+                mask=torch.from_numpy(mask[:, None]).to(device),
+            )
+        )
+    order = np.argsort(np.concatenate(packed))
+    return SharedPrefixLayout(tuple(batches), torch.from_numpy(order).to(device))
+
+
+def _similar(lengths: Sequence[int]) -> list[list[int]]:
+    """Indices of groups that may share a padded length, shortest first."""
+    parts: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        if parts and lengths[i] <= WASTE * lengths[parts[-1][0]]:
+            parts[-1].append(i)
+        else:
+            parts.append([i])
+    return parts
+
+
+def group_mask(prompt_length: int, completion_lengths: Sequence[int]) -> np.ndarray:
     """[L, L] bool with L = prompt_length + sum(completion_lengths)."""
-    # numpy: many small masks are made per step, and torch would wake its thread pool for each.
     segment = np.repeat(np.arange(len(completion_lengths) + 1), [prompt_length, *completion_lengths])
     visible = (segment[None, :] == 0) | (segment[None, :] == segment[:, None])
-    return torch.from_numpy(np.tril(visible)).to(device)
+    return np.tril(visible)
 
 
 def shared_prefix_attention(
@@ -50,21 +103,20 @@ def shared_prefix_attention(
     shared_prefix: SharedPrefixLayout | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query [1, H, L, D], key and value [1, Hkv, L, D] -> [1, L, H, D]."""
+    """query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D]."""
     assert shared_prefix is not None, "this model is prepared for packed groups: pass shared_prefix="
     assert dropout == 0.0, "dropout would make log-probs differ from the engine's"
-    outputs = [
-        F.scaled_dot_product_attention(
-            query[:, :, start:end],
-            key[:, :, start:end],
-            value[:, :, start:end],
-            attn_mask=mask,
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, H, D]
+    outputs: list[torch.Tensor] = []
+    for batch in shared_prefix.batches:
+        attended = F.scaled_dot_product_attention(
+            *(tensor[batch.gather].transpose(1, 2) for tensor in (q, k, v)),
+            attn_mask=batch.mask,
             scale=scaling,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-        for (start, end), mask in zip(shared_prefix.spans, shared_prefix.masks, strict=True)
-    ]
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+        outputs.append(attended.transpose(1, 2).flatten(0, 1)[batch.scatter])
+    return torch.cat(outputs)[shared_prefix.order][None], None
 
 
 def register() -> None:
