@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NoReturn
 
 from asyncrl.errors import UserError
 
@@ -51,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     export = commands.add_parser("export", help="copy a checkpoint's model as a Hugging Face folder")
     export.add_argument("run_dir", type=Path)
     export.add_argument("target", type=Path)
-    export.add_argument("--step", type=int, default=0, help="which checkpoint; default: the newest")
+    export.add_argument("--checkpoint", type=int, metavar="STEP", help="of which step; default: the newest")
     export.set_defaults(handler=_export)
     reference = commands.add_parser("config-reference", help="print every configuration key as Markdown")
     reference.set_defaults(handler=_config_reference)
@@ -93,23 +94,33 @@ def _train(arguments: argparse.Namespace) -> int:
 
 def _sft(arguments: argparse.Namespace) -> int:
     from asyncrl.config.load import load_config
-    from asyncrl.launch.train import check_run_dir, write_config
+    from asyncrl.launch.train import check_inputs, check_run_dir, write_config
 
     config = load_config(arguments.config, arguments.overrides)
     check_run_dir(config, resume=False)
-    return _become("learner.sft", "--config", str(write_config(config)))
+    check_inputs(config, "sft")
+    _become("learner.sft", "--config", str(write_config(config)))
 
 
 def _rollout(arguments: argparse.Namespace) -> int:
-    return _become("rollout_server", "--config", str(arguments.config), *arguments.overrides)
+    _check_config(arguments)
+    _become("rollout_server", "--config", str(arguments.config), *arguments.overrides)
 
 
 def _learn(arguments: argparse.Namespace) -> int:
+    _check_config(arguments)
     flags = ["--resume"] if arguments.resume else []
-    return _become("learner", "--config", str(arguments.config), *flags, *arguments.overrides)
+    _become("learner", "--config", str(arguments.config), *flags, *arguments.overrides)
 
 
-def _become(module: str, *arguments: str) -> int:
+def _check_config(arguments: argparse.Namespace) -> None:
+    """Its mistakes are told before anything heavy is loaded."""
+    from asyncrl.config.load import load_config
+
+    load_config(arguments.config, arguments.overrides)
+
+
+def _become(module: str, *arguments: str) -> NoReturn:
     """Replace this process: signals and the exit code are the service's own."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     sys.stdout.flush()
@@ -126,15 +137,16 @@ def _eval(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    found = sorted((arguments.run_dir / "checkpoints").glob("step-*"))
-    if arguments.step:
-        found = [path for path in found if path.name == f"step-{arguments.step:06d}"]
-    if not found:
-        raise UserError(f"{arguments.run_dir}/checkpoints has no such checkpoint")
+    there = {int(path.name.removeprefix("step-")): path for path in arguments.run_dir.glob("checkpoints/step-*")}
+    if not there:
+        raise UserError(f"there is no checkpoint in {arguments.run_dir / 'checkpoints'}")
+    step = max(there) if arguments.checkpoint is None else arguments.checkpoint
+    if step not in there:
+        raise UserError(f"there is no checkpoint of step {step}: {arguments.run_dir} has those of {sorted(there)}")
     if arguments.target.exists():
         raise UserError(f"{arguments.target} exists already. Name a new folder")
-    shutil.copytree(found[-1] / "model", arguments.target)
-    print(f"{arguments.target} is a copy of {found[-1] / 'model'}")
+    shutil.copytree(there[step] / "model", arguments.target)
+    print(f"{arguments.target} is a copy of {there[step] / 'model'}")
     return 0
 
 

@@ -51,5 +51,14 @@ def _guarded(name: str, main: Callable[[RunConfig, bool], None], arguments: argp
     return 0
 
 
+def require_fixed_ports(config: RunConfig) -> None:
+    """A service on its own cannot take a free port: the other side would not know it."""
+    for key in ("control_port", "weights_port"):
+        if getattr(config.network, key) == 0:
+            raise UserError(
+                f"network.{key} is 0, which only `asyncrl train` can resolve. Set the same port on both sides"
+            )
+
+
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt

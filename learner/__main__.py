@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.entry import run_service
+from asyncrl.entry import require_fixed_ports, run_service
 
 
 def main(config: RunConfig, resume: bool) -> None:
@@ -11,6 +11,7 @@ def main(config: RunConfig, resume: bool) -> None:
 
     from learner.service import Learner
 
+    require_fixed_ports(config)
     if config.learner.cpu_threads:
         torch.set_num_threads(config.learner.cpu_threads)
     torch.manual_seed(config.trainer.seed)

@@ -6,12 +6,13 @@ import asyncio
 import signal
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.entry import run_service
+from asyncrl.entry import require_fixed_ports, run_service
 
 
 def main(config: RunConfig, resume: bool) -> None:
     import torch
 
+    require_fixed_ports(config)
     if config.rollout.cpu_threads:
         torch.set_num_threads(config.rollout.cpu_threads)
     asyncio.run(_serve_until_signalled(config))

@@ -17,7 +17,8 @@ def pages() -> dict[str, str]:
     metrics = (
         "# Metrics\n\nBoth processes answer `GET /metrics` (`telemetry.learner_port`, `telemetry.rollout_port`). "
         "Written by `scripts/make_docs.py` from the tables in code.\n\n"
-        f"## Learner\n\n{document(LEARNER_METRICS).strip()}\n\n## Rollout server\n\n{document(ROLLOUT_METRICS).strip()}\n"
+        f"## Learner\n\n{document(LEARNER_METRICS).strip()}\n\n"
+        f"## Rollout server\n\n{document(ROLLOUT_METRICS).strip()}\n"
     )
     return {"configuration.md": config_reference().strip() + "\n", "metrics.md": metrics}
 

@@ -141,12 +141,13 @@ class _Draft:
             elif not isinstance(cursor, dict):
                 self.report(place[:depth], f"is {_short.repr(cursor)}, so nothing can be set below it")
                 return False
+            node: Any = cursor  # a list with an index, or a mapping with a key: checked above
             if last:
-                cursor[part] = value
+                node[part] = value
             else:
-                inner = cursor.get(part) if isinstance(cursor, dict) else cursor[part]
-                cursor[part] = _container(place[: depth + 1], inner)
-                cursor = cursor[part]
+                inner = node.get(part) if isinstance(node, dict) else node[part]
+                node[part] = _container(place[: depth + 1], inner)
+                cursor = node[part]
         return True
 
 

@@ -172,10 +172,11 @@ def _open_saved(path: Path, split: str) -> Table:
 
 def _open_hub(name: str, split: str) -> Table:
     import datasets
+    from datasets.exceptions import DatasetsError
 
     try:
         loaded = datasets.load_dataset(name, split=split)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, DatasetsError) as error:
         raise UserError(
             f"the `datasets` library cannot load {name} (split {split!r}): {type(error).__name__}: {error}"
         ) from error

@@ -49,7 +49,7 @@ class PromptRenderer:
             row_id=row_id,
             messages=tuple(messages),
             image_hashes=hashes,
-            answer=wire_safe(row.get(self._config.answer_key)),
+            answer=self._answer(row, row_id),
             columns={k: wire_safe(v) for k, v in row.items() if k not in keys and _is_wire_safe(v)},
         )
         return RenderedPrompt(prompt, dict(zip(hashes, images, strict=True)))
@@ -67,6 +67,15 @@ class PromptRenderer:
             check_header(image, where)
             images.append(image)
         return images
+
+    def _answer(self, row: Mapping[str, Any], row_id: str) -> Any:
+        answer = row.get(self._config.answer_key)
+        if not _is_wire_safe(answer):
+            raise UserError(
+                f"row {row_id}: the answer in column {self._config.answer_key!r} (data.answer_key) is a "
+                f"{type(answer).__name__}; it must be text, a number of at most 64 bits, or lists and maps of them"
+            )
+        return wire_safe(answer)
 
     def _messages(self, row: Mapping[str, Any], row_id: str) -> list[ChatMessage]:
         content = row.get(self._config.prompt_key)
@@ -125,7 +134,8 @@ def _part(part: Any, row_id: str) -> ContentPart:
     if kind == "text" or (kind is None and isinstance(part, Mapping) and "text" in part):
         return TextPart(text=str(part.get("text") or ""))
     raise UserError(
-        f'row {row_id}: a message part is {str(part)[:80]!r}; use {{"type": "text", "text": ...}} or {{"type": "image"}}'
+        f"row {row_id}: a message part is {str(part)[:80]!r}; "
+        'use {"type": "text", "text": ...} or {"type": "image"}'
     )
 
 
@@ -176,7 +186,11 @@ def _is_wire_safe(value: Any) -> bool:
         return all(_is_wire_safe(item) for item in value.values())
     if isinstance(value, list | tuple):
         return all(_is_wire_safe(item) for item in value)
-    return value is None or isinstance(value, str | int | float | bool | np.generic | np.ndarray)
+    if isinstance(value, np.ndarray | np.generic):
+        return _is_wire_safe(value.tolist())
+    if isinstance(value, int):
+        return -(2**63) <= value < 2**64  # what MessagePack can hold
+    return value is None or isinstance(value, str | float)
 
 
 def wire_safe(value: Any) -> Any:

@@ -22,7 +22,7 @@ from rich.text import Text
 from asyncrl.launch.story import Story
 
 BARS = "▁▂▃▄▅▆▇█"
-SPARKLINE_WIDTH = 40
+SPARKLINE_WIDTH = 32
 PLAIN_EVERY_STEPS = 20
 REFRESH_S = 0.5
 MISSING = "-"
@@ -103,7 +103,7 @@ def _section(question: str, rows: Iterable[tuple[str, RenderableType]]) -> list[
 
 def _facts(*facts: Fact) -> RenderableType:
     """Names in grey, values beside them; a narrow terminal breaks the line between facts, never inside one."""
-    shown = [Text.assemble((f"{name} " if name else "", "dim"), (value, *style)) for name, value, *style in facts]
+    shown = [Text.assemble((f"{name} ", "dim"), (value, "".join(style))) for name, value, *style in facts]
     return Columns(shown, padding=(0, 3, 0, 0)) if shown else Text(MISSING, style="dim")
 
 
@@ -156,7 +156,8 @@ def _pipeline(story: Story) -> list[tuple[str, RenderableType]]:
     groups = [(name, str(count)) for name, count in (status.get("groups") or {}).items()]
     rows = [(key.removeprefix("rows/"), value) for key, value in latest.items() if key.startswith("rows/")]
     errors = [(kind, str(count), "red") for kind, count in (status.get("errors") or {}).items()]
-    waiting = status.get("waiting_for")
+    # One line whatever its length: the panel should not jump while it is being read.
+    waiting = Text(str(status.get("waiting_for") or ""), style="yellow", no_wrap=True, overflow="ellipsis")
     return [
         (
             "policy",
@@ -178,7 +179,7 @@ def _pipeline(story: Story) -> list[tuple[str, RenderableType]]:
             _facts(("ESS", number(story.last("ess"))), ("mismatch KL", number(story.last("mismatch_kl_k3"), 5))),
         ),
         ("trajectories", _facts(*((name, number(value, 0)) for name, value in rows if value != 0))),
-        ("waiting for", Text(str(waiting), style="yellow") if waiting else Text("nothing", style="dim")),
+        ("waiting for", waiting or Text("nothing" if status else "the first word of the learner", style="dim")),
         ("errors", _facts(*errors) if errors else Text("none", style="dim")),
     ]
 
@@ -203,7 +204,8 @@ def _samples(story: Story) -> list[tuple[str, RenderableType]]:
             rows.append(("prompt", Text.assemble(question[0], ("  answer ", "dim"), question[1])))
             previous = question
         completion = sample["completion"]
-        rows.append((f"{name} {number(completion['reward'], 2)}", Text(_short(completion.get("text", "")), style)))
+        text = _short(completion.get("text", MISSING)) or "(empty)"
+        rows.append((f"{name} {number(completion['reward'], 2)}", Text(text, style)))
     return rows or [("nothing yet", Text(""))]
 
 
@@ -231,7 +233,7 @@ class Display(AbstractContextManager["Display"]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._show()
+        self._show(last=True)
         if self._live:
             self._live.stop()
 
@@ -239,23 +241,24 @@ class Display(AbstractContextManager["Display"]):
         if time.monotonic() - self._refreshed_at >= REFRESH_S:
             self._show()
 
-    def _show(self) -> None:
+    def _show(self, last: bool = False) -> None:
         self._refreshed_at = time.monotonic()
         self.story.refresh()
         if self._live:
             self._live.update(render(self.story), refresh=True)
         else:
-            self._tell()
+            self._tell(last)
 
-    def _tell(self) -> None:
-        """Plain lines: every evaluation, and a step now and then."""
+    def _tell(self, last: bool) -> None:
+        """Plain lines: every evaluation, and the first step, the last one and one now and then between them."""
         for evaluation in self.story.evaluations[self._told_evaluations :]:
             line = f"step {evaluation.get('step')}: held-out accuracy {number(evaluation.get('accuracy'))}"
             rows, errors = evaluation.get("rows", MISSING), evaluation.get("errors", MISSING)
             self._print(f"{line} over {rows} rows, {errors} without a score")
         self._told_evaluations = len(self.story.evaluations)
         step = self.story.latest
-        if "step" in step and (step["step"] >= self._told_step + PLAIN_EVERY_STEPS or self._told_step == 0):
+        pause = 1 if last or self._told_step == 0 else PLAIN_EVERY_STEPS
+        if step.get("step", 0) >= self._told_step + pause:
             self._told_step = step["step"]
             self._print(
                 f"step {step['step']} of {self.story.status.get('total_steps', '?')}: "

@@ -25,6 +25,8 @@ STOP_S = 15.0
 POLL_S = 0.2
 LAST_LINES = 30
 _PR_SET_PDEATHSIG = 1
+# Loaded here: between fork and exec nothing may wait for a lock that another thread held.
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 @dataclass
@@ -109,6 +111,8 @@ class Supervisor:
                 service.start()
             return self._watch(on_tick)
         finally:
+            # Nothing is left to stop unless we ourselves failed: then, too, both may end in order.
+            self._stop(self.learner, self.rollout)
             for service in (self.learner, self.rollout):
                 service.kill()
             for number, handler in previous.items():
@@ -149,12 +153,13 @@ class Supervisor:
 
     def _stop(self, *services: Service) -> None:
         """SIGTERM, a deadline, then SIGKILL; a further interrupt does not wait for the deadline."""
-        for service in services:
+        running = [service for service in services if service.process and service.code is None]
+        for service in running:
             service.terminate()
         deadline, seen = time.monotonic() + self._stop_s, self._interrupts
-        while any(service.code is None for service in services):
+        while any(service.code is None for service in running):
             if time.monotonic() > deadline or self._interrupts > seen:
-                for service in services:
+                for service in running:
                     if service.code is None:
                         logger.warning("%s did not stop within %g s; it is killed", service.name, self._stop_s)
                         service.kill()
@@ -188,4 +193,5 @@ def available_cores() -> int:
 
 def _die_with_parent() -> None:
     """Linux sends SIGTERM to the child when the launcher dies, even by SIGKILL."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    assert _LIBC is not None
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,10 +34,9 @@ class Story:
         self.evaluations = _extended(self.evaluations, self._evaluations)
         for sample in self._samples.new_records()[0]:
             self._remember(sample)
-        try:
-            self.status = json.loads((self.run_dir / STATUS_FILE).read_text())
-        except FileNotFoundError:
-            self.status = {}
+        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
+            status = json.loads((self.run_dir / STATUS_FILE).read_text())
+            self.status = status if isinstance(status, dict) else {}
 
     def _remember(self, sample: dict[str, Any]) -> None:
         scored = [c for c in sample.get("completions", []) if c.get("reward") is not None]

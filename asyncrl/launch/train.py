@@ -7,8 +7,9 @@ from pathlib import Path
 
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
+from asyncrl.data.dataset import Purpose, open_train, open_validation
 from asyncrl.errors import UserError
-from asyncrl.launch.panel import Display
+from asyncrl.launch.panel import MISSING, Display, number
 from asyncrl.launch.processes import Outcome, Supervisor, service
 from asyncrl.launch.story import Story
 from asyncrl.rewards.spec import check_rewards
@@ -34,25 +35,35 @@ def train(config: RunConfig, *, resume: bool) -> int:
     print(f"run directory {config.run_dir}: config.yaml, logs/, metrics.jsonl, samples.jsonl", flush=True)
     with Display(Story(config.run_path)) as display:
         outcome = supervisor.run(display.tick)
-    return report(config, outcome)
+    return report(config, outcome, display.story)
 
 
 def check_run_dir(config: RunConfig, *, resume: bool) -> None:
+    """A new run needs an empty or absent directory, a resumed one a checkpoint in it."""
     path = config.run_path
-    if resume:
-        if not any((path / "checkpoints").glob("step-*")):
-            raise UserError(f"--resume: there is no checkpoint in {path / 'checkpoints'}. Start without --resume")
-    elif path.exists() and any(path.iterdir()):
-        raise UserError(
-            f"run_dir {path} exists and is not empty. Continue it with --resume, or set another run_dir=..."
-        )
+    if path.exists() and not path.is_dir():
+        raise UserError(f"run_dir {path} is a file. Set another run_dir=...")
+    in_use, resumable = path.exists() and any(path.iterdir()), has_checkpoint(path)
+    fix = "Remove it or set another run_dir=..." if in_use else "Start without --resume"
+    if resume and not resumable:
+        raise UserError(f"--resume: there is no checkpoint in {path / 'checkpoints'}. {fix}")
+    if in_use and not resume:
+        found = "Continue it with --resume, or" if resumable else "It has no checkpoint for --resume: remove it, or"
+        raise UserError(f"run_dir {path} exists and is not empty. {found} set another run_dir=...")
 
 
-def check_inputs(config: RunConfig) -> None:
-    """Mistakes that need no model to be found."""
+def has_checkpoint(run_path: Path) -> bool:
+    return any((run_path / "checkpoints").glob("step-*"))
+
+
+def check_inputs(config: RunConfig, purpose: Purpose = "rl") -> None:
+    """Mistakes that need no model to be found, so that they leave no run directory behind."""
     if not (Path(config.model.path) / "config.json").is_file():
         raise UserError(f"model.path is {config.model.path!r}, which is no Hugging Face model folder (no config.json)")
     check_rewards(config.reward)
+    open_train(config.data, purpose)
+    if purpose == "rl":
+        open_validation(config.data)
 
 
 def resolve_ports(config: RunConfig) -> RunConfig:
@@ -91,13 +102,16 @@ def _check_fixed_ports(config: RunConfig) -> None:
 
 def write_config(config: RunConfig) -> Path:
     """The resolved configuration, as both services read it."""
-    config.run_path.mkdir(parents=True, exist_ok=True)
     file = config.run_path / "config.yaml"
-    write_atomically(file, dump_config(config).encode())
+    try:
+        config.run_path.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, dump_config(config).encode())
+    except OSError as error:
+        raise UserError(f"cannot write {file}: {error.strerror}. Set another run_dir=...") from None
     return file
 
 
-def report(config: RunConfig, outcome: Outcome) -> int:
+def report(config: RunConfig, outcome: Outcome, story: Story) -> int:
     """Say how it ended and where everything is."""
     if outcome.failed is not None:
         words = outcome.failed.last_words()
@@ -109,10 +123,16 @@ def report(config: RunConfig, outcome: Outcome) -> int:
         print(words, file=sys.stderr)
         return outcome.code
     if outcome.code == 0:
+        if story.evaluations:
+            before, after = story.evaluations[0], story.evaluations[-1]
+            course = [number(e.get("accuracy")) for e in ((before, after) if after is not before else (after,))]
+            print(f"held-out accuracy {' -> '.join(course)} over {after.get('rows', MISSING)} rows")
         print(f"model    {config.run_path / 'export'}")
         print(f"metrics  {config.run_path / 'metrics.jsonl'}")
         print(f"samples  {config.run_path / 'samples.jsonl'}")
+    elif has_checkpoint(config.run_path):
+        print("interrupted; the same command with --resume continues from the newest checkpoint")
     else:
-        print(f"interrupted; continue with --resume if {config.run_path / 'checkpoints'} has a checkpoint")
+        print("interrupted before the first checkpoint (trainer.save_freq), so there is nothing to resume")
     sys.stdout.flush()
     return outcome.code

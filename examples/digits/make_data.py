@@ -1,9 +1,9 @@
 """Make the handwritten-digit task as parquet files.
 
-Every row is one PNG image with a few handwritten digits in a row, a question about them, and its answer. The digits are
-the 1797 scans of 8x8 pixels that ship inside scikit-learn, drawn with a random size, rotation, shear, position, contrast,
-blur and noise. The scans are first divided once into a training and a held-out part, so a held-out image never shows a
-scan that any training image shows.
+Every row is one PNG image with a few handwritten digits in a row, a question about them, and its answer. The digits
+are the 1797 scans of 8x8 pixels that ship inside scikit-learn, drawn with a random size, rotation, shear, position,
+contrast, blur and noise. The scans are first divided once into a training and a held-out part, so a held-out image
+never shows a scan that any training image shows.
 
 Columns: images (list of PNG bytes), prompt, answer, target (a demonstration for supervised training), digits ("3 7 2"),
 kind (which question).

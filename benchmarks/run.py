@@ -1,0 +1,38 @@
+"""`make bench`: every benchmark on a small warm-started model made here, and their tables.
+
+python benchmarks/run.py [--folder DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+DIGITS = ROOT / "examples" / "digits"
+
+
+def run(*command: str) -> None:
+    subprocess.run([sys.executable, *command], check=True, cwd=ROOT)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=None, help="where data and model are made and kept")
+    folder: Path = parser.parse_args().folder or Path(tempfile.mkdtemp(prefix="asyncrl-bench-"))
+    data, model = folder / "data", folder / "model"
+    if not (model / "config.json").is_file():
+        run(str(DIGITS / "make_data.py"), "--out", str(data), "--sft-rows", "64")
+        run(str(DIGITS / "make_model.py"), "--out", str(model))
+    files = [f"data.train_files=[{data}/rl.parquet]", f"data.val_files=[{data}/eval.parquet]", f"model.path={model}"]
+    print("\n## Log-probs of engine and learner\n", flush=True)
+    run("benchmarks/logprob_parity.py", "configs/digits_grpo.yaml", *files)
+    print("\n## Asynchronous against synchronous\n", flush=True)
+    run("benchmarks/async_speedup.py", "--model", str(model), "--data", str(data))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""The commands as a user runs them, with a tiny model and real services."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from asyncrl.cli import main
+from asyncrl.config.load import dump_config
+from asyncrl.config.schema import RunConfig
+
+
+@pytest.fixture
+def config_file(make_config: Callable[..., RunConfig], tmp_path: Path) -> Callable[..., Path]:
+    """Writes a configuration next to the run directory."""
+
+    def write(**sections: dict) -> Path:
+        path = tmp_path / "config.yaml"
+        path.write_text(dump_config(make_config(**sections)))
+        return path
+
+    return write
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "asyncrl", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+
+
+def logs(run: Path) -> str:
+    return "\n".join(path.read_text()[-3000:] for path in sorted(run.glob("logs/*.log")))
+
+
+def test_dry_run_shows_what_would_run_and_writes_nothing(
+    config_file: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(config_file()), "--dry-run", "batch.group_size=8"]) == 0
+    printed = capsys.readouterr().out
+    assert "group_size: 8" in printed, "the resolved configuration"
+    assert "trajectories per step" in printed, "the batch numbers"
+    assert "first prompt" in printed
+    assert "<|vision_start|>" in printed, "as the chat template writes it"
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("data.train_files=[nowhere.parquet]", "nowhere.parquet"),
+        ("data.val_files=[nowhere.parquet]", "nowhere.parquet"),
+        ("data.answer_key=anwser", "anwser"),
+        ("model.path=nowhere", "model.path"),
+        ("reward.functions.0.function=exact_mach", "exact_match"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_written(
+    config_file: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, named: str
+) -> None:
+    assert main(["train", str(config_file()), override]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ")
+    assert named in printed
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.slow
+def test_a_whole_run_tells_its_story_in_plain_lines_and_is_exported(
+    config_file: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    config = config_file(evaluation={"before_training": True})
+    command = start("train", str(config))
+    printed, _ = command.communicate(timeout=120)
+    assert command.returncode == 0, printed + logs(run)
+    assert "\x1b" not in printed
+    assert "step 3 of 3: reward" in printed
+    assert "held-out accuracy" in printed.splitlines()[-4]
+    assert "->" in printed.splitlines()[-4], "before and after"
+    for name in ("export/config.json", "metrics.jsonl", "samples.jsonl", "logs/learner.log", "logs/rollout_server.log"):
+        assert (run / name).exists(), name
+
+    assert main(["train", str(config)]) == 2, "a second run would overwrite it"
+    assert "Continue it with --resume" in capsys.readouterr().err
+
+    assert main(["export", str(run), str(tmp_path / "copy"), "--checkpoint", "2"]) == 2
+    assert "has those of [3]" in capsys.readouterr().err
+    assert main(["export", str(run), str(tmp_path / "copy")]) == 0
+    assert (tmp_path / "copy" / "model.safetensors").read_bytes() == (run / "export" / "model.safetensors").read_bytes()
+
+    assert main(["eval", str(run / "config.yaml"), "--model", str(run / "export")]) == 0
+    evaluation = json.loads((run / "evaluations.jsonl").read_text().splitlines()[-1])
+    assert f"accuracy {evaluation['accuracy']:.4f}" in capsys.readouterr().out, "the same as the run's own"
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_no_process_behind(config_file: Callable[..., Path], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = start("train", str(config_file(trainer={"max_steps": 100_000})))
+    try:
+        deadline = time.monotonic() + 60
+        while not (run / "metrics.jsonl").exists():
+            assert command.poll() is None, logs(run)
+            assert time.monotonic() < deadline, f"waited 60 s for the first step\n{logs(run)}"
+            time.sleep(0.05)
+        family = psutil.Process(command.pid).children(recursive=True)
+        assert len(family) >= 3, "learner, rollout server and a reward worker"
+        command.send_signal(signal.SIGINT)
+        printed, _ = command.communicate(timeout=40)
+    finally:
+        command.kill()
+    assert command.returncode == 130, printed
+    assert "nothing to resume" in printed
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert alive == []
+    assert json.loads((run / "status.json").read_text())["phase"] == "interrupted"
+
+
+@pytest.mark.slow
+def test_warm_start_runs_in_the_foreground(config_file: Callable[..., Path], digits_data: Path, tmp_path: Path) -> None:
+    rows = f"data.train_files=[{digits_data / 'sft.parquet'}]"
+    command = start("sft", str(config_file(sft={"steps": 2, "rows_per_step": 8})), rows)
+    printed, _ = command.communicate(timeout=90)
+    assert command.returncode == 0, printed
+    assert "step 2 of 2: loss" in printed
+    assert (tmp_path / "run" / "export" / "config.json").exists()
+    assert (tmp_path / "run" / "config.yaml").exists()

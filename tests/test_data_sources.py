@@ -1,0 +1,393 @@
+"""Every kind of data file becomes the same rows, prompts and images."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from asyncrl.config.schema import DataConfig
+from asyncrl.data.dataset import RowSource, open_dataset, open_train, open_validation
+from asyncrl.data.images import content_hash, decode_image
+from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
+from asyncrl.errors import UserError
+
+COLOURS = ("red", "green", "blue", "white", "black")
+
+
+def png(colour: str, size: tuple[int, int] = (6, 4)) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", size, colour).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+PNGS = {colour: png(colour) for colour in COLOURS}
+ROWS: list[dict[str, Any]] = [
+    {"prompt": "no image", "answer": "a", "images": [], "level": 1},
+    {"prompt": "<image>one", "answer": "b", "images": ["red"], "level": 2},
+    {"prompt": "<image>two <image>more", "answer": "c", "images": ["green", "blue"], "level": 3},
+    {"prompt": "three, not placed", "answer": "d", "images": ["white", "red", "black"], "level": 4},
+    {"prompt": "none at all", "answer": "e", "images": None, "level": 5},
+]
+
+
+def config_for(source: Path | str, **changes: Any) -> DataConfig:
+    return DataConfig(train_files=(str(source),), **changes)
+
+
+def render_all(rows: RowSource, config: DataConfig) -> list[RenderedPrompt]:
+    renderer = PromptRenderer(config)
+    return [renderer.render(rows[i], rows.row_id(i)) for i in range(len(rows))]
+
+
+def paths(names: Sequence[str] | None) -> list[str] | None:
+    return None if names is None else [f"pictures/{name}.png" for name in names]
+
+
+def structs(names: Sequence[str] | None) -> list[dict[str, Any]] | None:
+    return None if names is None else [{"bytes": PNGS[name], "path": f"{name}.png"} for name in names]
+
+
+def with_images(convert: Callable[[Sequence[str] | None], Any]) -> list[dict[str, Any]]:
+    return [{**row, "images": convert(row["images"])} for row in ROWS]
+
+
+def write_pictures(folder: Path) -> None:
+    (folder / "pictures").mkdir()
+    for name, data in PNGS.items():
+        (folder / "pictures" / f"{name}.png").write_bytes(data)
+
+
+def jsonl(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def parquet_with_bytes(folder: Path) -> str:
+    pq.write_table(pa.Table.from_pylist(with_images(structs)), folder / "d.parquet", row_group_size=2)
+    return str(folder / "d.parquet")
+
+
+def parquet_with_paths(folder: Path) -> str:
+    write_pictures(folder)
+    pq.write_table(pa.Table.from_pylist(with_images(paths)), folder / "d.parquet")
+    return str(folder / "d.parquet")
+
+
+def json_lines(folder: Path) -> str:
+    write_pictures(folder)
+    return str(jsonl(folder / "d.jsonl", with_images(paths)))
+
+
+def json_array(folder: Path) -> str:
+    write_pictures(folder)
+    (folder / "d.json").write_text(json.dumps(with_images(paths), indent=1))
+    return str(folder / "d.json")
+
+
+def as_dataset() -> datasets.Dataset:
+    rows = with_images(structs)
+    table = datasets.Dataset.from_list(rows)
+    return table.cast_column("images", datasets.Sequence(datasets.Image()))
+
+
+def saved_dataset(folder: Path) -> str:
+    as_dataset().save_to_disk(folder / "saved")
+    return str(folder / "saved")
+
+
+def saved_split(folder: Path) -> str:
+    datasets.DatasetDict({"train": as_dataset(), "test": as_dataset().select([0])}).save_to_disk(folder / "saved")
+    return f"{folder / 'saved'}@train"
+
+
+@pytest.mark.parametrize(
+    "make", [parquet_with_bytes, parquet_with_paths, json_lines, json_array, saved_dataset, saved_split]
+)
+def test_every_kind_gives_the_same_prompts(make: Callable[[Path], str], tmp_path: Path) -> None:
+    config = config_for(make(tmp_path))
+    rows = open_train(config)
+    assert len(rows) == len(ROWS)
+    for expected, rendered in zip(ROWS, render_all(rows, config), strict=True):
+        images = expected["images"] or []
+        prompt = rendered.prompt
+        assert prompt.image_hashes == tuple(content_hash(PNGS[name]) for name in images)
+        assert dict(rendered.blobs) == {content_hash(PNGS[name]): PNGS[name] for name in images}
+        assert prompt.answer == expected["answer"]
+        assert prompt.columns == {"level": expected["level"]}
+        assert [part.type for part in prompt.messages[0].content].count("image") == len(images)
+        assert prompt.row_id.endswith(f":{expected['level'] - 1}")
+
+
+def test_a_data_set_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def load_dataset(name: str, *, split: str) -> datasets.Dataset:
+        asked.append((name, split))
+        return as_dataset()
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    config = config_for("org/name@train[:5]")
+    rendered = render_all(open_train(config), config)
+    assert asked == [("org/name", "train[:5]")]
+    assert [len(one.blobs) for one in rendered] == [0, 1, 2, 3, 0]
+    assert rendered[2].prompt.row_id == "org/name@train[:5]:2"
+
+
+def test_a_data_set_of_the_hub_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(name: str, *, split: str) -> datasets.Dataset:
+        raise ValueError(f"Unknown split {split!r}")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(UserError, match=r"cannot load org/name \(split 'nope'\): ValueError: Unknown split"):
+        open_train(config_for("org/name@nope"))
+
+
+def test_a_folder_of_images_takes_the_folder_name_as_answer(tmp_path: Path) -> None:
+    for label, colour in (("cat", "red"), ("cat", "green"), ("dog", "blue")):
+        (tmp_path / label).mkdir(exist_ok=True)
+        (tmp_path / label / f"{colour}.png").write_bytes(PNGS[colour])
+    jsonl(tmp_path / "metadata.jsonl", [{"file_name": "dog/blue.png", "prompt": "own question", "answer": "hound"}])
+    (tmp_path / "q.jinja").write_text("{% if content is defined %}{{ content }}{% else %}What is it?{% endif %}")
+    config = config_for(tmp_path, format_prompt=str(tmp_path / "q.jinja"))
+    rendered = render_all(open_train(config), config)
+    assert [one.prompt.answer for one in rendered] == ["cat", "cat", "hound"]
+    assert [_text(one) for one in rendered] == ["What is it?", "What is it?", "own question"]
+    assert [next(iter(one.blobs.values())) for one in rendered] == [PNGS["green"], PNGS["red"], PNGS["blue"]]
+
+
+def _text(rendered: RenderedPrompt) -> str:
+    return "".join(part.text for part in rendered.prompt.messages[-1].content if part.type == "text")
+
+
+def test_files_are_concatenated_and_limited(tmp_path: Path) -> None:
+    for name, start in (("b.jsonl", 10), ("a.jsonl", 0)):
+        jsonl(tmp_path / name, [{"prompt": f"q{start + i}", "answer": start + i} for i in range(3)])
+    pattern = config_for(tmp_path / "*.jsonl")
+    assert [row["answer"] for row in iterate(open_train(pattern))] == [0, 1, 2, 10, 11, 12]
+    listed = config_for(f"{tmp_path / 'b.jsonl'},{tmp_path / 'a.jsonl'}", max_train_rows=4)
+    rows = open_dataset(listed.train_files[0], listed, limit=4)
+    assert [rows.row_id(i) for i in range(len(rows))] == ["b.jsonl:0", "b.jsonl:1", "b.jsonl:2", "a.jsonl:0"]
+    with pytest.raises(IndexError):
+        rows[4]
+    assert open_validation(listed) is None
+
+
+def iterate(rows: RowSource) -> list[dict[str, Any]]:
+    return [rows[i] for i in range(len(rows))]
+
+
+def test_image_dir_is_the_base_of_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_pictures(tmp_path)
+    elsewhere = tmp_path / "lists"
+    elsewhere.mkdir()
+    path = jsonl(elsewhere / "d.jsonl", [{"prompt": "q", "answer": 1, "images": "red.png"}])
+    monkeypatch.chdir(tmp_path)  # relative image_dir: the base must count once, not twice
+    config = config_for(path, image_dir="pictures")
+    (rendered,) = render_all(open_train(config), config)
+    assert list(rendered.blobs.values()) == [PNGS["red"]]
+
+
+def test_the_same_image_twice_is_one_blob(tmp_path: Path) -> None:
+    write_pictures(tmp_path)
+    config = config_for(
+        jsonl(tmp_path / "d.jsonl", [{"prompt": "<image>=<image>?", "answer": 1, "images": paths(["red", "red"])}])
+    )
+    (rendered,) = render_all(open_train(config), config)
+    assert len(rendered.prompt.image_hashes) == 2
+    assert len(rendered.blobs) == 1
+
+
+def test_columns_for_the_reward_leave_bytes_out(tmp_path: Path) -> None:
+    row = {"prompt": "q", "answer": {"x": [1, 2.5]}, "images": [], "note": "n", "mask": b"\x89PNG", "deep": {"raw": b"x"}}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "d.parquet")
+    config = config_for(tmp_path / "d.parquet")
+    (rendered,) = render_all(open_train(config), config)
+    assert rendered.prompt.columns == {"note": "n"}
+    assert rendered.prompt.answer == {"x": [1, 2.5]}
+
+
+@pytest.mark.parametrize("answer", [b"bytes", 2**70, [1, b"x"]])
+def test_an_answer_that_cannot_travel_is_named(answer: Any) -> None:
+    with pytest.raises(UserError, match=r"row d:0: the answer in column 'answer' \(data.answer_key\)"):
+        PromptRenderer(DataConfig(train_files=("x",))).render({"prompt": "q", "answer": answer}, "d:0")
+
+
+def test_chat_messages_and_system_prompt() -> None:
+    renderer = PromptRenderer(DataConfig(train_files=("x",), system_prompt="Be brief."))
+    conversation = [
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]},
+        {"role": "assistant", "content": "A <image>?"},
+        {"role": "user", "content": "Yes."},
+    ]
+    images = [PNGS["red"], {"bytes": PNGS["blue"]}]
+    prompt = renderer.render({"prompt": conversation, "images": images}, "d:0").prompt
+    assert [message.role for message in prompt.messages] == ["system", "user", "assistant", "user"]
+    assert [[part.type for part in m.content] for m in prompt.messages] == [
+        ["text"], ["image", "text"], ["text", "image", "text"], ["text"],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (None, "is empty"),
+        ([], "is empty"),
+        (7, "is a int"),
+        (["hello"], "a chat message has role None"),
+        ([{"role": "usr", "content": "x"}], "role 'usr'; use system, user"),
+        ([{"role": "user", "content": 5}], "content of type int"),
+        ([{"role": "user", "content": ["x"]}], "a message part is x"),
+        ([{"role": "user", "content": [{"type": "video"}]}], "a message part is"),
+    ],
+)
+def test_questions_of_the_wrong_shape(content: Any, expected: str) -> None:
+    with pytest.raises(UserError, match="row d:3: .*" + expected):
+        PromptRenderer(DataConfig(train_files=("x",))).render({"prompt": content}, "d:3")
+
+
+# --- images --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("pictures/rad.png", r"row d.jsonl:0, image 1: there is no image .*rad.png: did you mean .*red.png"),
+        ("broken.png", r"image 1: these 9 bytes are no image .* leave the row out"),
+        ("empty.png", r"image 1: the image .*empty.png has 0 bytes"),
+        ("https://example.com/a.png", r"image 1: .* is an address, not a file. Download"),
+        (7, r"image 1: int '7' is no image"),
+        (None, r"image 1: NoneType 'None' is no image"),
+        ({"width": 3}, r"image 1: a mapping with \['width'\] is no image"),
+        ("pictures", r"image 1: cannot read the image"),
+    ],
+)
+def test_bad_images_name_the_row_and_the_image(tmp_path: Path, value: Any, expected: str) -> None:
+    write_pictures(tmp_path)
+    (tmp_path / "broken.png").write_bytes(b"not a png")
+    (tmp_path / "empty.png").write_bytes(b"")
+    row = {"prompt": "q", "answer": 1, "images": ["pictures/red.png", value]}
+    config = config_for(jsonl(tmp_path / "d.jsonl", [row]))
+    with pytest.raises(UserError, match=expected):
+        render_all(open_train(config), config)
+
+
+def test_a_truncated_image_is_found_when_decoded() -> None:
+    whole = png("red", (300, 300))
+    with pytest.raises(UserError, match=r"row d:0: the image is damaged .* Replace the file"):
+        decode_image(whole[: len(whole) // 2], "row d:0")
+
+
+def test_decoding_is_upright_rgb_on_white() -> None:
+    def encoded(image: Image.Image, **options: Any) -> bytes:
+        buffer = io.BytesIO()
+        image.save(buffer, format="PNG", **options)
+        return buffer.getvalue()
+
+    transparent = decode_image(encoded(Image.new("RGBA", (2, 2), (255, 0, 0, 0))), "x")
+    assert (transparent.mode, transparent.getpixel((0, 0))) == ("RGB", (255, 255, 255))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by 90 degrees
+    assert decode_image(encoded(Image.new("RGB", (5, 3)), exif=exif), "x").size == (3, 5)
+    grey = decode_image(encoded(Image.new("I;16", (2, 2), 0x8000)), "x")
+    assert grey.getpixel((0, 0)) == (128, 128, 128)
+
+
+@pytest.mark.parametrize(("text", "count"), [("<image><image>", 1), ("<image>", 2), ("<image>", 0)])
+def test_placeholders_and_images_must_agree(text: str, count: int) -> None:
+    row = {"prompt": text, "images": [PNGS["red"]] * count}
+    with pytest.raises(UserError, match=rf"row d:0: .* <image> placeholder\(s\) in the prompt, {count} image"):
+        PromptRenderer(DataConfig(train_files=("x",))).render(row, "d:0")
+
+
+# --- templates and columns --------------------------------------------------------------------------
+
+
+def test_a_template_sees_content_and_columns(tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text("{{ content | trim }} (level {{ level }})\n")
+    renderer = PromptRenderer(DataConfig(train_files=("x",), format_prompt=str(tmp_path / "t.jinja")))
+    assert _text(renderer.render({"prompt": " q ", "level": 3}, "d:0")) == "q (level 3)"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ contant }}", "row d:0: .*asks for a column that is not there: 'contant' is undefined. Columns: level, prompt"),
+        ("{{ level.x.y }}", "row d:0: .*asks for a column"),
+        ("{{ 1 // 0 }}", "row d:0: .*fails: ZeroDivisionError"),
+        ("{{ content", "line 1: unexpected end of template"),
+    ],
+)
+def test_bad_templates(tmp_path: Path, template: str, expected: str) -> None:
+    (tmp_path / "t.jinja").write_text(template)
+    config = DataConfig(train_files=("x",), format_prompt=str(tmp_path / "t.jinja"))
+    with pytest.raises(UserError, match=expected):
+        PromptRenderer(config).render({"prompt": "q", "level": 3}, "d:0")
+
+
+def test_a_missing_template_is_named() -> None:
+    with pytest.raises(UserError, match=r"data.format_prompt is 'nope.jinja', but there is no such file"):
+        PromptRenderer(DataConfig(train_files=("x",), format_prompt="nope.jinja"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([{"prompt": "q", "anwser": 1}], r"no column 'answer' \(data.answer_key\). Did you mean data.answer_key=anwser"),
+        ([{"prompt": "q", "answer": 1}, {"prompt": "r"}], r"row d.jsonl:1 has no 'answer'"),
+        ([{"question": "q", "answer": 1}], r"no column 'prompt' \(data.prompt_key\). Set data.prompt_key to one of them"),
+        ([], "there are no rows in it"),
+    ],
+)
+def test_missing_columns_are_found_when_opening(tmp_path: Path, rows: list[dict[str, Any]], expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        open_train(config_for(jsonl(tmp_path / "d.jsonl", rows)))
+
+
+def test_a_misnamed_image_column_is_not_taken_for_text(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "d.jsonl", [{"prompt": "q", "answer": 1, "picture": "x.png"}])
+    with pytest.raises(UserError, match=r"no row has a column 'pictures' \(data.image_key\). Did you mean"):
+        open_train(config_for(path, image_key="pictures"))
+
+
+def test_a_misnamed_image_column_with_the_default_key_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    open_train(config_for(jsonl(tmp_path / "d.jsonl", [{"prompt": "q", "answer": 1, "image": "x.png"}])))
+    assert "set data.image_key" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("d.jsonl", '{"a": 1}\n{"a": \n', r"d.jsonl line 2 is not valid JSON"),
+        ("d.jsonl", "[1]\n", r"line 1 is a list: expected one JSON object per line"),
+        ("d.json", "[1]", r"item 0 is a int"),
+        ("d.parquet", "PAR1 no", r"cannot read .*d.parquet as Parquet"),
+        ("d.txt", "x", r"data files are .parquet, .jsonl or .json, not .txt"),
+    ],
+)
+def test_files_that_are_not_what_they_say(tmp_path: Path, name: str, content: str, expected: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=expected):
+        open_train(config_for(tmp_path / name))
+
+
+def test_files_that_are_not_there(tmp_path: Path) -> None:
+    jsonl(tmp_path / "train.jsonl", [{"prompt": "q", "answer": 1}])
+    with pytest.raises(UserError, match=r"there is no data file .*did you mean .*train.jsonl"):
+        open_train(config_for(tmp_path / "trian.jsonl"))
+    with pytest.raises(UserError, match=r"no file matches"):
+        open_train(config_for(tmp_path / "*.parquet"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"has no images and was not saved"):
+        open_train(config_for(tmp_path / "empty"))
+    datasets.DatasetDict({"train": as_dataset()}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(UserError, match=r"write .*saved@SPLIT with one of \['train'\]"):
+        open_train(config_for(tmp_path / "saved"))
