@@ -25,9 +25,9 @@ class Reporter:
         self, config: RunConfig, exchange: Exchange, ledger: TicketLedger, processor: PromptProcessor, total_steps: int
     ):
         self.config = config
-        self.recorder = RunRecorder(config.run_path)
         self.metrics = MetricSet(METRICS, "learner")
         self.metrics.serve(config.telemetry.host, config.telemetry.learner_port)
+        self.recorder = RunRecorder(config.run_path)  # after what may fail: it makes the run directory
         self._exchange = exchange
         self._ledger = ledger
         self._processor = processor

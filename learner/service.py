@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,8 +49,7 @@ class Learner:
         state = read_state(checkpoint) if checkpoint else None
         self.writer = TicketWriter(config, self.processor, stop_token_ids(config.model, self.processor.tokenizer))
         per_step = config.batch.prompts_per_step
-        epochs = config.trainer.total_epochs
-        self.total_steps = config.trainer.max_steps or max(1, self.writer.num_train_rows * epochs // per_step)
+        self.total_steps = config.total_steps(self.writer.num_train_rows)
         updates = self.total_steps * config.algorithm.updates_per_batch
         self.engine = create_engine(config, config.learner.optim, updates)
         self.engine.prepare()
@@ -66,23 +66,27 @@ class Learner:
         self.architecture = architecture
         self.run_id = state.run_id if state else uuid.uuid4().hex[:12]
         self.step = LearnerStep(self.engine, config)
-        self.publication = open_publication(self.run_id)
-        self.exchange = Exchange(
-            self.config,
-            self.run_id,
-            ledger=self.ledger,
-            processor=self.processor,
-            publication=self.publication,
-            facts=ModelFacts(
-                architecture,
-                self.processor.fingerprint,
-                self.engine.unwrap_model().get_output_embeddings().weight.shape[0],
-            ),
-            version=self.progress.version,
-        )
-        self.reporter = Reporter(self.config, self.exchange, self.ledger, self.processor, self.total_steps)
+        self._open(architecture)
         if state:
             self.reporter.recorder.truncate_after(state.step)
+
+    def _open(self, architecture: str) -> None:
+        """Shared memory, sockets, metrics endpoint: all of them, or none where one cannot be had."""
+        vocabulary = self.engine.unwrap_model().get_output_embeddings().weight.shape[0]
+        with ExitStack() as undo:
+            self.publication = undo.enter_context(open_publication(self.run_id))
+            self.exchange = Exchange(
+                self.config,
+                self.run_id,
+                ledger=self.ledger,
+                processor=self.processor,
+                publication=self.publication,
+                facts=ModelFacts(architecture, self.processor.fingerprint, vocabulary),
+                version=self.progress.version,
+            )
+            undo.callback(self.exchange.stop, "the learner could not start")
+            self.reporter = Reporter(self.config, self.exchange, self.ledger, self.processor, self.total_steps)
+            undo.pop_all()
 
     def run(self) -> None:
         """Train to the last step and export. Says goodbye to the servers however it ends."""

@@ -207,7 +207,14 @@ def test_the_same_image_twice_is_one_blob(tmp_path: Path) -> None:
 
 
 def test_columns_for_the_reward_leave_bytes_out(tmp_path: Path) -> None:
-    row = {"prompt": "q", "answer": {"x": [1, 2.5]}, "images": [], "note": "n", "mask": b"\x89PNG", "deep": {"raw": b"x"}}
+    row = {
+        "prompt": "q",
+        "answer": {"x": [1, 2.5]},
+        "images": [],
+        "note": "n",
+        "mask": b"\x89PNG",
+        "deep": {"raw": b"x"},
+    }
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "d.parquet")
     config = config_for(tmp_path / "d.parquet")
     (rendered,) = render_all(open_train(config), config)
@@ -245,7 +252,7 @@ def test_chat_messages_and_system_prompt() -> None:
         (["hello"], "a chat message has role None"),
         ([{"role": "usr", "content": "x"}], "role 'usr'; use system, user"),
         ([{"role": "user", "content": 5}], "content of type int"),
-        ([{"role": "user", "content": ["x"]}], "a message part is x"),
+        ([{"role": "user", "content": ["x"]}], "a message part is 'x'"),
         ([{"role": "user", "content": [{"type": "video"}]}], "a message part is"),
     ],
 )
@@ -320,7 +327,10 @@ def test_a_template_sees_content_and_columns(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
-        ("{{ contant }}", "row d:0: .*asks for a column that is not there: 'contant' is undefined. Columns: level, prompt"),
+        (
+            "{{ contant }}",
+            "row d:0: .*asks for a column that is not there: 'contant' is undefined. Columns: level, prompt",
+        ),
         ("{{ level.x.y }}", "row d:0: .*asks for a column"),
         ("{{ 1 // 0 }}", "row d:0: .*fails: ZeroDivisionError"),
         ("{{ content", "line 1: unexpected end of template"),
@@ -341,9 +351,15 @@ def test_a_missing_template_is_named() -> None:
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
-        ([{"prompt": "q", "anwser": 1}], r"no column 'answer' \(data.answer_key\). Did you mean data.answer_key=anwser"),
+        (
+            [{"prompt": "q", "anwser": 1}],
+            r"no column 'answer' \(data.answer_key\). Did you mean data.answer_key=anwser",
+        ),
         ([{"prompt": "q", "answer": 1}, {"prompt": "r"}], r"row d.jsonl:1 has no 'answer'"),
-        ([{"question": "q", "answer": 1}], r"no column 'prompt' \(data.prompt_key\). Set data.prompt_key to one of them"),
+        (
+            [{"question": "q", "answer": 1}],
+            r"no column 'prompt' \(data.prompt_key\). Set data.prompt_key to one of them",
+        ),
         ([], "there are no rows in it"),
     ],
 )

@@ -48,14 +48,27 @@ def ports_of(config: RunConfig) -> list[int]:
     return [network.control_port, network.weights_port, telemetry.learner_port, telemetry.rollout_port]
 
 
-def test_help_loads_nothing_heavy() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["train", "--help"], "--dry-run"),
+        (["--version"], "."),
+        (["train", "nowhere.yaml"], "nowhere.yaml"),
+        (["learn", "{config}", "batch.group_sise=4"], "batch.group_size"),
+        (["rollout", "{config}", "batch.group_sise=4"], "batch.group_size"),
+    ],
+)
+def test_help_and_mistakes_in_the_configuration_load_nothing_heavy(
+    config_file: Path, arguments: list[str], told: str
+) -> None:
     code = (
-        "import sys\nfrom asyncrl.cli import main\ntry:\n    main(['train', '--help'])\nexcept SystemExit:\n    pass\n"
+        "import sys\nfrom asyncrl.cli import main\ntry:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
         "print(sorted({'torch', 'transformers', 'datasets', 'pyarrow', 'rich'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20)
+    command = [sys.executable, "-c", code, *(word.format(config=config_file) for word in arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
-    assert "--dry-run" in done.stdout
+    assert told in done.stdout + done.stderr
 
 
 def test_an_unknown_key_is_a_message_with_a_suggestion(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import re
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,17 @@ def test_the_panel_answers_all_three_questions(tmp_path: Path, width: int) -> No
         assert part in shown, part
 
 
+def test_a_terminal_of_24_lines_is_enough(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, width=80, height=24)
+    with Display(Story(tmp_path / "run"), console) as display:
+        display.tick()
+        shown = output.getvalue()
+    assert "it is seven" in shown
+    assert "..." not in shown, "nothing is cut off"
+
+
 def test_what_a_model_writes_cannot_steer_the_terminal(tmp_path: Path) -> None:
     write_run(tmp_path / "run")
     shown = text_of(tmp_path / "run")
@@ -111,20 +124,43 @@ def test_an_empty_run_directory_is_shown_too(tmp_path: Path) -> None:
     assert "nothing yet" in text_of(tmp_path)
 
 
-def plain(folder: Path) -> str:
+def plain(folder: Path, during: Callable[[], object] = lambda: None) -> str:
+    """What is printed where there is no terminal, of a run directory that changes by `during`."""
     output = io.StringIO()
     with Display(Story(folder), Console(file=output, force_terminal=False, width=80)) as display:
+        during()
         display.tick()
     return output.getvalue()
 
 
 def test_without_a_terminal_there_are_plain_lines(tmp_path: Path) -> None:
-    write_run(tmp_path / "run")
-    lines = plain(tmp_path / "run").splitlines()
+    lines = plain(tmp_path / "run", lambda: write_run(tmp_path / "run")).splitlines()
     assert "\x1b" not in "".join(lines)
     assert any(line.startswith("step 40 of 100: reward 0.400") for line in lines)
     assert "step 40: held-out accuracy 0.875 over 16 rows, 1 without a score" in lines
     assert len(lines) == 3, "nothing is said twice"
+
+
+def test_a_resumed_run_does_not_repeat_what_was_told_before(tmp_path: Path) -> None:
+    recorder = write_run(tmp_path)
+
+    def resume() -> None:
+        recorder.truncate_after(30)
+        recorder.step({"step": 31})
+        recorder.evaluation({"step": 40, "accuracy": 0.5, "rows": 16, "errors": 0})
+
+    lines = plain(tmp_path, resume).splitlines()
+    assert [line.split(":")[0] for line in lines] == ["step 40", "step 31 of 100"]
+
+
+def test_the_status_of_an_earlier_process_is_not_shown(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    story = Story(tmp_path, since=time.time() + 60)
+    story.refresh()
+    assert story.status == {}
+    story.since = 0.0
+    story.refresh()
+    assert story.status["phase"] == "training"
 
 
 def test_the_story_follows_a_growing_and_a_cut_file(tmp_path: Path) -> None:

@@ -104,6 +104,8 @@ def test_a_service_that_ignores_sigterm_is_killed_after_the_deadline(make) -> No
     outcome, seconds = run(learner, stubborn, stop_s=0.5)
     assert outcome.code == 1
     assert stubborn.code == -signal.SIGKILL
+    assert "killed by SIGKILL" in stubborn.ending()
+    assert learner.ending() == "learner ended with code 1"
     assert 0.5 < seconds < 6
 
 

@@ -36,9 +36,7 @@ def prepared(ticket_id: int, version: int = 0, kind: TicketKind = TicketKind.TRA
 
 def received(item: PreparedTicket, version: int | None = None) -> ReceivedGroup:
     """A group of one token, sampled at the version or the ticket's own."""
-    record = TrajectoryRecord(
-        status=TrajectoryStatus.FINISHED, finish_reason=FinishReason.STOP, reward=1.0, turns=()
-    )
+    record = TrajectoryRecord(status=TrajectoryStatus.FINISHED, finish_reason=FinishReason.STOP, reward=1.0, turns=())
     group = Group(
         ticket_id=item.ticket.ticket_id,
         server_id="s",

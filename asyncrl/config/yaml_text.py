@@ -26,7 +26,7 @@ _RULES = (
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers = {}  # noqa: RUF012  (PyYAML declares it so; _RESOLVERS fill our own table)
+    yaml_implicit_resolvers = {}  # noqa: RUF012  (PyYAML declares it so; _RULES fill our own table)
 
 
 class _Dumper(yaml.SafeDumper):

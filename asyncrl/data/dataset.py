@@ -120,9 +120,10 @@ def _open_tables(name: str, config: DataConfig, cache: RowGroupCache) -> list[Ta
         return [_open_file(path, cache)]
     if glob.has_magic(name):
         found = sorted(match for match in glob.glob(name) if Path(match).is_file())
-        if not found:
+        if found:
+            return [_open_file(Path(match), cache) for match in found]
+        if "@" not in name:  # else the brackets may belong to a split: org/name@train[:100]
             raise UserError(f"no file matches {name} in {Path.cwd()}")
-        return [_open_file(Path(match), cache) for match in found]
     repository, at, split = name.rpartition("@")
     if at and Path(repository).is_dir():
         return [_open_saved(Path(repository), split)]

@@ -8,6 +8,7 @@ import io
 import json
 import logging
 import os
+import weakref
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -110,6 +111,7 @@ class JsonLinesTable:
         self._offsets = array("Q")
         self._without: dict[str, int | None] = {}
         self._file = path.open("rb")
+        weakref.finalize(self, self._file.close)
         offset = 0
         for number, line in enumerate(self._file, start=1):
             if line.strip():

@@ -25,6 +25,8 @@ BARS = "▁▂▃▄▅▆▇█"
 SPARKLINE_WIDTH = 32
 PLAIN_EVERY_STEPS = 20
 REFRESH_S = 0.5
+FULL_LINES = 32
+"""Of a terminal that has room for the panel with its blank lines, some values in two lines."""
 MISSING = "-"
 PHASE_STYLES = {"training": "green", "evaluating": "cyan", "finished": "bold green", "failed": "bold red"}
 Fact = tuple[str, str] | tuple[str, str, str]
@@ -47,7 +49,7 @@ def _slice_means(values: Sequence[float], width: int) -> list[float]:
 
 
 def number(value: Any, digits: int = 3) -> str:
-    return MISSING if value is None else f"{value:.{digits}f}"
+    return MISSING if value is None else f"{value:z.{digits}f}"
 
 
 def duration(seconds: float | None) -> str:
@@ -57,23 +59,25 @@ def duration(seconds: float | None) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min {rest:02d} s"
 
 
-def render(story: Story) -> RenderableType:
-    """The panel of the story so far."""
+def render(story: Story, *, compact: bool = False) -> RenderableType:
+    """The panel of the story so far; `compact` leaves out blank lines, for terminals of 24."""
     phase = str(story.status.get("phase", "starting"))
     style = PHASE_STYLES.get(phase, "yellow")
-    body = Group(
-        _progress(story, style),
-        *_section("Is it learning?", _learning(story)),
-        *_section("Is the pipeline healthy?", _pipeline(story)),
-        *_section("What does it write?", _samples(story)),
-    )
+    gap = [] if compact else [Text("")]
+    parts: list[RenderableType] = [_progress(story, style)]
+    for question, rows in (
+        ("Is it learning?", _learning(story)),
+        ("Is the pipeline healthy?", _pipeline(story)),
+        ("What does it write?", _samples(story)),
+    ):
+        parts += [*gap, Text(question, style="bold cyan"), _table(rows)]
     return Panel(
-        body,
+        Group(*parts),
         box=ROUNDED,
         title=Text.assemble(("asyncrl", "bold"), f"  {_short(story.run_dir, 50)}  ", (phase, style)),
         title_align="left",
         border_style="dim",
-        padding=(1, 2),
+        padding=(0 if compact else 1, 2),
     )
 
 
@@ -92,13 +96,13 @@ def _progress(story: Story, style: str) -> RenderableType:
     return row
 
 
-def _section(question: str, rows: Iterable[tuple[str, RenderableType]]) -> list[RenderableType]:
+def _table(rows: Iterable[tuple[str, RenderableType]]) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", width=14, no_wrap=True)
     table.add_column()
     for name, value in rows:
         table.add_row(name, value)
-    return [Text(""), Text(question, style="bold cyan"), table]
+    return table
 
 
 def _facts(*facts: Fact) -> RenderableType:
@@ -201,7 +205,10 @@ def _samples(story: Story) -> list[tuple[str, RenderableType]]:
             continue
         question = (_short(sample.get("prompt", MISSING)), _short(sample.get("answer", MISSING), 40))
         if question != previous:
-            rows.append(("prompt", Text.assemble(question[0], ("  answer ", "dim"), question[1])))
+            step = sample.get("step", MISSING)
+            rows.append(
+                ("prompt", Text.assemble(question[0], ("  answer ", "dim"), question[1], (f"  step {step}", "dim")))
+            )
             previous = question
         completion = sample["completion"]
         text = _short(completion.get("text", MISSING)) or "(empty)"
@@ -224,12 +231,15 @@ class Display(AbstractContextManager["Display"]):
         self._live: Live | None = None
         self._refreshed_at = 0.0
         self._told_step = 0
-        self._told_evaluations = 0
+        self._told_evaluations: list[dict[str, Any]] = []
 
     def __enter__(self) -> Display:
         if self.console.is_terminal:
-            self._live = Live(render(self.story), console=self.console, auto_refresh=False)
+            self._live = Live(self._panel(), console=self.console, auto_refresh=False)
             self._live.start()
+        # What is there already was told by the run that this one resumes.
+        self.story.refresh()
+        self._told_step, self._told_evaluations = self.story.latest.get("step", 0), self.story.evaluations
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -245,18 +255,25 @@ class Display(AbstractContextManager["Display"]):
         self._refreshed_at = time.monotonic()
         self.story.refresh()
         if self._live:
-            self._live.update(render(self.story), refresh=True)
+            self._live.update(self._panel(), refresh=True)
         else:
             self._tell(last)
 
+    def _panel(self) -> RenderableType:
+        return render(self.story, compact=self.console.height < FULL_LINES)
+
     def _tell(self, last: bool) -> None:
         """Plain lines: every evaluation, and the first step, the last one and one now and then between them."""
-        for evaluation in self.story.evaluations[self._told_evaluations :]:
+        step = self.story.latest
+        if step.get("step", 0) < self._told_step:  # a resumed learner cuts back to its checkpoint
+            self._told_step = 0
+        for evaluation in self.story.evaluations:
+            if evaluation in self._told_evaluations:
+                continue
             line = f"step {evaluation.get('step')}: held-out accuracy {number(evaluation.get('accuracy'))}"
             rows, errors = evaluation.get("rows", MISSING), evaluation.get("errors", MISSING)
             self._print(f"{line} over {rows} rows, {errors} without a score")
-        self._told_evaluations = len(self.story.evaluations)
-        step = self.story.latest
+        self._told_evaluations = self.story.evaluations
         pause = 1 if last or self._told_step == 0 else PLAIN_EVERY_STEPS
         if step.get("step", 0) >= self._told_step + pause:
             self._told_step = step["step"]

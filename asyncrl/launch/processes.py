@@ -79,6 +79,13 @@ class Service:
             os.killpg(self.process.pid, signal.SIGKILL)
         self._group_is_gone = True  # from now on the system may give the number to somebody else
 
+    def ending(self) -> str:
+        """How it ended, in words; nobody knows that -9 may mean that memory ran out."""
+        if self.code is None or self.code >= 0:
+            return f"{self.name} ended with code {self.code}"
+        name = signal.Signals(-self.code).name
+        return f"{self.name} was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+
     def last_words(self) -> str:
         """The user's mistake, from its last `error:` line on, where it is one; else the last lines of the log."""
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []

@@ -17,6 +17,8 @@ class Story:
     """`refresh` brings it up to date; every field is empty until the run has written something."""
 
     run_dir: Path
+    since: float = 0.0
+    """Unix time. An older status is an earlier process' and says nothing about this one."""
     steps: list[dict[str, Any]] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     good: dict[str, Any] = field(default_factory=dict)
@@ -36,7 +38,8 @@ class Story:
             self._remember(sample)
         with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
             status = json.loads((self.run_dir / STATUS_FILE).read_text())
-            self.status = status if isinstance(status, dict) else {}
+            if isinstance(status, dict) and status.get("time", self.since) >= self.since:
+                self.status = status
 
     def _remember(self, sample: dict[str, Any]) -> None:
         scored = [c for c in sample.get("completions", []) if c.get("reward") is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 from asyncrl.config.load import dump_config
@@ -33,7 +34,7 @@ def train(config: RunConfig, *, resume: bool) -> int:
     flags = ["--resume"] if resume else []
     supervisor = Supervisor(service("learner", config, file, *flags), service("rollout_server", config, file))
     print(f"run directory {config.run_dir}: config.yaml, logs/, metrics.jsonl, samples.jsonl", flush=True)
-    with Display(Story(config.run_path)) as display:
+    with Display(Story(config.run_path, since=time.time())) as display:
         outcome = supervisor.run(display.tick)
     return report(config, outcome, display.story)
 
@@ -116,10 +117,7 @@ def report(config: RunConfig, outcome: Outcome, story: Story) -> int:
     if outcome.failed is not None:
         words = outcome.failed.last_words()
         if outcome.code != 2:
-            head = (
-                f"{outcome.failed.name} ended with code {outcome.failed.code}; the last lines of {outcome.failed.log}:"
-            )
-            words = f"{head}\n{words}"
+            words = f"{outcome.failed.ending()}; the last lines of {outcome.failed.log}:\n{words}"
         print(words, file=sys.stderr)
         return outcome.code
     if outcome.code == 0:

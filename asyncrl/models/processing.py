@@ -72,6 +72,7 @@ class PromptProcessor:
             )
         self.image_token_id: int | None = getattr(hf_config, "image_token_id", None)
         self.placeholder_ids = tuple(sorted(special_token_ids(hf_config, PLACEHOLDER_ID_NAMES)))
+        self._placeholder_texts = tuple(self.tokenizer.convert_ids_to_tokens(list(self.placeholder_ids)))
         self._cache: OrderedDict[str, EncodedPrompt] = OrderedDict()
         self._cache_left = cache_mib * 2**20
 
@@ -106,6 +107,7 @@ class PromptProcessor:
                 f"row {prompt.row_id} has {len(prompt.image_hashes)} image(s), but the model folder has no image "
                 "processor: it reads text only. Use a vision-language model or drop data.image_key"
             )
+        self._check_text(prompt)
         text = self.render(prompt)
         if not prompt.image_hashes:
             ids = np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
@@ -140,6 +142,17 @@ class PromptProcessor:
         """Completion text for rewards and people; training never re-tokenises it."""
         return self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
 
+    def _check_text(self, prompt: Prompt) -> None:
+        """The data set must not speak the model's own image language: processors fail on it, or worse, do not."""
+        for message in prompt.messages:
+            for part in message.content:
+                found = [t for t in self._placeholder_texts if part.type == "text" and t in part.text]
+                if found:
+                    raise UserError(
+                        f"row {prompt.row_id}: the text of the {message.role} message contains {found[0]!r}, which the "
+                        "model reserves for images. Write <image> where an image belongs, or take it out of the text"
+                    )
+
     def _check_placeholders(self, encoded: EncodedPrompt) -> None:
         if self.image_token_id is None:
             return
@@ -149,9 +162,8 @@ class PromptProcessor:
         if found != expected:
             raise UserError(
                 f"row {encoded.row_id}: the rendered prompt has {found} image tokens, but its "
-                f"{len(encoded.image_hashes)} image(s) need {expected}. Does the question itself contain "
-                f"{self.tokenizer.decode([self.image_token_id])!r}? Use <image> where an image belongs, "
-                "and check that the model's chat template has an image placeholder"
+                f"{len(encoded.image_hashes)} image(s) need {expected}. "
+                "Check that the model's chat template has one image placeholder per image"
             )
 
     def _remember(self, key: str, encoded: EncodedPrompt) -> None:
