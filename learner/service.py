@@ -200,9 +200,9 @@ class Learner:
 
     def _evaluate(self) -> None:
         """Score every held-out row with the current version; training waits, generation of tickets does not."""
-        if self.writer.held_out is None:
+        version, rows = self.progress.version, self.writer.num_held_out_rows
+        if not rows:
             return
-        version, rows = self.progress.version, len(self.writer.held_out)
         self._status("evaluating", f"{rows} held-out rows")
         self.exchange.dispatch(lambda: [self.writer.write_evaluation(index, version) for index in range(rows)])
         wait_for(

@@ -21,6 +21,7 @@ from asyncrl.data.prompts import PromptRenderer, row_target
 from asyncrl.entry import run_service
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.export import export_model
+from asyncrl.models.filtering import usable_rows
 from asyncrl.models.processing import PromptProcessor, check_prompt_length
 from asyncrl.telemetry.recorder import RunRecorder
 from learner.engines import create_engine
@@ -40,8 +41,9 @@ class SupervisedRun:
         self.rows = open_train(config.data, "sft")
         self.renderer = PromptRenderer(config.data)
         self.processor = PromptProcessor(config.model, cache_mib=CACHE_MIB)
-        self.order = DataOrder(len(self.rows), config.trainer.seed, config.data.shuffle)
-        self.steps = config.sft.steps or math.ceil(len(self.rows) / config.sft.rows_per_step)
+        self.usable = usable_rows(self.rows, self.renderer, self.processor, config.data)
+        self.order = DataOrder(len(self.usable), config.trainer.seed, config.data.shuffle)
+        self.steps = config.sft.steps or math.ceil(len(self.usable) / config.sft.rows_per_step)
         self.engine = create_engine(config, config.sft.optim, self.steps)
         self.engine.prepare()
         self.recorder = RunRecorder(config.run_path)
@@ -51,7 +53,8 @@ class SupervisedRun:
         for step in range(1, self.steps + 1):
             first = (step - 1) * self.config.sft.rows_per_step
             positions = range(first, first + self.config.sft.rows_per_step)
-            values = self.step([self._demonstration(row, self.order.row_at(p)) for row, p in enumerate(positions)])
+            indices = [self.usable[self.order.row_at(position)] for position in positions]
+            values = self.step([self._demonstration(row, index) for row, index in enumerate(indices)])
             self.recorder.step({"step": step, "time": time.time(), **values})
             if step % max(1, self.steps // REPORTS) == 0 or step == self.steps:
                 rate = (time.monotonic() - started) / step

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import numpy as np
@@ -11,12 +10,10 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import RowSource, open_train, open_validation
 from asyncrl.data.order import DataOrder
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
-from asyncrl.errors import UserError
+from asyncrl.models.filtering import usable_rows
 from asyncrl.models.processing import PromptProcessor, check_prompt_length
 from learner.tickets import PreparedTicket
 from protocol.messages import Sampling, Ticket, TicketKind
-
-logger = logging.getLogger(__name__)
 
 EVALUATION_IDS = 2**40
 """Evaluation tickets are numbered from here; training tickets are positions in the data order."""
@@ -32,37 +29,29 @@ class TicketWriter:
         self.train = open_train(config.data)
         self.held_out = open_validation(config.data)
         self._stop_token_ids = stop_token_ids
-        self._usable = self._find_usable_rows()
-        self._order = DataOrder(len(self._usable), config.trainer.seed, config.data.shuffle)
+        self._train_rows = usable_rows(self.train, self.renderer, processor, config.data)
+        self._held_out_rows = self._usable_held_out()
+        self._order = DataOrder(len(self._train_rows), config.trainer.seed, config.data.shuffle)
 
     @property
     def num_train_rows(self) -> int:
-        return len(self._usable)
+        return len(self._train_rows)
 
-    def _find_usable_rows(self) -> list[int]:
-        """With filter_overlong_prompts, the rows within the limit; else all, and an overlong one stops the run."""
-        rows = list(range(len(self.train)))
-        limit = self.config.data.max_prompt_length
-        if not self.config.data.filter_overlong_prompts:
-            return rows
-        usable: list[int] = []
-        for index in rows:
-            rendered = self._render(self.train, index)
-            if len(self.processor.encode(rendered.prompt, rendered.blobs).token_ids) <= limit:
-                usable.append(index)
-            else:
-                logger.warning("row %s is over data.max_prompt_length and left out", rendered.prompt.row_id)
-        logger.info("%d of %d training rows are within data.max_prompt_length", len(usable), len(rows))
-        if not usable:
-            raise UserError(f"all {len(rows)} training prompts are over data.max_prompt_length = {limit}. Raise it")
-        return usable
+    @property
+    def num_held_out_rows(self) -> int:
+        return len(self._held_out_rows)
+
+    def _usable_held_out(self) -> list[int]:
+        if self.held_out is None:
+            return []
+        return usable_rows(self.held_out, self.renderer, self.processor, self.config.data)
 
     def _render(self, rows: RowSource, index: int) -> RenderedPrompt:
         return self.renderer.render(rows[index], rows.row_id(index))
 
     def write(self, ticket_id: int, version: int) -> PreparedTicket:
         """The training ticket of a position in the data order."""
-        rendered = self._render(self.train, self._usable[self._order.row_at(ticket_id)])
+        rendered = self._render(self.train, self._train_rows[self._order.row_at(ticket_id)])
         temperature = self.config.rollout.temperature
         return self._prepare(rendered, ticket_id, TicketKind.TRAIN, self.config.batch.group_size, temperature, version)
 
@@ -71,7 +60,7 @@ class TicketWriter:
         assert self.held_out is not None
         evaluation = self.config.evaluation
         return self._prepare(
-            self._render(self.held_out, index),
+            self._render(self.held_out, self._held_out_rows[index]),
             EVALUATION_IDS + index,
             TicketKind.EVAL,
             evaluation.group_size,

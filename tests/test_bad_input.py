@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,11 @@ from asyncrl.errors import UserError
 from asyncrl.models.loading import load_model
 from asyncrl.models.processing import EncodedPrompt, PromptProcessor
 from asyncrl.rewards.pool import RewardPool
+from learner.sft import SupervisedRun
 from learner.ticket_writer import TicketWriter
 from learner.tickets import PreparedTicket
 from learner.verification import verify_group
-from protocol.endpoints import SHARED_MEMORY, free_port
+from protocol.endpoints import SHARED_MEMORY
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import (
     FinishReason,
@@ -157,15 +159,54 @@ def test_overlong_rows_are_left_out_and_counted(
         writer = writer_for(config)
     assert writer.num_train_rows == 3
     assert [writer.write(i, 0).ticket.prompt.row_id[-1] for i in range(6)] == ["0", "2", "4", "0", "2", "4"]
-    assert "3 of 5 training rows" in caplog.text
+    assert "3 of 5 rows are within data.max_prompt_length = 40" in caplog.text
     assert "rows.jsonl:1" in caplog.text
     assert "rows.jsonl:3" in caplog.text
 
 
+def test_overlong_held_out_rows_are_left_out_too(make_config: MakeConfig, tmp_path: Path) -> None:
+    data = write_rows(tmp_path, [BAD_ROWS["long text"][0], GOOD_ROW])
+    config = make_config(data={**data, "val_files": data["train_files"], "filter_overlong_prompts": True})
+    writer = writer_for(config)
+    assert (writer.num_train_rows, writer.num_held_out_rows) == (1, 1)
+    assert writer.write_evaluation(0, 0).ticket.prompt.row_id == "rows.jsonl:1"
+
+
+def test_supervised_training_leaves_them_out_too(make_config: MakeConfig, tmp_path: Path) -> None:
+    rows = [{**row, "target": "x"} for row in (BAD_ROWS["long text"][0], GOOD_ROW)]
+    data = {**write_rows(tmp_path, rows), "filter_overlong_prompts": True}
+    run = SupervisedRun(make_config(data=data, sft={"rows_per_step": 2}))
+    assert run.steps == 1
+    run.run()
+    assert (run.config.run_path / "export" / "config.json").is_file()
+
+
 def test_all_rows_overlong_is_an_error(make_config: MakeConfig, tmp_path: Path) -> None:
     data = write_rows(tmp_path, [BAD_ROWS["long text"][0]] * 2)
-    with pytest.raises(UserError, match=r"all 2 training prompts are over data.max_prompt_length = 40. Raise it"):
+    with pytest.raises(UserError, match=r"all 2 prompts \(rows.jsonl:0, ...\) are over data.max_prompt_length = 40"):
         writer_for(make_config(data={**data, "filter_overlong_prompts": True}))
+
+
+def test_threads_share_a_processor(make_config: MakeConfig, tmp_path: Path) -> None:
+    """The learner encodes on two threads, and its cache may be too small for both."""
+    rows = [{"prompt": f"What is {i}?", "images": ["good.png"]} for i in range(8)]
+    writer = writer_for(make_config(data=write_rows(tmp_path, rows)))
+    items = [writer.write(i, 0) for i in range(8)]
+    expected = [writer.processor.encode(item.ticket.prompt, item.blobs).token_ids.tolist() for item in items]
+    shared = PromptProcessor(writer.config.model, cache_mib=0)
+
+    def encode(order: Sequence[int]) -> list[list[int]]:
+        return [shared.encode(items[i].ticket.prompt, items[i].blobs).token_ids.tolist() for i in order]
+
+    orders = [np.random.default_rng(seed).integers(0, 8, 20).tolist() for seed in range(4)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            results = list(threads.map(encode, orders))
+    finally:
+        sys.setswitchinterval(interval)
+    assert results == [[expected[i] for i in order] for order in orders]
 
 
 # --- processes -------------------------------------------------------------------------------------
@@ -200,7 +241,7 @@ def test_the_learner_refuses_data_without_the_answer_key(make_config: MakeConfig
     assert_refused(run_learner(file), config, "has no column 'anser' (data.answer_key). Did you mean", "answer")
 
 
-@pytest.mark.parametrize("key", ["network.control_port", "network.weights_port", "telemetry.learner_port"])
+@pytest.mark.parametrize("key", ["network.control_port", "telemetry.learner_port"])
 def test_the_learner_refuses_a_busy_port(make_config: MakeConfig, tmp_path: Path, key: str) -> None:
     config = with_ports(make_config())
     file = tmp_path / "config.yaml"
@@ -213,18 +254,40 @@ def test_the_learner_refuses_a_busy_port(make_config: MakeConfig, tmp_path: Path
     assert_refused(done, config, key, str(port))
 
 
-def test_a_refused_learner_leaves_no_shared_memory(make_config: MakeConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["network.control_port", "network.weights_port", "telemetry.learner_port"])
+def test_a_refused_learner_gives_everything_back(make_config: MakeConfig, key: str) -> None:
     """In this process, where nobody cleans up after it."""
     from learner.service import Learner
 
     before = shared_files()
+    config = with_ports(make_config())
+    section, _, name = key.partition(".")
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        network = {"control_port": other.getsockname()[1], "weights_port": free_port()}
-        with pytest.raises(UserError, match=r"network\.control_port"):
-            Learner(make_config(network=network))
-    assert shared_files() - before == set()
+        changed = getattr(config, section).model_copy(update={name: other.getsockname()[1]})
+        with pytest.raises(UserError, match=key.replace(".", r"\.")):
+            Learner(config.model_copy(update={section: changed}))
+    assert shared_files() == before
+    assert not config.run_path.exists()
+    learner = Learner(config)  # the other ports are free again
+    assert learner.total_steps == config.trainer.max_steps
+    learner.exchange.stop("done")
+    learner.publication.close()
+    learner.reporter.close()
+
+
+def test_a_run_has_the_steps_that_were_explained(make_config: MakeConfig) -> None:
+    from learner.service import Learner
+
+    config = with_ports(make_config(trainer={"max_steps": 0, "total_epochs": 1}, batch={"prompts_per_step": 10}))
+    learner = Learner(config)
+    try:
+        assert learner.total_steps == config.total_steps(64) == 7
+    finally:
+        learner.exchange.stop("done")
+        learner.publication.close()
+        learner.reporter.close()
 
 
 def shared_files() -> set[str]:

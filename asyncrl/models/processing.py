@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -73,6 +74,7 @@ class PromptProcessor:
         self.image_token_id: int | None = getattr(hf_config, "image_token_id", None)
         self.placeholder_ids = tuple(sorted(special_token_ids(hf_config, PLACEHOLDER_ID_NAMES)))
         self._placeholder_texts = tuple(self.tokenizer.convert_ids_to_tokens(list(self.placeholder_ids)))
+        self._lock = threading.Lock()
         self._cache: OrderedDict[str, EncodedPrompt] = OrderedDict()
         self._cache_left = cache_mib * 2**20
 
@@ -90,16 +92,18 @@ class PromptProcessor:
     def encode(self, prompt: Prompt, blobs: Mapping[str, bytes | memoryview]) -> EncodedPrompt:
         """Run the processor on a prompt; `blobs` has the encoded image bytes by content hash.
 
-        Raises UserError naming the row when an image is corrupt or the text itself contains image placeholders.
+        Any thread may call it. Raises UserError naming the row when an image is corrupt or the text itself
+        contains image placeholders.
         """
         key = hashlib.sha256(prompt.model_dump_json(include={"messages", "image_hashes"}).encode()).hexdigest()
-        cached = self._cache.get(key)
-        if cached is not None:
-            self._cache.move_to_end(key)
-            return cached
-        encoded = self._encode(prompt, blobs)
-        self._remember(key, encoded)
-        return encoded
+        with self._lock:  # neither the cache nor a fast tokenizer may be used by two threads at once
+            cached = self._cache.get(key)
+            if cached is not None:
+                self._cache.move_to_end(key)
+                return cached
+            encoded = self._encode(prompt, blobs)
+            self._remember(key, encoded)
+            return encoded
 
     def _encode(self, prompt: Prompt, blobs: Mapping[str, bytes | memoryview]) -> EncodedPrompt:
         if prompt.image_hashes and not self.sees_images:

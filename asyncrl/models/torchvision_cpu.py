@@ -39,7 +39,9 @@ def _declare_missing_operators() -> None:
         return
     library = torch.library.Library("torchvision", "FRAGMENT")
     for operator in _MISSING_OPERATORS:
-        library.define(operator + _SCHEMA)
+        # A copy of this file may have done it already: looking for torchvision, as `datasets` does, is enough for that.
+        if not hasattr(torch.ops.torchvision, operator):
+            library.define(operator + _SCHEMA)
     _libraries.append(library)
 
 
