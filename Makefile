@@ -32,4 +32,4 @@ bench: install
 	$(BIN)/python benchmarks/run.py
 
 clean:
-	rm -rf $(VENV) runs/digits-*
+	rm -rf $(VENV) runs/demo-*

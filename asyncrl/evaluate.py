@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from asyncrl.errors import UserError
 from asyncrl.models.loading import has_vision, model_class, resolve_device, special_token_ids
 from asyncrl.models.processing import PLACEHOLDER_ID_NAMES, PromptProcessor
 from asyncrl.rewards.pool import RewardPool
-from asyncrl.rewards.sample import RewardSample
+from asyncrl.rewards.sample import RewardSample, sample_of
 
 BATCH_ROWS = 64
 
@@ -55,14 +55,20 @@ def evaluate(config: RunConfig, folder: Path) -> Evaluation:
     for start in range(0, len(rows), BATCH_ROWS):
         chunk = rows[start : start + BATCH_ROWS]
         texts = _generate(model, processor, chunk, banned, config.data.max_response_length, has_vision(hf_config))
-        samples += [_sample(rendered, text) for rendered, text in zip(chunk, texts, strict=True)]
+        samples += [
+            sample_of(
+                rendered.prompt, text, [rendered.blobs[digest] for digest in rendered.prompt.image_hashes], reason
+            )
+            for rendered, (text, reason) in zip(chunk, texts, strict=True)
+        ]
     return asyncio.run(_score(config, samples))
 
 
 @torch.inference_mode()
 def _generate(
     model: Any, processor: PromptProcessor, rows: Sequence[RenderedPrompt], banned: list[int], limit: int, vision: bool
-) -> list[str]:
+) -> list[tuple[str, Literal["stop", "length"]]]:
+    """Text of each completion, and whether it ended by itself."""
     texts = [processor.render(rendered.prompt) for rendered in rows]
     images = [
         decode_image(rendered.blobs[digest], where=f"row {rendered.prompt.row_id}")
@@ -73,12 +79,10 @@ def _generate(
     processor.tokenizer.padding_side = "left"
     inputs = processor.processor(text=texts, padding=True, return_tensors="pt", **arguments).to(model.device)
     output = model.generate(**inputs, max_new_tokens=limit, do_sample=False, suppress_tokens=banned or None)
-    return processor.tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-
-
-def _sample(rendered: RenderedPrompt, text: str) -> RewardSample:
-    prompt = rendered.prompt
-    return RewardSample(completion=text, answer=prompt.answer, columns=dict(prompt.columns), row_id=prompt.row_id)
+    tokenizer, completions = processor.tokenizer, output[:, inputs["input_ids"].shape[1] :]
+    ended = (completions == tokenizer.eos_token_id).any(dim=1).tolist()
+    decoded = tokenizer.batch_decode(completions, skip_special_tokens=True)
+    return [(text, "stop" if stop else "length") for text, stop in zip(decoded, ended, strict=True)]
 
 
 async def _score(config: RunConfig, samples: Sequence[RewardSample]) -> Evaluation:
@@ -89,6 +93,8 @@ async def _score(config: RunConfig, samples: Sequence[RewardSample]) -> Evaluati
     finally:
         await pool.close()
     rewards = [score.reward for score in scores if score.reward is not None]
+    if not rewards:
+        raise UserError(f"none of {len(scores)} rows could be scored: {scores[0].error_message}")
     name = config.reward.accuracy_component
     return Evaluation(
         accuracy=float(np.mean([score.components[name] for score in scores if score.reward is not None])),

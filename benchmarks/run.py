@@ -1,4 +1,4 @@
-"""`make bench`: every benchmark on a small warm-started model made here, and their tables.
+"""`make bench`: every benchmark on a small model made here, and their tables.
 
 python benchmarks/run.py [--folder DIR]
 """

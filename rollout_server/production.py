@@ -12,7 +12,7 @@ import numpy as np
 
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.rewards.pool import RewardPool, Score
-from asyncrl.rewards.sample import RewardSample
+from asyncrl.rewards.sample import sample_of
 from protocol.messages import (
     FinishReason,
     Group,
@@ -95,20 +95,11 @@ class GroupProducer:
         ]
 
     async def _score(self, group: _GroupInProgress, completion: Completion) -> tuple[int, Score]:
-        prompt = group.ticket.prompt
-        messages = [
-            {"role": m.role, "content": "".join("<image>" if p.type == "image" else p.text for p in m.content)}
-            for m in prompt.messages
-        ]
-        sample = RewardSample(
-            completion=self._processor.decode(completion.token_ids),
-            prompt=next((m["content"] for m in reversed(messages) if m["role"] == "user"), ""),
-            messages=messages,
-            answer=prompt.answer,
-            columns=dict(prompt.columns),
-            images=group.images,
-            row_id=prompt.row_id,
-            finish_reason="length" if completion.finish_reason is FinishReason.LENGTH else "stop",
+        sample = sample_of(
+            group.ticket.prompt,
+            self._processor.decode(completion.token_ids),
+            group.images,
+            "length" if completion.finish_reason is FinishReason.LENGTH else "stop",
         )
         return completion.index, await self._rewards.score(sample)
 

@@ -69,7 +69,6 @@ def main() -> None:
     seconds["grpo"] = run("asynchronous GRPO (asyncrl train)", *train, *overrides)
     check = ["-m", "asyncrl", "eval", str(grpo / "config.yaml"), "--model", str(grpo / "export")]
     seconds["check"] = run("the exported folder with plain transformers (asyncrl eval)", *check)
-
     before, *_, after = evaluations(grpo)
     metrics = [json.loads(line) for line in (grpo / "metrics.jsonl").read_text().splitlines()]
     first, last = metrics[:10], metrics[-10:]
