@@ -29,6 +29,8 @@ class LearnerState:
     architecture: str
     ledger: dict[str, Any]
     run_id: str
+    settings: dict[str, int]
+    """What decides which ticket is which; a resumed run must have the same."""
 
 
 def checkpoint_folder(run_path: Path, step: int) -> Path:
@@ -70,6 +72,20 @@ def newest_checkpoint(run_path: Path) -> Path:
 
 def read_state(folder: Path) -> LearnerState:
     return LearnerState(**json.loads((folder / STATE_FILE).read_text()))
+
+
+def check_settings(folder: Path, state: LearnerState, settings: dict[str, int]) -> None:
+    """Raise UserError naming the keys that a resumed run may not change."""
+    changed = [
+        f"{key} was {state.settings.get(key)}, is {value}"
+        for key, value in settings.items()
+        if state.settings.get(key) != value
+    ]
+    if changed:
+        raise UserError(
+            f"--resume from {folder}: {'; '.join(changed)}. Resume with the same values, or start a new run from the "
+            f"checkpoint's model: model.path={folder / MODEL_FOLDER}"
+        )
 
 
 def restore_engine(folder: Path, engine: TrainEngine, state: LearnerState, architecture: str) -> None:

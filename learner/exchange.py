@@ -10,8 +10,8 @@ import logging
 import queue
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
@@ -67,6 +67,15 @@ class ServerState:
     loaded: WeightsLoaded | None = None
 
 
+@dataclass
+class _Preparation:
+    """Tickets of one order: how to make them, those still to be made, and those ready."""
+
+    prepare: Callable[[], Iterable[PreparedTicket]]
+    items: Iterator[PreparedTicket] | None = None
+    done: list[PreparedTicket] = field(default_factory=list)
+
+
 @dataclass(frozen=True)
 class ModelFacts:
     """What the learner's model must have in common with the servers'."""
@@ -103,6 +112,7 @@ class Exchange(threading.Thread):
         self._manifest: WeightManifest | None = None
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._goodbye: str | None = None
+        self._preparing: deque[_Preparation] = deque()
         self._beat_at = 0.0
         self._bind()
 
@@ -143,9 +153,9 @@ class Exchange(threading.Thread):
 
         self._order(order)
 
-    def dispatch(self, prepare: Callable[[], Sequence[PreparedTicket]]) -> None:
-        """Prepare tickets on the exchange thread and send them out."""
-        self._order(lambda: self._ledger.issue(prepare()))
+    def dispatch(self, prepare: Callable[[], Iterable[PreparedTicket]]) -> None:
+        """Prepare tickets on the exchange thread, then issue them all at once."""
+        self._order(lambda: self._preparing.append(_Preparation(prepare)))
 
     def stop(self, reason: str) -> None:
         """Say goodbye to every server and end the thread."""
@@ -172,8 +182,9 @@ class Exchange(threading.Thread):
             for socket in (self.control.socket, self.weights.socket, self._woken):
                 poller.register(socket, zmq.POLLIN)
             while self._goodbye is None:
-                poller.poll(round(POLL_S * 1000))
+                poller.poll(0 if self._preparing else round(POLL_S * 1000))
                 self._obey_orders()
+                self._prepare_some()
                 self._receive_control()
                 self._answer_chunk_requests()
                 self._send_waiting_tickets()
@@ -201,6 +212,20 @@ class Exchange(threading.Thread):
             self._woken.recv()
         while not self._orders.empty():
             self._orders.get_nowait()()
+
+    def _prepare_some(self) -> None:
+        """A slice of the oldest preparation: reading and encoding many images must not silence the heartbeat."""
+        deadline = time.monotonic() + POLL_S
+        while self._preparing and time.monotonic() < deadline:
+            preparation = self._preparing[0]
+            if preparation.items is None:  # only now: what is admissible depends on what was issued before
+                preparation.items = iter(preparation.prepare())
+            item = next(preparation.items, None)
+            if item is None:
+                self._ledger.issue(preparation.done)
+                self._preparing.popleft()
+            else:
+                preparation.done.append(item)
 
     def _receive_control(self) -> None:
         while (received := self.control.recv()) is not None:
@@ -306,12 +331,23 @@ class Exchange(threading.Thread):
                 return
             room = self.servers[server_id].hello.max_groups - self._ledger.held_by(server_id)
             share = -(-len(waiting) // (len(servers) - place))
-            chosen, waiting = waiting[: max(0, min(room, share))], waiting[max(0, min(room, share)) :]
+            chosen = self._that_fit(waiting[: max(0, min(room, share))])
+            waiting = waiting[len(chosen) :]
             if not chosen:
                 continue
             blobs = {digest: memoryview(data) for item in chosen for digest, data in item.blobs.items()}
             if self._send(server_id, Tickets(tickets=tuple(item.ticket for item in chosen), blobs=blobs)):
                 self._ledger.assign([item.ticket.ticket_id for item in chosen], server_id)
+
+    def _that_fit(self, tickets: Sequence[PreparedTicket]) -> Sequence[PreparedTicket]:
+        """As many, from the first, as one message may carry; the rest goes out in the next turn."""
+        limits, frames, size = self.control.limits, 0, 0
+        for count, item in enumerate(tickets):
+            frames += len(item.blobs)
+            size += sum(len(data) for data in item.blobs.values())
+            if count and (frames >= limits.max_frames or size > limits.max_message_bytes // 2):
+                return tickets[:count]
+        return tickets
 
     def _keep_alive(self) -> None:
         now = time.monotonic()

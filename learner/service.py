@@ -14,7 +14,14 @@ from asyncrl.models.export import export_model
 from asyncrl.models.loading import architecture_fingerprint, stop_token_ids
 from asyncrl.models.processing import PromptProcessor
 from learner.batch import Batch, describe_batch, make_batch
-from learner.checkpoint import LearnerState, newest_checkpoint, read_state, restore_engine, save_checkpoint
+from learner.checkpoint import (
+    LearnerState,
+    check_settings,
+    newest_checkpoint,
+    read_state,
+    restore_engine,
+    save_checkpoint,
+)
 from learner.engines import create_engine
 from learner.exchange import Exchange, ModelFacts, wait_for
 from learner.publication import open_publication, publish
@@ -60,6 +67,7 @@ class Learner:
             total_groups=self.total_steps * per_step,
         )
         if checkpoint and state:
+            check_settings(checkpoint, state, self._settings())
             restore_engine(checkpoint, self.engine, state, architecture)
             self.ledger.restore(state.ledger)
             self.progress = Progress(state.step, state.version)
@@ -195,7 +203,7 @@ class Learner:
     def _issue_tickets(self) -> None:
         version = self.progress.version
         self.exchange.dispatch(
-            lambda: [self.writer.write(ticket_id, version) for ticket_id in self.ledger.admissible(version)]
+            lambda: (self.writer.write(ticket_id, version) for ticket_id in self.ledger.admissible(version))
         )
 
     def _evaluate(self) -> None:
@@ -204,7 +212,7 @@ class Learner:
         if not rows:
             return
         self._status("evaluating", f"{rows} held-out rows")
-        self.exchange.dispatch(lambda: [self.writer.write_evaluation(index, version) for index in range(rows)])
+        self.exchange.dispatch(lambda: (self.writer.write_evaluation(index, version) for index in range(rows)))
         wait_for(
             self.exchange,
             self.ledger,
@@ -221,6 +229,16 @@ class Learner:
             result["errors"],
         )
 
+    def _settings(self) -> dict[str, int]:
+        config = self.config
+        return {
+            "batch.prompts_per_step": config.batch.prompts_per_step,
+            "batch.group_size": config.batch.group_size,
+            "learner.max_staleness": config.learner.max_staleness,
+            "trainer.seed": config.trainer.seed,
+            "training rows": self.writer.num_train_rows,
+        }
+
     def _save(self) -> None:
         state = LearnerState(
             step=self.progress.step,
@@ -228,6 +246,7 @@ class Learner:
             architecture=self.architecture,
             ledger=self.ledger.state(),
             run_id=self.run_id,
+            settings=self._settings(),
         )
         folder = save_checkpoint(
             self.config.run_path, self.engine, self.processor.processor, state, self.config.trainer.save_limit

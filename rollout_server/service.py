@@ -103,16 +103,27 @@ class RolloutServer:
         while True:
             message = await self.link.next_message()
             if isinstance(message, Tickets):
-                self._held |= {ticket.ticket_id: ticket for ticket in message.tickets}
-                task = self._tasks.create_task(self._work_tickets(message))
-                self._work.add(task)
-                task.add_done_callback(self._work.discard)
+                self._begin(message)
             elif isinstance(message, WeightManifest):
                 self._newest = message
                 self._manifest_arrived.set()
             elif isinstance(message, Goodbye):
                 logger.info("the learner says goodbye: %s", message.reason)
                 return
+
+    def _begin(self, message: Tickets) -> None:
+        """Start what is new; after a reconnection the learner may send tickets that are in work or sent already."""
+        new = tuple(
+            ticket
+            for ticket in message.tickets
+            if ticket.ticket_id not in self._held and ticket.ticket_id not in self.link.unacknowledged
+        )
+        if not new:
+            return
+        self._held |= {ticket.ticket_id: ticket for ticket in new}
+        task = self._tasks.create_task(self._work_tickets(message.model_copy(update={"tickets": new})))
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
 
     async def _work_tickets(self, message: Tickets) -> None:
         """Produce the groups of one message; a failure returns its unfinished tickets to the learner."""
