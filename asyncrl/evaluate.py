@@ -22,7 +22,8 @@ from asyncrl.errors import UserError
 from asyncrl.models.loading import has_vision, model_class, resolve_device, special_token_ids
 from asyncrl.models.processing import PLACEHOLDER_ID_NAMES, PromptProcessor
 from asyncrl.rewards.pool import RewardPool
-from asyncrl.rewards.sample import RewardSample, sample_of
+from asyncrl.rewards.presentation import sample_of
+from asyncrl.rewards.sample import RewardSample
 
 BATCH_ROWS = 64
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.rewards.pool import RewardPool, Score
-from asyncrl.rewards.sample import sample_of
+from asyncrl.rewards.presentation import sample_of
 from protocol.messages import (
     FinishReason,
     Group,

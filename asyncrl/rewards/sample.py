@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from protocol.messages import Prompt
-
 
 @dataclass(frozen=True)
 class RewardSample:
@@ -35,23 +33,3 @@ class RewardSample:
     """Names the row: `<file or dataset>:<index>`."""
     finish_reason: Literal["stop", "length"] = "stop"
     """`length`: the completion was cut at `data.max_response_length`."""
-
-
-def sample_of(
-    prompt: Prompt, completion: str, images: list[bytes], finish_reason: Literal["stop", "length"]
-) -> RewardSample:
-    """What the rewards see of a completion, in training and in evaluation alike. Images stand as `<image>` in texts."""
-    messages = [
-        {"role": m.role, "content": "".join("<image>" if part.type == "image" else part.text for part in m.content)}
-        for m in prompt.messages
-    ]
-    return RewardSample(
-        completion=completion,
-        prompt=next((m["content"] for m in reversed(messages) if m["role"] == "user"), ""),
-        messages=messages,
-        answer=prompt.answer,
-        columns=dict(prompt.columns),
-        images=images,
-        row_id=prompt.row_id,
-        finish_reason=finish_reason,
-    )
