@@ -178,23 +178,26 @@ class Exchange(threading.Thread):
 
     def run(self) -> None:
         try:
-            poller = zmq.Poller()
-            for socket in (self.control.socket, self.weights.socket, self._woken):
-                poller.register(socket, zmq.POLLIN)
-            while self._goodbye is None:
-                poller.poll(0 if self._preparing else round(POLL_S * 1000))
-                self._obey_orders()
-                self._prepare_some()
-                self._receive_control()
-                self._answer_chunk_requests()
-                self._send_waiting_tickets()
-                self._keep_alive()
-            self._part(self._goodbye)
-        except Exception as error:  # raised again by the main thread's next wait
-            logger.exception("the exchange failed")
+            self._exchange_until_goodbye()
+        except Exception as error:  # raised again by the main thread's next wait, which then says goodbye
+            logger.error("the exchange stops: %s", error)
             with self._ledger.changed:
                 self.failure = error
                 self._ledger.changed.notify_all()
+        self._part(self._goodbye or f"the learner failed: {self.failure}")
+
+    def _exchange_until_goodbye(self) -> None:
+        poller = zmq.Poller()
+        for socket in (self.control.socket, self.weights.socket, self._woken):
+            poller.register(socket, zmq.POLLIN)
+        while self._goodbye is None:
+            poller.poll(0 if self._preparing else round(POLL_S * 1000))
+            self._obey_orders()
+            self._prepare_some()
+            self._receive_control()
+            self._answer_chunk_requests()
+            self._send_waiting_tickets()
+            self._keep_alive()
 
     def _part(self, reason: str) -> None:
         """Say goodbye and wait for each server's: closing the socket at once could take ours back."""

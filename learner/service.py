@@ -102,8 +102,7 @@ class Learner:
         try:
             self.exchange.start()
             self._wait_for_server()
-            if self.progress.version:
-                self._publish()
+            self._publish()  # version 0, too: a server may have loaded another folder of the same architecture
             if self.config.evaluation.before_training and self.progress.step == 0:
                 self._evaluate()
             self._issue_tickets()

@@ -260,7 +260,7 @@ class Welcome(Wire):
     run_id: str
     host_id: str
     version: Version
-    """The learner's policy version; its manifest follows as `weights` unless it is the initial policy."""
+    """The learner's policy version; its manifest follows as `weights`."""
     weights_endpoint: str
     heartbeat_s: float = Field(gt=0)
     """Send a heartbeat this often; silence of `timeout_s` means the peer is gone."""

@@ -43,6 +43,8 @@ class RolloutServer:
         self._started = time.monotonic()
         self._held: dict[int, Ticket] = {}
         self._newest: WeightManifest | None = None
+        self._loaded_version = -1
+        """Newest version received from the learner; what the model folder holds is nobody's policy."""
         self._manifest_arrived = asyncio.Event()
         self._version_changed = asyncio.Condition()
         self._goodbye = asyncio.Event()
@@ -147,11 +149,11 @@ class RolloutServer:
         deadline_s = self.config.learner.wait_timeout_s
         try:
             async with asyncio.timeout(deadline_s), self._version_changed:
-                await self._version_changed.wait_for(lambda: self.engine.version >= version)
+                await self._version_changed.wait_for(lambda: self._loaded_version >= version)
         except TimeoutError:
             raise BadStateError(
                 f"weights of version {version} did not arrive within {deadline_s:g} s; "
-                f"the engine has version {self.engine.version}"
+                f"the newest that did is {self._loaded_version} (-1: none)"
             ) from None
 
     async def _follow_weights(self) -> None:
@@ -160,7 +162,7 @@ class RolloutServer:
             await self._manifest_arrived.wait()
             self._manifest_arrived.clear()
             manifest = self._newest
-            if manifest is None or manifest.version <= self.engine.version:
+            if manifest is None or manifest.version <= self._loaded_version:
                 continue
             try:
                 loaded = await self.receiver.load(manifest)
@@ -170,6 +172,7 @@ class RolloutServer:
                 logger.info("version %d is gone already; waiting for a newer one", manifest.version)
                 continue
             async with self._version_changed:
+                self._loaded_version = loaded.version
                 self._version_changed.notify_all()
             await self.link.send(loaded)
             self.metrics["policy_version"].set(loaded.version)

@@ -134,6 +134,22 @@ def test_a_late_second_server_shares_the_work_and_both_endpoints_can_be_scraped(
     assert all(step["ledger_residual"] == 0 and step["staleness/max"] <= 1 for step in lines(run / "metrics.jsonl"))
 
 
+def test_a_bad_row_stops_the_run_with_its_name_and_the_server_is_told(
+    make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    bad = [{"prompt": f"What is {n}?", "answer": str(n), "images": []} for n in range(8)]
+    bad[5]["prompt"] = "word " * 500
+    rows.write_text("".join(json.dumps(row) + "\n" for row in bad))
+    config = make_config(data={"train_files": [str(rows)], "val_files": [], "shuffle": False})
+    codes = run_both(config, tmp_path / "run")
+    assert codes == (2, 0), logs(tmp_path / "run")
+    learner = (tmp_path / "run" / "learner.log").read_text()
+    assert "error: row rows.jsonl:5" in learner
+    assert "data.max_prompt_length" in learner
+    assert "the learner says goodbye" in (tmp_path / "run" / "rollout_server.log").read_text()
+
+
 def wait_until(condition: Callable[[], bool], what: str, run: Path, timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
