@@ -19,6 +19,7 @@ from asyncrl.data.dataset import open_validation
 from asyncrl.data.images import decode_image
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.errors import UserError
+from asyncrl.models.filtering import usable_rows
 from asyncrl.models.loading import has_vision, model_class, resolve_device, special_token_ids
 from asyncrl.models.processing import PLACEHOLDER_ID_NAMES, PromptProcessor
 from asyncrl.rewards.pool import RewardPool
@@ -51,7 +52,8 @@ def evaluate(config: RunConfig, folder: Path) -> Evaluation:
     model = model_class(hf_config).from_pretrained(folder, dtype=getattr(torch, config.model.dtype)).to(device).eval()
     banned = sorted(special_token_ids(hf_config, PLACEHOLDER_ID_NAMES))
     renderer = PromptRenderer(config.data)
-    rows = [renderer.render(held_out[i], held_out.row_id(i)) for i in range(len(held_out))]
+    usable = usable_rows(held_out, renderer, processor, config.data)
+    rows = [renderer.render(held_out[i], held_out.row_id(i)) for i in usable]
     samples: list[RewardSample] = []
     for start in range(0, len(rows), BATCH_ROWS):
         chunk = rows[start : start + BATCH_ROWS]
@@ -78,7 +80,9 @@ def _generate(
     ]
     arguments: dict[str, Any] = {"images": images} if vision and images else {}
     processor.tokenizer.padding_side = "left"
-    inputs = processor.processor(text=texts, padding=True, return_tensors="pt", **arguments).to(model.device)
+    inputs = processor.processor(
+        text=texts, padding=True, return_tensors="pt", add_special_tokens=False, **arguments
+    ).to(model.device)
     output = model.generate(**inputs, max_new_tokens=limit, do_sample=False, suppress_tokens=banned or None)
     tokenizer, completions = processor.tokenizer, output[:, inputs["input_ids"].shape[1] :]
     ended = (completions == tokenizer.eos_token_id).any(dim=1).tolist()

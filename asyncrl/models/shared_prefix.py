@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from asyncrl.errors import UserError
+
 SHARED_PREFIX_ATTENTION = "asyncrl_shared_prefix"
 """Name under which transformers finds it (`attn_implementation`)."""
 
@@ -100,12 +102,19 @@ def shared_prefix_attention(
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
     shared_prefix: SharedPrefixLayout | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D]."""
     assert shared_prefix is not None, "this model is prepared for packed groups: pass shared_prefix="
     assert dropout == 0.0, "dropout would make log-probs differ from the engine's"
+    if sliding_window is not None or softcap is not None:
+        raise UserError(
+            f"this model's attention uses sliding_window={sliding_window}, softcap={softcap}, which packed training "
+            "does not support: its log-probs would be wrong. Use a model with full attention"
+        )
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, H, D]
     outputs: list[torch.Tensor] = []
     for batch in shared_prefix.batches:
