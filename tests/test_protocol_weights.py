@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from protocol import weights
+from protocol.endpoints import PortInUseError
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.layout import ALIGNMENT, ITEMSIZE, PublicationError, plan_layout
 from protocol.messages import (
@@ -242,6 +243,17 @@ def test_files_of_a_killed_learner_are_removed_and_those_of_a_living_one_stay(tm
 # --- over ZeroMQ ----------------------------------------------------------------------------------
 
 
+def _bound(endpoint: str) -> LearnerSocket:
+    """ZeroMQ frees the port of a closed socket a moment later, on a thread of its own."""
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        try:
+            return LearnerSocket(endpoint, WeightsFromServer, setting="network.weights_port", linger_s=0)
+        except PortInUseError:
+            assert time.monotonic() < deadline, f"{endpoint} was not freed"
+            time.sleep(0.05)
+
+
 @contextmanager
 def serving(
     publication: Publication,
@@ -249,7 +261,7 @@ def serving(
     endpoint: str = "tcp://127.0.0.1:0",
 ) -> Iterator[LearnerSocket]:
     """A learner's weights endpoint in a thread; a request for which `behave` is False gets no answer."""
-    sock = LearnerSocket(endpoint, WeightsFromServer, setting="network.weights_port", linger_s=0)
+    sock = _bound(endpoint)
     stop = threading.Event()
 
     def serve() -> None:
