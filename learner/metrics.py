@@ -69,7 +69,16 @@ METRICS = (
         healthy="small against a step",
     ),
     _gauge("publish_bytes", "bytes", "Size of one published version.", "constant"),
-    _gauge("groups", "groups", "Training groups by state of the ledger.", "buffered above 0", "state"),
+    _gauge(
+        "groups",
+        "groups",
+        "Training groups by state of the ledger: issued = trained + dropped + buffered + in_flight + waiting.",
+        "buffered above 0",
+        "state",
+    ),
+    _gauge("mean_length", "tokens", "Mean trajectory length of groups by state.", "equal", "state"),
+    _gauge("length_bias", "ratio", "Mean trained length over mean finished length, minus 1.", "near 0"),
+    _gauge("journal_bytes", "bytes", "Size of the journal and its write-ahead log.", "bounded"),
     _gauge("ledger_residual_groups", "groups", "Issued groups that are in no state.", "0, always"),
     _gauge("servers", "servers", "Welcomed rollout servers.", "as many as were started"),
     _gauge("idle_ratio", "ratio", "Share of the last step spent waiting for groups.", "below 0.2"),
@@ -110,5 +119,6 @@ GAUGE_OF_RECORD = {
     "clip_fraction": "clip_fraction",
     "tis_clip_fraction": "tis_clip_fraction",
     "idle/learner": "idle_ratio",
+    "length_bias": "length_bias",
 }
 """Name in metrics.jsonl -> gauge."""

@@ -35,6 +35,10 @@ class Reporter:
         self._process = psutil.Process()
         self._server_usage: dict[str, tuple[float, float, int]] = {}
 
+    @property
+    def evaluated_steps(self) -> set[int]:
+        return self.recorder.evaluated_steps()
+
     def status(self, phase: str, step: int, version: int, waiting_for: str = "") -> None:
         counts = self._ledger.counts()
         servers = [
@@ -59,7 +63,7 @@ class Reporter:
                 "in_flight": counts.in_flight + counts.waiting,
                 "buffered": counts.buffered,
                 "trained": counts.trained,
-                "dropped": 0,
+                "dropped": sum(counts.dropped.values()),
             },
             errors=dict(self._exchange.errors),
         )
@@ -69,6 +73,7 @@ class Reporter:
         record = {"step": step, "version": version + 1, "time": time.time(), **values, **self._rollout_usage()}
         counts = self._ledger.counts()
         record["ledger_residual"] = counts.residual
+        record |= self._ledger.length_bias()
         record["rss_gib"] = self._process.memory_info().rss / 2**30
         self.recorder.step(record)
         self._export(version, record, batch)
@@ -102,8 +107,14 @@ class Reporter:
         for name in ("step", "wait", "publish"):
             m[f"{name}_seconds"].observe(record[f"{name}_s"])
         counts = self._ledger.counts()
-        for state in ("waiting", "in_flight", "buffered", "trained"):
+        for state in ("issued", "waiting", "in_flight", "buffered", "trained"):
             m["groups"].labels(state=state).set(getattr(counts, state))
+        for reason, dropped in counts.dropped.items():
+            m["groups"].labels(state=f"dropped_{reason}").set(dropped)
+        for state in ("trained", "dropped", "buffered"):
+            if f"length/{state}" in record:
+                m["mean_length"].labels(state=state).set(record[f"length/{state}"])
+        m["journal_bytes"].set(self._ledger.journal.file_bytes)
         m["ledger_residual_groups"].set(counts.residual)
         m["servers"].set(len(self._exchange.servers))
         m["rss_bytes"].set(self._process.memory_info().rss)

@@ -121,9 +121,10 @@ EXAMPLES: list[Wire] = [
     ),
     Welcome(
         run_id="r",
+        incarnation="i",
         host_id="h",
         version=0,
-        weights_endpoint="tcp://127.0.0.1:1",
+        weights_port=1,
         heartbeat_s=2.0,
         timeout_s=30.0,
     ),

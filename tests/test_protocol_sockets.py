@@ -46,9 +46,7 @@ HELLO = Hello(
     max_groups=4,
     pid=1,
 )
-WELCOME = Welcome(
-    run_id="r", host_id="h", version=0, weights_endpoint="tcp://127.0.0.1:1", heartbeat_s=1.0, timeout_s=5.0
-)
+WELCOME = Welcome(run_id="r", incarnation="i", host_id="h", version=0, weights_port=1, heartbeat_s=1.0, timeout_s=5.0)
 
 
 @pytest.fixture

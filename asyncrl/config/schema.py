@@ -11,6 +11,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+Durability = Literal["process", "power"]
+OnStale = Literal["wait", "drop", "mask"]
+
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
@@ -122,6 +125,9 @@ class OptimConfig(Section):
 class LearnerConfig(Section):
     max_staleness: int = Field(default=2, ge=0)
     """Oldest policy version a trained token may come from, in versions behind the learner's. 0 = exactly on-policy."""
+    on_stale: OnStale = "wait"
+    """When a group is not there before it gets older than max_staleness: `wait` for it, go on and `drop` it (its
+    prompt is issued again), or go on and `mask` its old tokens. The last two favour short completions (length_bias)."""
     engine: Literal["torch"] = "torch"
     """Training engine."""
     device: str = "auto"
@@ -219,6 +225,10 @@ class TrainerConfig(Section):
     """Checkpoint every so many steps; 0 means only at the end."""
     save_limit: int = Field(default=2, gt=0)
     """Checkpoints kept."""
+    durability: Durability = "process"
+    """What an acknowledged group survives: the death of the `process`, or also loss of `power` (a disk sync each)."""
+    journal_limit_mib: int = Field(default=2048, gt=0)
+    """Groups kept for a restart; above it a checkpoint is written, whatever save_freq is."""
     seed: int = Field(default=1, ge=0)
     """Decides data order, sampling and initial states."""
     samples_per_step: int = Field(default=2, ge=0)
@@ -238,6 +248,8 @@ class NetworkConfig(Section):
     """Each side says it is alive this often."""
     timeout_s: float = Field(default=30.0, gt=0)
     """Silence after which a peer counts as gone."""
+    reconnect_timeout_s: float = Field(default=600.0, gt=0)
+    """A rollout server works on and waits this long for a learner that has gone."""
     start_timeout_s: float = Field(default=300.0, gt=0)
     """Longest wait for the first server, model loading included."""
     max_message_mib: int = Field(default=1024, gt=0)
