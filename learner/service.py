@@ -63,7 +63,7 @@ class Learner:
         architecture = architecture_fingerprint(self.engine.unwrap_model())
         self.ledger = TicketLedger(
             prompts_per_step=per_step,
-            max_staleness=config.learner.max_staleness,
+            max_staleness=config.largest_staleness,
             total_groups=self.total_steps * per_step,
         )
         if checkpoint and state:
@@ -133,7 +133,7 @@ class Learner:
         version = self.progress.version
         batch = self._next_batch()
         waited = time.monotonic()
-        values = describe_batch(batch, version, self.config.reward.accuracy_component) | self.step(batch)
+        values = describe_batch(batch, version, self.config.reward.accuracy_component) | self.step(batch, version)
         learned = time.monotonic()
         self.progress.step += 1
         self.progress.version += 1
@@ -233,7 +233,7 @@ class Learner:
         return {
             "batch.prompts_per_step": config.batch.prompts_per_step,
             "batch.group_size": config.batch.group_size,
-            "learner.max_staleness": config.learner.max_staleness,
+            "learner.max_staleness": config.largest_staleness,
             "trainer.seed": config.trainer.seed,
             "training rows": self.writer.num_train_rows,
         }
