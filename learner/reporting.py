@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import psutil
 
+from asyncrl.algorithms.diagnostics import STALENESS_BUCKETS
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.telemetry.metrics import MetricSet
 from asyncrl.telemetry.recorder import RunRecorder
 from learner.batch import Batch
 from learner.exchange import Exchange
-from learner.metrics import GAUGE_OF_RECORD, METRICS
+from learner.metrics import GAUGE_OF_RECORD, GAUGE_OF_STALENESS_RECORD, METRICS, QUANTILE_OF_RECORD
 from learner.tickets import ReceivedGroup, TicketLedger
 from protocol.messages import WeightManifest
 
@@ -127,8 +128,18 @@ class Reporter:
                 m["reward"].labels(component=part).set(value)
             elif section == "rows":
                 m["rows"].labels(status=part).set(value)
+        self._export_off_policyness(record)
         for kind, count in self._exchange.errors.items():
             m["errors"].labels(kind=kind).set(count)
+
+    def _export_off_policyness(self, record: Mapping[str, float]) -> None:
+        """Ratio quantiles, and diagnostics by staleness; NaN where the last batch has no such tokens."""
+        for name, quantile in QUANTILE_OF_RECORD.items():
+            self.metrics["ratio"].labels(quantile=quantile).set(record.get(name, float("nan")))
+        for name, gauge in GAUGE_OF_STALENESS_RECORD.items():
+            for bucket in STALENESS_BUCKETS:
+                value = record.get(f"staleness_{bucket}/{name}", float("nan"))
+                self.metrics[gauge].labels(staleness=bucket).set(value)
 
     def published(self, manifest: WeightManifest) -> None:
         self.metrics["policy_version"].set(manifest.version)

@@ -79,7 +79,7 @@ class Learner:
             self.ledger = TicketLedger(
                 self.journal,
                 prompts_per_step=config.batch.prompts_per_step,
-                bound=config.learner.max_staleness,
+                bound=config.largest_staleness,
                 total_groups=self.total_steps * config.batch.prompts_per_step,
                 on_stale=config.learner.on_stale,
             )
@@ -166,7 +166,7 @@ class Learner:
         version = self.progress.version
         waited = time.monotonic()
         batch = make_batch(groups, self.processor)
-        values = describe_batch(batch, version, self.config.reward.accuracy_component) | self.step(batch)
+        values = describe_batch(batch, version, self.config.reward.accuracy_component) | self.step(batch, version)
         learned = time.monotonic()
         crash_point("step.trained")
         self.progress.step += 1
@@ -236,7 +236,7 @@ class Learner:
 
     def _admit_unless_evaluating(self) -> None:
         """On-policy, an evaluation has the servers to itself: how tickets share a batch would depend on its timing."""
-        if self.config.learner.max_staleness or not self._evaluation_is_due():
+        if self.config.largest_staleness or not self._evaluation_is_due():
             self.exchange.admit(self.progress.version)
 
     def _evaluation_is_due(self) -> bool:
@@ -280,7 +280,7 @@ class Learner:
         return {
             "batch.prompts_per_step": config.batch.prompts_per_step,
             "batch.group_size": config.batch.group_size,
-            "learner.max_staleness": config.learner.max_staleness,
+            "learner.max_staleness": config.largest_staleness,
             "trainer.seed": config.trainer.seed,
             "training rows": self.writer.num_train_rows,
         }

@@ -51,7 +51,7 @@ async def plain_loop(config: RunConfig) -> tuple[list[dict[str, float]], list[Gr
         blobs = {digest: memoryview(data) for item in prepared for digest, data in item.blobs.items()}
         produced = {g.ticket_id: g async for g in producer.produce([item.ticket for item in prepared], blobs)}
         received = [ReceivedGroup(item, produced[item.ticket.ticket_id]) for item in prepared]
-        metrics.append(step(make_batch(received, processor)))
+        metrics.append(step(make_batch(received, processor), version))
         groups += [item.group for item in received]
         await engine.update_weights(version + 1, trainer.published_state())
     await engine.close()
