@@ -82,6 +82,11 @@ def _version_problem(group: Group, ticket: Ticket, version: int) -> str | None:
     oldest, newest = int(group.versions.min()), int(group.versions.max())
     if oldest < ticket.min_version or newest > version:
         return f"token versions {oldest} to {newest}, but the ticket allows {ticket.min_version} to {version}"
+    if group.kv_versions is not None:
+        if (group.kv_versions > group.versions).any():
+            return "a token was sampled from a key-value cache that is newer than the policy that sampled it"
+        if group.kv_versions.min() < ticket.min_version:
+            return f"the key-value cache is of version {group.kv_versions.min()}, before {ticket.min_version}"
     return None
 
 

@@ -188,6 +188,8 @@ class Group(Wire):
     """[N] behaviour log-probabilities of the sampled tokens."""
     versions: Int32Array
     """[N] policy version that sampled each token, stamped when it was decoded."""
+    kv_versions: Int32Array | None = None
+    """[N] oldest policy version in the key-value cache that the token was sampled from; None: equal to `versions`."""
     trajectories: Many[TrajectoryRecord]
     timings: GroupTimings
 
@@ -200,6 +202,8 @@ class Group(Wire):
             "logprobs": self.logprobs.size,
             "versions": self.versions.size,
         }
+        if self.kv_versions is not None:
+            sizes["kv_versions"] = self.kv_versions.size
         wrong = {name: size for name, size in sizes.items() if size != total}
         if wrong or (self.lengths.size and self.lengths.min() < 0):
             raise ValueError(f"lengths add up to {total}, but {wrong}")

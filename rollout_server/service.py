@@ -212,6 +212,7 @@ class RolloutServer:
             await self.link.send(beat)
             await self.link.resend_overdue()
             self._export(beat, process.memory_info().rss)
+            self.metrics["update_pause_seconds"].set(usage.update_pause_s)
             await asyncio.sleep(self.config.network.heartbeat_s)
 
     def _export(self, beat: ServerHeartbeat, rss_bytes: int) -> None:

@@ -156,6 +156,8 @@ class RolloutConfig(Section):
     """`auto`, `cpu`, `cuda`, `cuda:1`, ..."""
     cpu_threads: int = Field(default=0, ge=0)
     """Torch threads; 0 means half of the cores when the learner shares the machine."""
+    weight_update: Literal["recompute", "keep", "drain"] = "recompute"
+    """New weights under running sequences: `recompute` their KV cache, `keep` the old one, or `drain` them first."""
     weights_channel: Literal["auto", "shm", "zmq"] = "auto"
     """How weights arrive; auto takes shm on the learner's host and zmq elsewhere."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
