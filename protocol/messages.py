@@ -335,7 +335,8 @@ class TensorEntry(Wire):
     offset: int = Field(ge=0)
     """Bytes from the start of the publication."""
     nbytes: int = Field(ge=0)
-    crc32: int = Field(ge=0)
+    xxh3: int = Field(ge=0, lt=1 << 64)
+    """XXH3, 64 bits, seed 0, of the tensor's bytes."""
 
 
 class WeightManifest(Wire):
