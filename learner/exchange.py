@@ -13,23 +13,21 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import get_args
 
 import zmq
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import BadStateError, UserError
+from asyncrl.errors import BadStateError
 from asyncrl.models.processing import PromptProcessor
+from learner.ports import open_ports
 from learner.tickets import PreparedTicket, ReceivedGroup, TicketLedger
 from learner.verification import verify_group
-from protocol.codec import MIB, Limits
-from protocol.endpoints import BindError, host_id
+from protocol.endpoints import host_id
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.handshake import check_hello
 from protocol.messages import (
     Ack,
     ChunkRequest,
-    ControlFromServer,
     Error,
     Goodbye,
     Group,
@@ -44,7 +42,8 @@ from protocol.messages import (
     Welcome,
     Wire,
 )
-from protocol.sockets import BadMessage, Delivery, LearnerSocket, Received
+from protocol.peers import Muted
+from protocol.sockets import BadMessage, Delivery, Received
 from protocol.transfer import answer_chunk_request
 from protocol.weights import Publication
 
@@ -114,31 +113,9 @@ class Exchange(threading.Thread):
         self._goodbye: str | None = None
         self._preparing: deque[_Preparation] = deque()
         self._beat_at = 0.0
-        self._bind()
-
-    def _bind(self) -> None:
-        network = self._config.network
-        limits = Limits(max_message_bytes=network.max_message_mib * MIB)
         self._context = zmq.Context()
-        try:
-            self.control = LearnerSocket(
-                self._config.control_endpoint,
-                get_args(ControlFromServer),
-                limits,
-                setting="network.control_port",
-                insecure=network.insecure,
-                context=self._context,
-            )
-            self.weights = LearnerSocket(
-                self._config.weights_endpoint,
-                (ChunkRequest,),
-                limits,
-                setting="network.weights_port",
-                insecure=network.insecure,
-                context=self._context,
-            )
-        except BindError as error:
-            raise UserError(str(error)) from error
+        self._ports = open_ports(config, self._context)
+        self.control, self.weights = self._ports.control, self._ports.weights
         self._waker, self._woken = _wake_up_pair(self._context)
 
     # --- the main thread's side ---------------------------------------------------------------
@@ -166,7 +143,8 @@ class Exchange(threading.Thread):
         if self.is_alive():
             self._order(order)
             self.join(timeout=2 * PARTING_S)
-        for socket in (self.control, self.weights, self._woken, self._waker):
+        self._ports.close()
+        for socket in (self._woken, self._waker):
             socket.close()
         self._context.term()  # returns when the goodbyes are on their way, or after the sockets' linger
 
@@ -231,19 +209,21 @@ class Exchange(threading.Thread):
                 preparation.done.append(item)
 
     def _receive_control(self) -> None:
-        while (received := self.control.recv()) is not None:
-            if isinstance(received, BadMessage):
+        for received in self.control.turn():
+            if isinstance(received, Muted):
+                self._expel(received)
+            elif isinstance(received, BadMessage):
                 self.errors[str(received.error.code)] += 1
                 logger.warning("a message could not be used: %s", received.error)
-                continue
-            self._handle(received)
+            else:
+                self._handle(received)
 
     def _handle(self, received: Received) -> None:
         message = received.message
         if isinstance(message, Hello):
             self._greet(received.identity, message)
             return
-        server_id = next((i for i, s in self.servers.items() if s.identity == received.identity), None)
+        server_id = self._server_at(received.identity)
         if server_id is None:
             error = Error(code=ErrorCode.NOT_WELCOME, reason="say hello first")
             self.control.send(received.identity, error)
@@ -312,6 +292,7 @@ class Exchange(threading.Thread):
             except ProtocolError as error:
                 self.errors[str(error.code)] += 1
                 logger.warning("group of ticket %d refused: %s", group.ticket_id, error.reason)
+                self.control.charge(self.servers[server_id].identity)
                 self._send(server_id, Error(code=error.code, reason=error.reason, ticket_id=group.ticket_id))
                 self._ledger.give_back(group.ticket_id, error.reason)
                 return
@@ -319,10 +300,14 @@ class Exchange(threading.Thread):
         self._send(server_id, Ack(ticket_ids=(group.ticket_id,)))
 
     def _answer_chunk_requests(self) -> None:
-        while (received := self.weights.recv()) is not None:
-            if isinstance(received, BadMessage):
+        for received in self.weights.turn():
+            if isinstance(received, Muted):
+                self.errors["muted"] += 1
+                logger.warning("a reader of weights is muted: %s", received.reason)
+            elif isinstance(received, BadMessage):
                 self.errors[str(received.error.code)] += 1
             elif isinstance(received.message, ChunkRequest):
+                # A chunk that finds the reader's queue full is dropped: the reader asks again.
                 self.weights.send(received.identity, answer_chunk_request(self._publication, received.message))
 
     def _send_waiting_tickets(self) -> None:
@@ -356,12 +341,24 @@ class Exchange(threading.Thread):
         now = time.monotonic()
         if now - self._beat_at >= self._config.network.heartbeat_s:
             self._beat_at = now
+            self.errors.update(self._ports.take_rejections())
             for server_id in list(self.servers):
                 self._send(server_id, LearnerHeartbeat(version=self._version, step=self._version))
         for server_id, server in list(self.servers.items()):
             silent_s = now - server.heard_at
             if silent_s > self._config.network.timeout_s:
                 self._lose(server_id, f"silent for {silent_s:.0f} s (network.timeout_s)")
+
+    def _expel(self, muted: Muted) -> None:
+        """A peer over its budget: what was entrusted to it goes to others; it may say hello again later."""
+        self.errors["muted"] += 1
+        server_id = self._server_at(muted.identity)
+        logger.warning("%s is muted: %s", server_id or "a peer without welcome", muted.reason)
+        if server_id is not None:
+            self._lose(server_id, muted.reason)
+
+    def _server_at(self, identity: bytes) -> str | None:
+        return next((i for i, s in self.servers.items() if s.identity == identity), None)
 
     def _send(self, server_id: str, message: Wire) -> bool:
         """False if the server could not be reached; it is then lost."""

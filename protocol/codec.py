@@ -36,7 +36,7 @@ Expected: TypeAlias = type[Wire] | UnionType | Iterable[type[Wire]]
 class Limits:
     """What a message may weigh. Both sides use the same numbers, so a sender finds out first."""
 
-    max_message_bytes: int = 1024 * MIB
+    max_message_bytes: int = 256 * MIB
     max_header_bytes: int = 8 * MIB
     max_frames: int = 4096
 

@@ -12,9 +12,9 @@ import zmq.asyncio
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
-from protocol.codec import MIB, Limits
 from protocol.endpoints import host_id
 from protocol.errors import ErrorCode
+from protocol.gate import HandshakeRejected
 from protocol.messages import (
     Ack,
     ControlFromLearner,
@@ -28,7 +28,8 @@ from protocol.messages import (
     Welcome,
     Wire,
 )
-from protocol.sockets import BadMessage, SendTimeout, ServerSocket
+from protocol.sockets import BadMessage, SendTimeout
+from rollout_server.dialling import dial
 
 logger = logging.getLogger(__name__)
 
@@ -55,12 +56,7 @@ class LearnerLink:
             pid=os.getpid(),
         )
         self._context = zmq.asyncio.Context()
-        self.socket = ServerSocket(
-            config.control_endpoint,
-            get_args(ControlFromLearner),
-            Limits(max_message_bytes=config.network.max_message_mib * MIB),
-            context=self._context,
-        )
+        self.socket = dial(config, config.control_endpoint, get_args(ControlFromLearner), self._context)
         self.unacknowledged: dict[int, Group] = {}
         self._heard_at = time.monotonic()
 
@@ -77,6 +73,8 @@ class LearnerLink:
                 await self.socket.send(self._hello, timeout_s=HELLO_EVERY_S)
             except SendTimeout:
                 continue
+            except HandshakeRejected as problem:
+                raise UserError(str(problem)) from problem
             answer = await self.socket.recv(timeout_s=5 * HELLO_EVERY_S)
             if isinstance(answer, Refusal):
                 raise UserError(f"the learner refuses this server: {answer.reason}. {answer.fix}")

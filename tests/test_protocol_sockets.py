@@ -32,6 +32,7 @@ from protocol.messages import (
     TicketFailed,
     Welcome,
 )
+from protocol.socket_options import Queues
 from protocol.sockets import BadMessage, Delivery, LearnerSocket, Received, SendTimeout, ServerSocket
 
 LIMITS = Limits(max_message_bytes=1 << 20)
@@ -212,7 +213,7 @@ def test_sending_to_a_peer_that_has_gone_is_reported(learner: LearnerSocket, raw
 
 
 def test_a_peer_that_does_not_read_fills_its_queue_and_blocks_nobody():
-    learner = LearnerSocket("tcp://127.0.0.1:0", ControlFromServer, setting="port", queued_messages=5, linger_s=0)
+    learner = LearnerSocket("tcp://127.0.0.1:0", ControlFromServer, setting="port", queues=Queues(5, 5), linger_s=0)
     slow = zmq.Context.instance().socket(zmq.DEALER)
     slow.setsockopt(zmq.RCVHWM, 5)
     slow.setsockopt(zmq.LINGER, 0)
