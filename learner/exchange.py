@@ -51,6 +51,8 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
 """Longest time between two looks at heartbeats and at what the main thread has handed over."""
+MAX_ERROR_KINDS = 64
+MAX_ERROR_KIND_LENGTH = 100
 PARTING_S = 5.0
 """Longest wait for the servers' goodbyes."""
 
@@ -64,6 +66,8 @@ class ServerState:
     heard_at: float = field(default_factory=time.monotonic)
     heartbeat: ServerHeartbeat | None = None
     loaded: WeightsLoaded | None = None
+    idle_since: float | None = None
+    """Since when it has reported no work while holding tickets."""
 
 
 @dataclass
@@ -237,19 +241,46 @@ class Exchange(threading.Thread):
             self._accept(server_id, message)
         elif isinstance(message, ServerHeartbeat):
             server.heartbeat = message
+            self._check_that_it_reads(server_id, server, message)
         elif isinstance(message, WeightsLoaded):
             server.loaded = message
         elif isinstance(message, TicketFailed):
-            self.errors[message.error_kind] += 1
+            self._count_error(message.error_kind)
             logger.warning("ticket %d failed on %s: %s", message.ticket_id, server_id, message.error_message)
-            self._ledger.give_back(message.ticket_id, f"{message.error_kind}: {message.error_message}")
+            self._give_back(message.ticket_id, server_id, f"{message.error_kind}: {message.error_message}")
         elif isinstance(message, Goodbye):
             self._lose(server_id, f"said goodbye ({message.reason})", expected=message.expected)
         elif isinstance(message, Error):
             self.errors[str(message.code)] += 1
             logger.warning("%s answers %s: %s", server_id, message.code, message.reason)
 
+    def _count_error(self, kind: str) -> None:
+        """`kind` may be the peer's own word: only so many become keys, and labels of a metric."""
+        known = kind in self.errors or len(self.errors) < MAX_ERROR_KINDS
+        self.errors[kind[:MAX_ERROR_KIND_LENGTH] if known else "other"] += 1
+
+    def _give_back(self, ticket_id: int, server_id: str, reason: str) -> None:
+        """A ticket that this server failed at. What another server holds is not its to return."""
+        if self._ledger.holder(ticket_id) == server_id:
+            self._ledger.give_back(ticket_id, reason, servers=self.servers)
+
+    def _check_that_it_reads(self, server_id: str, server: ServerState, beat: ServerHeartbeat) -> None:
+        """One that says it has no work, though tickets went to it long ago, sends without reading."""
+        idle = not (beat.groups_queued or beat.groups_running or beat.groups_unacknowledged)
+        if not idle or not self._ledger.held_by(server_id):
+            server.idle_since = None
+        elif server.idle_since is None:
+            server.idle_since = time.monotonic()
+        elif time.monotonic() - server.idle_since > self._config.network.timeout_s:
+            self._lose(server_id, "it holds tickets, and has said for network.timeout_s that it has none")
+
     def _greet(self, identity: bytes, hello: Hello) -> None:
+        name = self._server_at(identity)
+        if name not in (None, hello.server_id):
+            reason = f"this connection is server {name!r} already"
+            self.control.send(identity, Error(code=ErrorCode.DUPLICATE_SERVER, reason=reason))
+            self.control.charge(identity)
+            return
         refusal = check_hello(
             hello,
             model_fingerprint=self._facts.model_fingerprint,
@@ -293,8 +324,8 @@ class Exchange(threading.Thread):
                 self.errors[str(error.code)] += 1
                 logger.warning("group of ticket %d refused: %s", group.ticket_id, error.reason)
                 self.control.charge(self.servers[server_id].identity)
+                self._give_back(group.ticket_id, server_id, error.reason)
                 self._send(server_id, Error(code=error.code, reason=error.reason, ticket_id=group.ticket_id))
-                self._ledger.give_back(group.ticket_id, error.reason)
                 return
             self._ledger.receive(ReceivedGroup(prepared, group))
         self._send(server_id, Ack(ticket_ids=(group.ticket_id,)))
@@ -319,8 +350,10 @@ class Exchange(threading.Thread):
                 return
             room = self.servers[server_id].hello.max_groups - self._ledger.held_by(server_id)
             share = -(-len(waiting) // (len(servers) - place))
-            chosen = self._that_fit(waiting[: max(0, min(room, share))])
-            waiting = waiting[len(chosen) :]
+            suitable = [item for item in waiting if self._ledger.may_try(item.ticket.ticket_id, server_id, servers)]
+            chosen = self._that_fit(suitable[: max(0, min(room, share))])
+            gone = {item.ticket.ticket_id for item in chosen}
+            waiting = [item for item in waiting if item.ticket.ticket_id not in gone]
             if not chosen:
                 continue
             blobs = {digest: memoryview(data) for item in chosen for digest, data in item.blobs.items()}

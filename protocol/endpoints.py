@@ -13,8 +13,6 @@ from pathlib import Path
 import zmq
 
 SHARED_MEMORY = Path("/dev/shm")
-WILDCARDS = ("*", "0.0.0.0", "::")
-"""Hosts to bind on every interface."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _TCP = re.compile(r"^tcp://(?P<host>\[[^\]]+\]|[^:\[\]]+):(?P<port>\d+)$")
 
@@ -90,15 +88,6 @@ def public_without_keys(endpoint: str, prefix: str) -> str:
         f"authenticated. Make keys with `asyncrl keys DIR` and set {prefix}keys_dir=DIR on both sides, set "
         f"{prefix}host=127.0.0.1, or {prefix}insecure=true on a network that you trust"
     )
-
-
-def dialable(endpoint: str, dialled: str) -> str:
-    """`endpoint` as told by a learner, for the server that reached it at `dialled`: a wildcard is no address."""
-    host, port = split_endpoint(endpoint)
-    if host not in WILDCARDS:
-        return endpoint
-    reached, _ = split_endpoint(dialled)
-    return f"tcp://[{reached}]:{port}" if ":" in reached else f"tcp://{reached}:{port}"
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:

@@ -10,7 +10,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from protocol.codec import MIB, Expected, Limits
 from protocol.curve import KeyFileError, read_server_keys
-from protocol.endpoints import BindError, dialable
+from protocol.endpoints import BindError
 from protocol.sockets import ServerSocket
 
 
@@ -21,7 +21,7 @@ def dial(
     network = config.network
     try:
         return ServerSocket(
-            dialable(endpoint, config.control_endpoint),
+            endpoint,
             expected,
             Limits(max_message_bytes=network.max_message_mib * MIB),
             keys=read_server_keys(Path(network.keys_dir)) if network.keys_dir else None,

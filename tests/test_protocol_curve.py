@@ -22,7 +22,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from learner.ports import LearnerPorts, open_ports
 from protocol.curve import KeyFileError, make_keys, read_learner_keys, read_server_keys
-from protocol.endpoints import InsecureBindError, check_dial, dialable, free_port
+from protocol.endpoints import InsecureBindError, check_dial, free_port
 from protocol.errors import ErrorCode
 from protocol.gate import HandshakeRejected
 from protocol.messages import ControlFromLearner, Error, Hello
@@ -317,12 +317,6 @@ def test_missing_keys_are_a_mistake_of_the_user_on_both_sides(tmp_path: Path):
         pass
     with pytest.raises(UserError, match="asyncrl keys DIR"):
         asyncio.run(connect(config))
-
-
-def test_a_wildcard_of_the_learner_is_dialled_where_it_was_reached():
-    assert dialable("tcp://0.0.0.0:7602", "tcp://learner:7601") == "tcp://learner:7602"
-    assert dialable("tcp://*:7602", "tcp://[::1]:7601") == "tcp://[::1]:7602"
-    assert dialable("tcp://10.0.0.3:7602", "tcp://learner:7601") == "tcp://10.0.0.3:7602"
 
 
 def test_a_connection_that_never_authenticates_blocks_nobody(keys: Path):

@@ -189,7 +189,7 @@ def test_check_hello():
         ({"protocol_major": 2}, {}, ErrorCode.PROTOCOL_VERSION, ("2.0", "1.0")),
         ({"model_fingerprint": "model-b"}, {}, ErrorCode.MODEL_MISMATCH, ("model-b", "model-a")),
         ({"processor_fingerprint": "pb"}, {}, ErrorCode.PROCESSOR_MISMATCH, ("pb", "processor-a")),
-        ({}, {"server-0": "other"}, ErrorCode.DUPLICATE_SERVER, ("other", "s1")),
+        ({}, {"server-0": "other"}, ErrorCode.DUPLICATE_SERVER, ("s1", "pid 1")),
     ):
         refusal = check(HELLO.model_copy(update=changes), live)
         assert refusal is not None
@@ -197,6 +197,7 @@ def test_check_hello():
         assert "server-0" in refusal.reason
         assert all(value in refusal.reason for value in values)
         assert refusal.fix
+        assert "other" not in refusal.reason
 
 
 def test_sending_to_a_peer_that_has_gone_is_reported(learner: LearnerSocket, raw: zmq.Socket):
