@@ -21,7 +21,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -84,6 +84,7 @@ class _Outstanding:
     prepared: PreparedTicket
     server_id: str | None = None
     attempts: int = 0
+    failed_on: set[str] = field(default_factory=set)
     issued_at: float = field(default_factory=time.monotonic)
     withheld_until: float = 0.0
     """A server that holds it from before our restart may come back with it until then."""
@@ -245,17 +246,31 @@ class TicketLedger:
             self._drop_stale()
             self.changed.notify_all()
 
-    def give_back(self, ticket_id: int, reason: str) -> None:
-        """A server failed at it; another attempt, but not for ever."""
+    def holder(self, ticket_id: int) -> str | None:
+        """The server that has this ticket now."""
+        with self.changed:
+            entry = self._out.get(ticket_id)
+            return entry.server_id if entry else None
+
+    def give_back(self, ticket_id: int, reason: str, *, servers: Collection[str] = ()) -> None:
+        """Its holder failed at it. Another attempt, but not for ever once all `servers` (the living) have failed."""
         with self.changed:
             entry = self._out.get(ticket_id)
             if entry is None:
                 return
+            if entry.server_id is not None:
+                entry.failed_on.add(entry.server_id)
             entry.server_id = None
             entry.attempts += 1
-            if entry.attempts >= MAX_ATTEMPTS:
+            if entry.attempts >= MAX_ATTEMPTS and entry.failed_on.issuperset(servers):
                 row = entry.prepared.ticket.prompt.row_id
                 raise BadStateError(f"ticket {ticket_id} (row {row}) failed {entry.attempts} times: {reason}")
+
+    def may_try(self, ticket_id: int, server_id: str, servers: Collection[str]) -> bool:
+        """A server that failed at a ticket gets it again only when all `servers` have: one bad server ends no run."""
+        with self.changed:
+            failed_on = self._out[ticket_id].failed_on
+            return server_id not in failed_on or failed_on.issuperset(servers)
 
     def lose_server(self, server_id: str) -> int:
         """Its tickets wait for another server. Returns how many."""

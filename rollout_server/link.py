@@ -16,9 +16,9 @@ import zmq.asyncio
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.faults import crash_point
-from protocol.codec import MIB, Limits
 from protocol.endpoints import host_id
 from protocol.errors import ErrorCode
+from protocol.gate import HandshakeRejected
 from protocol.messages import (
     Ack,
     ControlFromLearner,
@@ -32,7 +32,8 @@ from protocol.messages import (
     Welcome,
     Wire,
 )
-from protocol.sockets import BadMessage, SendTimeout, ServerSocket
+from protocol.sockets import BadMessage, SendTimeout
+from rollout_server.dialling import dial
 
 logger = logging.getLogger(__name__)
 
@@ -81,12 +82,7 @@ class LearnerLink:
             pid=os.getpid(),
         )
         self._context = zmq.asyncio.Context()
-        self.socket = ServerSocket(
-            config.control_endpoint,
-            get_args(ControlFromLearner),
-            Limits(max_message_bytes=config.network.max_message_mib * MIB),
-            context=self._context,
-        )
+        self.socket = dial(config, config.control_endpoint, get_args(ControlFromLearner), self._context)
         self.unacknowledged: dict[int, SentGroup] = {}
         self._heard_at = time.monotonic()
         self._missed = False
@@ -106,6 +102,8 @@ class LearnerLink:
                 await self.socket.send(self._current_hello(), timeout_s=HELLO_EVERY_S)
             except SendTimeout:
                 continue
+            except HandshakeRejected as problem:
+                raise UserError(str(problem)) from problem
             answer = await self.socket.recv(timeout_s=5 * HELLO_EVERY_S)
             if isinstance(answer, Refusal):
                 raise UserError(f"the learner refuses this server: {answer.reason}. {answer.fix}")

@@ -250,8 +250,10 @@ class NetworkConfig(Section):
     """Tickets and groups; 0 lets `asyncrl train` pick a free port."""
     weights_port: int = Field(default=7602, ge=0, le=65535)
     """Bulk weight transfers; 0 lets `asyncrl train` pick a free port."""
+    keys_dir: str = ""
+    """Folder of keys made by `asyncrl keys`; with it every connection is encrypted and authenticated (CURVE)."""
     insecure: bool = False
-    """Allow an address other than loopback without encryption."""
+    """Allow an address other than loopback without keys."""
     heartbeat_s: float = Field(default=2.0, gt=0)
     """Each side says it is alive this often."""
     timeout_s: float = Field(default=30.0, gt=0)
@@ -260,8 +262,8 @@ class NetworkConfig(Section):
     """A rollout server works on and waits this long for a learner that has gone."""
     start_timeout_s: float = Field(default=300.0, gt=0)
     """Longest wait for the first server, model loading included."""
-    max_message_mib: int = Field(default=1024, gt=0)
-    """Larger messages are refused."""
+    max_message_mib: int = Field(default=256, gt=0)
+    """Larger messages are refused; a group, or the tickets with their images that are sent together."""
 
 
 class TelemetryConfig(Section):
