@@ -39,7 +39,7 @@ from tests.two_processes import with_ports
 PROMPTS_PER_STEP = 4
 ROUND_S = 300.0
 """Longest that one round may take."""
-AIMED_S = 14.0
+AIMED_S = 11.0
 """A victim that has not come to the place where it should die is killed after this time."""
 AIMS: dict[str, dict[str, int]] = {
     # place -> at which pass of it, at most
@@ -159,7 +159,7 @@ class Chaos:
         aim, count, life_s = "", 0, float("inf")
         if self.kills_left > 0:
             # Starting takes about 4 s: some die while they do.
-            life_s = self.rng.uniform(0.5, 12.0)
+            life_s = self.rng.uniform(0.5, 9.0)
             if self.rng.random() < 0.6:
                 aim = self._deal(victim.module)
                 count, life_s = self.rng.randint(1, AIMS[victim.module][aim]), AIMED_S
