@@ -148,6 +148,7 @@ def _read(run_dir: Path) -> dict[str, float]:
     return {
         "accuracy": evaluation["accuracy"],
         "rows": evaluation["rows"],
+        "steps": len(steps),
         "reward_last_10": mean(step["reward/mean"] for step in steps[-10:]),
         "train_s": sum(step["step_s"] for step in steps),
         "step_s": average("step_s"),
@@ -167,7 +168,7 @@ def _read(run_dir: Path) -> dict[str, float]:
 def print_table(measured: list[dict[str, Any]]) -> None:
     """One row per arm and bound; accuracy as mean ± standard deviation over the seeds."""
     print(
-        f"\n{STEPS} learner steps of {UPDATES} optimiser steps, learning rate {LEARNING_RATE:g}, "
+        f"\n{measured[0]['steps']} learner steps of {UPDATES} optimiser steps, learning rate {LEARNING_RATE:g}, "
         f"{measured[0]['rows']} held-out rows\n"
     )
     print("| arm | max_staleness | realised | held-out accuracy | ESS | mismatch KL | masked | s per step | run s |")
