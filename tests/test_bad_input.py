@@ -436,6 +436,14 @@ LIES: dict[str, tuple[Change, str]] = {
         "versions 2 to 4, .* allows 3 to 5",
     ),
     "a token from the future": (lambda g, p: {"versions": with_value(g.versions, 6)}, "versions 4 to 6, .* 3 to 5"),
+    "a cache from the future": (
+        lambda g, p: {"kv_versions": with_value(g.versions, 5)},
+        "key-value cache that is newer than the policy",
+    ),
+    "a cache from the past": (
+        lambda g, p: {"kv_versions": with_value(g.versions, 2)},
+        "the key-value cache is of version 2, before 3",
+    ),
     "a NaN log-prob": (lambda g, p: {"logprobs": with_value(g.logprobs, np.nan)}, "log-prob that is not finite"),
     "an infinite log-prob": (lambda g, p: {"logprobs": with_value(g.logprobs, -np.inf)}, "log-prob that is not finite"),
     "a log-prob above 0": (lambda g, p: {"logprobs": with_value(g.logprobs, 0.5)}, "or above 0"),
