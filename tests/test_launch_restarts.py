@@ -49,7 +49,7 @@ def starts(tmp_path: Path, name: str) -> list[str]:
 
 def run(*services: Service, policy: RestartPolicy = QUICK) -> tuple[Outcome, list[str], dict[str, int]]:
     told: list[str] = []
-    supervisor = Supervisor(*services, policy=policy, tell=told.append, stop_s=5.0)
+    supervisor = Supervisor(*services, policy=policy, tell=told.append, stop_s=0.5)
     outcome = supervisor.run()
     assert all(service.code is not None for service in services), "nothing is left behind"
     return outcome, told, dict(supervisor.restarts)

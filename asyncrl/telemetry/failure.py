@@ -71,7 +71,7 @@ def save_failure(run_dir: Path, service: str, reason: str, *, kind: Kind = "bad_
         run_dir.mkdir(parents=True, exist_ok=True)
         reserved.touch()
         with reserved.open("r+b") as file:  # in place, in blocks that are ours
-            file.write(text.encode().ljust(_RESERVED_BYTES) + b"\n")
+            file.write(text.encode().ljust(_RESERVED_BYTES - 1) + b"\n")
             file.flush()
             os.fsync(file.fileno())
         reserved.replace(target)
