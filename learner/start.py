@@ -16,6 +16,7 @@ from asyncrl.errors import UserError
 from asyncrl.models.published import tensor_bytes
 from learner.checkpoint import MODEL_FOLDER, LearnerState, newest_checkpoint, read_state
 from learner.journal import JOURNAL_FILE, Journal
+from learner.run_lock import LOCK_FILE
 
 
 @dataclass(frozen=True)
@@ -93,3 +94,11 @@ def _digest(model: Iterable[tuple[str, torch.Tensor]]) -> str:
         hashed.update(name.encode())
         hashed.update(tensor_bytes(tensor))
     return hashed.hexdigest()
+
+
+def forget_run(run_path: Path) -> None:
+    """Of a new run that could not start after all, nothing stays."""
+    for file in (*run_path.glob(f"{JOURNAL_FILE}*"), run_path / LOCK_FILE):
+        file.unlink(missing_ok=True)
+    if not any(run_path.iterdir()):
+        run_path.rmdir()

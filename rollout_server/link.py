@@ -139,6 +139,7 @@ class LearnerLink:
         elif isinstance(message, Ack):
             for ticket_id in message.ticket_ids:
                 self.unacknowledged.pop(ticket_id, None)
+                logger.debug("ticket %d is acknowledged", ticket_id)
         elif isinstance(message, Error):
             await self._handle_error(message)
         elif isinstance(message, Welcome):

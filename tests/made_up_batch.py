@@ -9,6 +9,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.models.processing import PromptProcessor
 from learner.batch import Batch, make_batch
 from learner.engines.torch_engine import TorchEngine
+from learner.journal import TicketSlot
 from learner.ticket_writer import TicketWriter
 from learner.tickets import ReceivedGroup
 from protocol.messages import FinishReason, Group, GroupTimings, TrajectoryRecord, TrajectoryStatus
@@ -22,7 +23,7 @@ def made_up_batch(config: RunConfig, processor: PromptProcessor) -> Batch:
     size = config.batch.group_size
     usable = [i for i in range(len(processor.tokenizer)) if i not in processor.placeholder_ids]
     for number in range(config.batch.prompts_per_step):
-        item = writer.write(number, 0)
+        item = writer.write(TicketSlot(number, number, version=0, bound=0))
         prompt = processor.encode(item.ticket.prompt, item.blobs)
         lengths = rng.integers(1, config.data.max_response_length + 1, size)
         total = int(lengths.sum())
