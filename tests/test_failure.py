@@ -74,7 +74,7 @@ def test_bad_state_is_saved_with_its_reason_and_the_last_known_step(tmp_path: Pa
         "raise OSError(errno.ENOSPC, 'No space left on device', config.run_dir + '/metrics.jsonl')",
         "raise OSError(errno.EDQUOT, 'Disk quota exceeded')",
         "print(1, file=open('/dev/full', 'w'), flush=True)",
-        "sqlite3.connect(':memory:').executescript('PRAGMA max_page_count=2; CREATE TABLE t AS SELECT zeroblob(99999)')",
+        "sqlite3.connect(':memory:').executescript('PRAGMA max_page_count=2; CREATE TABLE t AS SELECT zeroblob(9999)')",
         "raise RuntimeError('Error: I/O error: No space left on device (os error 28)')",
         "raise BadStateError('checkpoint') from OSError(errno.ENOSPC, 'No space left on device')",
     ],

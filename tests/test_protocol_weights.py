@@ -449,8 +449,9 @@ def test_a_transfer_resumes_after_the_learner_came_back(publication: Publication
             transfer = asyncio.create_task(
                 fetch(sock, manifest, into, timeout_s=WAIT_S, chunk_bytes=50_000, retry_s=0.1)
             )
+            complete = publication.read(1, 0, manifest.total_bytes)
             async with asyncio.timeout(WAIT_S):
-                while len(asked) <= 5:
+                while len(asked) <= 5 or into[: 5 * 50_000] != complete[: 5 * 50_000]:
                     await asyncio.sleep(0.01)
         before = asked[:5]
         asked.clear()
