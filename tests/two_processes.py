@@ -9,6 +9,7 @@ from pathlib import Path
 
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
+from asyncrl.faults import VARIABLE
 from protocol.endpoints import free_port
 
 
@@ -19,8 +20,9 @@ def with_ports(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"network": network, "telemetry": telemetry})
 
 
-def start(module: str, config_file: Path, *arguments: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+def start(module: str, config_file: Path, *arguments: str, crash_at: str = "") -> subprocess.Popen[str]:
+    """A service; with `crash_at` it dies by SIGKILL at that place (see asyncrl/faults.py)."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", VARIABLE: crash_at}
     log = (config_file.parent / f"{module}.log").open("a")
     command = [sys.executable, "-m", module, "--config", str(config_file), *arguments]
     return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True, env=environment)

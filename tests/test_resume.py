@@ -1,0 +1,109 @@
+"""A run that was killed and resumed is the unbroken run: order, groups, and at staleness 0 every bit of the weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.models.loading import load_model
+from asyncrl.models.published import published_tensors
+from learner.journal import JOURNAL_FILE
+from tests.two_processes import run_both, start, with_ports, write_config
+
+pytestmark = pytest.mark.slow
+STEPS = 5
+CRASHES = ("group.journaled:2", "step.consumed:2", "step.trained:1", "checkpoint.writing:1", "weights.publishing:60")
+"""One after the other in one run: each learner but the last dies at such a place."""
+
+
+def resume_config(make_config: Callable[..., RunConfig], run: Path, **learner: Any) -> RunConfig:
+    config = make_config(
+        learner={"max_staleness": 0, **learner},
+        evaluation={"before_training": True, "every_steps": 2},
+        trainer={"max_steps": STEPS, "samples_per_step": 4, "save_freq": 3},
+        network={"timeout_s": 5.0},
+    )
+    return config.model_copy(update={"run_dir": str(run)})
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    """Finished runs by name, so that each is made once."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    yield {"folder": folder}
+    shutil.rmtree(folder)
+
+
+def run_killed(config: RunConfig, run: Path, *, with_server: bool) -> None:
+    """Learners that die at each of CRASHES in turn, then one that finishes; the server lives on or dies as well."""
+    file = write_config(with_ports(config), run)
+    server = start("rollout_server", file)
+    try:
+        for number, place in enumerate((*CRASHES, "")):
+            resume = ["--resume"] if (run / JOURNAL_FILE).exists() else []
+            learner = start("learner", file, *resume, crash_at=place)
+            code = learner.wait(timeout=120)
+            assert code == (-9 if place else 0), f"{place}: {code}\n{(run / 'learner.log').read_text()[-3000:]}"
+            if with_server and place:
+                server.kill()
+                server.wait()
+                server = start("rollout_server", file)
+        assert server.wait(timeout=60) == 0
+    finally:
+        server.kill()
+
+
+def batches(run: Path) -> list[tuple[int, int, int]]:
+    """Step, ticket and position of every group that was trained."""
+    with sqlite3.connect(run / JOURNAL_FILE) as db:
+        return db.execute("SELECT step, ticket_id, position FROM consumption ORDER BY step, ticket_id").fetchall()
+
+
+def sampled(run: Path) -> list[tuple[int, str, list[list[int]]]]:
+    """Step, row and token ids of every group that was trained, as the learner recorded them."""
+    lines = [json.loads(line) for line in (run / "samples.jsonl").read_bytes().splitlines()]
+    return [(s["step"], s["row_id"], [c["token_ids"] for c in s["completions"]]) for s in lines]
+
+
+def recorded(run: Path) -> list[list[float]]:
+    keys = ("step", "loss", "grad_norm", "reward/mean", "entropy", "logprob_diff_max")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
+    return [[line[key] for key in keys] for line in lines]
+
+
+def evaluations(run: Path) -> list[tuple[int, float]]:
+    lines = [json.loads(line) for line in (run / "evaluations.jsonl").read_bytes().splitlines()]
+    return [(line["step"], line["accuracy"]) for line in lines]
+
+
+def weights(run: Path, config: RunConfig) -> dict[str, torch.Tensor]:
+    model = load_model(config.model.model_copy(update={"path": str(run / "export")}), device=torch.device("cpu"))
+    return dict(published_tensors(model))
+
+
+@pytest.mark.parametrize("with_server", [False, True], ids=["learner", "learner and server"])
+def test_killed_again_and_again_a_run_on_policy_ends_with_the_same_bits(
+    make_config: Callable[..., RunConfig], tmp_path: Path, unbroken: dict[str, Path], with_server: bool
+) -> None:
+    if "on-policy" not in unbroken:
+        whole = unbroken["folder"] / "on-policy"
+        assert run_both(resume_config(make_config, whole), whole) == (0, 0)
+        unbroken["on-policy"] = whole
+    whole, run = unbroken["on-policy"], tmp_path / "killed"
+    config = resume_config(make_config, run)
+    run_killed(config, run, with_server=with_server)
+    assert batches(run) == batches(whole)
+    assert sampled(run) == sampled(whole)
+    assert recorded(run) == recorded(whole)
+    assert evaluations(run) == evaluations(whole)
+    mine, theirs = weights(run, config), weights(whole, config)
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
