@@ -128,6 +128,8 @@ class Publication:
         for file in self._drop(0):
             file.remove()
         if self._lock_fd is not None:
+            for path in self.directory.glob(f"{self._base.name}-v*"):
+                path.unlink(missing_ok=True)  # of a publication that was interrupted; without our lock nobody would
             self._lock_path.unlink(missing_ok=True)
             os.close(self._lock_fd)
             self._lock_fd = None

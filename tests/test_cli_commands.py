@@ -119,10 +119,39 @@ def test_ctrl_c_leaves_no_process_behind(config_file: Callable[..., Path], tmp_p
     finally:
         command.kill()
     assert command.returncode == 130, printed
-    assert "nothing to resume" in printed
+    assert "interrupted; the same command with --resume continues" in printed
     _, alive = psutil.wait_procs(family, timeout=5)
     assert alive == []
     assert json.loads((run / "status.json").read_text())["phase"] == "interrupted"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["learner", "rollout_server"])
+def test_a_killed_side_is_started_again_and_the_run_finishes(
+    config_file: Callable[..., Path], tmp_path: Path, module: str
+) -> None:
+    run = tmp_path / "run"
+    file = config_file(trainer={"max_steps": 12, "save_freq": 5}, rollout={"servers": 2})
+    command = start("train", str(file))
+    try:
+        deadline = time.monotonic() + 60
+        while not (run / "metrics.jsonl").exists():
+            assert command.poll() is None, logs(run)
+            assert time.monotonic() < deadline, f"waited 60 s for the first step\n{logs(run)}"
+            time.sleep(0.02)
+        family = psutil.Process(command.pid).children()
+        victim = next(process for process in family if module in process.cmdline())
+        victim.kill()
+        printed, _ = command.communicate(timeout=120)
+    finally:
+        command.kill()
+    assert command.returncode == 0, printed + logs(run)
+    assert "was killed by SIGKILL (out of memory?); restart 1 of 5 in 1 s" in printed
+    name = "learner" if module == "learner" else "rollout_server-1"
+    assert f"started again: {name} 1" in printed
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 13)), "each step once"
+    assert not (run / "failure.json").exists()
 
 
 @pytest.mark.slow

@@ -303,6 +303,21 @@ def test_a_full_directory_is_explained(publication: Publication, monkeypatch: py
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"], "no partial file stays behind"
 
 
+@pytest.mark.parametrize("where", ["fill", "show", "map_for_reading"])
+def test_an_interrupted_publication_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str):
+    """Ctrl-C may come at any moment; nobody else removes a file whose lock has gone."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with Publication("run", tmp_path) as publication:
+        publication.publish(1, make_tensors())
+        monkeypatch.setattr(weights if where == "map_for_reading" else WeightFile, where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            publication.publish(2, make_tensors())
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_missing_directory_is_explained(tmp_path: Path):
     with pytest.raises(PublicationError, match="is not a directory"):
         Publication("run", tmp_path / "missing")
