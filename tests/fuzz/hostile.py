@@ -133,7 +133,7 @@ class Hostile:
         control.setsockopt(zmq.RCVHWM, 1)
         self._send(control, frames_of(content.hello(f"hostile-{self._number}")), "stall")
         for _ in range(40):
-            self._send(weights, frames_of(ChunkRequest(version=max(self._versions), offset=0, nbytes=1 << 20)), "stall")
+            self._send(weights, frames_of(ChunkRequest(version=max(self._versions), offset=0, nbytes=1 << 16)), "stall")
         self._kept += [control, weights]
         while len(self._kept) > 20:
             self._kept.pop(0).close(linger=0)
