@@ -118,11 +118,12 @@ def _report(process: subprocess.Popen[str], name: str, result: LearnerSideResult
 
 
 def _merge(reports: list[dict[str, Any]]) -> dict[str, Any]:
-    merged: dict[str, Any] = {"sent": {}, "answers": {}, "seconds": 0.0, "slowest_probe_s": 0.0}
+    merged: dict[str, Any] = {"sent": {}, "answers": {}, "seconds": 0.0, "slowest_probe_s": 0.0, "stalled": 0}
     for report in reports:
         for table in ("sent", "answers"):
             for key, count in report.get(table, {}).items():
                 merged[table][key] = merged[table].get(key, 0) + count
+        merged["stalled"] += report.get("stalled", 0)
         merged["seconds"] += report.get("seconds", 0.0)
         merged["slowest_probe_s"] = max(merged["slowest_probe_s"], report.get("slowest_probe_s", 0.0))
     return merged
@@ -134,7 +135,8 @@ def print_learner_side(result: LearnerSideResult) -> None:
     for what, count in sorted(result.hostile.get("sent", {}).items()):
         print(f"| {what} | {count:,} |")
     print(f"| **all** | **{sum(result.hostile.get('sent', {}).values()):,}** |")
-    print(f"| of these dropped undecoded (muted peers) | {result.dropped:,} |\n")
+    print(f"| of these dropped undecoded (muted peers) | {result.dropped:,} |")
+    print(f"| peers that never read | {result.hostile.get('stalled', 0):,} |\n")
     print("| what hostile peers were answered | count |\n|---|---:|")
     for what, count in sorted(result.hostile.get("answers", {}).items()):
         print(f"| `{what}` | {count:,} |")

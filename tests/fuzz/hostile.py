@@ -42,6 +42,7 @@ PER_CONNECTION = 12
 """Below the 16 bad messages that mute a peer."""
 PROBE_S = 20.0
 FLOOD = 2000
+FLOODED = "more, from peers over their budget"
 NEVER_ISSUED = 10**9
 
 
@@ -60,15 +61,16 @@ class Hostile:
         self.answers: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
         self.probe_s: list[float] = []
+        self.stalled = 0
 
     def run(self) -> None:
         while self._left > 0:
             draw = self._rng.random()
             if draw < 0.03:
                 self._raw_bytes()
-            elif draw < 0.035 and self._left > FLOOD:
+            elif draw < 0.032:
                 self._flood()
-            elif draw < 0.045:
+            elif draw < 0.042:
                 self._stall()
             elif draw < 0.20:
                 self._polite("weights", welcomed=False)
@@ -124,16 +126,19 @@ class Hostile:
         where = self._rng.choice(("control", "weights"))
         sock = self._dial(where)
         for _ in range(FLOOD):
-            self._send(sock, mutate(self._rng, frames_of(self._template("flood"))), "flood after the budget")
+            self._send(sock, mutate(self._rng, frames_of(self._template("flood"))), FLOODED, counted=False)
+            self.sent[FLOODED] += 1
         sock.close(linger=1000)
 
     def _stall(self) -> None:
         """Says hello, holds tickets, asks for weights, and never reads. A few of these stay for the whole run."""
         control, weights = self._dial("control"), self._dial("weights")
         control.setsockopt(zmq.RCVHWM, 1)
-        self._send(control, frames_of(content.hello(f"hostile-{self._number}")), "stall")
+        self._send(control, frames_of(content.hello(f"hostile-{self._number}")), "stall", counted=False)
         for _ in range(40):
-            self._send(weights, frames_of(ChunkRequest(version=max(self._versions), offset=0, nbytes=1 << 16)), "stall")
+            request = ChunkRequest(version=max(self._versions), offset=0, nbytes=1 << 16)
+            self._send(weights, frames_of(request), "stall", counted=False)
+        self.stalled += 1
         self._kept += [control, weights]
         while len(self._kept) > 20:
             self._kept.pop(0).close(linger=0)
@@ -198,7 +203,7 @@ class Hostile:
 
     def _tickets(self, sock: zmq.Socket[bytes]) -> list[tuple[int, int]]:
         """Wait a little for tickets; there may be none."""
-        deadline = time.monotonic() + 0.05
+        deadline = time.monotonic() + 0.02
         held: list[tuple[int, int]] = []
         while not held and sock.poll(max(0, round(1000 * (deadline - time.monotonic())))):
             message = self._heard(sock, ControlFromLearner)
@@ -239,6 +244,7 @@ def main(control: str, weights: str, messages: str, seed: str, keys: str | None 
     hostile.run()
     report = {
         "sent": dict(hostile.sent),
+        "stalled": hostile.stalled,
         "answers": dict(hostile.answers),
         "seconds": time.monotonic() - started,
         "slowest_probe_s": max(hostile.probe_s, default=0.0),
