@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install demo test check bench fuzz clean
+.PHONY: help install demo test check bench chaos fuzz clean
 
 help:
 	@echo "make demo   train a small vision-language model asynchronously on this machine"
 	@echo "make test   run the tests"
 	@echo "make check  lint and type-check"
 	@echo "make fuzz   send 100,000 mutated messages to each end of the wire"
+	@echo "make chaos  kill learner and servers 100 times at random, and count every prompt"
 	@echo "make bench  run the benchmarks and print their tables"
 
 install: $(VENV)/installed
@@ -28,6 +29,9 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+
+chaos: install
+	$(BIN)/python -m tests.chaos --kills 100 --servers 2 3
 
 bench: install
 	$(BIN)/python benchmarks/run.py

@@ -10,16 +10,19 @@ import logging
 import queue
 import threading
 import time
-from collections import Counter, deque
+import uuid
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import zmq
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import BadStateError
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.errors import BadStateError, UserError
+from asyncrl.faults import crash_point
+from learner.journal import TicketSlot
 from learner.ports import open_ports
+from learner.ticket_writer import EVALUATION_IDS
 from learner.tickets import PreparedTicket, ReceivedGroup, TicketLedger
 from learner.verification import verify_group
 from protocol.endpoints import host_id
@@ -95,7 +98,7 @@ class Exchange(threading.Thread):
         run_id: str,
         *,
         ledger: TicketLedger,
-        processor: PromptProcessor,
+        write_ticket: Callable[[TicketSlot], PreparedTicket],
         publication: Publication,
         facts: ModelFacts,
         version: int,
@@ -107,13 +110,19 @@ class Exchange(threading.Thread):
         """Unusable messages, refused groups and failed tickets by kind."""
         self._config = config
         self._run_id = run_id
+        self._incarnation = uuid.uuid4().hex[:12]
         self._ledger = ledger
-        self._processor = processor
+        self._write_ticket = write_ticket
         self._publication = publication
         self._facts = facts
         self._version = version
+        """Newest policy version that a server may have; ahead of the learner's while it makes steps again."""
         self._manifest: WeightManifest | None = None
+        self._admitted: int | None = None
+        self._arrived: dict[int, tuple[str, ReceivedGroup]] = {}
+        """Verified in this turn: journaled and acknowledged together at its end."""
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._stopping = False
         self._goodbye: str | None = None
         self._preparing: deque[_Preparation] = deque()
         self._beat_at = 0.0
@@ -134,14 +143,23 @@ class Exchange(threading.Thread):
 
         self._order(order)
 
+    def admit(self, version: int) -> None:
+        """From now on, training tickets go out as far as the ledger admits them before `version`."""
+
+        def order() -> None:
+            self._admitted = version
+
+        self._order(order)
+
     def dispatch(self, prepare: Callable[[], Iterable[PreparedTicket]]) -> None:
         """Prepare tickets on the exchange thread, then issue them all at once."""
         self._order(lambda: self._preparing.append(_Preparation(prepare)))
 
-    def stop(self, reason: str) -> None:
-        """Say goodbye to every server and end the thread."""
+    def stop(self, reason: str | None) -> None:
+        """End the thread, and say goodbye to every server unless `reason` is None: then they wait for our return."""
 
         def order() -> None:
+            self._stopping = True
             self._goodbye = reason
 
         if self.is_alive():
@@ -163,20 +181,25 @@ class Exchange(threading.Thread):
             self._exchange_until_goodbye()
         except Exception as error:  # raised again by the main thread's next wait, which then says goodbye
             logger.error("the exchange stops: %s", error)
+            if isinstance(error, BadStateError | UserError):  # from a crash, a learner comes back
+                self._goodbye = f"the learner failed: {error}"
             with self._ledger.changed:
                 self.failure = error
                 self._ledger.changed.notify_all()
-        self._part(self._goodbye or f"the learner failed: {self.failure}")
+        if self._goodbye is not None:
+            self._part(self._goodbye)
 
     def _exchange_until_goodbye(self) -> None:
         poller = zmq.Poller()
         for socket in (self.control.socket, self.weights.socket, self._woken):
             poller.register(socket, zmq.POLLIN)
-        while self._goodbye is None:
+        while not self._stopping:
             poller.poll(0 if self._preparing else round(POLL_S * 1000))
             self._obey_orders()
+            self._admit_tickets()
             self._prepare_some()
             self._receive_control()
+            self._keep_arrived()
             self._answer_chunk_requests()
             self._send_waiting_tickets()
             self._keep_alive()
@@ -189,6 +212,7 @@ class Exchange(threading.Thread):
         while self.servers and time.monotonic() < deadline:
             self.control.socket.poll(round(POLL_S * 1000))
             self._receive_control()
+        self._arrived.clear()  # not acknowledged: their servers keep them for the next learner
         if self.servers:
             logger.warning("no goodbye from %s within %g s", sorted(self.servers), PARTING_S)
 
@@ -198,12 +222,20 @@ class Exchange(threading.Thread):
         while not self._orders.empty():
             self._orders.get_nowait()()
 
+    def _admit_tickets(self) -> None:
+        """All tickets that may go out now, together. One preparation at a time: it decides what is admissible next."""
+        if self._admitted is None or self._preparing:
+            return
+        slots = self._ledger.admissible(self._admitted)
+        if slots:
+            self._preparing.append(_Preparation(lambda: (self._write_ticket(slot) for slot in slots)))
+
     def _prepare_some(self) -> None:
         """A slice of the oldest preparation: reading and encoding many images must not silence the heartbeat."""
         deadline = time.monotonic() + POLL_S
         while self._preparing and time.monotonic() < deadline:
             preparation = self._preparing[0]
-            if preparation.items is None:  # only now: what is admissible depends on what was issued before
+            if preparation.items is None:
                 preparation.items = iter(preparation.prepare())
             item = next(preparation.items, None)
             if item is None:
@@ -294,14 +326,16 @@ class Exchange(threading.Thread):
         known = self.servers.get(hello.server_id)
         if known is not None and known.identity == identity:
             return  # a repeated hello; the welcome is on its way
-        if known is None:
-            logger.info("%s is welcome (%s engine, pid %d)", hello.server_id, hello.engine, hello.pid)
+        brought = self._ledger.reconcile(hello.server_id, hello.held_ticket_ids)
+        back = f" with {brought} of its tickets" if brought else ""
+        logger.info("%s is welcome%s (%s engine, pid %d)", hello.server_id, back, hello.engine, hello.pid)
         self.servers[hello.server_id] = ServerState(hello, identity)
         welcome = Welcome(
             run_id=self._run_id,
+            incarnation=self._incarnation,
             host_id=host_id(),
             version=self._version,
-            weights_endpoint=self._config.weights_endpoint,
+            weights_port=self._config.network.weights_port,
             heartbeat_s=self._config.network.heartbeat_s,
             timeout_s=self._config.network.timeout_s,
         )
@@ -309,26 +343,49 @@ class Exchange(threading.Thread):
             self._send(hello.server_id, self._manifest)
 
     def _accept(self, server_id: str, group: Group) -> None:
-        """Verify, keep, acknowledge, in this order. A group whose ticket is not out any more is a duplicate."""
+        """Verify, journal, acknowledge, in this order; the last two at the end of the turn, for all groups at once."""
+        if group.ticket_id in self._arrived:
+            return
         prepared = self._ledger.outstanding(group.ticket_id)
-        if prepared is not None:
-            try:
-                verify_group(
-                    group,
-                    prepared.ticket,
-                    self._processor.encode(prepared.ticket.prompt, prepared.blobs),
-                    version=self._version,
-                    vocabulary=self._facts.vocabulary,
-                )
-            except ProtocolError as error:
-                self.errors[str(error.code)] += 1
-                logger.warning("group of ticket %d refused: %s", group.ticket_id, error.reason)
-                self.control.charge(self.servers[server_id].identity)
-                self._give_back(group.ticket_id, server_id, error.reason)
-                self._send(server_id, Error(code=error.code, reason=error.reason, ticket_id=group.ticket_id))
-                return
-            self._ledger.receive(ReceivedGroup(prepared, group))
-        self._send(server_id, Ack(ticket_ids=(group.ticket_id,)))
+        if prepared is None:
+            self._answer_unawaited(server_id, group.ticket_id)
+            return
+        try:
+            verify_group(
+                group, prepared.ticket, prepared.facts, version=self._version, vocabulary=self._facts.vocabulary
+            )
+        except ProtocolError as error:
+            self.errors[str(error.code)] += 1
+            logger.warning("group of ticket %d refused: %s", group.ticket_id, error.reason)
+            self.control.charge(self.servers[server_id].identity)
+            self._give_back(group.ticket_id, server_id, error.reason)
+            self._send(server_id, Error(code=error.code, reason=error.reason, ticket_id=group.ticket_id))
+            return
+        crash_point("group.verified")
+        self._arrived[group.ticket_id] = (server_id, ReceivedGroup(prepared, group))
+
+    def _answer_unawaited(self, server_id: str, ticket_id: int) -> None:
+        """A duplicate is acknowledged again. What was never issued is another run's, or garbage."""
+        if ticket_id >= EVALUATION_IDS or self._ledger.was_issued(ticket_id):
+            self._send(server_id, Ack(ticket_ids=(ticket_id,)))
+            return
+        self.errors[str(ErrorCode.UNKNOWN_TICKET)] += 1
+        reason = f"this run has not issued ticket {ticket_id}"
+        self._send(server_id, Error(code=ErrorCode.UNKNOWN_TICKET, reason=reason, ticket_id=ticket_id))
+
+    def _keep_arrived(self) -> None:
+        if not self._arrived:
+            return
+        self._ledger.receive([received for _, received in self._arrived.values()])
+        crash_point("group.journaled")
+        owners: dict[str, list[int]] = defaultdict(list)
+        for ticket_id, (server_id, _) in self._arrived.items():
+            owners[server_id].append(ticket_id)
+        self._arrived.clear()
+        for server_id, ticket_ids in owners.items():
+            if server_id in self.servers:  # one that has left asks again when it is back
+                self._send(server_id, Ack(ticket_ids=tuple(ticket_ids)))
+                crash_point("group.acknowledged")
 
     def _answer_chunk_requests(self) -> None:
         for received in self.weights.turn():
@@ -359,6 +416,7 @@ class Exchange(threading.Thread):
             blobs = {digest: memoryview(data) for item in chosen for digest, data in item.blobs.items()}
             if self._send(server_id, Tickets(tickets=tuple(item.ticket for item in chosen), blobs=blobs)):
                 self._ledger.assign([item.ticket.ticket_id for item in chosen], server_id)
+                crash_point("tickets.sent")
 
     def _that_fit(self, tickets: Sequence[PreparedTicket]) -> Sequence[PreparedTicket]:
         """As many, from the first, as one message may carry; the rest goes out in the next turn."""

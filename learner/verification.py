@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from asyncrl.models.processing import EncodedPrompt
+from asyncrl.models.prompt_facts import PromptFacts
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import Group, Ticket
 
@@ -16,7 +16,7 @@ LOGPROB_SLACK = 1e-4
 """Rounding may put the log-prob of a certain token this far above 0."""
 
 
-def verify_group(group: Group, ticket: Ticket, prompt: EncodedPrompt, *, version: int, vocabulary: int) -> None:
+def verify_group(group: Group, ticket: Ticket, prompt: PromptFacts, *, version: int, vocabulary: int) -> None:
     """Raise ProtocolError(REFUSED_GROUP) naming the row unless the group fits its ticket at the learner's `version`."""
     problem = (
         _prompt_problem(group, prompt)
@@ -29,7 +29,7 @@ def verify_group(group: Group, ticket: Ticket, prompt: EncodedPrompt, *, version
         raise ProtocolError(ErrorCode.REFUSED_GROUP, f"row {ticket.prompt.row_id} from {group.server_id}: {problem}")
 
 
-def _prompt_problem(group: Group, prompt: EncodedPrompt) -> str | None:
+def _prompt_problem(group: Group, prompt: PromptFacts) -> str | None:
     if group.image_hashes != prompt.image_hashes:
         return (
             f"the images differ: {len(group.image_hashes)} hashes against {len(prompt.image_hashes)}, or another order"
@@ -82,6 +82,11 @@ def _version_problem(group: Group, ticket: Ticket, version: int) -> str | None:
     oldest, newest = int(group.versions.min()), int(group.versions.max())
     if oldest < ticket.min_version or newest > version:
         return f"token versions {oldest} to {newest}, but the ticket allows {ticket.min_version} to {version}"
+    if group.kv_versions is not None:
+        if (group.kv_versions > group.versions).any():
+            return "a token was sampled from a key-value cache that is newer than the policy that sampled it"
+        if group.kv_versions.min() < ticket.min_version:
+            return f"the key-value cache is of version {group.kv_versions.min()}, before {ticket.min_version}"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Every message of protocol version 1, as typed models. README.md has them as a table; a test compares.
+"""Every message of protocol version 2, as typed models. README.md has them as a table; a test compares.
 
 Words: a *ticket* is the learner's permission to produce one *group*: the `group_size` trajectories of
 one prompt. A *policy version* counts weight publications; 0 is the initial policy.
@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, mod
 from protocol.errors import ErrorCode
 from protocol.frames import Blob, Float32Array, Int32Array, Int32Matrix, UInt8Array
 
-PROTOCOL_MAJOR = 1
+PROTOCOL_MAJOR = 2
 """Raised by changes that an older peer cannot read; peers of another major are refused."""
 PROTOCOL_MINOR = 0
 """Raised by additions that an older peer may ignore."""
@@ -206,6 +206,8 @@ class Group(Wire):
     """[N] behaviour log-probabilities of the sampled tokens."""
     versions: Int32Array
     """[N] policy version that sampled each token, stamped when it was decoded."""
+    kv_versions: Int32Array | None = None
+    """[N] oldest policy version in the key-value cache that the token was sampled from; None: equal to `versions`."""
     trajectories: Many[TrajectoryRecord]
     timings: GroupTimings
 
@@ -218,6 +220,8 @@ class Group(Wire):
             "logprobs": self.logprobs.size,
             "versions": self.versions.size,
         }
+        if self.kv_versions is not None:
+            sizes["kv_versions"] = self.kv_versions.size
         wrong = {name: size for name, size in sizes.items() if size != total}
         if wrong or (self.lengths.size and self.lengths.min() < 0):
             raise ValueError(f"lengths add up to {total}, but {wrong}")
@@ -269,6 +273,8 @@ class Hello(Wire):
     max_groups: int = Field(gt=0)
     """Groups that the server is willing to hold at once, running or queued."""
     pid: int
+    held_ticket_ids: Many[TicketId] = ()
+    """Tickets in work, and those whose groups are not acknowledged: nobody else need work on them."""
 
 
 class Welcome(Wire):
@@ -276,10 +282,13 @@ class Welcome(Wire):
     protocol_major: int = PROTOCOL_MAJOR
     protocol_minor: int = PROTOCOL_MINOR
     run_id: str
+    incarnation: str
+    """New at every start of the learner: weights of an earlier one must be loaded again."""
     host_id: str
     version: Version
     """The learner's policy version; its manifest follows as `weights`."""
-    weights_endpoint: str
+    weights_port: int
+    """On the host that the server dialled."""
     heartbeat_s: float = Field(gt=0)
     """Send a heartbeat this often; silence of `timeout_s` means the peer is gone."""
     timeout_s: float = Field(gt=0)
@@ -344,7 +353,8 @@ class TensorEntry(Wire):
     offset: int = Field(ge=0)
     """Bytes from the start of the publication."""
     nbytes: int = Field(ge=0)
-    crc32: int = Field(ge=0)
+    xxh3: int = Field(ge=0, lt=1 << 64)
+    """XXH3, 64 bits, seed 0, of the tensor's bytes."""
 
 
 class WeightManifest(Wire):

@@ -92,6 +92,13 @@ METRICS = (
         healthy="small against a learner step",
     ),
     Metric(
+        name="asyncrl_rollout_update_pause_seconds",
+        kind="gauge",
+        unit="seconds",
+        help="Time since the start in which running sequences stood still for weight updates.",
+        healthy="below 5 % of asyncrl_rollout_busy_seconds",
+    ),
+    Metric(
         name="asyncrl_rollout_rss_bytes",
         kind="gauge",
         unit="bytes",

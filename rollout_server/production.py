@@ -22,7 +22,7 @@ from protocol.messages import (
     TrajectoryStatus,
     Turn,
 )
-from rollout_server.engines.base import Completion, GenerationRequest, InferenceEngine
+from rollout_server.engines.base import Completion, GenerationRequest, InferenceEngine, kv_versions_column
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +122,7 @@ class GroupProducer:
             loss_mask=np.ones(int(lengths.sum()), np.uint8),
             logprobs=np.concatenate([c.logprobs for c in ordered]),
             versions=np.concatenate([c.versions for c in ordered]),
+            kv_versions=kv_versions_column(ordered),
             trajectories=tuple(records),
             timings=GroupTimings(
                 queued_s=group.started_at - group.queued_at,

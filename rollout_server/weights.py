@@ -13,6 +13,7 @@ import torch
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
+from asyncrl.faults import crash_point
 from protocol.messages import Chunk, Error, WeightManifest, WeightsLoaded
 from protocol.shm import open_shm
 from protocol.transfer import fetch
@@ -48,6 +49,7 @@ class WeightReceiver:
     async def load(self, manifest: WeightManifest) -> WeightsLoaded:
         """Put this version into the engine. Raises ProtocolError VERSION_GONE if the learner has moved on."""
         started = time.monotonic()
+        crash_point("weights.loading")
         if self.channel == "shm":
             with open_shm(manifest) as mapped:
                 transferred = time.monotonic()

@@ -75,6 +75,7 @@ def fuzz_learner_side(messages: int, seed: int, folder: Path, *, curve: bool = F
         for process in filter(None, (good, hostile)):
             if process.poll() is None and process is hostile:
                 process.kill()
+    result.problems += rig.journal_problems()
     result.good = _report(good, "the good server", result)
     result.seconds = time.monotonic() - started
     result.errors, result.taken = dict(rig.exchange.errors), len(rig.taken)

@@ -104,7 +104,7 @@ def make_tickets(image: bytes = b"png", columns: dict[str, Any] | None = None) -
 
 
 def make_manifest() -> WeightManifest:
-    entry = TensorEntry(name="w", dtype="bfloat16", shape=(2, 3), offset=0, nbytes=12, crc32=99)
+    entry = TensorEntry(name="w", dtype="bfloat16", shape=(2, 3), offset=0, nbytes=12, xxh3=(1 << 64) - 1)
     return WeightManifest(version=4, tensors=(entry,), total_bytes=12, shm_path="/dev/shm/x")
 
 
@@ -121,9 +121,10 @@ EXAMPLES: list[Wire] = [
     ),
     Welcome(
         run_id="r",
+        incarnation="i",
         host_id="h",
         version=0,
-        weights_endpoint="tcp://127.0.0.1:1",
+        weights_port=1,
         heartbeat_s=2.0,
         timeout_s=30.0,
     ),
@@ -131,6 +132,7 @@ EXAMPLES: list[Wire] = [
     make_tickets(),
     make_group([3, 0, 2]),
     make_group([], images=0),
+    make_group([3, 0, 2]).model_copy(update={"kv_versions": np.arange(5, dtype=np.int32)}),
     Ack(ticket_ids=(1, 2)),
     TicketFailed(ticket_id=1, error_kind="engine", error_message="boom"),
     ServerHeartbeat(
@@ -428,3 +430,14 @@ def test_mutated_messages_decode_or_raise_protocol_errors(example: Wire, data: s
             frames[index] = frames[index][: data.draw(st.integers(0, len(frames[index])))]
     with contextlib.suppress(ProtocolError):
         assert type(decode(frames, Message, LIMITS)) in ALL_MODELS.values()
+
+
+def test_a_cache_version_column_of_another_length_is_refused() -> None:
+    group = make_group([3, 0, 2]).model_copy(update={"kv_versions": np.zeros(4, np.int32)})
+    assert "'kv_versions': 4" in refused(as_bytes(encode(group))).reason
+
+
+def test_cache_versions_cost_no_frame_where_they_are_absent() -> None:
+    group = make_group([3, 0, 2])
+    with_column = group.model_copy(update={"kv_versions": group.versions})
+    assert len(encode(with_column)) == len(encode(group)) + 1

@@ -91,7 +91,7 @@ def knock(ports: LearnerPorts, config: RunConfig, *, weights: bool = False) -> R
 
 
 async def connect(config: RunConfig) -> None:
-    link = LearnerLink(config, "s", engine="hf", fingerprints=("m", "p"))
+    link = LearnerLink(config, engine="hf", fingerprints=("m", "p"), in_work=tuple)
     try:
         await link.connect()
     finally:

@@ -36,8 +36,17 @@ class Completion:
     logprobs: np.ndarray
     """float32, of the sampling distribution."""
     versions: np.ndarray
-    """int32 policy version that sampled each token."""
+    """int32 policy version that sampled each token, contiguous and never falling."""
     finish_reason: FinishReason
+    kv_versions: np.ndarray | None = None
+    """int32 oldest policy version in the key-value cache that each token was sampled from; None: as `versions`."""
+
+
+def kv_versions_column(completions: Sequence[Completion]) -> np.ndarray | None:
+    """[N] of all completions, or None where it would repeat their versions."""
+    if all(c.kv_versions is None for c in completions):
+        return None
+    return np.concatenate([c.versions if c.kv_versions is None else c.kv_versions for c in completions])
 
 
 @dataclass(frozen=True)
@@ -48,6 +57,8 @@ class EngineUsage:
     busy_s: float
     sequences_running: int
     sequences_queued: int
+    update_pause_s: float = 0.0
+    """Seconds in which running sequences stood still for a weight update."""
 
 
 class InferenceEngine(Protocol):
@@ -75,12 +86,18 @@ class InferenceEngine(Protocol):
     def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
         """Admit the requests together and stream completions as they finish.
 
-        Which random numbers a completion meets depends only on its request's seed and its index.
+        Which random number draws a token depends only on its request's seed, the completion's index and the token's
+        position: neither the other sequences nor weight updates change it. Closing the iterator early drops what
+        still runs.
         """
         ...
 
     async def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Sample every later token from these weights. Returns when they are in place."""
+        """Sample every later token from these weights. Returns when they are in place.
+
+        `rollout.weight_update` says what happens to the sequences that are running. An engine that failed half-way
+        through holds a mixture of two policies: it samples no more.
+        """
         ...
 
     async def pause(self) -> None: ...

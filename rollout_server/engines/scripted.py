@@ -46,6 +46,11 @@ class ScriptedEngine:
         self._script = Script.model_validate(config.rollout.engine_args)
         self._running = asyncio.Event()
         self._running.set()
+        self._admitting = asyncio.Event()
+        self._admitting.set()
+        self._drained = asyncio.Event()
+        self._drained.set()
+        self._started_sequences = 0
         self._version = 0
         self._requests = 0
         self._tokens = 0
@@ -89,10 +94,23 @@ class ScriptedEngine:
             self._busy += time.monotonic() - started
 
     async def _complete(self, request: GenerationRequest, index: int) -> Completion:
-        await self._running.wait()
+        while not (self._running.is_set() and self._admitting.is_set()):
+            await self._running.wait()
+            await self._admitting.wait()
+        self._started_sequences += 1
+        self._drained.clear()
+        try:
+            return await self._sample(request, index)
+        finally:
+            self._started_sequences -= 1
+            if not self._started_sequences:
+                self._drained.set()
+
+    async def _sample(self, request: GenerationRequest, index: int) -> Completion:
         rng = np.random.default_rng((request.seed, index))
         tokens = self._tokens_of(request, rng)
         versions = np.empty(len(tokens), np.int32)
+        cached = self._version
         await asyncio.sleep(self._script.prefill_s)
         for position in range(len(tokens)):
             if self._script.seconds_per_token:
@@ -108,7 +126,14 @@ class ScriptedEngine:
             logprobs=np.full(len(tokens), -1.0, np.float32),
             versions=versions,
             finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
+            kv_versions=self._kv_versions(cached, versions),
         )
+
+    def _kv_versions(self, cached: int, versions: np.ndarray) -> np.ndarray | None:
+        """As an engine with a key-value cache would report them."""
+        if self._config.rollout.weight_update != "keep" or (versions == cached).all():
+            return None
+        return np.full_like(versions, cached)
 
     def _tokens_of(self, request: GenerationRequest, rng: np.random.Generator) -> np.ndarray:
         sampling = request.sampling
@@ -126,6 +151,12 @@ class ScriptedEngine:
     async def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         for _ in tensors:  # read them all: a test of the weight channel, too
             pass
+        if self._config.rollout.weight_update == "drain":
+            self._admitting.clear()
+            try:
+                await self._drained.wait()
+            finally:
+                self._admitting.set()
         self._version = version
 
     async def pause(self) -> None:

@@ -6,12 +6,11 @@ import asyncio
 import gc
 import random
 import time
-import uuid
-import zlib
 from collections import Counter
 from dataclasses import dataclass, field
 
 import psutil
+import xxhash
 import zmq
 
 from asyncrl.config.schema import RunConfig
@@ -112,12 +111,11 @@ async def _fuzz_link(messages: int, rng: random.Random, result: ServerSideResult
 
 
 async def _connected_link(config: RunConfig, router: zmq.Socket[bytes]) -> tuple[LearnerLink, bytes]:
-    name = f"fuzzed-{uuid.uuid4().hex}"
-    link = LearnerLink(config, name, engine="scripted", fingerprints=(content.MODEL, content.PROCESSOR))
+    link = LearnerLink(config, engine="scripted", fingerprints=(content.MODEL, content.PROCESSOR), in_work=tuple)
     task = asyncio.create_task(link.connect())
     deadline = time.monotonic() + HEARD_S
     identity, header = b"", b""
-    while name.encode() not in header:  # what the one before it sent may still arrive
+    while link.server_id.encode() not in header:  # what the one before it sent may still arrive
         assert time.monotonic() < deadline, "no hello"
         if router.poll(0):
             identity, header, *_ = router.recv_multipart()
@@ -158,16 +156,17 @@ def _check(manifest: WeightManifest, result: ServerSideResult) -> None:
 def _welcome() -> Welcome:
     return Welcome(
         run_id="fuzz",
+        incarnation="i",
         host_id="h",
         version=0,
-        weights_endpoint="tcp://127.0.0.1:1",
+        weights_port=1,
         heartbeat_s=1,
         timeout_s=5,
     )
 
 
 def _manifest(version: int) -> WeightManifest:
-    entry = TensorEntry(name="w", dtype="uint8", shape=(TRANSFER_BYTES,), offset=0, nbytes=TRANSFER_BYTES, crc32=0)
+    entry = TensorEntry(name="w", dtype="uint8", shape=(TRANSFER_BYTES,), offset=0, nbytes=TRANSFER_BYTES, xxh3=0)
     return WeightManifest(version=version, tensors=(entry,), total_bytes=TRANSFER_BYTES, shm_path="/dev/shm/x")
 
 
@@ -201,7 +200,12 @@ async def _fuzz_transfer(messages: int, rng: random.Random, result: ServerSideRe
     socket = ServerSocket(endpoint, WeightsFromLearner, linger_s=0)
     weights = rng.randbytes(TRANSFER_BYTES)
     entry = TensorEntry(
-        name="w", dtype="uint8", shape=(TRANSFER_BYTES,), offset=0, nbytes=TRANSFER_BYTES, crc32=zlib.crc32(weights)
+        name="w",
+        dtype="uint8",
+        shape=(TRANSFER_BYTES,),
+        offset=0,
+        nbytes=TRANSFER_BYTES,
+        xxh3=xxhash.xxh3_64_intdigest(weights),
     )
     sent = 0
     version = 0

@@ -1,0 +1,59 @@
+"""Prompts to key-value caches, left-padded to one length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncrl.models.positions import prompt_positions
+from asyncrl.models.processing import EncodedPrompt
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """`R` prompts, left-padded to the longest one's `P` tokens."""
+
+    logits: torch.Tensor
+    """[R, V] that predict the first completion token."""
+    cache: Any
+    """transformers' cache; each layer's keys and values are [R, H, P, D]."""
+    attention: torch.Tensor
+    """[R, P] int64, 0 on padding."""
+    next_positions: list[int]
+    """Rotary position of each prompt's first completion token."""
+    position_rows: int
+    """3 for multimodal rotary positions, else 1."""
+
+
+def prefill(model: Any, prompts: Sequence[EncodedPrompt], device: torch.device) -> Prefilled:
+    """One forward pass over the prompts and their images."""
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    placed = [prompt_positions(model, prompt) for prompt in prompts]
+    position_rows = placed[0][0].shape[0]
+    ids = torch.zeros((len(prompts), longest), dtype=torch.long)
+    types = torch.zeros_like(ids)
+    attention = torch.zeros_like(ids)
+    positions = torch.zeros((position_rows, len(prompts), longest), dtype=torch.long)
+    for row, (prompt, (place, _)) in enumerate(zip(prompts, placed, strict=True)):
+        start = longest - len(prompt.token_ids)
+        ids[row, start:] = torch.from_numpy(prompt.token_ids)
+        types[row, start:] = torch.from_numpy(prompt.token_types)
+        attention[row, start:] = 1
+        positions[:, row, start:] = place
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": attention}
+    inputs["position_ids"] = positions if position_rows == 3 else positions[0]
+    pixels = [prompt.pixel_values for prompt in prompts if prompt.pixel_values is not None]
+    if pixels:
+        inputs["pixel_values"] = torch.cat(pixels)
+        inputs["image_grid_thw"] = torch.from_numpy(np.concatenate([p.image_grids for p in prompts])).long()
+        inputs["mm_token_type_ids"] = types
+    inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
+    output = model(**inputs, use_cache=True, logits_to_keep=1)
+    next_positions = [position for _, position in placed]
+    return Prefilled(
+        output.logits[:, -1], output.past_key_values, inputs["attention_mask"], next_positions, position_rows
+    )
