@@ -30,6 +30,8 @@ def main() -> None:
     files = [f"data.train_files=[{data}/rl.parquet]", f"data.val_files=[{data}/eval.parquet]", f"model.path={model}"]
     print("\n## Log-probs of engine and learner\n", flush=True)
     run("benchmarks/logprob_parity.py", "configs/digits_grpo.yaml", *files)
+    print("\n## Publication of weights\n", flush=True)
+    run("benchmarks/weights_throughput.py")
     print("\n## Asynchronous against synchronous\n", flush=True)
     run("benchmarks/async_speedup.py", "--model", str(model), "--data", str(data))
 

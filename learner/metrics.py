@@ -78,6 +78,7 @@ METRICS = (
         "state",
     ),
     _gauge("mean_length", "tokens", "Mean trajectory length of groups by state.", "equal", "state"),
+    _gauge("staleness_bound", "versions", "Bound that tickets are issued under.", "constant, or moving slowly"),
     _gauge("length_bias", "ratio", "Mean trained length over mean finished length, minus 1.", "near 0"),
     _gauge("journal_bytes", "bytes", "Size of the journal and its write-ahead log.", "bounded"),
     _gauge("ledger_residual_groups", "groups", "Issued groups that are in no state.", "0, always"),
@@ -141,6 +142,7 @@ GAUGE_OF_RECORD = {
     "truncation_fraction": "truncation_fraction",
     "idle/learner": "idle_ratio",
     "length_bias": "length_bias",
+    "staleness/bound": "staleness_bound",
 }
 """Name in metrics.jsonl -> gauge."""
 

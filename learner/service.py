@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from math import nan
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
@@ -15,6 +16,7 @@ from asyncrl.faults import crash_point
 from asyncrl.models.export import export_model
 from asyncrl.models.loading import architecture_fingerprint, stop_token_ids
 from asyncrl.models.processing import PromptProcessor
+from learner.adaptive_staleness import AdaptiveStaleness
 from learner.batch import describe_batch, make_batch
 from learner.checkpoint import LearnerState, restore_engine, save_checkpoint
 from learner.engines import create_engine
@@ -64,7 +66,16 @@ class Learner:
             restore_engine(start.checkpoint, self.engine, start.state, self.architecture)
             self.progress = Progress(start.state.step, start.state.version)
         self.step = LearnerStep(self.engine, config)
+        self.adaptive = self._adaptive_staleness(start)
         self._open(start)
+
+    def _adaptive_staleness(self, start: StartingPoint) -> AdaptiveStaleness | None:
+        if self.config.learner.max_staleness != "auto":
+            return None
+        adaptive = AdaptiveStaleness(self.config.learner.adaptive_staleness)
+        if start.state:
+            adaptive.restore(start.state.controllers["adaptive_staleness"])
+        return adaptive
 
     def _open(self, start: StartingPoint) -> None:
         """Lock, journal, shared memory, sockets, metrics endpoint: all of them, or none where one cannot be had."""
@@ -81,7 +92,7 @@ class Learner:
             self.ledger = TicketLedger(
                 self.journal,
                 prompts_per_step=config.batch.prompts_per_step,
-                bound=config.largest_staleness,
+                bound=self.adaptive.bound if self.adaptive else config.largest_staleness,
                 total_groups=self.total_steps * config.batch.prompts_per_step,
                 on_stale=config.learner.on_stale,
             )
@@ -171,6 +182,7 @@ class Learner:
         values = describe_batch(batch, version, self.config.reward.accuracy_component) | self.step(batch, version)
         learned = time.monotonic()
         crash_point("step.trained")
+        values |= self._adapt_staleness(values)
         self.progress.step += 1
         self.progress.version += 1
         self.ledger.advance(self.progress.version)
@@ -189,6 +201,13 @@ class Learner:
         }
         self.reporter.step(self.progress.step, version, values, batch)
         self._status("training" if publish else "catching up")
+
+    def _adapt_staleness(self, values: Mapping[str, float]) -> dict[str, float]:
+        """The bound of the tickets that are issued from now on."""
+        if self.adaptive and self.adaptive.observe(values.get("ess", nan), values.get("mismatch_kl_k3", nan)):
+            logger.info("max_staleness moves from %d to %d", self.ledger.bound, self.adaptive.bound)
+            self.ledger.bound = self.adaptive.bound
+        return {"staleness/bound": float(self.ledger.bound)}
 
     def _wait_for_batch(self) -> None:
         wait_for(
@@ -297,7 +316,11 @@ class Learner:
     def _save(self) -> None:
         """The journal is on disk before a checkpoint relies on it, and keeps its groups until the checkpoint is."""
         state = LearnerState(
-            step=self.progress.step, version=self.progress.version, architecture=self.architecture, run_id=self.run_id
+            step=self.progress.step,
+            version=self.progress.version,
+            architecture=self.architecture,
+            run_id=self.run_id,
+            controllers={"adaptive_staleness": self.adaptive.state()} if self.adaptive else {},
         )
         self.ledger.flush_journal()
         folder = save_checkpoint(

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import cast
 
 import zmq
 import zmq.asyncio
@@ -231,14 +232,21 @@ class ServerSocket:
 
     async def recv(self, timeout_s: float) -> Message | BadMessage | None:
         """The next message, or None after `timeout_s`. Safe to cancel: no message is lost."""
+        await asyncio.sleep(0)  # other tasks go on while messages come without a pause
+        frames = await self._take()  # before any wait, which costs more than a small message
         # Waiting and taking are separate: a cancelled wait could otherwise drop what it had just taken.
-        if not await self._socket.poll(max(0, round(timeout_s * 1000))):
-            return None
-        try:
-            frames = await self._socket.recv_multipart(flags=zmq.NOBLOCK, copy=False)
-        except zmq.Again:
+        if frames is None and await self._socket.poll(max(0, round(timeout_s * 1000))):
+            frames = await self._take()
+        if frames is None:
             return None
         return read_frames(b"", frames, self._expected, self.limits, self.counters)
+
+    async def _take(self) -> list[zmq.Frame] | None:
+        """The frames of a message that is there, without waiting."""
+        try:
+            return cast(list[zmq.Frame], await self._socket.recv_multipart(flags=zmq.NOBLOCK, copy=False))
+        except zmq.Again:
+            return None
 
     async def send(self, message: Wire, timeout_s: float) -> None:
         """Raises SendTimeout if there is no connection, or the learner's queue stays full.

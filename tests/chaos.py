@@ -236,7 +236,8 @@ class Chaos:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    # Not `str.splitlines`: completions may hold Unicode's own line separators.
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def chaos_config(model: Path, data: Path, *, seed: int, on_stale: str = "wait") -> RunConfig:

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from protocol import weights
+from protocol.arrival import RunningChecksums
 from protocol.endpoints import PortInUseError
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.layout import ALIGNMENT, ITEMSIZE, PublicationError, plan_layout
@@ -448,8 +449,9 @@ def test_a_transfer_resumes_after_the_learner_came_back(publication: Publication
             transfer = asyncio.create_task(
                 fetch(sock, manifest, into, timeout_s=WAIT_S, chunk_bytes=50_000, retry_s=0.1)
             )
+            complete = publication.read(1, 0, manifest.total_bytes)
             async with asyncio.timeout(WAIT_S):
-                while len(asked) <= 5:
+                while len(asked) <= 5 or into[: 5 * 50_000] != complete[: 5 * 50_000]:
                     await asyncio.sleep(0.01)
         before = asked[:5]
         asked.clear()
@@ -542,3 +544,34 @@ def test_chunk_requests_are_answered_or_refused(publication: Publication):
         assert isinstance(refused, Error)
         assert refused.code is code
         assert refused.version == version
+
+
+def test_checksums_of_what_arrives_are_those_of_the_whole(publication: Publication):
+    """Whatever the pieces in which it arrives; nothing is read before it is there."""
+    manifest = publication.publish(1, make_tensors())
+    complete = bytes(publication.read(1, 0, manifest.total_bytes))
+    for step, most in ((1 << 20, 1 << 20), (777, 500), (64, 64), (100_000, 3)):
+        target = bytearray(manifest.total_bytes)
+        running = RunningChecksums(manifest.tensors, memoryview(target))
+        for end in range(step, manifest.total_bytes + step, step):
+            target[end - step : end] = complete[end - step : end]
+            running.advance(min(end, manifest.total_bytes), most)
+        assert running.finish() == []
+    damaged = bytearray(complete)
+    damaged[manifest.tensors[1].offset] ^= 1
+    assert RunningChecksums(manifest.tensors, memoryview(damaged)).finish() == ["bias"]
+
+
+def test_a_slow_answer_is_not_asked_for_twice_while_others_arrive(publication: Publication):
+    manifest = publication.publish(1, make_tensors(large=200_000))
+    asked: list[int] = []
+
+    def slowly(request: ChunkRequest) -> bool:
+        asked.append(request.offset)
+        time.sleep(0.03)  # the answers of a window of 16 take five times `retry_s`
+        return True
+
+    with serving(publication, slowly) as sock:
+        (data,) = pull(sock.endpoint, manifest)
+    assert_equals(make_tensors(large=200_000), views_of(manifest, data))
+    assert len(asked) == len(set(asked)) == 25

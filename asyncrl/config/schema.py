@@ -146,6 +146,8 @@ class LearnerConfig(Section):
 
 
 class RolloutConfig(Section):
+    servers: int = Field(default=1, gt=0)
+    """Rollout servers that `asyncrl train` starts on this machine; others may join from elsewhere at any time."""
     engine: Literal["hf", "scripted"] = "hf"
     """Inference engine: `hf` (transformers, CPU or GPU) or `scripted` (tests)."""
     temperature: float = Field(default=1.0, gt=0)
@@ -266,11 +268,23 @@ class NetworkConfig(Section):
     """Larger messages are refused; a group, or the tickets with their images that are sent together."""
 
 
+class LaunchConfig(Section):
+    """What `asyncrl train` does when a service crashes: it starts it again, the learner with --resume."""
+
+    max_restarts: int = Field(default=5, ge=0)
+    """Of one service; at the next crash the run ends. 0 means that the first crash ends it."""
+    restart_delay_s: float = Field(default=1.0, gt=0)
+    """Before the first restart; each further one waits twice as long, up to a minute."""
+    healthy_s: float = Field(default=600.0, gt=0)
+    """A service that ran this long before it crashed has all its restarts again."""
+
+
 class TelemetryConfig(Section):
     learner_port: int = Field(default=9101, ge=0, le=65535)
     """Prometheus endpoint of the learner; 0 lets `asyncrl train` pick a free port."""
     rollout_port: int = Field(default=9102, ge=0, le=65535)
-    """Prometheus endpoint of the rollout server; 0 lets `asyncrl train` pick a free port."""
+    """Prometheus endpoint of the rollout server; 0 lets `asyncrl train` pick a free port. The further servers that it
+    starts take the ports after this one."""
     host: str = "127.0.0.1"
     """Address of the Prometheus endpoints."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
@@ -291,6 +305,7 @@ class RunConfig(Section):
     sft: SftConfig = SftConfig()
     trainer: TrainerConfig = TrainerConfig()
     network: NetworkConfig = NetworkConfig()
+    launch: LaunchConfig = LaunchConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
 
     @model_validator(mode="after")

@@ -69,7 +69,7 @@ class RunRecorder:
     def evaluated_steps(self) -> set[int]:
         """Steps whose evaluation is recorded."""
         file = self._run_dir / EVALUATIONS_FILE
-        return {int(json.loads(line)["step"]) for line in file.read_text().splitlines()} if file.exists() else set()
+        return {int(json.loads(line)["step"]) for line in file.read_bytes().splitlines()} if file.exists() else set()
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
         if "step" not in record:
