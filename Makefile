@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install demo test check bench chaos clean
+.PHONY: help install demo test check bench chaos fuzz clean
 
 help:
 	@echo "make demo   train a small vision-language model asynchronously on this machine"
 	@echo "make test   run the tests"
 	@echo "make check  lint and type-check"
+	@echo "make fuzz   send 100,000 mutated messages to each end of the wire"
 	@echo "make chaos  kill learner and servers 100 times at random, and count every prompt"
 	@echo "make bench  run the benchmarks and print their tables"
 
@@ -34,6 +35,9 @@ chaos: install
 
 bench: install
 	$(BIN)/python benchmarks/run.py
+
+fuzz: install
+	$(BIN)/python -m tests.fuzz_wire --messages 100000 --seed 1
 
 clean:
 	rm -rf $(VENV) runs/demo-*

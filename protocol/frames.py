@@ -86,11 +86,11 @@ def _encoded_array(dtype: str) -> PlainSerializer:
 def _array_from_frame(value: dict[str, Any], source: FrameSource) -> np.ndarray:
     index, dtype, shape = value.get("frame"), value.get("dtype"), value.get("shape")
     well_formed = (
-        isinstance(index, int)
+        type(index) is int  # a bool is an int to isinstance, and none to numpy
         and isinstance(dtype, str)
         and isinstance(shape, list)
         and len(shape) <= MAX_DIMENSIONS
-        and all(isinstance(n, int) and 0 <= n < 2**40 for n in shape)
+        and all(type(n) is int and 0 <= n < 2**40 for n in shape)
     )
     if not well_formed or dtype not in WIRE_DTYPES:
         raise PydanticCustomError("array_header", "not an array header: {got}", {"got": reprlib.repr(value)})
@@ -118,7 +118,7 @@ def _array_from_frame(value: dict[str, Any], source: FrameSource) -> np.ndarray:
 def _decode_blob(value: Any, info: ValidationInfo) -> memoryview:
     if isinstance(info.context, FrameSource):
         index = value.get("frame") if isinstance(value, dict) else None
-        if isinstance(index, int):
+        if type(index) is int:
             return info.context.take(index)
     elif isinstance(value, bytes | bytearray | memoryview):
         return memoryview(value)

@@ -82,7 +82,11 @@ class LearnerLink:
             pid=os.getpid(),
         )
         self._context = zmq.asyncio.Context()
-        self.socket = dial(config, config.control_endpoint, get_args(ControlFromLearner), self._context)
+        try:
+            self.socket = dial(config, config.control_endpoint, get_args(ControlFromLearner), self._context)
+        except UserError:
+            self._context.term()
+            raise
         self.unacknowledged: dict[int, SentGroup] = {}
         self._heard_at = time.monotonic()
         self._missed = False

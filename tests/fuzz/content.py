@@ -1,0 +1,136 @@
+"""The run that is fuzzed: every ticket has one right group, known to all, so that a wrong one cannot hide."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+
+import numpy as np
+
+from protocol.messages import (
+    ChatMessage,
+    FinishReason,
+    Group,
+    GroupTimings,
+    Hello,
+    ImagePart,
+    Prompt,
+    Sampling,
+    ServerHeartbeat,
+    TextPart,
+    Ticket,
+    TicketKind,
+    TrajectoryRecord,
+    TrajectoryStatus,
+    Turn,
+)
+
+GROUP_SIZE = 2
+VOCABULARY = 1000
+BANNED = 900
+MAX_NEW_TOKENS = 16
+MODEL, PROCESSOR = "model-fingerprint", "processor-fingerprint"
+
+
+@lru_cache(maxsize=512)
+def image(ticket_id: int) -> tuple[str, bytes]:
+    """Content hash and bytes."""
+    data = np.random.default_rng(ticket_id).bytes(20_000)
+    return hashlib.sha256(data).hexdigest(), data
+
+
+def prompt_ids(ticket_id: int) -> np.ndarray:
+    """[P] int32, different for every ticket."""
+    return np.asarray([*divmod(ticket_id % 2**30, VOCABULARY), 1, 2, 3, 4, 5, 6], np.int32)
+
+
+def image_grids() -> np.ndarray:
+    """[1, 3] int32."""
+    return np.asarray([[1, 4, 4]], np.int32)
+
+
+def ticket(ticket_id: int, version: int) -> Ticket:
+    content = (ImagePart(), TextPart(text=f"question {ticket_id}"))
+    prompt = Prompt(
+        row_id=f"fuzz:{ticket_id}",
+        messages=(ChatMessage(role="user", content=content),),
+        image_hashes=(image(ticket_id)[0],),
+        answer=str(ticket_id),
+        columns={"difficulty": 3, "tags": ["a", "b"]},
+    )
+    return Ticket(
+        ticket_id=ticket_id,
+        kind=TicketKind.TRAIN,
+        prompt=prompt,
+        group_size=GROUP_SIZE,
+        seed=ticket_id,
+        min_version=version,
+        sampling=Sampling(max_new_tokens=MAX_NEW_TOKENS, stop_token_ids=(0,), banned_token_ids=(BANNED,)),
+    )
+
+
+def group(ticket_id: int, version: int, server_id: str) -> Group:
+    """The only right answer to a ticket."""
+    random = np.random.default_rng(ticket_id)
+    lengths = random.integers(1, MAX_NEW_TOKENS + 1, GROUP_SIZE).astype(np.int32)
+    total = int(lengths.sum())
+    records = tuple(
+        TrajectoryRecord(
+            status=TrajectoryStatus.FINISHED,
+            finish_reason=FinishReason.STOP,
+            rewards={"exact": 1.0},
+            reward=float(ticket_id % 7),
+            turns=(Turn(start=0, end=int(length)),),
+        )
+        for length in lengths
+    )
+    return Group(
+        ticket_id=ticket_id,
+        server_id=server_id,
+        prompt_ids=prompt_ids(ticket_id),
+        image_grids=image_grids(),
+        image_hashes=(image(ticket_id)[0],),
+        lengths=lengths,
+        token_ids=random.integers(0, BANNED, total).astype(np.int32),
+        loss_mask=np.ones(total, np.uint8),
+        logprobs=-random.random(total, np.float32),
+        versions=np.full(total, version, np.int32),
+        trajectories=records,
+        timings=GroupTimings(queued_s=0.0, generate_s=0.1, reward_s=0.0),
+    )
+
+
+def is_right(received: Group) -> bool:
+    """Compared with what its ticket demands."""
+    right = group(received.ticket_id, int(received.versions[0]), received.server_id)
+    columns = ("prompt_ids", "lengths", "token_ids", "loss_mask", "logprobs", "versions", "image_grids")
+    return (
+        all(np.array_equal(getattr(received, name), getattr(right, name)) for name in columns)
+        and received.trajectories == right.trajectories
+        and received.image_hashes == right.image_hashes
+    )
+
+
+def hello(server_id: str, max_groups: int = 8) -> Hello:
+    return Hello(
+        server_id=server_id,
+        session=f"session-of-{server_id}",
+        host_id="elsewhere",
+        engine="scripted",
+        model_fingerprint=MODEL,
+        processor_fingerprint=PROCESSOR,
+        max_groups=max_groups,
+        pid=1,
+    )
+
+
+def heartbeat(running: int = 1) -> ServerHeartbeat:
+    return ServerHeartbeat(
+        version=0,
+        groups_queued=0,
+        groups_running=running,
+        groups_unacknowledged=0,
+        tokens_generated=10,
+        busy_s=1.0,
+        uptime_s=2.0,
+    )
