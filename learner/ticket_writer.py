@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -52,8 +53,9 @@ class TicketWriter:
     def write(self, ticket_id: int, version: int) -> PreparedTicket:
         """The training ticket of a position in the data order."""
         rendered = self._render(self.train, self._train_rows[self._order.row_at(ticket_id)])
-        temperature = self.config.rollout.temperature
-        return self._prepare(rendered, ticket_id, TicketKind.TRAIN, self.config.batch.group_size, temperature, version)
+        rollout = self.config.rollout
+        sampling = {name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        return self._prepare(rendered, ticket_id, TicketKind.TRAIN, self.config.batch.group_size, sampling, version)
 
     def write_evaluation(self, index: int, version: int) -> PreparedTicket:
         """The ticket of one held-out row. Its seed does not depend on the version: evaluations are comparable."""
@@ -64,12 +66,18 @@ class TicketWriter:
             EVALUATION_IDS + index,
             TicketKind.EVAL,
             evaluation.group_size,
-            evaluation.temperature,
+            {"temperature": evaluation.temperature},
             version,
         )
 
     def _prepare(
-        self, rendered: RenderedPrompt, ticket_id: int, kind: TicketKind, size: int, temperature: float, version: int
+        self,
+        rendered: RenderedPrompt,
+        ticket_id: int,
+        kind: TicketKind,
+        size: int,
+        distribution: Mapping[str, Any],
+        version: int,
     ) -> PreparedTicket:
         encoded = self.processor.encode(rendered.prompt, rendered.blobs)
         check_prompt_length(encoded, self.config.data.max_prompt_length)
@@ -81,7 +89,7 @@ class TicketWriter:
             seed=ticket_seed(self.config.trainer.seed, ticket_id),
             min_version=version,
             sampling=Sampling(
-                temperature=temperature,
+                **distribution,
                 max_new_tokens=self.config.data.max_response_length,
                 stop_token_ids=self._stop_token_ids,
                 banned_token_ids=self.processor.placeholder_ids,
