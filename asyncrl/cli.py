@@ -54,6 +54,10 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("target", type=Path)
     export.add_argument("--checkpoint", type=int, metavar="STEP", help="of which step; default: the newest")
     export.set_defaults(handler=_export)
+    keys = commands.add_parser("keys", help="make key pairs for learner and rollout servers on several machines")
+    keys.add_argument("folder", type=Path, metavar="DIR", help="becomes network.keys_dir")
+    keys.add_argument("--server", metavar="NAME", help="only one more server's pair, which can be withdrawn alone")
+    keys.set_defaults(handler=_keys)
     reference = commands.add_parser("config-reference", help="print every configuration key as Markdown")
     reference.set_defaults(handler=_config_reference)
     return parser
@@ -147,6 +151,19 @@ def _export(arguments: argparse.Namespace) -> int:
         raise UserError(f"{arguments.target} exists already. Name a new folder")
     shutil.copytree(there[step] / "model", arguments.target)
     print(f"{arguments.target} is a copy of {there[step] / 'model'}")
+    return 0
+
+
+def _keys(arguments: argparse.Namespace) -> int:
+    from protocol.curve import KeyFileError, copying_advice, make_keys, make_server_key
+
+    folder, server = arguments.folder, arguments.server
+    try:
+        written = make_server_key(folder, server) if server else make_keys(folder)
+    except KeyFileError as error:
+        raise UserError(str(error)) from error
+    print("\n".join(f"wrote {path}" for path in written))
+    print(copying_advice(folder, server))
     return 0
 
 

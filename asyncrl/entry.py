@@ -1,6 +1,7 @@
 """How both services start: arguments, configuration, logging, and what an exit code means.
 
-0 finished, 1 crashed, 2 the user can mend it (the last line says how), 130 interrupted.
+0 finished, 1 crashed (the launcher starts the service again), 2 the user can mend it (the last line says how), 3 bad
+state (not started again; the reason is in failure.json), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from pathlib import Path
 
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import BadStateError, UserError
+from asyncrl.errors import BadStateError, ExitCode, UserError
+from asyncrl.telemetry.failure import describe_full_disk, is_disk_full, release, reserve, save_failure
 from asyncrl.telemetry.logs import configure_logging
 
 logger = logging.getLogger(__name__)
@@ -37,18 +39,34 @@ def _guarded(name: str, main: Callable[[RunConfig, bool], None], arguments: argp
     try:
         config = load_config(arguments.config, arguments.overrides)
         configure_logging(name, config.telemetry.log_level)
-        main(config, arguments.resume)
+        return _run(name, main, config, arguments.resume)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
-    except BadStateError as error:
-        logger.error("the run stops: %s", error)
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return ExitCode.USER_ERROR
     except KeyboardInterrupt:
         logger.info("interrupted")
-        return 130
-    return 0
+        return ExitCode.INTERRUPTED
+
+
+def _run(name: str, main: Callable[[RunConfig, bool], None], config: RunConfig, resume: bool) -> int:
+    """Until it ends, well or in bad state. Everything else that is raised is a crash, with its traceback in the log."""
+    try:
+        reserve(config.run_path, name)
+        main(config, resume)
+    except UserError:
+        raise
+    except Exception as error:
+        full = is_disk_full(error)
+        if not full and not isinstance(error, BadStateError):
+            raise
+        reason = describe_full_disk(error, config.run_path) if full else str(error)
+        logger.error("the run stops: %s", reason, exc_info=not isinstance(error, BadStateError))
+        print(f"error: {reason}", file=sys.stderr)
+        save_failure(config.run_path, name, reason, kind="disk_full" if full else "bad_state")
+        return ExitCode.BAD_STATE
+    finally:
+        release(config.run_path, name)
+    return ExitCode.FINISHED
 
 
 def require_fixed_ports(config: RunConfig) -> None:

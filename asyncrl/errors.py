@@ -1,6 +1,8 @@
-"""Mistakes that the user can mend. The command line prints their message alone and exits with 2."""
+"""How a process of a run ends: as an exception, and as the exit code that the launcher and scripts see."""
 
 from __future__ import annotations
+
+from enum import IntEnum
 
 
 class UserError(Exception):
@@ -9,3 +11,14 @@ class UserError(Exception):
 
 class BadStateError(Exception):
     """The run cannot go on honestly (NaN loss, protocol violation). It stops with this as its saved reason."""
+
+
+class ExitCode(IntEnum):
+    FINISHED = 0
+    CRASHED = 1
+    """Anything unforeseen; another attempt may succeed, and the launcher makes it."""
+    USER_ERROR = 2
+    """The user can mend it: the log's last `error:` line says how."""
+    BAD_STATE = 3
+    """Another attempt would meet the same: the reason is in failure.json."""
+    INTERRUPTED = 130

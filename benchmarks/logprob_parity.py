@@ -20,6 +20,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.models.loading import stop_token_ids
 from asyncrl.models.processing import PromptProcessor
 from learner.engines import create_engine as create_train_engine
+from learner.journal import TicketSlot
 from learner.packing import Completion, TrainGroup, build_micro_batch, plan_micro_batches
 from learner.ticket_writer import TicketWriter
 from rollout_server.engines import create_engine
@@ -32,7 +33,7 @@ async def sample(
 ) -> tuple[list[GenerationRequest], list[Sampled]]:
     """The requests of the first rows and all their completions."""
     writer = TicketWriter(config, processor, stop_token_ids(config.model, processor.tokenizer))
-    prepared = [writer.write(ticket_id, version=0) for ticket_id in range(rows)]
+    prepared = [writer.write(TicketSlot(i, i, version=0, bound=0)) for i in range(rows)]
     requests = [
         GenerationRequest(
             request_id=item.ticket.ticket_id,

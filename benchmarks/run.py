@@ -41,6 +41,8 @@ def main() -> None:
             "learner.optim.lr_warmup_steps=0",
         )
         print(flush=True)
+    print("\n## Publication of weights\n", flush=True)
+    run("benchmarks/weights_throughput.py")
     print("\n## Asynchronous against synchronous\n", flush=True)
     run("benchmarks/async_speedup.py", "--model", str(model), "--data", str(data))
 

@@ -33,6 +33,7 @@ from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import load_published
 from learner.engines import create_engine as create_train_engine
 from learner.engines.base import TrainEngine
+from learner.journal import TicketSlot
 from learner.packing import Completion, TrainGroup, build_micro_batch, plan_micro_batches
 from learner.ticket_writer import TicketWriter
 from rollout_server.engines import create_engine
@@ -71,7 +72,7 @@ def requests_of(config: RunConfig, processor: PromptProcessor, groups: int, long
     lengths = np.random.default_rng(1).lognormal(np.log(longest), LENGTH_SIGMA, groups).round().clip(2, 512)
     requests = []
     for ticket_id, length in enumerate(lengths.astype(int).tolist()):
-        item = writer.write(ticket_id, version=0)
+        item = writer.write(TicketSlot(ticket_id, ticket_id, version=0, bound=0))
         sampling = item.ticket.sampling.model_copy(update={"max_new_tokens": length, "stop_token_ids": ()})
         prompt = processor.encode(item.ticket.prompt, item.blobs)
         requests.append(GenerationRequest(ticket_id, prompt, item.ticket.group_size, item.ticket.seed, sampling))

@@ -1,17 +1,22 @@
-"""Checkpoints: model, optimiser, random state, data position and policy version in one folder, whole or absent."""
+"""Checkpoints: model, optimiser, random state and the step they belong to in one folder, whole or absent.
+
+Which data has been trained stands in the journal. A checkpoint is the journal's shortcut: without one, a learner
+makes all steps again.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from asyncrl.errors import UserError
+from asyncrl.errors import BadStateError, UserError
+from asyncrl.faults import crash_point
 from asyncrl.models.export import export_model
 from learner.engines.base import TrainEngine
 
@@ -27,10 +32,9 @@ class LearnerState:
     step: int
     version: int
     architecture: str
-    ledger: dict[str, Any]
     run_id: str
-    settings: dict[str, int]
-    """What decides which ticket is which; a resumed run must have the same."""
+    controllers: dict[str, Any] = field(default_factory=dict)
+    """States of what adapts itself during the run, by name."""
 
 
 def checkpoint_folder(run_path: Path, step: int) -> Path:
@@ -40,16 +44,20 @@ def checkpoint_folder(run_path: Path, step: int) -> Path:
 def save_checkpoint(run_path: Path, engine: TrainEngine, processor: Any, state: LearnerState, keep: int) -> Path:
     """Write the step's checkpoint and remove all but the newest `keep`. Its model folder is a Hugging Face folder."""
     folder = checkpoint_folder(run_path, state.step)
+    for leftover in folder.parent.glob(".*.building-*"):
+        shutil.rmtree(leftover)
     building = folder.with_name(f".{folder.name}.building-{os.getpid()}")
-    shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
     export_model(engine.unwrap_model(), processor, building / MODEL_FOLDER)
+    crash_point("checkpoint.writing")
     engine.save(building)
     torch.save(torch.get_rng_state(), building / RANDOM_FILE)
     (building / STATE_FILE).write_text(json.dumps(asdict(state), indent=2))
     _flush(building)
     shutil.rmtree(folder, ignore_errors=True)
     building.rename(folder)
+    _flush_folder(folder.parent)
+    crash_point("checkpoint.renamed")
     for old in list_checkpoints(run_path)[:-keep]:
         shutil.rmtree(old)
     return folder
@@ -60,32 +68,18 @@ def list_checkpoints(run_path: Path) -> list[Path]:
     return sorted(path for path in (run_path / "checkpoints").glob("step-*") if (path / STATE_FILE).is_file())
 
 
-def newest_checkpoint(run_path: Path) -> Path:
+def newest_checkpoint(run_path: Path) -> Path | None:
     found = list_checkpoints(run_path)
-    if not found:
-        raise UserError(
-            f"--resume: there is no checkpoint in {run_path / 'checkpoints'}. Start without --resume in another "
-            "run_dir, and set trainer.save_freq to have checkpoints during the run"
-        )
-    return found[-1]
+    return found[-1] if found else None
 
 
 def read_state(folder: Path) -> LearnerState:
-    return LearnerState(**json.loads((folder / STATE_FILE).read_text()))
-
-
-def check_settings(folder: Path, state: LearnerState, settings: dict[str, int]) -> None:
-    """Raise UserError naming the keys that a resumed run may not change."""
-    changed = [
-        f"{key} was {state.settings.get(key)}, is {value}"
-        for key, value in settings.items()
-        if state.settings.get(key) != value
-    ]
-    if changed:
-        raise UserError(
-            f"--resume from {folder}: {'; '.join(changed)}. Resume with the same values, or start a new run from the "
-            f"checkpoint's model: model.path={folder / MODEL_FOLDER}"
-        )
+    try:
+        return LearnerState(**json.loads((folder / STATE_FILE).read_text()))
+    except (ValueError, TypeError) as problem:
+        raise BadStateError(
+            f"{folder / STATE_FILE} cannot be read ({problem}). Remove {folder} to continue from an older one"
+        ) from problem
 
 
 def restore_engine(folder: Path, engine: TrainEngine, state: LearnerState, architecture: str) -> None:
@@ -105,3 +99,12 @@ def _flush(folder: Path) -> None:
         if path.is_file():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
+
+
+def _flush_folder(folder: Path) -> None:
+    """Its list of names is on disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

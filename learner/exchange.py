@@ -10,26 +10,27 @@ import logging
 import queue
 import threading
 import time
-from collections import Counter, deque
+import uuid
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import get_args
 
 import zmq
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.models.processing import PromptProcessor
+from asyncrl.faults import crash_point
+from learner.journal import TicketSlot
+from learner.ports import open_ports
+from learner.ticket_writer import EVALUATION_IDS
 from learner.tickets import PreparedTicket, ReceivedGroup, TicketLedger
 from learner.verification import verify_group
-from protocol.codec import MIB, Limits
-from protocol.endpoints import BindError, host_id
+from protocol.endpoints import host_id
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.handshake import check_hello
 from protocol.messages import (
     Ack,
     ChunkRequest,
-    ControlFromServer,
     Error,
     Goodbye,
     Group,
@@ -44,7 +45,8 @@ from protocol.messages import (
     Welcome,
     Wire,
 )
-from protocol.sockets import BadMessage, Delivery, LearnerSocket, Received
+from protocol.peers import Muted
+from protocol.sockets import BadMessage, Delivery, Received
 from protocol.transfer import answer_chunk_request
 from protocol.weights import Publication
 
@@ -52,6 +54,8 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
 """Longest time between two looks at heartbeats and at what the main thread has handed over."""
+MAX_ERROR_KINDS = 64
+MAX_ERROR_KIND_LENGTH = 100
 PARTING_S = 5.0
 """Longest wait for the servers' goodbyes."""
 
@@ -65,6 +69,8 @@ class ServerState:
     heard_at: float = field(default_factory=time.monotonic)
     heartbeat: ServerHeartbeat | None = None
     loaded: WeightsLoaded | None = None
+    idle_since: float | None = None
+    """Since when it has reported no work while holding tickets."""
 
 
 @dataclass
@@ -92,7 +98,7 @@ class Exchange(threading.Thread):
         run_id: str,
         *,
         ledger: TicketLedger,
-        processor: PromptProcessor,
+        write_ticket: Callable[[TicketSlot], PreparedTicket],
         publication: Publication,
         facts: ModelFacts,
         version: int,
@@ -104,41 +110,25 @@ class Exchange(threading.Thread):
         """Unusable messages, refused groups and failed tickets by kind."""
         self._config = config
         self._run_id = run_id
+        self._incarnation = uuid.uuid4().hex[:12]
         self._ledger = ledger
-        self._processor = processor
+        self._write_ticket = write_ticket
         self._publication = publication
         self._facts = facts
         self._version = version
+        """Newest policy version that a server may have; ahead of the learner's while it makes steps again."""
         self._manifest: WeightManifest | None = None
+        self._admitted: int | None = None
+        self._arrived: dict[int, tuple[str, ReceivedGroup]] = {}
+        """Verified in this turn: journaled and acknowledged together at its end."""
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._stopping = False
         self._goodbye: str | None = None
         self._preparing: deque[_Preparation] = deque()
         self._beat_at = 0.0
-        self._bind()
-
-    def _bind(self) -> None:
-        network = self._config.network
-        limits = Limits(max_message_bytes=network.max_message_mib * MIB)
         self._context = zmq.Context()
-        try:
-            self.control = LearnerSocket(
-                self._config.control_endpoint,
-                get_args(ControlFromServer),
-                limits,
-                setting="network.control_port",
-                insecure=network.insecure,
-                context=self._context,
-            )
-            self.weights = LearnerSocket(
-                self._config.weights_endpoint,
-                (ChunkRequest,),
-                limits,
-                setting="network.weights_port",
-                insecure=network.insecure,
-                context=self._context,
-            )
-        except BindError as error:
-            raise UserError(str(error)) from error
+        self._ports = open_ports(config, self._context)
+        self.control, self.weights = self._ports.control, self._ports.weights
         self._waker, self._woken = _wake_up_pair(self._context)
 
     # --- the main thread's side ---------------------------------------------------------------
@@ -153,20 +143,30 @@ class Exchange(threading.Thread):
 
         self._order(order)
 
+    def admit(self, version: int) -> None:
+        """From now on, training tickets go out as far as the ledger admits them before `version`."""
+
+        def order() -> None:
+            self._admitted = version
+
+        self._order(order)
+
     def dispatch(self, prepare: Callable[[], Iterable[PreparedTicket]]) -> None:
         """Prepare tickets on the exchange thread, then issue them all at once."""
         self._order(lambda: self._preparing.append(_Preparation(prepare)))
 
-    def stop(self, reason: str) -> None:
-        """Say goodbye to every server and end the thread."""
+    def stop(self, reason: str | None) -> None:
+        """End the thread, and say goodbye to every server unless `reason` is None: then they wait for our return."""
 
         def order() -> None:
+            self._stopping = True
             self._goodbye = reason
 
         if self.is_alive():
             self._order(order)
             self.join(timeout=2 * PARTING_S)
-        for socket in (self.control, self.weights, self._woken, self._waker):
+        self._ports.close()
+        for socket in (self._woken, self._waker):
             socket.close()
         self._context.term()  # returns when the goodbyes are on their way, or after the sockets' linger
 
@@ -181,20 +181,25 @@ class Exchange(threading.Thread):
             self._exchange_until_goodbye()
         except Exception as error:  # raised again by the main thread's next wait, which then says goodbye
             logger.error("the exchange stops: %s", error)
+            if isinstance(error, BadStateError | UserError):  # from a crash, a learner comes back
+                self._goodbye = f"the learner failed: {error}"
             with self._ledger.changed:
                 self.failure = error
                 self._ledger.changed.notify_all()
-        self._part(self._goodbye or f"the learner failed: {self.failure}")
+        if self._goodbye is not None:
+            self._part(self._goodbye)
 
     def _exchange_until_goodbye(self) -> None:
         poller = zmq.Poller()
         for socket in (self.control.socket, self.weights.socket, self._woken):
             poller.register(socket, zmq.POLLIN)
-        while self._goodbye is None:
+        while not self._stopping:
             poller.poll(0 if self._preparing else round(POLL_S * 1000))
             self._obey_orders()
+            self._admit_tickets()
             self._prepare_some()
             self._receive_control()
+            self._keep_arrived()
             self._answer_chunk_requests()
             self._send_waiting_tickets()
             self._keep_alive()
@@ -207,6 +212,7 @@ class Exchange(threading.Thread):
         while self.servers and time.monotonic() < deadline:
             self.control.socket.poll(round(POLL_S * 1000))
             self._receive_control()
+        self._arrived.clear()  # not acknowledged: their servers keep them for the next learner
         if self.servers:
             logger.warning("no goodbye from %s within %g s", sorted(self.servers), PARTING_S)
 
@@ -216,12 +222,20 @@ class Exchange(threading.Thread):
         while not self._orders.empty():
             self._orders.get_nowait()()
 
+    def _admit_tickets(self) -> None:
+        """All tickets that may go out now, together. One preparation at a time: it decides what is admissible next."""
+        if self._admitted is None or self._preparing:
+            return
+        slots = self._ledger.admissible(self._admitted)
+        if slots:
+            self._preparing.append(_Preparation(lambda: (self._write_ticket(slot) for slot in slots)))
+
     def _prepare_some(self) -> None:
         """A slice of the oldest preparation: reading and encoding many images must not silence the heartbeat."""
         deadline = time.monotonic() + POLL_S
         while self._preparing and time.monotonic() < deadline:
             preparation = self._preparing[0]
-            if preparation.items is None:  # only now: what is admissible depends on what was issued before
+            if preparation.items is None:
                 preparation.items = iter(preparation.prepare())
             item = next(preparation.items, None)
             if item is None:
@@ -231,19 +245,21 @@ class Exchange(threading.Thread):
                 preparation.done.append(item)
 
     def _receive_control(self) -> None:
-        while (received := self.control.recv()) is not None:
-            if isinstance(received, BadMessage):
+        for received in self.control.turn():
+            if isinstance(received, Muted):
+                self._expel(received)
+            elif isinstance(received, BadMessage):
                 self.errors[str(received.error.code)] += 1
                 logger.warning("a message could not be used: %s", received.error)
-                continue
-            self._handle(received)
+            else:
+                self._handle(received)
 
     def _handle(self, received: Received) -> None:
         message = received.message
         if isinstance(message, Hello):
             self._greet(received.identity, message)
             return
-        server_id = next((i for i, s in self.servers.items() if s.identity == received.identity), None)
+        server_id = self._server_at(received.identity)
         if server_id is None:
             error = Error(code=ErrorCode.NOT_WELCOME, reason="say hello first")
             self.control.send(received.identity, error)
@@ -257,19 +273,46 @@ class Exchange(threading.Thread):
             self._accept(server_id, message)
         elif isinstance(message, ServerHeartbeat):
             server.heartbeat = message
+            self._check_that_it_reads(server_id, server, message)
         elif isinstance(message, WeightsLoaded):
             server.loaded = message
         elif isinstance(message, TicketFailed):
-            self.errors[message.error_kind] += 1
+            self._count_error(message.error_kind)
             logger.warning("ticket %d failed on %s: %s", message.ticket_id, server_id, message.error_message)
-            self._ledger.give_back(message.ticket_id, f"{message.error_kind}: {message.error_message}")
+            self._give_back(message.ticket_id, server_id, f"{message.error_kind}: {message.error_message}")
         elif isinstance(message, Goodbye):
             self._lose(server_id, f"said goodbye ({message.reason})", expected=message.expected)
         elif isinstance(message, Error):
             self.errors[str(message.code)] += 1
             logger.warning("%s answers %s: %s", server_id, message.code, message.reason)
 
+    def _count_error(self, kind: str) -> None:
+        """`kind` may be the peer's own word: only so many become keys, and labels of a metric."""
+        known = kind in self.errors or len(self.errors) < MAX_ERROR_KINDS
+        self.errors[kind[:MAX_ERROR_KIND_LENGTH] if known else "other"] += 1
+
+    def _give_back(self, ticket_id: int, server_id: str, reason: str) -> None:
+        """A ticket that this server failed at. What another server holds is not its to return."""
+        if self._ledger.holder(ticket_id) == server_id:
+            self._ledger.give_back(ticket_id, reason, servers=self.servers)
+
+    def _check_that_it_reads(self, server_id: str, server: ServerState, beat: ServerHeartbeat) -> None:
+        """One that says it has no work, though tickets went to it long ago, sends without reading."""
+        idle = not (beat.groups_queued or beat.groups_running or beat.groups_unacknowledged)
+        if not idle or not self._ledger.held_by(server_id):
+            server.idle_since = None
+        elif server.idle_since is None:
+            server.idle_since = time.monotonic()
+        elif time.monotonic() - server.idle_since > self._config.network.timeout_s:
+            self._lose(server_id, "it holds tickets, and has said for network.timeout_s that it has none")
+
     def _greet(self, identity: bytes, hello: Hello) -> None:
+        name = self._server_at(identity)
+        if name not in (None, hello.server_id):
+            reason = f"this connection is server {name!r} already"
+            self.control.send(identity, Error(code=ErrorCode.DUPLICATE_SERVER, reason=reason))
+            self.control.charge(identity)
+            return
         refusal = check_hello(
             hello,
             model_fingerprint=self._facts.model_fingerprint,
@@ -283,14 +326,16 @@ class Exchange(threading.Thread):
         known = self.servers.get(hello.server_id)
         if known is not None and known.identity == identity:
             return  # a repeated hello; the welcome is on its way
-        if known is None:
-            logger.info("%s is welcome (%s engine, pid %d)", hello.server_id, hello.engine, hello.pid)
+        brought = self._ledger.reconcile(hello.server_id, hello.held_ticket_ids)
+        back = f" with {brought} of its tickets" if brought else ""
+        logger.info("%s is welcome%s (%s engine, pid %d)", hello.server_id, back, hello.engine, hello.pid)
         self.servers[hello.server_id] = ServerState(hello, identity)
         welcome = Welcome(
             run_id=self._run_id,
+            incarnation=self._incarnation,
             host_id=host_id(),
             version=self._version,
-            weights_endpoint=self._config.weights_endpoint,
+            weights_port=self._config.network.weights_port,
             heartbeat_s=self._config.network.heartbeat_s,
             timeout_s=self._config.network.timeout_s,
         )
@@ -298,31 +343,59 @@ class Exchange(threading.Thread):
             self._send(hello.server_id, self._manifest)
 
     def _accept(self, server_id: str, group: Group) -> None:
-        """Verify, keep, acknowledge, in this order. A group whose ticket is not out any more is a duplicate."""
+        """Verify, journal, acknowledge, in this order; the last two at the end of the turn, for all groups at once."""
+        if group.ticket_id in self._arrived:
+            return
         prepared = self._ledger.outstanding(group.ticket_id)
-        if prepared is not None:
-            try:
-                verify_group(
-                    group,
-                    prepared.ticket,
-                    self._processor.encode(prepared.ticket.prompt, prepared.blobs),
-                    version=self._version,
-                    vocabulary=self._facts.vocabulary,
-                )
-            except ProtocolError as error:
-                self.errors[str(error.code)] += 1
-                logger.warning("group of ticket %d refused: %s", group.ticket_id, error.reason)
-                self._send(server_id, Error(code=error.code, reason=error.reason, ticket_id=group.ticket_id))
-                self._ledger.give_back(group.ticket_id, error.reason)
-                return
-            self._ledger.receive(ReceivedGroup(prepared, group))
-        self._send(server_id, Ack(ticket_ids=(group.ticket_id,)))
+        if prepared is None:
+            self._answer_unawaited(server_id, group.ticket_id)
+            return
+        try:
+            verify_group(
+                group, prepared.ticket, prepared.facts, version=self._version, vocabulary=self._facts.vocabulary
+            )
+        except ProtocolError as error:
+            self.errors[str(error.code)] += 1
+            logger.warning("group of ticket %d refused: %s", group.ticket_id, error.reason)
+            self.control.charge(self.servers[server_id].identity)
+            self._give_back(group.ticket_id, server_id, error.reason)
+            self._send(server_id, Error(code=error.code, reason=error.reason, ticket_id=group.ticket_id))
+            return
+        crash_point("group.verified")
+        self._arrived[group.ticket_id] = (server_id, ReceivedGroup(prepared, group))
+
+    def _answer_unawaited(self, server_id: str, ticket_id: int) -> None:
+        """A duplicate is acknowledged again. What was never issued is another run's, or garbage."""
+        if ticket_id >= EVALUATION_IDS or self._ledger.was_issued(ticket_id):
+            self._send(server_id, Ack(ticket_ids=(ticket_id,)))
+            return
+        self.errors[str(ErrorCode.UNKNOWN_TICKET)] += 1
+        reason = f"this run has not issued ticket {ticket_id}"
+        self._send(server_id, Error(code=ErrorCode.UNKNOWN_TICKET, reason=reason, ticket_id=ticket_id))
+
+    def _keep_arrived(self) -> None:
+        if not self._arrived:
+            return
+        self._ledger.receive([received for _, received in self._arrived.values()])
+        crash_point("group.journaled")
+        owners: dict[str, list[int]] = defaultdict(list)
+        for ticket_id, (server_id, _) in self._arrived.items():
+            owners[server_id].append(ticket_id)
+        self._arrived.clear()
+        for server_id, ticket_ids in owners.items():
+            if server_id in self.servers:  # one that has left asks again when it is back
+                self._send(server_id, Ack(ticket_ids=tuple(ticket_ids)))
+                crash_point("group.acknowledged")
 
     def _answer_chunk_requests(self) -> None:
-        while (received := self.weights.recv()) is not None:
-            if isinstance(received, BadMessage):
+        for received in self.weights.turn():
+            if isinstance(received, Muted):
+                self.errors["muted"] += 1
+                logger.warning("a reader of weights is muted: %s", received.reason)
+            elif isinstance(received, BadMessage):
                 self.errors[str(received.error.code)] += 1
             elif isinstance(received.message, ChunkRequest):
+                # A chunk that finds the reader's queue full is dropped: the reader asks again.
                 self.weights.send(received.identity, answer_chunk_request(self._publication, received.message))
 
     def _send_waiting_tickets(self) -> None:
@@ -334,13 +407,16 @@ class Exchange(threading.Thread):
                 return
             room = self.servers[server_id].hello.max_groups - self._ledger.held_by(server_id)
             share = -(-len(waiting) // (len(servers) - place))
-            chosen = self._that_fit(waiting[: max(0, min(room, share))])
-            waiting = waiting[len(chosen) :]
+            suitable = [item for item in waiting if self._ledger.may_try(item.ticket.ticket_id, server_id, servers)]
+            chosen = self._that_fit(suitable[: max(0, min(room, share))])
+            gone = {item.ticket.ticket_id for item in chosen}
+            waiting = [item for item in waiting if item.ticket.ticket_id not in gone]
             if not chosen:
                 continue
             blobs = {digest: memoryview(data) for item in chosen for digest, data in item.blobs.items()}
             if self._send(server_id, Tickets(tickets=tuple(item.ticket for item in chosen), blobs=blobs)):
                 self._ledger.assign([item.ticket.ticket_id for item in chosen], server_id)
+                crash_point("tickets.sent")
 
     def _that_fit(self, tickets: Sequence[PreparedTicket]) -> Sequence[PreparedTicket]:
         """As many, from the first, as one message may carry; the rest goes out in the next turn."""
@@ -356,12 +432,24 @@ class Exchange(threading.Thread):
         now = time.monotonic()
         if now - self._beat_at >= self._config.network.heartbeat_s:
             self._beat_at = now
+            self.errors.update(self._ports.take_rejections())
             for server_id in list(self.servers):
                 self._send(server_id, LearnerHeartbeat(version=self._version, step=self._version))
         for server_id, server in list(self.servers.items()):
             silent_s = now - server.heard_at
             if silent_s > self._config.network.timeout_s:
                 self._lose(server_id, f"silent for {silent_s:.0f} s (network.timeout_s)")
+
+    def _expel(self, muted: Muted) -> None:
+        """A peer over its budget: what was entrusted to it goes to others; it may say hello again later."""
+        self.errors["muted"] += 1
+        server_id = self._server_at(muted.identity)
+        logger.warning("%s is muted: %s", server_id or "a peer without welcome", muted.reason)
+        if server_id is not None:
+            self._lose(server_id, muted.reason)
+
+    def _server_at(self, identity: bytes) -> str | None:
+        return next((i for i, s in self.servers.items() if s.identity == identity), None)
 
     def _send(self, server_id: str, message: Wire) -> bool:
         """False if the server could not be reached; it is then lost."""

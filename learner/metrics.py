@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncrl.algorithms.diagnostics import QUANTILES
 from asyncrl.telemetry.metrics import Metric
 
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1200.0)
@@ -69,7 +70,17 @@ METRICS = (
         healthy="small against a step",
     ),
     _gauge("publish_bytes", "bytes", "Size of one published version.", "constant"),
-    _gauge("groups", "groups", "Training groups by state of the ledger.", "buffered above 0", "state"),
+    _gauge(
+        "groups",
+        "groups",
+        "Training groups by state of the ledger: issued = trained + dropped + buffered + in_flight + waiting.",
+        "buffered above 0",
+        "state",
+    ),
+    _gauge("mean_length", "tokens", "Mean trajectory length of groups by state.", "equal", "state"),
+    _gauge("staleness_bound", "versions", "Bound that tickets are issued under.", "constant, or moving slowly"),
+    _gauge("length_bias", "ratio", "Mean trained length over mean finished length, minus 1.", "near 0"),
+    _gauge("journal_bytes", "bytes", "Size of the journal and its write-ahead log.", "bounded"),
     _gauge("ledger_residual_groups", "groups", "Issued groups that are in no state.", "0, always"),
     _gauge("servers", "servers", "Welcomed rollout servers.", "as many as were started"),
     _gauge("idle_ratio", "ratio", "Share of the last step spent waiting for groups.", "below 0.2"),
@@ -85,12 +96,30 @@ METRICS = (
     _gauge("grad_norm", "norm", "Gradient norm before clipping.", "steady"),
     _gauge("learning_rate", "rate", "Of the last step.", "follows the schedule"),
     _gauge("entropy", "nats", "Mean entropy per trained token.", "falls slowly, never to 0"),
-    _gauge("effective_sample_size", "ratio", "Of the raw token ratios proximal/behaviour.", "above 0.9"),
-    _gauge("mismatch_kl", "nats", "k3 estimate of KL(behaviour || proximal) per token.", "below 0.01"),
-    _gauge("ratio_max", "ratio", "Largest raw token ratio proximal/behaviour.", "below 10"),
+    _gauge("effective_sample_size", "ratio", "Of the raw token ratios learner/behaviour.", "above 0.9"),
+    _gauge("mismatch_kl", "nats", "k3 estimate of KL(behaviour || learner) per token.", "below 0.01"),
+    _gauge("mismatch_kl_k1", "nats", "k1 estimate of the same; may be negative.", "close to mismatch_kl"),
+    _gauge("ratio", "ratio", "Quantiles of the raw token ratios learner/behaviour.", "near 1", "quantile"),
+    _gauge("ratio_max", "ratio", "Largest raw token ratio learner/behaviour.", "below 10"),
     _gauge("logprob_diff_max", "nats", "Largest |log-prob of learner - engine|.", "small at staleness 0"),
     _gauge("clip_fraction", "ratio", "Tokens whose gradient the policy loss clips.", "below 0.3"),
-    _gauge("tis_clip_fraction", "ratio", "Tokens whose correction weight is at its cap.", "below 0.05"),
+    _gauge("mask_fraction", "ratio", "Tokens that the correction and its masks drop.", "below 0.1"),
+    _gauge("truncation_fraction", "ratio", "Tokens whose correction weight is cut to its cap.", "below 0.05"),
+    *(
+        _gauge(f"{name}_by_staleness", unit, f"{name} of the last batch by token staleness.", healthy, "staleness")
+        for name, unit, healthy in (
+            ("tokens", "tokens", "the bound is not always reached"),
+            ("effective_sample_size", "ratio", "falls slowly with staleness"),
+            ("mismatch_kl", "nats", "rises slowly with staleness"),
+            ("mismatch_kl_k1", "nats", "close to mismatch_kl"),
+            ("ratio_p99", "ratio", "rises slowly with staleness"),
+            ("ratio_max", "ratio", "below 10"),
+            ("logprob_diff_max", "nats", "small at staleness 0"),
+            ("clip_fraction", "ratio", "below 0.3"),
+            ("mask_fraction", "ratio", "below 0.1"),
+            ("truncation_fraction", "ratio", "below 0.05"),
+        )
+    ),
     _gauge("rss_bytes", "bytes", "Resident memory of the learner process.", "flat after the first steps"),
     _gauge("errors", "errors", "Unusable messages, refused groups, failed tickets.", "0", "kind"),
 )
@@ -105,10 +134,31 @@ GAUGE_OF_RECORD = {
     "entropy": "entropy",
     "ess": "effective_sample_size",
     "mismatch_kl_k3": "mismatch_kl",
+    "mismatch_kl_k1": "mismatch_kl_k1",
     "ratio_max": "ratio_max",
     "logprob_diff_max": "logprob_diff_max",
     "clip_fraction": "clip_fraction",
-    "tis_clip_fraction": "tis_clip_fraction",
+    "mask_fraction": "mask_fraction",
+    "truncation_fraction": "truncation_fraction",
     "idle/learner": "idle_ratio",
+    "length_bias": "length_bias",
+    "staleness/bound": "staleness_bound",
 }
 """Name in metrics.jsonl -> gauge."""
+
+GAUGE_OF_STALENESS_RECORD = {
+    "tokens": "tokens_by_staleness",
+    "ess": "effective_sample_size_by_staleness",
+    "mismatch_kl_k3": "mismatch_kl_by_staleness",
+    "mismatch_kl_k1": "mismatch_kl_k1_by_staleness",
+    "ratio/p99": "ratio_p99_by_staleness",
+    "ratio_max": "ratio_max_by_staleness",
+    "logprob_diff_max": "logprob_diff_max_by_staleness",
+    "clip_fraction": "clip_fraction_by_staleness",
+    "mask_fraction": "mask_fraction_by_staleness",
+    "truncation_fraction": "truncation_fraction_by_staleness",
+}
+"""Name in metrics.jsonl after `staleness_<bucket>/` -> gauge with the label `staleness`."""
+
+QUANTILE_OF_RECORD = {f"ratio/{name}": str(quantile) for name, quantile in QUANTILES.items()}
+"""Name in metrics.jsonl -> label `quantile` of the gauge `ratio`."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from asyncrl.errors import BadStateError
+from asyncrl.faults import crash_point
 from asyncrl.models.published import tensor_bytes
 from learner.engines.base import TrainEngine
 from protocol.endpoints import SHARED_MEMORY
@@ -30,4 +31,5 @@ def publish(publication: Publication, engine: TrainEngine, version: int) -> Weig
 
 def _tensors(engine: TrainEngine) -> Iterator[Tensor]:
     for name, tensor in engine.published_state():
+        crash_point("weights.publishing")
         yield Tensor(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor_bytes(tensor))

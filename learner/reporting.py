@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import psutil
 
+from asyncrl.algorithms.diagnostics import STALENESS_BUCKETS
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.telemetry.metrics import MetricSet
 from asyncrl.telemetry.recorder import RunRecorder
 from learner.batch import Batch
 from learner.exchange import Exchange
-from learner.metrics import GAUGE_OF_RECORD, METRICS
+from learner.metrics import GAUGE_OF_RECORD, GAUGE_OF_STALENESS_RECORD, METRICS, QUANTILE_OF_RECORD
 from learner.tickets import ReceivedGroup, TicketLedger
 from protocol.messages import WeightManifest
 
@@ -34,6 +35,10 @@ class Reporter:
         self._total_steps = total_steps
         self._process = psutil.Process()
         self._server_usage: dict[str, tuple[float, float, int]] = {}
+
+    @property
+    def evaluated_steps(self) -> set[int]:
+        return self.recorder.evaluated_steps()
 
     def status(self, phase: str, step: int, version: int, waiting_for: str = "") -> None:
         counts = self._ledger.counts()
@@ -59,7 +64,7 @@ class Reporter:
                 "in_flight": counts.in_flight + counts.waiting,
                 "buffered": counts.buffered,
                 "trained": counts.trained,
-                "dropped": 0,
+                "dropped": sum(counts.dropped.values()),
             },
             errors=dict(self._exchange.errors),
         )
@@ -69,6 +74,7 @@ class Reporter:
         record = {"step": step, "version": version + 1, "time": time.time(), **values, **self._rollout_usage()}
         counts = self._ledger.counts()
         record["ledger_residual"] = counts.residual
+        record |= self._ledger.length_bias()
         record["rss_gib"] = self._process.memory_info().rss / 2**30
         self.recorder.step(record)
         self._export(version, record, batch)
@@ -102,8 +108,14 @@ class Reporter:
         for name in ("step", "wait", "publish"):
             m[f"{name}_seconds"].observe(record[f"{name}_s"])
         counts = self._ledger.counts()
-        for state in ("waiting", "in_flight", "buffered", "trained"):
+        for state in ("issued", "waiting", "in_flight", "buffered", "trained"):
             m["groups"].labels(state=state).set(getattr(counts, state))
+        for reason, dropped in counts.dropped.items():
+            m["groups"].labels(state=f"dropped_{reason}").set(dropped)
+        for state in ("trained", "dropped", "buffered"):
+            if f"length/{state}" in record:
+                m["mean_length"].labels(state=state).set(record[f"length/{state}"])
+        m["journal_bytes"].set(self._ledger.journal.file_bytes)
         m["ledger_residual_groups"].set(counts.residual)
         m["servers"].set(len(self._exchange.servers))
         m["rss_bytes"].set(self._process.memory_info().rss)
@@ -116,8 +128,18 @@ class Reporter:
                 m["reward"].labels(component=part).set(value)
             elif section == "rows":
                 m["rows"].labels(status=part).set(value)
+        self._export_off_policyness(record)
         for kind, count in self._exchange.errors.items():
             m["errors"].labels(kind=kind).set(count)
+
+    def _export_off_policyness(self, record: Mapping[str, float]) -> None:
+        """Ratio quantiles, and diagnostics by staleness; NaN where the last batch has no such tokens."""
+        for name, quantile in QUANTILE_OF_RECORD.items():
+            self.metrics["ratio"].labels(quantile=quantile).set(record.get(name, float("nan")))
+        for name, gauge in GAUGE_OF_STALENESS_RECORD.items():
+            for bucket in STALENESS_BUCKETS:
+                value = record.get(f"staleness_{bucket}/{name}", float("nan"))
+                self.metrics[gauge].labels(staleness=bucket).set(value)
 
     def published(self, manifest: WeightManifest) -> None:
         self.metrics["policy_version"].set(manifest.version)

@@ -1,36 +1,39 @@
-"""The life of a learner: prepare, then receive - step - publish until done, then export."""
+"""The life of a learner: prepare, make again what the journal holds, then receive - step - publish until done."""
 
 from __future__ import annotations
 
 import logging
+import os
 import time
-import uuid
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
+from math import nan
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.errors import BadStateError, UserError
+from asyncrl.faults import crash_point
 from asyncrl.models.export import export_model
 from asyncrl.models.loading import architecture_fingerprint, stop_token_ids
 from asyncrl.models.processing import PromptProcessor
-from learner.batch import Batch, describe_batch, make_batch
-from learner.checkpoint import (
-    LearnerState,
-    check_settings,
-    newest_checkpoint,
-    read_state,
-    restore_engine,
-    save_checkpoint,
-)
+from learner.adaptive_staleness import AdaptiveStaleness
+from learner.batch import describe_batch, make_batch
+from learner.checkpoint import LearnerState, restore_engine, save_checkpoint
 from learner.engines import create_engine
 from learner.exchange import Exchange, ModelFacts, wait_for
+from learner.journal import JOURNAL_FILE, MIB, Journal
 from learner.publication import open_publication, publish
 from learner.reporting import Reporter
+from learner.run_lock import lock_run
+from learner.start import StartingPoint, find_start, forget_run, sign_journal
 from learner.step import LearnerStep
 from learner.ticket_writer import TicketWriter
-from learner.tickets import TicketLedger
+from learner.tickets import ReceivedGroup, TicketLedger
 
 logger = logging.getLogger(__name__)
+
+RECONNECTION_S = 4.0
+"""After a restart of the learner, servers are back within this time and a heartbeat, with what they still hold."""
 
 
 @dataclass
@@ -45,100 +48,147 @@ class Learner:
     def __init__(self, config: RunConfig, *, resume: bool = False):
         self.config = config
         self.progress = Progress()
-        checkpoint = newest_checkpoint(config.run_path) if resume else None
-        model = config.model.model_copy(update={"path": str(checkpoint / "model")}) if checkpoint else config.model
+        start = find_start(config, resume=resume)
+        model = config.model.model_copy(update={"path": str(start.model_path)}) if start.model_path else config.model
         self.processor = PromptProcessor(config.model)
         self.total_steps = 0
-        self._prepare(config.model_copy(update={"model": model}), checkpoint)
+        self._prepare(config.model_copy(update={"model": model}), start)
 
-    def _prepare(self, config: RunConfig, checkpoint: Path | None) -> None:
+    def _prepare(self, config: RunConfig, start: StartingPoint) -> None:
         """Load everything that can be wrong before anything is written or any socket is bound."""
-        state = read_state(checkpoint) if checkpoint else None
         self.writer = TicketWriter(config, self.processor, stop_token_ids(config.model, self.processor.tokenizer))
-        per_step = config.batch.prompts_per_step
         self.total_steps = config.total_steps(self.writer.num_train_rows)
         updates = self.total_steps * config.algorithm.updates_per_batch
         self.engine = create_engine(config, config.learner.optim, updates)
         self.engine.prepare()
-        architecture = architecture_fingerprint(self.engine.unwrap_model())
-        self.ledger = TicketLedger(
-            prompts_per_step=per_step,
-            max_staleness=config.learner.max_staleness,
-            total_groups=self.total_steps * per_step,
-        )
-        if checkpoint and state:
-            check_settings(checkpoint, state, self._settings())
-            restore_engine(checkpoint, self.engine, state, architecture)
-            self.ledger.restore(state.ledger)
-            self.progress = Progress(state.step, state.version)
-        self.architecture = architecture
-        self.run_id = state.run_id if state else uuid.uuid4().hex[:12]
+        self.architecture = architecture_fingerprint(self.engine.unwrap_model())
+        if start.checkpoint and start.state:
+            restore_engine(start.checkpoint, self.engine, start.state, self.architecture)
+            self.progress = Progress(start.state.step, start.state.version)
         self.step = LearnerStep(self.engine, config)
-        self._open(architecture)
-        if state:
-            self.reporter.recorder.truncate_after(state.step)
+        self.adaptive = self._adaptive_staleness(start)
+        self._open(start)
 
-    def _open(self, architecture: str) -> None:
-        """Shared memory, sockets, metrics endpoint: all of them, or none where one cannot be had."""
+    def _adaptive_staleness(self, start: StartingPoint) -> AdaptiveStaleness | None:
+        if self.config.learner.max_staleness != "auto":
+            return None
+        adaptive = AdaptiveStaleness(self.config.learner.adaptive_staleness)
+        if start.state:
+            adaptive.restore(start.state.controllers["adaptive_staleness"])
+        return adaptive
+
+    def _open(self, start: StartingPoint) -> None:
+        """Lock, journal, shared memory, sockets, metrics endpoint: all of them, or none where one cannot be had."""
+        config = self.config
         vocabulary = self.engine.unwrap_model().get_output_embeddings().weight.shape[0]
         with ExitStack() as undo:
+            if start.journal is None:
+                undo.callback(forget_run, config.run_path)
+            self._lock = lock_run(config.run_path)
+            undo.callback(os.close, self._lock)
+            self.journal = start.journal or Journal(config.run_path / JOURNAL_FILE, config.trainer.durability)
+            undo.callback(self.journal.close)
+            self.run_id = sign_journal(start, self.journal, self._settings(), self.engine.published_state())
+            self.ledger = TicketLedger(
+                self.journal,
+                prompts_per_step=config.batch.prompts_per_step,
+                bound=self.adaptive.bound if self.adaptive else config.largest_staleness,
+                total_groups=self.total_steps * config.batch.prompts_per_step,
+                on_stale=config.learner.on_stale,
+            )
+            self.ledger.recover(self.writer.write, withhold_s=config.network.heartbeat_s + RECONNECTION_S)
+            self.ledger.advance(self.progress.version)
             self.publication = undo.enter_context(open_publication(self.run_id))
             self.exchange = Exchange(
-                self.config,
+                config,
                 self.run_id,
                 ledger=self.ledger,
-                processor=self.processor,
+                write_ticket=self.writer.write,
                 publication=self.publication,
-                facts=ModelFacts(architecture, self.processor.fingerprint, vocabulary),
-                version=self.progress.version,
+                facts=ModelFacts(self.architecture, self.processor.fingerprint, vocabulary),
+                version=max(self.progress.version, self.ledger.last_step),
             )
             undo.callback(self.exchange.stop, "the learner could not start")
-            self.reporter = Reporter(self.config, self.exchange, self.ledger, self.processor, self.total_steps)
+            self.reporter = Reporter(config, self.exchange, self.ledger, self.processor, self.total_steps)
+            if start.journal:
+                self.reporter.recorder.truncate_after(self.progress.step, evaluations_after=self.ledger.last_step)
             undo.pop_all()
 
     def run(self) -> None:
-        """Train to the last step and export. Says goodbye to the servers however it ends."""
-        reason = "the learner failed"
+        """Train to the last step and export.
+
+        Says goodbye to the servers unless this is a crash: then they wait for the learner that comes next.
+        """
+        goodbye = None
         try:
             self.exchange.start()
+            self._make_steps_again()
             self._wait_for_server()
             self._publish()  # version 0, too: a server may have loaded another folder of the same architecture
-            if self.config.evaluation.before_training and self.progress.step == 0:
-                self._evaluate()
-            self._issue_tickets()
+            self._open_for_work()
             while self.progress.step < self.total_steps:
                 self._one_step()
-            if self.config.evaluation.every_steps == 0 or self.total_steps % self.config.evaluation.every_steps:
-                self._evaluate()
             self._save()
             export_model(self.engine.unwrap_model(), self.processor.processor, self.config.run_path / "export")
             logger.info("finished: the model is in %s", self.config.run_path / "export")
-            reason = "the run is finished"
+            goodbye = "the run is finished"
             self._status("finished")
         except KeyboardInterrupt:
-            reason = "the learner was interrupted"
+            goodbye = "the learner was interrupted"
             self._status("interrupted")
             raise
-        except Exception as error:
+        except (BadStateError, UserError) as error:
+            goodbye = "the learner failed"
             self._status("failed", str(error))
             raise
+        except Exception as error:
+            self._status("failed", f"{type(error).__name__}: {error}")
+            raise
         finally:
-            self.exchange.stop(reason)
-            self.publication.close()
+            self.exchange.stop(goodbye)
             self.reporter.close()
+            self.publication.close()
+            self.journal.close()
+            os.close(self._lock)
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def _make_steps_again(self) -> None:
+        """Steps whose groups were taken after the newest checkpoint: the same groups, so the same weights."""
+        first, last = self.progress.step + 1, self.ledger.last_step
+        if first > last:
+            return
+        logger.info("making steps %d to %d again, from the journal", first, last)
+        while self.progress.step < last:
+            self._status("catching up", f"step {self.progress.step + 1} of {last} from the journal")
+            started = time.monotonic()
+            groups = self.ledger.take_again(self.progress.step + 1, self.writer.write)
+            self._learn(groups, started, publish=False)
 
     def _one_step(self) -> None:
         """Receive, learn, publish, let new tickets out, report."""
         started = time.monotonic()
+        self._wait_for_batch()
+        self._learn(self.ledger.take(), started, publish=True)
+        self._open_for_work()
+        step, save = self.progress.step, self.config.trainer.save_freq
+        if step < self.total_steps and ((save and step % save == 0) or self._journal_is_full()):
+            self._save()
+
+    def _learn(self, groups: Sequence[ReceivedGroup], started: float, *, publish: bool) -> None:
         version = self.progress.version
-        batch = self._next_batch()
         waited = time.monotonic()
-        values = describe_batch(batch, version, self.config.reward.accuracy_component) | self.step(batch)
+        batch = make_batch(groups, self.processor)
+        values = describe_batch(batch, version, self.config.reward.accuracy_component) | self.step(batch, version)
         learned = time.monotonic()
+        crash_point("step.trained")
+        values |= self._adapt_staleness(values)
         self.progress.step += 1
         self.progress.version += 1
-        self._publish()
-        self._issue_tickets()
+        self.ledger.advance(self.progress.version)
+        if publish:
+            self._publish()
+            self._admit_unless_evaluating()
         published = time.monotonic()
         step_s = published - started
         values |= {
@@ -150,33 +200,30 @@ class Learner:
             "tokens_per_s/learner": values["tokens"] / step_s,
         }
         self.reporter.step(self.progress.step, version, values, batch)
-        self._status("training")
-        self._after_step()
+        self._status("training" if publish else "catching up")
 
-    def _after_step(self) -> None:
-        step, every, save = self.progress.step, self.config.evaluation.every_steps, self.config.trainer.save_freq
-        if every and step % every == 0:
-            self._evaluate()
-        if save and step % save == 0 and step < self.total_steps:
-            self._save()
+    def _adapt_staleness(self, values: Mapping[str, float]) -> dict[str, float]:
+        """The bound of the tickets that are issued from now on."""
+        if self.adaptive and self.adaptive.observe(values.get("ess", nan), values.get("mismatch_kl_k3", nan)):
+            logger.info("max_staleness moves from %d to %d", self.ledger.bound, self.adaptive.bound)
+            self.ledger.bound = self.adaptive.bound
+        return {"staleness/bound": float(self.ledger.bound)}
 
-    def _next_batch(self) -> Batch:
-        version = self.progress.version
+    def _wait_for_batch(self) -> None:
         wait_for(
             self.exchange,
             self.ledger,
-            lambda: self.ledger.ready(version),
+            self.ledger.ready,
             timeout_s=self.config.learner.wait_timeout_s,
-            what=lambda: self._describe_wait(version),
-            progress=lambda: self._status("training", self._describe_wait(version)),
+            what=self._describe_wait,
+            progress=lambda: self._status("training", self._describe_wait()),
         )
-        return make_batch(self.ledger.take(version), self.processor)
 
-    def _describe_wait(self, version: int) -> str:
+    def _describe_wait(self) -> str:
         counts = self.ledger.counts()
         needed = self.config.batch.prompts_per_step
         text = f"groups of step {self.progress.step + 1} (needs {needed}, has {counts.buffered})"
-        blockers = self.ledger.blockers(version)
+        blockers = self.ledger.blockers()
         if not self.exchange.servers:
             return f"{text}; no rollout server is connected"
         if blockers:
@@ -199,26 +246,35 @@ class Learner:
         self.exchange.announce(manifest)
         self.reporter.published(manifest)
 
-    def _issue_tickets(self) -> None:
-        version = self.progress.version
-        self.exchange.dispatch(
-            lambda: (self.writer.write(ticket_id, version) for ticket_id in self.ledger.admissible(version))
-        )
+    # --- tickets and evaluation -------------------------------------------------------------------
+
+    def _open_for_work(self) -> None:
+        """Evaluate if it is time to, and let out the tickets of this version."""
+        if self._evaluation_is_due():
+            self._admit_unless_evaluating()
+            self._evaluate()
+        self.exchange.admit(self.progress.version)
+
+    def _admit_unless_evaluating(self) -> None:
+        """On-policy, an evaluation has the servers to itself: how tickets share a batch would depend on its timing."""
+        if self.config.largest_staleness or not self._evaluation_is_due():
+            self.exchange.admit(self.progress.version)
+
+    def _evaluation_is_due(self) -> bool:
+        step, evaluation = self.progress.step, self.config.evaluation
+        if step == 0:
+            planned = evaluation.before_training
+        else:
+            planned = step == self.total_steps or bool(evaluation.every_steps and step % evaluation.every_steps == 0)
+        return planned and self.writer.num_held_out_rows > 0 and step not in self.reporter.evaluated_steps
 
     def _evaluate(self) -> None:
-        """Score every held-out row with the current version; training waits, generation of tickets does not."""
+        """Score every held-out row with the current version; training waits."""
         version, rows = self.progress.version, self.writer.num_held_out_rows
-        if not rows:
-            return
         self._status("evaluating", f"{rows} held-out rows")
         self.exchange.dispatch(lambda: (self.writer.write_evaluation(index, version) for index in range(rows)))
-        wait_for(
-            self.exchange,
-            self.ledger,
-            lambda: self.ledger.evaluation_arrived() == rows,
-            timeout_s=self.config.learner.wait_timeout_s,
-            what=lambda: f"held-out rows ({self.ledger.evaluation_arrived()} of {rows} have arrived)",
-        )
+        while (arrived := self.ledger.evaluation_arrived()) < rows:
+            self._wait_for_evaluation(arrived, rows)
         result = self.reporter.evaluated(self.progress.step, version, self.ledger.take_evaluation())
         logger.info(
             "step %d: held-out accuracy %.4f over %d rows (%d could not be scored)",
@@ -228,28 +284,49 @@ class Learner:
             result["errors"],
         )
 
+    def _wait_for_evaluation(self, arrived: int, rows: int) -> None:
+        """For one more row: the deadline is for progress, however many rows there are."""
+        wait_for(
+            self.exchange,
+            self.ledger,
+            lambda: self.ledger.evaluation_arrived() > arrived,
+            timeout_s=self.config.learner.wait_timeout_s,
+            what=lambda: f"a held-out row ({arrived} of {rows} have arrived)",
+        )
+
+    # --- what stays ---------------------------------------------------------------------------------
+
     def _settings(self) -> dict[str, int]:
         config = self.config
         return {
             "batch.prompts_per_step": config.batch.prompts_per_step,
             "batch.group_size": config.batch.group_size,
-            "learner.max_staleness": config.learner.max_staleness,
+            "learner.max_staleness": config.largest_staleness,
             "trainer.seed": config.trainer.seed,
             "training rows": self.writer.num_train_rows,
         }
 
+    def _journal_is_full(self) -> bool:
+        limit = self.config.trainer.journal_limit_mib
+        if self.journal.payload_bytes <= limit * MIB:
+            return False
+        logger.info("the journal's groups take over %d MiB (trainer.journal_limit_mib): writing a checkpoint", limit)
+        return True
+
     def _save(self) -> None:
+        """The journal is on disk before a checkpoint relies on it, and keeps its groups until the checkpoint is."""
         state = LearnerState(
             step=self.progress.step,
             version=self.progress.version,
             architecture=self.architecture,
-            ledger=self.ledger.state(),
             run_id=self.run_id,
-            settings=self._settings(),
+            controllers={"adaptive_staleness": self.adaptive.state()} if self.adaptive else {},
         )
+        self.ledger.flush_journal()
         folder = save_checkpoint(
             self.config.run_path, self.engine, self.processor.processor, state, self.config.trainer.save_limit
         )
+        self.ledger.forget_payloads(self.progress.step)
         logger.info("checkpoint %s", folder)
 
     def _status(self, phase: str, waiting_for: str = "") -> None:

@@ -13,15 +13,17 @@ from asyncrl.data.order import DataOrder
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.models.filtering import usable_rows
 from asyncrl.models.processing import PromptProcessor, check_prompt_length
+from asyncrl.models.prompt_facts import PromptFacts
+from learner.journal import TicketSlot
 from learner.tickets import PreparedTicket
 from protocol.messages import Sampling, Ticket, TicketKind
 
 EVALUATION_IDS = 2**40
-"""Evaluation tickets are numbered from here; training tickets are positions in the data order."""
+"""Evaluation tickets are numbered from here; training tickets from 0."""
 
 
 class TicketWriter:
-    """Writes the ticket of any id. The same id always gives the same prompt and the same seed."""
+    """Writes tickets. The same slot always gives the same prompt and the same seed."""
 
     def __init__(self, config: RunConfig, processor: PromptProcessor, stop_token_ids: tuple[int, ...]):
         self.config = config
@@ -50,12 +52,12 @@ class TicketWriter:
     def _render(self, rows: RowSource, index: int) -> RenderedPrompt:
         return self.renderer.render(rows[index], rows.row_id(index))
 
-    def write(self, ticket_id: int, version: int) -> PreparedTicket:
+    def write(self, slot: TicketSlot) -> PreparedTicket:
         """The training ticket of a position in the data order."""
-        rendered = self._render(self.train, self._train_rows[self._order.row_at(ticket_id)])
+        rendered = self._render(self.train, self._train_rows[self._order.row_at(slot.position)])
         rollout = self.config.rollout
         sampling = {name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k", "min_p")}
-        return self._prepare(rendered, ticket_id, TicketKind.TRAIN, self.config.batch.group_size, sampling, version)
+        return self._prepare(rendered, slot, slot.ticket_id, TicketKind.TRAIN, self.config.batch.group_size, sampling)
 
     def write_evaluation(self, index: int, version: int) -> PreparedTicket:
         """The ticket of one held-out row. Its seed does not depend on the version: evaluations are comparable."""
@@ -63,31 +65,31 @@ class TicketWriter:
         evaluation = self.config.evaluation
         return self._prepare(
             self._render(self.held_out, self._held_out_rows[index]),
+            TicketSlot(EVALUATION_IDS + version * self.num_held_out_rows + index, index, version, bound=0),
             EVALUATION_IDS + index,
             TicketKind.EVAL,
             evaluation.group_size,
             {"temperature": evaluation.temperature},
-            version,
         )
 
     def _prepare(
         self,
         rendered: RenderedPrompt,
-        ticket_id: int,
+        slot: TicketSlot,
+        seed: int,
         kind: TicketKind,
         size: int,
         distribution: Mapping[str, Any],
-        version: int,
     ) -> PreparedTicket:
         encoded = self.processor.encode(rendered.prompt, rendered.blobs)
         check_prompt_length(encoded, self.config.data.max_prompt_length)
         ticket = Ticket(
-            ticket_id=ticket_id,
+            ticket_id=slot.ticket_id,
             kind=kind,
             prompt=rendered.prompt,
             group_size=size,
-            seed=ticket_seed(self.config.trainer.seed, ticket_id),
-            min_version=version,
+            seed=ticket_seed(self.config.trainer.seed, seed),
+            min_version=slot.version,
             sampling=Sampling(
                 **distribution,
                 max_new_tokens=self.config.data.max_response_length,
@@ -95,10 +97,11 @@ class TicketWriter:
                 banned_token_ids=self.processor.placeholder_ids,
             ),
         )
-        return PreparedTicket(ticket, rendered.blobs)
+        facts = PromptFacts(encoded.token_ids, encoded.image_grids, encoded.image_hashes)
+        return PreparedTicket(ticket, rendered.blobs, slot, facts)
 
 
-def ticket_seed(run_seed: int, ticket_id: int) -> int:
-    """63 bits from the run's seed and the ticket's id."""
-    state: Any = np.random.SeedSequence((run_seed, ticket_id)).generate_state(1, np.uint64)
+def ticket_seed(run_seed: int, number: int) -> int:
+    """63 bits from the run's seed and the ticket's number."""
+    state: Any = np.random.SeedSequence((run_seed, number)).generate_state(1, np.uint64)
     return int(state[0]) >> 1

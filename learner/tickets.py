@@ -1,36 +1,55 @@
 """The ticket ledger: bounded staleness by admission, back-pressure, and an account of every group.
 
-A training ticket is *waiting* (issued, with no server), *in flight* (with a server), *buffered* (its group is here)
-or *trained*; at every instant `issued = waiting + in_flight + buffered + trained`. Evaluation tickets travel the
-same way and are counted apart.
+A training ticket is *waiting* (issued, with no server), *in flight* (with a server), *buffered* (its group is here),
+*trained* or *dropped*; at every instant `issued = waiting + in_flight + buffered + trained + dropped`. Every change
+but the handing out is in the journal before it is visible here. Evaluation tickets travel the same way, are counted
+apart and are not journaled.
 
-Admission: before version v, at most `(max_staleness + v + 1) * prompts_per_step` tickets have been issued. A ticket
-issued at version w is sampled by version w or newer, so it stays trainable up to version `w + max_staleness`. The
-learner never moves past that version while the ticket is out (`on_stale: wait`): `blockers` names what it waits for,
-and `take` returns the oldest groups first. Nothing is dropped, and nothing is trained too late.
+Admission: before version v, at most `(bound + v + 1) * prompts_per_step` tickets have been issued and not dropped. A
+ticket issued at version w is sampled by version w or newer, so its *deadline* is the step at version `w + bound`; that
+of a group that has arrived is its oldest token's version plus the bound. A step takes the groups with the earliest
+deadlines. What happens to a ticket whose group is not there in time is `on_stale`:
+
+- wait: the learner makes no step after which more tickets would be due by some version than steps are left until
+  then (`blockers` names what it waits for). Nothing is dropped, and nothing becomes too old.
+- drop: the learner goes on; a group with an older token is dropped, and its position in the data issued again.
+- mask: the learner goes on; tokens that are too old leave the loss. A group with no token left is dropped.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
+import numpy as np
+
+from asyncrl.config.schema import OnStale
 from asyncrl.errors import BadStateError
+from asyncrl.faults import crash_point
+from asyncrl.models.prompt_facts import PromptFacts
+from learner.journal import Journal, TicketSlot
+from learner.length_bias import LengthBias
 from protocol.messages import Group, Ticket, TicketKind
 
 MAX_ATTEMPTS = 3
 """Failures of one ticket after which the run stops with the last reason."""
+STALE = "dropped_stale"
+"""Name of the counter of dropped groups in the journal."""
 
 
 @dataclass(frozen=True)
 class PreparedTicket:
-    """A ticket and the encoded images of its prompt by content hash."""
+    """A ticket, its place in the data, and what its prompt must look like when it comes back."""
 
     ticket: Ticket
     blobs: Mapping[str, bytes]
+    """Encoded images of the prompt by content hash."""
+    slot: TicketSlot
+    facts: PromptFacts
 
 
 @dataclass(frozen=True)
@@ -44,17 +63,40 @@ class ReceivedGroup:
     def ticket(self) -> Ticket:
         return self.prepared.ticket
 
+    @property
+    def slot(self) -> TicketSlot:
+        return self.prepared.slot
+
+    @cached_property
+    def oldest_version(self) -> int:
+        """Of its tokens; of its ticket if it has none."""
+        versions = self.group.versions
+        return int(versions.min()) if versions.size else self.slot.version
+
+    @property
+    def deadline(self) -> int:
+        """Last policy version at whose step all its tokens are within the bound."""
+        return self.oldest_version + self.slot.bound
+
 
 @dataclass
 class _Outstanding:
     prepared: PreparedTicket
     server_id: str | None = None
     attempts: int = 0
+    failed_on: set[str] = field(default_factory=set)
     issued_at: float = field(default_factory=time.monotonic)
+    withheld_until: float = 0.0
+    """A server that holds it from before our restart may come back with it until then."""
 
     @property
     def is_training(self) -> bool:
         return self.prepared.ticket.kind is TicketKind.TRAIN
+
+    @property
+    def deadline(self) -> int:
+        """Its tokens are at least as new as the ticket."""
+        return self.prepared.slot.version + self.prepared.slot.bound
 
 
 @dataclass(frozen=True)
@@ -66,51 +108,91 @@ class LedgerCounts:
     in_flight: int
     buffered: int
     trained: int
+    dropped: Mapping[str, int]
+    """By reason."""
 
     @property
     def residual(self) -> int:
         """0, always; anything else is a lost or doubled group."""
-        return self.issued - self.waiting - self.in_flight - self.buffered - self.trained
+        known = self.waiting + self.in_flight + self.buffered + self.trained + sum(self.dropped.values())
+        return self.issued - known
 
 
 class TicketLedger:
     """Thread-safe. `changed` is notified whenever a group arrives."""
 
-    def __init__(self, *, prompts_per_step: int, max_staleness: int, total_groups: int):
+    def __init__(
+        self,
+        journal: Journal,
+        *,
+        prompts_per_step: int,
+        bound: int,
+        total_groups: int,
+        on_stale: OnStale = "wait",
+    ):
+        self.changed = threading.Condition()
+        self.journal = journal
+        self.bound = bound
+        """Staleness bound of tickets that are issued from now on."""
         self._per_step = prompts_per_step
-        self._max_staleness = max_staleness
         self._total = total_groups
+        self._on_stale = on_stale
         self._out: dict[int, _Outstanding] = {}
         self._buffer: dict[int, ReceivedGroup] = {}
         self._evaluated: dict[int, ReceivedGroup] = {}
-        self._issued = 0
-        self._trained = 0
-        self._next_id = 0
-        self._reissue: list[int] = []
-        self.changed = threading.Condition()
+        self._version = 0
+        found = journal.state()
+        self.last_step = found.last_step
+        """The newest step that has taken its groups. A learner behind it makes its steps again from the journal."""
+        self._counters = Counter(found.counters)
+        self._again = list(found.again)
+        self._unfinished = found.waiting + found.buffered
+        self.lengths = LengthBias(self._counters)
 
     # --- issuing ------------------------------------------------------------------------------
 
-    def admissible(self, version: int) -> list[int]:
-        """Ids of the training tickets that may be issued before `version`."""
+    def admissible(self, version: int) -> list[TicketSlot]:
+        """The training tickets that may be issued before `version`. Asking twice before `issue` gives the same."""
         with self.changed:
-            limit = min((self._max_staleness + version + 1) * self._per_step, self._total)
-            return self._reissue + list(range(self._next_id, limit))
+            capacity = (self.bound + version + 1) * self._per_step
+            free = capacity - (self._counters["issued"] - self._counters[STALE])
+            next_position, next_id = self._counters["next_position"], self._counters["next_id"]
+            fresh = range(next_position, min(next_position + max(0, free), self._total))
+            positions = [*self._again, *fresh][: max(0, free)]
+            return [TicketSlot(next_id + i, position, version, self.bound) for i, position in enumerate(positions)]
 
     def issue(self, prepared: Sequence[PreparedTicket]) -> None:
         """Training tickets of `admissible`, or any evaluation tickets."""
         with self.changed:
+            training = [item for item in prepared if item.ticket.kind is TicketKind.TRAIN]
+            if training:
+                self._journal_issue([item.slot for item in training])
             for item in prepared:
                 self._out[item.ticket.ticket_id] = _Outstanding(item)
-            ids = {item.ticket.ticket_id for item in prepared if item.ticket.kind is TicketKind.TRAIN}
-            self._issued += len(ids)
-            self._next_id = max([self._next_id, *(i + 1 for i in ids)])
-            self._reissue = [i for i in self._reissue if i not in ids]
+
+    def _journal_issue(self, slots: list[TicketSlot]) -> None:
+        positions = {slot.position for slot in slots}
+        fresh = len(positions) - len(positions.intersection(self._again))
+        with self.journal.transaction():
+            self.journal.add_tickets(slots)
+            self._count(issued=len(slots), next_id=len(slots), next_position=fresh)
+        self._again = [position for position in self._again if position not in positions]
+        crash_point("tickets.journaled")
+
+    def _count(self, **deltas: int) -> None:
+        """In the journal's transaction and here: an exception between the two stops the run."""
+        self.journal.count(**deltas)
+        self._counters.update(deltas)
 
     def waiting(self) -> list[PreparedTicket]:
         """Tickets with no server, oldest first."""
         with self.changed:
-            return [entry.prepared for _, entry in sorted(self._out.items()) if entry.server_id is None]
+            now = time.monotonic()
+            return [
+                entry.prepared
+                for _, entry in sorted(self._out.items())
+                if entry.server_id is None and entry.withheld_until <= now
+            ]
 
     def assign(self, ticket_ids: Iterable[int], server_id: str) -> None:
         with self.changed:
@@ -121,6 +203,21 @@ class TicketLedger:
         with self.changed:
             return sum(entry.server_id == server_id for entry in self._out.values())
 
+    def reconcile(self, server_id: str, held: Iterable[int]) -> int:
+        """A server (re)connects and says what it holds. What we thought it had and it has not waits again.
+
+        Returns how many tickets that nobody else works on it brought back.
+        """
+        with self.changed:
+            ids = set(held)
+            for ticket_id, entry in self._out.items():
+                if entry.server_id == server_id and ticket_id not in ids:
+                    entry.server_id = None
+            brought = [i for i in ids if i in self._out and self._out[i].server_id is None]
+            for ticket_id in brought:
+                self._out[ticket_id].server_id = server_id
+            return len(brought)
+
     # --- coming back ----------------------------------------------------------------------------
 
     def outstanding(self, ticket_id: int) -> PreparedTicket | None:
@@ -129,25 +226,51 @@ class TicketLedger:
             entry = self._out.get(ticket_id)
             return entry.prepared if entry else None
 
-    def receive(self, received: ReceivedGroup) -> None:
-        """Keep a verified group. Its ticket must still be out."""
+    def was_issued(self, ticket_id: int) -> bool:
+        """Whether this run has ever issued the training ticket: its group may be a duplicate."""
         with self.changed:
-            entry = self._out.pop(received.ticket.ticket_id)
-            shelf = self._buffer if entry.is_training else self._evaluated
-            shelf[received.ticket.ticket_id] = received
+            return ticket_id < self._counters["next_id"]
+
+    def receive(self, received: Sequence[ReceivedGroup]) -> None:
+        """Keep verified groups, durably on return. Their tickets must still be out."""
+        with self.changed:
+            training = [item for item in received if item.ticket.kind is TicketKind.TRAIN]
+            if training:
+                with self.journal.transaction():
+                    for item in training:
+                        self.journal.add_group(item.group)
+            for item in received:
+                del self._out[item.ticket.ticket_id]
+                shelf = self._buffer if item.ticket.kind is TicketKind.TRAIN else self._evaluated
+                shelf[item.ticket.ticket_id] = item
+            self._drop_stale()
             self.changed.notify_all()
 
-    def give_back(self, ticket_id: int, reason: str) -> None:
-        """A server failed at it; another attempt, but not for ever."""
+    def holder(self, ticket_id: int) -> str | None:
+        """The server that has this ticket now."""
+        with self.changed:
+            entry = self._out.get(ticket_id)
+            return entry.server_id if entry else None
+
+    def give_back(self, ticket_id: int, reason: str, *, servers: Collection[str] = ()) -> None:
+        """Its holder failed at it. Another attempt, but not for ever once all `servers` (the living) have failed."""
         with self.changed:
             entry = self._out.get(ticket_id)
             if entry is None:
                 return
+            if entry.server_id is not None:
+                entry.failed_on.add(entry.server_id)
             entry.server_id = None
             entry.attempts += 1
-            if entry.attempts >= MAX_ATTEMPTS:
+            if entry.attempts >= MAX_ATTEMPTS and entry.failed_on.issuperset(servers):
                 row = entry.prepared.ticket.prompt.row_id
                 raise BadStateError(f"ticket {ticket_id} (row {row}) failed {entry.attempts} times: {reason}")
+
+    def may_try(self, ticket_id: int, server_id: str, servers: Collection[str]) -> bool:
+        """A server that failed at a ticket gets it again only when all `servers` have: one bad server ends no run."""
+        with self.changed:
+            failed_on = self._out[ticket_id].failed_on
+            return server_id not in failed_on or failed_on.issuperset(servers)
 
     def lose_server(self, server_id: str) -> int:
         """Its tickets wait for another server. Returns how many."""
@@ -159,44 +282,91 @@ class TicketLedger:
 
     # --- consuming ------------------------------------------------------------------------------
 
-    def ready(self, version: int) -> bool:
-        """Can a step be made at `version` without leaving a ticket behind that would become stale?"""
-        with self.changed:
-            return len(self._buffer) >= self._per_step and not self._late(version)
+    @property
+    def version(self) -> int:
+        """The learner's policy version, whose step comes next."""
+        return self._version
 
-    def blockers(self, version: int) -> list[tuple[int, str | None, float]]:
-        """What a step at `version` waits for: ticket id, server that holds it, seconds since it was issued."""
+    def advance(self, version: int) -> None:
+        """The learner has made its step and is now at `version`."""
+        with self.changed:
+            self._version = version
+            self._drop_stale()
+            self.changed.notify_all()
+
+    def ready(self) -> bool:
+        """Can a step be made now?"""
+        with self.changed:
+            return len(self._buffer) >= self._per_step and not self._late()
+
+    def _earliest(self) -> list[int]:
+        """Ids of the groups that the next step takes, by deadline, then by age."""
+        by_deadline = sorted(self._buffer.items(), key=lambda item: (item[1].deadline, item[0]))
+        return [ticket_id for ticket_id, _ in by_deadline[: self._per_step]]
+
+    def blockers(self) -> list[tuple[int, str | None, float]]:
+        """What the next step waits for: ticket id, server that holds it, seconds since it was issued."""
         with self.changed:
             now = time.monotonic()
-            ids = self._late(version) or sorted(i for i, entry in self._out.items() if entry.is_training)
+            ids = self._late() or sorted(i for i, entry in self._out.items() if entry.is_training)
             return [(i, self._out[i].server_id, now - self._out[i].issued_at) for i in ids]
 
-    def _late(self, version: int) -> list[int]:
-        """Tickets out for which `version` is the last chance."""
-        last = version - self._max_staleness
-        out = self._out.items()
-        return sorted(i for i, entry in out if entry.is_training and entry.prepared.ticket.min_version <= last)
+    def _late(self) -> list[int]:
+        """Tickets out that must come before a step, lest more be due later than later steps can take (`wait`)."""
+        if self._on_stale != "wait":
+            return []
+        out = {i: entry.deadline for i, entry in self._out.items() if entry.is_training}
+        taken = set(self._earliest())
+        due = Counter([*out.values(), *(item.deadline for i, item in self._buffer.items() if i not in taken)])
+        total = 0
+        for deadline in sorted(due):
+            total += due[deadline]
+            if total > max(0, deadline - self._version) * self._per_step:
+                return sorted(i for i, its_deadline in out.items() if its_deadline <= deadline)
+        return []
 
-    def take(self, version: int) -> list[ReceivedGroup]:
-        """The oldest `prompts_per_step` groups, in ticket order; they count as trained.
+    def _drop_stale(self) -> None:
+        """Under `drop` and `mask`, groups that cannot be trained any more make room for new tickets."""
+        if self._on_stale == "wait":
+            return
+        whole = self._on_stale == "drop"
+        stale = [item for item in self._buffer.values() if not _fresh_tokens(item, self._version, all_of_them=whole)]
+        if not stale:
+            return
+        with self.journal.transaction():
+            self.journal.drop_tickets([item.slot for item in stale])
+            self._count(dropped_stale=len(stale), **self.lengths.dropped(stale))
+        for item in stale:
+            del self._buffer[item.slot.ticket_id]
+        self._again = sorted([*self._again, *(item.slot.position for item in stale)])
 
-        Raises BadStateError if one of their tokens is older than the bound: admission must have prevented it.
-        """
+    def take(self) -> list[ReceivedGroup]:
+        """`prompts_per_step` groups in ticket order, those with stale tokens masked; they count as trained."""
         with self.changed:
-            assert self.ready(version), "take() before ready()"
-            ids = sorted(self._buffer)[: self._per_step]
-            taken = [self._buffer[i] for i in ids]
-            for received in taken:
-                oldest = int(received.group.versions.min()) if received.group.versions.size else version
-                if version - oldest > self._max_staleness:
-                    raise BadStateError(
-                        f"ticket {received.ticket.ticket_id} has a token of version {oldest} at version {version}: "
-                        f"over max_staleness {self._max_staleness}"
-                    )
+            assert self.ready(), "take() before ready()"
+            ids = sorted(self._earliest())
+            sampled = [self._buffer[i] for i in ids]
+            taken = [self._within_bound(item) for item in sampled]
+            with self.journal.transaction():
+                self.journal.consume(self._version + 1, [item.slot for item in taken])
+                self._count(trained=len(taken), **self.lengths.trained(sampled, taken))
             for i in ids:
                 del self._buffer[i]
-            self._trained += len(taken)
-            return taken
+            self.last_step = self._version + 1
+        crash_point("step.consumed")
+        return taken
+
+    def _within_bound(self, item: ReceivedGroup) -> ReceivedGroup:
+        """The hard check. Under `mask`, tokens over the bound leave the loss; else there are none."""
+        if self._version - item.oldest_version <= item.slot.bound:
+            return item
+        if self._on_stale != "mask":
+            raise BadStateError(
+                f"ticket {item.ticket.ticket_id} has a token of version {item.oldest_version} at version "
+                f"{self._version}: over the staleness bound {item.slot.bound}"
+            )
+        fresh = self._version - item.group.versions <= item.slot.bound
+        return replace(item, group=item.group.model_copy(update={"loss_mask": item.group.loss_mask * fresh}))
 
     def evaluation_arrived(self) -> int:
         """Evaluation groups that are here and not taken."""
@@ -210,33 +380,65 @@ class TicketLedger:
             self._evaluated = {}
             return taken
 
-    # --- account and checkpoint -------------------------------------------------------------------
+    # --- after a restart --------------------------------------------------------------------------
+
+    def recover(self, write: Callable[[TicketSlot], PreparedTicket], *, withhold_s: float) -> None:
+        """Put back what the journal holds: groups into the buffer, tickets out, for servers that still have them."""
+        with self.changed:
+            buffered = {slot.ticket_id for slot in self.journal.state().buffered}
+            until = time.monotonic() + withhold_s
+            for slot in self._unfinished:
+                prepared = write(slot)
+                if slot.ticket_id in buffered:
+                    self._buffer[slot.ticket_id] = ReceivedGroup(prepared, self.journal.group(slot.ticket_id))
+                else:
+                    self._out[slot.ticket_id] = _Outstanding(prepared, withheld_until=until)
+            self._unfinished = ()
+
+    def take_again(self, step: int, write: Callable[[TicketSlot], PreparedTicket]) -> list[ReceivedGroup]:
+        """The batch that `step` took before the restart, as it was."""
+        with self.changed:
+            slots = self.journal.consumed(step)
+            groups = [self.journal.group(slot.ticket_id) for slot in slots]
+        if len(slots) != self._per_step:
+            raise BadStateError(
+                f"the journal holds {len(slots)} groups of step {step}, expected {self._per_step}: "
+                "it belongs to another checkpoint"
+            )
+        written = [write(slot) for slot in slots]  # without the lock: reading images takes its time
+        return [self._within_bound(ReceivedGroup(*item)) for item in zip(written, groups, strict=True)]
+
+    def flush_journal(self) -> None:
+        with self.changed:
+            self.journal.flush()
+
+    def forget_payloads(self, step: int) -> None:
+        """A checkpoint holds the steps up to this one."""
+        with self.changed:
+            self.journal.forget_payloads(step)
+
+    # --- account ------------------------------------------------------------------------------------
 
     def counts(self) -> LedgerCounts:
         with self.changed:
             training = [entry for entry in self._out.values() if entry.is_training]
             waiting = sum(entry.server_id is None for entry in training)
             return LedgerCounts(
-                issued=self._issued,
+                issued=self._counters["issued"],
                 waiting=waiting,
                 in_flight=len(training) - waiting,
                 buffered=len(self._buffer),
-                trained=self._trained,
+                trained=self._counters["trained"],
+                dropped={"stale": self._counters[STALE]},
             )
 
-    def state(self) -> dict[str, Any]:
-        """For the checkpoint: which data has been trained, and which of the issued has not."""
+    def length_bias(self) -> dict[str, float]:
+        """See learner/length_bias.py."""
         with self.changed:
-            out = [i for i, entry in self._out.items() if entry.is_training]
-            return {
-                "next_id": self._next_id,
-                "trained": self._trained,
-                "unfinished": sorted([*out, *self._buffer, *self._reissue]),
-            }
+            return self.lengths.report(self._buffer.values())
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue the account; unfinished tickets are issued again, with the same ids and seeds."""
-        with self.changed:
-            self._next_id = int(state["next_id"])
-            self._trained = self._issued = int(state["trained"])
-            self._reissue = [int(i) for i in state["unfinished"]]
+
+def _fresh_tokens(item: ReceivedGroup, version: int, *, all_of_them: bool) -> bool:
+    """Whether all, or else any, of the sampled tokens are within the ticket's bound at `version`."""
+    fresh = version - item.group.versions[item.group.loss_mask == 1] <= item.slot.bound
+    return bool(np.all(fresh) if all_of_them else np.any(fresh) or not fresh.size)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from asyncrl.models.processing import EncodedPrompt
+from asyncrl.models.prompt_facts import PromptFacts
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import Group, Ticket
 
@@ -16,7 +16,7 @@ LOGPROB_SLACK = 1e-4
 """Rounding may put the log-prob of a certain token this far above 0."""
 
 
-def verify_group(group: Group, ticket: Ticket, prompt: EncodedPrompt, *, version: int, vocabulary: int) -> None:
+def verify_group(group: Group, ticket: Ticket, prompt: PromptFacts, *, version: int, vocabulary: int) -> None:
     """Raise ProtocolError(REFUSED_GROUP) naming the row unless the group fits its ticket at the learner's `version`."""
     problem = (
         _prompt_problem(group, prompt)
@@ -29,7 +29,7 @@ def verify_group(group: Group, ticket: Ticket, prompt: EncodedPrompt, *, version
         raise ProtocolError(ErrorCode.REFUSED_GROUP, f"row {ticket.prompt.row_id} from {group.server_id}: {problem}")
 
 
-def _prompt_problem(group: Group, prompt: EncodedPrompt) -> str | None:
+def _prompt_problem(group: Group, prompt: PromptFacts) -> str | None:
     if group.image_hashes != prompt.image_hashes:
         return (
             f"the images differ: {len(group.image_hashes)} hashes against {len(prompt.image_hashes)}, or another order"

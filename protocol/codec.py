@@ -19,7 +19,7 @@ from pydantic_core import PydanticSerializationError
 
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.frames import FrameSink, FrameSource
-from protocol.messages import Message, Wire
+from protocol.messages import Message, Wire, printable
 
 MIB = 1 << 20
 MAX_ELEMENTS = 1 << 16
@@ -36,7 +36,7 @@ Expected: TypeAlias = type[Wire] | UnionType | Iterable[type[Wire]]
 class Limits:
     """What a message may weigh. Both sides use the same numbers, so a sender finds out first."""
 
-    max_message_bytes: int = 1024 * MIB
+    max_message_bytes: int = 256 * MIB
     max_header_bytes: int = 8 * MIB
     max_frames: int = 4096
 
@@ -170,4 +170,5 @@ def _reason(name: str, problem: ValidationError) -> str:
 
 
 def _shorten(text: str) -> str:
-    return text if len(text) <= MAX_REASON else text[: MAX_REASON - 3] + "..."
+    """One line of at most MAX_REASON characters; the peer's own words may be in it."""
+    return printable(text, MAX_REASON)

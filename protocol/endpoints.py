@@ -29,20 +29,18 @@ class PortInUseError(BindError):
     """Somebody else listens there."""
 
 
-def bind(sock: zmq.Socket, endpoint: str, *, setting: str, insecure: bool = False) -> str:
+def bind(sock: zmq.Socket, endpoint: str, *, setting: str, private: bool = False) -> str:
     """Bind `sock` and return the endpoint with its actual port (port 0 takes a free one).
 
-    `setting` names the configuration key of the port in error messages. Raises BindError.
+    `private`: the socket has keys, or the user accepts a public address without them. `setting` names the
+    configuration key of the port in error messages. Raises BindError.
     """
     host, port = split_endpoint(endpoint)
     section = setting.rpartition(".")[0]
     prefix = f"{section}." if section else ""
     address = _resolve(host, endpoint, f"{prefix}host")
-    if not insecure and not ipaddress.ip_address(address).is_loopback:
-        raise InsecureBindError(
-            f"{endpoint} can be reached from other machines, and this traffic is neither encrypted nor "
-            f"authenticated. Set {prefix}host=127.0.0.1, or {prefix}insecure=true on a network that you trust"
-        )
+    if not private and not is_loopback(address):
+        raise InsecureBindError(public_without_keys(endpoint, prefix))
     is_ipv6 = ":" in address
     if is_ipv6:
         sock.setsockopt(zmq.IPV6, 1)
@@ -60,6 +58,36 @@ def bind(sock: zmq.Socket, endpoint: str, *, setting: str, insecure: bool = Fals
             f"and {setting} to a port that you may use"
         ) from problem
     return sock.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+
+def check_dial(endpoint: str, *, prefix: str = "network.") -> None:
+    """Raises InsecureBindError unless a peer without keys may dial this: tickets decide what a server runs.
+
+    A name that is not known yet (the learner's machine may start later) counts as another machine.
+    """
+    host, _ = split_endpoint(endpoint)
+    try:
+        address = _resolve(host, endpoint, f"{prefix}host")
+    except BindError:
+        address = ""
+    if not is_loopback(address):
+        raise InsecureBindError(public_without_keys(endpoint, prefix))
+
+
+def is_loopback(address: str) -> bool:
+    """Of a numeric address. A wildcard is not: it listens on every interface."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def public_without_keys(endpoint: str, prefix: str) -> str:
+    return (
+        f"{endpoint} is not this machine's loopback, and without keys the traffic is neither encrypted nor "
+        f"authenticated. Make keys with `asyncrl keys DIR` and set {prefix}keys_dir=DIR on both sides, set "
+        f"{prefix}host=127.0.0.1, or {prefix}insecure=true on a network that you trust"
+    )
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:

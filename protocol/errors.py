@@ -24,6 +24,8 @@ class ErrorCode(StrEnum):
     """The group does not fit its ticket: counts, grids, hashes, versions or banned ids."""
     VERSION_GONE = "version_gone"
     """The requested weights have been replaced by newer ones."""
+    MUTED = "muted"
+    """The peer sent too much that could not be used, or too much at all: it is not listened to for a while."""
 
 
 class ProtocolError(Exception):

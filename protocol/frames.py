@@ -7,6 +7,7 @@ field becomes a read-only view of that frame (zero-copy). Nothing here knows abo
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -92,7 +93,7 @@ def _array_from_frame(value: dict[str, Any], source: FrameSource) -> np.ndarray:
         and all(isinstance(n, int) and 0 <= n < 2**40 for n in shape)
     )
     if not well_formed or dtype not in WIRE_DTYPES:
-        raise PydanticCustomError("array_header", "not an array header: {got}", {"got": repr(value)[:200]})
+        raise PydanticCustomError("array_header", "not an array header: {got}", {"got": reprlib.repr(value)})
     assert isinstance(index, int)
     assert isinstance(shape, list)
     frame = source.take(index)

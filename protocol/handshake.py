@@ -42,8 +42,8 @@ def check_hello(
     if session is not None and session != hello.session:
         return Refusal(
             code=ErrorCode.DUPLICATE_SERVER,
-            reason=f"{server} is already connected with session {session}; this one has session "
-            f"{hello.session} (pid {hello.pid})",
+            # The living one's session is not told: with it this one could pass for a reconnection.
+            reason=f"{server} is already connected; this one has session {hello.session} (pid {hello.pid})",
             fix="Give each rollout server an id of its own; after a crash wait until the old one is gone",
         )
     return None

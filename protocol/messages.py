@@ -1,4 +1,4 @@
-"""Every message of protocol version 1, as typed models. README.md has them as a table; a test compares.
+"""Every message of protocol version 2, as typed models. README.md has them as a table; a test compares.
 
 Words: a *ticket* is the learner's permission to produce one *group*: the `group_size` trajectories of
 one prompt. A *policy version* counts weight publications; 0 is the initial policy.
@@ -9,12 +9,12 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, model_validator
 
 from protocol.errors import ErrorCode
 from protocol.frames import Blob, Float32Array, Int32Array, Int32Matrix, UInt8Array
 
-PROTOCOL_MAJOR = 1
+PROTOCOL_MAJOR = 2
 """Raised by changes that an older peer cannot read; peers of another major are refused."""
 PROTOCOL_MINOR = 0
 """Raised by additions that an older peer may ignore."""
@@ -22,10 +22,28 @@ PROTOCOL_MINOR = 0
 T = TypeVar("T")
 Many = Annotated[tuple[T, ...], FailFast()]
 """A list on the wire. Checking stops at its first mistake: a hostile header could make millions of them."""
-Version = Annotated[int, Field(ge=0)]
-TicketId = Annotated[int, Field(ge=0)]
+Version = Annotated[int, Field(ge=0, lt=2**31)]
+TicketId = Annotated[int, Field(ge=0, lt=2**63)]
+Seconds = Annotated[float, Field(allow_inf_nan=False)]
 ContentHash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 """SHA-256 of encoded image bytes, in hexadecimal."""
+
+
+LONGEST_TEXT = 2000
+
+
+def printable(text: str, longest: int = LONGEST_TEXT) -> str:
+    """`text` on one line, without control characters, shortened to `longest`."""
+    if len(text) > longest:
+        text = text[: longest - 3] + "..."
+    return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
+
+
+Text = Annotated[str, AfterValidator(printable)]
+"""A sentence for people. It ends up in the other side's log, so a peer can fill or forge none."""
+PeerId = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x20\x7f]+$")]
+"""A name in logs and metrics: no spaces, no control characters."""
+Fingerprint = Annotated[str, Field(max_length=200)]
 
 
 class Wire(BaseModel):
@@ -162,9 +180,9 @@ class TrajectoryRecord(Wire):
 
     status: TrajectoryStatus
     finish_reason: FinishReason
-    error_kind: str = ""
+    error_kind: Text = ""
     """For `error` and `timed_out`: a short stable name like `reward_timeout`, `reward_exception`."""
-    error_message: str = ""
+    error_message: Text = ""
     rewards: dict[str, float] = {}
     """Each reward component before weighting."""
     reward: float | None = None
@@ -175,9 +193,9 @@ class TrajectoryRecord(Wire):
 class GroupTimings(Wire):
     """Seconds, measured on the server."""
 
-    queued_s: float
-    generate_s: float
-    reward_s: float
+    queued_s: Seconds
+    generate_s: Seconds
+    reward_s: Seconds
 
 
 class Group(Wire):
@@ -185,7 +203,7 @@ class Group(Wire):
 
     type: Literal["group"] = "group"
     ticket_id: TicketId
-    server_id: str
+    server_id: PeerId
     prompt_ids: Int32Array
     """[P] exact prompt token ids, image placeholders expanded."""
     image_grids: Int32Matrix
@@ -242,8 +260,8 @@ class TicketFailed(Wire):
 
     type: Literal["ticket_failed"] = "ticket_failed"
     ticket_id: TicketId
-    error_kind: str
-    error_message: str
+    error_kind: Text
+    error_message: Text
 
 
 # --- life cycle ---------------------------------------------------------------------------------
@@ -255,19 +273,21 @@ class Hello(Wire):
     type: Literal["hello"] = "hello"
     protocol_major: int = PROTOCOL_MAJOR
     protocol_minor: int = PROTOCOL_MINOR
-    server_id: str = Field(min_length=1, max_length=200)
-    session: str
+    server_id: PeerId
+    session: PeerId
     """New at every start of the process: tells a restart from a reconnection."""
-    host_id: str
+    host_id: Fingerprint
     """Equal on two processes that can share memory."""
-    engine: str
-    model_fingerprint: str
+    engine: Fingerprint
+    model_fingerprint: Fingerprint
     """Of the architecture: parameter names, shapes and dtypes."""
-    processor_fingerprint: str
+    processor_fingerprint: Fingerprint
     """Of processor, tokenizer and chat template."""
     max_groups: int = Field(gt=0)
     """Groups that the server is willing to hold at once, running or queued."""
     pid: int
+    held_ticket_ids: Many[TicketId] = ()
+    """Tickets in work, and those whose groups are not acknowledged: nobody else need work on them."""
 
 
 class Welcome(Wire):
@@ -275,10 +295,13 @@ class Welcome(Wire):
     protocol_major: int = PROTOCOL_MAJOR
     protocol_minor: int = PROTOCOL_MINOR
     run_id: str
+    incarnation: str
+    """New at every start of the learner: weights of an earlier one must be loaded again."""
     host_id: str
     version: Version
     """The learner's policy version; its manifest follows as `weights`."""
-    weights_endpoint: str
+    weights_port: int
+    """On the host that the server dialled."""
     heartbeat_s: float = Field(gt=0)
     """Send a heartbeat this often; silence of `timeout_s` means the peer is gone."""
     timeout_s: float = Field(gt=0)
@@ -289,8 +312,8 @@ class Refusal(Wire):
 
     type: Literal["refusal"] = "refusal"
     code: ErrorCode
-    reason: str
-    fix: str
+    reason: Text
+    fix: Text
 
 
 class ServerHeartbeat(Wire):
@@ -301,9 +324,9 @@ class ServerHeartbeat(Wire):
     groups_unacknowledged: int
     tokens_generated: int
     """Sampled tokens since the process started."""
-    busy_s: float
+    busy_s: Seconds
     """Seconds since the process started in which the engine had work."""
-    uptime_s: float
+    uptime_s: Seconds
 
 
 class LearnerHeartbeat(Wire):
@@ -316,7 +339,7 @@ class Goodbye(Wire):
     """The sender stops. `expected` tells an orderly end from a failure."""
 
     type: Literal["goodbye"] = "goodbye"
-    reason: str
+    reason: Text
     expected: bool = True
     unfinished_ticket_ids: Many[TicketId] = ()
 
@@ -326,7 +349,7 @@ class Error(Wire):
 
     type: Literal["error"] = "error"
     code: ErrorCode
-    reason: str
+    reason: Text
     ticket_id: TicketId | None = None
     version: Version | None = None
     """The weights that a chunk request asked for: tells a late answer from one to a newer request."""
@@ -343,7 +366,8 @@ class TensorEntry(Wire):
     offset: int = Field(ge=0)
     """Bytes from the start of the publication."""
     nbytes: int = Field(ge=0)
-    crc32: int = Field(ge=0)
+    xxh3: int = Field(ge=0, lt=1 << 64)
+    """XXH3, 64 bits, seed 0, of the tensor's bytes."""
 
 
 class WeightManifest(Wire):
@@ -363,8 +387,8 @@ class WeightsLoaded(Wire):
     type: Literal["weights_loaded"] = "weights_loaded"
     version: Version
     channel: Literal["shm", "zmq"]
-    transfer_s: float
-    load_s: float
+    transfer_s: Seconds
+    load_s: Seconds
 
 
 class ChunkRequest(Wire):

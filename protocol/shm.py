@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import mmap
-import os
-import zlib
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+
+import xxhash
 
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.layout import PublicationError, plan_layout
 from protocol.messages import TensorEntry, WeightManifest
+from protocol.weight_file import map_for_reading
 
 PREFIX = "asyncrl-weights-"
 """Of every file of published weights."""
-_CHECKSUM_THREADS = 4
+_THREADS = 4
 
 
 class MappedWeights:
@@ -53,7 +53,7 @@ def open_shm(manifest: WeightManifest, *, verify: bool = True) -> MappedWeights:
     if not path.name.startswith(PREFIX):
         raise ProtocolError(ErrorCode.MALFORMED, f"{manifest.shm_path!r} is not a file of published weights")
     try:
-        view = map_file(path, manifest.total_bytes)
+        view = map_for_reading(path, manifest.total_bytes)
     except FileNotFoundError as problem:
         raise ProtocolError(ErrorCode.VERSION_GONE, f"{path} (version {manifest.version}) has gone") from problem
     except ValueError as problem:
@@ -61,6 +61,9 @@ def open_shm(manifest: WeightManifest, *, verify: bool = True) -> MappedWeights:
         raise ProtocolError(ErrorCode.VERSION_GONE, reason) from problem
     except OSError as problem:
         raise PublicationError(f"cannot map {path}: {problem}. Pull weights over zmq instead") from problem
+    if view is None:
+        reason = f"{path} (version {manifest.version}) is being filled with a later version"
+        raise ProtocolError(ErrorCode.VERSION_GONE, reason)
     if verify:
         wrong = wrong_checksums(manifest.tensors, view)
         if wrong:
@@ -87,22 +90,28 @@ def check_manifest(manifest: WeightManifest) -> None:
 
 
 def wrong_checksums(entries: Sequence[TensorEntry], view: memoryview) -> list[str]:
-    """Names of the tensors whose bytes in `view` (a whole publication) do not have their CRC-32."""
+    """Names of the tensors whose bytes in `view` (a whole publication) do not have their checksum."""
     pieces = [view[entry.offset : entry.offset + entry.nbytes] for entry in entries]
-    found = checksums(pieces)
-    return [entry.name for entry, crc in zip(entries, found, strict=True) if crc != entry.crc32]
+    with Checksums(pieces) as checksums:
+        return [entry.name for entry, found in zip(entries, checksums.result(), strict=True) if found != entry.xxh3]
 
 
-def checksums(pieces: Sequence[memoryview]) -> list[int]:
-    """CRC-32 of each piece, a few at a time: zlib lets other threads run meanwhile."""
-    with ThreadPoolExecutor(_CHECKSUM_THREADS, thread_name_prefix="crc32") as pool:
-        return list(pool.map(zlib.crc32, pieces))
+class Checksums:
+    """XXH3 (64 bits, seed 0) of each piece, computed by a few threads while the caller does something else.
 
+    xxhash lets other threads run meanwhile, and memory gives several threads more than it gives one.
+    """
 
-def map_file(path: Path, total_bytes: int) -> memoryview:
-    """A read-only mapping. Raises OSError, or ValueError if the file is shorter."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        return memoryview(mmap.mmap(fd, total_bytes, prot=mmap.PROT_READ))
-    finally:
-        os.close(fd)
+    def __init__(self, pieces: Sequence[memoryview], threads: int = _THREADS):
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="xxh3")
+        self._futures: list[Future[int]] = [self._pool.submit(xxhash.xxh3_64_intdigest, piece) for piece in pieces]
+
+    def result(self) -> list[int]:
+        """One number for each piece, in their order."""
+        return [future.result() for future in self._futures]
+
+    def __enter__(self) -> Checksums:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self._pool.shutdown(cancel_futures=True)

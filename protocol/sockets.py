@@ -8,38 +8,40 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import cast
 
 import zmq
 import zmq.asyncio
 
-from protocol.codec import Expected, Frame, Limits, decode, encode, read_header
-from protocol.endpoints import bind
-from protocol.errors import ErrorCode, ProtocolError
-from protocol.handshake import refusal_for_undecodable_hello
-from protocol.messages import Error, Message, Refusal, Wire
+from protocol.codec import Expected, Limits, encode
+from protocol.curve import LearnerKeys, ServerKeys
+from protocol.endpoints import bind, check_dial
+from protocol.errors import ErrorCode
+from protocol.gate import Gate, HandshakeWatch
+from protocol.messages import Error, Message, Wire
+from protocol.peers import Muted, PeerBudget, PeerLimits
+from protocol.reception import BadMessage, WireCounters, count_sent, read_frames
+from protocol.socket_options import (
+    CONTROL_QUEUES,
+    LINGER_S,
+    SERVER_QUEUES,
+    Queues,
+    become_curve_client,
+    become_curve_server,
+    configure,
+)
 
-QUEUED_MESSAGES = 1000
-"""High-water mark per peer and direction, in messages."""
-LINGER_S = 1.0
-"""Longest that closing a socket waits for unsent messages."""
-
-
-@dataclass
-class WireCounters:
-    """Totals since the socket was made; services export them."""
-
-    messages_in: int = 0
-    messages_out: int = 0
-    bytes_in: int = 0
-    bytes_out: int = 0
-    undelivered: int = 0
-    """Messages that found no peer, or a full queue."""
-    errors: Counter[ErrorCode] = field(default_factory=Counter)
-    """Received messages that could not be used."""
+TURN_MESSAGES = 64
+TURN_S = 0.2
+"""A turn ends after so many messages or seconds, whichever is first: heartbeats must go out between turns."""
+TURN_DROPPED = 8
+PAUSE_S = 0.001
+"""After so many messages of muted peers in a turn a short sleep lets ZeroMQ slow them down at their end."""
 
 
 @dataclass(frozen=True)
@@ -49,17 +51,6 @@ class Received:
     identity: bytes
     """Routing id of the connection; a peer that reconnects gets a new one."""
     message: Message
-
-
-@dataclass(frozen=True)
-class BadMessage:
-    """Something that could not be decoded."""
-
-    identity: bytes
-    """Routing id of the sender; empty at a DEALER."""
-    error: ProtocolError
-    answer: Error | Refusal | None
-    """What to tell the sender; None if it sent an error itself, because two peers must not argue forever."""
 
 
 class Delivery(StrEnum):
@@ -80,6 +71,7 @@ class SendTimeout(TimeoutError):
 class LearnerSocket:
     """A bound ROUTER for one thread; register `socket` with a zmq.Poller.
 
+    With `keys` it is a CURVE server whose clients are let in by `gate`, of the same context.
     `setting` is the configuration key of the port, for error messages. Raises `endpoints.BindError`.
     """
 
@@ -91,18 +83,27 @@ class LearnerSocket:
         *,
         setting: str,
         insecure: bool = False,
-        queued_messages: int = QUEUED_MESSAGES,
+        keys: LearnerKeys | None = None,
+        gate: Gate | None = None,
+        queues: Queues = CONTROL_QUEUES,
+        peer_limits: PeerLimits | None = None,
         linger_s: float = LINGER_S,
         context: zmq.Context | None = None,
     ):
         self.limits = limits or Limits()
         self.counters = WireCounters()
         self._expected = expected
+        self._budget = PeerBudget(peer_limits)
+        self._newly_muted: deque[Muted] = deque()
         self.socket = (context or zmq.Context.instance()).socket(zmq.ROUTER)
-        _configure(self.socket, self.limits, queued_messages, linger_s)
+        configure(self.socket, self.limits, queues, linger_s)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        if keys is not None:
+            assert gate is not None, "libzmq lets everybody in who knows the learner's public key if nobody is asked"
+            become_curve_server(self.socket, keys)
+            gate.watch(self.socket)
         try:
-            self.endpoint = bind(self.socket, endpoint, setting=setting, insecure=insecure)
+            self.endpoint = bind(self.socket, endpoint, setting=setting, private=insecure or keys is not None)
         except ValueError:
             self.socket.close(linger=0)
             raise
@@ -111,12 +112,60 @@ class LearnerSocket:
         """The next message, or None after `timeout_s`. The sender of a bad message has been told already."""
         if timeout_s > 0 and not self.socket.poll(round(timeout_s * 1000)):
             return None
+        arrived = self._take()
+        return self._read(*arrived) if arrived is not None else None
+
+    def turn(self) -> Iterator[Received | BadMessage | Muted]:
+        """What has arrived, within the bounds of a turn; the rest waits for the next one. Never waits itself.
+
+        Peers over their budget are skipped, and reported once as `Muted`: forget what was entrusted to them.
+        """
+        ends_at = time.monotonic() + TURN_S
+        dropped = 0
+        yield from self._take_muted()
+        for _ in range(TURN_MESSAGES):
+            arrived = self._take()
+            if arrived is None:
+                return
+            sender, frames = arrived
+            if self._budget.is_muted(sender):
+                self.counters.dropped += 1
+                dropped += 1
+                if dropped >= TURN_DROPPED:
+                    time.sleep(PAUSE_S)
+                    return
+                continue
+            received = self._read(sender, frames)
+            if isinstance(received, BadMessage) and received.error.code is not ErrorCode.UNKNOWN_TYPE:
+                self.charge(sender)  # a newer peer may go on sending types that we do not know
+            self._mute(self._budget.count(sender))
+            yield received
+            yield from self._take_muted()
+            if time.monotonic() > ends_at:
+                return
+
+    def charge(self, identity: bytes) -> None:
+        """A message of this peer was readable and still of no use (a refused group): it counts as a bad one."""
+        self._mute(self._budget.charge(identity))
+
+    def _mute(self, muted: Muted | None) -> None:
+        if muted is not None:
+            self._newly_muted.append(muted)
+            self.send(muted.identity, Error(code=ErrorCode.MUTED, reason=muted.reason))
+
+    def _take_muted(self) -> Iterator[Muted]:
+        while self._newly_muted:
+            yield self._newly_muted.popleft()
+
+    def _take(self) -> tuple[bytes, list[zmq.Frame]] | None:
         try:
             identity, *frames = self.socket.recv_multipart(flags=zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return None
-        sender = identity.bytes
-        received = _decode(sender, frames, self._expected, self.limits, self.counters)
+        return identity.bytes, frames
+
+    def _read(self, sender: bytes, frames: list[zmq.Frame]) -> Received | BadMessage:
+        received = read_frames(sender, frames, self._expected, self.limits, self.counters)
         if isinstance(received, BadMessage):
             if received.answer is not None:
                 self.send(sender, received.answer)
@@ -136,7 +185,7 @@ class LearnerSocket:
                 raise
             self.counters.undelivered += 1
             return Delivery.UNREACHABLE
-        _count_sent(self.counters, frames)
+        count_sent(self.counters, frames)
         return Delivery.SENT
 
     def close(self) -> None:
@@ -148,6 +197,8 @@ class ServerSocket:
 
     ZeroMQ reconnects by itself, and then the learner does not know us any more: it answers NOT_WELCOME
     until we say hello again. Nothing is queued for a learner that is not there.
+
+    Without `keys` it dials loopback only, unless `insecure`. Raises `endpoints.InsecureBindError`.
     """
 
     def __init__(
@@ -156,37 +207,52 @@ class ServerSocket:
         expected: Expected,
         limits: Limits | None = None,
         *,
-        queued_messages: int = QUEUED_MESSAGES,
+        keys: ServerKeys | None = None,
+        insecure: bool = False,
+        queues: Queues = SERVER_QUEUES,
         linger_s: float = LINGER_S,
         context: zmq.asyncio.Context | None = None,
     ):
+        if keys is None and not insecure:
+            check_dial(endpoint)
         self.endpoint = endpoint
         self.limits = limits or Limits()
         self.counters = WireCounters()
         self._expected = expected
         self._socket = (context or zmq.asyncio.Context.instance()).socket(zmq.DEALER)
-        _configure(self._socket, self.limits, queued_messages, linger_s)
+        configure(self._socket, self.limits, queues, linger_s)
+        if keys is not None:
+            become_curve_client(self._socket, keys)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
         self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
+        self._handshakes = HandshakeWatch(self._socket, endpoint, keys)
         self._socket.connect(endpoint)
 
     async def recv(self, timeout_s: float) -> Message | BadMessage | None:
         """The next message, or None after `timeout_s`. Safe to cancel: no message is lost."""
+        await asyncio.sleep(0)  # other tasks go on while messages come without a pause
+        frames = await self._take()  # before any wait, which costs more than a small message
         # Waiting and taking are separate: a cancelled wait could otherwise drop what it had just taken.
-        if not await self._socket.poll(max(0, round(timeout_s * 1000))):
+        if frames is None and await self._socket.poll(max(0, round(timeout_s * 1000))):
+            frames = await self._take()
+        if frames is None:
             return None
+        return read_frames(b"", frames, self._expected, self.limits, self.counters)
+
+    async def _take(self) -> list[zmq.Frame] | None:
+        """The frames of a message that is there, without waiting."""
         try:
-            frames = await self._socket.recv_multipart(flags=zmq.NOBLOCK, copy=False)
+            return cast(list[zmq.Frame], await self._socket.recv_multipart(flags=zmq.NOBLOCK, copy=False))
         except zmq.Again:
             return None
-        return _decode(b"", frames, self._expected, self.limits, self.counters)
 
     async def send(self, message: Wire, timeout_s: float) -> None:
         """Raises SendTimeout if there is no connection, or the learner's queue stays full.
 
-        Raises ProtocolError for a message beyond the limits, or with odd values.
+        Raises HandshakeRejected where there is no connection because the keys of the two sides do not fit, and
+        ProtocolError for a message beyond the limits, or with odd values.
         """
         frames = encode(message, self.limits)
         try:
@@ -194,55 +260,13 @@ class ServerSocket:
                 await self._socket.send_multipart(frames)
         except TimeoutError as problem:
             self.counters.undelivered += 1
+            self._handshakes.check()
             raise SendTimeout(
                 f"waited {timeout_s:g} s to send `{getattr(message, 'type', '?')}` to the learner at "
                 f"{self.endpoint}: no connection, or its queue is full"
             ) from problem
-        _count_sent(self.counters, frames)
+        count_sent(self.counters, frames)
 
     def close(self) -> None:
+        self._handshakes.close()
         self._socket.close()
-
-
-def _configure(sock: zmq.Socket, limits: Limits, queued_messages: int, linger_s: float) -> None:
-    sock.setsockopt(zmq.SNDHWM, queued_messages)
-    sock.setsockopt(zmq.RCVHWM, queued_messages)
-    sock.setsockopt(zmq.LINGER, round(linger_s * 1000))
-    # libzmq hangs up on a longer frame before it has read it, so senders check first (see `encode`).
-    sock.setsockopt(zmq.MAXMSGSIZE, limits.max_message_bytes)
-    for option, value in (
-        (zmq.TCP_KEEPALIVE, 1),
-        (zmq.TCP_KEEPALIVE_IDLE, 30),
-        (zmq.TCP_KEEPALIVE_INTVL, 10),
-        (zmq.TCP_KEEPALIVE_CNT, 3),
-    ):
-        sock.setsockopt(option, value)
-
-
-def _decode(
-    identity: bytes, frames: Sequence[Frame], expected: Expected, limits: Limits, counters: WireCounters
-) -> Message | BadMessage:
-    counters.messages_in += 1
-    counters.bytes_in += sum(len(frame) for frame in frames)
-    try:
-        return decode(frames, expected, limits)
-    except ProtocolError as error:
-        counters.errors[error.code] += 1
-        return BadMessage(identity, error, _answer(error, frames, limits))
-
-
-def _answer(error: ProtocolError, frames: Sequence[Frame], limits: Limits) -> Error | Refusal | None:
-    refusal = refusal_for_undecodable_hello(frames, limits)
-    if refusal is not None:
-        return refusal
-    try:
-        if read_header(frames, limits).get("type") == "error":
-            return None
-    except ProtocolError:
-        pass  # not readable at all, so not an error message of ours either
-    return Error(code=error.code, reason=error.reason)
-
-
-def _count_sent(counters: WireCounters, frames: list[bytes | memoryview]) -> None:
-    counters.messages_out += 1
-    counters.bytes_out += sum(memoryview(frame).nbytes for frame in frames)

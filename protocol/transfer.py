@@ -7,17 +7,20 @@ import logging
 import time
 from collections import deque
 
+from protocol.arrival import RunningChecksums
 from protocol.codec import MIB
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import Chunk, ChunkRequest, Error, WeightManifest
-from protocol.shm import check_manifest, wrong_checksums
+from protocol.shm import check_manifest
 from protocol.sockets import BadMessage, SendTimeout, ServerSocket
 from protocol.weights import Publication
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = MIB
-"""Frames of 1 to 2 MiB are the fastest: much larger ones are slower by a factor of four."""
+CHUNK_BYTES = 2 * MIB
+"""Smaller frames cost more time each than their bytes do; frames of 64 MiB are slower by a factor of four."""
+WINDOW = 16
+"""Chunks on their way at a time: enough to keep both sides and the network busy at once."""
 MAX_CHUNK_BYTES = 16 * MIB
 ATTEMPTS = 2
 """How often a tensor may arrive with a wrong checksum before we give up."""
@@ -43,14 +46,14 @@ async def fetch(
     *,
     timeout_s: float,
     chunk_bytes: int = CHUNK_BYTES,
-    window: int = 8,
+    window: int = WINDOW,
     retry_s: float = 2.0,
 ) -> None:
     """Fill `into` (exactly `manifest.total_bytes` long) with the version that `manifest` describes.
 
-    A request without an answer for `retry_s` is sent again, and only that one: what has arrived stays.
-    Raises ProtocolError VERSION_GONE if the learner has moved on, and TimeoutError if nothing arrives for
-    `timeout_s`.
+    Requests without an answer are sent again when nothing has arrived for `retry_s`, and only those: what has
+    arrived stays. Raises ProtocolError VERSION_GONE if the learner has moved on, and TimeoutError if nothing arrives
+    for `timeout_s`.
     """
     check_manifest(manifest)
     target = memoryview(into).cast("B")
@@ -62,9 +65,10 @@ async def fetch(
     tensors = manifest.tensors
     ranges = [(0, manifest.total_bytes)]
     for _attempt in range(ATTEMPTS):
-        await pull.run(_chunks(ranges, chunk_bytes))
-        # Checksums of gigabytes take seconds, in which the event loop has other work.
-        wrong = set(await asyncio.to_thread(wrong_checksums, tensors, target))
+        checksums = RunningChecksums(tensors, target)
+        await pull.run(_chunks(ranges, chunk_bytes), checksums)
+        # After a lost chunk gigabytes may be left to read, in which the event loop has other work.
+        wrong = set(await asyncio.to_thread(checksums.finish))
         if not wrong:
             return
         logger.warning("version %d: wrong checksum of %s, fetched again", manifest.version, sorted(wrong))
@@ -105,9 +109,9 @@ class _Pull:
         self._window = window
         self._retry_s = min(retry_s, timeout_s)
 
-    async def run(self, chunks: dict[int, int]) -> None:
-        """Returns when all `chunks` (offset to size) lie in the target."""
-        waiting = deque(chunks)
+    async def run(self, chunks: dict[int, int], checksums: RunningChecksums) -> None:
+        """Returns when all `chunks` (offset to size, in ascending order) lie in the target."""
+        waiting, unread = deque(chunks), deque(chunks)
         asked: dict[int, float] = {}
         total = len(chunks)
         progress_at = time.monotonic()
@@ -123,8 +127,14 @@ class _Pull:
             if chunk is not None and self._store(chunk, chunks):
                 asked.pop(chunk.offset, None)
                 progress_at = now
+                while unread and unread[0] not in chunks:
+                    unread.popleft()
+                checksums.advance(unread[0] if unread else self._target.nbytes)
                 continue
-            overdue = [offset for offset, asked_at in asked.items() if now - asked_at >= self._retry_s]
+            # Not while others arrive: over a slow link an answer may be on its way for longer.
+            overdue = [
+                offset for offset, asked_at in asked.items() if now - max(asked_at, progress_at) >= self._retry_s
+            ]
             for offset in reversed(overdue):
                 del asked[offset]
                 waiting.appendleft(offset)

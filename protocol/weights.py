@@ -1,9 +1,9 @@
 """One policy version as a file of tensors in shared memory: the learner writes it, rollout servers map it.
 
-Every version is a file of its own that appears complete (written under another name, then renamed) and is
-never changed. The newest two are kept. A server that still has an older one mapped keeps a consistent
-snapshot, since an unlinked file lives until its last mapping goes. Bytes only: which tensor means what is the
-callers' affair.
+A version's file appears complete under its name and does not change while that name or a mapping of it is there. The
+newest two versions are kept. The file of an older one is filled again, unless a server still has it mapped: that
+server keeps a consistent snapshot, since an unlinked file lives until its last mapping goes. Bytes only: which tensor
+means what is the callers' affair.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from protocol.endpoints import SHARED_MEMORY
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.layout import Layout, PublicationError, plan_layout
 from protocol.messages import TensorEntry, WeightManifest
-from protocol.shm import PREFIX, checksums, map_file
+from protocol.shm import PREFIX, Checksums
+from protocol.weight_file import THREADS, WeightFile, map_for_reading
 
 KEPT_VERSIONS = 2
-_WRITE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Tensor:
 
 @dataclass
 class _Snapshot:
-    path: Path
+    file: WeightFile
     view: memoryview
     manifest: WeightManifest
 
@@ -54,8 +54,11 @@ class Publication:
     containers.
     """
 
-    def __init__(self, run_id: str, directory: Path = SHARED_MEMORY):
+    def __init__(self, run_id: str, directory: Path = SHARED_MEMORY, *, refill: bool | None = None):
+        """`refill`: fill files again. By default only those in shared memory: what is there cannot run out, while
+        on a disk that copies on write it could, and a mapping that runs out of room kills the process."""
         self.directory = Path(directory)
+        self._refill = self.directory == SHARED_MEMORY if refill is None else refill
         if not self.directory.is_dir():
             raise PublicationError(f"{self.directory} is not a directory. Name another one to publish weights in")
         remove_stale(self.directory)
@@ -77,25 +80,26 @@ class Publication:
             raise PublicationError(f"version {version} is not newer than {max(self._snapshots)}")
         chosen = list(tensors)
         layout = plan_layout((t.name, t.dtype, t.shape, t.data.nbytes) for t in chosen)
-        # Room first: the oldest goes before the new one is written, so there are never more than two copies.
-        self._drop_oldest(KEPT_VERSIONS - 1)
         path = self._base.with_name(f"{self._base.name}-v{version}")
         data = [tensor.data.cast("B") if tensor.data.nbytes else memoryview(b"") for tensor in chosen]
-        self._write(path, layout, data)
-        entries = tuple(
-            TensorEntry(
-                name=slot.name,
-                dtype=slot.dtype,
-                shape=slot.shape,
-                offset=slot.offset,
-                nbytes=slot.nbytes,
-                crc32=crc,
+        with Checksums(data, threads=THREADS) as checksums:  # at the same time as the copy
+            file = self._write(path, layout, data)
+            entries = tuple(
+                TensorEntry(
+                    name=slot.name,
+                    dtype=slot.dtype,
+                    shape=slot.shape,
+                    offset=slot.offset,
+                    nbytes=slot.nbytes,
+                    xxh3=checksum,
+                )
+                for slot, checksum in zip(layout.slots, checksums.result(), strict=True)
             )
-            for slot, crc in zip(layout.slots, checksums(data), strict=True)
-        )
+        view = map_for_reading(path, layout.total_bytes)
+        assert view is not None, "nobody else takes our files back"
         manifest = WeightManifest(version=version, tensors=entries, total_bytes=layout.total_bytes, shm_path=str(path))
         with self._guard:
-            self._snapshots[version] = _Snapshot(path, map_file(path, layout.total_bytes), manifest)
+            self._snapshots[version] = _Snapshot(file, view, manifest)
         return manifest
 
     def manifest(self, version: int) -> WeightManifest:
@@ -121,7 +125,8 @@ class Publication:
 
     def close(self) -> None:
         """Remove all files. Servers that have one mapped may go on using it."""
-        self._drop_oldest(0)
+        for file in self._drop(0):
+            file.remove()
         if self._lock_fd is not None:
             self._lock_path.unlink(missing_ok=True)
             os.close(self._lock_fd)
@@ -143,31 +148,42 @@ class Publication:
                 )
         return snapshot
 
-    def _drop_oldest(self, keep: int) -> None:
+    def _drop(self, keep: int) -> list[WeightFile]:
+        """Forget all but the newest `keep` versions; their files, still there under their names."""
         with self._guard:
-            while len(self._snapshots) > keep:
-                # The mapping goes with its last view: one may be in a chunk that is being sent.
-                self._snapshots.pop(min(self._snapshots)).path.unlink(missing_ok=True)
+            # The mapping goes with its last view: one may be in a chunk that is being sent.
+            return [self._snapshots.pop(min(self._snapshots)).file for _ in range(len(self._snapshots) - keep)]
 
-    def _write(self, path: Path, layout: Layout, data: Sequence[memoryview]) -> None:
-        free = shutil.disk_usage(self.directory).free
-        if layout.total_bytes > free:
-            raise PublicationError(self._no_room(layout.total_bytes, free))
-        partial = path.with_name(path.name + ".partial")
+    def _write(self, path: Path, layout: Layout, data: Sequence[memoryview]) -> WeightFile:
+        """The complete file under its name, an old one filled again where nobody reads it."""
+        file: WeightFile | None = None
         try:
-            with open(partial, "xb", buffering=0) as file:
-                for slot, view in zip(layout.slots, data, strict=True):
-                    file.seek(slot.offset)
-                    for start in range(0, view.nbytes, _WRITE_BYTES):
-                        _write_all(file.fileno(), view[start : start + _WRITE_BYTES])
-                file.truncate(layout.total_bytes)
-            partial.rename(path)
-        except OSError as problem:
-            partial.unlink(missing_ok=True)
+            # Room first: the oldest goes before the new one is written, so there are never more than two copies.
+            for old in self._drop(KEPT_VERSIONS - 1):
+                if self._refill and file is None and old.take_back(path, layout.total_bytes):
+                    file = old
+                else:
+                    old.remove()
+            if file is None:
+                self._check_room(layout.total_bytes)
+                file = WeightFile.create(path)
+            file.fill(layout, data)
+            file.show(path)
+            return file
+        except BaseException as problem:
+            if file is not None:
+                file.remove()
+            if not isinstance(problem, OSError):
+                raise
             if problem.errno in (errno.ENOSPC, errno.EDQUOT):
                 free = shutil.disk_usage(self.directory).free
                 raise PublicationError(self._no_room(layout.total_bytes, free)) from problem
             raise PublicationError(f"cannot write weights to {path}: {problem}") from problem
+
+    def _check_room(self, needed: int) -> None:
+        free = shutil.disk_usage(self.directory).free
+        if needed > free:
+            raise PublicationError(self._no_room(needed, free))
 
     def _no_room(self, needed: int, free: int) -> str:
         size = shutil.disk_usage(self.directory).total
@@ -216,11 +232,6 @@ def _try_lock(path: Path, flags: int = 0) -> int | None:
         os.close(fd)
         return None
     return fd
-
-
-def _write_all(fd: int, view: memoryview) -> None:
-    while view.nbytes:
-        view = view[os.write(fd, view) :]
 
 
 def _mib(nbytes: int) -> int:

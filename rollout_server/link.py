@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import time
 import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import get_args
 
 import zmq.asyncio
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
-from protocol.codec import MIB, Limits
+from asyncrl.faults import crash_point
 from protocol.endpoints import host_id
 from protocol.errors import ErrorCode
+from protocol.gate import HandshakeRejected
 from protocol.messages import (
     Ack,
     ControlFromLearner,
@@ -28,7 +32,8 @@ from protocol.messages import (
     Welcome,
     Wire,
 )
-from protocol.sockets import BadMessage, SendTimeout, ServerSocket
+from protocol.sockets import BadMessage, SendTimeout
+from rollout_server.dialling import dial
 
 logger = logging.getLogger(__name__)
 
@@ -36,17 +41,39 @@ HELLO_EVERY_S = 1.0
 """How often a hello is repeated until the learner answers."""
 
 
-class LearnerLink:
-    """One DEALER socket. `messages()` yields what concerns the service; the rest is handled here."""
+@dataclass
+class SentGroup:
+    """A group that the learner has not acknowledged."""
 
-    def __init__(self, config: RunConfig, server_id: str, *, engine: str, fingerprints: tuple[str, str]):
+    group: Group
+    sent_at: float
+    """Monotonic seconds of the last attempt."""
+
+
+class LearnerLink:
+    """One DEALER socket. `next_message` yields what concerns the service; the rest is handled here.
+
+    `in_work` names the tickets that the service works on.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        engine: str,
+        fingerprints: tuple[str, str],
+        in_work: Callable[[], Iterable[int]],
+    ):
         self._config = config
         self._timeout_s = config.network.timeout_s
-        self.server_id = server_id
+        self._in_work = in_work
         model, processor = fingerprints
+        session = uuid.uuid4().hex
+        # Unique for ever: after a crash the learner may still believe in the process before us.
+        self.server_id = f"{platform.node()}-{os.getpid()}-{session[:6]}"
         self._hello = Hello(
-            server_id=server_id,
-            session=uuid.uuid4().hex,
+            server_id=self.server_id,
+            session=session,
             host_id=host_id(),
             engine=engine,
             model_fingerprint=model,
@@ -55,14 +82,12 @@ class LearnerLink:
             pid=os.getpid(),
         )
         self._context = zmq.asyncio.Context()
-        self.socket = ServerSocket(
-            config.control_endpoint,
-            get_args(ControlFromLearner),
-            Limits(max_message_bytes=config.network.max_message_mib * MIB),
-            context=self._context,
-        )
-        self.unacknowledged: dict[int, Group] = {}
+        self.socket = dial(config, config.control_endpoint, get_args(ControlFromLearner), self._context)
+        self.unacknowledged: dict[int, SentGroup] = {}
         self._heard_at = time.monotonic()
+        self._missed = False
+        """The learner has been silent for longer than network.timeout_s, and that has been said."""
+        self._run_id: str | None = None
 
     @property
     def host_id(self) -> str:
@@ -74,14 +99,17 @@ class LearnerLink:
         logger.info("saying hello to the learner at %s", self._config.control_endpoint)
         while time.monotonic() < deadline:
             try:
-                await self.socket.send(self._hello, timeout_s=HELLO_EVERY_S)
+                await self.socket.send(self._current_hello(), timeout_s=HELLO_EVERY_S)
             except SendTimeout:
                 continue
+            except HandshakeRejected as problem:
+                raise UserError(str(problem)) from problem
             answer = await self.socket.recv(timeout_s=5 * HELLO_EVERY_S)
             if isinstance(answer, Refusal):
                 raise UserError(f"the learner refuses this server: {answer.reason}. {answer.fix}")
             if isinstance(answer, Welcome):
                 self._heard_at = time.monotonic()
+                self._run_id = answer.run_id
                 return answer
         raise UserError(
             f"no learner answered at {self._config.control_endpoint} within "
@@ -89,27 +117,39 @@ class LearnerLink:
             "network.host and network.control_port?"
         )
 
+    def _current_hello(self) -> Hello:
+        held = sorted({*self._in_work(), *self.unacknowledged})
+        return self._hello.model_copy(update={"held_ticket_ids": tuple(held)})
+
     async def next_message(self) -> Message | None:
-        """The next message for the service, or None. Raises BadStateError when the learner has gone silent."""
+        """The next message for the service, or None. A `Welcome` among them is that of a reconnection.
+
+        Raises BadStateError when the learner has been gone for network.reconnect_timeout_s, or serves another run.
+        """
         message = await self.socket.recv(timeout_s=self._config.network.heartbeat_s)
-        silent_s = time.monotonic() - self._heard_at
         if message is None:
-            if silent_s > self._timeout_s:
-                raise BadStateError(
-                    f"the learner at {self._config.control_endpoint} has been silent for {silent_s:.0f} s "
-                    f"(network.timeout_s = {self._timeout_s:g})"
-                )
+            self._check_silence(time.monotonic() - self._heard_at)
             return None
         self._heard_at = time.monotonic()
+        if self._missed:
+            logger.info("the learner is back")
+            self._missed = False
         if isinstance(message, BadMessage):
             logger.warning("a message from the learner could not be used: %s", message.error)
         elif isinstance(message, Ack):
             for ticket_id in message.ticket_ids:
                 self.unacknowledged.pop(ticket_id, None)
+                logger.debug("ticket %d is acknowledged", ticket_id)
         elif isinstance(message, Error):
             await self._handle_error(message)
         elif isinstance(message, Welcome):
+            if message.run_id != self._run_id:
+                raise BadStateError(
+                    f"the learner at {self._config.control_endpoint} now makes run {message.run_id}; this server "
+                    f"worked for run {self._run_id}. Start it again for the new run"
+                )
             await self._resend()
+            return message
         elif isinstance(message, Refusal):
             raise UserError(f"the learner refuses this server: {message.reason}. {message.fix}")
         elif not isinstance(message, LearnerHeartbeat):
@@ -119,20 +159,49 @@ class LearnerLink:
     async def _handle_error(self, error: Error) -> None:
         if error.code is ErrorCode.NOT_WELCOME:
             logger.info("the learner does not know this connection; saying hello again")
-            await self.send(self._hello)
+            await self.send(self._current_hello())
         else:
             logger.warning("the learner answers %s: %s", error.code, error.reason)
             if error.ticket_id is not None:
                 self.unacknowledged.pop(error.ticket_id, None)
 
+    def _check_silence(self, silent_s: float) -> None:
+        limit_s = self._config.network.reconnect_timeout_s
+        if silent_s > limit_s:
+            raise BadStateError(
+                f"the learner at {self._config.control_endpoint} has been gone for {silent_s:.0f} s "
+                f"(network.reconnect_timeout_s = {limit_s:g})"
+            )
+        if silent_s > self._timeout_s and not self._missed:
+            self._missed = True
+            logger.warning(
+                "the learner has been silent for %.0f s; working on with what is here, for %g s at most",
+                silent_s,
+                limit_s,
+            )
+
     async def _resend(self) -> None:
         """After a reconnection: what was not acknowledged goes out again; the learner recognises duplicates."""
-        for group in list(self.unacknowledged.values()):
-            await self.send(group)
+        for sent in list(self.unacknowledged.values()):
+            await self._send_again(sent)
+
+    async def resend_overdue(self) -> None:
+        """What has waited for its acknowledgement for longer than network.timeout_s goes out again."""
+        now = time.monotonic()
+        for sent in list(self.unacknowledged.values()):
+            if now - sent.sent_at > self._timeout_s:
+                logger.warning("ticket %d has not been acknowledged; sending its group again", sent.group.ticket_id)
+                await self._send_again(sent)
+
+    async def _send_again(self, sent: SentGroup) -> None:
+        sent.sent_at = time.monotonic()
+        await self.send(sent.group)
 
     async def send_group(self, group: Group) -> None:
-        self.unacknowledged[group.ticket_id] = group
+        crash_point("group.sending")
+        self.unacknowledged[group.ticket_id] = SentGroup(group, time.monotonic())
         await self.send(group)
+        crash_point("group.sent")
 
     async def send(self, message: Wire) -> None:
         try:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import platform
 import time
 
 import psutil
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
+from asyncrl.faults import crash_point
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.telemetry.metrics import MetricSet
@@ -24,6 +23,7 @@ from protocol.messages import (
     Tickets,
     TrajectoryRecord,
     WeightManifest,
+    Welcome,
 )
 from rollout_server.engines import create_engine
 from rollout_server.engines.base import Completion
@@ -39,13 +39,14 @@ logger = logging.getLogger(__name__)
 class RolloutServer:
     def __init__(self, config: RunConfig):
         self.config = config
-        self.server_id = f"{platform.node()}-{os.getpid()}"
         self.metrics = MetricSet(METRICS, "rollout")
         self._started = time.monotonic()
         self._held: dict[int, Ticket] = {}
         self._newest: WeightManifest | None = None
         self._loaded_version = -1
         """Newest version received from the learner; what the model folder holds is nobody's policy."""
+        self._incarnation = ""
+        """Of the learner that the loaded version came from."""
         self._manifest_arrived = asyncio.Event()
         self._version_changed = asyncio.Condition()
         self._goodbye = asyncio.Event()
@@ -68,9 +69,9 @@ class RolloutServer:
     async def _serve(self) -> None:
         self.link = LearnerLink(
             self.config,
-            self.server_id,
             engine=self.engine.name,
             fingerprints=(self.engine.architecture_fingerprint, self.processor.fingerprint),
+            in_work=lambda: self._held,
         )
         reason, expected = "stopped", True
         try:
@@ -78,8 +79,10 @@ class RolloutServer:
             same_host = welcome.host_id == self.link.host_id
             channel = choose_channel(self.config.rollout.weights_channel, same_host=same_host)
             logger.info("welcomed to run %s at version %d; weights over %s", welcome.run_id, welcome.version, channel)
-            self.receiver = WeightReceiver(self.config, self.engine, channel, welcome.weights_endpoint)
-            self.producer = GroupProducer(self.engine, self.rewards, self.processor, self.server_id)
+            self._incarnation = welcome.incarnation
+            endpoint = f"tcp://{self.config.network.host}:{welcome.weights_port}"
+            self.receiver = WeightReceiver(self.config, self.engine, channel, endpoint)
+            self.producer = GroupProducer(self.engine, self.rewards, self.processor, self.link.server_id)
             self.producer.on_trajectory = self._observe_trajectory
             async with asyncio.TaskGroup() as self._tasks:
                 background = [
@@ -110,9 +113,19 @@ class RolloutServer:
             elif isinstance(message, WeightManifest):
                 self._newest = message
                 self._manifest_arrived.set()
+            elif isinstance(message, Welcome):
+                self._welcome_again(message)
             elif isinstance(message, Goodbye):
                 logger.info("the learner says goodbye: %s", message.reason)
                 return
+
+    def _welcome_again(self, welcome: Welcome) -> None:
+        """Another incarnation made its versions again: equal in number, and in bits only if its machine is exact."""
+        if welcome.incarnation != self._incarnation:
+            logger.info("the learner has come back at version %d", welcome.version)
+            self._incarnation = welcome.incarnation
+            self._newest = None
+            self._loaded_version = min(self._loaded_version, welcome.version - 1)
 
     def _begin(self, message: Tickets) -> None:
         """Start what is new; after a reconnection the learner may send tickets that are in work or sent already."""
@@ -134,6 +147,7 @@ class RolloutServer:
         try:
             check_sampling(message.tickets, self.config.rollout)
             await self._version_at_least(max(ticket.min_version for ticket in message.tickets))
+            crash_point("ticket.started")
             async for group in self.producer.produce(message.tickets, message.blobs):
                 await self.link.send_group(group)
                 self.metrics["groups_total"].inc()
@@ -173,6 +187,9 @@ class RolloutServer:
                     raise
                 logger.info("version %d is gone already; waiting for a newer one", manifest.version)
                 continue
+            except TimeoutError as problem:
+                logger.warning("%s; waiting for the next manifest", problem)
+                continue
             async with self._version_changed:
                 self._loaded_version = loaded.version
                 self._version_changed.notify_all()
@@ -195,6 +212,7 @@ class RolloutServer:
                 uptime_s=time.monotonic() - self._started,
             )
             await self.link.send(beat)
+            await self.link.resend_overdue()
             self._export(beat, process.memory_info().rss)
             self.metrics["update_pause_seconds"].set(usage.update_pause_s)
             await asyncio.sleep(self.config.network.heartbeat_s)

@@ -13,10 +13,11 @@ import torch
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
+from asyncrl.faults import crash_point
 from protocol.messages import Chunk, Error, WeightManifest, WeightsLoaded
 from protocol.shm import open_shm
-from protocol.sockets import ServerSocket
 from protocol.transfer import fetch
+from rollout_server.dialling import dial
 from rollout_server.engines.base import InferenceEngine
 
 logger = logging.getLogger(__name__)
@@ -43,11 +44,12 @@ class WeightReceiver:
         self._config = config
         self._engine = engine
         self.channel: Channel = channel
-        self._socket = ServerSocket(endpoint, (Chunk, Error)) if channel == "zmq" else None
+        self._socket = dial(config, endpoint, (Chunk, Error)) if channel == "zmq" else None
 
     async def load(self, manifest: WeightManifest) -> WeightsLoaded:
         """Put this version into the engine. Raises ProtocolError VERSION_GONE if the learner has moved on."""
         started = time.monotonic()
+        crash_point("weights.loading")
         if self.channel == "shm":
             with open_shm(manifest) as mapped:
                 transferred = time.monotonic()

@@ -8,8 +8,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-import runpy
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,37 +15,21 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import RunConfig
+from tests.tiny import DIGITS, ROOT, make_digits, make_tiny_model, run_script
 
-ROOT = Path(__file__).parent.parent
-DIGITS = ROOT / "examples" / "digits"
-
-
-def run_script(path: Path, *arguments: str) -> None:
-    """Run a script of the project in this process: torch is imported once."""
-    argv = sys.argv
-    sys.argv = [str(path), *arguments]
-    try:
-        runpy.run_path(str(path), run_name="__main__")
-    finally:
-        sys.argv = argv
+__all__ = ["DIGITS", "ROOT", "run_script"]
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen2-VL folder of 0.2 M parameters, with tokenizer and processor."""
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    size = ["--hidden", "64", "--intermediate", "128", "--layers", "2", "--vision-dim", "32", "--vision-depth", "1"]
-    run_script(DIGITS / "make_model.py", "--out", str(folder), "--vision-heads", "2", *size)
-    return folder
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="session")
 def digits_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with sft.parquet, rl.parquet and eval.parquet."""
-    folder = tmp_path_factory.mktemp("data")
-    rows = ["--sft-rows", "64", "--rl-rows", "64", "--eval-rows", "16"]
-    run_script(DIGITS / "make_data.py", "--out", str(folder), *rows)
-    return folder
+    return make_digits(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture

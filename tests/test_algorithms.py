@@ -13,20 +13,18 @@ import torch
 
 from asyncrl.algorithms.advantages import grpo, rloo
 from asyncrl.algorithms.aggregation import token_weights
-from asyncrl.algorithms.corrections import correction_weights, ratio
-from asyncrl.algorithms.diagnostics import off_policy_diagnostics
-from asyncrl.algorithms.losses import PolicyTokens, ppo
-from asyncrl.config.schema import AlgorithmConfig, CorrectionConfig, RunConfig
+from asyncrl.algorithms.losses import dppo, ppo
+from asyncrl.algorithms.ratios import ratio
+from asyncrl.algorithms.tokens import PolicyTokens
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.schema import RunConfig
 from asyncrl.models.loading import load_model
 from asyncrl.models.processing import EncodedPrompt, PromptProcessor
 from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs
-from learner.batch import Batch, make_batch
 from learner.engines.torch_engine import TorchEngine
 from learner.packing import Completion, TrainGroup, build_micro_batch, plan_micro_batches
 from learner.step import LearnerStep
-from learner.ticket_writer import TicketWriter
-from learner.tickets import ReceivedGroup
-from protocol.messages import FinishReason, Group, GroupTimings, TrajectoryRecord, TrajectoryStatus
+from tests.made_up_batch import KeepGradients, made_up_batch
 
 VECTORS = json.loads((Path(__file__).parent / "vectors.json").read_text())
 LOSS = VECTORS["loss_inputs"]
@@ -165,99 +163,19 @@ def test_at_the_proximal_policy_the_gradient_is_the_policy_gradient() -> None:
     close(gradient, -flat(LOSS["adv"]))
 
 
-# --- corrections ---------------------------------------------------------------------------------------
-
-
-def test_truncated_importance_sampling() -> None:
-    given = VECTORS["is_inputs"]
-    behaviour = torch.zeros(7)
-    proximal = flat(given["log_ratio"]).requires_grad_()
-    close(ratio(proximal, behaviour).detach(), flat(given["ratio"]))
-    weights = correction_weights(proximal, behaviour, CorrectionConfig(kind="token_tis", cap=2.0))
-    close(weights, flat(VECTORS["tis_token_C2"]["w"]))
-    assert not weights.requires_grad
-    assert correction_weights(proximal, behaviour, CorrectionConfig(kind="none")).tolist() == [1.0] * 7
-
-
-def test_decoupled_ppo() -> None:
-    given = VECTORS["decoupled_ppo"]
-    shaped = tokens(flat(LOSS["logp"]), given["prox_logp"], given["behave_logp"])
-    close(ratio(shaped.logprobs, shaped.proximal_logprobs), flat(given["ratio"]))
-    weights = correction_weights(shaped.proximal_logprobs, shaped.behaviour_logprobs, CorrectionConfig(cap=1e9))
-    close(weights, flat(given["behave_weight"]))
-    token_loss = weights * ppo(shaped, SYMMETRIC).token_loss
-    close((token_weights(ROW, "token-mean", max_response_length=4) * token_loss).sum(), given["token_mean"])
-
-
-def test_diagnostics() -> None:
-    same = torch.tensor([-1.0, -2.0, -0.1])
-    nothing = off_policy_diagnostics(same, same, 2.0)
-    assert (nothing["ess"], nothing["mismatch_kl_k1"], nothing["mismatch_kl_k3"]) == (1.0, 0.0, 0.0)
-    assert (nothing["ratio_max"], nothing["tis_clip_fraction"]) == (1.0, 0.0)
-    behind = off_policy_diagnostics(torch.tensor([-1.0, 0.0]), torch.tensor([-2.0, 0.0]), 2.0)
-    e = float(np.exp(1.0))
-    assert behind["ess"] == pytest.approx((1 + e) ** 2 / (2 * (1 + e**2)), rel=1e-6)
-    assert behind["mismatch_kl_k1"] == pytest.approx(-0.5)
-    assert behind["mismatch_kl_k3"] == pytest.approx((e - 2) / 2, rel=1e-6)
-    assert behind["tis_clip_fraction"] == 0.5
-    assert off_policy_diagnostics(same[:0], same[:0], 2.0) == {}
+def test_dppo() -> None:
+    given = VECTORS["dppo_tv_.2"]
+    shaped = tokens(flat(LOSS["logp"]).requires_grad_())
+    policy = dppo(shaped, AlgorithmConfig.model_validate({"dppo": {"kl_tau": 0.0}}))
+    assert policy.indicators["clip_fraction_dppo"].tolist() == torch.tensor(given["masked"])[MASK].tolist()
+    close((token_weights(ROW, "token-mean", max_response_length=4) * policy.token_loss).sum(), given["loss_token_mean"])
+    (gradient,) = torch.autograd.grad(policy.token_loss.sum(), shaped.logprobs)
+    assert ((gradient == 0) == policy.indicators["clip_fraction_dppo"]).all()
+    with_kl = dppo(shaped, AlgorithmConfig.model_validate({"dppo": {"kl_tau": 0.5}})).token_loss
+    close(with_kl - policy.token_loss, 0.5 * (shaped.logprobs - shaped.behaviour_logprobs) ** 2)
 
 
 # --- a learner step on a model ---------------------------------------------------------------------------
-
-
-def made_up_batch(config: RunConfig, processor: PromptProcessor) -> Batch:
-    """Random completions of unequal lengths with one unscored row; no engine involved."""
-    rng = np.random.default_rng(0)
-    writer = TicketWriter(config, processor, (1,))
-    received = []
-    size = config.batch.group_size
-    usable = [i for i in range(len(processor.tokenizer)) if i not in processor.placeholder_ids]
-    for number in range(config.batch.prompts_per_step):
-        item = writer.write(number, 0)
-        prompt = processor.encode(item.ticket.prompt, item.blobs)
-        lengths = rng.integers(1, config.data.max_response_length + 1, size)
-        total = int(lengths.sum())
-        records = []
-        for index in range(size):
-            scored = (number, index) != (1, 2)
-            status = TrajectoryStatus.FINISHED if scored else TrajectoryStatus.ERROR
-            reward = float(rng.random()) if scored else None
-            kind = "" if scored else "reward_exception"
-            records.append(
-                TrajectoryRecord(
-                    status=status, finish_reason=FinishReason.STOP, error_kind=kind, reward=reward, turns=()
-                )
-            )
-        mask = np.ones(total, np.uint8)
-        mask[rng.random(total) < 0.1] = 0
-        group = Group(
-            ticket_id=number,
-            server_id="s",
-            prompt_ids=prompt.token_ids,
-            image_grids=prompt.image_grids,
-            image_hashes=prompt.image_hashes,
-            lengths=lengths.astype(np.int32),
-            token_ids=rng.choice(usable, total).astype(np.int32),
-            loss_mask=mask,
-            logprobs=(-6 + rng.normal(0, 0.3, total)).astype(np.float32),
-            versions=np.zeros(total, np.int32),
-            trajectories=tuple(records),
-            timings=GroupTimings(queued_s=0, generate_s=0, reward_s=0),
-        )
-        received.append(ReceivedGroup(item, group))
-    return make_batch(received, processor)
-
-
-class _KeepGradients(TorchEngine):
-    """Looks at the gradients instead of taking the step."""
-
-    def optimizer_step(self) -> dict[str, float]:
-        self.gradients = {
-            name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in self.model.named_parameters()
-        }
-        self.model.zero_grad(set_to_none=True)
-        return {"grad_norm": float(torch.stack([g.norm() for g in self.gradients.values()]).norm())}
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
@@ -271,9 +189,9 @@ def test_micro_batching_changes_nothing(make_config: Callable[..., RunConfig], m
         )
         processor = PromptProcessor(config.model)
         batch = made_up_batch(config, processor)
-        engine = _KeepGradients(config, config.learner.optim, 1)
+        engine = KeepGradients(config, config.learner.optim, 1)
         engine.prepare()
-        metrics = LearnerStep(engine, config)(batch)
+        metrics = LearnerStep(engine, config)(batch, 0)
         parts = len(plan_micro_batches(batch.train_groups, budget))
         results.append((parts, metrics["loss"], engine.gradients))
     (many, many_loss, many_gradients), (one, one_loss, one_gradients) = results

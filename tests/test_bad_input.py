@@ -30,6 +30,7 @@ from asyncrl.errors import UserError
 from asyncrl.models.loading import load_model
 from asyncrl.models.processing import EncodedPrompt, PromptProcessor
 from asyncrl.rewards.pool import RewardPool
+from learner.journal import TicketSlot
 from learner.sft import SupervisedRun
 from learner.ticket_writer import TicketWriter
 from learner.tickets import PreparedTicket
@@ -134,9 +135,9 @@ BAD_ROWS = {
 def test_a_bad_row_stops_with_its_name(make_config: MakeConfig, tmp_path: Path, name: str) -> None:
     row, expected = BAD_ROWS[name]
     writer = writer_for(make_config(data=write_rows(tmp_path, [GOOD_ROW, row])))
-    assert writer.write(0, 0).ticket.prompt.row_id == "rows.jsonl:0"
+    assert writer.write(TicketSlot(0, 0, version=0, bound=0)).ticket.prompt.row_id == "rows.jsonl:0"
     with pytest.raises(UserError, match=expected):
-        writer.write(1, 0)
+        writer.write(TicketSlot(1, 1, version=0, bound=0))
 
 
 @pytest.mark.parametrize("name", ["missing image", "corrupt image", "truncated image", "large image", "vision_start"])
@@ -160,7 +161,8 @@ def test_overlong_rows_are_left_out_and_counted(
     with caplog.at_level(logging.INFO):
         writer = writer_for(config)
     assert writer.num_train_rows == 3
-    assert [writer.write(i, 0).ticket.prompt.row_id[-1] for i in range(6)] == ["0", "2", "4", "0", "2", "4"]
+    rows_visited = [writer.write(TicketSlot(i, i, version=0, bound=0)).ticket.prompt.row_id for i in range(6)]
+    assert [row_id[-1] for row_id in rows_visited] == ["0", "2", "4", "0", "2", "4"]
     assert "3 of 5 rows are within data.max_prompt_length = 40" in caplog.text
     assert "rows.jsonl:1" in caplog.text
     assert "rows.jsonl:3" in caplog.text
@@ -207,7 +209,7 @@ def test_threads_share_a_processor(make_config: MakeConfig, tmp_path: Path) -> N
     """The learner encodes on two threads; neither the cache nor the tokenizer can serve both at once."""
     rows = [{"prompt": f"What is {i}?", "images": ["good.png"]} for i in range(6)]
     writer = writer_for(make_config(data=write_rows(tmp_path, rows)))
-    items = [writer.write(i, 0) for i in range(6)]
+    items = [writer.write(TicketSlot(i, i, version=0, bound=0)) for i in range(6)]
     expected = [writer.processor.encode(item.ticket.prompt, item.blobs).token_ids.tolist() for item in items]
     shared = _Watched(writer.config.model, cache_mib=0)
 
@@ -345,7 +347,7 @@ def test_a_failing_reward_is_a_status_and_never_a_zero(make_config: MakeConfig, 
     assert isinstance(config.reward, RewardConfig)
     processor = PromptProcessor(config.model)
     stop = (processor.tokenizer.eos_token_id,)
-    item = TicketWriter(config, processor, stop).write(0, 0)
+    item = TicketWriter(config, processor, stop).write(TicketSlot(0, 0, version=0, bound=0))
     group = asyncio.run(asyncio.wait_for(produce(config, item, processor), 30))
     for record in group.trajectories:
         assert (record.status, record.error_kind) == (status, kind), record.error_message
@@ -367,7 +369,7 @@ def two_images(make_config: MakeConfig, tmp_path: Path) -> tuple[RunConfig, Prom
     data = write_rows(tmp_path, [{"prompt": "<image> or <image>?", "images": ["small.png", "wide.png"]}])
     config = make_config(data={**data, "max_prompt_length": 120})
     processor = PromptProcessor(config.model)
-    return config, processor, TicketWriter(config, processor, (1,)).write(0, 3)
+    return config, processor, TicketWriter(config, processor, (1,)).write(TicketSlot(0, 0, version=3, bound=0))
 
 
 def good_group(ticket: Ticket, prompt: EncodedPrompt) -> Group:
@@ -547,7 +549,7 @@ def test_the_engine_never_samples_an_image_placeholder(
 ) -> None:
     config = make_config(model={"path": str(image_pad_lover)}, batch={"group_size": 8})
     processor = PromptProcessor(config.model)
-    item = writer_for(config).write(0, 0)
+    item = writer_for(config).write(TicketSlot(0, 0, version=0, bound=0))
     prompt = processor.encode(item.ticket.prompt, item.blobs)
 
     model: Any = load_model(config.model, device=torch.device("cpu"))
@@ -568,7 +570,7 @@ def test_the_engine_never_samples_an_image_placeholder(
 def test_the_engine_refuses_a_ticket_that_would_allow_placeholders(make_config: MakeConfig) -> None:
     config = make_config()
     processor = PromptProcessor(config.model)
-    item = writer_for(config).write(0, 0)
+    item = writer_for(config).write(TicketSlot(0, 0, version=0, bound=0))
     sampling = item.ticket.sampling.model_copy(update={"banned_token_ids": ()})
     request = GenerationRequest(0, processor.encode(item.ticket.prompt, item.blobs), 4, 1, sampling)
     with pytest.raises(UserError, match=r"ticket 0 allows image placeholder ids \[.*\] to be sampled"):
@@ -578,7 +580,9 @@ def test_the_engine_refuses_a_ticket_that_would_allow_placeholders(make_config: 
 def test_the_learner_refuses_what_an_unguarded_engine_sampled(make_config: MakeConfig) -> None:
     config = make_config(rollout={"engine": "scripted", "engine_args": {"emit_banned": True}})
     processor = PromptProcessor(config.model)
-    item = TicketWriter(config, processor, (processor.tokenizer.eos_token_id,)).write(0, 0)
+    item = TicketWriter(config, processor, (processor.tokenizer.eos_token_id,)).write(
+        TicketSlot(0, 0, version=0, bound=0)
+    )
     group = asyncio.run(asyncio.wait_for(produce(config, item, processor), 30))
     prompt = processor.encode(item.ticket.prompt, item.blobs)
     row = item.ticket.prompt.row_id

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from asyncrl.cli import main
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.schema import RolloutConfig, RunConfig
 from asyncrl.errors import UserError
+from asyncrl.launch.processes import JOURNAL_FILE, learner_service, server_services
 from asyncrl.launch.train import check_run_dir, resolve_ports, write_config
 
 CONFIG = """\
@@ -117,10 +118,16 @@ def test_an_existing_run_directory_is_never_written_into(tmp_path: Path) -> None
     (config.run_path / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(UserError, match="--resume"):
         check_run_dir(config, resume=False)
-    with pytest.raises(UserError, match="no checkpoint"):
+    with pytest.raises(UserError, match=r"no journal\.sqlite"):
         check_run_dir(config, resume=True)
-    (config.run_path / "checkpoints" / "step-000002").mkdir(parents=True)
+    (config.run_path / JOURNAL_FILE).touch()
     check_run_dir(config, resume=True)
+
+
+def test_the_launcher_knows_the_journal_by_the_name_that_the_learner_gives_it() -> None:
+    from learner import journal
+
+    assert journal.JOURNAL_FILE == JOURNAL_FILE
 
 
 def test_zeros_become_four_different_free_ports(tmp_path: Path) -> None:
@@ -153,6 +160,43 @@ def test_both_services_read_the_same_resolved_configuration(tmp_path: Path) -> N
 
     config = resolve_ports(make(tmp_path))
     assert load_config(write_config(config)) == config
+
+
+def test_several_servers_get_a_log_a_port_and_a_share_of_the_cores_each(tmp_path: Path) -> None:
+    config = make(tmp_path).model_copy(update={"rollout": RolloutConfig(servers=3)})
+    config = resolve_ports(config)
+    first = config.telemetry.rollout_port
+    assert not {first + 1, first + 2} & set(ports_of(config))
+    services = server_services(config, tmp_path / "config.yaml")
+    assert [service.name for service in services] == [f"rollout_server-{n}" for n in (1, 2, 3)]
+    assert [service.log.name for service in services] == [f"rollout_server-{n}.log" for n in (1, 2, 3)]
+    assert [list(service.command[5:]) for service in services] == [
+        [],
+        [f"telemetry.rollout_port={first + 1}"],
+        [f"telemetry.rollout_port={first + 2}"],
+    ]
+
+
+def test_the_ports_after_a_fixed_one_must_be_free_for_the_further_servers(tmp_path: Path) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        busy = holder.getsockname()[1]
+        config = make(tmp_path, rollout_port=busy - 1).model_copy(update={"rollout": RolloutConfig(servers=2)})
+        with pytest.raises(UserError, match=r"rollout_port \+ 1 \(rollout\.servers\)|rollout_port to another"):
+            resolve_ports(config)
+
+
+def test_a_learner_that_crashed_resumes_once_it_has_a_journal(tmp_path: Path) -> None:
+    config = make(tmp_path)
+    config.run_path.mkdir()
+    learner = learner_service(config, tmp_path / "config.yaml", resume=False)
+    assert "--resume" not in learner.command
+    assert learner.when_again() == ()
+    (config.run_path / JOURNAL_FILE).touch()
+    assert learner.when_again() == ("--resume",)
+    resumed = learner_service(config, tmp_path / "config.yaml", resume=True)
+    assert [*resumed.command, *resumed.when_again()].count("--resume") == 1
 
 
 def test_config_reference_names_every_section(capsys: pytest.CaptureFixture[str]) -> None:

@@ -145,7 +145,7 @@ def test_a_resumed_run_does_not_repeat_what_was_told_before(tmp_path: Path) -> N
     recorder = write_run(tmp_path)
 
     def resume() -> None:
-        recorder.truncate_after(30)
+        recorder.truncate_after(30, evaluations_after=30)
         recorder.step({"step": 31})
         recorder.evaluation({"step": 40, "accuracy": 0.5, "rows": 16, "errors": 0})
 
@@ -171,7 +171,7 @@ def test_the_story_follows_a_growing_and_a_cut_file(tmp_path: Path) -> None:
     story.refresh()
     assert [step["step"] for step in story.steps] == [1, 2, 3, 4, 5, 6]
     assert story.seconds_left() == (100 - 6) * 2.0
-    recorder.truncate_after(3)
+    recorder.truncate_after(3, evaluations_after=3)
     story.refresh()
     assert [step["step"] for step in story.steps] == [1, 2, 3]
     assert story.good["completion"]["reward"] == 1.0

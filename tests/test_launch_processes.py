@@ -14,7 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrl.launch.processes import LAST_LINES, Outcome, Service, Supervisor, available_cores, service_environment
+from asyncrl.launch.processes import LAST_LINES, Service, available_cores, service_environment
+from asyncrl.launch.supervisor import Outcome, RestartPolicy, Supervisor
 
 SLEEP = "import time; time.sleep(60)"
 IGNORE = (
@@ -30,9 +31,12 @@ def make(tmp_path: Path) -> Callable[[str, str], Service]:
     return make
 
 
-def run(learner: Service, rollout: Service, **options: float) -> tuple[Outcome, float]:
+NEVER = RestartPolicy(max_restarts=0)
+
+
+def run(learner: Service, rollout: Service, policy: RestartPolicy = NEVER, **options: float) -> tuple[Outcome, float]:
     started = time.monotonic()
-    outcome = Supervisor(learner, rollout, **options).run()
+    outcome = Supervisor(learner, rollout, policy=policy, **options).run()
     assert learner.code is not None
     assert rollout.code is not None
     return outcome, time.monotonic() - started
@@ -78,7 +82,7 @@ def test_when_one_side_crashes_the_other_is_stopped_and_the_log_is_shown(make, f
     crash = "for n in range(50): print('line', n)\nraise RuntimeError('the reason')"
     sides = {name: make(name, crash if name == failing else SLEEP) for name in ("learner", "rollout_server")}
     outcome, seconds = run(sides["learner"], sides["rollout_server"])
-    assert outcome == Outcome(1, failed=sides[failing])
+    assert outcome == Outcome(1, failed=sides[failing], gave_up=True)
     words = sides[failing].last_words().splitlines()
     assert len(words) == LAST_LINES
     assert words[-1] == "RuntimeError: the reason"
@@ -130,7 +134,8 @@ time.sleep(60)
 LAUNCHER = """
 import sys
 from pathlib import Path
-from asyncrl.launch.processes import Service, Supervisor
+from asyncrl.launch.processes import Service
+from asyncrl.launch.supervisor import Supervisor
 folder, manner, script = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 services = [
     Service(name, [sys.executable, "-c", script, str(folder / name), manner], folder / f"{name}.log", {})

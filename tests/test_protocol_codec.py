@@ -104,7 +104,7 @@ def make_tickets(image: bytes = b"png", columns: dict[str, Any] | None = None) -
 
 
 def make_manifest() -> WeightManifest:
-    entry = TensorEntry(name="w", dtype="bfloat16", shape=(2, 3), offset=0, nbytes=12, crc32=99)
+    entry = TensorEntry(name="w", dtype="bfloat16", shape=(2, 3), offset=0, nbytes=12, xxh3=(1 << 64) - 1)
     return WeightManifest(version=4, tensors=(entry,), total_bytes=12, shm_path="/dev/shm/x")
 
 
@@ -121,9 +121,10 @@ EXAMPLES: list[Wire] = [
     ),
     Welcome(
         run_id="r",
+        incarnation="i",
         host_id="h",
         version=0,
-        weights_endpoint="tcp://127.0.0.1:1",
+        weights_port=1,
         heartbeat_s=2.0,
         timeout_s=30.0,
     ),

@@ -8,10 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any, get_args
 
+from learner.ports import CHUNK_LIMITS
 from protocol import codec, messages, transfer
 from protocol.codec import ALL_MODELS, Limits
 from protocol.errors import ErrorCode
-from protocol.sockets import QUEUED_MESSAGES
+from protocol.peers import PeerLimits
+from protocol.socket_options import CHUNK_QUEUES, CONTROL_QUEUES
+from protocol.sockets import TURN_MESSAGES, TURN_S
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "protocol" / "README.md").read_text()
@@ -72,15 +75,23 @@ def test_error_table():
 
 def test_limits_table():
     defaults = [row[1] for row in table("limit")]
-    limits = Limits()
+    limits, peers = Limits(), PeerLimits()
     assert defaults == [
-        f"{limits.max_message_bytes >> 30} GiB",
+        f"{limits.max_message_bytes >> 20} MiB",
         f"{limits.max_header_bytes >> 20} MiB",
         str(limits.max_frames),
         f"{codec.MAX_ELEMENTS:,}",
         f"{transfer.MAX_CHUNK_BYTES >> 20} MiB ({transfer.CHUNK_BYTES >> 20} MiB is asked for)",
-        str(QUEUED_MESSAGES),
+        f"{CONTROL_QUEUES.send}, {CHUNK_QUEUES.send}",
+        str(CONTROL_QUEUES.receive),
+        f"{TURN_MESSAGES}, or {TURN_S} s",
+        str(peers.bad_messages),
+        f"{peers.messages:,}, {CHUNK_LIMITS.messages:,}",
     ]
+    assert CONTROL_QUEUES.receive == CHUNK_QUEUES.receive
+    assert peers.interval_s == CHUNK_LIMITS.interval_s == 10
+    assert peers.mute_s == CHUNK_LIMITS.mute_s == 60
+    assert f"for {peers.mute_s:g} s (twice as long" in README
 
 
 def test_diagram_uses_real_message_types():

@@ -32,6 +32,7 @@ from protocol.messages import (
     TicketFailed,
     Welcome,
 )
+from protocol.socket_options import Queues
 from protocol.sockets import BadMessage, Delivery, LearnerSocket, Received, SendTimeout, ServerSocket
 
 LIMITS = Limits(max_message_bytes=1 << 20)
@@ -46,9 +47,7 @@ HELLO = Hello(
     max_groups=4,
     pid=1,
 )
-WELCOME = Welcome(
-    run_id="r", host_id="h", version=0, weights_endpoint="tcp://127.0.0.1:1", heartbeat_s=1.0, timeout_s=5.0
-)
+WELCOME = Welcome(run_id="r", incarnation="i", host_id="h", version=0, weights_port=1, heartbeat_s=1.0, timeout_s=5.0)
 
 
 @pytest.fixture
@@ -156,7 +155,7 @@ def test_a_hello_of_another_protocol_is_refused_with_a_reason(learner: LearnerSo
     assert refusal.code is ErrorCode.PROTOCOL_VERSION
     assert "9.0" in refusal.reason
     assert "s9" in refusal.reason
-    broken = answer_to(raw, learner, [pack({"type": "hello", "protocol_major": 1})])
+    broken = answer_to(raw, learner, [pack({"type": "hello", "protocol_major": 2})])
     assert isinstance(broken, Error)
 
 
@@ -164,10 +163,10 @@ def test_undecodable_hello_is_told_from_other_messages():
     def frames(**fields: object) -> list[bytes]:
         return [pack(fields)]
 
-    assert refusal_for_undecodable_hello(frames(type="hello", protocol_major=2)) is not None
-    assert refusal_for_undecodable_hello(frames(type="hello", protocol_major=1)) is None
-    assert refusal_for_undecodable_hello(frames(type="hello", protocol_major="2")) is None
-    assert refusal_for_undecodable_hello(frames(type="group", protocol_major=2)) is None
+    assert refusal_for_undecodable_hello(frames(type="hello", protocol_major=1)) is not None
+    assert refusal_for_undecodable_hello(frames(type="hello", protocol_major=2)) is None
+    assert refusal_for_undecodable_hello(frames(type="hello", protocol_major="1")) is None
+    assert refusal_for_undecodable_hello(frames(type="group", protocol_major=1)) is None
     assert refusal_for_undecodable_hello([b"\xc1"]) is None
     assert refusal_for_undecodable_hello([]) is None
 
@@ -185,10 +184,10 @@ def test_check_hello():
     assert check(HELLO.model_copy(update={"protocol_minor": 7})) is None
     assert check(HELLO, {"server-0": "s1", "server-1": "s2"}) is None, "the same session is a reconnection"
     for changes, live, code, values in (
-        ({"protocol_major": 2}, {}, ErrorCode.PROTOCOL_VERSION, ("2.0", "1.0")),
+        ({"protocol_major": 1}, {}, ErrorCode.PROTOCOL_VERSION, ("1.0", "2.0")),
         ({"model_fingerprint": "model-b"}, {}, ErrorCode.MODEL_MISMATCH, ("model-b", "model-a")),
         ({"processor_fingerprint": "pb"}, {}, ErrorCode.PROCESSOR_MISMATCH, ("pb", "processor-a")),
-        ({}, {"server-0": "other"}, ErrorCode.DUPLICATE_SERVER, ("other", "s1")),
+        ({}, {"server-0": "other"}, ErrorCode.DUPLICATE_SERVER, ("s1", "pid 1")),
     ):
         refusal = check(HELLO.model_copy(update=changes), live)
         assert refusal is not None
@@ -196,6 +195,7 @@ def test_check_hello():
         assert "server-0" in refusal.reason
         assert all(value in refusal.reason for value in values)
         assert refusal.fix
+        assert "other" not in refusal.reason
 
 
 def test_sending_to_a_peer_that_has_gone_is_reported(learner: LearnerSocket, raw: zmq.Socket):
@@ -212,7 +212,7 @@ def test_sending_to_a_peer_that_has_gone_is_reported(learner: LearnerSocket, raw
 
 
 def test_a_peer_that_does_not_read_fills_its_queue_and_blocks_nobody():
-    learner = LearnerSocket("tcp://127.0.0.1:0", ControlFromServer, setting="port", queued_messages=5, linger_s=0)
+    learner = LearnerSocket("tcp://127.0.0.1:0", ControlFromServer, setting="port", queues=Queues(5, 5), linger_s=0)
     slow = zmq.Context.instance().socket(zmq.DEALER)
     slow.setsockopt(zmq.RCVHWM, 5)
     slow.setsockopt(zmq.LINGER, 0)

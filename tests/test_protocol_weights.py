@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from protocol import weights
+from protocol.arrival import RunningChecksums
 from protocol.endpoints import PortInUseError
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.layout import ALIGNMENT, ITEMSIZE, PublicationError, plan_layout
@@ -32,6 +33,7 @@ from protocol.messages import (
 from protocol.shm import check_manifest, open_shm
 from protocol.sockets import LearnerSocket, Received, ServerSocket
 from protocol.transfer import MAX_CHUNK_BYTES, answer_chunk_request, fetch
+from protocol.weight_file import WeightFile, map_for_reading
 from protocol.weights import Publication, Tensor, remove_stale
 
 WAIT_S = 10.0
@@ -127,6 +129,100 @@ def test_a_mapped_version_outlives_its_replacement(publication: Publication):
     assert_equals(tensors, mapped.tensors)
 
 
+@pytest.fixture
+def refilled(tmp_path: Path) -> Iterator[Publication]:
+    """Fills files again, as publications in shared memory do."""
+    with Publication("run-2", tmp_path, refill=True) as opened:
+        yield opened
+
+
+def inode(manifest: WeightManifest) -> int:
+    return os.stat(manifest.shm_path).st_ino
+
+
+def test_the_file_of_a_dropped_version_is_filled_again(refilled: Publication, tmp_path: Path):
+    manifests, inodes = [], []
+    for version in range(1, 7):
+        manifests.append(refilled.publish(version, make_tensors(version)))
+        inodes.append(inode(manifests[-1]))
+        with open_shm(manifests[-1]) as mapped:
+            assert_equals(make_tensors(version), mapped.tensors)
+    assert inodes == inodes[:2] * 3, "two files serve all versions"
+    assert len(list(tmp_path.iterdir())) == 3
+    with pytest.raises(ProtocolError) as caught:
+        open_shm(manifests[3])
+    assert caught.value.code is ErrorCode.VERSION_GONE
+    with open_shm(manifests[4]) as mapped:
+        assert_equals(make_tensors(5), mapped.tensors)
+
+
+def test_a_file_that_is_still_read_is_not_filled_again(refilled: Publication):
+    """By a server that has it mapped, or by a chunk that is being sent: the bytes stay as they were."""
+    first = refilled.publish(1, make_tensors(1))
+    mapped = open_shm(first)
+    chunk = refilled.publish(2, make_tensors(2)) and refilled.read(2, 0, 1000)
+    used = {inode(first), inode(refilled.manifest(2))}
+    for version in (3, 4, 5):
+        assert inode(refilled.publish(version, make_tensors(version))) not in used
+    assert_equals(make_tensors(1), mapped.tensors)
+    assert bytes(chunk) == bytes(make_tensors(2)[0].data[:1000])
+    kept = mapped.tensors["embed"]
+    mapped.close()
+    assert bytes(kept) == bytes(make_tensors(1)[0].data), "a view that outlives `close` is safe as well"
+
+
+def test_a_version_of_another_size_gets_a_new_file(refilled: Publication):
+    for version, large in ((1, 10), (2, 10), (3, 5000), (4, 100)):
+        tensors = make_tensors(version, large)
+        with open_shm(refilled.publish(version, tensors)) as mapped:
+            assert_equals(tensors, mapped.tensors)
+
+
+def test_a_reader_that_comes_while_a_file_is_filled_is_told_that_its_version_has_gone(tmp_path: Path):
+    """It has opened the file under its old name, but locks it too late."""
+    layout = plan_layout([("w", "uint8", (4,), 4)])
+    file = WeightFile.create(tmp_path / "v1")
+    file.fill(layout, [memoryview(b"1111")])
+    file.show(tmp_path / "v1")
+    assert file.take_back(tmp_path / "v3", 4)
+    os.link(file.path, tmp_path / "v1")  # as if it had been opened before it was taken back
+    assert map_for_reading(tmp_path / "v1", 4) is None, "locked"
+    file.fill(layout, [memoryview(b"3333")])
+    file.show(tmp_path / "v3")
+    held = map_for_reading(tmp_path / "v3", 4)
+    assert bytes(held or b"") == b"3333"
+    assert not file.take_back(tmp_path / "v5", 4), "somebody reads it"
+    file.remove()
+    assert bytes(held or b"") == b"3333"
+
+
+READER = """
+import sys, time
+from pathlib import Path
+from protocol.weight_file import map_for_reading
+view = map_for_reading(Path(sys.argv[1]), int(sys.argv[2]))
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_killed_reader_does_not_keep_its_file(refilled: Publication):
+    first = refilled.publish(1, make_tensors(1))
+    with subprocess.Popen(
+        [sys.executable, "-c", READER, first.shm_path, str(first.total_bytes)],
+        cwd=Path(__file__).parent.parent,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as reader:
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == "ready\n"
+        was = inode(first)
+        reader.send_signal(signal.SIGKILL)
+        reader.wait(timeout=WAIT_S)
+    refilled.publish(2, make_tensors(2))
+    assert inode(refilled.publish(3, make_tensors(3))) == was
+
+
 def test_views_handed_out_survive_the_drop_of_their_version(publication: Publication):
     tensors = make_tensors(1)
     publication.publish(1, tensors)
@@ -198,10 +294,10 @@ def test_a_full_directory_is_explained(publication: Publication, monkeypatch: py
     assert "--shm-size=13m" in str(caught.value)
     monkeypatch.setattr(weights.shutil, "disk_usage", lambda _: usage(1 << 40, 0, 1 << 40))
 
-    def full(_fd: int, _view: memoryview) -> None:
+    def full(_file: WeightFile, _offset: int, _view: memoryview) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(weights, "_write_all", full)
+    monkeypatch.setattr(WeightFile, "_write", full)
     with pytest.raises(PublicationError, match="shm-size"):
         publication.publish(1, make_tensors())
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"], "no partial file stays behind"
@@ -353,8 +449,9 @@ def test_a_transfer_resumes_after_the_learner_came_back(publication: Publication
             transfer = asyncio.create_task(
                 fetch(sock, manifest, into, timeout_s=WAIT_S, chunk_bytes=50_000, retry_s=0.1)
             )
+            complete = publication.read(1, 0, manifest.total_bytes)
             async with asyncio.timeout(WAIT_S):
-                while len(asked) <= 5:
+                while len(asked) <= 5 or into[: 5 * 50_000] != complete[: 5 * 50_000]:
                     await asyncio.sleep(0.01)
         before = asked[:5]
         asked.clear()
@@ -410,7 +507,7 @@ def test_a_silent_learner_is_named_after_the_deadline(publication: Publication):
 
 def test_corrupted_bytes_are_fetched_again_and_then_refused(publication: Publication):
     manifest = publication.publish(1, make_tensors())
-    wrong = manifest.tensors[1].model_copy(update={"crc32": 1})
+    wrong = manifest.tensors[1].model_copy(update={"xxh3": 1})
     asked: list[int] = []
     broken = manifest.model_copy(update={"tensors": (manifest.tensors[0], wrong, *manifest.tensors[2:])})
     with serving(publication, lambda request: asked.append(request.offset) is None) as sock:
@@ -447,3 +544,34 @@ def test_chunk_requests_are_answered_or_refused(publication: Publication):
         assert isinstance(refused, Error)
         assert refused.code is code
         assert refused.version == version
+
+
+def test_checksums_of_what_arrives_are_those_of_the_whole(publication: Publication):
+    """Whatever the pieces in which it arrives; nothing is read before it is there."""
+    manifest = publication.publish(1, make_tensors())
+    complete = bytes(publication.read(1, 0, manifest.total_bytes))
+    for step, most in ((1 << 20, 1 << 20), (777, 500), (64, 64), (100_000, 3)):
+        target = bytearray(manifest.total_bytes)
+        running = RunningChecksums(manifest.tensors, memoryview(target))
+        for end in range(step, manifest.total_bytes + step, step):
+            target[end - step : end] = complete[end - step : end]
+            running.advance(min(end, manifest.total_bytes), most)
+        assert running.finish() == []
+    damaged = bytearray(complete)
+    damaged[manifest.tensors[1].offset] ^= 1
+    assert RunningChecksums(manifest.tensors, memoryview(damaged)).finish() == ["bias"]
+
+
+def test_a_slow_answer_is_not_asked_for_twice_while_others_arrive(publication: Publication):
+    manifest = publication.publish(1, make_tensors(large=200_000))
+    asked: list[int] = []
+
+    def slowly(request: ChunkRequest) -> bool:
+        asked.append(request.offset)
+        time.sleep(0.03)  # the answers of a window of 16 take five times `retry_s`
+        return True
+
+    with serving(publication, slowly) as sock:
+        (data,) = pull(sock.endpoint, manifest)
+    assert_equals(make_tensors(large=200_000), views_of(manifest, data))
+    assert len(asked) == len(set(asked)) == 25

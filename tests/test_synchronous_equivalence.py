@@ -18,6 +18,7 @@ from asyncrl.models.published import published_tensors
 from asyncrl.rewards.pool import RewardPool
 from learner.batch import make_batch
 from learner.engines.torch_engine import TorchEngine
+from learner.journal import TicketSlot
 from learner.step import LearnerStep
 from learner.ticket_writer import TicketWriter
 from learner.tickets import ReceivedGroup
@@ -45,11 +46,12 @@ async def plain_loop(config: RunConfig) -> tuple[list[dict[str, float]], list[Gr
     groups: list[Group] = []
     per_step = config.batch.prompts_per_step
     for version in range(config.trainer.max_steps):
-        prepared = [writer.write(i, version) for i in range(version * per_step, (version + 1) * per_step)]
+        slots = [TicketSlot(i, i, version, bound=0) for i in range(version * per_step, (version + 1) * per_step)]
+        prepared = [writer.write(slot) for slot in slots]
         blobs = {digest: memoryview(data) for item in prepared for digest, data in item.blobs.items()}
         produced = {g.ticket_id: g async for g in producer.produce([item.ticket for item in prepared], blobs)}
         received = [ReceivedGroup(item, produced[item.ticket.ticket_id]) for item in prepared]
-        metrics.append(step(make_batch(received, processor)))
+        metrics.append(step(make_batch(received, processor), version))
         groups += [item.group for item in received]
         await engine.update_weights(version + 1, trainer.published_state())
     await engine.close()

@@ -53,7 +53,7 @@ def test_resuming_forgets_later_lines_of_every_file(tmp_path: Path) -> None:
         recorder.evaluation({"step": step, "accuracy": 0.1})
         recorder.sample({"step": step, "images": []}, {})
     resumed = RunRecorder(tmp_path)
-    resumed.truncate_after(3)
+    resumed.truncate_after(3, evaluations_after=3)
     resumed.step({"step": 4, "again": 1})
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
     assert lines(tmp_path / "metrics.jsonl")[-1] == {"step": 4, "again": 1}
@@ -144,7 +144,7 @@ def test_a_tail_hands_out_each_finished_line_once_and_notices_a_cut(tmp_path: Pa
         file.write('ep": 2}\nnot json\n{"step": 3}\n')
     assert tail.new_records() == ([{"step": 2}, {"step": 3}], False)
     assert tail.new_records() == ([], False)
-    RunRecorder(tmp_path).truncate_after(1)
+    RunRecorder(tmp_path).truncate_after(1, evaluations_after=1)
     assert tail.new_records() == ([{"step": 1}], True)
 
 

@@ -9,7 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl.config.schema import OnStale
 from asyncrl.errors import BadStateError
+from asyncrl.models.prompt_facts import PromptFacts
+from learner.journal import Journal, TicketSlot
 from learner.tickets import MAX_ATTEMPTS, PreparedTicket, ReceivedGroup, TicketLedger
 from protocol.messages import (
     FinishReason,
@@ -26,16 +29,37 @@ from protocol.messages import (
 SAMPLING = Sampling(max_new_tokens=4, stop_token_ids=(0,))
 
 
-def prepared(ticket_id: int, version: int = 0, kind: TicketKind = TicketKind.TRAIN) -> PreparedTicket:
-    prompt = Prompt(row_id=f"d:{ticket_id}", messages=())
+def make_ledger(per_step: int, bound: int, total: int, on_stale: OnStale = "wait") -> TicketLedger:
+    journal = Journal(None)
+    return TicketLedger(journal, prompts_per_step=per_step, bound=bound, total_groups=total, on_stale=on_stale)
+
+
+def restarted(ledger: TicketLedger, per_step: int, bound: int, total: int) -> TicketLedger:
+    """The ledger of a learner that was killed and has started again on the same journal."""
+    again = TicketLedger(ledger.journal, prompts_per_step=per_step, bound=bound, total_groups=total)
+    again.recover(prepared, withhold_s=0.0)
+    again.advance(ledger.version)
+    return again
+
+
+def prepared(slot: TicketSlot, kind: TicketKind = TicketKind.TRAIN) -> PreparedTicket:
+    prompt = Prompt(row_id=f"d:{slot.position}", messages=())
     ticket = Ticket(
-        ticket_id=ticket_id, kind=kind, prompt=prompt, group_size=1, seed=1, min_version=version, sampling=SAMPLING
+        ticket_id=slot.ticket_id,
+        kind=kind,
+        prompt=prompt,
+        group_size=1,
+        seed=1,
+        min_version=slot.version,
+        sampling=SAMPLING,
     )
-    return PreparedTicket(ticket, {})
+    facts = PromptFacts(np.zeros(1, np.int32), np.zeros((0, 3), np.int32), ())
+    return PreparedTicket(ticket, {}, slot, facts)
 
 
-def received(item: PreparedTicket, version: int | None = None) -> ReceivedGroup:
-    """A group of one token, sampled at the version or the ticket's own."""
+def received(item: PreparedTicket, *versions: int) -> ReceivedGroup:
+    """A group of one trajectory, its tokens sampled at these versions, or one token at the ticket's own."""
+    sampled = np.asarray(versions or (item.ticket.min_version,), np.int32)
     record = TrajectoryRecord(status=TrajectoryStatus.FINISHED, finish_reason=FinishReason.STOP, reward=1.0, turns=())
     group = Group(
         ticket_id=item.ticket.ticket_id,
@@ -43,11 +67,11 @@ def received(item: PreparedTicket, version: int | None = None) -> ReceivedGroup:
         prompt_ids=np.zeros(1, np.int32),
         image_grids=np.zeros((0, 3), np.int32),
         image_hashes=(),
-        lengths=np.ones(1, np.int32),
-        token_ids=np.zeros(1, np.int32),
-        loss_mask=np.ones(1, np.uint8),
-        logprobs=np.zeros(1, np.float32),
-        versions=np.full(1, item.ticket.min_version if version is None else version, np.int32),
+        lengths=np.asarray([sampled.size], np.int32),
+        token_ids=np.zeros(sampled.size, np.int32),
+        loss_mask=np.ones(sampled.size, np.uint8),
+        logprobs=np.zeros(sampled.size, np.float32),
+        versions=sampled,
         trajectories=(record,),
         timings=GroupTimings(queued_s=0, generate_s=0, reward_s=0),
     )
@@ -55,99 +79,182 @@ def received(item: PreparedTicket, version: int | None = None) -> ReceivedGroup:
 
 
 def issue(ledger: TicketLedger, version: int) -> list[PreparedTicket]:
-    items = [prepared(ticket_id, version) for ticket_id in ledger.admissible(version)]
+    items = [prepared(slot) for slot in ledger.admissible(version)]
     ledger.issue(items)
     return items
+
+
+def arrive(ledger: TicketLedger, item: PreparedTicket, *versions: int) -> None:
+    ledger.receive([received(item, *versions)])
+
+
+def step(ledger: TicketLedger) -> list[ReceivedGroup]:
+    """One learner step: its groups are taken, and the version moves."""
+    taken = ledger.take()
+    ledger.advance(ledger.version + 1)
+    return taken
 
 
 def ids(items: list[PreparedTicket]) -> list[int]:
     return [item.ticket.ticket_id for item in items]
 
 
+def taken_ids(ledger: TicketLedger) -> list[int]:
+    return [group.ticket.ticket_id for group in step(ledger)]
+
+
+def positions(groups: list[ReceivedGroup]) -> list[int]:
+    return [group.slot.position for group in groups]
+
+
 @pytest.mark.parametrize("max_staleness", range(5))
 def test_admission_capacity(max_staleness: int) -> None:
     per_step, steps = 8, 7
-    ledger = TicketLedger(prompts_per_step=per_step, max_staleness=max_staleness, total_groups=steps * per_step)
+    ledger = make_ledger(per_step, max_staleness, steps * per_step)
     for version in range(steps):
         issue(ledger, version)
         expected = min((max_staleness + version + 1) * per_step, steps * per_step)
         assert ledger.counts().issued == expected
         assert not ledger.admissible(version), "nothing more before the next version"
         for item in ledger.waiting()[:per_step]:
-            ledger.receive(received(item))
-        taken = ledger.take(version)
-        assert [group.ticket.ticket_id for group in taken] == list(range(version * per_step, (version + 1) * per_step))
+            arrive(ledger, item)
+        assert taken_ids(ledger) == list(range(version * per_step, (version + 1) * per_step))
     assert ledger.counts().trained == steps * per_step
     assert ledger.counts().residual == 0
 
 
 def test_the_published_example_of_the_staleness_gate() -> None:
-    ledger = TicketLedger(prompts_per_step=8, max_staleness=2, total_groups=1000)
-    assert len(ledger.admissible(3)) == 48
-
-
-def test_a_fast_server_never_makes_a_group_too_stale() -> None:
-    """However late groups are taken, no token is older than the bound: the other groups wait with the step."""
-    ledger = TicketLedger(prompts_per_step=2, max_staleness=1, total_groups=20)
-    for version in range(10):
-        issue(ledger, version)
-        for item in ledger.waiting():
-            ledger.receive(received(item))
-        for group in ledger.take(version):
-            assert version - group.ticket.min_version <= 1
-    assert ledger.counts().residual == 0
+    assert len(make_ledger(8, 2, 1000).admissible(3)) == 48
 
 
 def test_take_prefers_the_oldest() -> None:
-    ledger = TicketLedger(prompts_per_step=2, max_staleness=2, total_groups=100)
+    ledger = make_ledger(2, 2, 100)
     items = issue(ledger, 0)
     assert ids(items) == [0, 1, 2, 3, 4, 5]
     for place in (5, 3, 1, 0, 4, 2):
-        ledger.receive(received(items[place]))
-    assert [group.ticket.ticket_id for group in ledger.take(0)] == [0, 1]
-    assert [group.ticket.ticket_id for group in ledger.take(1)] == [2, 3]
+        arrive(ledger, items[place])
+    assert taken_ids(ledger) == [0, 1]
+    assert taken_ids(ledger) == [2, 3]
 
 
 def test_a_step_waits_for_tickets_that_would_become_stale() -> None:
-    ledger = TicketLedger(prompts_per_step=2, max_staleness=1, total_groups=100)
+    ledger = make_ledger(2, 1, 100)
     first = issue(ledger, 0)  # 0 to 3, all of version 0: last chance is the step at version 1
     for place in (1, 2):
-        ledger.receive(received(first[place]))
-    assert ledger.ready(0), "0 and 3 can still be trained at version 1"
-    ledger.take(0)
-    second = issue(ledger, 1)
-    for item in second:
-        ledger.receive(received(item))
-    assert not ledger.ready(1)
-    assert [ticket_id for ticket_id, _, _ in ledger.blockers(1)] == [0, 3]
+        arrive(ledger, first[place])
+    assert ledger.ready(), "0 and 3 can still be trained at version 1"
+    step(ledger)
+    for item in issue(ledger, 1):
+        arrive(ledger, item)
+    assert not ledger.ready()
+    assert [ticket_id for ticket_id, _, _ in ledger.blockers()] == [0, 3]
     ledger.assign([0], "server")
-    assert [server for _, server, _ in ledger.blockers(1)] == ["server", None]
-    ledger.receive(received(first[0]))
-    assert not ledger.ready(1)
-    ledger.receive(received(first[3]))
-    assert ledger.ready(1)
-    assert [group.ticket.ticket_id for group in ledger.take(1)] == [0, 3]
+    assert [server for _, server, _ in ledger.blockers()] == ["server", None]
+    arrive(ledger, first[0])
+    assert not ledger.ready()
+    arrive(ledger, first[3])
+    assert ledger.ready()
+    assert taken_ids(ledger) == [0, 3]
+
+
+def test_a_step_waits_before_too_many_tickets_fall_due_together() -> None:
+    """A newer group must not take the place of an older ticket: at its deadline there would be no room for it."""
+    ledger = make_ledger(1, 2, 100)
+    first = issue(ledger, 0)  # 0, 1, 2: one for each of the steps at versions 0, 1, 2
+    arrive(ledger, first[0])
+    step(ledger)
+    arrive(ledger, *issue(ledger, 1))
+    assert not ledger.ready(), "1 and 2 are out, and the steps at versions 1 and 2 are theirs"
+    assert [ticket_id for ticket_id, _, _ in ledger.blockers()] == [1, 2]
+    arrive(ledger, first[2])
+    assert taken_ids(ledger) == [2]
+    arrive(ledger, first[1])
+    assert taken_ids(ledger) == [1]
+    assert taken_ids(ledger) == [3]
+
+
+def test_a_group_sampled_late_has_a_later_deadline_than_its_ticket() -> None:
+    ledger = make_ledger(1, 1, 100)
+    first = issue(ledger, 0)
+    arrive(ledger, first[0])
+    step(ledger)
+    (second,) = issue(ledger, 1)
+    arrive(ledger, first[1], 1, 1)  # waited on its server: sampled by version 1
+    arrive(ledger, second)
+    assert taken_ids(ledger) == [1]
+    assert taken_ids(ledger) == [2]
 
 
 def test_a_stale_token_stops_the_run() -> None:
-    ledger = TicketLedger(prompts_per_step=1, max_staleness=0, total_groups=10)
-    (item,) = issue(ledger, 0)
-    ledger.receive(received(item))
-    ledger.take(0)
+    ledger = make_ledger(1, 0, 10)
+    arrive(ledger, *issue(ledger, 0))
+    step(ledger)
     (item,) = issue(ledger, 1)
-    ledger.receive(received(item, version=0))
-    with pytest.raises(BadStateError, match=r"ticket 1 has a token of version 0 at version 1: over max_staleness 0"):
-        ledger.take(1)
+    arrive(ledger, item, 0)
+    with pytest.raises(BadStateError, match=r"ticket 1 has a token of version 0 at version 1: over the"):
+        ledger.take()
+
+
+def test_drop_goes_on_without_stragglers_and_issues_their_prompts_again() -> None:
+    ledger = make_ledger(2, 1, 6, "drop")
+    first = issue(ledger, 0)
+    arrive(ledger, first[0])
+    arrive(ledger, first[1])
+    assert positions(step(ledger)) == [0, 1]
+    second = issue(ledger, 1)
+    assert ids(second) == [4, 5]
+    arrive(ledger, first[3], 0, 0, 1)
+    arrive(ledger, second[1])
+    assert ledger.ready(), "2 is the last chance of nobody: drop does not wait"
+    assert positions(step(ledger)) == [3, 5]
+    arrive(ledger, first[2], 0, 1)  # a token of version 0 at version 2
+    counts = ledger.counts()
+    assert (counts.dropped, counts.buffered, counts.residual) == ({"stale": 1}, 0, 0)
+    (again,) = issue(ledger, 2)
+    assert (again.slot.ticket_id, again.slot.position) == (6, 2), "a new ticket for the same prompt"
+    arrive(ledger, again)
+    arrive(ledger, second[0])
+    assert positions(step(ledger)) == [4, 2]
+    counts = ledger.counts()
+    assert (counts.issued, counts.trained, counts.dropped, counts.residual) == (7, 6, {"stale": 1}, 0)
+    assert ledger.length_bias()["length/dropped"] == 2
+    # Trained: 1 + 1 + 3 + 1 + 1 + 1 tokens in 6 trajectories; finished: 10 tokens in 7.
+    assert ledger.length_bias()["length_bias"] == pytest.approx((8 / 6) / (10 / 7) - 1)
+
+
+def test_mask_trains_the_fresh_tokens_of_a_straggler() -> None:
+    ledger = make_ledger(1, 1, 3, "mask")
+    first = issue(ledger, 0)
+    arrive(ledger, first[1])
+    step(ledger)
+    arrive(ledger, *issue(ledger, 1))
+    step(ledger)
+    arrive(ledger, first[0], 0, 0, 1, 2)
+    (group,) = step(ledger)
+    assert group.group.loss_mask.tolist() == [0, 0, 1, 1]
+    assert ledger.counts().dropped == {"stale": 0}
+    assert ledger.length_bias()["length_bias"] == pytest.approx(4 / 6 - 1)
+
+
+def test_mask_drops_a_group_without_a_fresh_token() -> None:
+    ledger = make_ledger(1, 0, 3, "mask")
+    arrive(ledger, *issue(ledger, 0))
+    step(ledger)
+    (late,) = issue(ledger, 1)
+    ledger.advance(2)
+    arrive(ledger, late, 0, 1)
+    assert ledger.counts().dropped == {"stale": 1}
+    assert [slot.position for slot in ledger.admissible(2)] == [1, 2]
 
 
 def test_a_lost_server_returns_its_tickets() -> None:
-    ledger = TicketLedger(prompts_per_step=4, max_staleness=0, total_groups=10)
+    ledger = make_ledger(4, 0, 10)
     items = issue(ledger, 0)
     ledger.assign([0, 1], "a")
     ledger.assign([2], "b")
     assert (ledger.held_by("a"), ledger.held_by("b")) == (2, 1)
     assert ids(ledger.waiting()) == [3]
-    ledger.receive(received(items[0]))
+    arrive(ledger, items[0])
     assert ledger.lose_server("a") == 1
     assert ids(ledger.waiting()) == [1, 3]
     assert ledger.held_by("a") == 0
@@ -155,8 +262,18 @@ def test_a_lost_server_returns_its_tickets() -> None:
     assert (counts.waiting, counts.in_flight, counts.buffered, counts.residual) == (2, 1, 1, 0)
 
 
+def test_a_server_that_reconnects_keeps_what_it_holds_and_loses_what_it_does_not() -> None:
+    ledger = make_ledger(4, 0, 10)
+    issue(ledger, 0)
+    ledger.assign([0, 1], "a")
+    ledger.assign([2], "b")
+    assert ledger.reconcile("a", [1, 2, 3, 99]) == 1, "3 waited for somebody; 2 is with b; 99 is not ours"
+    assert (ledger.held_by("a"), ledger.held_by("b")) == (2, 1)
+    assert ids(ledger.waiting()) == [0]
+
+
 def test_losing_servers_is_not_the_ticket_s_fault() -> None:
-    ledger = TicketLedger(prompts_per_step=1, max_staleness=0, total_groups=10)
+    ledger = make_ledger(1, 0, 10)
     issue(ledger, 0)
     for _ in range(MAX_ATTEMPTS + 2):
         ledger.assign([0], "a")
@@ -165,7 +282,7 @@ def test_losing_servers_is_not_the_ticket_s_fault() -> None:
 
 
 def test_a_ticket_that_keeps_failing_stops_the_run() -> None:
-    ledger = TicketLedger(prompts_per_step=1, max_staleness=0, total_groups=10)
+    ledger = make_ledger(1, 0, 10)
     issue(ledger, 0)
     assert MAX_ATTEMPTS == 3
     for _ in range(2):
@@ -178,53 +295,64 @@ def test_a_ticket_that_keeps_failing_stops_the_run() -> None:
 
 
 def test_evaluation_is_counted_apart() -> None:
-    ledger = TicketLedger(prompts_per_step=1, max_staleness=0, total_groups=10)
+    ledger = make_ledger(1, 0, 10)
     issue(ledger, 0)
-    evaluation = [prepared(10**6 + i, kind=TicketKind.EVAL) for i in range(3)]
+    evaluation = [prepared(TicketSlot(2**40 + i, i, 0, 0), TicketKind.EVAL) for i in range(3)]
     ledger.issue(evaluation)
     for item in reversed(evaluation):
-        ledger.receive(received(item))
+        arrive(ledger, item)
     assert ledger.evaluation_arrived() == 3
     assert ledger.counts().issued == 1
-    assert [group.ticket.ticket_id for group in ledger.take_evaluation()] == [10**6, 10**6 + 1, 10**6 + 2]
+    assert [group.ticket.ticket_id for group in ledger.take_evaluation()] == [2**40, 2**40 + 1, 2**40 + 2]
     assert ledger.evaluation_arrived() == 0
     assert ids(ledger.waiting()) == [0]
-    assert [ticket_id for ticket_id, _, _ in ledger.blockers(0)] == [0]
+    assert [ticket_id for ticket_id, _, _ in ledger.blockers()] == [0]
 
 
-def test_a_group_that_is_no_longer_awaited_is_unknown() -> None:
-    ledger = TicketLedger(prompts_per_step=1, max_staleness=0, total_groups=10)
+def test_a_group_that_is_no_longer_awaited_is_known_as_a_duplicate() -> None:
+    ledger = make_ledger(1, 0, 10)
     (item,) = issue(ledger, 0)
     assert ledger.outstanding(0) is item
-    ledger.receive(received(item))
+    arrive(ledger, item)
     assert ledger.outstanding(0) is None
+    assert ledger.was_issued(0)
+    assert not ledger.was_issued(1)
 
 
-def test_a_checkpoint_issues_exactly_the_unfinished_again() -> None:
-    ledger = TicketLedger(prompts_per_step=2, max_staleness=2, total_groups=12)
+def test_a_restart_continues_with_the_same_tickets_buffer_and_steps() -> None:
+    ledger = make_ledger(2, 2, 12)
     items = issue(ledger, 0)
     for place in (0, 2, 4):
-        ledger.receive(received(items[place]))
-    ledger.take(0)  # 0 and 2; 4 is buffered, 1, 3 and 5 are out
-    again = TicketLedger(prompts_per_step=2, max_staleness=2, total_groups=12)
-    again.restore(ledger.state())
-    assert again.counts().trained == again.counts().issued == 2
-    assert again.admissible(1) == [1, 3, 4, 5, 6, 7]
-    issue(again, 1)
-    assert again.admissible(1) == []
-    assert again.counts().residual == 0
-    # A second stop before anything came back keeps them all.
-    third = TicketLedger(prompts_per_step=2, max_staleness=2, total_groups=12)
-    third.restore(again.state())
-    assert third.admissible(1) == [1, 3, 4, 5, 6, 7]
-    trained = [0, 2]
+        arrive(ledger, items[place], 0)
+    before = step(ledger)  # 0 and 2; 4 is buffered, 1, 3 and 5 are out
+    again = restarted(ledger, 2, 2, 12)
+    counts = again.counts()
+    assert (counts.issued, counts.waiting, counts.buffered, counts.trained, counts.residual) == (6, 3, 1, 2, 0)
+    assert ids(again.waiting()) == [1, 3, 5]
+    assert again.last_step == 1
+    repeated = again.take_again(1, prepared)
+    assert positions(repeated) == positions(before) == [0, 2]
+    assert all(np.array_equal(a.group.versions, b.group.versions) for a, b in zip(repeated, before, strict=True))
+    trained = positions(before)
     for version in range(1, 6):
-        issue(third, version)
-        for item in third.waiting():
-            third.receive(received(item, version))
-        trained += [group.ticket.ticket_id for group in third.take(version)]
+        issue(again, version)
+        for item in again.waiting():
+            arrive(again, item, version)
+        trained += positions(step(again))
     assert sorted(trained) == list(range(12))
-    assert third.counts().residual == 0
+    assert again.counts().residual == 0
+
+
+def test_tickets_of_before_a_restart_are_withheld_for_their_servers() -> None:
+    ledger = make_ledger(2, 0, 4)
+    issue(ledger, 0)
+    again = TicketLedger(ledger.journal, prompts_per_step=2, bound=0, total_groups=4)
+    again.recover(prepared, withhold_s=60.0)
+    assert again.waiting() == []
+    assert again.reconcile("a", [1]) == 1
+    assert again.held_by("a") == 1
+    again.recover(prepared, withhold_s=60.0)
+    assert again.counts().issued == 2, "recovering twice changes nothing"
 
 
 @settings(max_examples=60, deadline=None)
@@ -233,26 +361,37 @@ def test_a_checkpoint_issues_exactly_the_unfinished_again() -> None:
     per_step=st.integers(1, 4),
     max_staleness=st.integers(0, 4),
     steps=st.integers(1, 6),
+    on_stale=st.sampled_from(["wait", "drop", "mask"]),
 )
-def test_nothing_is_lost_or_doubled(seed: int, per_step: int, max_staleness: int, steps: int) -> None:
-    """Random issues, assignments, arrivals, lost servers, failures and restarts: every group is trained once."""
+def test_nothing_is_lost_or_doubled(
+    seed: int, per_step: int, max_staleness: int, steps: int, on_stale: OnStale
+) -> None:
+    """Random issues, assignments, arrivals, lost servers, failures and restarts: every prompt is trained once."""
     rng = random.Random(seed)
-    shape = {"prompts_per_step": per_step, "max_staleness": max_staleness, "total_groups": steps * per_step}
-    ledger = TicketLedger(**shape)
-    version, trained = 0, []
+    shape = {"prompts_per_step": per_step, "bound": max_staleness, "total_groups": steps * per_step}
+    ledger = TicketLedger(Journal(None), **shape, on_stale=on_stale)
+    trained: list[int] = []
     failures: dict[int, int] = {}
+
+    def consume() -> None:
+        for group in step(ledger):
+            sampled = group.group.versions[group.group.loss_mask == 1]
+            assert ledger.version - 1 - int(sampled.min()) <= max_staleness
+            trained.append(group.slot.position)
+
     for _ in range(2000):
-        if version == steps:
+        if ledger.version == steps:
             break
         choice = rng.choice(["issue", "assign", "receive", "receive", "lose", "fail", "restart", "step", "step"])
         waiting = ledger.waiting()
         if choice == "issue":
-            issue(ledger, version)
+            issue(ledger, ledger.version)
         elif choice == "assign" and waiting:
             ledger.assign(ids(rng.sample(waiting, rng.randint(1, len(waiting)))), rng.choice("ab"))
         elif choice == "receive" and waiting:
             item = rng.choice(waiting)
-            ledger.receive(received(item, rng.randint(item.ticket.min_version, version)))
+            versions = sorted(rng.choices(range(item.ticket.min_version, ledger.version + 1), k=3))
+            arrive(ledger, item, *versions)
         elif choice == "lose":
             ledger.lose_server(rng.choice("ab"))
         elif choice == "fail" and waiting:
@@ -261,26 +400,26 @@ def test_nothing_is_lost_or_doubled(seed: int, per_step: int, max_staleness: int
             if failures[ticket_id] < MAX_ATTEMPTS:
                 ledger.give_back(ticket_id, "scripted")
         elif choice == "restart" and rng.random() < 0.2:
-            state = ledger.state()
-            ledger = TicketLedger(**shape)
-            ledger.restore(state)
+            version = ledger.version
+            ledger = TicketLedger(ledger.journal, **shape, on_stale=on_stale)
+            ledger.recover(prepared, withhold_s=0.0)
+            ledger.advance(version)
+            assert ledger.last_step == version
             failures = {}
-        elif choice == "step" and ledger.ready(version):
-            groups = ledger.take(version)
-            assert len(groups) == per_step
-            assert all(version - int(group.group.versions.min()) <= max_staleness for group in groups)
-            trained += [group.ticket.ticket_id for group in groups]
-            version += 1
+        elif choice == "step" and ledger.ready():
+            consume()
         counts = ledger.counts()
         assert counts.residual == 0
         assert min(counts.waiting, counts.in_flight, counts.buffered) >= 0
-        assert counts.issued <= (max_staleness + version + 1) * per_step
-    while version < steps:  # whatever the dice left undone
+        assert counts.issued - counts.dropped["stale"] <= (max_staleness + ledger.version + 1) * per_step
+        if on_stale == "wait":
+            assert counts.dropped == {"stale": 0}
+    while ledger.version < steps:  # whatever the dice left undone
         ledger.lose_server("a")
         ledger.lose_server("b")
-        issue(ledger, version)
+        issue(ledger, ledger.version)
         for item in ledger.waiting():
-            ledger.receive(received(item, version))
-        trained += [group.ticket.ticket_id for group in ledger.take(version)]
-        version += 1
+            arrive(ledger, item, ledger.version)
+        if ledger.ready():
+            consume()
     assert sorted(trained) == list(range(steps * per_step))

@@ -13,13 +13,14 @@ import torch
 import yaml
 
 from asyncrl.config.load import load_config
-from asyncrl.config.sampling_rules import ENGINE_SAMPLING_KEYS, sampling_problems
+from asyncrl.config.sampling_rules import ENGINE_SAMPLING_KEYS
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.models.loading import load_model
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.sampling_distribution import draw, sampling_logprobs
 from asyncrl.models.truncation import truncated_logprobs
+from learner.journal import TicketSlot
 from learner.ticket_writer import TicketWriter
 from protocol.messages import TicketFailed, Tickets
 from rollout_server.engines import create_engine
@@ -99,7 +100,7 @@ def test_a_draw_never_takes_a_token_of_probability_zero() -> None:
 
 
 def request_of(config: RunConfig, processor: PromptProcessor, number: int, **sampling: Any) -> GenerationRequest:
-    item = TicketWriter(config, processor, (1,)).write(number, 0)
+    item = TicketWriter(config, processor, (1,)).write(TicketSlot(number, number, version=0, bound=0))
     changed = item.ticket.sampling.model_copy(update={"stop_token_ids": (), **sampling})
     return GenerationRequest(number, processor.encode(item.ticket.prompt, item.blobs), 4, item.ticket.seed, changed)
 
@@ -218,7 +219,7 @@ def test_honest_settings_are_taken(make_config: MakeConfig, tmp_path: Path) -> N
     cut = loaded(make_config, tmp_path, "rollout.top_p=0.9", "rollout.temperature=0.7", "rollout.min_p=0.05")
     processor = PromptProcessor(cut.model)
     writer = TicketWriter(cut, processor, (1,))
-    training = writer.write(0, 0).ticket.sampling
+    training = writer.write(TicketSlot(0, 0, version=0, bound=0)).ticket.sampling
     assert (training.temperature, training.top_p, training.top_k, training.min_p) == (0.7, 0.9, 0, 0.05)
     assert training.truncates
     evaluation = writer.write_evaluation(0, 0).ticket.sampling
@@ -240,7 +241,9 @@ def test_a_ticket_with_another_distribution_goes_back_to_the_learner(
     make_config: MakeConfig, theirs: dict[str, float], expected: str
 ) -> None:
     mine, learner = make_config(), make_config(rollout=theirs)
-    ticket = TicketWriter(learner, PromptProcessor(learner.model), (1,)).write(0, 0).ticket
+    ticket = (
+        TicketWriter(learner, PromptProcessor(learner.model), (1,)).write(TicketSlot(0, 0, version=0, bound=0)).ticket
+    )
     with pytest.raises(UserError, match=expected):
         check_sampling([ticket], mine.rollout)
     check_sampling([ticket], learner.rollout)
@@ -260,12 +263,33 @@ def test_a_ticket_with_another_distribution_goes_back_to_the_learner(
     assert "Start both services with the same configuration" in failed.error_message
 
 
-@pytest.mark.parametrize("kind", ["sequence_tis", "sequence_mis", "geometric_mis"])
-def test_truncation_and_ratios_over_sequences_do_not_go_together(make_config: MakeConfig, kind: str) -> None:
-    config = make_config(rollout={"top_p": 0.9})
-    assert not sampling_problems(config)
-    correction = config.algorithm.correction.model_copy(update={"kind": kind})
-    changed = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"correction": correction})})
-    (problem,) = sampling_problems(changed)
-    assert f"algorithm.correction.kind is {kind} and rollout.top_p=0.9" in problem
-    assert "token_tis" in problem
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        *(
+            (f"algorithm.correction.kind={k}", k)
+            for k in ("sequence_tis", "geometric_tis", "sequence_mis", "geometric_mis")
+        ),
+        *(
+            (f"algorithm.correction.masks=[{{kind: {k}}}]", k)
+            for k in ("sequence", "geometric", "dppo_tv", "opsm", "m2po")
+        ),
+        *((f"algorithm.proximal={k}", k) for k in ("loglinear", "linear")),
+        ("algorithm.policy_loss=dppo", "dppo"),
+    ],
+)
+def test_what_takes_truncation_for_drift_is_refused(
+    make_config: MakeConfig, tmp_path: Path, override: str, named: str
+) -> None:
+    off = "algorithm.correction.kind=none" if named == "dppo" else "algorithm.correction.cap=null"
+    loaded(make_config, tmp_path, off, override)
+    with pytest.raises(
+        UserError, match=rf"algorithm\.\S+ (is|has) {named} and rollout.top_p=0.9: .*\(rollout.top_p=1\)"
+    ):
+        loaded(make_config, tmp_path, off, override, "rollout.top_p=0.9")
+
+
+@pytest.mark.parametrize("kind", ["none", "token_tis", "token_mis", "icepop"])
+def test_weights_of_single_tokens_go_with_truncation(make_config: MakeConfig, tmp_path: Path, kind: str) -> None:
+    overrides = [f"algorithm.correction.kind={kind}", "algorithm.correction.masks=[{kind: veto}]", "rollout.top_k=20"]
+    assert loaded(make_config, tmp_path, *overrides).rollout.top_k == 20

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from asyncrl.config.schema import AlgorithmConfig
+from asyncrl.config.algorithm import AlgorithmConfig
 
 AdvantageEstimator = Callable[[torch.Tensor, torch.Tensor, AlgorithmConfig], torch.Tensor]
 

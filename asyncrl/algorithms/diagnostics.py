@@ -1,33 +1,69 @@
-"""What is always measured about off-policyness, whatever the correction."""
+"""What is always measured about off-policyness, whatever the correction: over all tokens, and by their staleness."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Mapping
 
-from asyncrl.algorithms.corrections import ratio
+import numpy as np
+
+from asyncrl.algorithms.ratios import LOG_RATIO_BOUND
+
+STALENESS_BUCKETS = ("0", "1", "2", "3", "4", "5-8", "9+")
+"""Names of the groups of token staleness; few, because each is a label of several gauges."""
+_BUCKET_STARTS = np.array([1, 2, 3, 4, 5, 9])
+
+QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
+"""Of the raw token ratios."""
+
+FRACTIONS = ("clip_fraction", "mask_fraction", "truncation_fraction")
+"""Shares of tokens that the loss or the correction touches, reported by staleness as well."""
 
 
-def off_policy_diagnostics(
-    proximal_logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, cap: float
+def off_policy_report(
+    learner_logprobs: np.ndarray,
+    behaviour_logprobs: np.ndarray,
+    staleness: np.ndarray,
+    fractions: Mapping[str, np.ndarray],
 ) -> dict[str, float]:
-    """[N], [N] -> named numbers over trainable tokens, from uncorrected ratios r = pi_proximal / pi_behaviour.
+    """Numbers over all trainable tokens under their names, and by staleness under `staleness_<bucket>/<name>`.
+
+    All [N]. `fractions`: 0 or 1 for each token, by the names of FRACTIONS; their means are reported.
+    """
+    if learner_logprobs.size == 0:
+        return {}
+    report = _measure(learner_logprobs, behaviour_logprobs, fractions)
+    bucket = np.searchsorted(_BUCKET_STARTS, staleness, side="right")
+    for number, name in enumerate(STALENESS_BUCKETS):
+        here = bucket == number
+        if here.any():
+            part = {key: values[here] for key, values in fractions.items()}
+            measured = _measure(learner_logprobs[here], behaviour_logprobs[here], part)
+            measured["tokens"] = float(here.sum())
+            report |= {f"staleness_{name}/{key}": value for key, value in measured.items()}
+    return report
+
+
+def _measure(learner: np.ndarray, behaviour: np.ndarray, fractions: Mapping[str, np.ndarray]) -> dict[str, float]:
+    means = {name: float(values.mean()) for name, values in fractions.items()}
+    return off_policy_diagnostics(learner, behaviour) | means
+
+
+def off_policy_diagnostics(learner_logprobs: np.ndarray, behaviour_logprobs: np.ndarray) -> dict[str, float]:
+    """[N], [N] -> named numbers over trainable tokens, from uncorrected ratios r = pi_learner / pi_behaviour.
 
     ess: (sum r)^2 / (N sum r^2), 1 when nothing differs. mismatch_kl_k1 and _k3: estimates of
-    KL(behaviour || proximal) from behaviour's samples, -log r and r - 1 - log r.
+    KL(behaviour || learner) from behaviour's samples, -log r and r - 1 - log r.
     """
-    if proximal_logprobs.numel() == 0:
+    if learner_logprobs.size == 0:
         return {}
-    difference = (proximal_logprobs - behaviour_logprobs).double()
-    r = ratio(proximal_logprobs, behaviour_logprobs).double()
-    q = torch.quantile(r, torch.tensor([0.01, 0.5, 0.99], dtype=torch.float64, device=r.device)).tolist()
+    difference = learner_logprobs.astype(np.float64) - behaviour_logprobs.astype(np.float64)
+    r = np.exp(difference.clip(-LOG_RATIO_BOUND, LOG_RATIO_BOUND))
+    quantiles = np.quantile(r, list(QUANTILES.values()))
     return {
-        "ratio/p01": q[0],
-        "ratio/p50": q[1],
-        "ratio/p99": q[2],
+        **{f"ratio/{name}": float(value) for name, value in zip(QUANTILES, quantiles, strict=True)},
         "ratio_max": float(r.max()),
-        "ess": float(r.sum() ** 2 / (r.numel() * (r**2).sum())),
+        "ess": float(r.sum() ** 2 / (r.size * (r**2).sum())),
         "mismatch_kl_k1": float(-difference.mean()),
         "mismatch_kl_k3": float((r - 1 - difference).mean()),
-        "logprob_diff_max": float(difference.abs().max()),
-        "tis_clip_fraction": float((r > cap).double().mean()),
+        "logprob_diff_max": float(np.abs(difference).max()),
     }

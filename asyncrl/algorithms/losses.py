@@ -11,23 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncrl.algorithms.corrections import ratio
-from asyncrl.config.schema import AlgorithmConfig
-
-
-@dataclass(frozen=True)
-class PolicyTokens:
-    """All [N], fp32."""
-
-    logprobs: torch.Tensor
-    """Of the target policy, with gradient."""
-    proximal_logprobs: torch.Tensor
-    """Of the learner's policy at the start of the step, detached."""
-    behaviour_logprobs: torch.Tensor
-    """Of the policy that sampled the token, as the engine reported it."""
-    advantages: torch.Tensor
-    row: torch.Tensor
-    """int64 trajectory of each token."""
+from asyncrl.algorithms.masks import total_variation_exceeded
+from asyncrl.algorithms.ratios import log_ratio, ratio
+from asyncrl.algorithms.tokens import PolicyTokens
+from asyncrl.config.algorithm import AlgorithmConfig
 
 
 @dataclass(frozen=True)
@@ -62,4 +49,13 @@ def ppo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
     )
 
 
-POLICY_LOSSES: dict[str, LossFunction] = {"ppo": ppo}
+def dppo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
+    """-r A without a clip, r = pi_target / pi_behaviour, where the token's probability has not moved too far (DPPO with
+    total variation, arXiv 2602.04879), and kl_tau (log r)^2. It uses no proximal policy."""
+    log_r = log_ratio(tokens.logprobs, tokens.behaviour_logprobs)
+    dropped = total_variation_exceeded(tokens, config.dppo.delta_low, config.dppo.delta_high)
+    surrogate = torch.where(dropped, 0.0, -tokens.advantages * log_r.exp())
+    return PolicyLoss(surrogate + config.dppo.kl_tau * log_r**2, {"clip_fraction_dppo": dropped})
+
+
+POLICY_LOSSES: dict[str, LossFunction] = {"ppo": ppo, "dppo": dppo}

@@ -30,7 +30,7 @@ def explain_batches(config: RunConfig, num_rows: int | None = None, num_val_rows
         ("trajectories per step", config.trajectories_per_step, "prompts_per_step * group_size"),
         ("optimiser steps per batch", updates, "algorithm.updates_per_batch"),
         ("groups per optimiser step", batch.prompts_per_step // updates, "prompts_per_step / updates_per_batch"),
-        ("groups in flight, at most", config.groups_in_flight, "(learner.max_staleness + 1) * prompts_per_step"),
+        ("groups in flight, at most", config.groups_in_flight, "(largest staleness + 1) * prompts_per_step"),
         (
             "completion tokens per step, at most",
             config.trajectories_per_step * config.data.max_response_length,

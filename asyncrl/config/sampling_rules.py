@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from asyncrl.config.algorithm import AlgorithmConfig
     from asyncrl.config.schema import RunConfig
 
 ENGINE_SAMPLING_KEYS = {
@@ -50,6 +51,10 @@ ENGINE_SAMPLING_KEYS = {
 
 WEIGHTS_OF_TRUNCATED_SAMPLES = ("none", "token_tis", "token_mis", "icepop")
 """Values of algorithm.correction.kind that weigh each token by its own ratio, or not at all."""
+MASKS_OF_TRUNCATED_SAMPLES = ("veto",)
+"""Masks whose bound is far below any kept mass."""
+PROXIMAL_OF_TRUNCATED_SAMPLES = ("recompute", "target")
+"""Values of algorithm.proximal that are policies over the whole vocabulary."""
 
 
 UNTRUNCATED = {"top_p": 1, "top_k": 0, "min_p": 0}
@@ -58,7 +63,7 @@ UNTRUNCATED = {"top_p": 1, "top_k": 0, "min_p": 0}
 
 def sampling_problems(config: RunConfig) -> list[str]:
     """One line for each setting under which the learner's ratio would be wrong, with its fix."""
-    rollout, kind = config.rollout, config.algorithm.correction.kind
+    rollout = config.rollout
     problems = [
         f"rollout.engine_args has {place}, which would change what is sampled without the learner knowing. {fix}"
         for place, fix in _hidden(rollout.engine_args)
@@ -78,14 +83,29 @@ def sampling_problems(config: RunConfig) -> list[str]:
             "temperature are not those of the sampled distribution, and every importance ratio would be wrong. "
             "Set rollout.logprobs=processed or rollout.temperature=1"
         )
-    if cut and kind not in WEIGHTS_OF_TRUNCATED_SAMPLES:
-        problems.append(
-            f"algorithm.correction.kind is {kind} and {named}: with truncated sampling each token's ratio is below 1 "
-            "by the mass that was cut off, which over a sequence looks like a policy that has drifted far away. "
-            f"Set algorithm.correction.kind to one of {', '.join(WEIGHTS_OF_TRUNCATED_SAMPLES)}, or sample "
-            f"untruncated ({untruncated})"
-        )
+    problems += [
+        f"{setting} and {named}: with truncated sampling pi_learner / pi_behaviour is below 1 by the mass that was cut "
+        f"off, which this takes for a policy that has drifted. {fix}, or sample untruncated ({untruncated})"
+        for setting, fix in (_takes_truncation_for_drift(config.algorithm) if cut else ())
+    ]
     return problems
+
+
+def _takes_truncation_for_drift(algorithm: AlgorithmConfig) -> list[tuple[str, str]]:
+    """Settings that ask of the ratio how far the policies are apart, each with what to set instead."""
+    found: list[tuple[str, str]] = []
+    kind, masks = algorithm.correction.kind, [mask.kind for mask in algorithm.correction.masks]
+    if kind not in WEIGHTS_OF_TRUNCATED_SAMPLES:
+        allowed = ", ".join(WEIGHTS_OF_TRUNCATED_SAMPLES)
+        found.append((f"algorithm.correction.kind is {kind}", f"Set algorithm.correction.kind to one of {allowed}"))
+    for mask in masks:
+        if mask not in MASKS_OF_TRUNCATED_SAMPLES:
+            found.append((f"algorithm.correction.masks has {mask}", "Leave that mask out"))
+    if algorithm.proximal not in PROXIMAL_OF_TRUNCATED_SAMPLES:
+        found.append((f"algorithm.proximal is {algorithm.proximal}", "Set algorithm.proximal=recompute"))
+    if algorithm.policy_loss == "dppo":
+        found.append(("algorithm.policy_loss is dppo", "Set algorithm.policy_loss=ppo"))
+    return found
 
 
 def _hidden(engine_args: Any, prefix: str = "") -> list[tuple[str, str]]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.sampling_rules import sampling_problems
+from asyncrl.config.section import Section
 
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+Durability = Literal["process", "power"]
+OnStale = Literal["wait", "drop", "mask"]
 
 
 class ModelConfig(Section):
@@ -73,37 +74,6 @@ class BatchConfig(Section):
     """Most packed tokens in one forward and backward pass; changes memory, never the result."""
 
 
-class CorrectionConfig(Section):
-    """Off-policy correction: how the behaviour policy's log-probs weigh the loss."""
-
-    kind: Literal["none", "token_tis"] = "token_tis"
-    """`token_tis`: each token's loss is weighted by min(pi_proximal / pi_behaviour, cap)."""
-    cap: float = Field(default=2.0, gt=0)
-    """Upper bound of the token weight."""
-
-
-class AlgorithmConfig(Section):
-    adv_estimator: str = "grpo"
-    """Name of a built-in (see asyncrl/algorithms/advantages.py) or `file.py:function`."""
-    norm_adv_by_std: bool = True
-    """Divide by the group's standard deviation (False gives Dr. GRPO's advantage)."""
-    policy_loss: str = "ppo"
-    """Name of a built-in (see asyncrl/algorithms/losses.py) or `file.py:function`."""
-    clip_ratio_low: float = Field(default=0.2, gt=0)
-    """PPO clip range below 1."""
-    clip_ratio_high: float = Field(default=0.28, gt=0)
-    """PPO clip range above 1 (clip-higher)."""
-    clip_ratio_c: float = Field(default=3.0, gt=1)
-    """Dual clip: bound of the ratio where the advantage is negative."""
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
-    """How token losses become one number; denominators are those of the whole batch."""
-    entropy_coeff: float = Field(default=0.0, ge=0)
-    """Weight of the entropy bonus."""
-    updates_per_batch: int = Field(default=1, gt=0)
-    """Optimiser steps taken from one batch of groups."""
-    correction: CorrectionConfig = CorrectionConfig()
-
-
 class OptimConfig(Section):
     lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate of AdamW."""
@@ -121,9 +91,43 @@ class OptimConfig(Section):
     """Clip the global gradient norm to this."""
 
 
+class AdaptiveStalenessConfig(Section):
+    """How `learner.max_staleness: auto` moves the bound, from what each step measures of its raw token ratios."""
+
+    min: int = Field(default=1, ge=0)
+    """Smallest bound, and the one to start from."""
+    max: int = Field(default=8, gt=0)
+    """Largest bound."""
+    ess_low: float = Field(default=0.9, gt=0, lt=1)
+    """Effective sample size below which a step speaks for a smaller bound."""
+    ess_high: float = Field(default=0.97, gt=0, lt=1)
+    """Effective sample size above which, with a mismatch KL below kl_low, a step speaks for a larger bound."""
+    kl_low: float = Field(default=0.01, gt=0)
+    """In nats per token, see ess_high."""
+    kl_high: float = Field(default=0.04, gt=0)
+    """Mismatch KL (k3, nats per token) above which a step speaks for a smaller bound."""
+    patience: int = Field(default=3, gt=0)
+    """Steps in a row that must agree before the bound moves by one."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> AdaptiveStalenessConfig:
+        for low, high in (("min", "max"), ("ess_low", "ess_high"), ("kl_low", "kl_high")):
+            if not getattr(self, low) < getattr(self, high):
+                raise ValueError(
+                    f"learner.adaptive_staleness.{low} ({getattr(self, low)}) must be below "
+                    f"learner.adaptive_staleness.{high} ({getattr(self, high)})"
+                )
+        return self
+
+
 class LearnerConfig(Section):
-    max_staleness: int = Field(default=2, ge=0)
-    """Oldest policy version a trained token may come from, in versions behind the learner's. 0 = exactly on-policy."""
+    max_staleness: int | Literal["auto"] = 2
+    """Oldest policy version a trained token may come from, in versions behind the learner's. 0 = exactly on-policy;
+    auto = moved by learner.adaptive_staleness."""
+    adaptive_staleness: AdaptiveStalenessConfig = AdaptiveStalenessConfig()
+    on_stale: OnStale = "wait"
+    """When a group is not there before it gets older than max_staleness: `wait` for it, go on and `drop` it (its
+    prompt is issued again), or go on and `mask` its old tokens. The last two favour short completions (length_bias)."""
     engine: Literal["torch"] = "torch"
     """Training engine."""
     device: str = "auto"
@@ -134,8 +138,17 @@ class LearnerConfig(Section):
     wait_timeout_s: float = Field(default=600.0, gt=0)
     """Longest wait for the groups of one step before the run stops with a reason."""
 
+    @field_validator("max_staleness", mode="before")
+    @classmethod
+    def _bound_or_auto(cls, value: Any) -> Any:
+        if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+            return value
+        raise ValueError(f"learner.max_staleness is {value!r}: expected a whole number >= 0, or auto")
+
 
 class RolloutConfig(Section):
+    servers: int = Field(default=1, gt=0)
+    """Rollout servers that `asyncrl train` starts on this machine; others may join from elsewhere at any time."""
     engine: Literal["hf", "scripted"] = "hf"
     """Inference engine: `hf` (transformers, CPU or GPU) or `scripted` (tests)."""
     temperature: float = Field(default=1.0, gt=0)
@@ -158,7 +171,7 @@ class RolloutConfig(Section):
     """New weights under running sequences: `recompute` their KV cache, `keep` the old one, or `drain` them first."""
     weights_channel: Literal["auto", "shm", "zmq"] = "auto"
     """How weights arrive; auto takes shm on the learner's host and zmq elsewhere."""
-    engine_args: dict[str, Any] = {}
+    engine_args: dict[str, Any] = Field(default_factory=dict)
     """Passed to the engine as they are."""
 
 
@@ -169,7 +182,7 @@ class RewardFunctionConfig(Section):
     """Of this component in the sum."""
     name: str = ""
     """Of the curve; empty means the function's own name."""
-    kwargs: dict[str, Any] = {}
+    kwargs: dict[str, Any] = Field(default_factory=dict)
     """Extra keyword arguments of the function."""
 
 
@@ -231,6 +244,10 @@ class TrainerConfig(Section):
     """Checkpoint every so many steps; 0 means only at the end."""
     save_limit: int = Field(default=2, gt=0)
     """Checkpoints kept."""
+    durability: Durability = "process"
+    """What an acknowledged group survives: the death of the `process`, or also loss of `power` (a disk sync each)."""
+    journal_limit_mib: int = Field(default=2048, gt=0)
+    """Groups kept for a restart; above it a checkpoint is written, whatever save_freq is."""
     seed: int = Field(default=1, ge=0)
     """Decides data order, sampling and initial states."""
     samples_per_step: int = Field(default=2, ge=0)
@@ -244,23 +261,39 @@ class NetworkConfig(Section):
     """Tickets and groups; 0 lets `asyncrl train` pick a free port."""
     weights_port: int = Field(default=7602, ge=0, le=65535)
     """Bulk weight transfers; 0 lets `asyncrl train` pick a free port."""
+    keys_dir: str = ""
+    """Folder of keys made by `asyncrl keys`; with it every connection is encrypted and authenticated (CURVE)."""
     insecure: bool = False
-    """Allow an address other than loopback without encryption."""
+    """Allow an address other than loopback without keys."""
     heartbeat_s: float = Field(default=2.0, gt=0)
     """Each side says it is alive this often."""
     timeout_s: float = Field(default=30.0, gt=0)
     """Silence after which a peer counts as gone."""
+    reconnect_timeout_s: float = Field(default=600.0, gt=0)
+    """A rollout server works on and waits this long for a learner that has gone."""
     start_timeout_s: float = Field(default=300.0, gt=0)
     """Longest wait for the first server, model loading included."""
-    max_message_mib: int = Field(default=1024, gt=0)
-    """Larger messages are refused."""
+    max_message_mib: int = Field(default=256, gt=0)
+    """Larger messages are refused; a group, or the tickets with their images that are sent together."""
+
+
+class LaunchConfig(Section):
+    """What `asyncrl train` does when a service crashes: it starts it again, the learner with --resume."""
+
+    max_restarts: int = Field(default=5, ge=0)
+    """Of one service; at the next crash the run ends. 0 means that the first crash ends it."""
+    restart_delay_s: float = Field(default=1.0, gt=0)
+    """Before the first restart; each further one waits twice as long, up to a minute."""
+    healthy_s: float = Field(default=600.0, gt=0)
+    """A service that ran this long before it crashed has all its restarts again."""
 
 
 class TelemetryConfig(Section):
     learner_port: int = Field(default=9101, ge=0, le=65535)
     """Prometheus endpoint of the learner; 0 lets `asyncrl train` pick a free port."""
     rollout_port: int = Field(default=9102, ge=0, le=65535)
-    """Prometheus endpoint of the rollout server; 0 lets `asyncrl train` pick a free port."""
+    """Prometheus endpoint of the rollout server; 0 lets `asyncrl train` pick a free port. The further servers that it
+    starts take the ports after this one."""
     host: str = "127.0.0.1"
     """Address of the Prometheus endpoints."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
@@ -281,6 +314,7 @@ class RunConfig(Section):
     sft: SftConfig = SftConfig()
     trainer: TrainerConfig = TrainerConfig()
     network: NetworkConfig = NetworkConfig()
+    launch: LaunchConfig = LaunchConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
 
     @model_validator(mode="after")
@@ -323,8 +357,14 @@ class RunConfig(Section):
 
     @property
     def groups_in_flight(self) -> int:
-        """Most groups issued and not yet trained: `(max_staleness + 1) * prompts_per_step`."""
-        return (self.learner.max_staleness + 1) * self.batch.prompts_per_step
+        """Most groups issued and not yet trained: `(largest_staleness + 1) * prompts_per_step`."""
+        return (self.largest_staleness + 1) * self.batch.prompts_per_step
+
+    @property
+    def largest_staleness(self) -> int:
+        """The bound, or with `auto` the largest that it may become."""
+        bound = self.learner.max_staleness
+        return self.learner.adaptive_staleness.max if bound == "auto" else bound
 
     def total_steps(self, num_rows: int) -> int:
         """Learner steps of the run: trainer.max_steps, else as many as visit every training row total_epochs times."""

@@ -183,6 +183,7 @@ def _pipeline(story: Story) -> list[tuple[str, RenderableType]]:
             _facts(("ESS", number(story.last("ess"))), ("mismatch KL", number(story.last("mismatch_kl_k3"), 5))),
         ),
         ("trajectories", _facts(*((name, number(value, 0)) for name, value in rows if value != 0))),
+        *([("restarts", Text(story.notes[-1], "yellow", no_wrap=True, overflow="ellipsis"))] if story.notes else []),
         ("waiting for", waiting or Text("nothing" if status else "the first word of the learner", style="dim")),
         ("errors", _facts(*errors) if errors else Text("none", style="dim")),
     ]
@@ -246,6 +247,15 @@ class Display(AbstractContextManager["Display"]):
         self._show(last=True)
         if self._live:
             self._live.stop()
+
+    def note(self, line: str) -> None:
+        """Something that the run directory does not say, such as a crash: a row of the panel, or a line."""
+        line = f"{time.strftime('%H:%M:%S')} {line}"
+        self.story.notes.append(line)
+        if self._live:
+            self._show()
+        else:
+            self._print(line)
 
     def tick(self) -> None:
         if time.monotonic() - self._refreshed_at >= REFRESH_S:

@@ -25,6 +25,8 @@ class Story:
     """The newest sample's prompt with its best completion, if that scored."""
     bad: dict[str, Any] = field(default_factory=dict)
     status: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    """What the launcher has to say: crashes and restarts."""
 
     def __post_init__(self) -> None:
         self._steps = JsonlTail(self.run_dir / METRICS_FILE)

@@ -9,11 +9,13 @@ from pathlib import Path
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import Purpose, open_train, open_validation
-from asyncrl.errors import UserError
+from asyncrl.errors import ExitCode, UserError
 from asyncrl.launch.panel import MISSING, Display, number
-from asyncrl.launch.processes import Outcome, Supervisor, service
+from asyncrl.launch.processes import JOURNAL_FILE, learner_service, server_services
 from asyncrl.launch.story import Story
+from asyncrl.launch.supervisor import Outcome, RestartPolicy, Supervisor
 from asyncrl.rewards.spec import check_rewards
+from asyncrl.telemetry.failure import FAILURE_FILE, clear_failure, read_failure
 from asyncrl.telemetry.jsonl import write_atomically
 from protocol.endpoints import free_port, port_is_free
 
@@ -31,30 +33,36 @@ def train(config: RunConfig, *, resume: bool) -> int:
     check_inputs(config)
     config = resolve_ports(config)
     file = write_config(config)
-    flags = ["--resume"] if resume else []
-    supervisor = Supervisor(service("learner", config, file, *flags), service("rollout_server", config, file))
+    clear_failure(config.run_path)
+    services = [learner_service(config, file, resume=resume), *server_services(config, file)]
+    launch = config.launch
+    policy = RestartPolicy(launch.max_restarts, launch.restart_delay_s, launch.healthy_s)
     print(f"run directory {config.run_dir}: config.yaml, logs/, metrics.jsonl, samples.jsonl", flush=True)
     with Display(Story(config.run_path, since=time.time())) as display:
+        supervisor = Supervisor(*services, policy=policy, tell=display.note)
         outcome = supervisor.run(display.tick)
+    if supervisor.restarts:
+        counts = ", ".join(f"{name} {count}" for name, count in sorted(supervisor.restarts.items()))
+        print(f"started again: {counts}", flush=True)
     return report(config, outcome, display.story)
 
 
 def check_run_dir(config: RunConfig, *, resume: bool) -> None:
-    """A new run needs an empty or absent directory, a resumed one a checkpoint in it."""
+    """A new run needs an empty or absent directory, a resumed one its journal in it."""
     path = config.run_path
     if path.exists() and not path.is_dir():
         raise UserError(f"run_dir {path} is a file. Set another run_dir=...")
-    in_use, resumable = path.exists() and any(path.iterdir()), has_checkpoint(path)
+    in_use, resumable = path.exists() and any(path.iterdir()), is_resumable(path)
     fix = "Remove it or set another run_dir=..." if in_use else "Start without --resume"
     if resume and not resumable:
-        raise UserError(f"--resume: there is no checkpoint in {path / 'checkpoints'}. {fix}")
+        raise UserError(f"--resume: there is no {JOURNAL_FILE} in {path}. {fix}")
     if in_use and not resume:
-        found = "Continue it with --resume, or" if resumable else "It has no checkpoint for --resume: remove it, or"
+        found = "Continue it with --resume, or" if resumable else "There is no run in it to --resume: remove it, or"
         raise UserError(f"run_dir {path} exists and is not empty. {found} set another run_dir=...")
 
 
-def has_checkpoint(run_path: Path) -> bool:
-    return any((run_path / "checkpoints").glob("step-*"))
+def is_resumable(run_path: Path) -> bool:
+    return (run_path / JOURNAL_FILE).is_file()
 
 
 def check_inputs(config: RunConfig, purpose: Purpose = "rl") -> None:
@@ -74,10 +82,13 @@ def resolve_ports(config: RunConfig) -> RunConfig:
     sections: dict[str, dict[str, int]] = {"network": {}, "telemetry": {}}
     for section, key in PORTS:
         port = getattr(getattr(config, section), key)
+        count = config.rollout.servers if key == "rollout_port" else 1
         while not port:
-            found = free_port(getattr(config, section).host)
-            port = 0 if found in chosen else found
-        chosen.add(port)
+            host = getattr(config, section).host
+            found = free_port(host)
+            wanted = set(range(found, found + count))
+            port = 0 if wanted & chosen or not all(port_is_free(host, each) for each in wanted) else found
+        chosen |= set(range(port, port + count))
         sections[section][key] = port
     return config.model_copy(
         update={name: getattr(config, name).model_copy(update=ports) for name, ports in sections.items()}
@@ -88,17 +99,18 @@ def _check_fixed_ports(config: RunConfig) -> None:
     """A port that was asked for must be free, and asked for once."""
     owners: dict[int, str] = {}
     for section, key in PORTS:
-        host, port = getattr(config, section).host, getattr(getattr(config, section), key)
-        if not port:
-            continue
-        if port in owners:
-            raise UserError(f"{owners[port]} and {section}.{key} are both {port}. Set one of them to 0 or another port")
-        if not port_is_free(host, port):
-            raise UserError(
-                f"port {port} on {host} is in use by another process. Set {section}.{key} to another port, or to 0 "
-                "to take a free one"
-            )
-        owners[port] = f"{section}.{key}"
+        host, first = getattr(config, section).host, getattr(getattr(config, section), key)
+        servers = config.rollout.servers if key == "rollout_port" else 1
+        for port in range(first, first + servers) if first else ():
+            name = f"{section}.{key}" + (f" + {port - first} (rollout.servers)" if port > first else "")
+            if port in owners:
+                raise UserError(f"{owners[port]} and {name} are both {port}. Set one of them to 0 or another port")
+            if not port_is_free(host, port):
+                raise UserError(
+                    f"port {port} on {host} is in use by another process. Set {section}.{key} to another port, or to 0 "
+                    "to take a free one"
+                )
+            owners[port] = name
 
 
 def write_config(config: RunConfig) -> Path:
@@ -114,13 +126,10 @@ def write_config(config: RunConfig) -> Path:
 
 def report(config: RunConfig, outcome: Outcome, story: Story) -> int:
     """Say how it ended and where everything is."""
-    if outcome.failed is not None:
-        words = outcome.failed.last_words()
-        if outcome.code != 2:
-            words = f"{outcome.failed.ending()}; the last lines of {outcome.failed.log}:\n{words}"
-        print(words, file=sys.stderr)
+    if outcome.failed is not None and outcome.code != ExitCode.INTERRUPTED:
+        print(_why(config, outcome), file=sys.stderr)
         return outcome.code
-    if outcome.code == 0:
+    if outcome.code == ExitCode.FINISHED:
         if story.evaluations:
             before, after = story.evaluations[0], story.evaluations[-1]
             course = [number(e.get("accuracy")) for e in ((before, after) if after is not before else (after,))]
@@ -128,9 +137,26 @@ def report(config: RunConfig, outcome: Outcome, story: Story) -> int:
         print(f"model    {config.run_path / 'export'}")
         print(f"metrics  {config.run_path / 'metrics.jsonl'}")
         print(f"samples  {config.run_path / 'samples.jsonl'}")
-    elif has_checkpoint(config.run_path):
-        print("interrupted; the same command with --resume continues from the newest checkpoint")
     else:
-        print("interrupted before the first checkpoint (trainer.save_freq), so there is nothing to resume")
+        who = f"{outcome.failed.name} was told to stop, and the run with it" if outcome.failed else "interrupted"
+        resumable = is_resumable(config.run_path)
+        print(f"{who}; the same command with --resume continues" if resumable else f"{who} before it had begun")
     sys.stdout.flush()
     return outcome.code
+
+
+def _why(config: RunConfig, outcome: Outcome) -> str:
+    """What ended the run, and the fix or the last lines of the log."""
+    service = outcome.failed
+    assert service is not None
+    failure = read_failure(config.run_path)
+    if outcome.code == ExitCode.USER_ERROR:
+        return service.last_words()
+    if outcome.code == ExitCode.BAD_STATE:
+        saved = f"; saved in {config.run_path / FAILURE_FILE}, log {service.log}"
+        return f"error: {failure.reason}\n{failure.service} stopped the run{saved}" if failure else service.last_words()
+    limit = ""
+    if outcome.gave_up:
+        restarts = config.launch.max_restarts
+        limit = f" once more after {restarts} restarts (launch.max_restarts)" if restarts else ""
+    return f"{service.ending()}{limit}; the last lines of {service.log}:\n{service.last_words()}"

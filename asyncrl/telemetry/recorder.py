@@ -56,12 +56,20 @@ class RunRecorder:
         text = json.dumps(self._finite(STATUS_FILE, self._status), ensure_ascii=False)
         write_atomically(self._run_dir / STATUS_FILE, text.encode(errors="backslashreplace"), durable=False)
 
-    def truncate_after(self, step: int) -> None:
-        """Forget what was written past the step that a run resumes from. Images stay: they are named by content."""
-        for name in (METRICS_FILE, EVALUATIONS_FILE, SAMPLES_FILE):
-            dropped = keep_steps(self._run_dir / name, step)
+    def truncate_after(self, step: int, *, evaluations_after: int) -> None:
+        """Forget what was written past the step that a run resumes from. Images stay: they are named by content.
+
+        Steps up to `evaluations_after` will be made again, exactly; their evaluations need not.
+        """
+        for name, last in ((METRICS_FILE, step), (SAMPLES_FILE, step), (EVALUATIONS_FILE, evaluations_after)):
+            dropped = keep_steps(self._run_dir / name, last)
             if dropped:
-                logger.info("resuming after step %d: dropped %d later lines of %s", step, dropped, name)
+                logger.info("resuming after step %d: dropped %d later lines of %s", last, dropped, name)
+
+    def evaluated_steps(self) -> set[int]:
+        """Steps whose evaluation is recorded."""
+        file = self._run_dir / EVALUATIONS_FILE
+        return {int(json.loads(line)["step"]) for line in file.read_bytes().splitlines()} if file.exists() else set()
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
         if "step" not in record:

@@ -37,8 +37,14 @@ class TrainEngine(Protocol):
     def optimizer_step(self) -> dict[str, float]:
         """Clip, update, advance the schedule, clear gradients. Returns `grad_norm` (before clipping) and `lr`.
 
-        Raises BadStateError when the gradient is not finite; the weights are then untouched.
+        Raises BadStateError when the gradient is not finite; weights and gradients are then untouched.
         """
+        ...
+
+    def clear_gradients(self) -> None: ...
+
+    def not_finite_gradients(self) -> list[str]:
+        """Names of the parameters whose accumulated gradient is not finite."""
         ...
 
     def unwrap_model(self) -> Any:

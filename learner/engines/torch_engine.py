@@ -74,14 +74,21 @@ class TorchEngine:
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self._trained, self._optim.max_grad_norm))
         if not math.isfinite(grad_norm):
             raise BadStateError(
-                f"the gradient norm is {grad_norm}. The weights are those before this step. Lower the learning rate "
-                f"({self._optim.lr}) or look at the last samples and at logprob_diff_max in metrics.jsonl"
+                f"the gradient norm is {grad_norm}. The weights are those before this update. Lower the learning rate "
+                f"({self._optim.lr}), or look at the last samples and at logprob_diff_max in metrics.jsonl"
             )
         lr = float(self.schedule.get_last_lr()[0])
         self.optimizer.step()
         self.schedule.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.clear_gradients()
         return {"grad_norm": grad_norm, "lr": lr}
+
+    def clear_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def not_finite_gradients(self) -> list[str]:
+        gradients = ((name, p.grad) for name, p in self.model.named_parameters())
+        return [name for name, gradient in gradients if gradient is not None and not gradient.isfinite().all()]
 
     def unwrap_model(self) -> Any:
         return self.model

@@ -1,0 +1,206 @@
+"""The `algorithm` section: estimator, loss, proximal policy, off-policy correction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from asyncrl.config.section import Section
+
+Bounds = tuple[float, float]
+
+CAPS: Mapping[str, float] = {"token_tis": 2.0, "sequence_tis": 2.0, "geometric_tis": 2.0}
+"""Default cap of each truncated kind."""
+WEIGHT_BOUNDS: Mapping[str, Bounds] = {
+    "token_mis": (0.5, 2.0),
+    "sequence_mis": (0.5, 2.0),
+    "geometric_mis": (0.99, 1.01),
+    "icepop": (0.5, 5.0),
+}
+"""Default lower and upper bound of each masked kind."""
+MASK_BOUNDS: Mapping[str, Bounds] = {
+    "sequence": (0.5, 2.0),
+    "geometric": (0.99, 1.01),
+    "veto": (1e-4, float("inf")),
+    "dppo_tv": (0.2, 0.2),
+}
+"""Default lower and upper bound of each mask that has them."""
+MASK_THRESHOLDS: Mapping[str, float] = {"m2po": 0.04, "opsm": 0.5}
+"""Default threshold of each mask that has one."""
+
+
+class MaskConfig(Section):
+    """Tokens or whole trajectories that leave the policy loss, on top of the weight."""
+
+    kind: Literal["sequence", "geometric", "veto", "dppo_tv", "m2po", "opsm"]
+    """`sequence`, `geometric`: trajectories whose ratio pi_proximal / pi_behaviour (product or geometric mean of its
+    tokens') is out of bounds. `veto`: trajectories with any token's ratio out of bounds. `dppo_tv`: tokens whose
+    probability has already moved too far in the advantage's direction. `m2po`: the fewest tokens without which the
+    batch's mean squared log-ratio is below the threshold. `opsm`: trajectories of negative advantage whose mean log
+    pi_behaviour / pi_target is above the threshold."""
+    lower: float | None = Field(default=None, ge=0)
+    """Of the ratio; for dppo_tv the largest fall of a probability. Nothing means 0.5 (sequence), 0.99 (geometric),
+    1e-4 (veto), 0.2 (dppo_tv)."""
+    upper: float | None = Field(default=None, gt=0)
+    """Of the ratio; for dppo_tv the largest rise of a probability. Nothing means 2 (sequence), 1.01 (geometric),
+    no bound (veto), 0.2 (dppo_tv)."""
+    threshold: float | None = Field(default=None, gt=0)
+    """Nothing means 0.04 (m2po), 0.5 (opsm)."""
+
+    @property
+    def bounds(self) -> Bounds:
+        return _filled(self.lower, self.upper, MASK_BOUNDS[self.kind])
+
+    @property
+    def effective_threshold(self) -> float:
+        return MASK_THRESHOLDS[self.kind] if self.threshold is None else self.threshold
+
+    @model_validator(mode="after")
+    def _keys_belong_to_the_kind(self) -> MaskConfig:
+        where = f"algorithm.correction.masks: the {self.kind} mask"
+        if self.kind in MASK_BOUNDS:
+            if self.threshold is not None:
+                raise ValueError(f"{where} has no threshold. Set lower and upper instead")
+            if self.kind != "dppo_tv":
+                _check_bounds(where, self.bounds)
+        elif self.lower is not None or self.upper is not None:
+            raise ValueError(f"{where} has no lower and upper. Set threshold instead")
+        return self
+
+
+class CorrectionConfig(Section):
+    """Off-policy correction: how pi_proximal / pi_behaviour weighs the policy loss.
+
+    The ratio of a token, of its trajectory (the product), or the trajectory's geometric mean.
+    """
+
+    kind: Literal[
+        "none",
+        "token_tis",
+        "sequence_tis",
+        "geometric_tis",
+        "token_mis",
+        "sequence_mis",
+        "geometric_mis",
+        "icepop",
+    ] = "token_tis"
+    """`*_tis`: min(ratio, cap). `*_mis`, `icepop`: the ratio where it is within [lower, upper], else 0."""
+    cap: float | None = Field(default=None, gt=0)
+    """Of `*_tis`. Nothing means 2."""
+    lower: float | None = Field(default=None, ge=0)
+    """Of `*_mis` and icepop. Nothing means 0.5 (geometric_mis 0.99)."""
+    upper: float | None = Field(default=None, gt=0)
+    """Of `*_mis` and icepop. Nothing means 2 (geometric_mis 1.01, icepop 5)."""
+    masks: tuple[MaskConfig, ...] = ()
+    """Any of them together, such as `[{kind: veto}, {kind: geometric, lower: 0.98}]`."""
+
+    @property
+    def effective_cap(self) -> float:
+        return CAPS[self.kind] if self.cap is None else self.cap
+
+    @property
+    def bounds(self) -> Bounds:
+        return _filled(self.lower, self.upper, WEIGHT_BOUNDS[self.kind])
+
+    def mask(self, kind: str) -> MaskConfig | None:
+        return next((mask for mask in self.masks if mask.kind == kind), None)
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> CorrectionConfig:
+        where = f"algorithm.correction.kind {self.kind}"
+        if self.cap is not None and self.kind not in CAPS:
+            fix = "Set algorithm.correction.upper instead" if self.kind in WEIGHT_BOUNDS else "Leave it out"
+            raise ValueError(f"{where} has no cap (algorithm.correction.cap is {self.cap}). {fix}")
+        if self.kind in WEIGHT_BOUNDS:
+            _check_bounds(where, self.bounds)
+        elif self.lower is not None or self.upper is not None:
+            fix = "Set algorithm.correction.cap instead" if self.kind in CAPS else "Leave them out"
+            raise ValueError(f"{where} has no lower and upper. {fix}")
+        kinds = [mask.kind for mask in self.masks]
+        twice = sorted({kind for kind in kinds if kinds.count(kind) > 1})
+        if twice:
+            raise ValueError(f"algorithm.correction.masks names {', '.join(twice)} twice. Keep one")
+        for level in ("sequence", "geometric"):
+            if self.kind == f"{level}_mis" and level in kinds:
+                raise ValueError(
+                    f"{where} and the {level} mask both reject by the {level} ratio. Drop the mask, or set "
+                    f"algorithm.correction.kind={level}_tis"
+                )
+        return self
+
+
+class DppoConfig(Section):
+    """`policy_loss: dppo` (arXiv 2602.04879)."""
+
+    delta_low: float = Field(default=0.2, gt=0, le=1)
+    """Where the advantage is negative: largest fall of a token's probability below the behaviour's."""
+    delta_high: float = Field(default=0.2, gt=0, le=1)
+    """Where the advantage is positive: largest rise of a token's probability above the behaviour's."""
+    kl_tau: float = Field(default=1e-3, ge=0)
+    """Weight of the squared log-ratio of target and behaviour."""
+
+
+class AlgorithmConfig(Section):
+    adv_estimator: str = "grpo"
+    """Name of a built-in (see asyncrl/algorithms/advantages.py) or `file.py:function`."""
+    norm_adv_by_std: bool = True
+    """Divide by the group's standard deviation (False gives Dr. GRPO's advantage)."""
+    policy_loss: str = "ppo"
+    """Name of a built-in (see asyncrl/algorithms/losses.py) or `file.py:function`."""
+    clip_ratio_low: float = Field(default=0.2, gt=0)
+    """PPO clip range below 1."""
+    clip_ratio_high: float = Field(default=0.28, gt=0)
+    """PPO clip range above 1 (clip-higher)."""
+    clip_ratio_c: float = Field(default=3.0, gt=1)
+    """Dual clip: bound of the ratio where the advantage is negative."""
+    dppo: DppoConfig = DppoConfig()
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
+    """How token losses become one number; denominators are those of the whole batch."""
+    entropy_coeff: float = Field(default=0.0, ge=0)
+    """Weight of the entropy bonus."""
+    updates_per_batch: int = Field(default=1, gt=0)
+    """Optimiser steps taken from one batch of groups."""
+    proximal: Literal["recompute", "loglinear", "linear", "behaviour", "target"] = "recompute"
+    """The policy that PPO clips around and that the correction weighs towards. `recompute`: the learner's at the start
+    of the step, by a forward pass where one batch makes several updates. `loglinear`, `linear`: between the behaviour
+    and the target policy by the age of each token, without that pass. `behaviour`: plain PPO on the engine's
+    log-probs, without a correction. `target`: the policy being optimised, so that nothing is clipped (policy gradient
+    with the correction's weights)."""
+    correction: CorrectionConfig = CorrectionConfig()
+
+    @model_validator(mode="after")
+    def _proximal_fits(self) -> AlgorithmConfig:
+        correction, kinds = self.correction, {mask.kind for mask in self.correction.masks}
+        idle = sorted(kinds & {"sequence", "geometric", "veto", "m2po"})
+        if self.proximal == "behaviour" and (correction.kind != "none" or idle):
+            raise ValueError(
+                "algorithm.proximal is behaviour, so pi_proximal / pi_behaviour is 1 and these would do nothing: "
+                f"algorithm.correction.kind {correction.kind}, masks {', '.join(idle) or 'none'}. "
+                "Set algorithm.proximal=recompute, or algorithm.correction.kind=none without such masks"
+            )
+        if "m2po" in kinds and self.proximal != "recompute":
+            raise ValueError(
+                "the m2po mask needs the proximal log-probs of the whole batch before training, but algorithm.proximal "
+                f"is {self.proximal}. Set algorithm.proximal=recompute or leave m2po out"
+            )
+        if self.policy_loss == "dppo" and (correction.kind != "none" or "dppo_tv" in kinds):
+            raise ValueError(
+                "algorithm.policy_loss dppo already weighs by pi_target / pi_behaviour and masks by dppo_tv. "
+                "Set algorithm.correction.kind=none and leave that mask out"
+            )
+        return self
+
+
+def _filled(lower: float | None, upper: float | None, default: Bounds) -> Bounds:
+    return (default[0] if lower is None else lower, default[1] if upper is None else upper)
+
+
+def _check_bounds(where: str, bounds: Bounds) -> None:
+    lower, upper = bounds
+    if not lower < 1 < upper:
+        raise ValueError(
+            f"{where} keeps ratios within [{lower:g}, {upper:g}], which leaves out 1, the ratio of on-policy tokens. "
+            "Set lower below 1 and upper above 1"
+        )

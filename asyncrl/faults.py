@@ -1,0 +1,52 @@
+"""Places where a test may kill the process: `ASYNCRL_CRASH_AT=group.journaled:3` at the third pass of that place.
+
+A process that dies by SIGKILL runs no handler and flushes nothing, as in a power cut of the container.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+CRASH_POINTS = (
+    # learner
+    "tickets.journaled",
+    "tickets.sent",
+    "group.verified",
+    "group.journaled",
+    "group.acknowledged",
+    "step.consumed",
+    "step.trained",
+    "weights.publishing",
+    "checkpoint.writing",
+    "checkpoint.renamed",
+    # rollout server
+    "ticket.started",
+    "group.sending",
+    "group.sent",
+    "weights.loading",
+)
+VARIABLE = "ASYNCRL_CRASH_AT"
+
+
+def _armed() -> dict[str, int]:
+    """Passes left of the place that the environment names."""
+    value = os.environ.get(VARIABLE, "")
+    if not value:
+        return {}
+    name, _, count = value.partition(":")
+    if name not in CRASH_POINTS:
+        raise ValueError(f"{VARIABLE}={value}: the places are {', '.join(CRASH_POINTS)}")
+    return {name: int(count or 1)}
+
+
+_left = _armed()
+
+
+def crash_point(name: str) -> None:
+    """Nothing, unless a test has armed this place."""
+    if name not in _left:
+        return
+    _left[name] -= 1
+    if _left[name] == 0:
+        os.kill(os.getpid(), signal.SIGKILL)

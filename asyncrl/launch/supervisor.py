@@ -1,0 +1,179 @@
+"""Runs the learner and its rollout servers until the learner is done: what crashes is started again, within limits."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from asyncrl.errors import ExitCode
+from asyncrl.launch.processes import Service
+
+logger = logging.getLogger(__name__)
+
+STOP_S = 15.0
+"""Time a service has to end after SIGTERM before it is killed."""
+POLL_S = 0.2
+LONGEST_DELAY_S = 60.0
+_FATAL = {
+    ExitCode.USER_ERROR: ExitCode.USER_ERROR,
+    ExitCode.BAD_STATE: ExitCode.BAD_STATE,
+    ExitCode.INTERRUPTED: ExitCode.INTERRUPTED,
+    -signal.SIGTERM: ExitCode.INTERRUPTED,
+    -signal.SIGINT: ExitCode.INTERRUPTED,
+}
+"""Endings that another attempt would only repeat, or that somebody asked for, and the run's exit code."""
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    """See `LaunchConfig`."""
+
+    max_restarts: int = 5
+    delay_s: float = 1.0
+    healthy_s: float = 600.0
+
+    def delay(self, attempt: int) -> float:
+        """Seconds before restart `attempt` = 1, 2, ...: each time twice as long."""
+        return min(self.delay_s * 2 ** min(attempt - 1, 30), LONGEST_DELAY_S)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    """Exit code of the whole run: 0, 1, 2, 3 or 130."""
+    failed: Service | None = None
+    """The side that ended the run."""
+    gave_up: bool = False
+    """It crashed more often than the policy allows."""
+
+
+class Supervisor:
+    """`tell` gets a line for the user whenever something crashes or is started again."""
+
+    def __init__(
+        self,
+        learner: Service,
+        *servers: Service,
+        policy: RestartPolicy | None = None,
+        stop_s: float = STOP_S,
+        tell: Callable[[str], None] = logger.warning,
+    ):
+        self.learner = learner
+        self.services = (learner, *servers)
+        self.restarts: Counter[str] = Counter()
+        """Of each service, over the whole run."""
+        self._policy = policy or RestartPolicy()
+        self._stop_s = stop_s
+        self._tell = tell
+        self._crashes: Counter[str] = Counter()  # since the service was healthy
+        self._due: dict[str, float] = {}
+        self._interrupts = 0
+
+    def run(self, on_tick: Callable[[], None] = lambda: None) -> Outcome:
+        """Returns when all are gone. The first SIGINT or SIGTERM stops them cleanly, a second one kills them."""
+        previous = {number: signal.signal(number, self._interrupted) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            for service in self.services:
+                service.start()
+            return self._watch(on_tick)
+        finally:
+            # Nothing is left to stop unless we ourselves failed: then, too, all may end in order.
+            self._stop(*self.services)
+            for service in self.services:
+                service.kill()
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _interrupted(self, *_: object) -> None:
+        self._interrupts += 1
+
+    def _watch(self, on_tick: Callable[[], None]) -> Outcome:
+        while True:
+            on_tick()
+            if self._interrupts:
+                self._stop(*self.services)
+                return Outcome(ExitCode.INTERRUPTED)
+            if self.learner.code == ExitCode.FINISHED:
+                self._wait_or_stop(*self.services[1:])
+                on_tick()
+                return Outcome(ExitCode.FINISHED)
+            for service in self.services:
+                outcome = self._look_after(service)
+                if outcome is not None:
+                    self._stop(*self.services)
+                    return outcome
+            time.sleep(POLL_S)
+
+    def _look_after(self, service: Service) -> Outcome | None:
+        """Start it again if that is due; an outcome if the run cannot go on without it."""
+        code = service.code
+        if code is None:
+            return None
+        if service.name in self._due:
+            if time.monotonic() >= self._due[service.name]:
+                del self._due[service.name]
+                self.restarts[service.name] += 1
+                service.start()
+            return None
+        if code == ExitCode.FINISHED:
+            # A server in order: it was told goodbye. By a learner that comes back, it is needed again.
+            if self._learner_comes_back():
+                self._due[service.name] = self._due.get(self.learner.name, 0.0)
+            return None
+        if code in _FATAL:
+            return self._end_of_run(service)
+        return self._after_crash(service)
+
+    def _learner_comes_back(self) -> bool:
+        """It waits to be started again, or was a moment ago: its servers may take a while to end."""
+        recently = self.restarts[self.learner.name] > 0 and self.learner.age_s < self._stop_s
+        return recently or self.learner.name in self._due
+
+    def _end_of_run(self, service: Service) -> Outcome | None:
+        """When both sides end, the one that explains it counts: the learner, unless it only crashed."""
+        if service is not self.learner:
+            deadline = time.monotonic() + 2 * POLL_S
+            while time.monotonic() < deadline and self.learner.code is None:
+                time.sleep(POLL_S / 4)
+            if self.learner.code == ExitCode.FINISHED:
+                return None
+            service = self.learner if self.learner.code in _FATAL else service
+        assert service.code is not None
+        return Outcome(_FATAL[service.code], failed=service)
+
+    def _after_crash(self, service: Service) -> Outcome | None:
+        if service.age_s >= self._policy.healthy_s:
+            self._crashes[service.name] = 0
+        self._crashes[service.name] += 1
+        attempt = self._crashes[service.name]
+        service.kill()  # what it started and left behind may hold ports, files and memory
+        if attempt > self._policy.max_restarts:
+            return Outcome(ExitCode.CRASHED, failed=service, gave_up=True)
+        delay = self._policy.delay(attempt)
+        self._due[service.name] = time.monotonic() + delay
+        self._tell(f"{service.ending()}; restart {attempt} of {self._policy.max_restarts} in {delay:g} s")
+        return None
+
+    def _wait_or_stop(self, *services: Service) -> None:
+        deadline = time.monotonic() + self._stop_s
+        while any(s.code is None for s in services) and time.monotonic() < deadline and not self._interrupts:
+            time.sleep(POLL_S / 4)
+        self._stop(*services)
+
+    def _stop(self, *services: Service) -> None:
+        """SIGTERM, a deadline, then SIGKILL; a further interrupt does not wait for the deadline."""
+        running = [service for service in services if service.process and service.code is None]
+        for service in running:
+            service.terminate()
+        deadline, seen = time.monotonic() + self._stop_s, self._interrupts
+        while any(service.code is None for service in running):
+            if time.monotonic() > deadline or self._interrupts > seen:
+                for service in running:
+                    if service.code is None:
+                        logger.warning("%s did not stop within %g s; it is killed", service.name, self._stop_s)
+                        service.kill()
+            time.sleep(POLL_S / 4)

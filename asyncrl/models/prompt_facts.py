@@ -1,0 +1,16 @@
+"""What a prompt must look like when it comes back from a rollout server; cheap to keep for every ticket."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class PromptFacts:
+    token_ids: np.ndarray
+    """[P] int32, image placeholders expanded."""
+    image_grids: np.ndarray
+    """[images, 3] int32: temporal, height, width in patches."""
+    image_hashes: tuple[str, ...]

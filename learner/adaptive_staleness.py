@@ -1,0 +1,76 @@
+"""`learner.max_staleness: auto`: move the staleness bound by what is measured of the off-policyness.
+
+A larger bound keeps the learner from waiting; a smaller one keeps the samples close to the policy. A step speaks for a
+smaller bound where the effective sample size is below `ess_low` or the mismatch KL above `kl_high`, for a larger one
+where the sample size is above `ess_high` and the KL below `kl_low`, and for neither in between (hysteresis). `patience`
+such steps in a row move the bound by one. Samples of the old bound are still in the pipeline then, so that the next
+`bound + 1` steps are not judged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from asyncrl.config.schema import AdaptiveStalenessConfig
+
+
+class AdaptiveStaleness:
+    """Pure arithmetic: no clock, no I/O. Not thread-safe.
+
+    >>> adaptive = AdaptiveStaleness(AdaptiveStalenessConfig(min=1, max=4, patience=1))
+    >>> adaptive.observe(ess=0.99, mismatch_kl=0.001), adaptive.bound
+    (True, 2)
+    """
+
+    def __init__(self, config: AdaptiveStalenessConfig):
+        self._config = config
+        self._bound = config.min
+        self._in_a_row = 0
+        """Steps that agreed: positive for a larger bound, negative for a smaller one."""
+        self._settling = 0
+        """Steps that are not judged yet, because the bound has just moved."""
+
+    @property
+    def bound(self) -> int:
+        """The staleness bound that new tickets are admitted by, within [min, max]."""
+        return self._bound
+
+    def observe(self, ess: float, mismatch_kl: float) -> bool:
+        """Take one learner step's effective sample size and mismatch KL (k3). True when the bound has moved.
+
+        A step without a measurement (NaN) says nothing.
+        """
+        if self._settling > 0:
+            self._settling -= 1
+            return False
+        if math.isnan(ess) or math.isnan(mismatch_kl):
+            return False
+        direction = self._direction(ess, mismatch_kl)
+        agrees = direction != 0 and self._in_a_row * direction >= 0
+        self._in_a_row = self._in_a_row + direction if agrees else direction
+        if abs(self._in_a_row) < self._config.patience:
+            return False
+        self._in_a_row = 0
+        wanted = min(max(self._bound + direction, self._config.min), self._config.max)
+        if wanted == self._bound:
+            return False
+        self._settling = max(wanted, self._bound) + 1
+        self._bound = wanted
+        return True
+
+    def _direction(self, ess: float, mismatch_kl: float) -> int:
+        c = self._config
+        if ess < c.ess_low or mismatch_kl > c.kl_high:
+            return -1
+        return 1 if ess > c.ess_high and mismatch_kl < c.kl_low else 0
+
+    def state(self) -> dict[str, int]:
+        """For the checkpoint."""
+        return {"bound": self._bound, "in_a_row": self._in_a_row, "settling": self._settling}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Go on from `state()`; a bound outside today's limits is moved to the nearest one inside."""
+        self._bound = min(max(int(state["bound"]), self._config.min), self._config.max)
+        self._in_a_row = int(state["in_a_row"])
+        self._settling = int(state["settling"])

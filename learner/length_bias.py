@@ -1,0 +1,54 @@
+"""The length-bias meter: does what is trained on differ in length from what was sampled?
+
+Long completions are the ones that become stale. Dropping them, or masking their early tokens, quietly teaches a
+policy to be short. The meter is `mean(trained) / mean(everything finished) - 1` in tokens per trajectory: 0 without
+bias, negative when long trajectories are lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from learner.tickets import ReceivedGroup
+
+
+class LengthBias:
+    """Sums over the whole run, kept among the ledger's counters so that they survive a restart."""
+
+    def __init__(self, counters: Mapping[str, int]):
+        self._counters = counters
+
+    def trained(self, sampled: Sequence[ReceivedGroup], trained: Sequence[ReceivedGroup]) -> dict[str, int]:
+        """What to add to the counters for groups as they were sampled, and as they are trained on after masking."""
+        rows, sampled_tokens = _size(sampled)
+        return {"trained_rows": rows, "sampled_tokens": sampled_tokens, "trained_tokens": _size(trained)[1]}
+
+    def dropped(self, items: Iterable[ReceivedGroup]) -> dict[str, int]:
+        rows, tokens = _size(items)
+        return {"dropped_rows": rows, "dropped_tokens": tokens}
+
+    def report(self, buffered: Iterable[ReceivedGroup]) -> dict[str, float]:
+        """Mean tokens per trajectory of trained, dropped and buffered, and the meter; only what is defined."""
+        c = self._counters
+        rows_here, tokens_here = _size(buffered)
+        report: dict[str, float] = {}
+        for name, tokens, rows in (
+            ("trained", c["trained_tokens"], c["trained_rows"]),
+            ("dropped", c["dropped_tokens"], c["dropped_rows"]),
+            ("buffered", tokens_here, rows_here),
+        ):
+            if rows:
+                report[f"length/{name}"] = tokens / rows
+        if c["trained_rows"]:
+            rows = c["trained_rows"] + c["dropped_rows"] + rows_here
+            tokens = c["sampled_tokens"] + c["dropped_tokens"] + tokens_here
+            report["length_bias"] = report["length/trained"] * rows / max(tokens, 1) - 1
+        return report
+
+
+def _size(items: Iterable[ReceivedGroup]) -> tuple[int, int]:
+    """Trajectories and sampled tokens that are in the loss."""
+    groups = [item.group for item in items]
+    return sum(len(group.trajectories) for group in groups), sum(int(group.loss_mask.sum()) for group in groups)

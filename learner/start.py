@@ -1,0 +1,104 @@
+"""Where a learner starts: a new run, or the newest checkpoint and the journal of one that stopped."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import xxhash
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import UserError
+from asyncrl.models.published import tensor_bytes
+from learner.checkpoint import MODEL_FOLDER, LearnerState, newest_checkpoint, read_state
+from learner.journal import JOURNAL_FILE, Journal
+from learner.run_lock import LOCK_FILE
+
+
+@dataclass(frozen=True)
+class StartingPoint:
+    """What there is of the run before this process. All None for a new one."""
+
+    journal: Journal | None = None
+    checkpoint: Path | None = None
+    state: LearnerState | None = None
+
+    @property
+    def model_path(self) -> Path | None:
+        return self.checkpoint / MODEL_FOLDER if self.checkpoint else None
+
+
+def find_start(config: RunConfig, *, resume: bool) -> StartingPoint:
+    """Checks that `resume` fits what is in the run directory, and the journal, before anything large is loaded."""
+    file = config.run_path / JOURNAL_FILE
+    checkpoint = newest_checkpoint(config.run_path)
+    if not resume:
+        if file.exists() or checkpoint:
+            raise UserError(f"{config.run_path} holds a run. Continue it with --resume, or set another run_dir=...")
+        return StartingPoint()
+    if not file.exists() and checkpoint:
+        raise UserError(
+            f"--resume: {config.run_path} has a checkpoint but no {JOURNAL_FILE}. Restore it from a backup, or start a "
+            f"new run from the checkpoint's model: model.path={checkpoint / MODEL_FOLDER}"
+        )
+    if not file.exists():
+        raise UserError(f"--resume: there is no run in {config.run_path}. Start without --resume")
+    state = read_state(checkpoint) if checkpoint else None
+    return StartingPoint(Journal(file, config.trainer.durability), checkpoint, state)
+
+
+def sign_journal(
+    start: StartingPoint, journal: Journal, settings: Mapping[str, int], model: Iterable[tuple[str, torch.Tensor]]
+) -> str:
+    """The run's id, from the journal or new. Raises UserError unless journal, checkpoint and settings are one run's.
+
+    `settings` decide which ticket is which; a resumed run must have the same, and, without a checkpoint, the same
+    initial `model`.
+    """
+    run_id = journal.meta("run_id")
+    if run_id is None:
+        run_id = uuid.uuid4().hex[:12]
+        journal.set_meta(run_id=run_id, settings=json.dumps(dict(settings)), model=_digest(model))
+        return run_id
+    if start.state and start.state.run_id != run_id:
+        raise UserError(
+            f"{start.checkpoint} is a checkpoint of run {start.state.run_id}, {journal.path} is the journal of run "
+            f"{run_id}. Put the run's own checkpoints back, or remove that folder"
+        )
+    before = json.loads(journal.meta("settings") or "{}")
+    changed = [
+        f"{key} was {before.get(key)}, is {value}" for key, value in settings.items() if before.get(key) != value
+    ]
+    if changed:
+        model_path = start.model_path or "<model>"
+        raise UserError(
+            f"--resume of {journal.path}: {'; '.join(changed)}. Resume with the same values, or start a new run from "
+            f"the checkpoint's model: model.path={model_path}"
+        )
+    if start.checkpoint is None and journal.meta("model") != _digest(model):
+        raise UserError(
+            f"{journal.path} began with another model than model.path holds now, and there is no checkpoint to "
+            "continue from. Put the initial model back, or start a new run"
+        )
+    return run_id
+
+
+def _digest(model: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Of names and bytes."""
+    hashed = xxhash.xxh3_128()
+    for name, tensor in model:
+        hashed.update(name.encode())
+        hashed.update(tensor_bytes(tensor))
+    return hashed.hexdigest()
+
+
+def forget_run(run_path: Path) -> None:
+    """Of a new run that could not start after all, nothing stays."""
+    for file in (*run_path.glob(f"{JOURNAL_FILE}*"), run_path / LOCK_FILE):
+        file.unlink(missing_ok=True)
+    if not any(run_path.iterdir()):
+        run_path.rmdir()

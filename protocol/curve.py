@@ -1,0 +1,181 @@
+"""CURVE key pairs as files: who may talk to this learner, and whom a rollout server may believe.
+
+    DIR/learner.secret          the learner's machine only (mode 0600)
+    DIR/learner.public          every machine
+    DIR/server.secret           rollout servers' machines only (mode 0600)
+    DIR/servers/<name>.public   the learner's machine: whoever is listed may connect
+
+A file holds one key: 40 characters of Z85 (https://rfc.zeromq.org/spec/32).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+from zmq.utils import z85
+
+LEARNER_SECRET, LEARNER_PUBLIC, SERVER_SECRET = "learner.secret", "learner.public", "server.secret"
+SERVERS = "servers"
+DEFAULT_SERVER = "server"
+_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
+_KEY_LENGTH = 40
+
+
+class KeyFileError(ValueError):
+    """A key that cannot be read or made; the message names the file and the fix."""
+
+
+@dataclass(frozen=True)
+class LearnerKeys:
+    """The learner's own pair, and the folder of those who may connect."""
+
+    secret: bytes = field(repr=False)
+    public: bytes
+    servers: Path
+
+    def authorised(self) -> dict[bytes, str]:
+        """Raw public key (32 bytes) -> name. Read anew each time: keys may come and go during a run.
+
+        A file that holds no key authorises nobody.
+        """
+        found: dict[bytes, str] = {}
+        for path in sorted(self.servers.glob("*.public")):
+            try:
+                found[z85.decode(_read(path))] = path.stem
+            except KeyFileError:
+                continue
+        return found
+
+
+@dataclass(frozen=True)
+class ServerKeys:
+    """A rollout server's own pair, and the only learner that it believes."""
+
+    secret: bytes = field(repr=False)
+    public: bytes
+    learner_public: bytes
+    folder: Path
+
+
+def make_keys(folder: Path) -> list[Path]:
+    """A learner's pair and one server's pair; returns the files. Nothing is overwritten.
+
+    Raises KeyFileError.
+    """
+    _check_absent(folder / LEARNER_SECRET, folder / LEARNER_PUBLIC, folder / SERVER_SECRET)
+    _check_absent(folder / SERVERS / f"{DEFAULT_SERVER}.public")
+    learner_public, learner_secret = zmq.curve_keypair()
+    _make_folder(folder)
+    written = [
+        _write(folder / LEARNER_SECRET, learner_secret, 0o600),
+        _write(folder / LEARNER_PUBLIC, learner_public, 0o644),
+    ]
+    return [*written, *_write_server(folder, folder / SERVER_SECRET, DEFAULT_SERVER)]
+
+
+def make_server_key(folder: Path, name: str) -> list[Path]:
+    """One more server's pair, which can be withdrawn alone: `<name>.secret` and `servers/<name>.public`."""
+    if not _NAME.match(name) or name in ("learner", DEFAULT_SERVER):
+        raise KeyFileError(f"{name!r} cannot name a server's key: use letters, digits, '_', '-' and '.'")
+    if not (folder / LEARNER_PUBLIC).is_file():
+        raise KeyFileError(f"{folder / LEARNER_PUBLIC} does not exist. Make the learner's pair first: asyncrl keys DIR")
+    secret = folder / f"{name}.secret"
+    _check_absent(secret, folder / SERVERS / f"{name}.public")
+    return _write_server(folder, secret, name)
+
+
+def copying_advice(folder: Path, server: str | None) -> str:
+    """What goes where, for the user who has just made these keys."""
+    source = folder / (f"{server}.secret" if server else SERVER_SECRET)
+    public = folder / SERVERS / f"{server or DEFAULT_SERVER}.public"
+    return "\n".join(
+        [
+            "Set network.keys_dir on both sides; it is a folder with",
+            f"  on the learner's machine:         {LEARNER_SECRET}, {LEARNER_PUBLIC}, {SERVERS}/{public.name}",
+            f"  on each rollout server's machine: {LEARNER_PUBLIC}, and {source.name} as {SERVER_SECRET}",
+            "One machine for both needs nothing copied. Keep *.secret out of version control and off other machines.",
+            f"To withdraw this server's key, delete {public} on the learner's machine: it cannot connect again.",
+        ]
+    )
+
+
+def read_learner_keys(folder: Path) -> LearnerKeys:
+    """Raises KeyFileError if a file is missing, readable by everybody or damaged, or nobody may connect."""
+    secret = _read_secret(folder / LEARNER_SECRET)
+    keys = LearnerKeys(secret, zmq.curve_public(secret), folder / SERVERS)
+    if not keys.authorised():
+        raise KeyFileError(
+            f"{keys.servers} holds no public key, so no rollout server could connect. Copy each server's "
+            "*.public there, or make keys with: asyncrl keys DIR"
+        )
+    return keys
+
+
+def read_server_keys(folder: Path) -> ServerKeys:
+    """Raises KeyFileError if a file is missing, readable by everybody or damaged."""
+    secret = _read_secret(folder / SERVER_SECRET)
+    return ServerKeys(secret, zmq.curve_public(secret), _read(folder / LEARNER_PUBLIC), folder)
+
+
+def _write_server(folder: Path, secret_path: Path, name: str) -> list[Path]:
+    public, secret = zmq.curve_keypair()
+    _make_folder(folder / SERVERS)
+    return [_write(secret_path, secret, 0o600), _write(folder / SERVERS / f"{name}.public", public, 0o644)]
+
+
+def _check_absent(*paths: Path) -> None:
+    there = [str(path) for path in paths if path.exists() or path.is_symlink()]
+    if there:
+        raise KeyFileError(
+            f"{', '.join(there)} exists already and is not overwritten: peers that hold its other half could no "
+            "longer connect. Name another folder, or remove the old keys on every machine"
+        )
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as problem:
+        raise KeyFileError(f"cannot make {folder}: {problem.strerror}. Name another folder") from problem
+
+
+def _write(path: Path, key: bytes, mode: int) -> Path:
+    """O_EXCL: also a file that appeared a moment ago is kept."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with os.fdopen(fd, "wb") as file:
+            os.fchmod(fd, mode)  # whatever the umask
+            file.write(key + b"\n")
+    except OSError as problem:
+        raise KeyFileError(f"cannot write {path}: {problem.strerror}") from problem
+    return path
+
+
+def _read_secret(path: Path) -> bytes:
+    key = _read(path)
+    if path.stat().st_mode & 0o007:
+        raise KeyFileError(f"every user of this machine can read the secret key {path}. Run: chmod 600 {path}")
+    return key
+
+
+def _read(path: Path) -> bytes:
+    """The key in Z85. The text of the file never appears in a message."""
+    try:
+        key = path.read_bytes()[: 4 * _KEY_LENGTH].strip()
+    except OSError as problem:
+        raise KeyFileError(
+            f"cannot read the key {path}: {problem.strerror}. Make keys with: asyncrl keys DIR, copy what it "
+            "names to each machine, and set network.keys_dir"
+        ) from problem
+    try:
+        whole = len(key) == _KEY_LENGTH and len(z85.decode(key)) == 32
+    except (KeyError, ValueError, struct.error):
+        whole = False
+    if not whole:
+        raise KeyFileError(f"{path} does not hold a key (40 characters of Z85). Copy it again")
+    return key

@@ -1,0 +1,222 @@
+"""Bad state ends a service with code 3 and a reason in the run directory, whatever else is broken."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import ExitCode
+from asyncrl.launch.processes import Service
+from asyncrl.launch.story import Story
+from asyncrl.launch.supervisor import Outcome
+from asyncrl.launch.train import report
+from asyncrl.telemetry.failure import (
+    FAILURE_FILE,
+    clear_failure,
+    describe_full_disk,
+    is_disk_full,
+    read_failure,
+    release,
+    reserve,
+    save_failure,
+)
+
+CONFIG = """\
+run_dir: {run_dir}
+model: {{path: nowhere}}
+data: {{train_files: [rows.parquet]}}
+reward: {{functions: [{{function: exact_match}}]}}
+"""
+SERVICE = """
+import errno, os, sqlite3, sys
+from asyncrl.entry import run_service
+from asyncrl.errors import BadStateError, UserError
+def main(config, resume):
+    {body}
+run_service({name!r}, main)
+"""
+
+
+def run_service(tmp_path: Path, body: str, name: str = "learner") -> subprocess.CompletedProcess[str]:
+    """A service whose `main` is `body`, with `tmp_path/run` as its run directory."""
+    file = tmp_path / "config.yaml"
+    file.write_text(CONFIG.format(run_dir=tmp_path / "run"))
+    (tmp_path / "run").mkdir(exist_ok=True)
+    command = [sys.executable, "-c", SERVICE.format(body=body, name=name), "--config", str(file)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30)
+
+
+def test_bad_state_is_saved_with_its_reason_and_the_last_known_step(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "status.json").write_text('{"step": 7}')
+    done = run_service(tmp_path, "raise BadStateError('the loss is nan')")
+    assert done.returncode == ExitCode.BAD_STATE
+    assert done.stderr.splitlines()[-1] == "error: the loss is nan"
+    saved = read_failure(tmp_path / "run")
+    assert saved is not None
+    assert (saved.service, saved.kind, saved.reason, saved.step) == ("learner", "bad_state", "the loss is nan", 7)
+    assert abs(saved.time - time.time()) < 30
+    assert set(os.listdir(tmp_path / "run")) == {"status.json", FAILURE_FILE}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "raise OSError(errno.ENOSPC, 'No space left on device', config.run_dir + '/metrics.jsonl')",
+        "raise OSError(errno.EDQUOT, 'Disk quota exceeded')",
+        "print(1, file=open('/dev/full', 'w'), flush=True)",
+        "sqlite3.connect(':memory:').executescript('PRAGMA max_page_count=2; CREATE TABLE t AS SELECT zeroblob(9999)')",
+        "raise RuntimeError('Error: I/O error: No space left on device (os error 28)')",
+        "raise BadStateError('checkpoint') from OSError(errno.ENOSPC, 'No space left on device')",
+    ],
+)
+def test_a_full_disk_is_bad_state_that_names_the_directory_and_its_free_space(tmp_path: Path, body: str) -> None:
+    done = run_service(tmp_path, body, "rollout_server")
+    assert done.returncode == ExitCode.BAD_STATE, done.stderr
+    saved = read_failure(tmp_path / "run")
+    assert saved is not None
+    assert (saved.service, saved.kind, saved.step) == ("rollout_server", "disk_full", None)
+    assert f"the disk of {tmp_path / 'run'} is full" in saved.reason
+    assert "MiB free" in saved.reason
+    assert done.stderr.splitlines()[-1] == f"error: {saved.reason}"
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ("pass", ExitCode.FINISHED),
+        ("raise RuntimeError('unforeseen')", ExitCode.CRASHED),
+        ("raise OSError(errno.ECONNRESET, 'gone')", ExitCode.CRASHED),
+        ("raise UserError('mend it')", ExitCode.USER_ERROR),
+        ("raise KeyboardInterrupt", ExitCode.INTERRUPTED),
+    ],
+)
+def test_other_endings_have_their_code_and_leave_nothing_in_the_run_directory(
+    tmp_path: Path, body: str, code: ExitCode
+) -> None:
+    done = run_service(tmp_path, body)
+    assert done.returncode == code, done.stderr
+    assert os.listdir(tmp_path / "run") == []
+    assert ("Traceback" in done.stderr) == (code is ExitCode.CRASHED)
+
+
+def test_the_reason_is_saved_on_a_disk_that_is_full(tmp_path: Path) -> None:
+    """No new block is needed: the file that was reserved is filled in place and renamed."""
+    reserve(tmp_path, "learner")
+    (reserved,) = tmp_path.iterdir()
+    before = (reserved.stat().st_ino, reserved.stat().st_blocks)
+    save_failure(tmp_path, "learner", "\N{EURO SIGN}" * 5000, kind="disk_full")
+    after = (tmp_path / FAILURE_FILE).stat()
+    assert (after.st_ino, after.st_blocks) == before
+    saved = read_failure(tmp_path)
+    assert saved is not None
+    assert saved.reason == "\N{EURO SIGN}" * 1500
+
+
+def test_the_first_reason_stays_and_a_service_that_starts_again_forgets_its_own(tmp_path: Path) -> None:
+    save_failure(tmp_path, "learner", "the cause")
+    save_failure(tmp_path, "rollout_server", "the consequence")
+    reserve(tmp_path, "rollout_server")
+    found = read_failure(tmp_path)
+    assert found is not None
+    assert found.reason == "the cause"
+    reserve(tmp_path, "learner")
+    assert read_failure(tmp_path) is None
+    release(tmp_path, "learner")
+    release(tmp_path, "rollout_server")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_directory_that_cannot_be_written_is_said_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    assert save_failure(tmp_path / "file" / "run", "learner", "the loss is nan") is None
+    assert "could not be saved" in caplog.text
+    clear_failure(tmp_path / "file")
+    clear_failure(tmp_path / "nowhere")
+    release(tmp_path / "nowhere", "learner")
+    assert read_failure(tmp_path / "nowhere") is None
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"reason": "x"}'])
+def test_a_damaged_file_is_no_failure_of_ours(tmp_path: Path, content: str) -> None:
+    (tmp_path / FAILURE_FILE).write_text(content)
+    assert read_failure(tmp_path) is None
+
+
+def test_only_a_full_disk_is_taken_for_one() -> None:
+    wrapped = RuntimeError("saving failed")
+    wrapped.__cause__ = ValueError("inner")
+    wrapped.__cause__.__context__ = OSError(errno.ENOSPC, "No space left on device")
+    assert is_disk_full(wrapped)
+    loop = RuntimeError("a")
+    loop.__context__ = RuntimeError("b")
+    loop.__context__.__context__ = loop
+    for other in (loop, OSError(errno.EACCES, "Permission denied"), sqlite3.OperationalError("database is locked")):
+        assert not is_disk_full(other)
+
+
+def test_the_full_disk_is_that_of_the_file_that_was_written(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    problem = OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "elsewhere" / "weights"))
+    assert f"the disk of {tmp_path / 'elsewhere'} is full" in describe_full_disk(problem, tmp_path)
+    problem = OSError(errno.ENOSPC, "No space left on device", "/nowhere/at/all")
+    assert f"the disk of {tmp_path} is full" in describe_full_disk(problem, tmp_path)
+
+
+def config(run_dir: Path) -> RunConfig:
+    sections = {"model": {"path": "x"}, "data": {"train_files": ["x"]}}
+    reward = {"functions": [{"function": "exact_match"}]}
+    return RunConfig.model_validate({"run_dir": str(run_dir), "reward": reward, **sections})
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_the_launcher_prints_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str], saved: bool) -> None:
+    """From failure.json, or from the log where that could not be written."""
+    script = "import sys; print('loading'); print('error: the loss is nan'); sys.exit(3)"
+    learner = Service("learner", [sys.executable, "-c", script], tmp_path / "learner.log", {})
+    learner.start()
+    assert learner.process is not None
+    learner.process.wait(timeout=10)
+    if saved:
+        save_failure(tmp_path, "learner", "the loss is nan")
+    assert report(config(tmp_path), Outcome(3, failed=learner), Story(tmp_path)) == 3
+    told = capsys.readouterr().err.splitlines()
+    assert told[0] == "error: the loss is nan"
+    assert len(told) == (2 if saved else 1)
+    if saved:
+        assert str(tmp_path / FAILURE_FILE) in told[1]
+        assert json.loads((tmp_path / FAILURE_FILE).read_text())["service"] == "learner"
+
+
+def test_the_launcher_says_how_often_it_has_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    learner = Service("learner", [sys.executable, "-c", "raise ValueError('why')"], tmp_path / "learner.log", {})
+    learner.start()
+    assert learner.process is not None
+    learner.process.wait(timeout=10)
+    assert report(config(tmp_path), Outcome(1, failed=learner, gave_up=True), Story(tmp_path)) == 1
+    told = capsys.readouterr().err
+    assert "learner ended with code 1 once more after 5 restarts (launch.max_restarts)" in told
+    assert told.splitlines()[-1] == "ValueError: why"
+
+
+def test_an_interrupted_run_says_whether_it_can_be_continued(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = Service("rollout_server", ["true"], tmp_path / "x.log", {})
+    assert report(config(tmp_path), Outcome(130), Story(tmp_path)) == 130
+    (tmp_path / "journal.sqlite").touch()
+    assert report(config(tmp_path), Outcome(130, failed=server), Story(tmp_path)) == 130
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "interrupted before it had begun"
+    assert second == "rollout_server was told to stop, and the run with it; the same command with --resume continues"
