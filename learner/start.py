@@ -56,8 +56,8 @@ def sign_journal(
 ) -> str:
     """The run's id, from the journal or new. Raises UserError unless journal, checkpoint and settings are one run's.
 
-    `settings` decide which ticket is which and what it samples; a resumed run must have the same, and, without a checkpoint, the same
-    initial `model`.
+    `settings` decide which ticket is which and what it samples; a resumed run must have the same, and, without a
+    checkpoint, the same initial `model`.
     """
     run_id = journal.meta("run_id")
     if run_id is None:
