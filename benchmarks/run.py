@@ -30,6 +30,17 @@ def main() -> None:
     files = [f"data.train_files=[{data}/rl.parquet]", f"data.val_files=[{data}/eval.parquet]", f"model.path={model}"]
     print("\n## Log-probs of engine and learner\n", flush=True)
     run("benchmarks/logprob_parity.py", "configs/digits_grpo.yaml", *files)
+    print("\n## Weight updates while sequences run\n", flush=True)
+    for length in (12, 96):
+        run(
+            "benchmarks/weight_updates.py",
+            "configs/digits_grpo.yaml",
+            f"--median-length={length}",
+            *files,
+            "rollout.max_concurrent_sequences=64",
+            "learner.optim.lr_warmup_steps=0",
+        )
+        print(flush=True)
     print("\n## Publication of weights\n", flush=True)
     run("benchmarks/weights_throughput.py")
     print("\n## Asynchronous against synchronous\n", flush=True)

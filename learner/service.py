@@ -296,13 +296,15 @@ class Learner:
 
     # --- what stays ---------------------------------------------------------------------------------
 
-    def _settings(self) -> dict[str, int]:
+    def _settings(self) -> dict[str, float]:
+        """What may not change on resume: which ticket is which, and what the journal's log-probs are of."""
         config = self.config
         return {
             "batch.prompts_per_step": config.batch.prompts_per_step,
             "batch.group_size": config.batch.group_size,
             "learner.max_staleness": config.largest_staleness,
             "trainer.seed": config.trainer.seed,
+            **{f"rollout.{n}": getattr(config.rollout, n) for n in ("temperature", "top_p", "top_k", "min_p")},
             "training rows": self.writer.num_train_rows,
         }
 

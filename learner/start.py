@@ -52,12 +52,12 @@ def find_start(config: RunConfig, *, resume: bool) -> StartingPoint:
 
 
 def sign_journal(
-    start: StartingPoint, journal: Journal, settings: Mapping[str, int], model: Iterable[tuple[str, torch.Tensor]]
+    start: StartingPoint, journal: Journal, settings: Mapping[str, float], model: Iterable[tuple[str, torch.Tensor]]
 ) -> str:
     """The run's id, from the journal or new. Raises UserError unless journal, checkpoint and settings are one run's.
 
-    `settings` decide which ticket is which; a resumed run must have the same, and, without a checkpoint, the same
-    initial `model`.
+    `settings` decide which ticket is which and what it samples; a resumed run must have the same, and, without a
+    checkpoint, the same initial `model`.
     """
     run_id = journal.meta("run_id")
     if run_id is None:

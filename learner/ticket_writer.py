@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -54,10 +55,9 @@ class TicketWriter:
     def write(self, slot: TicketSlot) -> PreparedTicket:
         """The training ticket of a position in the data order."""
         rendered = self._render(self.train, self._train_rows[self._order.row_at(slot.position)])
-        temperature = self.config.rollout.temperature
-        return self._prepare(
-            rendered, slot, slot.ticket_id, TicketKind.TRAIN, self.config.batch.group_size, temperature
-        )
+        rollout = self.config.rollout
+        sampling = {name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        return self._prepare(rendered, slot, slot.ticket_id, TicketKind.TRAIN, self.config.batch.group_size, sampling)
 
     def write_evaluation(self, index: int, version: int) -> PreparedTicket:
         """The ticket of one held-out row. Its seed does not depend on the version: evaluations are comparable."""
@@ -69,7 +69,7 @@ class TicketWriter:
             EVALUATION_IDS + index,
             TicketKind.EVAL,
             evaluation.group_size,
-            evaluation.temperature,
+            {"temperature": evaluation.temperature},
         )
 
     def _prepare(
@@ -79,7 +79,7 @@ class TicketWriter:
         seed: int,
         kind: TicketKind,
         size: int,
-        temperature: float,
+        distribution: Mapping[str, Any],
     ) -> PreparedTicket:
         encoded = self.processor.encode(rendered.prompt, rendered.blobs)
         check_prompt_length(encoded, self.config.data.max_prompt_length)
@@ -91,7 +91,7 @@ class TicketWriter:
             seed=ticket_seed(self.config.trainer.seed, seed),
             min_version=slot.version,
             sampling=Sampling(
-                temperature=temperature,
+                **distribution,
                 max_new_tokens=self.config.data.max_response_length,
                 stop_token_ids=self._stop_token_ids,
                 banned_token_ids=self.processor.placeholder_ids,

@@ -97,14 +97,27 @@ class Prompt(Wire):
 
 
 class Sampling(Wire):
-    """The behaviour policy's sampling distribution: softmax(logits / temperature), nothing truncated."""
+    """The behaviour policy: softmax(logits / temperature), cut by min_p, then top_k, then top_p, and renormalised.
+
+    The log-probs of a group are of exactly this distribution.
+    """
 
     temperature: float = Field(default=1.0, ge=0)
     """0 means greedy decoding (evaluation only: log-probs are those of temperature 1)."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """The most probable tokens until their mass reaches this; 1 keeps all."""
+    top_k: int = Field(default=0, ge=0)
+    """So many most probable tokens; 0 keeps all."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Tokens of at least this fraction of the most probable one's probability; 0 keeps all."""
     max_new_tokens: int = Field(gt=0)
     stop_token_ids: Many[int]
     banned_token_ids: Many[int] = ()
     """Ids that can never be sampled: image and video placeholders and their fences."""
+
+    @property
+    def truncates(self) -> bool:
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 class TicketKind(StrEnum):

@@ -30,6 +30,7 @@ from rollout_server.engines.base import Completion
 from rollout_server.link import LearnerLink
 from rollout_server.metrics import METRICS
 from rollout_server.production import GroupProducer
+from rollout_server.sampling_contract import check_sampling
 from rollout_server.weights import WeightReceiver, choose_channel
 
 logger = logging.getLogger(__name__)
@@ -144,6 +145,7 @@ class RolloutServer:
         """Produce the groups of one message; a failure returns its unfinished tickets to the learner."""
         waiting = {ticket.ticket_id for ticket in message.tickets}
         try:
+            check_sampling(message.tickets, self.config.rollout)
             await self._version_at_least(max(ticket.min_version for ticket in message.tickets))
             crash_point("ticket.started")
             async for group in self.producer.produce(message.tickets, message.blobs):

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.sampling_rules import sampling_problems
 from asyncrl.config.section import Section
 
 Durability = Literal["process", "power"]
@@ -152,6 +153,14 @@ class RolloutConfig(Section):
     """Inference engine: `hf` (transformers, CPU or GPU) or `scripted` (tests)."""
     temperature: float = Field(default=1.0, gt=0)
     """Of training samples; log-probs are of this distribution."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample training completions from the most probable tokens of this mass; 1 is off."""
+    top_k: int = Field(default=0, ge=0)
+    """Sample training completions from so many most probable tokens; 0 is off."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Leave out tokens below this fraction of the most probable one's probability; 0 is off."""
+    logprobs: Literal["processed", "raw"] = "processed"
+    """What the engine returns: of the distribution it samples from; `raw`: before temperature and truncation."""
     max_concurrent_sequences: int = Field(default=256, gt=0)
     """Completions decoded together by the hf engine."""
     device: str = "auto"
@@ -333,6 +342,7 @@ class RunConfig(Section):
                 f"rollout.max_concurrent_sequences ({self.rollout.max_concurrent_sequences}) is smaller than "
                 f"batch.group_size ({self.batch.group_size})"
             )
+        problems += sampling_problems(self)
         if problems:
             raise ValueError("\n".join(problems))
         return self

@@ -109,10 +109,6 @@ ALIASES = {
 ABSENT = {
     "trainer.n_gpus_per_node": "the learner uses the one device of learner.device, the server that of rollout.device",
     "trainer.nnodes": "the learner runs on one machine; rollout servers may run elsewhere (network.host)",
-    "rollout.top_p": "truncated sampling would bias the log-probs that training corrects with; see rollout.temperature",
-    "rollout.top_k": "truncated sampling would bias the log-probs that training corrects with; see rollout.temperature",
-    "top_p": "truncated sampling would bias the log-probs that training corrects with; see rollout.temperature",
-    "top_k": "truncated sampling would bias the log-probs that training corrects with; see rollout.temperature",
     "gradient_accumulation_steps": "it follows from batch.prompts_per_step and batch.tokens_per_microbatch",
     "trainer.experiment_name": "a run is named by its folder, run_dir",
     "trainer.project_name": "a run is named by its folder, run_dir",

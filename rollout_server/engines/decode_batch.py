@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs
-from protocol.messages import FinishReason
+from asyncrl.models.sampling_distribution import draw, gather_logprobs, sampling_logprobs
+from asyncrl.models.truncation import truncated_logprobs
+from protocol.messages import FinishReason, Sampling
 from rollout_server.engines.base import Completion, GenerationRequest
 from rollout_server.engines.prefill import prefill
 
@@ -184,17 +185,25 @@ class DecodeBatch:
         sampling = [row.request.sampling for row in rows]
         temperatures = torch.tensor([s.temperature or 1.0 for s in sampling], device=self.device)
         logprobs = sampling_logprobs(logits, temperature=temperatures, banned=self.banned)
-        cumulative = logprobs.exp().double().cumsum(-1)
+        self._truncate(logprobs, sampling)
         uniforms = torch.tensor([row.uniforms[len(row.token_ids)] for row in rows], device=self.device)
-        drawn = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True).squeeze(-1)
         greedy = torch.tensor([s.temperature == 0 for s in sampling], device=self.device)
-        tokens = torch.where(greedy, logprobs.argmax(-1), drawn.clamp_max(logprobs.shape[-1] - 1))
+        tokens = torch.where(greedy, logprobs.argmax(-1), draw(logprobs, uniforms))
         chosen = gather_logprobs(logprobs, tokens)
         for row, token, logprob in zip(rows, tokens.tolist(), chosen.tolist(), strict=True):
             row.token_ids.append(token)
             row.logprobs.append(logprob)
             row.versions.append(version)
             row.kv_versions.append(row.kv_version)
+
+    def _truncate(self, logprobs: torch.Tensor, sampling: Sequence[Sampling]) -> None:
+        """In place, and only the rows that ask for it: the others stay as they are, bit for bit."""
+        rows = [number for number, s in enumerate(sampling) if s.truncates]
+        if not rows:
+            return
+        columns = [[getattr(sampling[number], name) for number in rows] for name in ("top_k", "top_p", "min_p")]
+        top_k, top_p, min_p = (torch.tensor(c, dtype=torch.float64, device=self.device) for c in columns)
+        logprobs[rows] = truncated_logprobs(logprobs[rows], top_k=top_k, top_p=top_p, min_p=min_p)
 
     def _merge(self, rows: list[DecodeRow], cache: Any, attention: torch.Tensor) -> None:
         if not self.rows:
