@@ -47,7 +47,7 @@ def run_killed(config: RunConfig, run: Path, *, with_server: bool) -> None:
     file = write_config(with_ports(config), run)
     server = start("rollout_server", file)
     try:
-        for number, place in enumerate((*CRASHES, "")):
+        for place in (*CRASHES, ""):
             resume = ["--resume"] if (run / JOURNAL_FILE).exists() else []
             learner = start("learner", file, *resume, crash_at=place)
             code = learner.wait(timeout=120)
