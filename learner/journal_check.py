@@ -13,6 +13,8 @@ from learner.journal_seal import CommitMark, ContentDigest
 
 SCHEMA = 1
 """Kept as SQLite's user_version. Raised by changes that make older journals unreadable."""
+_SMALLEST_BYTES = 512
+"""Of any SQLite database."""
 
 
 def is_begun(path: Path, mark: CommitMark) -> bool:
@@ -26,8 +28,8 @@ def is_begun(path: Path, mark: CommitMark) -> bool:
 def find_damage(path: Path, mark: CommitMark) -> str | None:
     """What is wrong with pages, indexes, rows, payloads, the account or the last commit. Raises sqlite3.Error, too."""
     marked = mark.read()  # before the rows: a learner that lives would write it after them
-    if not path.stat().st_size:
-        return "is empty"  # and SQLite would remove the write-ahead log of an empty file
+    if (size := path.stat().st_size) < _SMALLEST_BYTES:
+        return f"has only {size} bytes"  # and SQLite would remove the write-ahead log of a file that it finds empty
     with closing(_read_only(path)) as db:
         db.execute("PRAGMA cell_size_check = ON")
         db.execute("BEGIN")  # one state of the file for all that follows
