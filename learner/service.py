@@ -25,7 +25,7 @@ from learner.journal import JOURNAL_FILE, MIB, Journal
 from learner.publication import open_publication, publish
 from learner.reporting import Reporter
 from learner.run_lock import lock_run
-from learner.start import StartingPoint, find_start, forget_run, sign_journal
+from learner.start import StartingPoint, find_start, forget_run, refuse_taken, sign_journal
 from learner.step import LearnerStep
 from learner.ticket_writer import TicketWriter
 from learner.tickets import ReceivedGroup, TicketLedger
@@ -82,10 +82,11 @@ class Learner:
         config = self.config
         vocabulary = self.engine.unwrap_model().get_output_embeddings().weight.shape[0]
         with ExitStack() as undo:
-            if start.journal is None:
-                undo.callback(forget_run, config.run_path)
-            self._lock = lock_run(config.run_path)
+            self._lock = lock_run(config.run_path) if start.lock is None else start.lock
             undo.callback(os.close, self._lock)
+            if start.journal is None:
+                refuse_taken(config.run_path)  # another learner may have begun while the model was loading
+                undo.callback(forget_run, config.run_path)
             self.journal = start.journal or Journal(config.run_path / JOURNAL_FILE, config.trainer.durability)
             undo.callback(self.journal.close)
             self.run_id = sign_journal(start, self.journal, self._settings(), self.engine.published_state())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,11 +13,11 @@ import torch
 import xxhash
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import UserError
+from asyncrl.errors import RunTakenError, UserError
 from asyncrl.models.published import tensor_bytes
 from learner.checkpoint import MODEL_FOLDER, LearnerState, newest_checkpoint, read_state
 from learner.journal import JOURNAL_FILE, Journal
-from learner.run_lock import LOCK_FILE
+from learner.run_lock import LOCK_FILE, lock_run
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class StartingPoint:
     journal: Journal | None = None
     checkpoint: Path | None = None
     state: LearnerState | None = None
+    lock: int | None = None
+    """Held already: nobody reads the journal of a learner that lives."""
 
     @property
     def model_path(self) -> Path | None:
@@ -37,8 +40,7 @@ def find_start(config: RunConfig, *, resume: bool) -> StartingPoint:
     file = config.run_path / JOURNAL_FILE
     checkpoint = newest_checkpoint(config.run_path)
     if not resume:
-        if file.exists() or checkpoint:
-            raise UserError(f"{config.run_path} holds a run. Continue it with --resume, or set another run_dir=...")
+        refuse_taken(config.run_path)
         return StartingPoint()
     if not file.exists() and checkpoint:
         raise UserError(
@@ -47,8 +49,19 @@ def find_start(config: RunConfig, *, resume: bool) -> StartingPoint:
         )
     if not file.exists():
         raise UserError(f"--resume: there is no run in {config.run_path}. Start without --resume")
-    state = read_state(checkpoint) if checkpoint else None
-    return StartingPoint(Journal(file, config.trainer.durability), checkpoint, state)
+    lock = lock_run(config.run_path)
+    try:
+        state = read_state(checkpoint) if checkpoint else None
+        return StartingPoint(Journal(file, config.trainer.durability), checkpoint, state, lock)
+    except BaseException:
+        os.close(lock)
+        raise
+
+
+def refuse_taken(run_path: Path) -> None:
+    """A new run does not begin where there is one."""
+    if (run_path / JOURNAL_FILE).exists() or newest_checkpoint(run_path):
+        raise RunTakenError(f"{run_path} holds a run. Continue it with --resume, or set another run_dir=...")
 
 
 def sign_journal(

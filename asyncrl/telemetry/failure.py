@@ -67,10 +67,12 @@ def release(run_dir: Path, service: str) -> None:
 def save_failure(run_dir: Path, service: str, reason: str, *, kind: Kind = "bad_state") -> Path | None:
     """Write `failure.json`, complete or not at all. What is there already stays: it came first, and may be the cause.
 
+    But a mistake of the user, such as a server that was refused, is no cause of a bad state.
     None where nothing could be written; the log has the reason in any case.
     """
     target, reserved = run_dir / FAILURE_FILE, _reserved(run_dir, service)
-    if target.exists():
+    earlier = read_failure(run_dir)
+    if earlier and (earlier.kind != "user_error" or kind == "user_error"):
         return target
     failure = Failure(service, kind, reason[:_LONGEST_REASON], time.time(), _last_step(run_dir))
     text = json.dumps(asdict(failure), ensure_ascii=False, indent=2)
