@@ -136,14 +136,14 @@ class Learner:
             self._status("finished")
         except KeyboardInterrupt:
             goodbye = "the learner was interrupted"
-            self._status("interrupted")
+            self._last_status("interrupted")
             raise
         except (BadStateError, UserError) as error:
             goodbye = "the learner failed"
-            self._status("failed", str(error))
+            self._last_status("failed", str(error))
             raise
         except Exception as error:
-            self._status("failed", f"{type(error).__name__}: {error}")
+            self._last_status("failed", f"{type(error).__name__}: {error}")
             raise
         finally:
             self.exchange.stop(goodbye)
@@ -331,6 +331,13 @@ class Learner:
         )
         self.ledger.forget_payloads(self.progress.step)
         logger.info("checkpoint %s", folder)
+
+    def _last_status(self, phase: str, why: str = "") -> None:
+        """A disk without room must not take the place of the reason."""
+        try:
+            self._status(phase, why)
+        except OSError as problem:
+            logger.error("status.json could not be written: %s", problem)
 
     def _status(self, phase: str, waiting_for: str = "") -> None:
         self.reporter.status(phase, self.progress.step, self.progress.version, waiting_for)
