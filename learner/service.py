@@ -19,8 +19,9 @@ from asyncrl.models.processing import PromptProcessor
 from learner.adaptive_staleness import AdaptiveStaleness
 from learner.batch import describe_batch, make_batch
 from learner.checkpoint import LearnerState, restore_engine, save_checkpoint
+from learner.connections import ModelFacts
 from learner.engines import create_engine
-from learner.exchange import Exchange, ModelFacts, wait_for
+from learner.exchange import Exchange, wait_for
 from learner.journal import JOURNAL_FILE, MIB, Journal
 from learner.publication import open_publication, publish
 from learner.reporting import Reporter

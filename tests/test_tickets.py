@@ -247,6 +247,18 @@ def test_mask_drops_a_group_without_a_fresh_token() -> None:
     assert [slot.position for slot in ledger.admissible(2)] == [1, 2]
 
 
+def test_on_policy_a_batch_that_a_lost_server_began_is_sampled_again_as_a_whole() -> None:
+    ledger = make_ledger(3, 0, 6)
+    items = issue(ledger, 0)
+    assert ledger.batch_mates(items) == [], "the first time it goes out whole by itself"
+    arrive(ledger, items[1])
+    assert ids(ledger.batch_mates([items[0], items[2]])) == [1]
+    off_policy = make_ledger(3, 1, 6)
+    first = issue(off_policy, 0)
+    arrive(off_policy, first[1])
+    assert off_policy.batch_mates([first[0], first[2]]) == []
+
+
 def test_a_lost_server_returns_its_tickets() -> None:
     ledger = make_ledger(4, 0, 10)
     items = issue(ledger, 0)
