@@ -198,7 +198,7 @@ class TicketLedger:
         """On-policy: tickets whose groups are here already and were sampled in one batch with these.
 
         The last bits of a log-prob depend on what else is in the batch. When a server was lost in the middle of one,
-        its successor samples the whole batch again, and a run that was killed ends with the weights of one that was not.
+        its successor samples all of it again, and a run that was killed ends with the weights of one that was not.
         """
         with self.changed:
             versions = {item.slot.version for item in tickets if item.slot.bound == 0 and item.is_training}
