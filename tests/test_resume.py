@@ -136,3 +136,28 @@ def test_a_server_that_dies_within_a_batch_changes_no_bit(
         learner.kill()
         server.kill()
     assert_same_run(run, on_policy, config)
+
+
+def test_off_policy_the_steps_after_a_checkpoint_are_made_again_as_they_were(
+    make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    config = resume_config(make_config, run, max_staleness=2)
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"max_steps": 12, "save_freq": 4})})
+    file = write_config(with_ports(config), run)
+    server = start("rollout_server", file)
+    try:
+        assert start("learner", file, crash_at="step.trained:8").wait(timeout=120) == -9
+        before = batches(run), sampled(run), recorded(run)
+        assert [line[0] for line in before[2]] == [1, 2, 3, 4, 5, 6, 7], "the eighth step was trained and not reported"
+        assert max(step for step, *_ in before[0]) == 8
+        assert start("learner", file, "--resume").wait(timeout=120) == 0, (run / "learner.log").read_text()[-3000:]
+        assert server.wait(timeout=60) == 0
+    finally:
+        server.kill()
+    assert "making steps 5 to 8 again, from the journal" in (run / "learner.log").read_text()
+    trained_before, sampled_before, recorded_before = before
+    assert batches(run)[: len(trained_before)] == trained_before
+    assert sampled(run)[: len(sampled_before)] == sampled_before
+    assert recorded(run)[: len(recorded_before)] == recorded_before
+    assert sorted(position for *_, position in batches(run)) == list(range(48))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -220,6 +221,20 @@ def test_drop_goes_on_without_stragglers_and_issues_their_prompts_again() -> Non
     assert ledger.length_bias()["length/dropped"] == 2
     # Trained: 1 + 1 + 3 + 1 + 1 + 1 tokens in 6 trajectories; finished: 10 tokens in 7.
     assert ledger.length_bias()["length_bias"] == pytest.approx((8 / 6) / (10 / 7) - 1)
+
+
+def test_a_journal_with_drops_adds_up_when_it_is_opened_again(tmp_path: Path) -> None:
+    file = tmp_path / "journal.sqlite"
+    ledger = TicketLedger(Journal(file), prompts_per_step=1, bound=0, total_groups=2, on_stale="drop")
+    (late,) = issue(ledger, 0)
+    ledger.advance(1)
+    arrive(ledger, late, 0, 0, 0)
+    assert ledger.counts().dropped == {"stale": 1}
+    ledger.journal.close()
+    again = TicketLedger(Journal(file), prompts_per_step=1, bound=0, total_groups=2, on_stale="drop")
+    assert again.counts() == ledger.counts()
+    assert [slot.position for slot in again.admissible(1)] == [0, 1]
+    assert again.length_bias() == ledger.length_bias()
 
 
 def test_mask_trains_the_fresh_tokens_of_a_straggler() -> None:
