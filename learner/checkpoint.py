@@ -18,6 +18,7 @@ import torch
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.faults import crash_point
 from asyncrl.models.export import export_model
+from learner.checkpoint_files import check_files, write_checksums
 from learner.engines.base import TrainEngine
 
 MODEL_FOLDER = "model"
@@ -53,6 +54,7 @@ def save_checkpoint(run_path: Path, engine: TrainEngine, processor: Any, state: 
     engine.save(building)
     torch.save(torch.get_rng_state(), building / RANDOM_FILE)
     (building / STATE_FILE).write_text(json.dumps(asdict(state), indent=2))
+    write_checksums(building)
     _flush(building)
     shutil.rmtree(folder, ignore_errors=True)
     building.rename(folder)
@@ -74,11 +76,13 @@ def newest_checkpoint(run_path: Path) -> Path | None:
 
 
 def read_state(folder: Path) -> LearnerState:
+    """Raises BadStateError unless every file of the checkpoint is as it was written."""
+    check_files(folder)
     try:
         return LearnerState(**json.loads((folder / STATE_FILE).read_text()))
     except (ValueError, TypeError) as problem:
         raise BadStateError(
-            f"{folder / STATE_FILE} cannot be read ({problem}). Remove {folder} to continue from an older one"
+            f"{folder / STATE_FILE} is not of this version of asyncrl ({problem}). Resume with the one that wrote it"
         ) from problem
 
 

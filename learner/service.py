@@ -90,7 +90,7 @@ class Learner:
     def _open(self, start: StartingPoint) -> None:
         """Lock, journal, shared memory, sockets, metrics endpoint: all of them, or none where one cannot be had."""
         config = self.config
-        self.journal = start.journal or open_journal(config, self._resources)
+        self.journal = start.journal or open_journal(config, self._resources, new=True)
         if start.journal is None:
             self._resources.callback(lambda: forget_run(self.journal) if self._goodbye == COULD_NOT_START else None)
         self.run_id = sign_journal(start, self.journal, self._settings(), self.engine.published_state())
@@ -140,14 +140,14 @@ class Learner:
             self._status("finished")
         except KeyboardInterrupt:
             self._goodbye = "the learner was interrupted"
-            self._status("interrupted")
+            self._last_status("interrupted")
             raise
         except (BadStateError, UserError) as error:
             self._goodbye = "the learner failed"
-            self._status("failed", str(error))
+            self._last_status("failed", str(error))
             raise
         except Exception as error:
-            self._status("failed", f"{type(error).__name__}: {error}")
+            self._last_status("failed", f"{type(error).__name__}: {error}")
             raise
         finally:
             self._resources.close()
@@ -331,6 +331,13 @@ class Learner:
         )
         self.ledger.forget_payloads(self.progress.step)
         logger.info("checkpoint %s", folder)
+
+    def _last_status(self, phase: str, why: str = "") -> None:
+        """A disk without room must not take the place of the reason."""
+        try:
+            self._status(phase, why)
+        except OSError as problem:
+            logger.error("status.json could not be written: %s", problem)
 
     def _status(self, phase: str, waiting_for: str = "") -> None:
         self.reporter.status(phase, self.progress.step, self.progress.version, waiting_for)

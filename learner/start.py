@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import UserError
+from asyncrl.errors import RunTakenError, UserError
 from asyncrl.models.published import tensor_bytes
 from learner.checkpoint import MODEL_FOLDER, LearnerState, newest_checkpoint, read_state
 from learner.journal import JOURNAL_FILE, Journal
@@ -42,8 +42,7 @@ def find_start(config: RunConfig, *, resume: bool, resources: ExitStack) -> Star
     file = config.run_path / JOURNAL_FILE
     checkpoint = newest_checkpoint(config.run_path)
     if not resume:
-        if file.exists() or checkpoint:
-            raise UserError(f"{config.run_path} holds a run. Continue it with --resume, or set another run_dir=...")
+        refuse_taken(config.run_path)
         return StartingPoint()
     if not file.exists() and checkpoint:
         raise UserError(
@@ -52,16 +51,25 @@ def find_start(config: RunConfig, *, resume: bool, resources: ExitStack) -> Star
         )
     if not file.exists():
         raise UserError(f"--resume: there is no run in {config.run_path}. Start without --resume")
-    state = read_state(checkpoint) if checkpoint else None
-    return StartingPoint(open_journal(config, resources), checkpoint, state)
+    return StartingPoint(
+        open_journal(config, resources, new=False), checkpoint, read_state(checkpoint) if checkpoint else None
+    )
 
 
-def open_journal(config: RunConfig, resources: ExitStack) -> Journal:
-    """The run directory's journal, new or found, for this process alone."""
+def open_journal(config: RunConfig, resources: ExitStack, *, new: bool) -> Journal:
+    """The run directory's journal, for this process alone."""
     resources.callback(os.close, lock_run(config.run_path))
+    if new:
+        refuse_taken(config.run_path)  # another learner may have begun while the model was loading
     journal = Journal(config.run_path / JOURNAL_FILE, config.trainer.durability)
     resources.callback(journal.close)
     return journal
+
+
+def refuse_taken(run_path: Path) -> None:
+    """A new run does not begin where there is one."""
+    if (run_path / JOURNAL_FILE).exists() or newest_checkpoint(run_path):
+        raise RunTakenError(f"{run_path} holds a run. Continue it with --resume, or set another run_dir=...")
 
 
 def sign_journal(
