@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -20,19 +19,20 @@ from asyncrl.telemetry.failure import is_disk_full
 from learner.adaptive_staleness import AdaptiveStaleness
 from learner.batch import describe_batch, make_batch
 from learner.checkpoint import LearnerState, restore_engine, save_checkpoint
+from learner.connections import ModelFacts
 from learner.engines import create_engine
-from learner.exchange import Exchange, ModelFacts, wait_for
-from learner.journal import JOURNAL_FILE, MIB, Journal
+from learner.exchange import Exchange, wait_for
+from learner.journal import MIB
 from learner.publication import open_publication, publish
 from learner.reporting import Reporter
-from learner.run_lock import lock_run
-from learner.start import StartingPoint, find_start, forget_run, refuse_taken, sign_journal
+from learner.start import StartingPoint, find_start, forget_run, open_journal, sign_journal
 from learner.step import LearnerStep
 from learner.ticket_writer import TicketWriter
 from learner.tickets import ReceivedGroup, TicketLedger
 
 logger = logging.getLogger(__name__)
 
+COULD_NOT_START = "the learner could not start"
 RECONNECTION_S = 4.0
 """After a restart of the learner, servers are back within this time and a heartbeat, with what they still hold."""
 
@@ -49,11 +49,22 @@ class Learner:
     def __init__(self, config: RunConfig, *, resume: bool = False):
         self.config = config
         self.progress = Progress()
-        start = find_start(config, resume=resume)
-        model = config.model.model_copy(update={"path": str(start.model_path)}) if start.model_path else config.model
-        self.processor = PromptProcessor(config.model)
         self.total_steps = 0
-        self._prepare(config.model_copy(update={"model": model}), start)
+        self._resources = ExitStack()
+        self._goodbye: str | None = COULD_NOT_START
+        try:
+            start = find_start(config, resume=resume, resources=self._resources)
+            path = str(start.model_path or config.model.path)
+            self.processor = PromptProcessor(config.model)
+            self._prepare(
+                config.model_copy(update={"model": config.model.model_copy(update={"path": path})}),
+                start,
+            )
+            self._open(start)
+        except BaseException:
+            self._resources.close()
+            raise
+        self._goodbye = None
 
     def _prepare(self, config: RunConfig, start: StartingPoint) -> None:
         """Load everything that can be wrong before anything is written or any socket is bound."""
@@ -68,7 +79,6 @@ class Learner:
             self.progress = Progress(start.state.step, start.state.version)
         self.step = LearnerStep(self.engine, config)
         self.adaptive = self._adaptive_staleness(start)
-        self._open(start)
 
     def _adaptive_staleness(self, start: StartingPoint) -> AdaptiveStaleness | None:
         if self.config.learner.max_staleness != "auto":
@@ -81,47 +91,41 @@ class Learner:
     def _open(self, start: StartingPoint) -> None:
         """Lock, journal, shared memory, sockets, metrics endpoint: all of them, or none where one cannot be had."""
         config = self.config
+        self.journal = start.journal or open_journal(config, self._resources, new=True)
+        if start.journal is None:
+            self._resources.callback(lambda: forget_run(self.journal) if self._goodbye == COULD_NOT_START else None)
+        self.run_id = sign_journal(start, self.journal, self._settings(), self.engine.published_state())
+        self.ledger = TicketLedger(
+            self.journal,
+            prompts_per_step=config.batch.prompts_per_step,
+            bound=self.adaptive.bound if self.adaptive else config.largest_staleness,
+            total_groups=self.total_steps * config.batch.prompts_per_step,
+            on_stale=config.learner.on_stale,
+        )
+        self.ledger.recover(self.writer.write, withhold_s=config.network.heartbeat_s + RECONNECTION_S)
+        self.ledger.advance(self.progress.version)
+        self.publication = self._resources.enter_context(open_publication(self.run_id))
         vocabulary = self.engine.unwrap_model().get_output_embeddings().weight.shape[0]
-        with ExitStack() as undo:
-            self._lock = lock_run(config.run_path) if start.lock is None else start.lock
-            undo.callback(os.close, self._lock)
-            if start.journal is None:
-                refuse_taken(config.run_path)  # another learner may have begun while the model was loading
-                undo.callback(forget_run, config.run_path)
-            self.journal = start.journal or Journal(config.run_path / JOURNAL_FILE, config.trainer.durability)
-            undo.callback(self.journal.close)
-            self.run_id = sign_journal(start, self.journal, self._settings(), self.engine.published_state())
-            self.ledger = TicketLedger(
-                self.journal,
-                prompts_per_step=config.batch.prompts_per_step,
-                bound=self.adaptive.bound if self.adaptive else config.largest_staleness,
-                total_groups=self.total_steps * config.batch.prompts_per_step,
-                on_stale=config.learner.on_stale,
-            )
-            self.ledger.recover(self.writer.write, withhold_s=config.network.heartbeat_s + RECONNECTION_S)
-            self.ledger.advance(self.progress.version)
-            self.publication = undo.enter_context(open_publication(self.run_id))
-            self.exchange = Exchange(
-                config,
-                self.run_id,
-                ledger=self.ledger,
-                write_ticket=self.writer.write,
-                publication=self.publication,
-                facts=ModelFacts(self.architecture, self.processor.fingerprint, vocabulary),
-                version=max(self.progress.version, self.ledger.last_step),
-            )
-            undo.callback(self.exchange.stop, "the learner could not start")
-            self.reporter = Reporter(config, self.exchange, self.ledger, self.processor, self.total_steps)
-            if start.journal:
-                self.reporter.recorder.truncate_after(self.progress.step, evaluations_after=self.ledger.last_step)
-            undo.pop_all()
+        self.exchange = Exchange(
+            config,
+            self.run_id,
+            ledger=self.ledger,
+            write_ticket=self.writer.write,
+            publication=self.publication,
+            facts=ModelFacts(self.architecture, self.processor.fingerprint, vocabulary),
+            version=max(self.progress.version, self.ledger.last_step),
+        )
+        self._resources.callback(lambda: self.exchange.stop(self._goodbye))
+        self.reporter = Reporter(config, self.exchange, self.ledger, self.processor, self.total_steps)
+        self._resources.callback(self.reporter.close)
+        if start.journal:
+            self.reporter.recorder.truncate_after(self.progress.step, evaluations_after=self.ledger.last_step)
 
     def run(self) -> None:
         """Train to the last step and export.
 
         Says goodbye to the servers unless this is a crash: then they wait for the learner that comes next.
         """
-        goodbye = None
         try:
             self.exchange.start()
             self._make_steps_again()
@@ -133,14 +137,14 @@ class Learner:
             self._save()
             export_model(self.engine.unwrap_model(), self.processor.processor, self.config.run_path / "export")
             logger.info("finished: the model is in %s", self.config.run_path / "export")
-            goodbye = "the run is finished"
+            self._goodbye = "the run is finished"
             self._status("finished")
         except KeyboardInterrupt:
-            goodbye = "the learner was interrupted"
+            self._goodbye = "the learner was interrupted"
             self._last_status("interrupted")
             raise
         except (BadStateError, UserError) as error:
-            goodbye = "the learner failed"
+            self._goodbye = "the learner failed"
             self._last_status("failed", str(error))
             raise
         except Exception as error:
@@ -149,11 +153,7 @@ class Learner:
             self._last_status("failed", f"{type(error).__name__}: {error}")
             raise
         finally:
-            self.exchange.stop(goodbye)
-            self.reporter.close()
-            self.publication.close()
-            self.journal.close()
-            os.close(self._lock)
+            self._resources.close()
 
     # --- steps ------------------------------------------------------------------------------------
 

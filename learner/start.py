@@ -6,6 +6,7 @@ import json
 import os
 import uuid
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,16 +28,17 @@ class StartingPoint:
     journal: Journal | None = None
     checkpoint: Path | None = None
     state: LearnerState | None = None
-    lock: int | None = None
-    """Held already: nobody reads the journal of a learner that lives."""
 
     @property
     def model_path(self) -> Path | None:
         return self.checkpoint / MODEL_FOLDER if self.checkpoint else None
 
 
-def find_start(config: RunConfig, *, resume: bool) -> StartingPoint:
-    """Checks that `resume` fits what is in the run directory, and the journal, before anything large is loaded."""
+def find_start(config: RunConfig, *, resume: bool, resources: ExitStack) -> StartingPoint:
+    """Checks that `resume` fits what is in the run directory, and the journal, before anything large is loaded.
+
+    What a resumed run holds from now on, its lock and its journal, goes to `resources`.
+    """
     file = config.run_path / JOURNAL_FILE
     checkpoint = newest_checkpoint(config.run_path)
     if not resume:
@@ -49,13 +51,19 @@ def find_start(config: RunConfig, *, resume: bool) -> StartingPoint:
         )
     if not file.exists():
         raise UserError(f"--resume: there is no run in {config.run_path}. Start without --resume")
-    lock = lock_run(config.run_path)
-    try:
-        state = read_state(checkpoint) if checkpoint else None
-        return StartingPoint(Journal(file, config.trainer.durability), checkpoint, state, lock)
-    except BaseException:
-        os.close(lock)
-        raise
+    return StartingPoint(
+        open_journal(config, resources, new=False), checkpoint, read_state(checkpoint) if checkpoint else None
+    )
+
+
+def open_journal(config: RunConfig, resources: ExitStack, *, new: bool) -> Journal:
+    """The run directory's journal, for this process alone."""
+    resources.callback(os.close, lock_run(config.run_path))
+    if new:
+        refuse_taken(config.run_path)  # another learner may have begun while the model was loading
+    journal = Journal(config.run_path / JOURNAL_FILE, config.trainer.durability)
+    resources.callback(journal.close)
+    return journal
 
 
 def refuse_taken(run_path: Path) -> None:
@@ -109,8 +117,10 @@ def _digest(model: Iterable[tuple[str, torch.Tensor]]) -> str:
     return hashed.hexdigest()
 
 
-def forget_run(run_path: Path) -> None:
+def forget_run(journal: Journal) -> None:
     """Of a new run that could not start after all, nothing stays."""
+    assert journal.path is not None
+    run_path = journal.path.parent
     for file in (*run_path.glob(f"{JOURNAL_FILE}*"), run_path / LOCK_FILE):
         file.unlink(missing_ok=True)
     if not any(run_path.iterdir()):

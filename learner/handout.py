@@ -1,0 +1,113 @@
+"""Tickets on their way out: written a slice at a time, issued together, shared among the servers."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from asyncrl.faults import crash_point
+from learner.connections import Connections
+from learner.journal import TicketSlot
+from learner.tickets import PreparedTicket, TicketLedger
+from protocol.codec import Limits
+from protocol.messages import Tickets
+
+SLICE_S = 0.2
+"""Longest time that writing tickets takes at a stretch."""
+
+
+@dataclass
+class _Preparation:
+    """Tickets of one order: how to make them, those still to be made, and those ready."""
+
+    prepare: Callable[[], Iterable[PreparedTicket]]
+    items: Iterator[PreparedTicket] | None = None
+    done: list[PreparedTicket] = field(default_factory=list)
+
+
+class Handout:
+    def __init__(
+        self,
+        connections: Connections,
+        ledger: TicketLedger,
+        write_ticket: Callable[[TicketSlot], PreparedTicket],
+        limits: Limits,
+    ):
+        self.admitted: int | None = None
+        """Training tickets go out as far as the ledger admits them before this version; None: not yet."""
+        self._connections = connections
+        self._ledger = ledger
+        self._write_ticket = write_ticket
+        self._limits = limits
+        self._preparing: deque[_Preparation] = deque()
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._preparing)
+
+    def prepare(self, tickets: Callable[[], Iterable[PreparedTicket]]) -> None:
+        """Issue them all at once when the last is written."""
+        self._preparing.append(_Preparation(tickets))
+
+    def work(self) -> None:
+        """One turn."""
+        self._admit()
+        self._write_some()
+        self._send_waiting()
+
+    def _admit(self) -> None:
+        """All tickets that may go out now, together. One preparation at a time: it decides what is admissible next."""
+        if self.admitted is None or self._preparing:
+            return
+        slots = self._ledger.admissible(self.admitted)
+        if slots:
+            self.prepare(lambda: (self._write_ticket(slot) for slot in slots))
+
+    def _write_some(self) -> None:
+        """A slice of the oldest preparation: reading and encoding many images must not silence the heartbeat."""
+        deadline = time.monotonic() + SLICE_S
+        while self._preparing and time.monotonic() < deadline:
+            preparation = self._preparing[0]
+            if preparation.items is None:
+                preparation.items = iter(preparation.prepare())
+            item = next(preparation.items, None)
+            if item is None:
+                self._ledger.issue(preparation.done)
+                self._preparing.popleft()
+            else:
+                preparation.done.append(item)
+
+    def _send_waiting(self) -> None:
+        """Spread waiting tickets over the servers; each gets its share in one message, admitted together."""
+        waiting = self._ledger.waiting()
+        servers = sorted(self._connections.servers, key=self._ledger.held_by)
+        for place, server_id in enumerate(servers):
+            if not waiting:
+                return
+            room = self._connections.servers[server_id].hello.max_groups - self._ledger.held_by(server_id)
+            share = -(-len(waiting) // (len(servers) - place))
+            suitable = [item for item in waiting if self._ledger.may_try(item.ticket.ticket_id, server_id, servers)]
+            chosen = self._that_fit(suitable[: max(0, min(room, share))])
+            gone = {item.ticket.ticket_id for item in chosen}
+            waiting = [item for item in waiting if item.ticket.ticket_id not in gone]
+            if chosen:
+                self._send(server_id, chosen, self._ledger.batch_mates(chosen) if len(servers) == 1 else [])
+
+    def _send(self, server_id: str, chosen: Sequence[PreparedTicket], mates: Sequence[PreparedTicket]) -> None:
+        sent = sorted((*chosen, *mates), key=lambda item: item.ticket.ticket_id)
+        blobs = {digest: memoryview(data) for item in sent for digest, data in item.blobs.items()}
+        if self._connections.send(server_id, Tickets(tickets=tuple(item.ticket for item in sent), blobs=blobs)):
+            self._ledger.assign([item.ticket.ticket_id for item in chosen], server_id)
+            crash_point("tickets.sent")
+
+    def _that_fit(self, tickets: Sequence[PreparedTicket]) -> Sequence[PreparedTicket]:
+        """As many, from the first, as one message may carry; the rest goes out in the next turn."""
+        frames, size = 0, 0
+        for count, item in enumerate(tickets):
+            frames += len(item.blobs)
+            size += sum(len(data) for data in item.blobs.values())
+            if count and (frames >= self._limits.max_frames or size > self._limits.max_message_bytes // 2):
+                return tickets[:count]
+        return tickets
