@@ -149,7 +149,7 @@ class Learner:
             raise
         except Exception as error:
             if is_disk_full(error):  # ends the run like a bad state
-                goodbye = "the learner's disk is full"
+                self._goodbye = "the learner's disk is full"
             self._last_status("failed", f"{type(error).__name__}: {error}")
             raise
         finally:
