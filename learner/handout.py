@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from asyncrl.faults import crash_point
 from learner.connections import Connections
 from learner.journal import TicketSlot
+from learner.ticket_size import check_ticket_size, first_that_fit
 from learner.tickets import PreparedTicket, TicketLedger
 from protocol.codec import Limits
 from protocol.messages import Tickets
@@ -77,6 +78,7 @@ class Handout:
                 self._ledger.issue(preparation.done)
                 self._preparing.popleft()
             else:
+                check_ticket_size(item, self._limits)
                 preparation.done.append(item)
 
     def _send_waiting(self) -> None:
@@ -89,7 +91,7 @@ class Handout:
             room = self._connections.servers[server_id].hello.max_groups - self._ledger.held_by(server_id)
             share = -(-len(waiting) // (len(servers) - place))
             suitable = [item for item in waiting if self._ledger.may_try(item.ticket.ticket_id, server_id, servers)]
-            chosen = self._that_fit(suitable[: max(0, min(room, share))])
+            chosen = first_that_fit(suitable[: max(0, min(room, share))], self._limits)
             gone = {item.ticket.ticket_id for item in chosen}
             waiting = [item for item in waiting if item.ticket.ticket_id not in gone]
             if chosen:
@@ -97,17 +99,9 @@ class Handout:
 
     def _send(self, server_id: str, chosen: Sequence[PreparedTicket], mates: Sequence[PreparedTicket]) -> None:
         sent = sorted((*chosen, *mates), key=lambda item: item.ticket.ticket_id)
+        if len(first_that_fit(sent, self._limits)) < len(sent):  # then they were not sent in one message before
+            sent = list(chosen)
         blobs = {digest: memoryview(data) for item in sent for digest, data in item.blobs.items()}
         if self._connections.send(server_id, Tickets(tickets=tuple(item.ticket for item in sent), blobs=blobs)):
             self._ledger.assign([item.ticket.ticket_id for item in chosen], server_id)
             crash_point("tickets.sent")
-
-    def _that_fit(self, tickets: Sequence[PreparedTicket]) -> Sequence[PreparedTicket]:
-        """As many, from the first, as one message may carry; the rest goes out in the next turn."""
-        frames, size = 0, 0
-        for count, item in enumerate(tickets):
-            frames += len(item.blobs)
-            size += sum(len(data) for data in item.blobs.values())
-            if count and (frames >= self._limits.max_frames or size > self._limits.max_message_bytes // 2):
-                return tickets[:count]
-        return tickets
