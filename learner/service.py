@@ -21,6 +21,7 @@ from learner.batch import describe_batch, make_batch
 from learner.checkpoint import LearnerState, restore_engine, save_checkpoint
 from learner.connections import ModelFacts
 from learner.engines import create_engine
+from learner.evaluation import Evaluation
 from learner.exchange import Exchange, wait_for
 from learner.journal import MIB
 from learner.publication import open_publication, publish
@@ -118,6 +119,7 @@ class Learner:
         self._resources.callback(lambda: self.exchange.stop(self._goodbye))
         self.reporter = Reporter(config, self.exchange, self.ledger, self.processor, self.total_steps)
         self._resources.callback(self.reporter.close)
+        self.evaluation = Evaluation(config, self.exchange, self.ledger, self.writer, self.reporter)
         if start.journal:
             self.reporter.recorder.truncate_after(self.progress.step, evaluations_after=self.ledger.last_step)
 
@@ -256,7 +258,8 @@ class Learner:
         """Evaluate if it is time to, and let out the tickets of this version."""
         if self._evaluation_is_due():
             self._admit_unless_evaluating()
-            self._evaluate()
+            self._status("evaluating", f"{self.writer.num_held_out_rows} held-out rows")
+            self.evaluation.run(self.progress.step, self.progress.version)
         self.exchange.admit(self.progress.version)
 
     def _admit_unless_evaluating(self) -> None:
@@ -265,38 +268,7 @@ class Learner:
             self.exchange.admit(self.progress.version)
 
     def _evaluation_is_due(self) -> bool:
-        step, evaluation = self.progress.step, self.config.evaluation
-        if step == 0:
-            planned = evaluation.before_training
-        else:
-            planned = step == self.total_steps or bool(evaluation.every_steps and step % evaluation.every_steps == 0)
-        return planned and self.writer.num_held_out_rows > 0 and step not in self.reporter.evaluated_steps
-
-    def _evaluate(self) -> None:
-        """Score every held-out row with the current version; training waits."""
-        version, rows = self.progress.version, self.writer.num_held_out_rows
-        self._status("evaluating", f"{rows} held-out rows")
-        self.exchange.dispatch(lambda: (self.writer.write_evaluation(index, version) for index in range(rows)))
-        while (arrived := self.ledger.evaluation_arrived()) < rows:
-            self._wait_for_evaluation(arrived, rows)
-        result = self.reporter.evaluated(self.progress.step, version, self.ledger.take_evaluation())
-        logger.info(
-            "step %d: held-out accuracy %.4f over %d rows (%d could not be scored)",
-            self.progress.step,
-            result["accuracy"],
-            result["rows"],
-            result["errors"],
-        )
-
-    def _wait_for_evaluation(self, arrived: int, rows: int) -> None:
-        """For one more row: the deadline is for progress, however many rows there are."""
-        wait_for(
-            self.exchange,
-            self.ledger,
-            lambda: self.ledger.evaluation_arrived() > arrived,
-            timeout_s=self.config.learner.wait_timeout_s,
-            what=lambda: f"a held-out row ({arrived} of {rows} have arrived)",
-        )
+        return self.evaluation.is_due(self.progress.step, last=self.total_steps)
 
     # --- what stays ---------------------------------------------------------------------------------
 
