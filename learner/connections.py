@@ -33,6 +33,8 @@ from protocol.sockets import Delivery
 
 logger = logging.getLogger(__name__)
 
+SLOWEST_TURN_S = 2.0
+"""Between two looks at the servers; what is beyond it counts as our silence, not as theirs."""
 MAX_ERROR_KINDS = 64
 MAX_ERROR_KIND_LENGTH = 100
 
@@ -73,6 +75,7 @@ class Connections:
         self._ledger = ledger
         self._facts = facts
         self._beat_at = 0.0
+        self._looked_at = float("inf")
 
     def at(self, identity: bytes) -> str | None:
         """The server behind a connection."""
@@ -136,6 +139,7 @@ class Connections:
 
     def keep_alive(self, version: int) -> None:
         now = time.monotonic()
+        self._forgive_own_silence(now)
         if now - self._beat_at >= self._network.heartbeat_s:
             self._beat_at = now
             self.errors.update(self._ports.take_rejections())
@@ -144,6 +148,18 @@ class Connections:
             silent_s = now - server.heard_at
             if silent_s > self._network.timeout_s:
                 self.lose(server_id, f"silent for {silent_s:.0f} s (network.timeout_s)")
+
+    def _forgive_own_silence(self, now: float) -> None:
+        """After a turn that took very long (the process was stopped), what servers said meanwhile is still unread."""
+        stalled_s = now - self._looked_at - min(SLOWEST_TURN_S, self._network.timeout_s / 2)
+        self._looked_at = now
+        if stalled_s <= 0:
+            return
+        logger.warning("this learner stood still for %.0f s", stalled_s)
+        for server in self.servers.values():
+            server.heard_at += stalled_s
+            if server.idle_since is not None:
+                server.idle_since += stalled_s
 
     def take_pulse(self, server_id: str, beat: ServerHeartbeat) -> None:
         """One that says it has no work, though tickets went to it long ago, sends without reading."""

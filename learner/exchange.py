@@ -46,6 +46,8 @@ from protocol.weights import Publication
 
 logger = logging.getLogger(__name__)
 
+_LOOK_EVERY_S = 1.0
+"""How often a wait looks for its deadline."""
 POLL_S = 0.2
 """Longest time between two looks at heartbeats and at what the main thread has handed over."""
 PARTING_S = 5.0
@@ -244,21 +246,23 @@ def wait_for(
 ) -> None:
     """Block until `satisfied`, calling `progress` about once a second.
 
-    Raises the exchange's failure, or BadStateError saying what was waited for.
+    Time in which this process was stopped does not count. Raises the exchange's failure, or BadStateError saying what
+    was waited for.
     """
-    deadline = time.monotonic() + timeout_s
+    left = timeout_s
     while True:
+        began = time.monotonic()
         with ledger.changed:
             if exchange.failure is not None:
                 raise exchange.failure
             if satisfied():
                 return
-            left = deadline - time.monotonic()
             if left <= 0:
                 raise BadStateError(f"waited {timeout_s:g} s for {what()}")
-            woken = ledger.changed.wait(min(left, 1.0))
+            woken = ledger.changed.wait(min(left, _LOOK_EVERY_S))
         if not woken:
             progress()
+        left -= min(time.monotonic() - began, 2 * _LOOK_EVERY_S)
 
 
 def _wake_up_pair(context: zmq.Context[zmq.Socket[bytes]]) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:

@@ -37,6 +37,8 @@ from rollout_server.dialling import dial
 
 logger = logging.getLogger(__name__)
 
+SLOWEST_TURN_S = 2.0
+"""From one message to the next look for another; what is beyond it counts as our silence, not as the learner's."""
 HELLO_EVERY_S = 1.0
 """How often a hello is repeated until the learner answers."""
 
@@ -88,7 +90,7 @@ class LearnerLink:
             self._context.term()
             raise
         self.unacknowledged: dict[int, SentGroup] = {}
-        self._heard_at = time.monotonic()
+        self._heard_at = self._looked_at = time.monotonic()
         self._missed = False
         """The learner has been silent for longer than network.timeout_s, and that has been said."""
         self._run_id: str | None = None
@@ -112,7 +114,7 @@ class LearnerLink:
             if isinstance(answer, Refusal):
                 raise UserError(f"the learner refuses this server: {answer.reason}. {answer.fix}")
             if isinstance(answer, Welcome):
-                self._heard_at = time.monotonic()
+                self._heard_at = self._looked_at = time.monotonic()
                 self._run_id = answer.run_id
                 return answer
         raise UserError(
@@ -131,6 +133,7 @@ class LearnerLink:
         Raises BadStateError when the learner has been gone for network.reconnect_timeout_s, or serves another run.
         """
         message = await self.socket.recv(timeout_s=self._config.network.heartbeat_s)
+        self._forgive_own_silence()
         if message is None:
             self._check_silence(time.monotonic() - self._heard_at)
             return None
@@ -168,6 +171,15 @@ class LearnerLink:
             logger.warning("the learner answers %s: %s", error.code, error.reason)
             if error.ticket_id is not None:
                 self.unacknowledged.pop(error.ticket_id, None)
+
+    def _forgive_own_silence(self) -> None:
+        """After a pause of this very process, what the learner said meanwhile is still unread."""
+        now = time.monotonic()
+        stalled_s = now - self._looked_at - self._config.network.heartbeat_s - SLOWEST_TURN_S
+        self._looked_at = now
+        if stalled_s > 0:
+            logger.warning("this server stood still for %.0f s", stalled_s)
+            self._heard_at += stalled_s
 
     def _check_silence(self, silent_s: float) -> None:
         limit_s = self._config.network.reconnect_timeout_s

@@ -188,7 +188,9 @@ class RolloutServer:
                 logger.info("version %d is gone already; waiting for a newer one", manifest.version)
                 continue
             except TimeoutError as problem:
-                logger.warning("%s; waiting for the next manifest", problem)
+                # No other manifest need come: the learner may wait for groups of this version.
+                logger.warning("%s; trying again", problem)
+                self._manifest_arrived.set()
                 continue
             async with self._version_changed:
                 self._loaded_version = loaded.version

@@ -276,6 +276,7 @@ def test_a_ticket_with_another_distribution_goes_back_to_the_learner(
         ),
         *((f"algorithm.proximal={k}", k) for k in ("loglinear", "linear")),
         ("algorithm.policy_loss=dppo", "dppo"),
+        ("learner.max_staleness=auto", "auto"),
     ],
 )
 def test_what_takes_truncation_for_drift_is_refused(
@@ -284,7 +285,7 @@ def test_what_takes_truncation_for_drift_is_refused(
     off = "algorithm.correction.kind=none" if named == "dppo" else "algorithm.correction.cap=null"
     loaded(make_config, tmp_path, off, override)
     with pytest.raises(
-        UserError, match=rf"algorithm\.\S+ (is|has) {named} and rollout.top_p=0.9: .*\(rollout.top_p=1\)"
+        UserError, match=rf"(algorithm|learner)\.\S+ (is|has) {named} and rollout.top_p=0.9: .*\(rollout.top_p=1\)"
     ):
         loaded(make_config, tmp_path, off, override, "rollout.top_p=0.9")
 
