@@ -38,12 +38,14 @@ import msgpack
 import numpy as np
 import zmq
 
-import learner.exchange
+import learner.intake
 import learner.journal
 import protocol.sockets
 from asyncrl.config.schema import Durability, RunConfig
 from asyncrl.models.prompt_facts import PromptFacts
-from learner.exchange import Exchange, ModelFacts
+from learner.connections import ModelFacts
+from learner.exchange import Exchange
+from learner.handout import Handout
 from learner.journal import Journal, TicketSlot
 from learner.tickets import PreparedTicket, ReceivedGroup, TicketLedger
 from protocol.codec import Limits, decode, encode
@@ -413,14 +415,14 @@ def where_time_goes(arm: Arm, groups: int) -> dict[str, float]:
         (Exchange, "_receive_control", "other: receiving"),
         (LearnerSocket, "_take", "taking frames from the socket"),
         (protocol.sockets, "read_frames", "decode"),
-        (learner.exchange, "verify_group", "verify"),
+        (learner.intake, "verify_group", "verify"),
         (journal, "pack_group", "pack"),
         (journal.Journal, "add_group", "insert into SQLite (and checksum)"),
         (ledger, "receive", "commit, write-ahead log, ledger"),
-        (Exchange, "_keep_arrived", "acknowledge"),
-        (Exchange, "_send_waiting_tickets", "tickets out"),
-        (Exchange, "_admit_tickets", "admission"),
-        (Exchange, "_prepare_some", "tickets: prepare and journal"),
+        (learner.intake.Intake, "keep", "acknowledge"),
+        (Handout, "_send_waiting", "tickets out"),
+        (Handout, "_admit", "admission"),
+        (Handout, "_write_some", "tickets: prepare and journal"),
     )
     with ExitStack() as stack:
         for owner, attribute, name in parts:
