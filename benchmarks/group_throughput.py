@@ -385,6 +385,7 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
         self._stack: list[float] = []
         self._thread: int | None = None
 
@@ -395,6 +396,7 @@ class Stopwatch:
             if threading.current_thread().name != "exchange":
                 return function(*arguments, **options)
             self._stack.append(0.0)
+            self.calls[name] += 1
             started = time.perf_counter()
             try:
                 return function(*arguments, **options)
@@ -429,6 +431,7 @@ def where_time_goes(arm: Arm, groups: int) -> dict[str, float]:
             stack.enter_context(watch.wrap(owner, attribute, name))
         wall = arm.round(groups)["wall"]
     shares = {name: 1000 * seconds / groups for name, seconds in watch.seconds.items()}
+    print(watch.calls)
     return {**shares, "waiting, and the rest": wall - sum(shares.values())}
 
 

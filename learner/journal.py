@@ -14,7 +14,7 @@ import shutil
 import sqlite3
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ import xxhash
 
 from asyncrl.config.schema import Durability
 from asyncrl.errors import BadStateError
+from learner.write_ahead import LogCopier
 from protocol.codec import Limits, decode, encode
 from protocol.errors import ProtocolError
 from protocol.messages import Group
@@ -30,8 +31,12 @@ JOURNAL_FILE = "journal.sqlite"
 SCHEMA = 1
 PAGE_BYTES = 16384
 """Groups are large: bigger pages mean fewer of them per group."""
-WAL_PAGES = 4096
-"""64 MiB of write-ahead log before SQLite copies it into the file."""
+SMALL_PAGES = 4
+"""About what a transaction writes besides groups."""
+LOG_BYTES = 64 << 20
+"""Added to the write-ahead log before it is copied into the file, beside the writing."""
+LONGEST_LOG_BYTES = 4 * LOG_BYTES
+"""A log that grows faster than it can be copied is copied by the writer, who then waits."""
 MIB = 1 << 20
 
 _SYNCHRONOUS = {"process": "NORMAL", "power": "FULL"}
@@ -86,14 +91,17 @@ class Journal:
     def __init__(self, path: Path | None, durability: Durability = "process"):
         self.path = path
         self._commits_fd = -1
+        self._copier = LogCopier(path) if path is not None else None
+        self._uncopied_bytes = 0
         new = path is None or not path.exists()
         with self._telling("opening"):
             self._db = sqlite3.connect(path or ":memory:", isolation_level=None, check_same_thread=False)
             self._db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute(f"PRAGMA synchronous = {_SYNCHRONOUS[durability]}")
-            self._db.execute(f"PRAGMA wal_autocheckpoint = {WAL_PAGES}")
+            self._db.execute(f"PRAGMA wal_autocheckpoint = {LONGEST_LOG_BYTES // PAGE_BYTES}")
             self._db.execute("PRAGMA cell_size_check = ON")
+            self._db.execute("PRAGMA secure_delete = OFF")  # some builds overwrite what is deleted; nothing is secret
             if new:
                 self._db.executescript("BEGIN;" + _TABLES + "COMMIT;")
             else:
@@ -122,6 +130,8 @@ class Journal:
     def transaction(self) -> Iterator[None]:
         """All or nothing. What was written is durable, to the degree of `durability`, on return."""
         with self._telling("writing"):
+            if self._copier is not None:
+                self._copier.check()
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield
@@ -134,6 +144,10 @@ class Journal:
                 raise
         if self._commits_fd >= 0:
             os.pwrite(self._commits_fd, b"%020d" % self._commits, 0)
+        self._uncopied_bytes += SMALL_PAGES * PAGE_BYTES
+        if self._copier is not None and self._uncopied_bytes >= LOG_BYTES:
+            self._uncopied_bytes = 0
+            self._copier.copy_soon()
 
     def count(self, **deltas: int) -> None:
         """Add to ledger counters."""
@@ -153,6 +167,7 @@ class Journal:
             "INSERT INTO groups VALUES (?, ?, ?)", (group.ticket_id, xxhash.xxh3_64_digest(payload), payload)
         )
         self.payload_bytes += len(payload)
+        self._uncopied_bytes += len(payload)
 
     def drop_tickets(self, slots: Sequence[TicketSlot]) -> None:
         """Their groups are not wanted; their positions will be issued again."""
@@ -174,11 +189,10 @@ class Journal:
                 "ticket_id IN (SELECT ticket_id FROM consumption WHERE step <= ?)",
                 [(step,)],
             )
-        self.flush()
 
     def flush(self) -> None:
         """Copy the write-ahead log into the file, and both to the disk."""
-        with self._telling("flushing"):
+        with self._telling("flushing"), self._copier.paused() if self._copier is not None else nullcontext():
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def _remove_payloads(self, where: str, parameters: Iterable[tuple[int]]) -> None:
@@ -233,6 +247,8 @@ class Journal:
         return sum(file.stat().st_size for file in files if file.exists())
 
     def close(self) -> None:
+        if self._copier is not None:
+            self._copier.close()
         self._db.close()
         if self._commits_fd >= 0:
             os.close(self._commits_fd)
