@@ -77,9 +77,9 @@ GROUP_SIZE, TOKENS, IMAGE_BYTES, PROMPT_TOKENS = 8, 2048, 500_000, 1024
 VOCABULARY = 152_000
 BANNED = tuple(range(151_643, 151_657))
 """As many as a Qwen2-VL has."""
-KINDS = 32
+KINDS = 64
 """Different images and groups; they are used in turn."""
-PER_STEP, CHECKPOINT_EVERY = 16, 4
+PER_STEP, BOUND, CHECKPOINT_EVERY = 32, 3, 4
 ENDLESS = 10**8
 MARK = 2**62
 """A ticket id whose eight bytes the client overwrites in an encoded group."""
@@ -102,28 +102,27 @@ def facts(kind: int) -> PromptFacts:
     return PromptFacts(ids, np.asarray([[1, 56, 72]], np.int32), (image(kind)[0],))
 
 
-def prepared(slot: TicketSlot) -> PreparedTicket:
-    kind = slot.ticket_id % KINDS
-    digest, data = image(kind)
+@lru_cache(maxsize=KINDS)
+def ticket(kind: int) -> Ticket:
+    """Made beforehand, but for its numbers."""
     question = TextPart(text="How many of the objects in the image are larger than the one on the left? " * 4)
     prompt = Prompt(
-        row_id=f"rows.parquet:{slot.position}",
+        row_id=f"rows.parquet:{kind}",
         messages=(ChatMessage(role="user", content=(ImagePart(), question)),),
-        image_hashes=(digest,),
+        image_hashes=(image(kind)[0],),
         answer="17",
         columns={"difficulty": 3, "source": "benchmark"},
     )
     sampling = Sampling(max_new_tokens=TOKENS, stop_token_ids=(151_645,), banned_token_ids=BANNED)
-    ticket = Ticket(
-        ticket_id=slot.ticket_id,
-        kind=TicketKind.TRAIN,
-        prompt=prompt,
-        group_size=GROUP_SIZE,
-        seed=slot.ticket_id,
-        min_version=slot.version,
-        sampling=sampling,
-    )
-    return PreparedTicket(ticket, {digest: data}, slot, facts(kind))
+    numbers = {"ticket_id": 0, "seed": 0, "min_version": 0}
+    return Ticket(kind=TicketKind.TRAIN, prompt=prompt, group_size=GROUP_SIZE, sampling=sampling, **numbers)
+
+
+def prepared(slot: TicketSlot) -> PreparedTicket:
+    kind = slot.ticket_id % KINDS
+    numbers = {"ticket_id": slot.ticket_id, "seed": slot.ticket_id, "min_version": slot.version}
+    digest, data = image(kind)
+    return PreparedTicket(ticket(kind).model_copy(update=numbers), {digest: data}, slot, facts(kind))
 
 
 def group(kind: int, version: int = 0, ticket_id: int = MARK) -> Group:
@@ -296,7 +295,7 @@ class PlainLearner:
 
 
 def tickets_message(ids: Any) -> Tickets:
-    items = [prepared(TicketSlot(i, i, 0, 1)) for i in ids]
+    items = [prepared(TicketSlot(i, i, 0, BOUND)) for i in ids]
     blobs = {digest: memoryview(data) for item in items for digest, data in item.blobs.items()}
     return Tickets(tickets=tuple(item.ticket for item in items), blobs=blobs)
 
@@ -312,7 +311,7 @@ class Learner:
         config = RunConfig.model_validate({"run_dir": str(folder), **minimal, "reward": reward, "network": ports})
         self.endpoint = config.control_endpoint
         self.journal = Journal(folder / "journal.sqlite", durability)
-        self.ledger = TicketLedger(self.journal, prompts_per_step=PER_STEP, bound=1, total_groups=ENDLESS)
+        self.ledger = TicketLedger(self.journal, prompts_per_step=PER_STEP, bound=BOUND, total_groups=ENDLESS)
         self._publication = Publication("benchmark", folder)
         self.exchange = Exchange(
             config,
@@ -374,10 +373,10 @@ class Arm:
         return {name: 1000 * value / groups for name, value in seconds.items()}
 
     def close(self) -> None:
+        self.learner.close()
         self._pipe.send(0)
         self._process.join(10)
         self._process.kill()
-        self.learner.close()
 
 
 class Stopwatch:
@@ -418,7 +417,7 @@ def where_time_goes(arm: Arm, groups: int) -> dict[str, float]:
         (LearnerSocket, "_take", "taking frames from the socket"),
         (protocol.sockets, "read_frames", "decode"),
         (learner.intake, "verify_group", "verify"),
-        (journal, "pack_group", "pack"),
+        (journal, "pack_frames", "pack"),
         (journal.Journal, "add_group", "insert into SQLite (and checksum)"),
         (ledger, "receive", "commit, write-ahead log, ledger"),
         (learner.intake.Intake, "keep", "acknowledge"),
@@ -444,7 +443,7 @@ def journal_costs(folder: Path, durability: Durability, together: int, groups: i
     ledger.issue(items)
     frames = [[bytes(frame) for frame in encode(group(n % KINDS, ticket_id=n))] for n in range(groups)]
     received = [
-        ReceivedGroup(item, decode(each, (Group,), Limits()))  # type: ignore[arg-type]
+        ReceivedGroup(item, decode(each, (Group,), Limits()), each)  # type: ignore[arg-type]
         for item, each in zip(items, frames, strict=True)
     ]
     costs = {}
@@ -510,7 +509,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=200, help="per round")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--in-flight", type=int, default=16, help="groups that the client holds at once")
+    parser.add_argument("--in-flight", type=int, default=32, help="groups that the client holds at once")
     parser.add_argument("--folder", type=Path, default=None, help="where the journals are written (and removed)")
     options = parser.parse_args()
     columns = [len(frame) for frame in encode(group(0))]

@@ -18,17 +18,20 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import xxhash
+import zmq
 
 from asyncrl.config.schema import Durability
 from asyncrl.errors import BadStateError
 from learner.write_ahead import LogCopier
-from protocol.codec import Limits, decode, encode
+from protocol.codec import Frame, Limits, decode
 from protocol.errors import ProtocolError
 from protocol.messages import Group
 
 JOURNAL_FILE = "journal.sqlite"
-SCHEMA = 1
+SCHEMA = 2
+"""Raised with every change of tables or payloads; a file of another one is refused."""
 PAGE_BYTES = 16384
 """Groups are large: bigger pages mean fewer of them per group."""
 SMALL_PAGES = 4
@@ -38,6 +41,10 @@ LOG_BYTES = 64 << 20
 LONGEST_LOG_BYTES = 4 * LOG_BYTES
 """A log that grows faster than it can be copied is copied by the writer, who then waits."""
 MIB = 1 << 20
+WORD = 4
+"""Bytes of one int32 or float32."""
+SHORT = 256
+"""Bytes of a frame that is kept as it is."""
 
 _SYNCHRONOUS = {"process": "NORMAL", "power": "FULL"}
 _TABLES = """
@@ -103,7 +110,7 @@ class Journal:
             self._db.execute("PRAGMA cell_size_check = ON")
             self._db.execute("PRAGMA secure_delete = OFF")  # some builds overwrite what is deleted; nothing is secret
             if new:
-                self._db.executescript("BEGIN;" + _TABLES + "COMMIT;")
+                self._db.executescript(f"BEGIN; {_TABLES} PRAGMA user_version = {SCHEMA}; COMMIT;")
             else:
                 self._check()
             self._commits = self._counter("commits")
@@ -161,11 +168,10 @@ class Journal:
         self._db.executemany("INSERT INTO tickets VALUES (?, ?, ?, ?)", rows)
         self._db.executemany("DELETE FROM again WHERE position = ?", [(s.position,) for s in slots])
 
-    def add_group(self, group: Group) -> None:
-        payload = pack_group(group)
-        self._db.execute(
-            "INSERT INTO groups VALUES (?, ?, ?)", (group.ticket_id, xxhash.xxh3_64_digest(payload), payload)
-        )
+    def add_group(self, ticket_id: int, frames: Sequence[Frame]) -> None:
+        """`frames`: a verified group as it travelled."""
+        payload = pack_frames(frames)
+        self._db.execute("INSERT INTO groups VALUES (?, ?, ?)", (ticket_id, xxhash.xxh3_64_digest(payload), payload))
         self.payload_bytes += len(payload)
         self._uncopied_bytes += len(payload)
 
@@ -257,7 +263,13 @@ class Journal:
     # --- is it sound? ---------------------------------------------------------------------------------
 
     def _check(self) -> None:
-        """Pages, indexes, payloads and the account. Raises BadStateError with what is wrong."""
+        """Format, pages, indexes, payloads and the account. Raises BadStateError with what is wrong."""
+        schema = self._scalar("PRAGMA user_version")
+        if schema != SCHEMA:
+            raise BadStateError(
+                f"{self._name} has format {schema}; this version of asyncrl reads format {SCHEMA}. Continue the run "
+                "with the version that began it, or start a new run from the newest checkpoint's model"
+            )
         problems = [row[0] for row in self._db.execute("PRAGMA integrity_check(3)")]
         if problems != ["ok"]:
             raise BadStateError(f"{self._name} is damaged: {'; '.join(problems)}. {self._way_out}")
@@ -315,24 +327,38 @@ class Journal:
         return int(self._db.execute(query, values).fetchone()[0])
 
 
-def pack_group(group: Group) -> bytes:
-    """The group's wire frames in one piece: their number, their sizes, their bytes."""
-    frames = [memoryview(frame) for frame in encode(group)]
-    return b"".join((struct.pack(f"<I{len(frames)}Q", len(frames), *(f.nbytes for f in frames)), *frames))
+def pack_frames(frames: Sequence[Frame]) -> bytes:
+    """All in one piece: their number, their sizes here and in full, their bytes.
+
+    A column that repeats one value (the versions between two updates, a mask without tools) is kept as that value.
+    """
+    full = [frame.buffer if isinstance(frame, zmq.Frame) else memoryview(frame) for frame in frames]
+    kept = [full[0], *(_without_repetition(frame) for frame in full[1:])]
+    sizes = [size for pair in zip(kept, full, strict=True) for size in (pair[0].nbytes, pair[1].nbytes)]
+    return b"".join((struct.pack(f"<I{len(sizes)}Q", len(full), *sizes), *kept))
+
+
+def _without_repetition(frame: memoryview) -> memoryview:
+    """The first WORD bytes of a frame that is nothing but their repetition."""
+    if frame.nbytes < SHORT or frame.nbytes % WORD or frame[:WORD] != frame[-WORD:]:
+        return frame
+    words = np.frombuffer(frame, np.uint32)
+    return frame[:WORD] if words.min() == words.max() else frame
 
 
 def unpack_group(payload: bytes) -> Group:
-    """Arrays are views of `payload`."""
+    """Arrays are views of `payload`, but for the repetitive ones."""
     view = memoryview(payload)
     (count,) = struct.unpack_from("<I", view)
-    sizes = struct.unpack_from(f"<{count}Q", view, 4)
-    start = 4 + 8 * count
+    sizes = struct.unpack_from(f"<{2 * count}Q", view, 4)
+    start = 4 + 16 * count
     frames: list[memoryview] = []
-    for size in sizes:
-        frames.append(view[start : start + size])
-        start += size
+    for kept, full in zip(sizes[::2], sizes[1::2], strict=True):
+        frame = view[start : start + kept]
+        frames.append(frame if kept == full else memoryview(bytes(frame) * (full // WORD)))
+        start += kept
     try:
-        group = decode(frames, (Group,), Limits(max_message_bytes=len(payload)))
+        group = decode(frames, (Group,), Limits(max_message_bytes=sum(sizes[1::2])))
     except ProtocolError as problem:
         raise BadStateError(f"a group in the journal cannot be read by this version of asyncrl: {problem}") from problem
     assert isinstance(group, Group)
