@@ -6,6 +6,8 @@ id, log-prob and version. A mismatch refuses the group with a reason that names 
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from asyncrl.models.prompt_facts import PromptFacts
@@ -111,7 +113,7 @@ def _score_problem(group: Group) -> str | None:
     for index, record in enumerate(group.trajectories):
         if record.status.is_scored != (record.reward is not None):
             return f"trajectory {index} is {record.status} with reward {record.reward}"
-        if record.reward is not None and not np.isfinite(record.reward):
+        if record.reward is not None and not math.isfinite(record.reward):
             return f"trajectory {index} has reward {record.reward}"
         if not record.status.is_scored and not record.error_kind:
             return f"trajectory {index} is {record.status} without an error kind"
