@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from asyncrl.faults import crash_point
 from learner.connections import Connections
@@ -88,8 +89,8 @@ class Handout:
                 return
             room = self._connections.servers[server_id].hello.max_groups - self._ledger.held_by(server_id)
             share = -(-len(waiting) // (len(servers) - place))
-            suitable = [item for item in waiting if self._ledger.may_try(item.ticket.ticket_id, server_id, servers)]
-            chosen = self._that_fit(suitable[: max(0, min(room, share))])
+            suitable = (item for item in waiting if self._ledger.may_try(item.ticket.ticket_id, server_id, servers))
+            chosen = self._that_fit(list(islice(suitable, max(0, min(room, share)))))
             gone = {item.ticket.ticket_id for item in chosen}
             waiting = [item for item in waiting if item.ticket.ticket_id not in gone]
             if chosen:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
+from collections.abc import Sequence
 
 from asyncrl.faults import crash_point
 from learner.connections import Connections
@@ -11,6 +12,7 @@ from learner.ports import LearnerPorts
 from learner.ticket_writer import EVALUATION_IDS
 from learner.tickets import ReceivedGroup, TicketLedger
 from learner.verification import verify_group
+from protocol.codec import Frame
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import Ack, Error, Group
 
@@ -27,8 +29,8 @@ class Intake:
         self._vocabulary = vocabulary
         self._arrived: dict[int, tuple[str, ReceivedGroup]] = {}
 
-    def accept(self, server_id: str, group: Group, version: int) -> None:
-        """`version` is the newest policy version that the server may have."""
+    def accept(self, server_id: str, group: Group, frames: Sequence[Frame], version: int) -> None:
+        """`frames` are the group as it travelled; `version` is the newest policy version that the server may have."""
         if group.ticket_id in self._arrived:
             return
         prepared = self._ledger.outstanding(group.ticket_id)
@@ -41,7 +43,7 @@ class Intake:
             self._refuse(server_id, group, error)
             return
         crash_point("group.verified")
-        self._arrived[group.ticket_id] = (server_id, ReceivedGroup(prepared, group))
+        self._arrived[group.ticket_id] = (server_id, ReceivedGroup(prepared, group, frames))
 
     def _refuse(self, server_id: str, group: Group, error: ProtocolError) -> None:
         self._connections.errors[str(error.code)] += 1
