@@ -281,7 +281,7 @@ def test_a_journal_of_another_schema_or_of_no_database_is_refused(killed: Killed
         db.execute("PRAGMA user_version = 99")
     reason = is_refused(path, killed.content)
     assert reason is not None
-    assert "has schema 99, and this version of asyncrl reads schema 1" in reason
+    assert "has schema 99, and this version of asyncrl reads schema 2" in reason
     (tmp_path / "text").mkdir()
     text = tmp_path / "text" / JOURNAL_FILE
     text.write_text("not a database " * 100)

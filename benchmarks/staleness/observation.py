@@ -87,7 +87,9 @@ class Observation:
         """At the end of the run."""
         wrong = {p: n for p, n in self.positions.items() if n != 1}
         if wrong or len(self.positions) != self.workload.total_groups:
-            self.problems.append(f"{len(self.positions)} of {self.workload.total_groups} positions trained; not once: {wrong}")
+            self.problems.append(
+                f"{len(self.positions)} of {self.workload.total_groups} positions trained; not once: {wrong}"
+            )
         if self.workload.on_stale == "wait" and self.dropped:
             self.problems.append(f"{self.dropped} groups dropped under wait")
 
