@@ -6,6 +6,7 @@ makes all steps again.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ import torch
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.faults import crash_point
 from asyncrl.models.export import export_model
+from asyncrl.telemetry.failure import is_disk_full
 from learner.checkpoint_files import check_files, write_checksums
 from learner.engines.base import TrainEngine
 
@@ -43,11 +45,34 @@ def checkpoint_folder(run_path: Path, step: int) -> Path:
 
 
 def save_checkpoint(run_path: Path, engine: TrainEngine, processor: Any, state: LearnerState, keep: int) -> Path:
-    """Write the step's checkpoint and remove all but the newest `keep`. Its model folder is a Hugging Face folder."""
+    """Write the step's checkpoint and remove all but the newest `keep`. Its model folder is a Hugging Face folder.
+
+    Raises BadStateError where there is no room for it; nothing of it is then left.
+    """
     folder = checkpoint_folder(run_path, state.step)
     for leftover in folder.parent.glob(".*.building-*"):
         shutil.rmtree(leftover)
     building = folder.with_name(f".{folder.name}.building-{os.getpid()}")
+    try:
+        _write(building, engine, processor, state)
+    except Exception as problem:
+        shutil.rmtree(building, ignore_errors=True)
+        if not is_disk_full(problem):
+            raise
+        # Libraries do not say which file had no room.
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+        raise BadStateError(f"the checkpoint of step {state.step} could not be written ({problem})") from full
+    shutil.rmtree(folder, ignore_errors=True)
+    building.rename(folder)
+    _flush_folder(folder.parent)
+    crash_point("checkpoint.renamed")
+    for old in list_checkpoints(run_path)[:-keep]:
+        shutil.rmtree(old)
+    return folder
+
+
+def _write(building: Path, engine: TrainEngine, processor: Any, state: LearnerState) -> None:
+    """All files of a checkpoint, on disk on return."""
     building.mkdir(parents=True)
     export_model(engine.unwrap_model(), processor, building / MODEL_FOLDER)
     crash_point("checkpoint.writing")
@@ -56,13 +81,6 @@ def save_checkpoint(run_path: Path, engine: TrainEngine, processor: Any, state: 
     (building / STATE_FILE).write_text(json.dumps(asdict(state), indent=2))
     write_checksums(building)
     _flush(building)
-    shutil.rmtree(folder, ignore_errors=True)
-    building.rename(folder)
-    _flush_folder(folder.parent)
-    crash_point("checkpoint.renamed")
-    for old in list_checkpoints(run_path)[:-keep]:
-        shutil.rmtree(old)
-    return folder
 
 
 def list_checkpoints(run_path: Path) -> list[Path]:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import zmq
 
@@ -24,6 +25,7 @@ from learner.intake import Intake
 from learner.journal import TicketSlot
 from learner.ports import open_ports
 from learner.tickets import PreparedTicket, TicketLedger
+from learner.verification import verify_group
 from protocol.errors import ErrorCode
 from protocol.messages import (
     ChunkRequest,
@@ -77,7 +79,12 @@ class Exchange(threading.Thread):
         self._waker, self._woken = _wake_up_pair(self._context)
         self._connections = Connections(config, run_id, self._ports, ledger, facts)
         self._handout = Handout(self._connections, ledger, write_ticket, self.control.limits)
-        self._intake = Intake(self._connections, self._ports, ledger, facts.vocabulary)
+        self._intake = Intake(
+            self._connections,
+            self._ports,
+            ledger,
+            partial(verify_group, vocabulary=facts.vocabulary, components=config.reward.component_names),
+        )
 
     # --- the main thread's side ---------------------------------------------------------------
 

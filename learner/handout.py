@@ -11,6 +11,7 @@ from asyncrl.faults import crash_point
 from learner.connections import Connections
 from learner.journal import TicketSlot
 from learner.sharing import share_tickets
+from learner.ticket_size import check_ticket_size, first_that_fit
 from learner.tickets import PreparedTicket, TicketLedger
 from protocol.codec import Limits
 from protocol.messages import Tickets
@@ -78,6 +79,7 @@ class Handout:
                 self._ledger.issue(preparation.done)
                 self._preparing.popleft()
             else:
+                check_ticket_size(item, self._limits)
                 preparation.done.append(item)
 
     def _send_waiting(self) -> None:
@@ -94,22 +96,14 @@ class Handout:
         )
         alone = len(servers) == 1
         for server_id, share in shares.items():
-            chosen = self._that_fit(share)
+            chosen = first_that_fit(share, self._limits)
             self._send(server_id, chosen, self._ledger.batch_mates(chosen) if alone else [])
 
     def _send(self, server_id: str, chosen: Sequence[PreparedTicket], mates: Sequence[PreparedTicket]) -> None:
         sent = sorted((*chosen, *mates), key=lambda item: item.ticket.ticket_id)
+        if len(first_that_fit(sent, self._limits)) < len(sent):  # then they were not sent in one message before
+            sent = list(chosen)
         blobs = {digest: memoryview(data) for item in sent for digest, data in item.blobs.items()}
         if self._connections.send(server_id, Tickets(tickets=tuple(item.ticket for item in sent), blobs=blobs)):
             self._ledger.assign([item.ticket.ticket_id for item in chosen], server_id)
             crash_point("tickets.sent")
-
-    def _that_fit(self, tickets: Sequence[PreparedTicket]) -> Sequence[PreparedTicket]:
-        """As many, from the first, as one message may carry; the rest goes out in the next turn."""
-        frames, size = 0, 0
-        for count, item in enumerate(tickets):
-            frames += len(item.blobs)
-            size += sum(len(data) for data in item.blobs.values())
-            if count and (frames >= self._limits.max_frames or size > self._limits.max_message_bytes // 2):
-                return tickets[:count]
-        return tickets

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from asyncrl.faults import crash_point
 from learner.connections import Connections
 from learner.ports import LearnerPorts
 from learner.ticket_writer import EVALUATION_IDS
 from learner.tickets import ReceivedGroup, TicketLedger
-from learner.verification import verify_group
 from protocol.codec import Frame
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import Ack, Error, Group
@@ -22,11 +21,18 @@ logger = logging.getLogger(__name__)
 class Intake:
     """Verifies each group when it comes; `keep` journals and acknowledges all of a turn at once."""
 
-    def __init__(self, connections: Connections, ports: LearnerPorts, ledger: TicketLedger, vocabulary: int):
+    def __init__(
+        self,
+        connections: Connections,
+        ports: LearnerPorts,
+        ledger: TicketLedger,
+        verify: Callable[..., None],
+    ):
+        """`verify` is `verify_group` with what is the same for the whole run."""
         self._connections = connections
         self._ports = ports
         self._ledger = ledger
-        self._vocabulary = vocabulary
+        self._verify = verify
         self._arrived: dict[int, tuple[str, ReceivedGroup]] = {}
 
     def accept(self, server_id: str, group: Group, frames: Sequence[Frame], version: int) -> None:
@@ -38,7 +44,7 @@ class Intake:
             self._answer_unawaited(server_id, group.ticket_id)
             return
         try:
-            verify_group(group, prepared.ticket, prepared.facts, version=version, vocabulary=self._vocabulary)
+            self._verify(group, prepared.ticket, prepared.facts, sender=server_id, version=version)
         except ProtocolError as error:
             self._refuse(server_id, group, error)
             return

@@ -15,6 +15,7 @@ from asyncrl.faults import crash_point
 from asyncrl.models.export import export_model
 from asyncrl.models.loading import architecture_fingerprint, stop_token_ids
 from asyncrl.models.processing import PromptProcessor
+from asyncrl.telemetry.failure import is_disk_full
 from learner.adaptive_staleness import AdaptiveStaleness
 from learner.batch import describe_batch, make_batch
 from learner.checkpoint import LearnerState, restore_engine, save_checkpoint
@@ -149,6 +150,8 @@ class Learner:
             self._last_status("failed", str(error))
             raise
         except Exception as error:
+            if is_disk_full(error):  # ends the run like a bad state
+                self._goodbye = "the learner's disk is full"
             self._last_status("failed", f"{type(error).__name__}: {error}")
             raise
         finally:

@@ -33,6 +33,7 @@ from asyncrl.faults import crash_point
 from asyncrl.models.prompt_facts import PromptFacts
 from learner.journal import Journal, TicketSlot
 from learner.length_bias import LengthBias
+from learner.ticket_size import header_bytes
 from protocol.codec import Frame, encode
 from protocol.messages import Group, Ticket, TicketKind
 
@@ -51,6 +52,15 @@ class PreparedTicket:
     """Encoded images of the prompt by content hash."""
     slot: TicketSlot
     facts: PromptFacts
+
+    @cached_property
+    def header_bytes(self) -> int:
+        """What it adds to a message's header."""
+        return header_bytes(self.ticket, len(self.blobs))
+
+    @cached_property
+    def blob_bytes(self) -> int:
+        return sum(len(data) for data in self.blobs.values())
 
     @property
     def is_training(self) -> bool:

@@ -7,28 +7,47 @@ id, log-prob and version. A mismatch refuses the group with a reason that names 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 import numpy as np
 
 from asyncrl.models.prompt_facts import PromptFacts
 from protocol.errors import ErrorCode, ProtocolError
-from protocol.messages import Group, Ticket
+from protocol.messages import Group, Ticket, printable
 
 LOGPROB_SLACK = 1e-4
 """Rounding may put the log-prob of a certain token this far above 0."""
 
 
-def verify_group(group: Group, ticket: Ticket, prompt: PromptFacts, *, version: int, vocabulary: int) -> None:
-    """Raise ProtocolError(REFUSED_GROUP) naming the row unless the group fits its ticket at the learner's `version`."""
+def verify_group(
+    group: Group,
+    ticket: Ticket,
+    prompt: PromptFacts,
+    *,
+    sender: str,
+    version: int,
+    vocabulary: int,
+    components: Collection[str],
+) -> None:
+    """Raise ProtocolError(REFUSED_GROUP) naming the row unless the group fits its ticket at the learner's `version`.
+
+    `sender` is the server whose connection it came over, `components` are the names of the reward's components.
+    """
     problem = (
-        _prompt_problem(group, prompt)
+        _sender_problem(group, sender)
+        or _prompt_problem(group, prompt)
         or _shape_problem(group, ticket)
         or _token_problem(group, ticket, vocabulary)
         or _version_problem(group, ticket, version)
-        or _score_problem(group)
+        or _score_problem(group, components)
     )
     if problem:
-        raise ProtocolError(ErrorCode.REFUSED_GROUP, f"row {ticket.prompt.row_id} from {group.server_id}: {problem}")
+        raise ProtocolError(ErrorCode.REFUSED_GROUP, f"row {ticket.prompt.row_id} from {sender}: {problem}")
+
+
+def _sender_problem(group: Group, sender: str) -> str | None:
+    """A server signs its own work: its name goes into the journal."""
+    return None if group.server_id == sender else f"it is signed by {group.server_id}"
 
 
 def _prompt_problem(group: Group, prompt: PromptFacts) -> str | None:
@@ -109,7 +128,7 @@ def _version_problem(group: Group, ticket: Ticket, version: int) -> str | None:
     return None
 
 
-def _score_problem(group: Group) -> str | None:
+def _score_problem(group: Group, components: Collection[str]) -> str | None:
     for index, record in enumerate(group.trajectories):
         if record.status.is_scored != (record.reward is not None):
             return f"trajectory {index} is {record.status} with reward {record.reward}"
@@ -117,4 +136,17 @@ def _score_problem(group: Group) -> str | None:
             return f"trajectory {index} has reward {record.reward}"
         if not record.status.is_scored and not record.error_kind:
             return f"trajectory {index} is {record.status} without an error kind"
+        if record.status.is_scored and record.rewards.keys() != set(components):
+            return (
+                f"trajectory {index} has the reward components {_named(record.rewards)}, here they are "
+                f"{_named(components)}. Do both sides have the same reward.functions?"
+            )
+        if not np.isfinite(list(record.rewards.values())).all():
+            return f"trajectory {index} has a reward component that is not finite"
     return None
+
+
+def _named(components: Collection[str]) -> str:
+    """Names from a peer, few and short."""
+    names = sorted(printable(name, 50) for name in list(components)[:10])
+    return ", ".join(names) + (f" and {len(components) - 10} more" if len(components) > 10 else "") or "none"

@@ -72,7 +72,7 @@ def continue_with_room(config: RunConfig, logs_in: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "size", "says"),
     [
-        ("run", "1200k", "the journal"),
+        ("run", "1200k", "continue with --resume"),
         ("run/checkpoints", "600k", "checkpoints"),
         ("/dev/shm", "600k", "/dev/shm"),
     ],

@@ -323,7 +323,7 @@ def test_a_database_that_is_full_says_so_and_continues_after_room_was_made(tmp_p
         assert is_disk_full(caught.value)
     with closing(Journal(path)) as journal:
         assert [s for s in live(journal) if s.ticket_id >= 30]
-        assert content(journal)["groups"] == expected["groups"]
+        assert content(journal)["groups"].items() >= expected["groups"].items()
 
 
 @contextmanager
