@@ -203,13 +203,14 @@ class Exchange(threading.Thread):
             self.control.send(received.identity, Error(code=ErrorCode.NOT_WELCOME, reason="say hello first"))
             return
         self.servers[server_id].heard_at = time.monotonic()
-        self._handle_from(server_id, message)
+        if isinstance(message, Group):
+            self._intake.accept(server_id, message, received.frames, self._version)
+        else:
+            self._handle_from(server_id, message)
 
     def _handle_from(self, server_id: str, message: Message) -> None:
         connections = self._connections
-        if isinstance(message, Group):
-            self._intake.accept(server_id, message, self._version)
-        elif isinstance(message, ServerHeartbeat):
+        if isinstance(message, ServerHeartbeat):
             connections.take_pulse(server_id, message)
         elif isinstance(message, WeightsLoaded):
             self.servers[server_id].loaded = message

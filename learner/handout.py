@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from asyncrl.faults import crash_point
 from learner.connections import Connections
 from learner.journal import TicketSlot
+from learner.sharing import share_tickets
 from learner.ticket_size import check_ticket_size, first_that_fit
 from learner.tickets import PreparedTicket, TicketLedger
 from protocol.codec import Limits
@@ -82,20 +83,21 @@ class Handout:
                 preparation.done.append(item)
 
     def _send_waiting(self) -> None:
-        """Spread waiting tickets over the servers; each gets its share in one message, admitted together."""
+        """Each server gets its share of the waiting tickets in one message, admitted together."""
         waiting = self._ledger.waiting()
-        servers = sorted(self._connections.servers, key=self._ledger.held_by)
-        for place, server_id in enumerate(servers):
-            if not waiting:
-                return
-            room = self._connections.servers[server_id].hello.max_groups - self._ledger.held_by(server_id)
-            share = -(-len(waiting) // (len(servers) - place))
-            suitable = [item for item in waiting if self._ledger.may_try(item.ticket.ticket_id, server_id, servers)]
-            chosen = first_that_fit(suitable[: max(0, min(room, share))], self._limits)
-            gone = {item.ticket.ticket_id for item in chosen}
-            waiting = [item for item in waiting if item.ticket.ticket_id not in gone]
-            if chosen:
-                self._send(server_id, chosen, self._ledger.batch_mates(chosen) if len(servers) == 1 else [])
+        if not waiting:
+            return
+        servers = self._connections.servers
+        shares = share_tickets(
+            waiting,
+            held={server_id: self._ledger.held_by(server_id) for server_id in servers},
+            most={server_id: server.hello.max_groups for server_id, server in servers.items()},
+            may_try=lambda ticket_id, server_id: self._ledger.may_try(ticket_id, server_id, servers),
+        )
+        alone = len(servers) == 1
+        for server_id, share in shares.items():
+            chosen = first_that_fit(share, self._limits)
+            self._send(server_id, chosen, self._ledger.batch_mates(chosen) if alone else [])
 
     def _send(self, server_id: str, chosen: Sequence[PreparedTicket], mates: Sequence[PreparedTicket]) -> None:
         sent = sorted((*chosen, *mates), key=lambda item: item.ticket.ticket_id)

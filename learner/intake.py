@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from asyncrl.faults import crash_point
 from learner.connections import Connections
 from learner.ports import LearnerPorts
 from learner.ticket_writer import EVALUATION_IDS
 from learner.tickets import ReceivedGroup, TicketLedger
+from protocol.codec import Frame
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import Ack, Error, Group
 
@@ -34,8 +35,8 @@ class Intake:
         self._verify = verify
         self._arrived: dict[int, tuple[str, ReceivedGroup]] = {}
 
-    def accept(self, server_id: str, group: Group, version: int) -> None:
-        """`version` is the newest policy version that the server may have."""
+    def accept(self, server_id: str, group: Group, frames: Sequence[Frame], version: int) -> None:
+        """`frames` are the group as it travelled; `version` is the newest policy version that the server may have."""
         if group.ticket_id in self._arrived:
             return
         prepared = self._ledger.outstanding(group.ticket_id)
@@ -48,7 +49,7 @@ class Intake:
             self._refuse(server_id, group, error)
             return
         crash_point("group.verified")
-        self._arrived[group.ticket_id] = (server_id, ReceivedGroup(prepared, group))
+        self._arrived[group.ticket_id] = (server_id, ReceivedGroup(prepared, group, frames))
 
     def _refuse(self, server_id: str, group: Group, error: ProtocolError) -> None:
         self._connections.errors[str(error.code)] += 1

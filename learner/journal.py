@@ -10,9 +10,8 @@ Payloads (the groups) are kept until a checkpoint holds their step; rows of cons
 from __future__ import annotations
 
 import sqlite3
-import struct
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,17 +20,22 @@ import xxhash
 from asyncrl.config.schema import Durability
 from asyncrl.errors import BadStateError
 from asyncrl.telemetry.failure import find_no_room
+from learner.group_payload import pack_frames, unpack_group
 from learner.journal_check import SCHEMA, find_damage, is_begun, scalar
 from learner.journal_seal import CommitMark, ContentDigest
-from protocol.codec import Limits, decode, encode
-from protocol.errors import ProtocolError
+from learner.write_ahead import LogCopier
+from protocol.codec import Frame
 from protocol.messages import Group
 
 JOURNAL_FILE = "journal.sqlite"
 PAGE_BYTES = 16384
 """Groups are large: bigger pages mean fewer of them per group."""
-WAL_PAGES = 4096
-"""64 MiB of write-ahead log before SQLite copies it into the file."""
+SMALL_PAGES = 4
+"""About what a transaction writes besides groups."""
+LOG_BYTES = 64 << 20
+"""Added to the write-ahead log before it is copied into the file, beside the writing."""
+LONGEST_LOG_BYTES = 4 * LOG_BYTES
+"""A log that grows faster than it can be copied is copied by the writer, who then waits."""
 MIB = 1 << 20
 
 _SYNCHRONOUS = {"process": "NORMAL", "power": "FULL"}
@@ -87,6 +91,8 @@ class Journal:
     def __init__(self, path: Path | None, durability: Durability = "process"):
         self.path = path
         self._mark = CommitMark(path) if path else None
+        self._copier = LogCopier(path) if path else None
+        self._uncopied_bytes = 0
         try:
             with self._telling("opening"):
                 begun = self._check()
@@ -94,8 +100,11 @@ class Journal:
                 self._db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
                 self._db.execute("PRAGMA journal_mode = WAL")
                 self._db.execute(f"PRAGMA synchronous = {_SYNCHRONOUS[durability]}")
-                self._db.execute(f"PRAGMA wal_autocheckpoint = {WAL_PAGES}")
+                self._db.execute(f"PRAGMA wal_autocheckpoint = {LONGEST_LOG_BYTES // PAGE_BYTES}")
                 self._db.execute("PRAGMA cell_size_check = ON")
+                self._db.execute(
+                    "PRAGMA secure_delete = OFF"
+                )  # some builds overwrite what is deleted; nothing is secret
                 if not begun:
                     empty = "INSERT INTO seal VALUES (0, 0, zeroblob(8));"
                     self._db.executescript(f"BEGIN; {_TABLES} {empty} PRAGMA user_version = {SCHEMA}; COMMIT;")
@@ -114,6 +123,8 @@ class Journal:
         """All or nothing. What was written is durable, to the degree of `durability`, on return."""
         before = self._digest.value
         with self._telling("writing"):
+            if self._copier is not None:
+                self._copier.check()
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield
@@ -129,6 +140,10 @@ class Journal:
         self._commits += 1
         if self._mark:
             self._mark.write(self._commits)
+        self._uncopied_bytes += SMALL_PAGES * PAGE_BYTES
+        if self._copier is not None and self._uncopied_bytes >= LOG_BYTES:
+            self._uncopied_bytes = 0
+            self._copier.copy_soon()
 
     def count(self, **deltas: int) -> None:
         """Add to ledger counters."""
@@ -149,12 +164,14 @@ class Journal:
             if self._db.execute("DELETE FROM again WHERE position = ?", (slot.position,)).rowcount:
                 self._digest.remove("again", [(slot.position,)])
 
-    def add_group(self, group: Group) -> None:
-        payload = pack_group(group)
+    def add_group(self, ticket_id: int, frames: Sequence[Frame]) -> None:
+        """`frames`: a verified group as it travelled."""
+        payload = pack_frames(frames)
         checksum = xxhash.xxh3_64_digest(payload)
-        self._db.execute("INSERT INTO groups VALUES (?, ?, ?)", (group.ticket_id, checksum, payload))
-        self._digest.add("groups", [(group.ticket_id, checksum)])
+        self._db.execute("INSERT INTO groups VALUES (?, ?, ?)", (ticket_id, checksum, payload))
+        self._digest.add("groups", [(ticket_id, checksum)])
         self.payload_bytes += len(payload)
+        self._uncopied_bytes += len(payload)
 
     def drop_tickets(self, slots: Sequence[TicketSlot]) -> None:
         """Their groups are not wanted; their positions will be issued again."""
@@ -182,11 +199,10 @@ class Journal:
                 "ticket_id IN (SELECT ticket_id FROM consumption WHERE step <= ?)",
                 [(step,)],
             )
-        self.flush()
 
     def flush(self) -> None:
         """Copy the write-ahead log into the file, and both to the disk."""
-        with self._telling("flushing"):
+        with self._telling("flushing"), self._copier.paused() if self._copier is not None else nullcontext():
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def _remove_payloads(self, where: str, parameters: Iterable[tuple[int]]) -> None:
@@ -242,6 +258,8 @@ class Journal:
         return sum(file.stat().st_size for file in self._files if file.exists())
 
     def close(self) -> None:
+        if self._copier is not None:
+            self._copier.close()
         self._db.close()
         if self._mark:
             self._mark.close()
@@ -295,27 +313,3 @@ class Journal:
 
 def _ticket_rows(slots: Sequence[TicketSlot]) -> list[tuple[int, int, int, int]]:
     return [(s.ticket_id, s.position, s.version, s.bound) for s in slots]
-
-
-def pack_group(group: Group) -> bytes:
-    """The group's wire frames in one piece: their number, their sizes, their bytes."""
-    frames = [memoryview(frame) for frame in encode(group)]
-    return b"".join((struct.pack(f"<I{len(frames)}Q", len(frames), *(f.nbytes for f in frames)), *frames))
-
-
-def unpack_group(payload: bytes) -> Group:
-    """Arrays are views of `payload`."""
-    view = memoryview(payload)
-    (count,) = struct.unpack_from("<I", view)
-    sizes = struct.unpack_from(f"<{count}Q", view, 4)
-    start = 4 + 8 * count
-    frames: list[memoryview] = []
-    for size in sizes:
-        frames.append(view[start : start + size])
-        start += size
-    try:
-        group = decode(frames, (Group,), Limits(max_message_bytes=len(payload)))
-    except ProtocolError as problem:
-        raise BadStateError(f"a group in the journal cannot be read by this version of asyncrl: {problem}") from problem
-    assert isinstance(group, Group)
-    return group

@@ -11,7 +11,7 @@ import xxhash
 
 from learner.journal_seal import CommitMark, ContentDigest
 
-SCHEMA = 1
+SCHEMA = 2
 """Kept as SQLite's user_version. Raised by changes that make older journals unreadable."""
 _SMALLEST_BYTES = 512
 """Of any SQLite database."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
     from learner.tickets import ReceivedGroup
 
@@ -51,4 +53,5 @@ class LengthBias:
 def _size(items: Iterable[ReceivedGroup]) -> tuple[int, int]:
     """Trajectories and sampled tokens that are in the loss."""
     groups = [item.group for item in items]
-    return sum(len(group.trajectories) for group in groups), sum(int(group.loss_mask.sum()) for group in groups)
+    tokens = sum(int(np.count_nonzero(group.loss_mask)) for group in groups)
+    return sum(len(group.trajectories) for group in groups), tokens

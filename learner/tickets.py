@@ -34,6 +34,7 @@ from asyncrl.models.prompt_facts import PromptFacts
 from learner.journal import Journal, TicketSlot
 from learner.length_bias import LengthBias
 from learner.ticket_size import header_bytes
+from protocol.codec import Frame, encode
 from protocol.messages import Group, Ticket, TicketKind
 
 MAX_ATTEMPTS = 3
@@ -72,6 +73,8 @@ class ReceivedGroup:
 
     prepared: PreparedTicket
     group: Group
+    frames: Sequence[Frame] = ()
+    """The group as it travelled; empty if it did not."""
 
     @property
     def ticket(self) -> Ticket:
@@ -258,7 +261,7 @@ class TicketLedger:
             if training:
                 with self.journal.transaction():
                     for item in training:
-                        self.journal.add_group(item.group)
+                        self.journal.add_group(item.group.ticket_id, item.frames or encode(item.group))
             for item in received:
                 del self._out[item.ticket.ticket_id]
                 shelf = self._buffer if item.prepared.is_training else self._evaluated

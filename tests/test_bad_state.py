@@ -18,8 +18,10 @@ from asyncrl.errors import BadStateError
 from asyncrl.telemetry.failure import read_failure
 from learner.checkpoint import newest_checkpoint
 from learner.checkpoint_files import write_checksums
-from learner.journal import JOURNAL_FILE, PAGE_BYTES, Journal, JournalState, TicketSlot, pack_group
+from learner.group_payload import pack_frames
+from learner.journal import JOURNAL_FILE, PAGE_BYTES, Journal, JournalState, TicketSlot
 from learner.start import find_start
+from protocol.codec import encode
 from tests.small_runs import PER_STEP, STEPS, assert_every_prompt_trained_once, failure_of, logs, small
 from tests.two_processes import run_both, start, with_ports, write_config
 
@@ -259,7 +261,7 @@ def read_all(journal: Journal) -> tuple[JournalState, list[TicketSlot], list[byt
     state = journal.state()
     consumed = [slot for step in range(state.last_step + 1) for slot in journal.consumed(step)]
     kept = [*journal.consumed(state.last_step), *state.buffered]
-    return state, consumed, [pack_group(journal.group(slot.ticket_id)) for slot in kept]
+    return state, consumed, [pack_frames(encode(journal.group(slot.ticket_id))) for slot in kept]
 
 
 def contents(run: Path) -> dict[Path, bytes]:

@@ -162,7 +162,7 @@ class RolloutConfig(Section):
     logprobs: Literal["processed", "raw"] = "processed"
     """What the engine returns: of the distribution it samples from; `raw`: before temperature and truncation."""
     max_concurrent_sequences: int = Field(default=256, gt=0)
-    """Completions decoded together by the hf engine."""
+    """Completions decoded together; more of them wait for their turn."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda`, `cuda:1`, ..."""
     cpu_threads: int = Field(default=0, ge=0)

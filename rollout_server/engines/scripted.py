@@ -44,6 +44,7 @@ class ScriptedEngine:
         self._config = config
         self._processor = processor
         self._script = Script.model_validate(config.rollout.engine_args)
+        self._slots = asyncio.Semaphore(config.rollout.max_concurrent_sequences)
         self._running = asyncio.Event()
         self._running.set()
         self._admitting = asyncio.Event()
@@ -94,17 +95,18 @@ class ScriptedEngine:
             self._busy += time.monotonic() - started
 
     async def _complete(self, request: GenerationRequest, index: int) -> Completion:
-        while not (self._running.is_set() and self._admitting.is_set()):
-            await self._running.wait()
-            await self._admitting.wait()
-        self._started_sequences += 1
-        self._drained.clear()
-        try:
-            return await self._sample(request, index)
-        finally:
-            self._started_sequences -= 1
-            if not self._started_sequences:
-                self._drained.set()
+        async with self._slots:
+            while not (self._running.is_set() and self._admitting.is_set()):
+                await self._running.wait()
+                await self._admitting.wait()
+            self._started_sequences += 1
+            self._drained.clear()
+            try:
+                return await self._sample(request, index)
+            finally:
+                self._started_sequences -= 1
+                if not self._started_sequences:
+                    self._drained.set()
 
     async def _sample(self, request: GenerationRequest, index: int) -> Completion:
         rng = np.random.default_rng((request.seed, index))

@@ -1,0 +1,154 @@
+"""What a cell shows. The bound of every consumed token is checked here, apart from the ledger's own check."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from benchmarks.staleness.workload import Workload
+from learner.journal import TicketSlot
+from learner.tickets import PreparedTicket, ReceivedGroup, TicketLedger
+
+FILLING_STEPS, EMPTYING_STEPS = 16, 8
+"""Left out of idle ratio and speed: the pipeline fills at the start of a run, and empties at its end."""
+
+
+@dataclass
+class Observation:
+    """Everything is counted over the whole run unless it says otherwise."""
+
+    workload: Workload
+    problems: list[str] = field(default_factory=list)
+    """Violations of what is promised. Must stay empty."""
+    staleness: Counter[int] = field(default_factory=Counter)
+    """Consumed tokens (loss mask 1) by versions behind the learner."""
+    masked_tokens: int = 0
+    """Sampled tokens of consumed groups that are not in the loss."""
+    lengths: list[int] = field(default_factory=list)
+    """Tokens in the loss of each consumed trajectory."""
+    waits: list[float] = field(default_factory=list)
+    """Seconds before each step."""
+    ended: list[float] = field(default_factory=list)
+    """When each step ended."""
+    meter: list[tuple[float, float]] = field(default_factory=list)
+    """Length-bias meter after each step, and its standard error were there no bias."""
+    issued_bounds: dict[int, int] = field(default_factory=dict)
+    positions: Counter[int] = field(default_factory=Counter)
+    dropped: int = 0
+    issued: int = 0
+    tokens_generated: int = 0
+
+    def watch(
+        self, write: Callable[[TicketSlot], PreparedTicket], bound: Callable[[], int]
+    ) -> Callable[[TicketSlot], PreparedTicket]:
+        """Note the bound in force when each ticket is written."""
+
+        def written(slot: TicketSlot) -> PreparedTicket:
+            self.issued_bounds[slot.ticket_id] = bound()
+            return write(slot)
+
+        return written
+
+    def step(self, version: int, groups: Sequence[ReceivedGroup], *, began: float, took: float, ended: float) -> None:
+        """One learner step at `version`: waited from `began` to `took`, and published at `ended`."""
+        self.waits.append(took - began)
+        self.ended.append(ended)
+        for received in groups:
+            group, ticket_id = received.group, received.ticket.ticket_id
+            in_loss = group.loss_mask == 1
+            ages = version - group.versions[in_loss]
+            bound = self.issued_bounds[ticket_id]
+            if ages.size and (ages.max() > bound or ages.min() < 0):
+                self.problems.append(
+                    f"ticket {ticket_id} at version {version}: tokens {ages.min()} to {ages.max()} old, bound {bound}"
+                )
+            self.staleness.update(ages.tolist())
+            self.masked_tokens += int((~in_loss).sum())
+            self.lengths += [int(row.sum()) for row in np.split(in_loss, np.cumsum(group.lengths)[:-1])]
+            self.positions[received.slot.position] += 1
+
+    def account(self, ledger: TicketLedger) -> None:
+        """After each step."""
+        counts = ledger.counts()
+        if counts.residual:
+            self.problems.append(f"ledger residual {counts.residual} at version {ledger.version}: {counts}")
+        self.issued, self.dropped = counts.issued, sum(counts.dropped.values())
+        rows_trained = counts.trained * self.workload.group_size
+        rows = rows_trained + (self.dropped + counts.buffered) * self.workload.group_size
+        spread = float(np.std(self.lengths)) / float(np.mean(self.lengths))
+        noise = spread * math.sqrt(max(0.0, 1 / rows_trained - 1 / rows))
+        self.meter.append((ledger.length_bias()["length_bias"], noise))
+
+    def finish(self) -> None:
+        """At the end of the run."""
+        wrong = {p: n for p, n in self.positions.items() if n != 1}
+        if wrong or len(self.positions) != self.workload.total_groups:
+            self.problems.append(
+                f"{len(self.positions)} of {self.workload.total_groups} positions trained; not once: {wrong}"
+            )
+        if self.workload.on_stale == "wait" and self.dropped:
+            self.problems.append(f"{self.dropped} groups dropped under wait")
+
+    # --- results ----------------------------------------------------------------------------------
+
+    @property
+    def oldest(self) -> int:
+        return max(self.staleness)
+
+    @property
+    def mean_staleness(self) -> float:
+        return sum(age * n for age, n in self.staleness.items()) / self.staleness.total()
+
+    @property
+    def dropped_share(self) -> float:
+        """Of the issued groups."""
+        return self.dropped / self.issued
+
+    @property
+    def masked_share(self) -> float:
+        """Of the sampled tokens in consumed groups."""
+        return self.masked_tokens / (self.masked_tokens + self.staleness.total())
+
+    @property
+    def bias(self) -> float:
+        """The length-bias meter at the end of the run."""
+        return self.meter[-1][0]
+
+    @property
+    def running_bias(self) -> tuple[float, float]:
+        """Mean of the meter over the second half of the run, and its standard error were there no bias."""
+        half = np.asarray(self.meter[len(self.meter) // 2 :])
+        return float(half[:, 0].mean()), float(half[:, 1].mean())
+
+    @property
+    def true_bias(self) -> tuple[float, float]:
+        """Mean trained length against the expectation of what the engine samples, and its standard error."""
+        mean = self.workload.mean_length
+        error = float(np.std(self.lengths)) / math.sqrt(len(self.lengths)) / mean
+        return float(np.mean(self.lengths)) / mean - 1, error
+
+    @property
+    def _middle(self) -> slice:
+        steps = len(self.waits)
+        return slice(min(FILLING_STEPS, steps // 3), steps - min(EMPTYING_STEPS, steps // 6))
+
+    @property
+    def idle_ratio(self) -> float:
+        """Of the learner, without the ends of the run."""
+        return sum(self.waits[self._middle]) / (len(self.waits[self._middle]) * self.seconds_per_step)
+
+    @property
+    def seconds_per_step(self) -> float:
+        """Without the ends of the run."""
+        first, last = self._middle.start, self._middle.stop
+        return (self.ended[last - 1] - self.ended[first - 1]) / (last - first)
+
+    @property
+    def decoding_ratio(self) -> float:
+        """Share of the servers' decoding slots in use, over the whole run."""
+        slots_s = self.workload.sequences * self.ended[-1]
+        return self.tokens_generated * self.workload.seconds_per_token / slots_s

@@ -1,0 +1,237 @@
+"""A whole run in virtual time: the real ledger and journal, and per server the real service logic and scripted engine.
+
+Simulated are the sockets (a delay per message, in order), the weight transfer (a delay per server and version) and the
+learner's step (a fixed time).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from benchmarks.staleness.observation import Observation
+from benchmarks.staleness.virtual_time import run_in_virtual_time
+from benchmarks.staleness.workload import (
+    LARGEST_BOUND,
+    VOCABULARY,
+    ModelFreeEngine,
+    OneForAll,
+    TextlessProcessor,
+    Workload,
+)
+from learner.journal import Journal
+from learner.sharing import share_tickets
+from learner.tickets import ReceivedGroup, TicketLedger
+from learner.verification import verify_group
+from protocol.messages import Ack, Goodbye, Group, Message, TicketFailed, Tickets, WeightManifest, WeightsLoaded
+from rollout_server.production import GroupProducer
+from rollout_server.service import RolloutServer
+
+LONGEST_WAIT_S = 600.0
+BOUND_MOVES_EVERY = 3
+"""Steps, where the bound moves."""
+
+
+class InOrder:
+    """Delivers what is sent after a delay, in the order of sending."""
+
+    def __init__(self, deliver: Callable[[Any], None], delay_s: float):
+        self._deliver = deliver
+        self._delay_s = delay_s
+        self._under_way: deque[Any] = deque()
+
+    def send(self, message: Any) -> None:
+        self._under_way.append(message)
+        asyncio.get_running_loop().call_later(self._delay_s, lambda: self._deliver(self._under_way.popleft()))
+
+
+class SimulatedLink:
+    """What a RolloutServer needs of a LearnerLink."""
+
+    def __init__(self, server_id: str, to_learner: InOrder):
+        self.server_id = server_id
+        self.unacknowledged: dict[int, Group] = {}
+        self.inbox: asyncio.Queue[Message] = asyncio.Queue()
+        self._to_learner = to_learner
+
+    async def next_message(self) -> Message | None:
+        message = await self.inbox.get()
+        if not isinstance(message, Ack):
+            return message
+        for ticket_id in message.ticket_ids:
+            del self.unacknowledged[ticket_id]
+        return None
+
+    async def send_group(self, group: Group) -> None:
+        self.unacknowledged[group.ticket_id] = group
+        await self.send(group)
+
+    async def send(self, message: Message) -> None:
+        self._to_learner.send(message)
+
+
+class DelayedWeights:
+    """What a RolloutServer needs of a WeightReceiver."""
+
+    def __init__(self, engine: ModelFreeEngine, draw_delay: Callable[[], float]):
+        self._engine = engine
+        self._draw_delay = draw_delay
+
+    async def load(self, manifest: WeightManifest) -> WeightsLoaded:
+        delay_s = self._draw_delay()
+        await asyncio.sleep(delay_s)
+        await self._engine.update_weights(manifest.version, ())
+        return WeightsLoaded(version=manifest.version, channel="shm", transfer_s=delay_s, load_s=0.0)
+
+
+class SimulatedServer(RolloutServer):
+    """The service between its link and its engine."""
+
+    def __init__(self, workload: Workload, link: SimulatedLink, random_numbers: random.Random):
+        super().__init__(workload.config())
+        self.link: Any = link
+        self.processor: Any = TextlessProcessor()
+        self.engine: Any = ModelFreeEngine(self.config, self.processor)
+        self.receiver: Any = DelayedWeights(self.engine, lambda: random_numbers.uniform(*workload.weights_s))
+        self.producer = GroupProducer(self.engine, OneForAll(), self.processor, link.server_id)  # pyright: ignore
+        self.producer.on_trajectory = self._observe_trajectory
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as self._tasks:
+            following = self._tasks.create_task(self._follow_weights())
+            await self._receive()
+            following.cancel()
+
+
+class SimulatedExchange:
+    """The turns of learner/exchange.py, between links instead of sockets."""
+
+    def __init__(self, workload: Workload, ledger: TicketLedger, write_ticket: Callable[..., Any]):
+        self.version = 0
+        self.changed = asyncio.Event()
+        self.servers: list[SimulatedServer] = []
+        self._ledger = ledger
+        self._write_ticket = write_ticket
+        self._to_server: dict[str, InOrder] = {}
+        self._most = workload.config().groups_in_flight
+        self._admitted: int | None = None
+        self._arrived: dict[int, tuple[str, ReceivedGroup]] = {}
+        self._turn_is_due = False
+        for number in range(workload.servers):
+            server_id = f"server-{number}"
+            link = SimulatedLink(server_id, InOrder(partial(self._receive, server_id), workload.latency_s))
+            self._to_server[server_id] = InOrder(link.inbox.put_nowait, workload.latency_s)
+            self.servers.append(SimulatedServer(workload, link, random.Random(f"{workload.seed} {number}")))
+
+    def announce(self, version: int) -> None:
+        self.version = version
+        for to_server in self._to_server.values():
+            to_server.send(WeightManifest(version=version, tensors=(), total_bytes=0))
+
+    def admit(self, version: int) -> None:
+        self._admitted = version
+        self._need_turn()
+
+    def say_goodbye(self) -> None:
+        for to_server in self._to_server.values():
+            to_server.send(Goodbye(reason="the run is finished"))
+
+    def _need_turn(self) -> None:
+        if not self._turn_is_due:
+            self._turn_is_due = True
+            asyncio.get_running_loop().call_soon(self._turn)
+
+    def _turn(self) -> None:
+        self._turn_is_due = False
+        if self._admitted is not None and (slots := self._ledger.admissible(self._admitted)):
+            self._ledger.issue([self._write_ticket(slot) for slot in slots])
+        self._keep_arrived()
+        self._send_waiting_tickets()
+
+    def _receive(self, server_id: str, message: Message) -> None:
+        assert not isinstance(message, TicketFailed), message
+        if not isinstance(message, Group):
+            return
+        prepared = self._ledger.outstanding(message.ticket_id)
+        assert prepared is not None, f"ticket {message.ticket_id} came twice"
+        verify_group(message, prepared.ticket, prepared.facts, version=self.version, vocabulary=VOCABULARY)
+        self._arrived[message.ticket_id] = (server_id, ReceivedGroup(prepared, message))
+        self._need_turn()
+
+    def _keep_arrived(self) -> None:
+        if not self._arrived:
+            return
+        self._ledger.receive([received for _, received in self._arrived.values()])
+        for ticket_id, (server_id, _) in self._arrived.items():
+            self._to_server[server_id].send(Ack(ticket_ids=(ticket_id,)))
+        self._arrived.clear()
+        self.changed.set()
+        self._need_turn()  # what was dropped makes room
+
+    def _send_waiting_tickets(self) -> None:
+        waiting = self._ledger.waiting()
+        if not waiting:
+            return
+        held = {server_id: self._ledger.held_by(server_id) for server_id in self._to_server}
+        shares = share_tickets(waiting, held, dict.fromkeys(held, self._most), lambda ticket_id, server_id: True)
+        for server_id, chosen in shares.items():
+            self._to_server[server_id].send(Tickets(tickets=tuple(item.ticket for item in chosen)))
+            self._ledger.assign([item.ticket.ticket_id for item in chosen], server_id)
+
+
+async def _learn(workload: Workload, ledger: TicketLedger, exchange: SimulatedExchange, seen: Observation) -> None:
+    """learner/service.py without a model."""
+    loop = asyncio.get_running_loop()
+    moves = random.Random(f"bound {workload.seed}")
+    exchange.announce(0)
+    exchange.admit(0)
+    for version in range(workload.steps):
+        began = loop.time()
+        while not ledger.ready():
+            exchange.changed.clear()
+            try:
+                await asyncio.wait_for(exchange.changed.wait(), LONGEST_WAIT_S)
+            except TimeoutError:
+                seen.problems.append(f"step {version + 1} waited {LONGEST_WAIT_S:g} s for {ledger.blockers()[:5]}")
+                return
+        took = loop.time()
+        groups = ledger.take()
+        await asyncio.sleep(workload.learn_s)
+        if workload.bound is None and version % BOUND_MOVES_EVERY == 0:
+            ledger.bound = moves.randint(1, LARGEST_BOUND)
+        ledger.advance(version + 1)
+        exchange.announce(version + 1)
+        exchange.admit(version + 1)
+        seen.step(version, groups, began=began, took=took, ended=loop.time())
+        seen.account(ledger)
+        if version % 8 == 7:
+            ledger.forget_payloads(version + 1)
+
+
+async def _run(workload: Workload) -> Observation:
+    seen = Observation(workload)
+    ledger = TicketLedger(
+        Journal(None),
+        prompts_per_step=workload.prompts_per_step,
+        bound=workload.first_bound,
+        total_groups=workload.total_groups,
+        on_stale=workload.on_stale,
+    )
+    exchange = SimulatedExchange(workload, ledger, seen.watch(workload.write_ticket, lambda: ledger.bound))
+    serving = [asyncio.create_task(server.run()) for server in exchange.servers]
+    await _learn(workload, ledger, exchange, seen)
+    exchange.say_goodbye()
+    await asyncio.gather(*serving)
+    seen.tokens_generated = sum(server.engine.usage.tokens_generated for server in exchange.servers)
+    seen.finish()
+    ledger.journal.close()
+    return seen
+
+
+def simulate(workload: Workload) -> Observation:
+    """Raises NothingToWaitFor on a deadlock. The same workload gives the same observation, to the last bit."""
+    return run_in_virtual_time(_run(workload))

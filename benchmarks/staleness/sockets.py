@@ -1,0 +1,117 @@
+"""The same run in real time and over real sockets: the real exchange, and rollout servers that share one thread."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.staleness.observation import Observation
+from benchmarks.staleness.workload import (
+    MODEL,
+    PROCESSOR,
+    VOCABULARY,
+    ModelFreeEngine,
+    OneForAll,
+    TextlessProcessor,
+    Workload,
+)
+from learner.exchange import Exchange, ModelFacts, wait_for
+from learner.journal import Journal
+from learner.tickets import TicketLedger
+from protocol.endpoints import free_port
+from protocol.weights import Publication, Tensor
+from rollout_server.service import RolloutServer
+
+LONGEST_WAIT_S = 60.0
+WEIGHTS = bytes(1 << 20)
+
+
+class ModelFreeServer(RolloutServer):
+    """A whole rollout server but for model, tokenizer and reward processes."""
+
+    async def run(self) -> None:
+        self.processor: Any = TextlessProcessor()
+        self.engine: Any = ModelFreeEngine(self.config, self.processor)
+        self.rewards: Any = OneForAll()
+        await self.engine.start()
+        await self._serve()
+
+
+def run_over_sockets(workload: Workload) -> Observation:
+    """In the workload's own seconds. `weights_s` and `latency_s` are what this machine's sockets make them."""
+    assert workload.bound is not None, "the bound moves only in the simulation"
+    ports = {"control_port": free_port(), "weights_port": free_port(), "heartbeat_s": 0.5, "timeout_s": 10.0}
+    config = workload.config(**ports)
+    seen = Observation(workload)
+    with tempfile.TemporaryDirectory() as folder:
+        journal = Journal(Path(folder) / "journal.sqlite")
+        ledger = TicketLedger(
+            journal,
+            prompts_per_step=workload.prompts_per_step,
+            bound=workload.first_bound,
+            total_groups=workload.total_groups,
+            on_stale=workload.on_stale,
+        )
+        publication = Publication("staleness", Path(folder))
+        exchange = Exchange(
+            config,
+            "staleness",
+            ledger=ledger,
+            write_ticket=seen.watch(workload.write_ticket, lambda: ledger.bound),
+            publication=publication,
+            facts=ModelFacts(MODEL, PROCESSOR, VOCABULARY),
+            version=0,
+        )
+        servers = [ModelFreeServer(config) for _ in range(workload.servers)]
+        serving = threading.Thread(target=_serve, args=(servers,), name="servers")
+        try:
+            exchange.start()
+            serving.start()
+            _learn(workload, ledger, exchange, publication, seen)
+        finally:
+            exchange.stop("the run is finished")
+            serving.join()
+            publication.close()
+            journal.close()
+    seen.tokens_generated = sum(server.engine.usage.tokens_generated for server in servers)
+    seen.finish()
+    return seen
+
+
+def _serve(servers: list[ModelFreeServer]) -> None:
+    async def all_of_them() -> None:
+        await asyncio.gather(*(server.run() for server in servers))
+
+    asyncio.run(all_of_them())
+
+
+def _learn(
+    workload: Workload, ledger: TicketLedger, exchange: Exchange, publication: Publication, seen: Observation
+) -> None:
+    """learner/service.py without a model."""
+
+    def wait(satisfied: Any, what: str) -> None:
+        wait_for(exchange, ledger, satisfied, timeout_s=LONGEST_WAIT_S, what=lambda: f"{what}: {ledger.blockers()[:5]}")
+
+    def publish(version: int) -> None:
+        exchange.announce(publication.publish(version, [Tensor("w", "uint8", (len(WEIGHTS),), memoryview(WEIGHTS))]))
+        exchange.admit(version)
+
+    wait(lambda: len(exchange.servers) == workload.servers, "the servers")
+    started = time.monotonic()
+    publish(0)
+    for version in range(workload.steps):
+        began = time.monotonic()
+        wait(ledger.ready, f"the groups of step {version + 1}")
+        took = time.monotonic()
+        groups = ledger.take()
+        time.sleep(max(0.0, took + workload.learn_s - time.monotonic()))
+        ledger.advance(version + 1)
+        publish(version + 1)
+        ended = time.monotonic()
+        seen.step(version, groups, began=began - started, took=took - started, ended=ended - started)
+        seen.account(ledger)
