@@ -140,7 +140,9 @@ def report_problems(observations: Iterable[Observation]) -> int:
         for problem in o.problems
     ]
     tokens = sum(o.staleness.total() for o in observations)
-    print(f"\n{tokens:,} consumed tokens checked against their tickets' bounds; {len(found)} violations of any promise.")
+    print(
+        f"\n{tokens:,} consumed tokens checked against their tickets' bounds; {len(found)} violations of any promise."
+    )
     for problem in found:
         print(f"- {problem}")
     return len(found)

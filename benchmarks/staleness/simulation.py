@@ -17,7 +17,6 @@ from benchmarks.staleness.observation import Observation
 from benchmarks.staleness.virtual_time import run_in_virtual_time
 from benchmarks.staleness.workload import (
     LARGEST_BOUND,
-    MODEL,
     VOCABULARY,
     ModelFreeEngine,
     OneForAll,

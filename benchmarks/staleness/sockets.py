@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.schema import RunConfig
 from benchmarks.staleness.observation import Observation
 from benchmarks.staleness.workload import (
     MODEL,
