@@ -43,6 +43,8 @@ def main() -> None:
         print(flush=True)
     print("\n## Publication of weights\n", flush=True)
     run("benchmarks/weights_throughput.py")
+    print("\n## Staleness under heavy-tailed lengths\n", flush=True)
+    run("-m", "benchmarks.staleness_simulation", "--servers", "1", "64", "--sockets")
     print("\n## Asynchronous against synchronous\n", flush=True)
     run("benchmarks/async_speedup.py", "--model", str(model), "--data", str(data))
 
