@@ -15,6 +15,7 @@ made and encoded beforehand; prompts are prepared beforehand, too. The arms take
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import multiprocessing
 import os
@@ -384,9 +385,7 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
-        self.calls: Counter[str] = Counter()
         self._stack: list[float] = []
-        self._thread: int | None = None
 
     def wrap(self, owner: Any, attribute: str, name: str) -> Any:
         function = getattr(owner, attribute)
@@ -395,7 +394,6 @@ class Stopwatch:
             if threading.current_thread().name != "exchange":
                 return function(*arguments, **options)
             self._stack.append(0.0)
-            self.calls[name] += 1
             started = time.perf_counter()
             try:
                 return function(*arguments, **options)
@@ -430,7 +428,6 @@ def where_time_goes(arm: Arm, groups: int) -> dict[str, float]:
             stack.enter_context(watch.wrap(owner, attribute, name))
         wall = arm.round(groups)["wall"]
     shares = {name: 1000 * seconds / groups for name, seconds in watch.seconds.items()}
-    print(watch.calls)
     return {**shares, "waiting, and the rest": wall - sum(shares.values())}
 
 
@@ -521,6 +518,7 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="asyncrl-bench-") as name:
         folder = Path(name)
+        gc.freeze()  # as learner/__main__.py does
         with arms(folder, options.in_flight) as opened:
             rounds = [
                 {name: arm.round(options.groups) for name, arm in opened.items()} for _ in range(options.repeats + 1)
