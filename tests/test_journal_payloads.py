@@ -12,7 +12,8 @@ import pytest
 
 import learner.journal
 from asyncrl.errors import BadStateError
-from learner.journal import Journal, TicketSlot, pack_frames, unpack_group
+from learner.group_payload import pack_frames, unpack_group
+from learner.journal import Journal, TicketSlot
 from protocol.codec import encode
 from protocol.messages import FinishReason, Group, GroupTimings, TrajectoryRecord, TrajectoryStatus, Turn
 
@@ -143,11 +144,11 @@ def test_a_journal_of_another_format_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "journal.sqlite") as db:
         db.execute("PRAGMA user_version = 1")
     db.close()
-    with pytest.raises(BadStateError, match=r"has format 1; this version of asyncrl reads format 2"):
+    with pytest.raises(BadStateError, match=r"schema 1, and this version of asyncrl reads schema 2"):
         Journal(tmp_path / "journal.sqlite")
 
 
-def test_a_journal_killed_between_two_copies_of_its_log_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_journal_killed_between_two_copies_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learner.journal, "LOG_BYTES", 1 << 18)
     journal = Journal(tmp_path / "journal.sqlite")
     for n in range(30):
