@@ -44,7 +44,7 @@ from learner.connections import ModelFacts
 from learner.exchange import Exchange
 from learner.handout import Handout
 from learner.journal import Journal, TicketSlot
-from learner.tickets import TicketLedger
+from learner.ledger import TicketLedger
 from protocol.codec import encode
 from protocol.endpoints import free_port
 from protocol.messages import Ack, Tickets, WeightManifest

@@ -23,7 +23,8 @@ from group_traffic import KINDS, group, prepared
 
 from asyncrl.config.schema import Durability
 from learner.journal import Journal
-from learner.tickets import ReceivedGroup, TicketLedger
+from learner.ledger import TicketLedger
+from learner.tickets import ReceivedGroup
 from protocol.codec import Limits, decode, encode
 from protocol.messages import Group
 

@@ -12,8 +12,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from asyncrl.config.schema import RunConfig
+from learner.ledger import TicketLedger
 from learner.ports import LearnerPorts
-from learner.tickets import TicketLedger
 from protocol.endpoints import host_id
 from protocol.errors import ErrorCode
 from protocol.handshake import check_hello

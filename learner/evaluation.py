@@ -6,9 +6,9 @@ import logging
 
 from asyncrl.config.schema import RunConfig
 from learner.exchange import Exchange, wait_for
+from learner.ledger import TicketLedger
 from learner.reporting import Reporter
 from learner.ticket_writer import TicketWriter
-from learner.tickets import TicketLedger
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,9 @@ from learner.connections import Connections, ModelFacts, ServerState
 from learner.handout import Handout
 from learner.intake import Intake
 from learner.journal import TicketSlot
+from learner.ledger import TicketLedger
 from learner.ports import open_ports
-from learner.tickets import PreparedTicket, TicketLedger
+from learner.tickets import PreparedTicket
 from learner.verification import verify_group
 from protocol.errors import ErrorCode
 from protocol.messages import (

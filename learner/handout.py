@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from asyncrl.faults import crash_point
 from learner.connections import Connections
 from learner.journal import TicketSlot
+from learner.ledger import TicketLedger
 from learner.sharing import share_tickets
 from learner.ticket_size import check_ticket_size, first_that_fit
-from learner.tickets import PreparedTicket, TicketLedger
+from learner.tickets import PreparedTicket
 from protocol.codec import Limits
 from protocol.messages import Tickets
 

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 
 from asyncrl.faults import crash_point
 from learner.connections import Connections
+from learner.ledger import TicketLedger
 from learner.ports import LearnerPorts
 from learner.ticket_writer import EVALUATION_IDS
-from learner.tickets import ReceivedGroup, TicketLedger
+from learner.tickets import ReceivedGroup
 from protocol.codec import Frame
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import Ack, Error, Group

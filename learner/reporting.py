@@ -16,8 +16,9 @@ from asyncrl.telemetry.metrics import MetricSet
 from asyncrl.telemetry.recorder import RunRecorder
 from learner.batch import Batch
 from learner.exchange import Exchange
+from learner.ledger import TicketLedger
 from learner.metrics import GAUGE_OF_RECORD, GAUGE_OF_STALENESS_RECORD, METRICS, QUANTILE_OF_RECORD
-from learner.tickets import ReceivedGroup, TicketLedger
+from learner.tickets import ReceivedGroup
 from protocol.messages import WeightManifest
 
 

@@ -24,12 +24,13 @@ from learner.engines import create_engine
 from learner.evaluation import Evaluation
 from learner.exchange import Exchange, wait_for
 from learner.journal import MIB
+from learner.ledger import TicketLedger
 from learner.publication import open_publication, publish
 from learner.reporting import Reporter
 from learner.start import StartingPoint, find_start, forget_run, open_journal, sign_journal
 from learner.step import LearnerStep
 from learner.ticket_writer import TicketWriter
-from learner.tickets import ReceivedGroup, TicketLedger
+from learner.tickets import ReceivedGroup
 
 logger = logging.getLogger(__name__)
 

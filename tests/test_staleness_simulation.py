@@ -15,8 +15,9 @@ from benchmarks.staleness.sockets import run_over_sockets
 from benchmarks.staleness.virtual_time import NothingToWaitFor, run_in_virtual_time
 from benchmarks.staleness.workload import TextlessProcessor, Workload
 from learner.journal import TicketSlot
+from learner.ledger import TicketLedger
 from learner.sharing import share_tickets
-from learner.tickets import PreparedTicket, TicketLedger
+from learner.tickets import PreparedTicket
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.scripted import ScriptedEngine
 

@@ -14,7 +14,8 @@ from asyncrl.config.schema import OnStale
 from asyncrl.errors import BadStateError
 from asyncrl.models.prompt_facts import PromptFacts
 from learner.journal import Journal, TicketSlot
-from learner.tickets import MAX_ATTEMPTS, PreparedTicket, ReceivedGroup, TicketLedger
+from learner.ledger import MAX_ATTEMPTS, TicketLedger
+from learner.tickets import PreparedTicket, ReceivedGroup
 from protocol.messages import (
     FinishReason,
     Group,

@@ -11,7 +11,8 @@ import numpy as np
 
 from benchmarks.staleness.workload import Workload
 from learner.journal import TicketSlot
-from learner.tickets import PreparedTicket, ReceivedGroup, TicketLedger
+from learner.ledger import TicketLedger
+from learner.tickets import PreparedTicket, ReceivedGroup
 
 FILLING_STEPS, EMPTYING_STEPS = 16, 8
 """Left out of idle ratio and speed: the pipeline fills at the start of a run, and empties at its end."""

@@ -24,8 +24,9 @@ from benchmarks.staleness.workload import (
     Workload,
 )
 from learner.journal import Journal
+from learner.ledger import TicketLedger
 from learner.sharing import share_tickets
-from learner.tickets import ReceivedGroup, TicketLedger
+from learner.tickets import ReceivedGroup
 from learner.verification import verify_group
 from protocol.messages import Ack, Goodbye, Group, Message, TicketFailed, Tickets, WeightManifest, WeightsLoaded
 from rollout_server.production import GroupProducer

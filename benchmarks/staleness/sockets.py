@@ -21,7 +21,7 @@ from benchmarks.staleness.workload import (
 )
 from learner.exchange import Exchange, ModelFacts, wait_for
 from learner.journal import Journal
-from learner.tickets import TicketLedger
+from learner.ledger import TicketLedger
 from protocol.endpoints import free_port
 from protocol.weights import Publication, Tensor
 from rollout_server.service import RolloutServer

@@ -16,7 +16,8 @@ from asyncrl.models.prompt_facts import PromptFacts
 from learner.connections import ModelFacts
 from learner.exchange import Exchange
 from learner.journal import Journal, TicketSlot
-from learner.tickets import PreparedTicket, TicketLedger
+from learner.ledger import TicketLedger
+from learner.tickets import PreparedTicket
 from protocol.endpoints import free_port
 from protocol.weights import Publication, Tensor
 from tests.fuzz import content

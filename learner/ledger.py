@@ -1,0 +1,391 @@
+"""The ticket ledger: bounded staleness by admission, back-pressure, and an account of every group.
+
+A training ticket is *waiting* (issued, with no server), *in flight* (with a server), *buffered* (its group is here),
+*trained* or *dropped*; at every instant `issued = waiting + in_flight + buffered + trained + dropped`. Every change
+but the handing out is in the journal before it is visible here. Evaluation tickets travel the same way, are counted
+apart and are not journaled.
+
+Admission: before version v, at most `(bound + v + 1) * prompts_per_step` tickets have been issued and not dropped. A
+ticket issued at version w is sampled by version w or newer, so its *deadline* is the step at version `w + bound`; that
+of a group that has arrived is its oldest token's version plus the bound. A step takes the groups with the earliest
+deadlines. What happens to a ticket whose group is not there in time is `on_stale`:
+
+- wait: the learner makes no step after which more tickets would be due by some version than steps are left until
+  then (`blockers` names what it waits for). Nothing is dropped, and nothing becomes too old.
+- drop: the learner goes on; a group with an older token is dropped, and its position in the data issued again.
+- mask: the learner goes on; tokens that are too old leave the loss. A group with no token left is dropped.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from asyncrl.config.schema import OnStale
+from asyncrl.errors import BadStateError
+from asyncrl.faults import crash_point
+from learner.journal import Journal, TicketSlot
+from learner.length_bias import LengthBias
+from learner.staleness import crowded_deadline, has_fresh_tokens, within_bound
+from learner.tickets import PreparedTicket, ReceivedGroup
+from protocol.codec import encode
+
+MAX_ATTEMPTS = 3
+"""Failures of one ticket after which the run stops with the last reason."""
+STALE = "dropped_stale"
+"""Name of the counter of dropped groups in the journal."""
+
+
+@dataclass
+class _Outstanding:
+    prepared: PreparedTicket
+    server_id: str | None = None
+    attempts: int = 0
+    failed_on: set[str] = field(default_factory=set)
+    issued_at: float = field(default_factory=time.monotonic)
+    withheld_until: float = 0.0
+    """A server that holds it from before our restart may come back with it until then."""
+
+    @property
+    def deadline(self) -> int:
+        """Its tokens are at least as new as the ticket."""
+        return self.prepared.slot.version + self.prepared.slot.bound
+
+
+@dataclass(frozen=True)
+class LedgerCounts:
+    """Training groups."""
+
+    issued: int
+    waiting: int
+    in_flight: int
+    buffered: int
+    trained: int
+    dropped: Mapping[str, int]
+    """By reason."""
+
+    @property
+    def residual(self) -> int:
+        """0, always; anything else is a lost or doubled group."""
+        known = self.waiting + self.in_flight + self.buffered + self.trained + sum(self.dropped.values())
+        return self.issued - known
+
+
+class TicketLedger:
+    """Thread-safe. `changed` is notified whenever a group arrives."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        *,
+        prompts_per_step: int,
+        bound: int,
+        total_groups: int,
+        on_stale: OnStale = "wait",
+    ):
+        self.changed = threading.Condition()
+        self.journal = journal
+        self.bound = bound
+        """Staleness bound of tickets that are issued from now on."""
+        self._per_step = prompts_per_step
+        self._total = total_groups
+        self._on_stale: OnStale = on_stale
+        self._out: dict[int, _Outstanding] = {}
+        self._buffer: dict[int, ReceivedGroup] = {}
+        self._evaluated: dict[int, ReceivedGroup] = {}
+        self._version = 0
+        found = journal.state()
+        self.last_step = found.last_step
+        """The newest step that has taken its groups. A learner behind it makes its steps again from the journal."""
+        self._counters = Counter(found.counters)
+        self._again = list(found.again)
+        self._unfinished = found.waiting + found.buffered
+        self.lengths = LengthBias(self._counters)
+
+    # --- issuing ------------------------------------------------------------------------------
+
+    def admissible(self, version: int) -> list[TicketSlot]:
+        """The training tickets that may be issued before `version`. Asking twice before `issue` gives the same."""
+        with self.changed:
+            capacity = (self.bound + version + 1) * self._per_step
+            free = capacity - (self._counters["issued"] - self._counters[STALE])
+            next_position, next_id = self._counters["next_position"], self._counters["next_id"]
+            fresh = range(next_position, min(next_position + max(0, free), self._total))
+            positions = [*self._again, *fresh][: max(0, free)]
+            return [TicketSlot(next_id + i, position, version, self.bound) for i, position in enumerate(positions)]
+
+    def issue(self, prepared: Sequence[PreparedTicket]) -> None:
+        """Training tickets of `admissible`, or any evaluation tickets."""
+        with self.changed:
+            training = [item for item in prepared if item.is_training]
+            if training:
+                self._journal_issue([item.slot for item in training])
+            for item in prepared:
+                self._out[item.ticket.ticket_id] = _Outstanding(item)
+
+    def _journal_issue(self, slots: list[TicketSlot]) -> None:
+        positions = {slot.position for slot in slots}
+        fresh = len(positions) - len(positions.intersection(self._again))
+        with self.journal.transaction():
+            self.journal.add_tickets(slots)
+            self._count(issued=len(slots), next_id=len(slots), next_position=fresh)
+        self._again = [position for position in self._again if position not in positions]
+        crash_point("tickets.journaled")
+
+    def _count(self, **deltas: int) -> None:
+        """In the journal's transaction and here: an exception between the two stops the run."""
+        self.journal.count(**deltas)
+        self._counters.update(deltas)
+
+    def waiting(self) -> list[PreparedTicket]:
+        """Tickets with no server, oldest first."""
+        with self.changed:
+            now = time.monotonic()
+            return [
+                entry.prepared
+                for _, entry in sorted(self._out.items())
+                if entry.server_id is None and entry.withheld_until <= now
+            ]
+
+    def batch_mates(self, tickets: Sequence[PreparedTicket]) -> list[PreparedTicket]:
+        """On-policy: tickets whose groups are here already and were sampled in one batch with these.
+
+        The last bits of a log-prob depend on what else is in the batch. When a server was lost in the middle of one,
+        its successor samples all of it again, and a run that was killed ends with the weights of one that was not.
+        """
+        with self.changed:
+            versions = {item.slot.version for item in tickets if item.slot.bound == 0 and item.is_training}
+            return [item.prepared for item in self._buffer.values() if item.slot.version in versions]
+
+    def assign(self, ticket_ids: Iterable[int], server_id: str) -> None:
+        with self.changed:
+            for ticket_id in ticket_ids:
+                self._out[ticket_id].server_id = server_id
+
+    def held_by(self, server_id: str) -> int:
+        with self.changed:
+            return sum(entry.server_id == server_id for entry in self._out.values())
+
+    def reconcile(self, server_id: str, held: Iterable[int]) -> int:
+        """A server (re)connects and says what it holds. What we thought it had and it has not waits again.
+
+        Returns how many tickets that nobody else works on it brought back.
+        """
+        with self.changed:
+            ids = set(held)
+            for ticket_id, entry in self._out.items():
+                if entry.server_id == server_id and ticket_id not in ids:
+                    entry.server_id = None
+            brought = [i for i in ids if i in self._out and self._out[i].server_id is None]
+            for ticket_id in brought:
+                self._out[ticket_id].server_id = server_id
+            return len(brought)
+
+    # --- coming back ----------------------------------------------------------------------------
+
+    def outstanding(self, ticket_id: int) -> PreparedTicket | None:
+        """The ticket if its group is still awaited."""
+        with self.changed:
+            entry = self._out.get(ticket_id)
+            return entry.prepared if entry else None
+
+    def was_issued(self, ticket_id: int) -> bool:
+        """Whether this run has ever issued the training ticket: its group may be a duplicate."""
+        with self.changed:
+            return ticket_id < self._counters["next_id"]
+
+    def receive(self, received: Sequence[ReceivedGroup]) -> None:
+        """Keep verified groups, durably on return. Their tickets must still be out."""
+        with self.changed:
+            training = [item for item in received if item.prepared.is_training]
+            if training:
+                with self.journal.transaction():
+                    for item in training:
+                        self.journal.add_group(item.group.ticket_id, item.frames or encode(item.group))
+            for item in received:
+                del self._out[item.ticket.ticket_id]
+                shelf = self._buffer if item.prepared.is_training else self._evaluated
+                shelf[item.ticket.ticket_id] = item
+            self._drop_stale()
+            self.changed.notify_all()
+
+    def holder(self, ticket_id: int) -> str | None:
+        """The server that has this ticket now."""
+        with self.changed:
+            entry = self._out.get(ticket_id)
+            return entry.server_id if entry else None
+
+    def give_back(self, ticket_id: int, reason: str, *, servers: Collection[str] = ()) -> None:
+        """Its holder failed at it. Another attempt, but not for ever once all `servers` (the living) have failed."""
+        with self.changed:
+            entry = self._out.get(ticket_id)
+            if entry is None:
+                return
+            if entry.server_id is not None:
+                entry.failed_on.add(entry.server_id)
+            entry.server_id = None
+            entry.attempts += 1
+            if entry.attempts >= MAX_ATTEMPTS and entry.failed_on.issuperset(servers):
+                row = entry.prepared.ticket.prompt.row_id
+                raise BadStateError(f"ticket {ticket_id} (row {row}) failed {entry.attempts} times: {reason}")
+
+    def may_try(self, ticket_id: int, server_id: str, servers: Collection[str]) -> bool:
+        """A server that failed at a ticket gets it again only when all `servers` have: one bad server ends no run."""
+        with self.changed:
+            failed_on = self._out[ticket_id].failed_on
+            return server_id not in failed_on or failed_on.issuperset(servers)
+
+    def lose_server(self, server_id: str) -> int:
+        """Its tickets wait for another server. Returns how many."""
+        with self.changed:
+            lost = [entry for entry in self._out.values() if entry.server_id == server_id]
+            for entry in lost:
+                entry.server_id = None
+            return len(lost)
+
+    # --- consuming ------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """The learner's policy version, whose step comes next."""
+        return self._version
+
+    def advance(self, version: int) -> None:
+        """The learner has made its step and is now at `version`."""
+        with self.changed:
+            self._version = version
+            self._drop_stale()
+            self.changed.notify_all()
+
+    def ready(self) -> bool:
+        """Can a step be made now?"""
+        with self.changed:
+            return len(self._buffer) >= self._per_step and not self._late()
+
+    def _earliest(self) -> list[int]:
+        """Ids of the groups that the next step takes, by deadline, then by age."""
+        by_deadline = sorted(self._buffer.items(), key=lambda item: (item[1].deadline, item[0]))
+        return [ticket_id for ticket_id, _ in by_deadline[: self._per_step]]
+
+    def blockers(self) -> list[tuple[int, str | None, float]]:
+        """What the next step waits for: ticket id, server that holds it, seconds since it was issued."""
+        with self.changed:
+            now = time.monotonic()
+            ids = self._late() or sorted(i for i, entry in self._out.items() if entry.prepared.is_training)
+            return [(i, self._out[i].server_id, now - self._out[i].issued_at) for i in ids]
+
+    def _late(self) -> list[int]:
+        """Tickets out that must come before a step, lest more be due later than later steps can take (`wait`)."""
+        if self._on_stale != "wait":
+            return []
+        out = {i: entry.deadline for i, entry in self._out.items() if entry.prepared.is_training}
+        taken = set(self._earliest())
+        left = [item.deadline for i, item in self._buffer.items() if i not in taken]
+        crowded = crowded_deadline([*out.values(), *left], self._version, self._per_step)
+        return [] if crowded is None else sorted(i for i, deadline in out.items() if deadline <= crowded)
+
+    def _drop_stale(self) -> None:
+        """Under `drop` and `mask`, groups that cannot be trained any more make room for new tickets."""
+        if self._on_stale == "wait":
+            return
+        whole = self._on_stale == "drop"
+        stale = [item for item in self._buffer.values() if not has_fresh_tokens(item, self._version, all_of_them=whole)]
+        if not stale:
+            return
+        with self.journal.transaction():
+            self.journal.drop_tickets([item.slot for item in stale])
+            self._count(dropped_stale=len(stale), **self.lengths.dropped(stale))
+        for item in stale:
+            del self._buffer[item.slot.ticket_id]
+        self._again = sorted([*self._again, *(item.slot.position for item in stale)])
+
+    def take(self) -> list[ReceivedGroup]:
+        """`prompts_per_step` groups in ticket order, those with stale tokens masked; they count as trained."""
+        with self.changed:
+            assert self.ready(), "take() before ready()"
+            ids = sorted(self._earliest())
+            sampled = [self._buffer[i] for i in ids]
+            taken = [within_bound(item, self._version, self._on_stale) for item in sampled]
+            with self.journal.transaction():
+                self.journal.consume(self._version + 1, [item.slot for item in taken])
+                self._count(trained=len(taken), **self.lengths.trained(sampled, taken))
+            for i in ids:
+                del self._buffer[i]
+            self.last_step = self._version + 1
+        crash_point("step.consumed")
+        return taken
+
+    def evaluation_arrived(self) -> int:
+        """Evaluation groups that are here and not taken."""
+        with self.changed:
+            return len(self._evaluated)
+
+    def take_evaluation(self) -> list[ReceivedGroup]:
+        """All evaluation groups that have arrived, in row order."""
+        with self.changed:
+            taken = [received for _, received in sorted(self._evaluated.items())]
+            self._evaluated = {}
+            return taken
+
+    # --- after a restart --------------------------------------------------------------------------
+
+    def recover(self, write: Callable[[TicketSlot], PreparedTicket], *, withhold_s: float) -> None:
+        """Put back what the journal holds: groups into the buffer, tickets out, for servers that still have them."""
+        with self.changed:
+            buffered = {slot.ticket_id for slot in self.journal.state().buffered}
+            until = time.monotonic() + withhold_s
+            for slot in self._unfinished:
+                prepared = write(slot)
+                if slot.ticket_id in buffered:
+                    self._buffer[slot.ticket_id] = ReceivedGroup(prepared, self.journal.group(slot.ticket_id))
+                else:
+                    self._out[slot.ticket_id] = _Outstanding(prepared, withheld_until=until)
+            self._unfinished = ()
+
+    def take_again(self, step: int, write: Callable[[TicketSlot], PreparedTicket]) -> list[ReceivedGroup]:
+        """The batch that `step` took before the restart, as it was."""
+        with self.changed:
+            slots = self.journal.consumed(step)
+            groups = [self.journal.group(slot.ticket_id) for slot in slots]
+        if len(slots) != self._per_step:
+            raise BadStateError(
+                f"the journal holds {len(slots)} groups of step {step}, expected {self._per_step}: "
+                "it belongs to another checkpoint"
+            )
+        written = [write(slot) for slot in slots]  # without the lock: reading images takes its time
+        return [
+            within_bound(ReceivedGroup(*item), self._version, self._on_stale)
+            for item in zip(written, groups, strict=True)
+        ]
+
+    def flush_journal(self) -> None:
+        with self.changed:
+            self.journal.flush()
+
+    def forget_payloads(self, step: int) -> None:
+        """A checkpoint holds the steps up to this one."""
+        with self.changed:
+            self.journal.forget_payloads(step)
+
+    # --- account ------------------------------------------------------------------------------------
+
+    def counts(self) -> LedgerCounts:
+        with self.changed:
+            training = [entry for entry in self._out.values() if entry.prepared.is_training]
+            waiting = sum(entry.server_id is None for entry in training)
+            return LedgerCounts(
+                issued=self._counters["issued"],
+                waiting=waiting,
+                in_flight=len(training) - waiting,
+                buffered=len(self._buffer),
+                trained=self._counters["trained"],
+                dropped={"stale": self._counters[STALE]},
+            )
+
+    def length_bias(self) -> dict[str, float]:
+        """See learner/length_bias.py."""
+        with self.changed:
+            return self.lengths.report(self._buffer.values())
