@@ -1,7 +1,7 @@
 """How both services start: arguments, configuration, logging, and what an exit code means.
 
 0 finished, 1 crashed (the launcher starts the service again), 2 the user can mend it (the last line says how), 3 bad
-state (not started again; the reason is in failure.json), 130 interrupted.
+state (not started again), 130 interrupted. The reason of 2 and 3 is in failure.json, where there is a run directory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import BadStateError, ExitCode, UserError
+from asyncrl.errors import BadStateError, ExitCode, RunTakenError, UserError
 from asyncrl.telemetry.failure import describe_full_disk, is_disk_full, release, reserve, save_failure
 from asyncrl.telemetry.logs import configure_logging
 
@@ -53,7 +53,11 @@ def _run(name: str, main: Callable[[RunConfig, bool], None], config: RunConfig, 
     try:
         reserve(config.run_path, name)
         main(config, resume)
-    except UserError:
+    except RunTakenError:
+        raise
+    except UserError as error:
+        if config.run_path.is_dir():  # a run that could not begin leaves nothing behind
+            save_failure(config.run_path, name, str(error), kind="user_error")
         raise
     except Exception as error:
         full = is_disk_full(error)

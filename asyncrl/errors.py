@@ -9,6 +9,10 @@ class UserError(Exception):
     """Something in the configuration, the data or the machine. The message says what, the values, and the fix."""
 
 
+class RunTakenError(UserError):
+    """The run directory is another process's or another run's: this one may write nothing there, not even why."""
+
+
 class BadStateError(Exception):
     """The run cannot go on honestly (NaN loss, protocol violation). It stops with this as its saved reason."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.entry import require_fixed_ports, run_service
+from asyncrl.telemetry.failure import reserve
 
 
 def main(config: RunConfig, resume: bool) -> None:
@@ -15,7 +16,9 @@ def main(config: RunConfig, resume: bool) -> None:
     if config.learner.cpu_threads:
         torch.set_num_threads(config.learner.cpu_threads)
     torch.manual_seed(config.trainer.seed)
-    Learner(config, resume=resume).run()
+    learner = Learner(config, resume=resume)
+    reserve(config.run_path, "learner")  # a new run has its directory only now
+    learner.run()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ makes all steps again.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -18,6 +19,8 @@ import torch
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.faults import crash_point
 from asyncrl.models.export import export_model
+from asyncrl.telemetry.failure import is_disk_full
+from learner.checkpoint_files import check_files, write_checksums
 from learner.engines.base import TrainEngine
 
 MODEL_FOLDER = "model"
@@ -42,18 +45,23 @@ def checkpoint_folder(run_path: Path, step: int) -> Path:
 
 
 def save_checkpoint(run_path: Path, engine: TrainEngine, processor: Any, state: LearnerState, keep: int) -> Path:
-    """Write the step's checkpoint and remove all but the newest `keep`. Its model folder is a Hugging Face folder."""
+    """Write the step's checkpoint and remove all but the newest `keep`. Its model folder is a Hugging Face folder.
+
+    Raises BadStateError where there is no room for it; nothing of it is then left.
+    """
     folder = checkpoint_folder(run_path, state.step)
     for leftover in folder.parent.glob(".*.building-*"):
         shutil.rmtree(leftover)
     building = folder.with_name(f".{folder.name}.building-{os.getpid()}")
-    building.mkdir(parents=True)
-    export_model(engine.unwrap_model(), processor, building / MODEL_FOLDER)
-    crash_point("checkpoint.writing")
-    engine.save(building)
-    torch.save(torch.get_rng_state(), building / RANDOM_FILE)
-    (building / STATE_FILE).write_text(json.dumps(asdict(state), indent=2))
-    _flush(building)
+    try:
+        _write(building, engine, processor, state)
+    except Exception as problem:
+        shutil.rmtree(building, ignore_errors=True)
+        if not is_disk_full(problem):
+            raise
+        # Libraries do not say which file had no room.
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+        raise BadStateError(f"the checkpoint of step {state.step} could not be written ({problem})") from full
     shutil.rmtree(folder, ignore_errors=True)
     building.rename(folder)
     _flush_folder(folder.parent)
@@ -61,6 +69,18 @@ def save_checkpoint(run_path: Path, engine: TrainEngine, processor: Any, state: 
     for old in list_checkpoints(run_path)[:-keep]:
         shutil.rmtree(old)
     return folder
+
+
+def _write(building: Path, engine: TrainEngine, processor: Any, state: LearnerState) -> None:
+    """All files of a checkpoint, on disk on return."""
+    building.mkdir(parents=True)
+    export_model(engine.unwrap_model(), processor, building / MODEL_FOLDER)
+    crash_point("checkpoint.writing")
+    engine.save(building)
+    torch.save(torch.get_rng_state(), building / RANDOM_FILE)
+    (building / STATE_FILE).write_text(json.dumps(asdict(state), indent=2))
+    write_checksums(building)
+    _flush(building)
 
 
 def list_checkpoints(run_path: Path) -> list[Path]:
@@ -74,11 +94,13 @@ def newest_checkpoint(run_path: Path) -> Path | None:
 
 
 def read_state(folder: Path) -> LearnerState:
+    """Raises BadStateError unless every file of the checkpoint is as it was written."""
+    check_files(folder)
     try:
         return LearnerState(**json.loads((folder / STATE_FILE).read_text()))
     except (ValueError, TypeError) as problem:
         raise BadStateError(
-            f"{folder / STATE_FILE} cannot be read ({problem}). Remove {folder} to continue from an older one"
+            f"{folder / STATE_FILE} is not of this version of asyncrl ({problem}). Resume with the one that wrote it"
         ) from problem
 
 

@@ -9,12 +9,9 @@ Payloads (the groups) are kept until a checkpoint holds their step; rows of cons
 
 from __future__ import annotations
 
-import os
-import shutil
 import sqlite3
-import struct
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,16 +19,23 @@ import xxhash
 
 from asyncrl.config.schema import Durability
 from asyncrl.errors import BadStateError
-from protocol.codec import Limits, decode, encode
-from protocol.errors import ProtocolError
+from asyncrl.telemetry.failure import find_no_room
+from learner.group_payload import pack_frames, unpack_group
+from learner.journal_check import SCHEMA, find_damage, is_begun, scalar
+from learner.journal_seal import CommitMark, ContentDigest
+from learner.write_ahead import LogCopier
+from protocol.codec import Frame
 from protocol.messages import Group
 
 JOURNAL_FILE = "journal.sqlite"
-SCHEMA = 1
 PAGE_BYTES = 16384
 """Groups are large: bigger pages mean fewer of them per group."""
-WAL_PAGES = 4096
-"""64 MiB of write-ahead log before SQLite copies it into the file."""
+SMALL_PAGES = 4
+"""About what a transaction writes besides groups."""
+LOG_BYTES = 64 << 20
+"""Added to the write-ahead log before it is copied into the file, beside the writing."""
+LONGEST_LOG_BYTES = 4 * LOG_BYTES
+"""A log that grows faster than it can be copied is copied by the writer, who then waits."""
 MIB = 1 << 20
 
 _SYNCHRONOUS = {"process": "NORMAL", "power": "FULL"}
@@ -46,6 +50,7 @@ CREATE TABLE consumption (
     bound INTEGER NOT NULL, step INTEGER NOT NULL);
 CREATE INDEX consumption_by_step ON consumption (step);
 CREATE TABLE again (position INTEGER PRIMARY KEY);
+CREATE TABLE seal (id INTEGER PRIMARY KEY CHECK (id = 0), commits INTEGER NOT NULL, digest BLOB NOT NULL);
 """
 
 
@@ -85,87 +90,107 @@ class Journal:
 
     def __init__(self, path: Path | None, durability: Durability = "process"):
         self.path = path
-        self._commits_fd = -1
-        new = path is None or not path.exists()
-        with self._telling("opening"):
-            self._db = sqlite3.connect(path or ":memory:", isolation_level=None, check_same_thread=False)
-            self._db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
-            self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute(f"PRAGMA synchronous = {_SYNCHRONOUS[durability]}")
-            self._db.execute(f"PRAGMA wal_autocheckpoint = {WAL_PAGES}")
-            self._db.execute("PRAGMA cell_size_check = ON")
-            if new:
-                self._db.executescript("BEGIN;" + _TABLES + "COMMIT;")
-            else:
-                self._check()
-            self._commits = self._counter("commits")
-            self.payload_bytes = self._scalar("SELECT COALESCE(SUM(LENGTH(payload)), 0) FROM groups")
-        if path is not None:
-            self._open_commit_mark(path, new)
-
-    def _open_commit_mark(self, path: Path, new: bool) -> None:
-        """A file with the number of the last commit. SQLite ends a damaged write-ahead log early, without a word."""
-        mark = path.with_name(path.name + ".commits")
-        self._commits_fd = os.open(mark, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        content = os.pread(self._commits_fd, 64, 0)
-        marked = 0 if new or not content else int(content)
-        if marked > self._commits:
-            raise BadStateError(
-                f"{path} ends at commit {self._commits}, but commit {marked} was made: its write-ahead log is damaged, "
-                "or the machine lost power under trainer.durability=process. Acknowledged groups are missing. Restore "
-                f"both files from a backup, or accept the loss by removing {mark}"
-            )
+        self._mark = CommitMark(path) if path else None
+        self._copier = LogCopier(path) if path else None
+        self._uncopied_bytes = 0
+        try:
+            with self._telling("opening"):
+                begun = self._check()
+                self._db = sqlite3.connect(path or ":memory:", isolation_level=None, check_same_thread=False)
+                self._db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+                self._db.execute("PRAGMA journal_mode = WAL")
+                self._db.execute(f"PRAGMA synchronous = {_SYNCHRONOUS[durability]}")
+                self._db.execute(f"PRAGMA wal_autocheckpoint = {LONGEST_LOG_BYTES // PAGE_BYTES}")
+                self._db.execute("PRAGMA cell_size_check = ON")
+                self._db.execute(
+                    "PRAGMA secure_delete = OFF"
+                )  # some builds overwrite what is deleted; nothing is secret
+                if not begun:
+                    empty = "INSERT INTO seal VALUES (0, 0, zeroblob(8));"
+                    self._db.executescript(f"BEGIN; {_TABLES} {empty} PRAGMA user_version = {SCHEMA}; COMMIT;")
+                self._commits, digest = self._db.execute("SELECT commits, digest FROM seal").fetchone()
+                self._digest = ContentDigest(int.from_bytes(digest, "little"))
+                self.payload_bytes = self._scalar("SELECT COALESCE(SUM(LENGTH(payload)), 0) FROM groups")
+        except BaseException:
+            if self._mark:
+                self._mark.close()
+            raise
 
     # --- transactions -----------------------------------------------------------------------------
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """All or nothing. What was written is durable, to the degree of `durability`, on return."""
+        before = self._digest.value
         with self._telling("writing"):
+            if self._copier is not None:
+                self._copier.check()
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield
-                self._commits += 1
-                self._set_counter("commits", self._commits)
+                self._db.execute(
+                    "UPDATE seal SET commits = ?, digest = ?", (self._commits + 1, self._digest.to_bytes())
+                )
                 self._db.execute("COMMIT")
             except BaseException:
+                self._digest.value = before
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
                 raise
-        if self._commits_fd >= 0:
-            os.pwrite(self._commits_fd, b"%020d" % self._commits, 0)
+        self._commits += 1
+        if self._mark:
+            self._mark.write(self._commits)
+        self._uncopied_bytes += SMALL_PAGES * PAGE_BYTES
+        if self._copier is not None and self._uncopied_bytes >= LOG_BYTES:
+            self._uncopied_bytes = 0
+            self._copier.copy_soon()
 
     def count(self, **deltas: int) -> None:
         """Add to ledger counters."""
-        self._db.executemany(
-            "INSERT INTO ledger VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET count = count + excluded.count",
-            [(name, delta) for name, delta in deltas.items() if delta],
-        )
+        for name, delta in deltas.items():
+            (count,) = self._db.execute(
+                "INSERT INTO ledger VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET count = count + excluded.count "
+                "RETURNING count",
+                (name, delta),
+            ).fetchone()
+            self._digest.remove("ledger", [(name, count - delta)] if count != delta else [])
+            self._digest.add("ledger", [(name, count)] if count else [])
 
     def add_tickets(self, slots: Sequence[TicketSlot]) -> None:
-        rows = [(s.ticket_id, s.position, s.version, s.bound) for s in slots]
+        rows = _ticket_rows(slots)
         self._db.executemany("INSERT INTO tickets VALUES (?, ?, ?, ?)", rows)
-        self._db.executemany("DELETE FROM again WHERE position = ?", [(s.position,) for s in slots])
+        self._digest.add("tickets", rows)
+        for slot in slots:
+            if self._db.execute("DELETE FROM again WHERE position = ?", (slot.position,)).rowcount:
+                self._digest.remove("again", [(slot.position,)])
 
-    def add_group(self, group: Group) -> None:
-        payload = pack_group(group)
-        self._db.execute(
-            "INSERT INTO groups VALUES (?, ?, ?)", (group.ticket_id, xxhash.xxh3_64_digest(payload), payload)
-        )
+    def add_group(self, ticket_id: int, frames: Sequence[Frame]) -> None:
+        """`frames`: a verified group as it travelled."""
+        payload = pack_frames(frames)
+        checksum = xxhash.xxh3_64_digest(payload)
+        self._db.execute("INSERT INTO groups VALUES (?, ?, ?)", (ticket_id, checksum, payload))
+        self._digest.add("groups", [(ticket_id, checksum)])
         self.payload_bytes += len(payload)
+        self._uncopied_bytes += len(payload)
 
     def drop_tickets(self, slots: Sequence[TicketSlot]) -> None:
         """Their groups are not wanted; their positions will be issued again."""
-        ids = [(s.ticket_id,) for s in slots]
-        self._db.executemany("DELETE FROM tickets WHERE ticket_id = ?", ids)
-        self._remove_payloads("ticket_id = ?", ids)
-        self._db.executemany("INSERT INTO again VALUES (?)", [(s.position,) for s in slots])
+        self._remove_tickets(slots)
+        self._remove_payloads("ticket_id = ?", [(s.ticket_id,) for s in slots])
+        positions = [(s.position,) for s in slots]
+        self._db.executemany("INSERT INTO again VALUES (?)", positions)
+        self._digest.add("again", positions)
 
     def consume(self, step: int, slots: Sequence[TicketSlot]) -> None:
         """These groups are the batch of `step`, now and for ever."""
         rows = [(s.position, s.ticket_id, s.version, s.bound, step) for s in slots]
         self._db.executemany("INSERT INTO consumption VALUES (?, ?, ?, ?, ?)", rows)
+        self._digest.add("consumption", rows)
+        self._remove_tickets(slots)
+
+    def _remove_tickets(self, slots: Sequence[TicketSlot]) -> None:
         self._db.executemany("DELETE FROM tickets WHERE ticket_id = ?", [(s.ticket_id,) for s in slots])
+        self._digest.remove("tickets", _ticket_rows(slots))
 
     def forget_payloads(self, step: int) -> None:
         """A checkpoint of `step` is safe: nobody will ask for the groups of its steps again."""
@@ -174,19 +199,20 @@ class Journal:
                 "ticket_id IN (SELECT ticket_id FROM consumption WHERE step <= ?)",
                 [(step,)],
             )
-        self.flush()
 
     def flush(self) -> None:
         """Copy the write-ahead log into the file, and both to the disk."""
-        with self._telling("flushing"):
+        with self._telling("flushing"), self._copier.paused() if self._copier is not None else nullcontext():
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def _remove_payloads(self, where: str, parameters: Iterable[tuple[int]]) -> None:
         for values in parameters:
-            self.payload_bytes -= self._scalar(
-                f"SELECT COALESCE(SUM(LENGTH(payload)), 0) FROM groups WHERE {where}", values
-            )
+            removed = self._db.execute(
+                f"SELECT ticket_id, checksum, LENGTH(payload) FROM groups WHERE {where}", values
+            ).fetchall()
             self._db.execute(f"DELETE FROM groups WHERE {where}", values)
+            self.payload_bytes -= sum(row[2] for row in removed)
+            self._digest.remove("groups", [row[:2] for row in removed])
 
     # --- reading ------------------------------------------------------------------------------------
 
@@ -221,58 +247,50 @@ class Journal:
         return row[0] if row else None
 
     def set_meta(self, **values: str) -> None:
+        """Facts that are written once."""
         with self.transaction():
-            self._db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", list(values.items()))
+            self._db.executemany("INSERT INTO meta VALUES (?, ?)", list(values.items()))
+            self._digest.add("meta", list(values.items()))
 
     @property
     def file_bytes(self) -> int:
         """Of the file and its write-ahead log."""
-        if self.path is None:
-            return 0
-        files = (self.path, self.path.with_name(self.path.name + "-wal"))
-        return sum(file.stat().st_size for file in files if file.exists())
+        return sum(file.stat().st_size for file in self._files if file.exists())
 
     def close(self) -> None:
+        if self._copier is not None:
+            self._copier.close()
         self._db.close()
-        if self._commits_fd >= 0:
-            os.close(self._commits_fd)
-            self._commits_fd = -1
+        if self._mark:
+            self._mark.close()
 
     # --- is it sound? ---------------------------------------------------------------------------------
 
-    def _check(self) -> None:
-        """Pages, indexes, payloads and the account. Raises BadStateError with what is wrong."""
-        problems = [row[0] for row in self._db.execute("PRAGMA integrity_check(3)")]
-        if problems != ["ok"]:
-            raise BadStateError(f"{self._name} is damaged: {'; '.join(problems)}. {self._way_out}")
-        for ticket_id, checksum, payload in self._db.execute("SELECT ticket_id, checksum, payload FROM groups"):
-            if xxhash.xxh3_64_digest(payload) != checksum:
-                raise BadStateError(
-                    f"{self._name}: the group of ticket {ticket_id} is damaged (checksum). {self._way_out}"
-                )
-        issued, trained = self._counter("issued"), self._counter("trained")
-        dropped = self._scalar("SELECT COALESCE(SUM(count), 0) FROM ledger WHERE name LIKE 'dropped\\_%' ESCAPE '\\'")
-        live = self._scalar("SELECT COUNT(*) FROM tickets")
-        consumed = self._scalar("SELECT COUNT(*) FROM consumption")
-        if issued != trained + dropped + live or consumed != trained:
-            raise BadStateError(
-                f"{self._name} does not add up: {issued} tickets issued, {trained} trained, {dropped} dropped, "
-                f"but {live} are live and {consumed} consumed. {self._way_out}"
-            )
+    def _check(self) -> bool:
+        """Whether there is a journal. Raises BadStateError with what is wrong with it, and leaves it as it is."""
+        if self.path is None or self._mark is None or not self.path.exists() or not is_begun(self.path, self._mark):
+            return False
+        if problem := find_damage(self.path, self._mark):
+            raise BadStateError(f"{self._name} {problem}. {self._way_out}")
+        return True
 
     @contextmanager
     def _telling(self, doing: str) -> Iterator[None]:
         try:
             yield
         except sqlite3.Error as problem:
-            full = getattr(problem, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL
-            if full and self.path is not None:
-                free = shutil.disk_usage(self.path.parent).free
-                raise BadStateError(
-                    f"{doing} {self._name}: {problem} ({free / MIB:,.0f} MiB free). Nothing is lost: make room in "
-                    f"{self.path.parent} and continue with --resume"
-                ) from problem
+            code = getattr(problem, "sqlite_errorcode", 0)
+            if code & 0xFF == sqlite3.SQLITE_FULL:
+                raise BadStateError(f"{doing} {self._name}: {problem}. Nothing is lost") from problem
+            # SQLite tells no other reason for a write that failed, such as a quota.
+            if code == sqlite3.SQLITE_IOERR_WRITE and self.path and (full := find_no_room(self._files)):
+                raise BadStateError(f"{doing} {self._name}: {full.strerror}. Nothing is lost") from full
             raise BadStateError(f"{doing} {self._name}: {problem}. {self._way_out}") from problem
+
+    @property
+    def _files(self) -> tuple[Path, ...]:
+        """The database and its write-ahead log."""
+        return (self.path, self.path.with_name(self.path.name + "-wal")) if self.path else ()
 
     @property
     def _name(self) -> str:
@@ -289,35 +307,9 @@ class Journal:
         rows = self._db.execute(f"SELECT ticket_id, position, version, bound FROM {rest}", values)
         return tuple(TicketSlot(*row) for row in rows)
 
-    def _counter(self, name: str) -> int:
-        return self._scalar("SELECT COALESCE(SUM(count), 0) FROM ledger WHERE name = ?", (name,))
-
-    def _set_counter(self, name: str, value: int) -> None:
-        self._db.execute("INSERT OR REPLACE INTO ledger VALUES (?, ?)", (name, value))
-
     def _scalar(self, query: str, values: tuple[int | str, ...] = ()) -> int:
-        return int(self._db.execute(query, values).fetchone()[0])
+        return scalar(self._db, query, values)
 
 
-def pack_group(group: Group) -> bytes:
-    """The group's wire frames in one piece: their number, their sizes, their bytes."""
-    frames = [memoryview(frame) for frame in encode(group)]
-    return b"".join((struct.pack(f"<I{len(frames)}Q", len(frames), *(f.nbytes for f in frames)), *frames))
-
-
-def unpack_group(payload: bytes) -> Group:
-    """Arrays are views of `payload`."""
-    view = memoryview(payload)
-    (count,) = struct.unpack_from("<I", view)
-    sizes = struct.unpack_from(f"<{count}Q", view, 4)
-    start = 4 + 8 * count
-    frames: list[memoryview] = []
-    for size in sizes:
-        frames.append(view[start : start + size])
-        start += size
-    try:
-        group = decode(frames, (Group,), Limits(max_message_bytes=len(payload)))
-    except ProtocolError as problem:
-        raise BadStateError(f"a group in the journal cannot be read by this version of asyncrl: {problem}") from problem
-    assert isinstance(group, Group)
-    return group
+def _ticket_rows(slots: Sequence[TicketSlot]) -> list[tuple[int, int, int, int]]:
+    return [(s.ticket_id, s.position, s.version, s.bound) for s in slots]

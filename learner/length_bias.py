@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
     from learner.tickets import ReceivedGroup
 
@@ -25,11 +27,11 @@ class LengthBias:
     def trained(self, sampled: Sequence[ReceivedGroup], trained: Sequence[ReceivedGroup]) -> dict[str, int]:
         """What to add to the counters for groups as they were sampled, and as they are trained on after masking."""
         rows, sampled_tokens = _size(sampled)
-        return {"trained_rows": rows, "sampled_tokens": sampled_tokens, "trained_tokens": _size(trained)[1]}
+        return {"rows_trained": rows, "tokens_sampled": sampled_tokens, "tokens_trained": _size(trained)[1]}
 
     def dropped(self, items: Iterable[ReceivedGroup]) -> dict[str, int]:
         rows, tokens = _size(items)
-        return {"dropped_rows": rows, "dropped_tokens": tokens}
+        return {"rows_dropped": rows, "tokens_dropped": tokens}
 
     def report(self, buffered: Iterable[ReceivedGroup]) -> dict[str, float]:
         """Mean tokens per trajectory of trained, dropped and buffered, and the meter; only what is defined."""
@@ -37,15 +39,15 @@ class LengthBias:
         rows_here, tokens_here = _size(buffered)
         report: dict[str, float] = {}
         for name, tokens, rows in (
-            ("trained", c["trained_tokens"], c["trained_rows"]),
-            ("dropped", c["dropped_tokens"], c["dropped_rows"]),
+            ("trained", c["tokens_trained"], c["rows_trained"]),
+            ("dropped", c["tokens_dropped"], c["rows_dropped"]),
             ("buffered", tokens_here, rows_here),
         ):
             if rows:
                 report[f"length/{name}"] = tokens / rows
-        if c["trained_rows"]:
-            rows = c["trained_rows"] + c["dropped_rows"]
-            tokens = c["sampled_tokens"] + c["dropped_tokens"]
+        if c["rows_trained"]:
+            rows = c["rows_trained"] + c["rows_dropped"]
+            tokens = c["tokens_sampled"] + c["tokens_dropped"]
             report["length_bias"] = report["length/trained"] * rows / max(tokens, 1) - 1
         return report
 
@@ -53,4 +55,5 @@ class LengthBias:
 def _size(items: Iterable[ReceivedGroup]) -> tuple[int, int]:
     """Trajectories and sampled tokens that are in the loss."""
     groups = [item.group for item in items]
-    return sum(len(group.trajectories) for group in groups), sum(int(group.loss_mask.sum()) for group in groups)
+    tokens = sum(int(np.count_nonzero(group.loss_mask)) for group in groups)
+    return sum(len(group.trajectories) for group in groups), tokens

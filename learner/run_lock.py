@@ -6,7 +6,7 @@ import fcntl
 import os
 from pathlib import Path
 
-from asyncrl.errors import UserError
+from asyncrl.errors import RunTakenError
 
 LOCK_FILE = "learner.lock"
 
@@ -20,7 +20,7 @@ def lock_run(run_path: Path) -> int:
     except BlockingIOError:
         owner = os.pread(descriptor, 64, 0).decode(errors="replace").strip() or "unknown"
         os.close(descriptor)
-        raise UserError(
+        raise RunTakenError(
             f"another learner (process {owner}) works in {run_path}. Wait for its end, stop it, or set another run_dir"
         ) from None
     os.ftruncate(descriptor, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -16,22 +15,25 @@ from asyncrl.faults import crash_point
 from asyncrl.models.export import export_model
 from asyncrl.models.loading import architecture_fingerprint, stop_token_ids
 from asyncrl.models.processing import PromptProcessor
+from asyncrl.telemetry.failure import is_disk_full
 from learner.adaptive_staleness import AdaptiveStaleness
 from learner.batch import describe_batch, make_batch
 from learner.checkpoint import LearnerState, restore_engine, save_checkpoint
+from learner.connections import ModelFacts
 from learner.engines import create_engine
-from learner.exchange import Exchange, ModelFacts, wait_for
-from learner.journal import JOURNAL_FILE, MIB, Journal
+from learner.evaluation import Evaluation
+from learner.exchange import Exchange, wait_for
+from learner.journal import MIB
 from learner.publication import open_publication, publish
 from learner.reporting import Reporter
-from learner.run_lock import lock_run
-from learner.start import StartingPoint, find_start, forget_run, sign_journal
+from learner.start import StartingPoint, find_start, forget_run, open_journal, sign_journal
 from learner.step import LearnerStep
 from learner.ticket_writer import TicketWriter
 from learner.tickets import ReceivedGroup, TicketLedger
 
 logger = logging.getLogger(__name__)
 
+COULD_NOT_START = "the learner could not start"
 RECONNECTION_S = 4.0
 """After a restart of the learner, servers are back within this time and a heartbeat, with what they still hold."""
 
@@ -48,11 +50,22 @@ class Learner:
     def __init__(self, config: RunConfig, *, resume: bool = False):
         self.config = config
         self.progress = Progress()
-        start = find_start(config, resume=resume)
-        model = config.model.model_copy(update={"path": str(start.model_path)}) if start.model_path else config.model
-        self.processor = PromptProcessor(config.model)
         self.total_steps = 0
-        self._prepare(config.model_copy(update={"model": model}), start)
+        self._resources = ExitStack()
+        self._goodbye: str | None = COULD_NOT_START
+        try:
+            start = find_start(config, resume=resume, resources=self._resources)
+            path = str(start.model_path or config.model.path)
+            self.processor = PromptProcessor(config.model)
+            self._prepare(
+                config.model_copy(update={"model": config.model.model_copy(update={"path": path})}),
+                start,
+            )
+            self._open(start)
+        except BaseException:
+            self._resources.close()
+            raise
+        self._goodbye = None
 
     def _prepare(self, config: RunConfig, start: StartingPoint) -> None:
         """Load everything that can be wrong before anything is written or any socket is bound."""
@@ -67,7 +80,6 @@ class Learner:
             self.progress = Progress(start.state.step, start.state.version)
         self.step = LearnerStep(self.engine, config)
         self.adaptive = self._adaptive_staleness(start)
-        self._open(start)
 
     def _adaptive_staleness(self, start: StartingPoint) -> AdaptiveStaleness | None:
         if self.config.learner.max_staleness != "auto":
@@ -80,46 +92,42 @@ class Learner:
     def _open(self, start: StartingPoint) -> None:
         """Lock, journal, shared memory, sockets, metrics endpoint: all of them, or none where one cannot be had."""
         config = self.config
+        self.journal = start.journal or open_journal(config, self._resources, new=True)
+        if start.journal is None:
+            self._resources.callback(lambda: forget_run(self.journal) if self._goodbye == COULD_NOT_START else None)
+        self.run_id = sign_journal(start, self.journal, self._settings(), self.engine.published_state())
+        self.ledger = TicketLedger(
+            self.journal,
+            prompts_per_step=config.batch.prompts_per_step,
+            bound=self.adaptive.bound if self.adaptive else config.largest_staleness,
+            total_groups=self.total_steps * config.batch.prompts_per_step,
+            on_stale=config.learner.on_stale,
+        )
+        self.ledger.recover(self.writer.write, withhold_s=config.network.heartbeat_s + RECONNECTION_S)
+        self.ledger.advance(self.progress.version)
+        self.publication = self._resources.enter_context(open_publication(self.run_id))
         vocabulary = self.engine.unwrap_model().get_output_embeddings().weight.shape[0]
-        with ExitStack() as undo:
-            if start.journal is None:
-                undo.callback(forget_run, config.run_path)
-            self._lock = lock_run(config.run_path)
-            undo.callback(os.close, self._lock)
-            self.journal = start.journal or Journal(config.run_path / JOURNAL_FILE, config.trainer.durability)
-            undo.callback(self.journal.close)
-            self.run_id = sign_journal(start, self.journal, self._settings(), self.engine.published_state())
-            self.ledger = TicketLedger(
-                self.journal,
-                prompts_per_step=config.batch.prompts_per_step,
-                bound=self.adaptive.bound if self.adaptive else config.largest_staleness,
-                total_groups=self.total_steps * config.batch.prompts_per_step,
-                on_stale=config.learner.on_stale,
-            )
-            self.ledger.recover(self.writer.write, withhold_s=config.network.heartbeat_s + RECONNECTION_S)
-            self.ledger.advance(self.progress.version)
-            self.publication = undo.enter_context(open_publication(self.run_id))
-            self.exchange = Exchange(
-                config,
-                self.run_id,
-                ledger=self.ledger,
-                write_ticket=self.writer.write,
-                publication=self.publication,
-                facts=ModelFacts(self.architecture, self.processor.fingerprint, vocabulary),
-                version=max(self.progress.version, self.ledger.last_step),
-            )
-            undo.callback(self.exchange.stop, "the learner could not start")
-            self.reporter = Reporter(config, self.exchange, self.ledger, self.processor, self.total_steps)
-            if start.journal:
-                self.reporter.recorder.truncate_after(self.progress.step, evaluations_after=self.ledger.last_step)
-            undo.pop_all()
+        self.exchange = Exchange(
+            config,
+            self.run_id,
+            ledger=self.ledger,
+            write_ticket=self.writer.write,
+            publication=self.publication,
+            facts=ModelFacts(self.architecture, self.processor.fingerprint, vocabulary),
+            version=max(self.progress.version, self.ledger.last_step),
+        )
+        self._resources.callback(lambda: self.exchange.stop(self._goodbye))
+        self.reporter = Reporter(config, self.exchange, self.ledger, self.processor, self.total_steps)
+        self._resources.callback(self.reporter.close)
+        self.evaluation = Evaluation(config, self.exchange, self.ledger, self.writer, self.reporter)
+        if start.journal:
+            self.reporter.recorder.truncate_after(self.progress.step, evaluations_after=self.ledger.last_step)
 
     def run(self) -> None:
         """Train to the last step and export.
 
         Says goodbye to the servers unless this is a crash: then they wait for the learner that comes next.
         """
-        goodbye = None
         try:
             self.exchange.start()
             self._make_steps_again()
@@ -131,25 +139,23 @@ class Learner:
             self._save()
             export_model(self.engine.unwrap_model(), self.processor.processor, self.config.run_path / "export")
             logger.info("finished: the model is in %s", self.config.run_path / "export")
-            goodbye = "the run is finished"
+            self._goodbye = "the run is finished"
             self._status("finished")
         except KeyboardInterrupt:
-            goodbye = "the learner was interrupted"
-            self._status("interrupted")
+            self._goodbye = "the learner was interrupted"
+            self._last_status("interrupted")
             raise
         except (BadStateError, UserError) as error:
-            goodbye = "the learner failed"
-            self._status("failed", str(error))
+            self._goodbye = "the learner failed"
+            self._last_status("failed", str(error))
             raise
         except Exception as error:
-            self._status("failed", f"{type(error).__name__}: {error}")
+            if is_disk_full(error):  # ends the run like a bad state
+                self._goodbye = "the learner's disk is full"
+            self._last_status("failed", f"{type(error).__name__}: {error}")
             raise
         finally:
-            self.exchange.stop(goodbye)
-            self.reporter.close()
-            self.publication.close()
-            self.journal.close()
-            os.close(self._lock)
+            self._resources.close()
 
     # --- steps ------------------------------------------------------------------------------------
 
@@ -252,7 +258,8 @@ class Learner:
         """Evaluate if it is time to, and let out the tickets of this version."""
         if self._evaluation_is_due():
             self._admit_unless_evaluating()
-            self._evaluate()
+            self._status("evaluating", f"{self.writer.num_held_out_rows} held-out rows")
+            self.evaluation.run(self.progress.step, self.progress.version)
         self.exchange.admit(self.progress.version)
 
     def _admit_unless_evaluating(self) -> None:
@@ -261,38 +268,7 @@ class Learner:
             self.exchange.admit(self.progress.version)
 
     def _evaluation_is_due(self) -> bool:
-        step, evaluation = self.progress.step, self.config.evaluation
-        if step == 0:
-            planned = evaluation.before_training
-        else:
-            planned = step == self.total_steps or bool(evaluation.every_steps and step % evaluation.every_steps == 0)
-        return planned and self.writer.num_held_out_rows > 0 and step not in self.reporter.evaluated_steps
-
-    def _evaluate(self) -> None:
-        """Score every held-out row with the current version; training waits."""
-        version, rows = self.progress.version, self.writer.num_held_out_rows
-        self._status("evaluating", f"{rows} held-out rows")
-        self.exchange.dispatch(lambda: (self.writer.write_evaluation(index, version) for index in range(rows)))
-        while (arrived := self.ledger.evaluation_arrived()) < rows:
-            self._wait_for_evaluation(arrived, rows)
-        result = self.reporter.evaluated(self.progress.step, version, self.ledger.take_evaluation())
-        logger.info(
-            "step %d: held-out accuracy %.4f over %d rows (%d could not be scored)",
-            self.progress.step,
-            result["accuracy"],
-            result["rows"],
-            result["errors"],
-        )
-
-    def _wait_for_evaluation(self, arrived: int, rows: int) -> None:
-        """For one more row: the deadline is for progress, however many rows there are."""
-        wait_for(
-            self.exchange,
-            self.ledger,
-            lambda: self.ledger.evaluation_arrived() > arrived,
-            timeout_s=self.config.learner.wait_timeout_s,
-            what=lambda: f"a held-out row ({arrived} of {rows} have arrived)",
-        )
+        return self.evaluation.is_due(self.progress.step, last=self.total_steps)
 
     # --- what stays ---------------------------------------------------------------------------------
 
@@ -330,6 +306,13 @@ class Learner:
         )
         self.ledger.forget_payloads(self.progress.step)
         logger.info("checkpoint %s", folder)
+
+    def _last_status(self, phase: str, why: str = "") -> None:
+        """A disk without room must not take the place of the reason."""
+        try:
+            self._status(phase, why)
+        except OSError as problem:
+            logger.error("status.json could not be written: %s", problem)
 
     def _status(self, phase: str, waiting_for: str = "") -> None:
         self.reporter.status(phase, self.progress.step, self.progress.version, waiting_for)

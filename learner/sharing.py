@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 
 from learner.tickets import PreparedTicket
 
@@ -23,8 +24,8 @@ def share_tickets(
     servers = sorted(held, key=lambda server_id: held[server_id])
     for place, server_id in enumerate(servers):
         share = min(most[server_id] - held[server_id], -(-len(left) // (len(servers) - place)))
-        suitable = [item for item in left if may_try(item.ticket.ticket_id, server_id)]
-        chosen = suitable[: max(0, share)]
+        suitable = (item for item in left if may_try(item.ticket.ticket_id, server_id))
+        chosen = list(islice(suitable, max(0, share)))
         gone = {item.ticket.ticket_id for item in chosen}
         left = [item for item in left if item.ticket.ticket_id not in gone]
         if chosen:

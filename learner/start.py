@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import uuid
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,11 +14,11 @@ import torch
 import xxhash
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import UserError
+from asyncrl.errors import RunTakenError, UserError
 from asyncrl.models.published import tensor_bytes
 from learner.checkpoint import MODEL_FOLDER, LearnerState, newest_checkpoint, read_state
 from learner.journal import JOURNAL_FILE, Journal
-from learner.run_lock import LOCK_FILE
+from learner.run_lock import LOCK_FILE, lock_run
 
 
 @dataclass(frozen=True)
@@ -32,13 +34,15 @@ class StartingPoint:
         return self.checkpoint / MODEL_FOLDER if self.checkpoint else None
 
 
-def find_start(config: RunConfig, *, resume: bool) -> StartingPoint:
-    """Checks that `resume` fits what is in the run directory, and the journal, before anything large is loaded."""
+def find_start(config: RunConfig, *, resume: bool, resources: ExitStack) -> StartingPoint:
+    """Checks that `resume` fits what is in the run directory, and the journal, before anything large is loaded.
+
+    What a resumed run holds from now on, its lock and its journal, goes to `resources`.
+    """
     file = config.run_path / JOURNAL_FILE
     checkpoint = newest_checkpoint(config.run_path)
     if not resume:
-        if file.exists() or checkpoint:
-            raise UserError(f"{config.run_path} holds a run. Continue it with --resume, or set another run_dir=...")
+        refuse_taken(config.run_path)
         return StartingPoint()
     if not file.exists() and checkpoint:
         raise UserError(
@@ -47,8 +51,25 @@ def find_start(config: RunConfig, *, resume: bool) -> StartingPoint:
         )
     if not file.exists():
         raise UserError(f"--resume: there is no run in {config.run_path}. Start without --resume")
-    state = read_state(checkpoint) if checkpoint else None
-    return StartingPoint(Journal(file, config.trainer.durability), checkpoint, state)
+    return StartingPoint(
+        open_journal(config, resources, new=False), checkpoint, read_state(checkpoint) if checkpoint else None
+    )
+
+
+def open_journal(config: RunConfig, resources: ExitStack, *, new: bool) -> Journal:
+    """The run directory's journal, for this process alone."""
+    resources.callback(os.close, lock_run(config.run_path))
+    if new:
+        refuse_taken(config.run_path)  # another learner may have begun while the model was loading
+    journal = Journal(config.run_path / JOURNAL_FILE, config.trainer.durability)
+    resources.callback(journal.close)
+    return journal
+
+
+def refuse_taken(run_path: Path) -> None:
+    """A new run does not begin where there is one."""
+    if (run_path / JOURNAL_FILE).exists() or newest_checkpoint(run_path):
+        raise RunTakenError(f"{run_path} holds a run. Continue it with --resume, or set another run_dir=...")
 
 
 def sign_journal(
@@ -96,8 +117,10 @@ def _digest(model: Iterable[tuple[str, torch.Tensor]]) -> str:
     return hashed.hexdigest()
 
 
-def forget_run(run_path: Path) -> None:
+def forget_run(journal: Journal) -> None:
     """Of a new run that could not start after all, nothing stays."""
+    assert journal.path is not None
+    run_path = journal.path.parent
     for file in (*run_path.glob(f"{JOURNAL_FILE}*"), run_path / LOCK_FILE):
         file.unlink(missing_ok=True)
     if not any(run_path.iterdir()):

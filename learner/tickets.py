@@ -33,6 +33,8 @@ from asyncrl.faults import crash_point
 from asyncrl.models.prompt_facts import PromptFacts
 from learner.journal import Journal, TicketSlot
 from learner.length_bias import LengthBias
+from learner.ticket_size import header_bytes
+from protocol.codec import Frame, encode
 from protocol.messages import Group, Ticket, TicketKind
 
 MAX_ATTEMPTS = 3
@@ -51,6 +53,19 @@ class PreparedTicket:
     slot: TicketSlot
     facts: PromptFacts
 
+    @cached_property
+    def header_bytes(self) -> int:
+        """What it adds to a message's header."""
+        return header_bytes(self.ticket, len(self.blobs))
+
+    @cached_property
+    def blob_bytes(self) -> int:
+        return sum(len(data) for data in self.blobs.values())
+
+    @property
+    def is_training(self) -> bool:
+        return self.ticket.kind is TicketKind.TRAIN
+
 
 @dataclass(frozen=True)
 class ReceivedGroup:
@@ -58,6 +73,8 @@ class ReceivedGroup:
 
     prepared: PreparedTicket
     group: Group
+    frames: Sequence[Frame] = ()
+    """The group as it travelled; empty if it did not."""
 
     @property
     def ticket(self) -> Ticket:
@@ -88,10 +105,6 @@ class _Outstanding:
     issued_at: float = field(default_factory=time.monotonic)
     withheld_until: float = 0.0
     """A server that holds it from before our restart may come back with it until then."""
-
-    @property
-    def is_training(self) -> bool:
-        return self.prepared.ticket.kind is TicketKind.TRAIN
 
     @property
     def deadline(self) -> int:
@@ -164,7 +177,7 @@ class TicketLedger:
     def issue(self, prepared: Sequence[PreparedTicket]) -> None:
         """Training tickets of `admissible`, or any evaluation tickets."""
         with self.changed:
-            training = [item for item in prepared if item.ticket.kind is TicketKind.TRAIN]
+            training = [item for item in prepared if item.is_training]
             if training:
                 self._journal_issue([item.slot for item in training])
             for item in prepared:
@@ -193,6 +206,16 @@ class TicketLedger:
                 for _, entry in sorted(self._out.items())
                 if entry.server_id is None and entry.withheld_until <= now
             ]
+
+    def batch_mates(self, tickets: Sequence[PreparedTicket]) -> list[PreparedTicket]:
+        """On-policy: tickets whose groups are here already and were sampled in one batch with these.
+
+        The last bits of a log-prob depend on what else is in the batch. When a server was lost in the middle of one,
+        its successor samples all of it again, and a run that was killed ends with the weights of one that was not.
+        """
+        with self.changed:
+            versions = {item.slot.version for item in tickets if item.slot.bound == 0 and item.is_training}
+            return [item.prepared for item in self._buffer.values() if item.slot.version in versions]
 
     def assign(self, ticket_ids: Iterable[int], server_id: str) -> None:
         with self.changed:
@@ -234,14 +257,14 @@ class TicketLedger:
     def receive(self, received: Sequence[ReceivedGroup]) -> None:
         """Keep verified groups, durably on return. Their tickets must still be out."""
         with self.changed:
-            training = [item for item in received if item.ticket.kind is TicketKind.TRAIN]
+            training = [item for item in received if item.prepared.is_training]
             if training:
                 with self.journal.transaction():
                     for item in training:
-                        self.journal.add_group(item.group)
+                        self.journal.add_group(item.group.ticket_id, item.frames or encode(item.group))
             for item in received:
                 del self._out[item.ticket.ticket_id]
-                shelf = self._buffer if item.ticket.kind is TicketKind.TRAIN else self._evaluated
+                shelf = self._buffer if item.prepared.is_training else self._evaluated
                 shelf[item.ticket.ticket_id] = item
             self._drop_stale()
             self.changed.notify_all()
@@ -308,14 +331,14 @@ class TicketLedger:
         """What the next step waits for: ticket id, server that holds it, seconds since it was issued."""
         with self.changed:
             now = time.monotonic()
-            ids = self._late() or sorted(i for i, entry in self._out.items() if entry.is_training)
+            ids = self._late() or sorted(i for i, entry in self._out.items() if entry.prepared.is_training)
             return [(i, self._out[i].server_id, now - self._out[i].issued_at) for i in ids]
 
     def _late(self) -> list[int]:
         """Tickets out that must come before a step, lest more be due later than later steps can take (`wait`)."""
         if self._on_stale != "wait":
             return []
-        out = {i: entry.deadline for i, entry in self._out.items() if entry.is_training}
+        out = {i: entry.deadline for i, entry in self._out.items() if entry.prepared.is_training}
         taken = set(self._earliest())
         due = Counter([*out.values(), *(item.deadline for i, item in self._buffer.items() if i not in taken)])
         total = 0
@@ -421,7 +444,7 @@ class TicketLedger:
 
     def counts(self) -> LedgerCounts:
         with self.changed:
-            training = [entry for entry in self._out.values() if entry.is_training]
+            training = [entry for entry in self._out.values() if entry.prepared.is_training]
             waiting = sum(entry.server_id is None for entry in training)
             return LedgerCounts(
                 issued=self._counters["issued"],

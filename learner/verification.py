@@ -6,27 +6,48 @@ id, log-prob and version. A mismatch refuses the group with a reason that names 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
+
 import numpy as np
 
 from asyncrl.models.prompt_facts import PromptFacts
 from protocol.errors import ErrorCode, ProtocolError
-from protocol.messages import Group, Ticket
+from protocol.messages import Group, Ticket, printable
 
 LOGPROB_SLACK = 1e-4
 """Rounding may put the log-prob of a certain token this far above 0."""
 
 
-def verify_group(group: Group, ticket: Ticket, prompt: PromptFacts, *, version: int, vocabulary: int) -> None:
-    """Raise ProtocolError(REFUSED_GROUP) naming the row unless the group fits its ticket at the learner's `version`."""
+def verify_group(
+    group: Group,
+    ticket: Ticket,
+    prompt: PromptFacts,
+    *,
+    sender: str,
+    version: int,
+    vocabulary: int,
+    components: Collection[str],
+) -> None:
+    """Raise ProtocolError(REFUSED_GROUP) naming the row unless the group fits its ticket at the learner's `version`.
+
+    `sender` is the server whose connection it came over, `components` are the names of the reward's components.
+    """
     problem = (
-        _prompt_problem(group, prompt)
+        _sender_problem(group, sender)
+        or _prompt_problem(group, prompt)
         or _shape_problem(group, ticket)
         or _token_problem(group, ticket, vocabulary)
         or _version_problem(group, ticket, version)
-        or _score_problem(group)
+        or _score_problem(group, components)
     )
     if problem:
-        raise ProtocolError(ErrorCode.REFUSED_GROUP, f"row {ticket.prompt.row_id} from {group.server_id}: {problem}")
+        raise ProtocolError(ErrorCode.REFUSED_GROUP, f"row {ticket.prompt.row_id} from {sender}: {problem}")
+
+
+def _sender_problem(group: Group, sender: str) -> str | None:
+    """A server signs its own work: its name goes into the journal."""
+    return None if group.server_id == sender else f"it is signed by {group.server_id}"
 
 
 def _prompt_problem(group: Group, prompt: PromptFacts) -> str | None:
@@ -54,7 +75,7 @@ def _shape_problem(group: Group, ticket: Ticket) -> str | None:
     longest = int(group.lengths.max())
     if longest > ticket.sampling.max_new_tokens:
         return f"a completion of {longest} tokens, over max_new_tokens {ticket.sampling.max_new_tokens}"
-    if not np.isin(group.loss_mask, (0, 1)).all():
+    if group.loss_mask.size and group.loss_mask.max() > 1:
         return "loss_mask has values other than 0 and 1"
     return None
 
@@ -64,16 +85,33 @@ def _token_problem(group: Group, ticket: Ticket, vocabulary: int) -> str | None:
         return None
     if group.token_ids.min() < 0 or group.token_ids.max() >= vocabulary:
         return f"token ids outside the vocabulary of {vocabulary}"
-    banned = np.intersect1d(group.token_ids[group.loss_mask == 1], ticket.sampling.banned_token_ids)
+    token_ids, logprobs = _sampled(group)
+    banned = _banned_among(token_ids, ticket.sampling.banned_token_ids)
     if banned.size:
         return (
             f"the policy sampled image placeholder ids {banned.tolist()}: the engine must ban them, "
             "or training would fail with image features that do not match image tokens"
         )
-    sampled = group.logprobs[group.loss_mask == 1]
-    if not np.isfinite(sampled).all() or (sampled > LOGPROB_SLACK).any():
+    # NaN fails both comparisons.
+    if logprobs.size and not (logprobs.max() <= LOGPROB_SLACK and logprobs.min() > -np.inf):
         return "a sampled token has a log-prob that is not finite or above 0"
     return None
+
+
+def _sampled(group: Group) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and log-probs of the tokens that the policy sampled; no copy where that is all of them. [S], [S]"""
+    if group.loss_mask.min() == 1:
+        return group.token_ids, group.logprobs
+    sampled = group.loss_mask == 1
+    return group.token_ids[sampled], group.logprobs[sampled]
+
+
+def _banned_among(token_ids: np.ndarray, banned: tuple[int, ...]) -> np.ndarray:
+    """Banned ids among `token_ids`, each once. They lie close together: hardly a token is looked at twice."""
+    if not banned:
+        return token_ids[:0]
+    near = token_ids[(token_ids >= min(banned)) & (token_ids <= max(banned))]
+    return np.unique(near[np.isin(near, banned, kind="table")]) if near.size else near
 
 
 def _version_problem(group: Group, ticket: Ticket, version: int) -> str | None:
@@ -90,12 +128,25 @@ def _version_problem(group: Group, ticket: Ticket, version: int) -> str | None:
     return None
 
 
-def _score_problem(group: Group) -> str | None:
+def _score_problem(group: Group, components: Collection[str]) -> str | None:
     for index, record in enumerate(group.trajectories):
         if record.status.is_scored != (record.reward is not None):
             return f"trajectory {index} is {record.status} with reward {record.reward}"
-        if record.reward is not None and not np.isfinite(record.reward):
+        if record.reward is not None and not math.isfinite(record.reward):
             return f"trajectory {index} has reward {record.reward}"
         if not record.status.is_scored and not record.error_kind:
             return f"trajectory {index} is {record.status} without an error kind"
+        if record.status.is_scored and record.rewards.keys() != set(components):
+            return (
+                f"trajectory {index} has the reward components {_named(record.rewards)}, here they are "
+                f"{_named(components)}. Do both sides have the same reward.functions?"
+            )
+        if not np.isfinite(list(record.rewards.values())).all():
+            return f"trajectory {index} has a reward component that is not finite"
     return None
+
+
+def _named(components: Collection[str]) -> str:
+    """Names from a peer, few and short."""
+    names = sorted(printable(name, 50) for name in list(components)[:10])
+    return ", ".join(names) + (f" and {len(components) - 10} more" if len(components) > 10 else "") or "none"

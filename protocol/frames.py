@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import reprlib
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from math import prod
+from typing import Annotated, Any, TypeGuard
 
 import numpy as np
 from pydantic import BeforeValidator, PlainSerializer, SerializationInfo, ValidationInfo
@@ -85,34 +86,25 @@ def _encoded_array(dtype: str) -> PlainSerializer:
 
 def _array_from_frame(value: dict[str, Any], source: FrameSource) -> np.ndarray:
     index, dtype, shape = value.get("frame"), value.get("dtype"), value.get("shape")
-    well_formed = (
-        type(index) is int  # a bool is an int to isinstance, and none to numpy
-        and isinstance(dtype, str)
-        and isinstance(shape, list)
-        and len(shape) <= MAX_DIMENSIONS
-        and all(type(n) is int and 0 <= n < 2**40 for n in shape)
-    )
-    if not well_formed or dtype not in WIRE_DTYPES:
+    itemsize = ITEM_BYTES.get(dtype) if isinstance(dtype, str) else None
+    if type(index) is not int or itemsize is None or not _is_shape(shape):  # a bool is an int to isinstance
         raise PydanticCustomError("array_header", "not an array header: {got}", {"got": reprlib.repr(value)})
-    assert isinstance(index, int)
-    assert isinstance(shape, list)
     frame = source.take(index)
-    count = 1
-    for n in shape:
-        count *= n
-    if count * np.dtype(dtype).itemsize != frame.nbytes:
+    needed = prod(shape) * itemsize
+    if needed != frame.nbytes:
         raise PydanticCustomError(
             "array_size",
             "frame {index} has {nbytes} bytes, but {dtype}{shape} needs {needed}",
-            {
-                "index": index,
-                "nbytes": frame.nbytes,
-                "dtype": dtype,
-                "shape": shape,
-                "needed": count * np.dtype(dtype).itemsize,
-            },
+            {"index": index, "nbytes": frame.nbytes, "dtype": dtype, "shape": shape, "needed": needed},
         )
-    return np.frombuffer(frame, dtype=dtype).reshape(shape)
+    array = np.frombuffer(frame, dtype=dtype)
+    return array if len(shape) == 1 else array.reshape(shape)
+
+
+def _is_shape(shape: Any) -> TypeGuard[list[int]]:
+    if type(shape) is not list or len(shape) > MAX_DIMENSIONS:
+        return False
+    return all([type(size) is int and 0 <= size < 2**40 for size in shape])  # noqa: C419  # cheaper than a generator
 
 
 def _decode_blob(value: Any, info: ValidationInfo) -> memoryview:
@@ -132,7 +124,8 @@ def _encode_blob(blob: memoryview, info: SerializationInfo) -> Any:
 
 
 MAX_DIMENSIONS = 4
-WIRE_DTYPES = frozenset({"<i4", "<i8", "<f4", "|u1"})
+ITEM_BYTES = {"<i4": 4, "<i8": 8, "<f4": 4, "|u1": 1}
+"""Of the data types that may travel."""
 
 Int32Array = Annotated[np.ndarray, _decoded_array("<i4"), _encoded_array("<i4")]
 """[N] little-endian int32, one raw frame."""

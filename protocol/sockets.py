@@ -10,7 +10,7 @@ import asyncio
 import errno
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import cast
@@ -18,7 +18,7 @@ from typing import cast
 import zmq
 import zmq.asyncio
 
-from protocol.codec import Expected, Limits, encode
+from protocol.codec import Expected, Frame, Limits, encode
 from protocol.curve import LearnerKeys, ServerKeys
 from protocol.endpoints import bind, check_dial
 from protocol.errors import ErrorCode
@@ -51,6 +51,8 @@ class Received:
     identity: bytes
     """Routing id of the connection; a peer that reconnects gets a new one."""
     message: Message
+    frames: Sequence[Frame]
+    """What the message was read from."""
 
 
 class Delivery(StrEnum):
@@ -170,7 +172,7 @@ class LearnerSocket:
             if received.answer is not None:
                 self.send(sender, received.answer)
             return received
-        return Received(sender, received)
+        return Received(sender, received, frames)
 
     def send(self, identity: bytes, message: Wire) -> Delivery:
         """Never waits. Raises ProtocolError for a message beyond the limits, or with odd values.

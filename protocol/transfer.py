@@ -21,7 +21,8 @@ CHUNK_BYTES = 2 * MIB
 """Smaller frames cost more time each than their bytes do; frames of 64 MiB are slower by a factor of four."""
 WINDOW = 16
 """Chunks on their way at a time: enough to keep both sides and the network busy at once."""
-MAX_CHUNK_BYTES = 16 * MIB
+MAX_CHUNK_BYTES = 4 * MIB
+"""Times the learner's queue for one peer (CHUNK_QUEUES) this is what a reader that stalls can make it hold: 256 MiB."""
 ATTEMPTS = 2
 """How often a tensor may arrive with a wrong checksum before we give up."""
 

@@ -12,10 +12,12 @@ import numpy as np
 import torch
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import UserError
+from asyncrl.errors import BadStateError, UserError
 from asyncrl.faults import crash_point
+from asyncrl.models.loading import fingerprint_of
+from protocol.codec import MIB
 from protocol.messages import Chunk, Error, WeightManifest, WeightsLoaded
-from protocol.shm import open_shm
+from protocol.shm import check_manifest, open_shm
 from protocol.transfer import fetch
 from rollout_server.dialling import dial
 from rollout_server.engines.base import InferenceEngine
@@ -48,6 +50,7 @@ class WeightReceiver:
 
     async def load(self, manifest: WeightManifest) -> WeightsLoaded:
         """Put this version into the engine. Raises ProtocolError VERSION_GONE if the learner has moved on."""
+        self._check_that_it_fits(manifest)
         started = time.monotonic()
         crash_point("weights.loading")
         if self.channel == "shm":
@@ -68,6 +71,17 @@ class WeightReceiver:
             transfer_s=transferred - started,
             load_s=time.monotonic() - transferred,
         )
+
+    def _check_that_it_fits(self, manifest: WeightManifest) -> None:
+        """Before any memory is taken for it: the manifest is a stranger's word for what the model looks like."""
+        check_manifest(manifest)
+        found = fingerprint_of((t.name, f"torch.{t.dtype}", t.shape) for t in manifest.tensors)
+        if found != self._engine.architecture_fingerprint:
+            raise BadStateError(
+                f"the learner publishes {len(manifest.tensors)} tensors of {manifest.total_bytes / MIB:,.1f} MiB as "
+                f"version {manifest.version}, whose names, shapes or dtypes are not those of this server's model "
+                f"({self._config.model.path}). Start both sides with the same model.path and model.dtype"
+            )
 
     def close(self) -> None:
         if self._socket is not None:

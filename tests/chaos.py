@@ -1,13 +1,13 @@
 """`make chaos`: kill learner and rollout servers at random until enough have died, then count every prompt.
 
-    python -m tests.chaos [--kills 100] [--rows 160] [--servers 2 3] [--seed 1] [--folder DIR]
+    python -m tests.chaos [--kills 100] [--rows 160] [--servers 2 3] [--on-stale wait drop] [--seed 1] [--folder DIR]
 
 Real processes, real sockets, the scripted engine with log-normal lengths. Half of the kills are aimed: the victim dies
 at a named place in its code (between journal and acknowledgement, in the middle of a checkpoint, ...); the others come
 at a random time. Each round is one epoch; rounds follow until there are enough kills. A round passes if
 
 - every prompt of the epoch was trained exactly once, by the journal and by what the learner says it trained on;
-- every group that a server saw acknowledged was trained;
+- every group that a server saw acknowledged was trained, or is counted as dropped (never under `on_stale: wait`);
 - the ledger adds up after every single death of the learner, and in every line of metrics.jsonl.
 """
 
@@ -27,10 +27,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from asyncrl.config.load import dump_config
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.schema import OnStale, RunConfig
 from asyncrl.faults import VARIABLE
 from learner.journal import JOURNAL_FILE, Journal
 from tests.tiny import ROOT, make_digits, make_tiny_model
@@ -99,11 +99,13 @@ class Round:
     """What one epoch under fire came to."""
 
     servers: int
+    on_stale: OnStale
     kills: Counter[str] = field(default_factory=Counter)
     """By victim and place; `anywhere` is the clock's choice."""
     prompts: int = 0
     trained: int = 0
     acknowledged: int = 0
+    dropped: int = 0
     checks: int = 0
     """How often the ledger was found to add up on disk."""
     seconds: float = 0.0
@@ -114,7 +116,7 @@ class Chaos:
         self.rng = random.Random(seed)
         self.kills_left = kills
         self.run_dir = folder
-        self.result = Round(servers, prompts=rows)
+        self.result = Round(servers, config.learner.on_stale, prompts=rows)
         folder.mkdir(parents=True)
         config = with_ports(config.model_copy(update={"run_dir": str(folder)}))
         self.config = config
@@ -143,9 +145,6 @@ class Chaos:
                 if time.monotonic() - started > ROUND_S:
                     raise AssertionError(f"the round did not end within {ROUND_S:g} s\n{self._logs()}")
                 time.sleep(0.02)
-            for server in self.servers:
-                if server.process is not None:
-                    server.process.wait(timeout=60)
         finally:
             for victim in victims:
                 victim.kill()
@@ -202,6 +201,8 @@ class Chaos:
         assert state.counters.get("issued", 0) == counted, state
         journal.close()
         self.result.checks += 1
+        self.result.dropped = state.counters.get("dropped_stale", 0)
+        assert self.result.on_stale != "wait" or self.result.dropped == 0, state
 
     def _check_epoch(self) -> None:
         prompts = self.result.prompts
@@ -224,8 +225,8 @@ class Chaos:
 
         said = "\n".join(server.log.read_text(errors="replace") for server in self.servers)
         acknowledged = {int(number) for number in re.findall(r"ticket (\d+) is acknowledged", said)}
-        consumed = {row[1] for row in consumption}
-        assert acknowledged <= consumed, f"acknowledged and never trained: {sorted(acknowledged - consumed)}"
+        missing = acknowledged - {row[1] for row in consumption}
+        assert len(missing) <= self.result.dropped, f"acknowledged and never trained: {sorted(missing)}"
         self.result.acknowledged = len(acknowledged)
 
     def _logs(self) -> str:
@@ -240,7 +241,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
-def chaos_config(model: Path, data: Path, *, seed: int, on_stale: str = "wait") -> RunConfig:
+def chaos_config(model: Path, data: Path, *, seed: int, on_stale: OnStale) -> RunConfig:
     return RunConfig.model_validate(
         {
             "run_dir": "set by each round",
@@ -268,6 +269,7 @@ def run_chaos(
     kills: int,
     rows: int,
     servers: Sequence[int],
+    on_stale: Sequence[OnStale] = ("wait",),
     seed: int,
     per_round: int,
     tell: Callable[[str], None],
@@ -277,7 +279,7 @@ def run_chaos(
     rounds: list[Round] = []
     while (done := sum(round.kills.total() for round in rounds)) < kills:
         number = len(rounds)
-        config = chaos_config(model, data, seed=seed + number)
+        config = chaos_config(model, data, seed=seed + number, on_stale=on_stale[number % len(on_stale)])
         chaos = Chaos(
             folder / f"round-{number}",
             config,
@@ -289,9 +291,9 @@ def run_chaos(
         result = chaos.run()
         rounds.append(result)
         tell(
-            f"round {number}: {result.servers} servers, {result.kills.total()} kills, {result.trained} of {rows} "
-            f"prompts trained once, {result.acknowledged} acknowledgements kept, ledger sound {result.checks} times, "
-            f"{result.seconds:.0f} s"
+            f"round {number}: {result.servers} servers, {result.on_stale}, {result.kills.total()} kills: "
+            f"{result.trained} of {rows} prompts trained once, {result.acknowledged} acknowledged, "
+            f"{result.dropped} dropped, ledger sound {result.checks} times, {result.seconds:.0f} s"
         )
     return rounds
 
@@ -300,6 +302,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--servers", type=int, nargs="+", default=[2, 3])
+    parser.add_argument("--on-stale", nargs="+", choices=get_args(OnStale), default=["wait", "wait", "drop", "mask"])
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
     parser.add_argument("--rows", type=int, default=160, help="prompts of an epoch")
     parser.add_argument("--per-round", type=int, default=25)
@@ -312,6 +315,7 @@ def main() -> None:
         kills=arguments.kills,
         rows=arguments.rows,
         servers=arguments.servers,
+        on_stale=arguments.on_stale,
         seed=arguments.seed,
         per_round=arguments.per_round,
         tell=lambda line: print(line, flush=True),
@@ -321,12 +325,13 @@ def main() -> None:
     for name, count in sorted(kills.items()):
         module, place = name.split(" ")
         print(f"| {module} | {place} | {count} |")
-    prompts, kept, checks = (
-        sum(getattr(round, name) for round in rounds) for name in ("trained", "acknowledged", "checks")
+    prompts, kept, dropped, checks = (
+        sum(getattr(round, name) for round in rounds) for name in ("trained", "acknowledged", "dropped", "checks")
     )
     print(
-        f"\n{kills.total()} kills in {len(rounds)} epochs: {prompts} prompts, each trained exactly once; "
-        f"{kept} acknowledged groups, none lost; ledger sound {checks} times"
+        f"\n{kills.total()} kills in {len(rounds)} epochs: {prompts} prompts, each trained exactly once; {kept} groups "
+        f"acknowledged, none lost ({dropped} dropped as stale, as configured, and sampled again); ledger sound "
+        f"{checks} times"
     )
 
 

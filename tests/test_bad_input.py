@@ -355,7 +355,7 @@ def test_a_failing_reward_is_a_status_and_never_a_zero(make_config: MakeConfig, 
         assert record.reward == (1.0 if fault == "fine" else None)
         assert bool(record.rewards) == (fault == "fine")
     encoded = processor.encode(item.ticket.prompt, item.blobs)
-    verify_group(group, item.ticket, encoded, version=0, vocabulary=len(processor.tokenizer))
+    verify(group, item.ticket, encoded, version=0, vocabulary=len(processor.tokenizer))
 
 
 # --- groups -------------------------------------------------------------------------------------------
@@ -378,6 +378,7 @@ def good_group(ticket: Ticket, prompt: EncodedPrompt) -> Group:
     record = TrajectoryRecord(
         status=TrajectoryStatus.FINISHED,
         finish_reason=FinishReason.STOP,
+        rewards={"short": 1.0},
         reward=1.0,
         turns=(Turn(start=0, end=length),),
     )
@@ -468,6 +469,19 @@ LIES: dict[str, tuple[Change, str]] = {
         "trajectory 0 is finished with reward None",
     ),
     "a NaN reward": (lambda g, p: {"trajectories": with_record(g, reward=np.nan)}, "trajectory 0 has reward nan"),
+    "another server's name": (lambda g, p: {"server_id": "somebody"}, "it is signed by somebody"),
+    "a reward component too few": (
+        lambda g, p: {"trajectories": with_record(g, rewards={})},
+        "trajectory 0 has the reward components none, here they are",
+    ),
+    "an unknown reward component": (
+        lambda g, p: {"trajectories": with_record(g, rewards={**g.trajectories[0].rewards, "x\n" * 99: 1.0})},
+        "reward components .*x x .*Do both sides have the same reward.functions",
+    ),
+    "a reward component that is no number": (
+        lambda g, p: {"trajectories": with_record(g, rewards=dict.fromkeys(g.trajectories[0].rewards, np.inf))},
+        "trajectory 0 has a reward component that is not finite",
+    ),
     "an error without a kind": (
         lambda g, p: {"trajectories": with_record(g, status=TrajectoryStatus.ERROR, reward=None)},
         "without an error kind",
@@ -483,11 +497,11 @@ def test_a_group_that_does_not_fit_its_ticket_is_refused(
     prompt = processor.encode(item.ticket.prompt, item.blobs)
     good = good_group(item.ticket, prompt)
     vocabulary = len(processor.tokenizer)
-    verify_group(good, item.ticket, prompt, version=5, vocabulary=vocabulary)
+    verify(good, item.ticket, prompt, version=5, vocabulary=vocabulary)
     change, expected = LIES[name]
     lie = good.model_copy(update=change(good, processor))
     with pytest.raises(ProtocolError, match=f"row rows.jsonl:0 from server-1: .*{expected}") as caught:
-        verify_group(lie, item.ticket, prompt, version=5, vocabulary=vocabulary)
+        verify(lie, item.ticket, prompt, like=good, version=5, vocabulary=vocabulary)
     assert caught.value.code is ErrorCode.REFUSED_GROUP
 
 
@@ -498,7 +512,7 @@ def test_a_completion_over_the_limit_is_refused(
     prompt = processor.encode(item.ticket.prompt, item.blobs)
     short = item.ticket.model_copy(update={"sampling": item.ticket.sampling.model_copy(update={"max_new_tokens": 2})})
     with pytest.raises(ProtocolError, match="a completion of 3 tokens, over max_new_tokens 2"):
-        verify_group(good_group(item.ticket, prompt), short, prompt, version=5, vocabulary=500)
+        verify(good_group(item.ticket, prompt), short, prompt, version=5, vocabulary=500)
 
 
 def test_what_the_environment_put_in_may_be_anything(
@@ -513,7 +527,14 @@ def test_what_the_environment_put_in_may_be_anything(
         "logprobs": with_value(good.logprobs, np.nan),
         "token_ids": with_value(good.token_ids, processor.image_token_id or 0),
     }
-    verify_group(good.model_copy(update=changes), item.ticket, prompt, version=5, vocabulary=500)
+    verify(good.model_copy(update=changes), item.ticket, prompt, version=5, vocabulary=500)
+
+
+def verify(group: Group, ticket: Ticket, prompt: Any, like: Group | None = None, **facts: int) -> None:
+    """As the learner does when server and reward components are those of `like`, by default the group itself."""
+    like = like or group
+    names = next((record.rewards for record in like.trajectories if record.rewards), {})
+    verify_group(group, ticket, prompt, sender=like.server_id, components=tuple(names), **facts)
 
 
 # --- a model that wants to sample image placeholders ---------------------------------------------------
@@ -587,4 +608,4 @@ def test_the_learner_refuses_what_an_unguarded_engine_sampled(make_config: MakeC
     prompt = processor.encode(item.ticket.prompt, item.blobs)
     row = item.ticket.prompt.row_id
     with pytest.raises(ProtocolError, match=rf"row {row} from scripted: the policy sampled image placeholder ids"):
-        verify_group(group, item.ticket, prompt, version=0, vocabulary=len(processor.tokenizer))
+        verify(group, item.ticket, prompt, version=0, vocabulary=len(processor.tokenizer))

@@ -39,7 +39,7 @@ reward: {{functions: [{{function: exact_match}}]}}
 SERVICE = """
 import errno, os, sqlite3, sys
 from asyncrl.entry import run_service
-from asyncrl.errors import BadStateError, UserError
+from asyncrl.errors import BadStateError, RunTakenError, UserError
 def main(config, resume):
     {body}
 run_service({name!r}, main)
@@ -73,6 +73,7 @@ def test_bad_state_is_saved_with_its_reason_and_the_last_known_step(tmp_path: Pa
     [
         "raise OSError(errno.ENOSPC, 'No space left on device', config.run_dir + '/metrics.jsonl')",
         "raise OSError(errno.EDQUOT, 'Disk quota exceeded')",
+        "raise OSError(errno.EFBIG, 'File too large')",
         "print(1, file=open('/dev/full', 'w'), flush=True)",
         "sqlite3.connect(':memory:').executescript('PRAGMA max_page_count=2; CREATE TABLE t AS SELECT zeroblob(9999)')",
         "raise RuntimeError('Error: I/O error: No space left on device (os error 28)')",
@@ -96,7 +97,7 @@ def test_a_full_disk_is_bad_state_that_names_the_directory_and_its_free_space(tm
         ("pass", ExitCode.FINISHED),
         ("raise RuntimeError('unforeseen')", ExitCode.CRASHED),
         ("raise OSError(errno.ECONNRESET, 'gone')", ExitCode.CRASHED),
-        ("raise UserError('mend it')", ExitCode.USER_ERROR),
+        ("raise RunTakenError('another run')", ExitCode.USER_ERROR),
         ("raise KeyboardInterrupt", ExitCode.INTERRUPTED),
     ],
 )
@@ -107,6 +108,20 @@ def test_other_endings_have_their_code_and_leave_nothing_in_the_run_directory(
     assert done.returncode == code, done.stderr
     assert os.listdir(tmp_path / "run") == []
     assert ("Traceback" in done.stderr) == (code is ExitCode.CRASHED)
+
+
+def test_a_mistake_of_the_user_is_saved_where_there_is_a_run(tmp_path: Path) -> None:
+    done = run_service(tmp_path, "raise UserError('mend it')")
+    assert done.returncode == ExitCode.USER_ERROR
+    saved = read_failure(tmp_path / "run")
+    assert saved is not None
+    assert (saved.service, saved.kind, saved.reason) == ("learner", "user_error", "mend it")
+    save_failure(tmp_path / "run", "rollout_server", "refused", kind="user_error")
+    assert read_failure(tmp_path / "run") == saved
+    save_failure(tmp_path / "run", "rollout_server", "the cause")
+    replaced = read_failure(tmp_path / "run")
+    assert replaced is not None
+    assert replaced.reason == "the cause"
 
 
 def test_the_reason_is_saved_on_a_disk_that_is_full(tmp_path: Path) -> None:

@@ -89,17 +89,17 @@ def weights(run: Path, config: RunConfig) -> dict[str, torch.Tensor]:
     return dict(published_tensors(model))
 
 
-@pytest.mark.parametrize("with_server", [False, True], ids=["learner", "learner and server"])
-def test_killed_again_and_again_a_run_on_policy_ends_with_the_same_bits(
-    make_config: Callable[..., RunConfig], tmp_path: Path, unbroken: dict[str, Path], with_server: bool
-) -> None:
+@pytest.fixture
+def on_policy(make_config: Callable[..., RunConfig], unbroken: dict[str, Path]) -> Path:
+    """The run that nobody disturbed."""
     if "on-policy" not in unbroken:
         whole = unbroken["folder"] / "on-policy"
         assert run_both(resume_config(make_config, whole), whole) == (0, 0)
         unbroken["on-policy"] = whole
-    whole, run = unbroken["on-policy"], tmp_path / "killed"
-    config = resume_config(make_config, run)
-    run_killed(config, run, with_server=with_server)
+    return unbroken["on-policy"]
+
+
+def assert_same_run(run: Path, whole: Path, config: RunConfig) -> None:
     assert batches(run) == batches(whole)
     assert sampled(run) == sampled(whole)
     assert recorded(run) == recorded(whole)
@@ -107,3 +107,57 @@ def test_killed_again_and_again_a_run_on_policy_ends_with_the_same_bits(
     mine, theirs = weights(run, config), weights(whole, config)
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("with_server", [False, True], ids=["learner", "learner and server"])
+def test_killed_again_and_again_a_run_on_policy_ends_with_the_same_bits(
+    make_config: Callable[..., RunConfig], tmp_path: Path, on_policy: Path, with_server: bool
+) -> None:
+    run = tmp_path / "killed"
+    config = resume_config(make_config, run)
+    run_killed(config, run, with_server=with_server)
+    assert_same_run(run, on_policy, config)
+
+
+def test_a_server_that_dies_within_a_batch_changes_no_bit(
+    make_config: Callable[..., RunConfig], tmp_path: Path, on_policy: Path
+) -> None:
+    run = tmp_path / "killed"
+    config = resume_config(make_config, run)
+    file = write_config(with_ports(config), run)
+    learner = start("learner", file)
+    try:
+        for groups_sent in (17, 2, 7, 1):  # 16 are the evaluation's
+            server = start("rollout_server", file, crash_at=f"group.sent:{groups_sent}")
+            assert server.wait(timeout=120) == -9
+        server = start("rollout_server", file)
+        assert [learner.wait(timeout=120), server.wait(timeout=60)] == [0, 0], (run / "learner.log").read_text()
+    finally:
+        learner.kill()
+        server.kill()
+    assert_same_run(run, on_policy, config)
+
+
+def test_off_policy_the_steps_after_a_checkpoint_are_made_again_as_they_were(
+    make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    config = resume_config(make_config, run, max_staleness=2)
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"max_steps": 12, "save_freq": 4})})
+    file = write_config(with_ports(config), run)
+    server = start("rollout_server", file)
+    try:
+        assert start("learner", file, crash_at="step.trained:8").wait(timeout=120) == -9
+        before = batches(run), sampled(run), recorded(run)
+        assert [line[0] for line in before[2]] == [1, 2, 3, 4, 5, 6, 7], "the eighth step was trained and not reported"
+        assert max(step for step, *_ in before[0]) == 8
+        assert start("learner", file, "--resume").wait(timeout=120) == 0, (run / "learner.log").read_text()[-3000:]
+        assert server.wait(timeout=60) == 0
+    finally:
+        server.kill()
+    assert "making steps 5 to 8 again, from the journal" in (run / "learner.log").read_text()
+    trained_before, sampled_before, recorded_before = before
+    assert batches(run)[: len(trained_before)] == trained_before
+    assert sampled(run)[: len(sampled_before)] == sampled_before
+    assert recorded(run)[: len(recorded_before)] == recorded_before
+    assert sorted(position for *_, position in batches(run)) == list(range(48))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -222,6 +223,20 @@ def test_drop_goes_on_without_stragglers_and_issues_their_prompts_again() -> Non
     assert ledger.length_bias()["length_bias"] == pytest.approx((8 / 6) / (10 / 7) - 1)
 
 
+def test_a_journal_with_drops_adds_up_when_it_is_opened_again(tmp_path: Path) -> None:
+    file = tmp_path / "journal.sqlite"
+    ledger = TicketLedger(Journal(file), prompts_per_step=1, bound=0, total_groups=2, on_stale="drop")
+    (late,) = issue(ledger, 0)
+    ledger.advance(1)
+    arrive(ledger, late, 0, 0, 0)
+    assert ledger.counts().dropped == {"stale": 1}
+    ledger.journal.close()
+    again = TicketLedger(Journal(file), prompts_per_step=1, bound=0, total_groups=2, on_stale="drop")
+    assert again.counts() == ledger.counts()
+    assert [slot.position for slot in again.admissible(1)] == [0, 1]
+    assert again.length_bias() == ledger.length_bias()
+
+
 def test_mask_trains_the_fresh_tokens_of_a_straggler() -> None:
     ledger = make_ledger(1, 1, 3, "mask")
     first = issue(ledger, 0)
@@ -255,6 +270,18 @@ def test_mask_drops_a_group_without_a_fresh_token() -> None:
     arrive(ledger, late, 0, 1)
     assert ledger.counts().dropped == {"stale": 1}
     assert [slot.position for slot in ledger.admissible(2)] == [1, 2]
+
+
+def test_on_policy_a_batch_that_a_lost_server_began_is_sampled_again_as_a_whole() -> None:
+    ledger = make_ledger(3, 0, 6)
+    items = issue(ledger, 0)
+    assert ledger.batch_mates(items) == [], "the first time it goes out whole by itself"
+    arrive(ledger, items[1])
+    assert ids(ledger.batch_mates([items[0], items[2]])) == [1]
+    off_policy = make_ledger(3, 1, 6)
+    first = issue(off_policy, 0)
+    arrive(off_policy, first[1])
+    assert off_policy.batch_mates([first[0], first[2]]) == []
 
 
 def test_a_lost_server_returns_its_tickets() -> None:

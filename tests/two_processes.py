@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl.config.load import dump_config
@@ -20,11 +21,14 @@ def with_ports(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"network": network, "telemetry": telemetry})
 
 
-def start(module: str, config_file: Path, *arguments: str, crash_at: str = "") -> subprocess.Popen[str]:
-    """A service; with `crash_at` it dies by SIGKILL at that place (see asyncrl/faults.py)."""
+def start(
+    module: str, config_file: Path, *arguments: str, crash_at: str = "", under: Sequence[str] = ()
+) -> subprocess.Popen[str]:
+    """A service; with `crash_at` it dies by SIGKILL at that place (see asyncrl/faults.py). `under` is a command that
+    runs the command that follows it."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", VARIABLE: crash_at}
     log = (config_file.parent / f"{module}.log").open("a")
-    command = [sys.executable, "-m", module, "--config", str(config_file), *arguments]
+    command = [*under, sys.executable, "-m", module, "--config", str(config_file), *arguments]
     return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True, env=environment)
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from asyncrl.config.algorithm import AlgorithmConfig
     from asyncrl.config.schema import RunConfig
 
 ENGINE_SAMPLING_KEYS = {
@@ -86,14 +85,15 @@ def sampling_problems(config: RunConfig) -> list[str]:
     problems += [
         f"{setting} and {named}: with truncated sampling pi_learner / pi_behaviour is below 1 by the mass that was cut "
         f"off, which this takes for a policy that has drifted. {fix}, or sample untruncated ({untruncated})"
-        for setting, fix in (_takes_truncation_for_drift(config.algorithm) if cut else ())
+        for setting, fix in (_takes_truncation_for_drift(config) if cut else ())
     ]
     return problems
 
 
-def _takes_truncation_for_drift(algorithm: AlgorithmConfig) -> list[tuple[str, str]]:
+def _takes_truncation_for_drift(config: RunConfig) -> list[tuple[str, str]]:
     """Settings that ask of the ratio how far the policies are apart, each with what to set instead."""
     found: list[tuple[str, str]] = []
+    algorithm = config.algorithm
     kind, masks = algorithm.correction.kind, [mask.kind for mask in algorithm.correction.masks]
     if kind not in WEIGHTS_OF_TRUNCATED_SAMPLES:
         allowed = ", ".join(WEIGHTS_OF_TRUNCATED_SAMPLES)
@@ -103,6 +103,8 @@ def _takes_truncation_for_drift(algorithm: AlgorithmConfig) -> list[tuple[str, s
             found.append((f"algorithm.correction.masks has {mask}", "Leave that mask out"))
     if algorithm.proximal not in PROXIMAL_OF_TRUNCATED_SAMPLES:
         found.append((f"algorithm.proximal is {algorithm.proximal}", "Set algorithm.proximal=recompute"))
+    if config.learner.max_staleness == "auto":
+        found.append(("learner.max_staleness is auto", "Set learner.max_staleness to a number"))
     if algorithm.policy_loss == "dppo":
         found.append(("algorithm.policy_loss is dppo", "Set algorithm.policy_loss=ppo"))
     return found

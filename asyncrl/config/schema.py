@@ -200,7 +200,7 @@ class RewardConfig(Section):
 
     @model_validator(mode="after")
     def _known_accuracy(self) -> RewardConfig:
-        names = [component_name(f) for f in self.functions]
+        names = self.component_names
         if not names:
             raise ValueError("reward.functions is empty: name at least one, such as {function: exact_match}")
         if len(set(names)) != len(names):
@@ -208,6 +208,10 @@ class RewardConfig(Section):
         if self.accuracy and self.accuracy not in names:
             raise ValueError(f"reward.accuracy is {self.accuracy!r}, but the components are {names}")
         return self
+
+    @property
+    def component_names(self) -> tuple[str, ...]:
+        return tuple(component_name(function) for function in self.functions)
 
     @property
     def accuracy_component(self) -> str:

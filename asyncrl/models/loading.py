@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,12 @@ def architecture_fingerprint(model: nn.Module) -> str:
     """Equal for two models whose published weights fit each other: names, shapes and dtypes, tied weights once."""
     from asyncrl.models.published import published_tensors
 
-    described = [(name, str(t.dtype), list(t.shape)) for name, t in published_tensors(model)]
+    return fingerprint_of((name, str(t.dtype), tuple(t.shape)) for name, t in published_tensors(model))
+
+
+def fingerprint_of(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> str:
+    """Of names, torch dtypes and shapes, in the order of publication."""
+    described = [(name, dtype, list(shape)) for name, dtype, shape in tensors]
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:32]
 
 

@@ -9,10 +9,12 @@ import errno
 import json
 import logging
 import os
+import resource
 import shutil
 import sqlite3
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,11 +25,16 @@ from asyncrl.telemetry.recorder import STATUS_FILE
 logger = logging.getLogger(__name__)
 
 FAILURE_FILE = "failure.json"
-Kind = Literal["bad_state", "disk_full"]
+Kind = Literal["bad_state", "disk_full", "user_error"]
 _RESERVED_BYTES = 8192
+_PROBE_BYTES = 65536
+"""What must fit if there is room: more than any page of a database."""
+MIB = 1 << 20
 _LONGEST_REASON = 1500
 """Characters; four bytes each and everything else fit into what is reserved."""
-_FULL_TEXTS = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "PytorchStreamWriter failed writing")
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""No room on the disk, in the quota, and under the process's limit on file sizes."""
+_FULL_TEXTS = (*(os.strerror(number) for number in _FULL), "PytorchStreamWriter failed writing")
 """How libraries that write files without Python's help (safetensors, torch) say it."""
 
 
@@ -60,10 +67,12 @@ def release(run_dir: Path, service: str) -> None:
 def save_failure(run_dir: Path, service: str, reason: str, *, kind: Kind = "bad_state") -> Path | None:
     """Write `failure.json`, complete or not at all. What is there already stays: it came first, and may be the cause.
 
+    But a mistake of the user, such as a server that was refused, is no cause of a bad state.
     None where nothing could be written; the log has the reason in any case.
     """
     target, reserved = run_dir / FAILURE_FILE, _reserved(run_dir, service)
-    if target.exists():
+    earlier = read_failure(run_dir)
+    if earlier and (earlier.kind != "user_error" or kind == "user_error"):
         return target
     failure = Failure(service, kind, reason[:_LONGEST_REASON], time.time(), _last_step(run_dir))
     text = json.dumps(asdict(failure), ensure_ascii=False, indent=2)
@@ -98,7 +107,7 @@ def clear_failure(run_dir: Path) -> None:
 def is_disk_full(error: BaseException) -> bool:
     """Whether `error`, or what caused it, is that a disk or a quota has no room left."""
     for link in _chain(error):
-        if isinstance(link, OSError) and link.errno in (errno.ENOSPC, errno.EDQUOT):
+        if isinstance(link, OSError) and link.errno in _FULL:
             return True
         if isinstance(link, sqlite3.Error) and "database or disk is full" in str(link):
             return True
@@ -107,17 +116,47 @@ def is_disk_full(error: BaseException) -> bool:
     return False
 
 
+def find_no_room(files: Sequence[Path]) -> OSError | None:
+    """Why files that could not be written had no room, for libraries that do not say; None for another reason."""
+    limit = _file_size_limit()
+    for file in files:
+        if limit is not None and file.exists() and file.stat().st_size + _PROBE_BYTES > limit:
+            return OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(file))
+    for folder in {file.parent for file in files}:
+        try:
+            with tempfile.TemporaryFile(dir=folder) as probe:
+                probe.write(b" " * _PROBE_BYTES)
+                probe.flush()
+                os.fsync(probe.fileno())
+        except OSError as problem:
+            return OSError(problem.errno, problem.strerror, str(files[0])) if problem.errno in _FULL else None
+    return None
+
+
 def describe_full_disk(error: BaseException, run_dir: Path) -> str:
     """The directory, its free space and the fix."""
-    named = next((link.filename for link in _chain(error) if isinstance(link, OSError) and link.filename), None)
+    found = [link for link in _chain(error) if isinstance(link, OSError)]
+    named = next((link.filename for link in found if link.filename), None)
     folder = Path(os.fsdecode(named)).parent if isinstance(named, str | bytes) else run_dir
     if not folder.is_dir():
         folder = run_dir
-    free = shutil.disk_usage(folder).free if folder.is_dir() else 0
+    free = f"{(shutil.disk_usage(folder).free if folder.is_dir() else 0) / MIB:,.1f} MiB free"
+    limit = _file_size_limit()
+    if limit is not None and any(link.errno == errno.EFBIG for link in found):
+        return (
+            f"a file in {folder} is as large as this process may make it: {limit / MIB:,.1f} MiB (ulimit -f; {free}): "
+            f"{error}. Raise the limit and continue with --resume"
+        )
     return (
-        f"the disk of {folder} is full ({free / (1 << 20):,.1f} MiB free): {error}. "
+        f"the disk of {folder} is full ({free}): {error}. "
         "Make room (old runs, trainer.save_limit) and continue with --resume"
     )
+
+
+def _file_size_limit() -> int | None:
+    """Bytes; None for no limit."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -78,7 +78,7 @@ def group(ticket_id: int, version: int, server_id: str) -> Group:
         TrajectoryRecord(
             status=TrajectoryStatus.FINISHED,
             finish_reason=FinishReason.STOP,
-            rewards={"exact": 1.0},
+            rewards={"exact_match": 1.0},
             reward=float(ticket_id % 7),
             turns=(Turn(start=0, end=int(length)),),
         )

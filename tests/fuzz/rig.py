@@ -13,7 +13,8 @@ import psutil
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
 from asyncrl.models.prompt_facts import PromptFacts
-from learner.exchange import Exchange, ModelFacts
+from learner.connections import ModelFacts
+from learner.exchange import Exchange
 from learner.journal import Journal, TicketSlot
 from learner.tickets import PreparedTicket, TicketLedger
 from protocol.endpoints import free_port

@@ -1,0 +1,58 @@
+"""Held-out rows scored by the rollout servers, with the tickets and the weights of training."""
+
+from __future__ import annotations
+
+import logging
+
+from asyncrl.config.schema import RunConfig
+from learner.exchange import Exchange, wait_for
+from learner.reporting import Reporter
+from learner.ticket_writer import TicketWriter
+from learner.tickets import TicketLedger
+
+logger = logging.getLogger(__name__)
+
+
+class Evaluation:
+    def __init__(
+        self, config: RunConfig, exchange: Exchange, ledger: TicketLedger, writer: TicketWriter, reporter: Reporter
+    ):
+        self._config = config
+        self._exchange = exchange
+        self._ledger = ledger
+        self._writer = writer
+        self._reporter = reporter
+
+    def is_due(self, step: int, *, last: int) -> bool:
+        """After this step, and not recorded by a learner before us; the `last` step always has one."""
+        plan = self._config.evaluation
+        if step == 0:
+            planned = plan.before_training
+        else:
+            planned = step == last or bool(plan.every_steps and step % plan.every_steps == 0)
+        return planned and self._writer.num_held_out_rows > 0 and step not in self._reporter.evaluated_steps
+
+    def run(self, step: int, version: int) -> None:
+        """Score every held-out row with `version`; the caller waits."""
+        rows = self._writer.num_held_out_rows
+        self._exchange.dispatch(lambda: (self._writer.write_evaluation(index, version) for index in range(rows)))
+        while (arrived := self._ledger.evaluation_arrived()) < rows:
+            self._wait_for_more(arrived, rows)
+        result = self._reporter.evaluated(step, version, self._ledger.take_evaluation())
+        logger.info(
+            "step %d: held-out accuracy %.4f over %d rows (%d could not be scored)",
+            step,
+            result["accuracy"],
+            result["rows"],
+            result["errors"],
+        )
+
+    def _wait_for_more(self, arrived: int, rows: int) -> None:
+        """The deadline is for progress, however many rows there are."""
+        wait_for(
+            self._exchange,
+            self._ledger,
+            lambda: self._ledger.evaluation_arrived() > arrived,
+            timeout_s=self._config.learner.wait_timeout_s,
+            what=lambda: f"a held-out row ({arrived} of {rows} have arrived)",
+        )

@@ -1,0 +1,95 @@
+"""Is a journal sound? Asked before anything is written to it, so that what is damaged stays as it was found."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from urllib.parse import quote
+
+import xxhash
+
+from learner.journal_seal import CommitMark, ContentDigest
+
+SCHEMA = 2
+"""Kept as SQLite's user_version. Raised by changes that make older journals unreadable."""
+_SMALLEST_BYTES = 512
+"""Of any SQLite database."""
+
+
+def is_begun(path: Path, mark: CommitMark) -> bool:
+    """False for the empty file of a run that died before its first commit."""
+    if mark.read():
+        return True
+    with closing(_read_only(path)) as db:
+        return bool(scalar(db, "SELECT COUNT(*) FROM sqlite_master"))
+
+
+def find_damage(path: Path, mark: CommitMark) -> str | None:
+    """What is wrong with pages, indexes, rows, payloads, the account or the last commit. Raises sqlite3.Error, too."""
+    marked = mark.read()  # before the rows: a learner that lives would write it after them
+    if (size := path.stat().st_size) < _SMALLEST_BYTES:
+        return f"has only {size} bytes"  # and SQLite would remove the write-ahead log of a file that it finds empty
+    with closing(_read_only(path)) as db:
+        db.execute("PRAGMA cell_size_check = ON")
+        db.execute("BEGIN")  # one state of the file for all that follows
+        return (
+            _schema_problem(db)
+            or _page_problem(db)
+            or _commit_problem(db, marked, mark.path)
+            or _row_problem(db)
+            or _account_problem(db)
+        )
+
+
+def scalar(db: sqlite3.Connection, query: str, values: tuple[int | str, ...] = ()) -> int:
+    return int(db.execute(query, values).fetchone()[0])
+
+
+def _read_only(path: Path) -> sqlite3.Connection:
+    """It reads the write-ahead log, and does not move it into the file on closing."""
+    return sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, isolation_level=None)
+
+
+def _schema_problem(db: sqlite3.Connection) -> str | None:
+    found = scalar(db, "PRAGMA user_version")
+    return None if found == SCHEMA else f"has schema {found}, and this version of asyncrl reads schema {SCHEMA}"
+
+
+def _page_problem(db: sqlite3.Connection) -> str | None:
+    problems = [str(row[0]) for row in db.execute("PRAGMA integrity_check(3)")]
+    return None if problems == ["ok"] else f"is damaged: {'; '.join(problems)}"
+
+
+def _commit_problem(db: sqlite3.Connection, marked: int, mark: Path) -> str | None:
+    commits = scalar(db, "SELECT commits FROM seal")
+    if commits >= marked:
+        return None
+    return (
+        f"ends at commit {commits}, but commit {marked} was made: its write-ahead log is damaged or missing, or the "
+        "machine lost power under trainer.durability=process. Acknowledged groups are missing. To accept their loss, "
+        f"remove {mark}"
+    )
+
+
+def _row_problem(db: sqlite3.Connection) -> str | None:
+    for ticket_id, checksum, payload in db.execute("SELECT ticket_id, checksum, payload FROM groups"):
+        if xxhash.xxh3_64_digest(payload) != checksum:
+            return f"is damaged: the group of ticket {ticket_id} does not have its checksum"
+    sealed = db.execute("SELECT digest FROM seal").fetchone()[0]
+    if ContentDigest.of(db).to_bytes() != sealed:
+        return "is damaged: its rows are not those that were written (digest)"
+    return None
+
+
+def _account_problem(db: sqlite3.Connection) -> str | None:
+    counters = dict(db.execute("SELECT name, count FROM ledger"))
+    issued, trained = counters.get("issued", 0), counters.get("trained", 0)
+    dropped = counters.get("dropped_stale", 0)
+    live, consumed = (scalar(db, f"SELECT COUNT(*) FROM {table}") for table in ("tickets", "consumption"))
+    if issued == trained + dropped + live and consumed == trained:
+        return None
+    return (
+        f"does not add up: {issued} tickets issued, {trained} trained, {dropped} dropped, but {live} are live and "
+        f"{consumed} consumed"
+    )

@@ -1,0 +1,44 @@
+"""Runs of a few steps that are to go wrong, and what they leave behind."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.telemetry.failure import Failure, read_failure
+from learner.journal import JOURNAL_FILE
+
+STEPS, PER_STEP = 3, 4
+
+
+def failure_of(run: Path) -> Failure:
+    failure = read_failure(run)
+    assert failure is not None, logs(run)
+    return failure
+
+
+def logs(folder: Path) -> str:
+    return "\n".join(path.read_text()[-3000:] for path in sorted(folder.glob("*.log")))
+
+
+def small(make_config: Callable[..., RunConfig], **sections: dict[str, Any]) -> RunConfig:
+    """A run of three steps whose micro-batch is the whole batch."""
+    base: dict[str, dict[str, Any]] = {
+        "data": {"val_files": []},
+        "batch": {"tokens_per_microbatch": 8192},
+        "trainer": {"max_steps": STEPS, "samples_per_step": PER_STEP},
+    }
+    for section, values in sections.items():
+        base[section] = {**base.get(section, {}), **values}
+    return make_config(**base)
+
+
+def assert_every_prompt_trained_once(run: Path, steps: int = STEPS) -> None:
+    with closing(sqlite3.connect(run / JOURNAL_FILE)) as db:
+        rows = db.execute("SELECT position, step FROM consumption ORDER BY position").fetchall()
+    assert [position for position, _ in rows] == list(range(steps * PER_STEP))
+    assert sorted(step for _, step in rows) == sorted(list(range(1, steps + 1)) * PER_STEP)
