@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -90,12 +90,12 @@ def test_real_sockets_and_real_time_agree_with_the_simulation(on_stale: OnStale)
 def test_the_expected_length_is_what_the_engine_samples() -> None:
     workload = replace(SHORT, seconds_per_token=0.0)
     ticket = workload.write_ticket(TicketSlot(0, 0, 0, 0)).ticket
-    processor = TextlessProcessor()
+    processor: Any = TextlessProcessor()
     request = GenerationRequest(0, processor.encode(ticket.prompt, {}), 4000, 3, ticket.sampling)
     config = workload.config()
 
     async def sample() -> list[int]:
-        engine = ScriptedEngine(config, processor)  # pyright: ignore[reportArgumentType]
+        engine = ScriptedEngine(config, processor)
         return [len(completion.token_ids) async for completion in engine.generate([request])]
 
     lengths = run_in_virtual_time(sample())

@@ -1,14 +1,15 @@
-"""A whole run in virtual time: the real ledger and journal, and per server the real service logic and scripted engine.
+"""A whole run in virtual time.
 
-Simulated are the sockets (a delay per message, in order), the weight transfer (a delay per server and version) and the
-learner's step (a fixed time).
+Real are the learner's ledger, journal, handing out and intake, and of each server the service logic and the scripted
+engine. Simulated are the sockets (a delay per message, in order), the weight transfer (a delay per server and version)
+and the learner's step (a fixed time).
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,18 +18,23 @@ from benchmarks.staleness.observation import Observation
 from benchmarks.staleness.virtual_time import run_in_virtual_time
 from benchmarks.staleness.workload import (
     LARGEST_BOUND,
+    MODEL,
+    PROCESSOR,
     VOCABULARY,
     ModelFreeEngine,
     OneForAll,
     TextlessProcessor,
     Workload,
 )
-from learner.journal import Journal
+from learner.connections import ServerState
+from learner.handout import Handout
+from learner.intake import Intake
+from learner.journal import Journal, TicketSlot
 from learner.ledger import TicketLedger
-from learner.sharing import share_tickets
-from learner.tickets import ReceivedGroup
+from learner.tickets import PreparedTicket
 from learner.verification import verify_group
-from protocol.messages import Ack, Goodbye, Group, Message, TicketFailed, Tickets, WeightManifest, WeightsLoaded
+from protocol.codec import Limits
+from protocol.messages import Ack, Goodbye, Group, Hello, Message, TicketFailed, WeightManifest, WeightsLoaded
 from rollout_server.production import GroupProducer
 from rollout_server.service import RolloutServer
 
@@ -98,7 +104,8 @@ class SimulatedServer(RolloutServer):
         self.processor: Any = TextlessProcessor()
         self.engine: Any = ModelFreeEngine(self.config, self.processor)
         self.receiver: Any = DelayedWeights(self.engine, lambda: random_numbers.uniform(*workload.weights_s))
-        self.producer = GroupProducer(self.engine, OneForAll(), self.processor, link.server_id)  # pyright: ignore
+        self.rewards: Any = OneForAll()
+        self.producer = GroupProducer(self.engine, self.rewards, self.processor, link.server_id)
         self.producer.on_trajectory = self._observe_trajectory
 
     async def run(self) -> None:
@@ -108,80 +115,85 @@ class SimulatedServer(RolloutServer):
             following.cancel()
 
 
+class SimulatedConnections:
+    """What Handout and Intake need of Connections: who is there, and a way to each."""
+
+    def __init__(self, max_groups: int):
+        self.servers: dict[str, ServerState] = {}
+        self.errors: Counter[str] = Counter()
+        self._max_groups = max_groups
+        self._to_server: dict[str, InOrder] = {}
+
+    def welcome(self, server_id: str, to_server: InOrder) -> None:
+        hello = Hello(
+            server_id=server_id,
+            session=server_id,
+            host_id="here",
+            engine="scripted",
+            model_fingerprint=MODEL,
+            processor_fingerprint=PROCESSOR,
+            max_groups=self._max_groups,
+            pid=1,
+        )
+        self.servers[server_id] = ServerState(hello, server_id.encode())
+        self._to_server[server_id] = to_server
+
+    def send(self, server_id: str, message: Message) -> bool:
+        self._to_server[server_id].send(message)
+        return True
+
+    def send_to_all(self, message: Message) -> None:
+        for server_id in self.servers:
+            self.send(server_id, message)
+
+
 class SimulatedExchange:
     """The turns of learner/exchange.py, between links instead of sockets."""
 
-    def __init__(self, workload: Workload, ledger: TicketLedger, write_ticket: Callable[..., Any]):
+    def __init__(self, workload: Workload, ledger: TicketLedger, write_ticket: Callable[[TicketSlot], PreparedTicket]):
+        config = workload.config()
         self.version = 0
         self.changed = asyncio.Event()
-        self.servers: list[SimulatedServer] = []
-        self._ledger = ledger
-        self._write_ticket = write_ticket
-        self._to_server: dict[str, InOrder] = {}
-        self._most = workload.config().groups_in_flight
-        self._admitted: int | None = None
-        self._arrived: dict[int, tuple[str, ReceivedGroup]] = {}
+        self.connections: Any = SimulatedConnections(config.groups_in_flight)
+        verify = partial(verify_group, vocabulary=VOCABULARY, components=config.reward.component_names)
+        no_ports: Any = None  # of use only to charge a server for a refused group, and none is refused
+        self._handout = Handout(self.connections, ledger, write_ticket, Limits())
+        self._intake = Intake(self.connections, no_ports, ledger, verify)
         self._turn_is_due = False
-        for number in range(workload.servers):
-            server_id = f"server-{number}"
-            link = SimulatedLink(server_id, InOrder(partial(self._receive, server_id), workload.latency_s))
-            self._to_server[server_id] = InOrder(link.inbox.put_nowait, workload.latency_s)
-            self.servers.append(SimulatedServer(workload, link, random.Random(f"{workload.seed} {number}")))
+        self.servers = [self._connect(workload, f"server-{number}") for number in range(workload.servers)]
+
+    def _connect(self, workload: Workload, server_id: str) -> SimulatedServer:
+        link = SimulatedLink(server_id, InOrder(partial(self._receive, server_id), workload.latency_s))
+        self.connections.welcome(server_id, InOrder(link.inbox.put_nowait, workload.latency_s))
+        return SimulatedServer(workload, link, random.Random(f"{workload.seed} {server_id}"))
 
     def announce(self, version: int) -> None:
         self.version = version
-        for to_server in self._to_server.values():
-            to_server.send(WeightManifest(version=version, tensors=(), total_bytes=0))
+        self.connections.send_to_all(WeightManifest(version=version, tensors=(), total_bytes=0))
 
     def admit(self, version: int) -> None:
-        self._admitted = version
+        self._handout.admitted = version
         self._need_turn()
 
-    def say_goodbye(self) -> None:
-        for to_server in self._to_server.values():
-            to_server.send(Goodbye(reason="the run is finished"))
+    def _receive(self, server_id: str, message: Message) -> None:
+        assert not isinstance(message, TicketFailed), message
+        if isinstance(message, Group):
+            self._intake.accept(server_id, message, (), self.version)
+            self._need_turn()
 
     def _need_turn(self) -> None:
+        """One for all that happens at this moment."""
         if not self._turn_is_due:
             self._turn_is_due = True
             asyncio.get_running_loop().call_soon(self._turn)
 
     def _turn(self) -> None:
         self._turn_is_due = False
-        if self._admitted is not None and (slots := self._ledger.admissible(self._admitted)):
-            self._ledger.issue([self._write_ticket(slot) for slot in slots])
-        self._keep_arrived()
-        self._send_waiting_tickets()
-
-    def _receive(self, server_id: str, message: Message) -> None:
-        assert not isinstance(message, TicketFailed), message
-        if not isinstance(message, Group):
-            return
-        prepared = self._ledger.outstanding(message.ticket_id)
-        assert prepared is not None, f"ticket {message.ticket_id} came twice"
-        verify_group(message, prepared.ticket, prepared.facts, version=self.version, vocabulary=VOCABULARY)
-        self._arrived[message.ticket_id] = (server_id, ReceivedGroup(prepared, message))
-        self._need_turn()
-
-    def _keep_arrived(self) -> None:
-        if not self._arrived:
-            return
-        self._ledger.receive([received for _, received in self._arrived.values()])
-        for ticket_id, (server_id, _) in self._arrived.items():
-            self._to_server[server_id].send(Ack(ticket_ids=(ticket_id,)))
-        self._arrived.clear()
+        self._intake.keep()
+        self._handout.work()
         self.changed.set()
-        self._need_turn()  # what was dropped makes room
-
-    def _send_waiting_tickets(self) -> None:
-        waiting = self._ledger.waiting()
-        if not waiting:
-            return
-        held = {server_id: self._ledger.held_by(server_id) for server_id in self._to_server}
-        shares = share_tickets(waiting, held, dict.fromkeys(held, self._most), lambda ticket_id, server_id: True)
-        for server_id, chosen in shares.items():
-            self._to_server[server_id].send(Tickets(tickets=tuple(item.ticket for item in chosen)))
-            self._ledger.assign([item.ticket.ticket_id for item in chosen], server_id)
+        if self._handout.is_busy:
+            self._need_turn()
 
 
 async def _learn(workload: Workload, ledger: TicketLedger, exchange: SimulatedExchange, seen: Observation) -> None:
@@ -225,7 +237,7 @@ async def _run(workload: Workload) -> Observation:
     exchange = SimulatedExchange(workload, ledger, seen.watch(workload.write_ticket, lambda: ledger.bound))
     serving = [asyncio.create_task(server.run()) for server in exchange.servers]
     await _learn(workload, ledger, exchange, seen)
-    exchange.say_goodbye()
+    exchange.connections.send_to_all(Goodbye(reason="the run is finished"))
     await asyncio.gather(*serving)
     seen.tokens_generated = sum(server.engine.usage.tokens_generated for server in exchange.servers)
     seen.finish()

@@ -14,12 +14,14 @@ from benchmarks.staleness.workload import (
     MODEL,
     PROCESSOR,
     VOCABULARY,
+    WEIGHTS,
     ModelFreeEngine,
     OneForAll,
     TextlessProcessor,
     Workload,
 )
-from learner.exchange import Exchange, ModelFacts, wait_for
+from learner.connections import ModelFacts
+from learner.exchange import Exchange, wait_for
 from learner.journal import Journal
 from learner.ledger import TicketLedger
 from protocol.endpoints import free_port
@@ -27,7 +29,6 @@ from protocol.weights import Publication, Tensor
 from rollout_server.service import RolloutServer
 
 LONGEST_WAIT_S = 60.0
-WEIGHTS = bytes(1 << 20)
 
 
 class ModelFreeServer(RolloutServer):

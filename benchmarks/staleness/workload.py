@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config.schema import OnStale, RunConfig
+from asyncrl.models.loading import fingerprint_of
 from asyncrl.models.processing import EncodedPrompt
 from asyncrl.models.prompt_facts import PromptFacts
 from asyncrl.rewards.pool import Score
@@ -20,7 +21,8 @@ from rollout_server.engines.scripted import ScriptedEngine
 
 VOCABULARY = 64
 STOP_ID = 0
-MODEL, PROCESSOR = "scripted-model", "scripted-processor"
+WEIGHTS = bytes(1 << 20)
+MODEL, PROCESSOR = fingerprint_of([("w", "torch.uint8", (len(WEIGHTS),))]), "scripted-processor"
 LARGEST_BOUND = 8
 PROMPT_IDS = np.arange(1, 9, dtype=np.int32)
 PROMPT = Prompt(row_id="simulated:0", messages=(ChatMessage(role="user", content=(TextPart(text="question"),)),))
