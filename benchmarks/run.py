@@ -43,6 +43,11 @@ def main() -> None:
         print(flush=True)
     print("\n## Publication of weights\n", flush=True)
     run("benchmarks/weights_throughput.py")
+    print("\n## Staleness under heavy-tailed lengths\n", flush=True)
+    run("-m", "benchmarks.staleness_simulation", "--servers", "1", "64", "--sockets")
+    print("\n## Groups: decoded, verified, journaled, acknowledged\n", flush=True)
+    run("benchmarks/group_throughput.py")
+    run("benchmarks/journal_cost.py")
     print("\n## Asynchronous against synchronous\n", flush=True)
     run("benchmarks/async_speedup.py", "--model", str(model), "--data", str(data))
 

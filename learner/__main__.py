@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 from asyncrl.config.schema import RunConfig
 from asyncrl.entry import require_fixed_ports, run_service
 from asyncrl.telemetry.failure import reserve
@@ -18,6 +20,7 @@ def main(config: RunConfig, resume: bool) -> None:
     torch.manual_seed(config.trainer.seed)
     learner = Learner(config, resume=resume)
     reserve(config.run_path, "learner")  # a new run has its directory only now
+    gc.freeze()  # what imports and the model have left is there to stay: no collection need look at it again
     learner.run()
 
 

@@ -1,8 +1,10 @@
 """The length-bias meter: does what is trained on differ in length from what was sampled?
 
 Long completions are the ones that become stale. Dropping them, or masking their early tokens, quietly teaches a
-policy to be short. The meter is `mean(trained) / mean(everything finished) - 1` in tokens per trajectory: 0 without
-bias, negative when long trajectories are lost.
+policy to be short. The meter is `mean(trained) / mean(trained or dropped, as sampled) - 1` in tokens per trajectory:
+0 without bias, negative when long trajectories are lost. Groups that wait in the buffer are not in it: their fate is
+open, and they are short, because the short ones of each version arrive first. With them a run that loses nothing
+would read above 0 for as long as it lasts.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ class LengthBias:
             if rows:
                 report[f"length/{name}"] = tokens / rows
         if c["rows_trained"]:
-            rows = c["rows_trained"] + c["rows_dropped"] + rows_here
-            tokens = c["tokens_sampled"] + c["tokens_dropped"] + tokens_here
+            rows = c["rows_trained"] + c["rows_dropped"]
+            tokens = c["tokens_sampled"] + c["tokens_dropped"]
             report["length_bias"] = report["length/trained"] * rows / max(tokens, 1) - 1
         return report
 

@@ -83,7 +83,7 @@ def _shape_problem(group: Group, ticket: Ticket) -> str | None:
 def _token_problem(group: Group, ticket: Ticket, vocabulary: int) -> str | None:
     if group.token_ids.size == 0:
         return None
-    if group.token_ids.min() < 0 or group.token_ids.max() >= vocabulary:
+    if group.token_ids.view(np.uint32).max() >= vocabulary:  # a negative id becomes a large one
         return f"token ids outside the vocabulary of {vocabulary}"
     token_ids, logprobs = _sampled(group)
     banned = _banned_among(token_ids, ticket.sampling.banned_token_ids)
@@ -107,8 +107,8 @@ def _sampled(group: Group) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _banned_among(token_ids: np.ndarray, banned: tuple[int, ...]) -> np.ndarray:
-    """Banned ids among `token_ids`, each once. They lie close together: hardly a token is looked at twice."""
-    if not banned:
+    """Banned ids among `token_ids`, each once. Most vocabularies end with them: one look is then enough."""
+    if not banned or not token_ids.size or token_ids.max() < min(banned):
         return token_ids[:0]
     near = token_ids[(token_ids >= min(banned)) & (token_ids <= max(banned))]
     return np.unique(near[np.isin(near, banned, kind="table")]) if near.size else near

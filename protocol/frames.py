@@ -52,13 +52,14 @@ def _decoded_array(dtype: str, ndim: int = 1) -> BeforeValidator:
     expected = np.dtype(dtype)
 
     def decode(value: Any, info: ValidationInfo) -> np.ndarray:
-        if isinstance(value, np.ndarray):
+        context = info.context
+        if isinstance(value, dict) and isinstance(context, FrameSource):
+            array = _array_from_frame(value, context)
+        elif isinstance(value, np.ndarray):
             array = value
-        elif isinstance(value, list) and not isinstance(info.context, FrameSource):
+        elif isinstance(value, list) and not isinstance(context, FrameSource):
             # A convenience for tests and examples; refused from the wire.
             array = np.asarray(value, dtype=expected)
-        elif isinstance(value, dict) and isinstance(info.context, FrameSource):
-            array = _array_from_frame(value, info.context)
         else:
             raise PydanticCustomError("array_type", "expected an array of {dtype}", {"dtype": dtype})
         if array.dtype != expected or array.ndim != ndim:

@@ -36,9 +36,12 @@ from protocol.socket_options import (
     configure,
 )
 
-TURN_MESSAGES = 64
+TURN_MESSAGES = 16
 TURN_S = 0.2
-"""A turn ends after so many messages or seconds, whichever is first: heartbeats must go out between turns."""
+"""A turn ends after so many messages or seconds, whichever is first: heartbeats must go out between turns.
+
+Short turns keep both sides busy: the groups of the next one arrive while those of this one are journaled.
+"""
 TURN_DROPPED = 8
 PAUSE_S = 0.001
 """After so many messages of muted peers in a turn a short sleep lets ZeroMQ slow them down at their end."""

@@ -251,6 +251,16 @@ def test_mask_trains_the_fresh_tokens_of_a_straggler() -> None:
     assert ledger.length_bias()["length_bias"] == pytest.approx(4 / 6 - 1)
 
 
+def test_short_groups_that_arrive_first_are_no_length_bias() -> None:
+    ledger = make_ledger(1, 2, 3)
+    first, second, _ = issue(ledger, 0)
+    arrive(ledger, first, *[0] * 9)
+    arrive(ledger, second, 0)
+    step(ledger)
+    report = ledger.length_bias()
+    assert (report["length/trained"], report["length/buffered"], report["length_bias"]) == (9, 1, 0)
+
+
 def test_mask_drops_a_group_without_a_fresh_token() -> None:
     ledger = make_ledger(1, 0, 3, "mask")
     arrive(ledger, *issue(ledger, 0))

@@ -15,6 +15,7 @@ from learner.tickets import PreparedTicket, ReceivedGroup, TicketLedger
 
 FILLING_STEPS, EMPTYING_STEPS = 16, 8
 """Left out of idle ratio and speed: the pipeline fills at the start of a run, and empties at its end."""
+ROUNDING = 1e-12
 
 
 @dataclass
@@ -34,8 +35,8 @@ class Observation:
     """Seconds before each step."""
     ended: list[float] = field(default_factory=list)
     """When each step ended."""
-    meter: list[tuple[float, float]] = field(default_factory=list)
-    """Length-bias meter after each step, and its standard error were there no bias."""
+    meter: list[float] = field(default_factory=list)
+    """The ledger's length-bias meter after each step."""
     issued_bounds: dict[int, int] = field(default_factory=dict)
     positions: Counter[int] = field(default_factory=Counter)
     dropped: int = 0
@@ -77,19 +78,16 @@ class Observation:
         if counts.residual:
             self.problems.append(f"ledger residual {counts.residual} at version {ledger.version}: {counts}")
         self.issued, self.dropped = counts.issued, sum(counts.dropped.values())
-        rows_trained = counts.trained * self.workload.group_size
-        rows = rows_trained + (self.dropped + counts.buffered) * self.workload.group_size
-        spread = float(np.std(self.lengths)) / float(np.mean(self.lengths))
-        noise = spread * math.sqrt(max(0.0, 1 / rows_trained - 1 / rows))
-        self.meter.append((ledger.length_bias()["length_bias"], noise))
+        self.meter.append(ledger.length_bias()["length_bias"])
+        if self.workload.on_stale == "wait" and abs(self.meter[-1]) > ROUNDING:
+            self.problems.append(f"length bias {self.meter[-1]} under wait at version {ledger.version}")
 
     def finish(self) -> None:
         """At the end of the run."""
         wrong = {p: n for p, n in self.positions.items() if n != 1}
         if wrong or len(self.positions) != self.workload.total_groups:
-            self.problems.append(
-                f"{len(self.positions)} of {self.workload.total_groups} positions trained; not once: {wrong}"
-            )
+            total = self.workload.total_groups
+            self.problems.append(f"{len(self.positions)} of {total} positions trained; more than once: {wrong}")
         if self.workload.on_stale == "wait" and self.dropped:
             self.problems.append(f"{self.dropped} groups dropped under wait")
 
@@ -116,13 +114,7 @@ class Observation:
     @property
     def bias(self) -> float:
         """The length-bias meter at the end of the run."""
-        return self.meter[-1][0]
-
-    @property
-    def running_bias(self) -> tuple[float, float]:
-        """Mean of the meter over the second half of the run, and its standard error were there no bias."""
-        half = np.asarray(self.meter[len(self.meter) // 2 :])
-        return float(half[:, 0].mean()), float(half[:, 1].mean())
+        return self.meter[-1]
 
     @property
     def true_bias(self) -> tuple[float, float]:

@@ -40,10 +40,10 @@ class Workload:
     group_size: int = 4
     sequences: int = 256
     """Decoded together by all servers."""
-    median_length: float = 16.0
+    median_length: float = 8.0
     length_sigma: float = 1.0
-    longest: int = 256
-    seconds_per_token: float = 0.03
+    longest: int = 128
+    seconds_per_token: float = 0.06
     learn_s: float = 1.0
     """From a full batch to the next version."""
     weights_s: tuple[float, float] = (0.05, 0.3)

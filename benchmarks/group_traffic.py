@@ -1,0 +1,201 @@
+"""What travels in the benchmark of groups, and the rollout server's side of it: a process that only sends and counts.
+
+A group is 8 completions of 2,048 tokens; its ticket carries one image of 500 kB. All were made beforehand.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+import time
+from functools import lru_cache
+from multiprocessing.connection import Connection
+
+import msgpack
+import numpy as np
+import zmq
+
+from asyncrl.models.prompt_facts import PromptFacts
+from learner.journal import TicketSlot
+from learner.tickets import PreparedTicket
+from protocol.codec import encode
+from protocol.messages import (
+    ChatMessage,
+    FinishReason,
+    Group,
+    GroupTimings,
+    Hello,
+    ImagePart,
+    Prompt,
+    Sampling,
+    ServerHeartbeat,
+    TextPart,
+    Ticket,
+    TicketKind,
+    TrajectoryRecord,
+    TrajectoryStatus,
+    Turn,
+)
+
+GROUP_SIZE, TOKENS, IMAGE_BYTES, PROMPT_TOKENS = 8, 2048, 500_000, 1024
+VOCABULARY = 152_000
+BANNED = tuple(range(151_643, 151_657))
+"""As many as a Qwen2-VL has."""
+KINDS = 64
+"""Different images and groups; they are used in turn."""
+MARK = 2**62
+"""A ticket id whose eight bytes the client overwrites in an encoded group."""
+
+
+@lru_cache(maxsize=KINDS)
+def image(kind: int) -> tuple[str, bytes]:
+    """Content hash and bytes."""
+    data = np.random.default_rng(kind).bytes(IMAGE_BYTES)
+    return hashlib.sha256(data).hexdigest(), data
+
+
+@lru_cache(maxsize=KINDS)
+def facts(kind: int) -> PromptFacts:
+    ids = np.random.default_rng(kind).integers(0, VOCABULARY, PROMPT_TOKENS).astype(np.int32)
+    return PromptFacts(ids, np.asarray([[1, 56, 72]], np.int32), (image(kind)[0],))
+
+
+@lru_cache(maxsize=KINDS)
+def ticket(kind: int) -> Ticket:
+    """Made beforehand, but for its numbers."""
+    question = TextPart(text="How many of the objects in the image are larger than the one on the left? " * 4)
+    prompt = Prompt(
+        row_id=f"rows.parquet:{kind}",
+        messages=(ChatMessage(role="user", content=(ImagePart(), question)),),
+        image_hashes=(image(kind)[0],),
+        answer="17",
+        columns={"difficulty": 3, "source": "benchmark"},
+    )
+    sampling = Sampling(max_new_tokens=TOKENS, stop_token_ids=(151_645,), banned_token_ids=BANNED)
+    numbers = {"ticket_id": 0, "seed": 0, "min_version": 0}
+    return Ticket(kind=TicketKind.TRAIN, prompt=prompt, group_size=GROUP_SIZE, sampling=sampling, **numbers)
+
+
+def prepared(slot: TicketSlot) -> PreparedTicket:
+    kind = slot.ticket_id % KINDS
+    numbers = {"ticket_id": slot.ticket_id, "seed": slot.ticket_id, "min_version": slot.version}
+    digest, data = image(kind)
+    return PreparedTicket(ticket(kind).model_copy(update=numbers), {digest: data}, slot, facts(kind))
+
+
+def group(kind: int, version: int = 0, ticket_id: int = MARK) -> Group:
+    random = np.random.default_rng(kind)
+    total = GROUP_SIZE * TOKENS
+    record = TrajectoryRecord(
+        status=TrajectoryStatus.FINISHED,
+        finish_reason=FinishReason.STOP,
+        rewards={"exact_match": 1.0},
+        reward=1.0,
+        turns=(Turn(start=0, end=TOKENS),),
+    )
+    return Group(
+        ticket_id=ticket_id,
+        server_id="benchmark",
+        prompt_ids=facts(kind).token_ids,
+        image_grids=facts(kind).image_grids,
+        image_hashes=facts(kind).image_hashes,
+        lengths=np.full(GROUP_SIZE, TOKENS, np.int32),
+        token_ids=random.integers(0, BANNED[0], total).astype(np.int32),
+        loss_mask=np.ones(total, np.uint8),
+        logprobs=-random.random(total, np.float32),
+        versions=np.full(total, version, np.int32),
+        trajectories=(record,) * GROUP_SIZE,
+        timings=GroupTimings(queued_s=0.1, generate_s=20.0, reward_s=0.2),
+    )
+
+
+class Client:
+    """Answers each ticket with a group made beforehand; holds tickets back until it is told how many to answer."""
+
+    def __init__(self, pipe: Connection, endpoint: str, plain: bool):
+        self._pipe, self._plain = pipe, plain
+        self._socket = zmq.Context().socket(zmq.DEALER)
+        self._socket.connect(endpoint)
+        self._groups = [encode(group(kind)) for kind in range(KINDS)]
+        self._mark_at = self._groups[0][0].index(MARK.to_bytes(8, "big"))  # type: ignore[union-attr]
+        self._held: list[tuple[int, int]] = []
+        self._to_answer = self._to_acknowledge = 0
+        self._versions: dict[int, np.ndarray] = {}
+
+    def run(self, hello: list[bytes | memoryview]) -> None:
+        self._socket.send_multipart(hello)
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._pipe.fileno(), zmq.POLLIN)
+        beat_at = started = cpu = 0.0
+        while True:
+            ready = dict(poller.poll(1000))
+            if self._pipe.fileno() in ready:
+                count = self._pipe.recv()
+                if not count:
+                    return
+                self._to_answer = self._to_acknowledge = count
+                started, cpu = time.perf_counter(), time.process_time()
+            if self._socket in ready:
+                self._listen()
+            self._answer()
+            if started and not self._to_acknowledge:
+                self._pipe.send((time.perf_counter() - started, time.process_time() - cpu))
+                started = 0.0
+            if not self._plain and time.monotonic() - beat_at > 1:
+                beat_at = time.monotonic()
+                self._socket.send_multipart(_heartbeat(len(self._held)))
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            tickets, acknowledged = (_plain_header if self._plain else _header)(frames[0].buffer)
+            self._held += tickets
+            self._to_acknowledge -= acknowledged
+
+    def _answer(self) -> None:
+        while self._held and self._to_answer:
+            ticket_id, version = self._held.pop(0)
+            self._to_answer -= 1
+            header, *columns, _ = self._groups[ticket_id % KINDS]
+            patched = bytearray(header)
+            patched[self._mark_at : self._mark_at + 8] = ticket_id.to_bytes(8, "big")
+            versions = self._versions.setdefault(version, np.full(GROUP_SIZE * TOKENS, version, np.int32))
+            self._socket.send_multipart([patched, *columns, versions], copy=False)
+
+
+def _header(header: memoryview) -> tuple[list[tuple[int, int]], int]:
+    """New tickets with their versions, and how many groups are acknowledged."""
+    fields = msgpack.unpackb(header)
+    tickets = [(ticket["ticket_id"], ticket["min_version"]) for ticket in fields.get("tickets", ())]
+    if fields["type"] == "error":
+        raise RuntimeError(fields["reason"])
+    return tickets, len(fields["ticket_ids"]) if fields["type"] == "ack" else 0
+
+
+def _plain_header(header: memoryview) -> tuple[list[tuple[int, int]], int]:
+    acknowledged, first, count = struct.unpack_from("<3Q", header)
+    return [(ticket_id, 0) for ticket_id in range(first, first + count)], acknowledged
+
+
+def _heartbeat(held: int) -> list[bytes | memoryview]:
+    beat = dict.fromkeys(("groups_queued", "groups_unacknowledged", "tokens_generated"), 0)
+    return encode(ServerHeartbeat(version=0, groups_running=held, busy_s=1.0, uptime_s=1.0, **beat))
+
+
+def client_process(pipe: Connection, endpoint: str, plain: bool, in_flight: int) -> None:
+    hello = Hello(
+        server_id="benchmark",
+        session="benchmark",
+        host_id="elsewhere",
+        engine="benchmark",
+        model_fingerprint="m",
+        processor_fingerprint="p",
+        max_groups=in_flight,
+        pid=os.getpid(),
+    )
+    Client(pipe, endpoint, plain).run(encode(hello))
