@@ -27,7 +27,7 @@ from learner.journal import MIB
 from learner.ledger import TicketLedger
 from learner.publication import open_publication, publish
 from learner.reporting import Reporter
-from learner.start import StartingPoint, find_start, forget_run, open_journal, sign_journal
+from learner.start import StartingPoint, begin_journal, find_start, forget_run, sign_journal
 from learner.step import LearnerStep
 from learner.ticket_writer import TicketWriter
 from learner.tickets import ReceivedGroup
@@ -93,7 +93,7 @@ class Learner:
     def _open(self, start: StartingPoint) -> None:
         """Lock, journal, shared memory, sockets, metrics endpoint: all of them, or none where one cannot be had."""
         config = self.config
-        self.journal = start.journal or open_journal(config, self._resources, new=True)
+        self.journal = start.journal or begin_journal(config, self._resources)
         if start.journal is None:
             self._resources.callback(lambda: forget_run(self.journal) if self._goodbye == COULD_NOT_START else None)
         self.run_id = sign_journal(start, self.journal, self._settings(), self.engine.published_state())

@@ -51,16 +51,19 @@ def find_start(config: RunConfig, *, resume: bool, resources: ExitStack) -> Star
         )
     if not file.exists():
         raise UserError(f"--resume: there is no run in {config.run_path}. Start without --resume")
-    return StartingPoint(
-        open_journal(config, resources, new=False), checkpoint, read_state(checkpoint) if checkpoint else None
-    )
-
-
-def open_journal(config: RunConfig, resources: ExitStack, *, new: bool) -> Journal:
-    """The run directory's journal, for this process alone."""
     resources.callback(os.close, lock_run(config.run_path))
-    if new:
-        refuse_taken(config.run_path)  # another learner may have begun while the model was loading
+    state = read_state(checkpoint) if checkpoint else None
+    return StartingPoint(_open_journal(config, resources), checkpoint, state)
+
+
+def begin_journal(config: RunConfig, resources: ExitStack) -> Journal:
+    """The journal of a new run, for this process alone. Raises RunTakenError."""
+    resources.callback(os.close, lock_run(config.run_path))
+    refuse_taken(config.run_path)  # another learner may have begun while the model was loading
+    return _open_journal(config, resources)
+
+
+def _open_journal(config: RunConfig, resources: ExitStack) -> Journal:
     journal = Journal(config.run_path / JOURNAL_FILE, config.trainer.durability)
     resources.callback(journal.close)
     return journal

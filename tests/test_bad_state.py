@@ -283,3 +283,10 @@ def test_a_checkpoint_of_another_run_or_model_is_refused(damaged: Path, key: str
     failure = failure_of(damaged)
     assert failure.kind == "user_error"
     assert says in failure.reason
+
+
+def test_a_resumed_run_keeps_what_its_journal_was_sampled_with(damaged: Path) -> None:
+    assert learner_alone(damaged, "--resume", "rollout.temperature=0.7") == 2, logs(damaged)
+    failure = failure_of(damaged)
+    assert failure.kind == "user_error"
+    assert "rollout.temperature was 1.0, is 0.7" in failure.reason
