@@ -9,6 +9,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
+import learner.ledger
 from asyncrl.config.schema import OnStale
 from benchmarks.staleness.simulation import simulate
 from benchmarks.staleness.sockets import run_over_sockets
@@ -69,7 +70,7 @@ def test_the_simulation_repeats_itself() -> None:
 def test_a_flaw_in_the_ledger_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check is not the ledger's own."""
     monkeypatch.setattr(TicketLedger, "_late", lambda ledger: [])
-    monkeypatch.setattr(TicketLedger, "_within_bound", lambda ledger, item: item)
+    monkeypatch.setattr(learner.ledger, "within_bound", lambda item, version, on_stale: item)
     seen = simulate(SHORT)
     assert any("tokens" in problem and "bound 2" in problem for problem in seen.problems)
     assert seen.oldest > 2
