@@ -226,7 +226,7 @@ def where_time_goes(arm: Arm, groups: int) -> dict[str, float]:
         (Exchange, "_receive_control", "other: receiving"),
         (LearnerSocket, "_take", "taking frames from the socket"),
         (protocol.sockets, "read_frames", "decode"),
-        (learner.intake, "verify_group", "verify"),
+        (learner.intake.Intake, "accept", "verify"),
         (journal, "pack_frames", "pack"),
         (journal.Journal, "add_group", "insert into SQLite (and checksum)"),
         (ledger, "receive", "commit, write-ahead log, ledger"),
