@@ -7,7 +7,9 @@ a real ledger and a journal on disk: tickets with images go out, groups come in,
 acknowledged, and a main thread takes batches and lets the journal forget them. The plain learner is a ROUTER that
 sends the same frames and answers each turn's groups with one acknowledgement and one message of new tickets, as the
 exchange does, and looks at nothing. Both talk over tcp on loopback to a DEALER in another process whose groups were
-made and encoded beforehand; prompts are prepared beforehand, too. The arms take turns; ratios are of each repeat.
+made and encoded beforehand; prompts are prepared beforehand, too. The arms take turns, in
+rounds so short that other work on the machine meets both; it weighs more on the learner, which computes more. Where
+the processor times of learner and client are about the wall clock, processors were short.
 
 `--folder` should lie on the disk that runs would use: the journal is written there.
 """
@@ -226,7 +228,7 @@ def where_time_goes(arm: Arm, groups: int) -> dict[str, float]:
         (Exchange, "_receive_control", "other: receiving"),
         (LearnerSocket, "_take", "taking frames from the socket"),
         (protocol.sockets, "read_frames", "decode"),
-        (learner.intake, "verify_group", "verify"),
+        (learner.intake.Intake, "accept", "verify"),
         (journal, "pack_frames", "pack"),
         (journal.Journal, "add_group", "insert into SQLite (and checksum)"),
         (ledger, "receive", "commit, write-ahead log, ledger"),

@@ -102,9 +102,8 @@ class Journal:
                 self._db.execute(f"PRAGMA synchronous = {_SYNCHRONOUS[durability]}")
                 self._db.execute(f"PRAGMA wal_autocheckpoint = {LONGEST_LOG_BYTES // PAGE_BYTES}")
                 self._db.execute("PRAGMA cell_size_check = ON")
-                self._db.execute(
-                    "PRAGMA secure_delete = OFF"
-                )  # some builds overwrite what is deleted; nothing is secret
+                # Some builds overwrite what is deleted, at three times the cost; nothing here is secret.
+                self._db.execute("PRAGMA secure_delete = OFF")
                 if not begun:
                     empty = "INSERT INTO seal VALUES (0, 0, zeroblob(8));"
                     self._db.executescript(f"BEGIN; {_TABLES} {empty} PRAGMA user_version = {SCHEMA}; COMMIT;")

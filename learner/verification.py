@@ -129,19 +129,21 @@ def _version_problem(group: Group, ticket: Ticket, version: int) -> str | None:
 
 
 def _score_problem(group: Group, components: Collection[str]) -> str | None:
+    expected = set(components)
     for index, record in enumerate(group.trajectories):
-        if record.status.is_scored != (record.reward is not None):
+        scored = record.status.is_scored
+        if scored != (record.reward is not None):
             return f"trajectory {index} is {record.status} with reward {record.reward}"
         if record.reward is not None and not math.isfinite(record.reward):
             return f"trajectory {index} has reward {record.reward}"
-        if not record.status.is_scored and not record.error_kind:
+        if not scored and not record.error_kind:
             return f"trajectory {index} is {record.status} without an error kind"
-        if record.status.is_scored and record.rewards.keys() != set(components):
+        if scored and record.rewards.keys() != expected:
             return (
                 f"trajectory {index} has the reward components {_named(record.rewards)}, here they are "
                 f"{_named(components)}. Do both sides have the same reward.functions?"
             )
-        if not np.isfinite(list(record.rewards.values())).all():
+        if not all(map(math.isfinite, record.rewards.values())):
             return f"trajectory {index} has a reward component that is not finite"
     return None
 

@@ -243,8 +243,9 @@ class Group(Wire):
         if self.image_grids.shape[0] != len(self.image_hashes) or self.image_grids.shape[1] != 3:
             raise ValueError(f"image_grids {self.image_grids.shape} for {len(self.image_hashes)} images")
         for length, record in zip(self.lengths.tolist(), self.trajectories, strict=True):
-            if any(turn.start > turn.end or turn.end > length for turn in record.turns):
-                raise ValueError(f"a turn lies outside its {length} tokens: {record.turns}")
+            for turn in record.turns:
+                if turn.start > turn.end or turn.end > length:
+                    raise ValueError(f"a turn lies outside its {length} tokens: {record.turns}")
         return self
 
 
