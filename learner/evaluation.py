@@ -54,5 +54,5 @@ class Evaluation:
             self._ledger,
             lambda: self._ledger.evaluation_arrived() > arrived,
             timeout_s=self._config.learner.wait_timeout_s,
-            what=lambda: f"a held-out row ({arrived} of {rows} have arrived)",
+            what=lambda: f"a held-out row ({arrived} of {rows} have arrived; learner.wait_timeout_s)",
         )

@@ -135,6 +135,11 @@ class Exchange(threading.Thread):
             socket.close()
         self._context.term()  # returns when the goodbyes are on their way, or after the sockets' linger
 
+    def check(self) -> None:
+        """Raises what has ended the thread."""
+        if self.failure is not None:
+            raise self.failure
+
     def _order(self, order: Callable[[], None]) -> None:
         self._orders.put(order)
         self._waker.send(b"")
@@ -173,10 +178,17 @@ class Exchange(threading.Thread):
         deadline = time.monotonic() + PARTING_S
         while self.servers and time.monotonic() < deadline:
             self.control.socket.poll(round(POLL_S * 1000))
-            self._receive_control()
+            for received in self.control.turn():
+                if isinstance(received, Received) and isinstance(received.message, Goodbye):
+                    self._say_farewell(received.identity, received.message)
         self._intake.forget()
         if self.servers:
             logger.warning("no goodbye from %s within %g s", sorted(self.servers), PARTING_S)
+
+    def _say_farewell(self, identity: bytes, message: Goodbye) -> None:
+        server_id = self._connections.at(identity)
+        if server_id is not None:
+            self._connections.lose(server_id, f"said goodbye ({message.reason})", expected=message.expected)
 
     def _obey_orders(self) -> None:
         while self._woken.poll(0):
@@ -218,9 +230,10 @@ class Exchange(threading.Thread):
         elif isinstance(message, TicketFailed):
             connections.count_error(message.error_kind)
             logger.warning("ticket %d failed on %s: %s", message.ticket_id, server_id, message.error_message)
-            connections.give_back(message.ticket_id, server_id, f"{message.error_kind}: {message.error_message}")
+            if not self._intake.has(message.ticket_id):
+                connections.give_back(message.ticket_id, server_id, f"{message.error_kind}: {message.error_message}")
         elif isinstance(message, Goodbye):
-            connections.lose(server_id, f"said goodbye ({message.reason})", expected=message.expected)
+            self._say_farewell(self.servers[server_id].identity, message)
         elif isinstance(message, Error):
             self.errors[str(message.code)] += 1
             logger.warning("%s answers %s: %s", server_id, message.code, message.reason)
@@ -255,8 +268,7 @@ def wait_for(
     while True:
         began = time.monotonic()
         with ledger.changed:
-            if exchange.failure is not None:
-                raise exchange.failure
+            exchange.check()
             if satisfied():
                 return
             if left <= 0:

@@ -84,8 +84,12 @@ class Handout:
                 preparation.done.append(item)
 
     def _send_waiting(self) -> None:
-        """Each server gets its share of the waiting tickets in one message, admitted together."""
-        waiting = self._ledger.waiting()
+        """Each server gets its share of the waiting tickets in one message, admitted together.
+
+        Tickets of before a restart wait until the learner has made its steps again and published: a server could only
+        wait for those weights, and would give up.
+        """
+        waiting = [item for item in self._ledger.waiting() if self.admitted is not None or not item.is_training]
         if not waiting:
             return
         servers = self._connections.servers

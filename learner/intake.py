@@ -68,6 +68,10 @@ class Intake:
         reason = f"this run has not issued ticket {ticket_id}"
         self._connections.send(server_id, Error(code=ErrorCode.UNKNOWN_TICKET, reason=reason, ticket_id=ticket_id))
 
+    def has(self, ticket_id: int) -> bool:
+        """Verified in this turn."""
+        return ticket_id in self._arrived
+
     def keep(self) -> None:
         """Only what is durable is acknowledged."""
         if not self._arrived:

@@ -230,7 +230,10 @@ class TicketLedger:
             entry.attempts += 1
             if entry.attempts >= MAX_ATTEMPTS and entry.failed_on.issuperset(servers):
                 row = entry.prepared.ticket.prompt.row_id
-                raise BadStateError(f"ticket {ticket_id} (row {row}) failed {entry.attempts} times: {reason}")
+                raise BadStateError(
+                    f"ticket {ticket_id} (row {row}) failed {entry.attempts} times: {reason}. "
+                    "See the logs of the rollout servers"
+                )
 
     def may_try(self, ticket_id: int, server_id: str, servers: Collection[str]) -> bool:
         """A server that failed at a ticket gets it again only when all `servers` have: one bad server ends no run."""

@@ -35,6 +35,8 @@ from learner.tickets import ReceivedGroup
 logger = logging.getLogger(__name__)
 
 COULD_NOT_START = "the learner could not start"
+LONG_CATCH_UP_S = 60.0
+"""Making steps again for longer than this ends in a checkpoint, whatever trainer.save_freq is."""
 RECONNECTION_S = 4.0
 """After a restart of the learner, servers are back within this time and a heartbeat, with what they still hold."""
 
@@ -86,7 +88,7 @@ class Learner:
         if self.config.learner.max_staleness != "auto":
             return None
         adaptive = AdaptiveStaleness(self.config.learner.adaptive_staleness)
-        if start.state:
+        if start.state and "adaptive_staleness" in start.state.controllers:
             adaptive.restore(start.state.controllers["adaptive_staleness"])
         return adaptive
 
@@ -166,11 +168,15 @@ class Learner:
         if first > last:
             return
         logger.info("making steps %d to %d again, from the journal", first, last)
+        began = time.monotonic()
         while self.progress.step < last:
+            self.exchange.check()
             self._status("catching up", f"step {self.progress.step + 1} of {last} from the journal")
             started = time.monotonic()
             groups = self.ledger.take_again(self.progress.step + 1, self.writer.write)
             self._learn(groups, started, publish=False)
+        if time.monotonic() - began > LONG_CATCH_UP_S:
+            self._save()  # not a second time
 
     def _one_step(self) -> None:
         """Receive, learn, publish, let new tickets out, report."""
@@ -222,7 +228,7 @@ class Learner:
             self.ledger,
             self.ledger.ready,
             timeout_s=self.config.learner.wait_timeout_s,
-            what=self._describe_wait,
+            what=lambda: f"{self._describe_wait()} (learner.wait_timeout_s)",
             progress=lambda: self._status("training", self._describe_wait()),
         )
 
@@ -273,13 +279,14 @@ class Learner:
 
     # --- what stays ---------------------------------------------------------------------------------
 
-    def _settings(self) -> dict[str, float]:
+    def _settings(self) -> dict[str, float | str]:
         """What may not change on resume: which ticket is which, and what the journal's log-probs are of."""
         config = self.config
         return {
             "batch.prompts_per_step": config.batch.prompts_per_step,
             "batch.group_size": config.batch.group_size,
-            "learner.max_staleness": config.largest_staleness,
+            "learner.max_staleness": config.learner.max_staleness,
+            "learner.on_stale": config.learner.on_stale,
             "trainer.seed": config.trainer.seed,
             **{f"rollout.{n}": getattr(config.rollout, n) for n in ("temperature", "top_p", "top_k", "min_p")},
             "training rows": self.writer.num_train_rows,

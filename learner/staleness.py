@@ -36,7 +36,7 @@ def within_bound(item: ReceivedGroup, version: int, on_stale: OnStale) -> Receiv
     if on_stale != "mask":
         raise BadStateError(
             f"ticket {item.ticket.ticket_id} has a token of version {item.oldest_version} at version {version}: over "
-            f"the staleness bound {item.slot.bound}"
+            f"the staleness bound {item.slot.bound}. Admission should have prevented it: please report this run's logs"
         )
     fresh = version - item.group.versions <= item.slot.bound
     return replace(item, group=item.group.model_copy(update={"loss_mask": item.group.loss_mask * fresh}))

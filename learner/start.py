@@ -76,7 +76,10 @@ def refuse_taken(run_path: Path) -> None:
 
 
 def sign_journal(
-    start: StartingPoint, journal: Journal, settings: Mapping[str, float], model: Iterable[tuple[str, torch.Tensor]]
+    start: StartingPoint,
+    journal: Journal,
+    settings: Mapping[str, float | str],
+    model: Iterable[tuple[str, torch.Tensor]],
 ) -> str:
     """The run's id, from the journal or new. Raises UserError unless journal, checkpoint and settings are one run's.
 

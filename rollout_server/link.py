@@ -17,7 +17,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.faults import crash_point
 from protocol.endpoints import host_id
-from protocol.errors import ErrorCode
+from protocol.errors import ErrorCode, ProtocolError
 from protocol.gate import HandshakeRejected
 from protocol.messages import (
     Ack,
@@ -216,7 +216,11 @@ class LearnerLink:
     async def send_group(self, group: Group) -> None:
         crash_point("group.sending")
         self.unacknowledged[group.ticket_id] = SentGroup(group, time.monotonic())
-        await self.send(group)
+        try:
+            await self.send(group)
+        except ProtocolError:
+            del self.unacknowledged[group.ticket_id]  # it can never travel: its ticket fails
+            raise
         crash_point("group.sent")
 
     async def send(self, message: Wire) -> None:

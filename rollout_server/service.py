@@ -180,6 +180,7 @@ class RolloutServer:
             manifest = self._newest
             if manifest is None or manifest.version <= self._loaded_version:
                 continue
+            incarnation = self._incarnation
             try:
                 loaded = await self.receiver.load(manifest)
             except ProtocolError as error:
@@ -191,6 +192,9 @@ class RolloutServer:
                 # No other manifest need come: the learner may wait for groups of this version.
                 logger.warning("%s; trying again", problem)
                 self._manifest_arrived.set()
+                continue
+            if incarnation != self._incarnation:
+                self._manifest_arrived.set()  # the learner has come back meanwhile: its own version is the one
                 continue
             async with self._version_changed:
                 self._loaded_version = loaded.version

@@ -84,9 +84,11 @@ def test_a_run_that_was_killed_and_resumed_equals_the_unbroken_run(
         services[0].wait()
         services[1].terminate()
         services[1].wait(timeout=30)
-        changed = start("learner", file, "--resume", "batch.prompts_per_step=2")
+        changed = start("learner", file, "--resume", "batch.prompts_per_step=2", "learner.on_stale=drop")
         assert changed.wait(timeout=60) == 2
-        assert "batch.prompts_per_step was 4, is 2" in (run / "learner.log").read_text()
+        said = (run / "learner.log").read_text()
+        assert "batch.prompts_per_step was 4, is 2" in said
+        assert "learner.on_stale was wait, is drop" in said
         services = [start("learner", file, "--resume"), start("rollout_server", file)]
         assert [service.wait(timeout=120) for service in services] == [0, 0], logs(run)
     finally:

@@ -57,13 +57,14 @@ def off_policy_diagnostics(learner_logprobs: np.ndarray, behaviour_logprobs: np.
     if learner_logprobs.size == 0:
         return {}
     difference = learner_logprobs.astype(np.float64) - behaviour_logprobs.astype(np.float64)
-    r = np.exp(difference.clip(-LOG_RATIO_BOUND, LOG_RATIO_BOUND))
+    log_ratio = difference.clip(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    r = np.exp(log_ratio)
     quantiles = np.quantile(r, list(QUANTILES.values()))
     return {
         **{f"ratio/{name}": float(value) for name, value in zip(QUANTILES, quantiles, strict=True)},
         "ratio_max": float(r.max()),
         "ess": float(r.sum() ** 2 / (r.size * (r**2).sum())),
         "mismatch_kl_k1": float(-difference.mean()),
-        "mismatch_kl_k3": float((r - 1 - difference).mean()),
+        "mismatch_kl_k3": float((r - 1 - log_ratio).mean()),
         "logprob_diff_max": float(np.abs(difference).max()),
     }

@@ -15,6 +15,8 @@ from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.sampling_rules import sampling_problems
 from asyncrl.config.section import Section
 
+BYTES_PER_TOKEN = 17
+"""Of a group on the wire: id, log-prob, version, version of the cache, mask."""
 Durability = Literal["process", "power"]
 OnStale = Literal["wait", "drop", "mask"]
 
@@ -333,6 +335,13 @@ class RunConfig(Section):
             problems.append(
                 f"batch.prompts_per_step ({self.batch.prompts_per_step}) must be a multiple of "
                 f"algorithm.updates_per_batch ({self.algorithm.updates_per_batch})"
+            )
+        group_mib = self.batch.group_size * self.data.max_response_length * BYTES_PER_TOKEN / 2**20
+        if group_mib > self.network.max_message_mib / 2:
+            problems.append(
+                f"a group may have {group_mib:.0f} MiB (batch.group_size × data.max_response_length × "
+                f"{BYTES_PER_TOKEN} bytes), over half of network.max_message_mib = {self.network.max_message_mib}. "
+                "Raise the latter"
             )
         longest = self.data.max_prompt_length + self.data.max_response_length
         if longest > self.batch.tokens_per_microbatch:
