@@ -105,9 +105,9 @@ class Handout:
             self._send(server_id, chosen, self._ledger.batch_mates(chosen) if alone else [])
 
     def _send(self, server_id: str, chosen: Sequence[PreparedTicket], mates: Sequence[PreparedTicket]) -> None:
-        sent = sorted((*chosen, *mates), key=lambda item: item.ticket.ticket_id)
-        if len(first_that_fit(sent, self._limits)) < len(sent):  # then they were not sent in one message before
-            sent = list(chosen)
+        sent = sorted((*chosen, *mates), key=lambda item: item.ticket.ticket_id) if mates else chosen
+        if mates and len(first_that_fit(sent, self._limits)) < len(sent):  # then they were not in one message before
+            sent = chosen
         blobs = {digest: memoryview(data) for item in sent for digest, data in item.blobs.items()}
         if self._connections.send(server_id, Tickets(tickets=tuple(item.ticket for item in sent), blobs=blobs)):
             self._ledger.assign([item.ticket.ticket_id for item in chosen], server_id)

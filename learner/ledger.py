@@ -102,7 +102,7 @@ class TicketLedger:
         """The newest step that has taken its groups. A learner behind it makes its steps again from the journal."""
         self._counters = Counter(found.counters)
         self._again = list(found.again)
-        self._unfinished = found.waiting + found.buffered
+        self._unfinished, self._arrived_before = found.waiting, found.buffered
         self.lengths = LengthBias(self._counters)
 
     # --- issuing ------------------------------------------------------------------------------
@@ -338,15 +338,12 @@ class TicketLedger:
     def recover(self, write: Callable[[TicketSlot], PreparedTicket], *, withhold_s: float) -> None:
         """Put back what the journal holds: groups into the buffer, tickets out, for servers that still have them."""
         with self.changed:
-            buffered = {slot.ticket_id for slot in self.journal.state().buffered}
             until = time.monotonic() + withhold_s
             for slot in self._unfinished:
-                prepared = write(slot)
-                if slot.ticket_id in buffered:
-                    self._buffer[slot.ticket_id] = ReceivedGroup(prepared, self.journal.group(slot.ticket_id))
-                else:
-                    self._out[slot.ticket_id] = _Outstanding(prepared, withheld_until=until)
-            self._unfinished = ()
+                self._out[slot.ticket_id] = _Outstanding(write(slot), withheld_until=until)
+            for slot in self._arrived_before:
+                self._buffer[slot.ticket_id] = ReceivedGroup(write(slot), self.journal.group(slot.ticket_id))
+            self._unfinished = self._arrived_before = ()
 
     def take_again(self, step: int, write: Callable[[TicketSlot], PreparedTicket]) -> list[ReceivedGroup]:
         """The batch that `step` took before the restart, as it was."""

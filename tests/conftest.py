@@ -8,7 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,17 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def digits_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with sft.parquet, rl.parquet and eval.parquet."""
     return make_digits(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Sums in one order: results repeat."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,30 +23,10 @@ from learner.engines.torch_engine import TorchEngine
 from learner.packing import Completion, TrainGroup, build_micro_batch, plan_micro_batches
 from learner.step import LearnerStep
 from tests.made_up_batch import KeepGradients, made_up_batch
+from tests.published_values import LOSS, MASK, ROW, SYMMETRIC, VECTORS, close, flat
 
-VECTORS = json.loads((Path(__file__).parent / "vectors.json").read_text())
-LOSS = VECTORS["loss_inputs"]
-MASK = torch.tensor(LOSS["mask"]).bool()
-ROW = torch.arange(2)[:, None].expand(2, 4)[MASK]
+pytestmark = pytest.mark.usefixtures("one_thread")
 GRPO = AlgorithmConfig()
-SYMMETRIC = AlgorithmConfig(clip_ratio_high=0.2, clip_ratio_c=1e9)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def flat(rows: list[list[float]]) -> torch.Tensor:
-    """The unmasked tokens of a padded [2, 4]."""
-    return torch.tensor(rows)[MASK]
-
-
-def close(got: torch.Tensor, expected: Any, tolerance: float = 2e-6) -> None:
-    torch.testing.assert_close(got, torch.as_tensor(expected), atol=tolerance, rtol=tolerance)
 
 
 # --- advantages ------------------------------------------------------------------------------------

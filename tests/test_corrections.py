@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,35 +18,16 @@ from asyncrl.algorithms.proximal import approximate
 from asyncrl.algorithms.ratios import geometric_ratio, log_ratio, ratio, sequence_ratio
 from asyncrl.algorithms.tokens import PolicyTokens
 from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig
+from tests.published_values import LOSS, MASK, ROW, SYMMETRIC, VECTORS, close, flat
 
-VECTORS = json.loads((Path(__file__).parent / "vectors.json").read_text())
-LOSS, GIVEN = VECTORS["loss_inputs"], VECTORS["is_inputs"]
-MASK = torch.tensor(LOSS["mask"]).bool()
-ROW = torch.arange(2)[:, None].expand(2, 4)[MASK]
-SYMMETRIC = AlgorithmConfig(clip_ratio_high=0.2, clip_ratio_c=1e9)
+pytestmark = pytest.mark.usefixtures("one_thread")
+GIVEN = VECTORS["is_inputs"]
 KINDS = ("none", "token_tis", "sequence_tis", "geometric_tis", "token_mis", "sequence_mis", "geometric_mis", "icepop")
 MASKS = ("sequence", "geometric", "veto", "dppo_tv", "m2po", "opsm")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def flat(rows: list[list[float]]) -> torch.Tensor:
-    """The unmasked tokens of a padded [2, 4]."""
-    return torch.tensor(rows)[MASK]
-
-
 def per_row(values: list[Any]) -> torch.Tensor:
     return torch.tensor(values)[ROW]
-
-
-def close(got: torch.Tensor, expected: Any, tolerance: float = 2e-6) -> None:
-    torch.testing.assert_close(got, torch.as_tensor(expected), atol=tolerance, rtol=tolerance)
 
 
 def off_policy(

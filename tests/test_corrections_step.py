@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from learner.packing import MicroBatch, plan_micro_batches
 from learner.step import LearnerStep
 from tests.made_up_batch import KeepGradients, made_up_batch
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 KINDS = ("none", "token_tis", "sequence_tis", "geometric_tis", "token_mis", "sequence_mis", "geometric_mis", "icepop")
 MASKS = ("sequence", "geometric", "veto", "dppo_tv", "m2po", "opsm")
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -42,14 +43,6 @@ WIDE: dict[str, dict[str, float]] = {
     "dppo_tv": {"lower": 1e-4, "upper": 1e-4},
 }
 """Bounds that keep some of the made-up tokens and drop others."""
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def widened(algorithm: dict[str, Any]) -> dict[str, Any]:
