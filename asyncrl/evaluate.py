@@ -14,7 +14,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from asyncrl.config.schema import ModelConfig, RunConfig
+from asyncrl.config.model import ModelConfig
+from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_validation
 from asyncrl.data.images import decode_image
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from asyncrl.config.schema import AdaptiveStalenessConfig
+from asyncrl.config.learner import AdaptiveStalenessConfig
 
 
 class AdaptiveStaleness:

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from asyncrl.config.schema import OnStale
+from asyncrl.config.learner import OnStale
 from asyncrl.errors import BadStateError
 from asyncrl.faults import crash_point
 from learner.journal import Journal, TicketSlot

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from asyncrl.config.schema import OnStale
+from asyncrl.config.learner import OnStale
 from asyncrl.errors import BadStateError
 from learner.tickets import ReceivedGroup
 

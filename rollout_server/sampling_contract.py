@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from asyncrl.config.schema import RolloutConfig
+from asyncrl.config.rollout import RolloutConfig
 from asyncrl.errors import UserError
 from protocol.messages import Ticket, TicketKind
 

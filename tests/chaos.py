@@ -29,8 +29,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
+from asyncrl.config.learner import OnStale
 from asyncrl.config.load import dump_config
-from asyncrl.config.schema import OnStale, RunConfig
+from asyncrl.config.schema import RunConfig
 from asyncrl.faults import VARIABLE
 from learner.journal import JOURNAL_FILE, Journal
 from tests.tiny import ROOT, make_digits, make_tiny_model

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from asyncrl.config.learner import AdaptiveStalenessConfig, LearnerConfig
 from asyncrl.config.load import load_config
-from asyncrl.config.schema import AdaptiveStalenessConfig, LearnerConfig, RunConfig
+from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from learner.adaptive_staleness import AdaptiveStaleness
 

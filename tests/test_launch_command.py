@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.cli import main
-from asyncrl.config.schema import RolloutConfig, RunConfig
+from asyncrl.config.rollout import RolloutConfig
+from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.launch.processes import JOURNAL_FILE, learner_service, server_services
 from asyncrl.launch.train import check_run_dir, resolve_ports, write_config

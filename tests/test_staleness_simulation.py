@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import learner.ledger
-from asyncrl.config.schema import OnStale
+from asyncrl.config.learner import OnStale
 from benchmarks.staleness.simulation import simulate
 from benchmarks.staleness.sockets import run_over_sockets
 from benchmarks.staleness.virtual_time import NothingToWaitFor, run_in_virtual_time

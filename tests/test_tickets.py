@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.config.schema import OnStale
+from asyncrl.config.learner import OnStale
 from asyncrl.errors import BadStateError
 from asyncrl.models.prompt_facts import PromptFacts
 from learner.journal import Journal, TicketSlot

@@ -9,27 +9,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.learner import LearnerConfig, OptimConfig
+from asyncrl.config.model import ModelConfig
+from asyncrl.config.rollout import RolloutConfig
 from asyncrl.config.sampling_rules import sampling_problems
 from asyncrl.config.section import Section
 
 BYTES_PER_TOKEN = 17
 """Of a group on the wire: id, log-prob, version, version of the cache, mask."""
 Durability = Literal["process", "power"]
-OnStale = Literal["wait", "drop", "mask"]
-
-
-class ModelConfig(Section):
-    path: str
-    """Hugging Face folder with model, tokenizer and processor."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights on both sides and on the wire."""
-    freeze_vision_tower: bool = True
-    """Leave the vision tower (not the connector) out of training."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with the model folder."""
 
 
 class DataConfig(Section):
@@ -74,107 +65,6 @@ class BatchConfig(Section):
     """Completions sampled per prompt."""
     tokens_per_microbatch: int = Field(default=8192, gt=0)
     """Most packed tokens in one forward and backward pass; changes memory, never the result."""
-
-
-class OptimConfig(Section):
-    lr: float = Field(default=1e-6, gt=0)
-    """Peak learning rate of AdamW."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Decay rates of AdamW's two moment estimates."""
-    weight_decay: float = Field(default=0.01, ge=0)
-    """Decoupled weight decay of AdamW."""
-    lr_warmup_steps: int = Field(default=0, ge=0)
-    """Optimiser steps of linear warm-up from 0."""
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the learning rate after warm-up."""
-    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Where linear and cosine end, as a fraction of lr."""
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    """Clip the global gradient norm to this."""
-
-
-class AdaptiveStalenessConfig(Section):
-    """How `learner.max_staleness: auto` moves the bound, from what each step measures of its raw token ratios."""
-
-    min: int = Field(default=1, ge=0)
-    """Smallest bound, and the one to start from."""
-    max: int = Field(default=8, gt=0)
-    """Largest bound."""
-    ess_low: float = Field(default=0.9, gt=0, lt=1)
-    """Effective sample size below which a step speaks for a smaller bound."""
-    ess_high: float = Field(default=0.97, gt=0, lt=1)
-    """Effective sample size above which, with a mismatch KL below kl_low, a step speaks for a larger bound."""
-    kl_low: float = Field(default=0.01, gt=0)
-    """In nats per token, see ess_high."""
-    kl_high: float = Field(default=0.04, gt=0)
-    """Mismatch KL (k3, nats per token) above which a step speaks for a smaller bound."""
-    patience: int = Field(default=3, gt=0)
-    """Steps in a row that must agree before the bound moves by one."""
-
-    @model_validator(mode="after")
-    def _ordered(self) -> AdaptiveStalenessConfig:
-        for low, high in (("min", "max"), ("ess_low", "ess_high"), ("kl_low", "kl_high")):
-            if not getattr(self, low) < getattr(self, high):
-                raise ValueError(
-                    f"learner.adaptive_staleness.{low} ({getattr(self, low)}) must be below "
-                    f"learner.adaptive_staleness.{high} ({getattr(self, high)})"
-                )
-        return self
-
-
-class LearnerConfig(Section):
-    max_staleness: int | Literal["auto"] = 2
-    """Oldest policy version a trained token may come from, in versions behind the learner's. 0 = exactly on-policy;
-    auto = moved by learner.adaptive_staleness."""
-    adaptive_staleness: AdaptiveStalenessConfig = AdaptiveStalenessConfig()
-    on_stale: OnStale = "wait"
-    """When a group is not there before it gets older than max_staleness: `wait` for it, go on and `drop` it (its
-    prompt is issued again), or go on and `mask` its old tokens. The last two favour short completions (length_bias)."""
-    engine: Literal["torch"] = "torch"
-    """Training engine."""
-    device: str = "auto"
-    """`auto`, `cpu`, `cuda`, `cuda:1`, ..."""
-    cpu_threads: int = Field(default=0, ge=0)
-    """Torch threads; 0 means half of the cores when the servers share the machine."""
-    optim: OptimConfig = OptimConfig()
-    wait_timeout_s: float = Field(default=600.0, gt=0)
-    """Longest wait for the groups of one step before the run stops with a reason."""
-
-    @field_validator("max_staleness", mode="before")
-    @classmethod
-    def _bound_or_auto(cls, value: Any) -> Any:
-        if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
-            return value
-        raise ValueError(f"learner.max_staleness is {value!r}: expected a whole number >= 0, or auto")
-
-
-class RolloutConfig(Section):
-    servers: int = Field(default=1, gt=0)
-    """Rollout servers that `asyncrl train` starts on this machine; others may join from elsewhere at any time."""
-    engine: Literal["hf", "scripted"] = "hf"
-    """Inference engine: `hf` (transformers, CPU or GPU) or `scripted` (tests)."""
-    temperature: float = Field(default=1.0, gt=0)
-    """Of training samples; log-probs are of this distribution."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    """Sample training completions from the most probable tokens of this mass; 1 is off."""
-    top_k: int = Field(default=0, ge=0)
-    """Sample training completions from so many most probable tokens; 0 is off."""
-    min_p: float = Field(default=0.0, ge=0, le=1)
-    """Leave out tokens below this fraction of the most probable one's probability; 0 is off."""
-    logprobs: Literal["processed", "raw"] = "processed"
-    """What the engine returns: of the distribution it samples from; `raw`: before temperature and truncation."""
-    max_concurrent_sequences: int = Field(default=256, gt=0)
-    """Completions decoded together; more of them wait for their turn."""
-    device: str = "auto"
-    """`auto`, `cpu`, `cuda`, `cuda:1`, ..."""
-    cpu_threads: int = Field(default=0, ge=0)
-    """Torch threads; 0 means half of the cores when the learner shares the machine."""
-    weight_update: Literal["recompute", "keep", "drain"] = "recompute"
-    """New weights under running sequences: `recompute` their KV cache, `keep` the old one, or `drain` them first."""
-    weights_channel: Literal["auto", "shm", "zmq"] = "auto"
-    """How weights arrive; auto takes shm on the learner's host and zmq elsewhere."""
-    engine_args: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the engine as they are."""
 
 
 class RewardFunctionConfig(Section):
@@ -242,6 +132,8 @@ class SftConfig(Section):
 
 
 class TrainerConfig(Section):
+    mode: Literal["async", "sync"] = "async"
+    """`sync`: learner and rollout server take turns on one device, at staleness 0 (`asyncrl sync`)."""
     max_steps: int = Field(default=0, ge=0)
     """Learner steps; 0 means total_epochs over the training rows."""
     total_epochs: int = Field(default=1, gt=0)
@@ -258,6 +150,22 @@ class TrainerConfig(Section):
     """Decides data order, sampling and initial states."""
     samples_per_step: int = Field(default=2, ge=0)
     """Groups of each step written to samples.jsonl with their images."""
+
+
+class AlignmentConfig(Section):
+    """Every rollout server that joins samples a few rows first; the learner computes their log-probs again."""
+
+    rows: int = Field(default=2, ge=0)
+    """Training rows for each server, with their images; 0 turns the check off."""
+    max_logprob_difference: float = Field(default=0.0, ge=0)
+    """Largest difference of one token that is accepted, in nats; 0 means 0.001 for float32 and 0.2 for bfloat16."""
+
+
+class GpuMemoryConfig(Section):
+    """A plan of the device's memory for both halves of a sync run, checked before anything is loaded."""
+
+    budget_gib: float = Field(default=0.0, ge=0)
+    """Of one device; 0 means no plan."""
 
 
 class NetworkConfig(Section):
@@ -319,6 +227,8 @@ class RunConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     sft: SftConfig = SftConfig()
     trainer: TrainerConfig = TrainerConfig()
+    alignment: AlignmentConfig = AlignmentConfig()
+    gpu_memory: GpuMemoryConfig = GpuMemoryConfig()
     network: NetworkConfig = NetworkConfig()
     launch: LaunchConfig = LaunchConfig()
     telemetry: TelemetryConfig = TelemetryConfig()

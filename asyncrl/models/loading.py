@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from asyncrl.config.schema import ModelConfig
+from asyncrl.config.model import ModelConfig
 from asyncrl.errors import UserError
 
 VISION_TOWER_NAMES = ("visual", "vision_tower", "vision_model")

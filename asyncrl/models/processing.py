@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncrl.config.schema import ModelConfig
+from asyncrl.config.model import ModelConfig
 from asyncrl.data.images import decode_image
 from asyncrl.errors import UserError
 from asyncrl.models import torchvision_cpu

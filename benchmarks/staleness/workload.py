@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.config.schema import OnStale, RunConfig
+from asyncrl.config.learner import OnStale
+from asyncrl.config.schema import RunConfig
 from asyncrl.models.loading import fingerprint_of
 from asyncrl.models.processing import EncodedPrompt
 from asyncrl.models.prompt_facts import PromptFacts
