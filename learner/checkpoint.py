@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.faults import crash_point
 from asyncrl.models.export import export_model
 from asyncrl.telemetry.failure import is_disk_full
 from learner.checkpoint_files import check_files, write_checksums
 from learner.engines.base import TrainEngine
+from protocol.faults import crash_point
 
 MODEL_FOLDER = "model"
 STATE_FILE = "state.json"

@@ -11,7 +11,6 @@ from math import nan
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.faults import crash_point
 from asyncrl.models.export import export_model
 from asyncrl.models.loading import architecture_fingerprint, stop_token_ids
 from asyncrl.models.processing import PromptProcessor
@@ -31,6 +30,7 @@ from learner.start import StartingPoint, begin_journal, find_start, forget_run, 
 from learner.step import LearnerStep
 from learner.ticket_writer import TicketWriter
 from learner.tickets import ReceivedGroup
+from protocol.faults import crash_point
 
 logger = logging.getLogger(__name__)
 
@@ -289,7 +289,10 @@ class Learner:
             "learner.on_stale": config.learner.on_stale,
             "trainer.seed": config.trainer.seed,
             **{f"rollout.{n}": getattr(config.rollout, n) for n in ("temperature", "top_p", "top_k", "min_p")},
-            "training rows": self.writer.num_train_rows,
+            "data.shuffle": config.data.shuffle,
+            "number of training rows": self.writer.num_train_rows,
+            "fingerprint of the training rows": self.writer.data_fingerprint(),
+            "fingerprint of processor and chat template": self.processor.fingerprint,
         }
 
     def _journal_is_full(self) -> bool:

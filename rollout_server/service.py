@@ -10,11 +10,11 @@ import psutil
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
-from asyncrl.faults import crash_point
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.telemetry.metrics import MetricSet
 from protocol.errors import ErrorCode, ProtocolError
+from protocol.faults import crash_point
 from protocol.messages import (
     Goodbye,
     ServerHeartbeat,
