@@ -69,6 +69,10 @@ def check_inputs(config: RunConfig, purpose: Purpose = "rl") -> None:
     """Mistakes that need no model to be found, so that they leave no run directory behind."""
     if not (Path(config.model.path) / "config.json").is_file():
         raise UserError(f"model.path is {config.model.path!r}, which is no Hugging Face model folder (no config.json)")
+    if config.model.lora.rank:
+        from asyncrl.models.adapter_targets import resolve_adapter
+
+        resolve_adapter(config.model)
     check_rewards(config.reward)
     open_train(config.data, purpose)
     if purpose == "rl":

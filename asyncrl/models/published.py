@@ -1,21 +1,33 @@
-"""What travels as weights: every parameter and persistent buffer once, under its Hugging Face name."""
+"""What travels as weights: a model's adapter where it has one, else every parameter and persistent buffer once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
 
+_ADAPTER_TENSOR = re.compile(r"(.*\.lora_[AB])\.[^.]+(\.weight)")
+"""PEFT's name of an adapter's tensor in a model: the adapter's name stands in its middle."""
+
 
 def published_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and tensors in a stable order; of tied weights only the first name."""
+    """Names and tensors in a stable order; of tied weights only the first name.
+
+    An adapter's tensors have the names of PEFT's files, which leave the adapter's own name out.
+    """
     seen: set[int] = set()
+    whole: list[tuple[str, torch.Tensor]] = []
+    adapter: list[tuple[str, torch.Tensor]] = []
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) in seen:
             continue
         seen.add(id(tensor))
-        yield name, tensor.detach()
+        whole.append((name, tensor.detach()))
+        if match := _ADAPTER_TENSOR.fullmatch(name):
+            adapter.append((f"base_model.model.{match[1]}{match[2]}", tensor.detach()))
+    yield from adapter or whole
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
@@ -35,11 +47,20 @@ def load_published(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]
     given: set[str] = set()
     with torch.no_grad():
         for name, tensor in tensors:
-            if name not in own or own[name].shape != tensor.shape or own[name].dtype != tensor.dtype:
-                have = f"{own[name].dtype}{tuple(own[name].shape)}" if name in own else "no such tensor"
-                raise ValueError(f"published {name} is {tensor.dtype}{tuple(tensor.shape)}, the model has {have}")
+            check_fits(own, name, tensor)
             own[name].copy_(tensor)
             given.add(name)
-    missing = own.keys() - given
+    check_complete(own, given)
+
+
+def check_fits(own: Mapping[str, torch.Tensor], name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError unless the model has such a tensor."""
+    if name not in own or own[name].shape != tensor.shape or own[name].dtype != tensor.dtype:
+        have = f"{own[name].dtype}{tuple(own[name].shape)}" if name in own else "no such tensor"
+        raise ValueError(f"published {name} is {tensor.dtype}{tuple(tensor.shape)}, the model has {have}")
+
+
+def check_complete(own: Mapping[str, torch.Tensor], given: Collection[str]) -> None:
+    missing = own.keys() - set(given)
     if missing:
         raise ValueError(f"{len(missing)} tensors were not published, such as {sorted(missing)[:3]}")
