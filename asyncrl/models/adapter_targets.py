@@ -53,7 +53,7 @@ def _check(wanted: str, found: Collection[str], allowed: Collection[str], layers
     """Every name of the user's must choose some layer: a misspelt one among good ones would go unnoticed."""
     if not found:
         near = difflib.get_close_matches(wanted, sorted({n.rpartition(".")[2] for n in layers}), n=3, cutoff=0.5)
-        fix = f"Did you mean [{', '.join(near)}]?" if near else f"There are {_ends_of(layers)}"
+        fix = f"Did you mean [{', '.join(near)}]?" if near else f"There are {_ends_of(allowed)}"
         raise UserError(f"model.lora.target_modules: {wanted!r} fits no linear layer (an adapter needs one). {fix}")
     if not any(name in allowed for name in found):
         raise UserError(

@@ -18,13 +18,15 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.errors import UserError
 from asyncrl.models.base_weights import base_fingerprint
 from asyncrl.models.loading import ADAPTER_CONFIG, load_model
-from asyncrl.models.published import check_complete, check_fits, published_tensors, tensor_bytes
+from asyncrl.models.published import tensor_bytes
 from protocol.messages import AdapterSpec
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 BASE_KEY = "base_fingerprint"
 """In the metadata of ADAPTER_WEIGHTS."""
-FIRST_NAME = "initial"
+SLOT = "policy"
+"""PEFT's name of the one adapter in a model. Its tensors change with the version; engines that know adapters by name
+get a name of its own for each version, see `adapter_name`."""
 
 
 def add_adapter(model: Any, spec: AdapterSpec, *, seed: int = 0) -> Any:
@@ -35,45 +37,15 @@ def add_adapter(model: Any, spec: AdapterSpec, *, seed: int = 0) -> Any:
     peft = _peft()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return peft.get_peft_model(model, _lora_config(spec), adapter_name=FIRST_NAME, autocast_adapter_dtype=True)
+        return peft.get_peft_model(model, _lora_config(spec), adapter_name=SLOT, autocast_adapter_dtype=True)
 
 
-class AdapterVersions:
-    """The published versions of an adapter on a model that samples: one is in use, and none is ever overwritten."""
-
-    def __init__(self, model: Any, spec: AdapterSpec):
-        self._spec = spec
-        self._handle = add_adapter(model, spec)
-        self._model = model
-        self.name = FIRST_NAME
-        """Of the adapter that samples now."""
-        model.requires_grad_(False)
-
-    def take(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Use these tensors from now on, under a name of their own.
-
-        Raises ValueError if names or shapes differ from the adapter's; the adapter before is then still in use.
-        """
-        own, new = dict(published_tensors(self._model)), {}
-        for name, tensor in tensors:
-            check_fits(own, name, tensor)
-            new[name] = tensor.clone()
-        check_complete(own, new.keys())
-        name = adapter_name(version, new)
-        if name == self.name:
-            return
-        self._handle.add_adapter(name, _lora_config(self._spec), low_cpu_mem_usage=True)
-        _peft().set_peft_model_state_dict(self._handle, new, adapter_name=name, low_cpu_mem_usage=True)
-        self._handle.base_model.set_adapter(name, inference_mode=True)
-        self._handle.delete_adapter(self.name)
-        self.name = name
-
-
-def adapter_name(version: int, tensors: dict[str, torch.Tensor]) -> str:
-    """`v7-1f2e3d4c`: what has the same name is the same adapter, also when a learner that came back makes version 7
-    again and not to the bit."""
+def adapter_name(version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """`v7-1f2e3d4c`, for engines that keep adapters by name: no two adapters have one, even if a learner that came back
+    makes version 7 again and not to the bit."""
     hashed = xxhash.xxh3_64()
-    for tensor in tensors.values():
+    for name, tensor in tensors:
+        hashed.update(name.encode())
         hashed.update(tensor_bytes(tensor))
     return f"v{version}-{hashed.hexdigest()[:8]}"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -47,20 +47,11 @@ def load_published(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]
     given: set[str] = set()
     with torch.no_grad():
         for name, tensor in tensors:
-            check_fits(own, name, tensor)
+            if name not in own or own[name].shape != tensor.shape or own[name].dtype != tensor.dtype:
+                have = f"{own[name].dtype}{tuple(own[name].shape)}" if name in own else "no such tensor"
+                raise ValueError(f"published {name} is {tensor.dtype}{tuple(tensor.shape)}, the model has {have}")
             own[name].copy_(tensor)
             given.add(name)
-    check_complete(own, given)
-
-
-def check_fits(own: Mapping[str, torch.Tensor], name: str, tensor: torch.Tensor) -> None:
-    """Raises ValueError unless the model has such a tensor."""
-    if name not in own or own[name].shape != tensor.shape or own[name].dtype != tensor.dtype:
-        have = f"{own[name].dtype}{tuple(own[name].shape)}" if name in own else "no such tensor"
-        raise ValueError(f"published {name} is {tensor.dtype}{tuple(tensor.shape)}, the model has {have}")
-
-
-def check_complete(own: Mapping[str, torch.Tensor], given: Collection[str]) -> None:
-    missing = own.keys() - set(given)
+    missing = own.keys() - given
     if missing:
         raise ValueError(f"{len(missing)} tensors were not published, such as {sorted(missing)[:3]}")

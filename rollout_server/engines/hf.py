@@ -18,7 +18,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.models.adapter_targets import resolve_adapter
 from asyncrl.models.loading import architecture_fingerprint, load_model, resolve_device
-from asyncrl.models.lora import AdapterVersions
+from asyncrl.models.lora import add_adapter
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import load_published
 from rollout_server.engines.base import Completion, EngineUsage, GenerationRequest
@@ -41,8 +41,6 @@ class HFEngine:
         self._placeholder_ids = processor.placeholder_ids
         self._device = resolve_device(config.rollout.device)
         self._adapter = resolve_adapter(config.model)
-        self._versions: AdapterVersions | None = None
-        """Where only adapters are published."""
         self._loop: DecodeLoop | None = None
 
     # --- life cycle -------------------------------------------------------------------------
@@ -57,7 +55,8 @@ class HFEngine:
     def _load(self) -> None:
         self._model: Any = load_model(self._config.model, device=self._device).eval().requires_grad_(False)
         if self._adapter is not None:
-            self._versions = AdapterVersions(self._model, self._adapter)
+            add_adapter(self._model, self._adapter)
+            self._model.requires_grad_(False)
         self._fingerprint = architecture_fingerprint(self._model, self._adapter)
 
     async def close(self) -> None:
@@ -136,10 +135,7 @@ class HFEngine:
         decoding = self._decoding
         started, running = time.monotonic(), bool(decoding.batch.rows)
         try:
-            if self._versions is not None:
-                self._versions.take(version, tensors)
-            else:
-                load_published(self._model, tensors)
+            load_published(self._model, tensors)
         except Exception as error:
             decoding.fail_running(error, for_good=True)  # the model may hold tensors of two versions
             raise
