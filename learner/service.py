@@ -208,8 +208,9 @@ class Learner:
         self.progress.step += 1
         self.progress.version += 1
         self.ledger.advance(self.progress.version)
+        published_bytes = 0
         if publish:
-            self._publish()
+            published_bytes = self._publish()
             self._admit_unless_evaluating()
         published = time.monotonic()
         step_s = published - started
@@ -218,6 +219,7 @@ class Learner:
             "wait_s": waited - started,
             "learn_s": learned - waited,
             "publish_s": published - learned,
+            "publish_bytes": float(published_bytes),
             "idle/learner": (waited - started) / step_s,
             "tokens_per_s/learner": values["tokens"] / step_s,
         }
@@ -263,10 +265,12 @@ class Learner:
             what=lambda: f"a rollout server at {self.config.control_endpoint} (network.start_timeout_s)",
         )
 
-    def _publish(self) -> None:
+    def _publish(self) -> int:
+        """Bytes of the version."""
         manifest = publish(self.publication, self.engine, self.progress.version)
         self.exchange.announce(manifest)
         self.reporter.published(manifest)
+        return manifest.total_bytes
 
     # --- tickets and evaluation -------------------------------------------------------------------
 

@@ -1,6 +1,8 @@
 """Run in a process of its own: sample from vLLM with adapters from PEFT folders.
 
-    python -m tests.vllm_lora MODEL PROMPTS.json FOLDER ... > LOG; writes PROMPTS.json's "out"
+    python -m tests.vllm_lora MODEL PROMPTS.json FOLDER ...
+
+What was sampled from each folder's adapter goes to the file that PROMPTS.json names as `out`.
 
 vLLM wants its switches in the environment before it is imported, and keeps a process for itself.
 """
@@ -11,6 +13,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 os.environ |= {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -49,28 +52,21 @@ def main(model: str, prompts_file: str, *folders: str) -> None:
         ignore_eos=True,
         logit_bias={int(token): -100.0 for token in given["banned"]},
     )
-    inputs = [
-        {
-            "prompt": p["text"],
-            **({"multi_modal_data": {"image": [Image.open(f) for f in p["images"]]}} if p["images"] else {}),
-        }
-        for p in given["prompts"]
-    ]
+    inputs = []
+    for one in given["prompts"]:
+        images = {"multi_modal_data": {"image": [Image.open(file) for file in one["images"]]}} if one["images"] else {}
+        inputs.append({"prompt": one["text"], **images})
     results = []
     for number, folder in enumerate(folders, 1):
         adapter = LoRARequest(Path(folder).name, number, folder)
         done = engine.generate(inputs, sampling, lora_request=adapter, use_tqdm=False)
-        results.append(
-            [
-                {
-                    "prompt": list(o.prompt_token_ids or ()),
-                    "tokens": list(o.outputs[0].token_ids),
-                    "logprobs": [at[t].logprob for at, t in zip(o.outputs[0].logprobs or (), o.outputs[0].token_ids)],
-                }
-                for o in done
-            ]
-        )
+        results.append([_as_dict(o.prompt_token_ids, o.outputs[0]) for o in done])
     Path(given["out"]).write_text(json.dumps(results))
+
+
+def _as_dict(prompt: Any, output: Any) -> dict[str, Any]:
+    chosen = [at[token].logprob for at, token in zip(output.logprobs, output.token_ids, strict=True)]
+    return {"prompt": list(prompt), "tokens": list(output.token_ids), "logprobs": chosen}
 
 
 if __name__ == "__main__":
