@@ -15,15 +15,18 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.evaluate import evaluate
+from asyncrl.models.adapter_targets import resolve_adapter
 from asyncrl.models.base_weights import base_fingerprint
 from asyncrl.models.loading import load_model
 from asyncrl.models.lora import is_adapter_folder
 from asyncrl.models.published import published_tensors
 from learner.checkpoint import newest_checkpoint
+from learner.engines import create_engine
 from learner.publication import publish
 from learner.service import Learner
 from protocol.weights import Publication
 from tests.adapters import CPU, MakeConfig, Weights, lora_config, spec_of
+from tests.conftest import DIGITS, run_script
 from tests.test_end_to_end import lines, logs
 from tests.test_resume import assert_same_run, resume_config, run_killed
 from tests.two_processes import run_both, start, with_ports, write_config
@@ -38,21 +41,14 @@ def adapted(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"model": model})
 
 
-def test_a_published_adapter_is_a_small_part_of_a_published_model(make_config: MakeConfig, tmp_path: Path) -> None:
-    """Of the tiny model a fifth already; benchmarks/adapter_publication.py has the demo model."""
-    from learner.engines import create_engine
-
-    sizes = []
-    for config in (make_config(), lora_config(make_config, {"rank": 1})):
+def test_a_manifest_says_that_it_is_an_adapter_and_which(make_config: MakeConfig, tmp_path: Path) -> None:
+    for config in (make_config(), lora_config(make_config)):
         engine = create_engine(config, config.learner.optim, 1)
         engine.prepare()
         with Publication("run", tmp_path) as publication:
             manifest = publish(publication, engine, 0)
-        assert manifest.adapter == engine.adapter
-        sizes.append(manifest.total_bytes)
-    assert manifest.adapter == spec_of(config)
-    assert all(".lora_" in tensor.name for tensor in manifest.tensors)
-    assert sizes[1] * 5 < sizes[0]
+        assert manifest.adapter == engine.adapter == resolve_adapter(config.model)
+        assert all(".lora_" in tensor.name for tensor in manifest.tensors) == (manifest.adapter is not None)
 
 
 @pytest.mark.slow
@@ -206,3 +202,16 @@ def test_the_recipe_is_valid() -> None:
     assert config.model.lora.rank > 0
     assert config.data == full.data
     assert yaml.safe_load(file.read_text())["run_dir"] != full.run_dir
+
+
+def test_the_recipes_adapter_is_twenty_times_smaller_than_the_demo_model(tmp_path: Path) -> None:
+    run_script(DIGITS / "make_model.py", "--out", str(tmp_path / "demo"))
+    recipe = Path(__file__).parent.parent / "configs" / "digits_grpo_lora.yaml"
+    sizes = []
+    for overrides in ([], ["model.lora.rank=0", "algorithm.kl_loss_coef=0"]):
+        config = load_config(recipe, [f"model.path={tmp_path / 'demo'}", *overrides])
+        engine = create_engine(config, config.learner.optim, 1)
+        engine.prepare()
+        with Publication("run", tmp_path) as publication:
+            sizes.append(publish(publication, engine, 0).total_bytes)
+    assert sizes[0] * 20 <= sizes[1], sizes
