@@ -19,13 +19,13 @@ from typing import Any
 import torch
 
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.faults import crash_point
 from asyncrl.models.export import ADAPTER_FOLDER, MODEL_FOLDER, export_model
 from asyncrl.models.lora import read_adapter, write_adapter_folder
 from asyncrl.models.published import load_published
 from asyncrl.telemetry.failure import is_disk_full
 from learner.checkpoint_files import check_files, write_checksums
 from learner.engines.base import TrainEngine
+from protocol.faults import crash_point
 from protocol.messages import AdapterSpec
 
 STATE_FILE = "state.json"

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from asyncrl.faults import crash_point
 from learner.connections import Connections
 from learner.journal import TicketSlot
 from learner.ledger import TicketLedger
@@ -15,6 +14,7 @@ from learner.sharing import share_tickets
 from learner.ticket_size import check_ticket_size, first_that_fit
 from learner.tickets import PreparedTicket
 from protocol.codec import Limits
+from protocol.faults import crash_point
 from protocol.messages import Tickets
 
 SLICE_S = 0.2

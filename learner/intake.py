@@ -6,7 +6,6 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from asyncrl.faults import crash_point
 from learner.connections import Connections
 from learner.ledger import TicketLedger
 from learner.ports import LearnerPorts
@@ -14,6 +13,7 @@ from learner.ticket_writer import EVALUATION_IDS
 from learner.tickets import ReceivedGroup
 from protocol.codec import Frame
 from protocol.errors import ErrorCode, ProtocolError
+from protocol.faults import crash_point
 from protocol.messages import Ack, Error, Group
 
 logger = logging.getLogger(__name__)

@@ -18,6 +18,7 @@ deadlines. What happens to a ticket whose group is not there in time is `on_stal
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter
@@ -26,12 +27,16 @@ from dataclasses import dataclass, field
 
 from asyncrl.config.learner import OnStale
 from asyncrl.errors import BadStateError
-from asyncrl.faults import crash_point
 from learner.journal import Journal, TicketSlot
 from learner.length_bias import LengthBias
 from learner.staleness import crowded_deadline, has_fresh_tokens, within_bound
 from learner.tickets import PreparedTicket, ReceivedGroup
+from learner.verification import check_journaled
 from protocol.codec import encode
+from protocol.faults import crash_point
+from protocol.messages import Group
+
+logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
 """Failures of one ticket after which the run stops with the last reason."""
@@ -298,6 +303,7 @@ class TicketLedger:
         stale = [item for item in self._buffer.values() if not has_fresh_tokens(item, self._version, all_of_them=whole)]
         if not stale:
             return
+        logger.debug("dropping tickets %s, whose groups are too old", [item.slot.ticket_id for item in stale])
         with self.journal.transaction():
             self.journal.drop_tickets([item.slot for item in stale])
             self._count(dropped_stale=len(stale), **self.lengths.dropped(stale))
@@ -336,17 +342,20 @@ class TicketLedger:
     # --- after a restart --------------------------------------------------------------------------
 
     def recover(self, write: Callable[[TicketSlot], PreparedTicket], *, withhold_s: float) -> None:
-        """Put back what the journal holds: groups into the buffer, tickets out, for servers that still have them."""
+        """Put back what the journal holds: groups into the buffer, tickets out, for servers that still have them.
+
+        Raises UserError if a journaled group is of another prompt than its ticket has now.
+        """
         with self.changed:
             until = time.monotonic() + withhold_s
             for slot in self._unfinished:
                 self._out[slot.ticket_id] = _Outstanding(write(slot), withheld_until=until)
             for slot in self._arrived_before:
-                self._buffer[slot.ticket_id] = ReceivedGroup(write(slot), self.journal.group(slot.ticket_id))
+                self._buffer[slot.ticket_id] = _as_journaled(write(slot), self.journal.group(slot.ticket_id))
             self._unfinished = self._arrived_before = ()
 
     def take_again(self, step: int, write: Callable[[TicketSlot], PreparedTicket]) -> list[ReceivedGroup]:
-        """The batch that `step` took before the restart, as it was."""
+        """The batch that `step` took before the restart, as it was. Raises as `recover` does."""
         with self.changed:
             slots = self.journal.consumed(step)
             groups = [self.journal.group(slot.ticket_id) for slot in slots]
@@ -357,7 +366,7 @@ class TicketLedger:
             )
         written = [write(slot) for slot in slots]  # without the lock: reading images takes its time
         return [
-            within_bound(ReceivedGroup(*item), self._version, self._on_stale)
+            within_bound(_as_journaled(*item), self._version, self._on_stale)
             for item in zip(written, groups, strict=True)
         ]
 
@@ -389,3 +398,8 @@ class TicketLedger:
         """See learner/length_bias.py."""
         with self.changed:
             return self.lengths.report(self._buffer.values())
+
+
+def _as_journaled(prepared: PreparedTicket, group: Group) -> ReceivedGroup:
+    check_journaled(group, prepared.ticket, prepared.facts)
+    return ReceivedGroup(prepared, group)

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from asyncrl.errors import BadStateError
-from asyncrl.faults import crash_point
 from asyncrl.models.published import tensor_bytes
 from learner.engines.base import TrainEngine
 from protocol.endpoints import SHARED_MEMORY
+from protocol.faults import crash_point
 from protocol.layout import PublicationError
 from protocol.messages import WeightManifest
 from protocol.weights import Publication, Tensor

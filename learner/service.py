@@ -11,7 +11,6 @@ from math import nan
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.faults import crash_point
 from asyncrl.models.base_weights import base_fingerprint
 from asyncrl.models.loading import architecture_fingerprint, stop_token_ids
 from asyncrl.models.processing import PromptProcessor
@@ -27,10 +26,11 @@ from learner.journal import MIB
 from learner.ledger import TicketLedger
 from learner.publication import open_publication, publish
 from learner.reporting import Reporter
-from learner.start import StartingPoint, begin_journal, find_start, fixed_settings, forget_run, sign_journal
+from learner.start import StartingPoint, adapter_settings, begin_journal, find_start, forget_run, sign_journal
 from learner.step import LearnerStep
 from learner.ticket_writer import TicketWriter
 from learner.tickets import ReceivedGroup
+from protocol.faults import crash_point
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class Learner:
         self.run_id = sign_journal(
             start,
             self.journal,
-            fixed_settings(config, self.writer.num_train_rows, self.engine.adapter, self.base),
+            self._settings() | adapter_settings(self.engine.adapter, self.base),
             self.engine.published_state(),
         )
         self.ledger = TicketLedger(
@@ -291,6 +291,22 @@ class Learner:
         return self.evaluation.is_due(self.progress.step, last=self.total_steps)
 
     # --- what stays ---------------------------------------------------------------------------------
+
+    def _settings(self) -> dict[str, float | str]:
+        """What may not change on resume: which ticket is which, and what the journal's log-probs are of."""
+        config = self.config
+        return {
+            "batch.prompts_per_step": config.batch.prompts_per_step,
+            "batch.group_size": config.batch.group_size,
+            "learner.max_staleness": config.learner.max_staleness,
+            "learner.on_stale": config.learner.on_stale,
+            "trainer.seed": config.trainer.seed,
+            **{f"rollout.{n}": getattr(config.rollout, n) for n in ("temperature", "top_p", "top_k", "min_p")},
+            "data.shuffle": config.data.shuffle,
+            "number of training rows": self.writer.num_train_rows,
+            "fingerprint of the training rows": self.writer.data_fingerprint(),
+            "fingerprint of processor and chat template": self.processor.fingerprint,
+        }
 
     def _journal_is_full(self) -> bool:
         limit = self.config.trainer.journal_limit_mib

@@ -124,25 +124,16 @@ def sign_journal(
     return run_id
 
 
-def fixed_settings(config: RunConfig, num_rows: int, adapter: AdapterSpec | None, base: str) -> dict[str, float | str]:
-    """What may not change on resume: which ticket is which, what the journal's log-probs are of, what is trained."""
-    settings: dict[str, float | str] = {
-        "batch.prompts_per_step": config.batch.prompts_per_step,
-        "batch.group_size": config.batch.group_size,
-        "learner.max_staleness": config.learner.max_staleness,
-        "learner.on_stale": config.learner.on_stale,
-        "trainer.seed": config.trainer.seed,
-        **{f"rollout.{n}": getattr(config.rollout, n) for n in ("temperature", "top_p", "top_k", "min_p")},
-        "training rows": num_rows,
+def adapter_settings(adapter: AdapterSpec | None, base: str) -> dict[str, float | str]:
+    """What may not change on resume where an adapter is trained."""
+    if adapter is None:
+        return {}
+    return {
+        "model.lora.rank": adapter.rank,
+        "model.lora.alpha": adapter.alpha,
+        "model.lora.target_modules": ", ".join(adapter.target_modules),
+        "base weights": base,
     }
-    if adapter is not None:
-        settings |= {
-            "model.lora.rank": adapter.rank,
-            "model.lora.alpha": adapter.alpha,
-            "model.lora.target_modules": ", ".join(adapter.target_modules),
-            "base weights": base,
-        }
-    return settings
 
 
 def _digest(model: Iterable[tuple[str, torch.Tensor]]) -> str:

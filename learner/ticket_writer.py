@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import RowSource, open_train, open_validation
@@ -18,6 +19,8 @@ from learner.journal import TicketSlot
 from learner.tickets import PreparedTicket
 from protocol.messages import Sampling, Ticket, TicketKind
 
+FINGERPRINTED_ROWS = 64
+"""Spread evenly over the training rows: with large images, reading all of them would take its time."""
 EVALUATION_IDS = 2**40
 """Evaluation tickets are numbered from here; training tickets from 0."""
 
@@ -51,6 +54,15 @@ class TicketWriter:
 
     def _render(self, rows: RowSource, index: int) -> RenderedPrompt:
         return self.renderer.render(rows[index], rows.row_id(index))
+
+    def data_fingerprint(self) -> str:
+        """Equal for two sources whose order and prompts are the same, as far as FINGERPRINTED_ROWS rows tell."""
+        hashed = xxhash.xxh3_64()
+        number = min(self.num_train_rows, FINGERPRINTED_ROWS)
+        for place in range(number):
+            rendered = self._render(self.train, self._train_rows[place * self.num_train_rows // number])
+            hashed.update(rendered.prompt.model_dump_json(include={"messages", "image_hashes"}).encode())
+        return hashed.hexdigest()
 
     def write(self, slot: TicketSlot) -> PreparedTicket:
         """The training ticket of a position in the data order."""

@@ -11,6 +11,7 @@ from collections.abc import Collection
 
 import numpy as np
 
+from asyncrl.errors import UserError
 from asyncrl.models.prompt_facts import PromptFacts
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import Group, Ticket, printable
@@ -43,6 +44,17 @@ def verify_group(
     )
     if problem:
         raise ProtocolError(ErrorCode.REFUSED_GROUP, f"row {ticket.prompt.row_id} from {sender}: {problem}")
+
+
+def check_journaled(group: Group, ticket: Ticket, prompt: PromptFacts) -> None:
+    """Raise UserError unless a journaled group is of the prompt that its ticket has now, after a restart."""
+    problem = _prompt_problem(group, prompt)
+    if problem:
+        raise UserError(
+            f"--resume: the journaled group of ticket {ticket.ticket_id} was not sampled from row "
+            f"{ticket.prompt.row_id} as it is now: {problem}. Resume with the data, the data.* settings and the "
+            "model folder that the run began with"
+        )
 
 
 def _sender_problem(group: Group, sender: str) -> str | None:

@@ -10,6 +10,7 @@ from collections import deque
 from protocol.arrival import RunningChecksums
 from protocol.codec import MIB
 from protocol.errors import ErrorCode, ProtocolError
+from protocol.faults import crash_point
 from protocol.messages import Chunk, ChunkRequest, Error, WeightManifest
 from protocol.shm import check_manifest
 from protocol.sockets import BadMessage, SendTimeout, ServerSocket
@@ -126,6 +127,7 @@ class _Pull:
             chunk = await self._receive(self._retry_s if asked else 0.0)
             now = time.monotonic()
             if chunk is not None and self._store(chunk, chunks):
+                crash_point("weights.fetching")
                 asked.pop(chunk.offset, None)
                 progress_at = now
                 while unread and unread[0] not in chunks:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from protocol.faults import crash_point
 from protocol.layout import Layout
 
 PARTIAL = ".partial"
@@ -71,11 +72,13 @@ class WeightFile:
     def _write(self, offset: int, view: memoryview) -> None:
         """Into a new file. Not through a mapping: without room a write fails, where a mapping kills the process."""
         while view.nbytes:
+            crash_point("weights.filling")
             written = os.pwrite(self._fd, view[:_WRITE_BYTES], offset)
             view, offset = view[written:], offset + written
 
     def _copy(self, offset: int, view: memoryview) -> None:
         """numpy lets other threads run meanwhile: the learner's sockets, and checksums of the same bytes."""
+        crash_point("weights.filling")
         np.copyto(self._array[offset : offset + view.nbytes], np.frombuffer(view, np.uint8))
 
     @cached_property

@@ -15,9 +15,9 @@ import zmq.asyncio
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.faults import crash_point
 from protocol.endpoints import host_id
 from protocol.errors import ErrorCode, ProtocolError
+from protocol.faults import crash_point
 from protocol.gate import HandshakeRejected
 from protocol.messages import (
     Ack,

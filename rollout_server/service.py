@@ -10,12 +10,12 @@ import psutil
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
-from asyncrl.faults import crash_point
 from asyncrl.models.base_weights import base_fingerprint
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.telemetry.metrics import MetricSet
 from protocol.errors import ErrorCode, ProtocolError
+from protocol.faults import crash_point
 from protocol.messages import (
     Goodbye,
     ServerHeartbeat,

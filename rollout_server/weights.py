@@ -13,9 +13,9 @@ import torch
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.faults import crash_point
 from asyncrl.models.loading import fingerprint_of
 from protocol.codec import MIB
+from protocol.faults import crash_point
 from protocol.messages import Chunk, Error, WeightManifest, WeightsLoaded
 from protocol.shm import check_manifest, open_shm
 from protocol.transfer import fetch
@@ -52,7 +52,6 @@ class WeightReceiver:
         """Put this version into the engine. Raises ProtocolError VERSION_GONE if the learner has moved on."""
         self._check_that_it_fits(manifest)
         started = time.monotonic()
-        crash_point("weights.loading")
         if self.channel == "shm":
             with open_shm(manifest) as mapped:
                 transferred = time.monotonic()
@@ -94,5 +93,6 @@ def _as_tensors(manifest: WeightManifest, pieces: Mapping[str, memoryview]) -> I
         # Shared memory is mapped read-only, and nobody writes through these views.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         for entry in manifest.tensors:
+            crash_point("weights.loading")
             raw = torch.from_numpy(np.frombuffer(pieces[entry.name], np.uint8))
             yield entry.name, raw.view(getattr(torch, entry.dtype)).reshape(entry.shape)

@@ -2,12 +2,15 @@
 
     python -m tests.chaos [--kills 100] [--rows 160] [--servers 2 3] [--on-stale wait drop] [--seed 1] [--folder DIR]
 
-Real processes, real sockets, the scripted engine with log-normal lengths. Half of the kills are aimed: the victim dies
-at a named place in its code (between journal and acknowledgement, in the middle of a checkpoint, ...); the others come
-at a random time. Each round is one epoch; rounds follow until there are enough kills. A round passes if
+Real processes, real sockets, the scripted engine with log-normal lengths; the first server of a round pulls its
+weights over ZeroMQ, the others map them. Some kills are aimed: the victim dies at a named place in its code (between
+journal and acknowledgement, with half of a checkpoint or of a weight file written, between two chunks of a transfer);
+the others come at a random time. Each round is one epoch; rounds follow until there are enough kills. With 100 or more,
+every place must have seen a death. A round passes if
 
 - every prompt of the epoch was trained exactly once, by the journal and by what the learner says it trained on;
-- every group that a server saw acknowledged was trained, or is counted as dropped (never under `on_stale: wait`);
+- every group that a server saw acknowledged was trained, or is one that the learner says it dropped as stale (never
+  under `on_stale: wait`);
 - the ledger adds up after every single death of the learner, and in every line of metrics.jsonl.
 """
 
@@ -32,8 +35,8 @@ from typing import Any, get_args
 from asyncrl.config.learner import OnStale
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
-from asyncrl.faults import VARIABLE
 from learner.journal import JOURNAL_FILE, Journal
+from protocol.faults import VARIABLE
 from tests.tiny import ROOT, make_digits, make_tiny_model
 from tests.two_processes import with_ports
 
@@ -42,6 +45,10 @@ ROUND_S = 300.0
 """Longest that one round may take."""
 AIMED_S = 11.0
 """A victim that has not come to the place where it should die is killed after this time."""
+MANY_KILLS = 100
+"""With so many, no place may be left out."""
+FETCHING = "weights.fetching"
+"""Only a server that pulls its weights passes there."""
 AIMS: dict[str, dict[str, int]] = {
     # place -> at which pass of it, at most
     "learner": {
@@ -53,10 +60,17 @@ AIMS: dict[str, dict[str, int]] = {
         "step.consumed": 3,
         "step.trained": 3,
         "weights.publishing": 80,
+        "weights.filling": 80,
         "checkpoint.writing": 1,
         "checkpoint.renamed": 1,
     },
-    "rollout_server": {"ticket.started": 3, "group.sending": 6, "group.sent": 6, "weights.loading": 3},
+    "rollout_server": {
+        "ticket.started": 3,
+        "group.sending": 6,
+        "group.sent": 6,
+        "weights.loading": 120,
+        FETCHING: 4,
+    },
 }
 
 
@@ -68,6 +82,8 @@ class Victim:
     module: str
     config: Path
     log: Path
+    places: dict[str, int]
+    """Where it may be told to die, and at which pass, at most."""
     process: subprocess.Popen[bytes] | None = None
     aim: str = ""
     dies_at: float = 0.0
@@ -113,7 +129,19 @@ class Round:
 
 
 class Chaos:
-    def __init__(self, folder: Path, config: RunConfig, *, rows: int, servers: int, seed: int, kills: int):
+    """One epoch. `deaths` counts those of all rounds, by module and place."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: RunConfig,
+        *,
+        rows: int,
+        servers: int,
+        seed: int,
+        kills: int,
+        deaths: Counter[str],
+    ):
         self.rng = random.Random(seed)
         self.kills_left = kills
         self.run_dir = folder
@@ -121,13 +149,22 @@ class Chaos:
         folder.mkdir(parents=True)
         config = with_ports(config.model_copy(update={"run_dir": str(folder)}))
         self.config = config
-        self.learner = Victim("learner", "learner", self._write(config, "learner.yaml"), folder / "learner.log")
-        self.servers = []
-        for number in range(servers):
-            telemetry = config.telemetry.model_copy(update={"rollout_port": 0})
-            file = self._write(config.model_copy(update={"telemetry": telemetry}), f"server-{number}.yaml")
-            self.servers.append(Victim(f"server-{number}", "rollout_server", file, folder / f"server-{number}.log"))
-        self._decks: dict[str, list[str]] = {module: [] for module in AIMS}
+        file = self._write(config, "learner.yaml")
+        self.learner = Victim("learner", "learner", file, folder / "learner.log", AIMS["learner"])
+        self.servers = [self._server(number) for number in range(servers)]
+        self._deaths = deaths
+
+    def _server(self, number: int) -> Victim:
+        """The first one pulls its weights over ZeroMQ, the others map them."""
+        pulls = number == 0
+        sections = {
+            "telemetry": self.config.telemetry.model_copy(update={"rollout_port": 0}),
+            "rollout": self.config.rollout.model_copy(update={"weights_channel": "zmq" if pulls else "shm"}),
+        }
+        name = f"server-{number}"
+        places = {place: count for place, count in AIMS["rollout_server"].items() if pulls or place != FETCHING}
+        file = self._write(self.config.model_copy(update=sections), f"{name}.yaml")
+        return Victim(name, "rollout_server", file, self.run_dir / f"{name}.log", places)
 
     def _write(self, config: RunConfig, name: str) -> Path:
         path = self.run_dir / name
@@ -160,17 +197,16 @@ class Chaos:
         if self.kills_left > 0:
             # Starting takes about 4 s: some die while they do.
             life_s = self.rng.uniform(0.5, 9.0)
-            if self.rng.random() < 0.6:
-                aim = self._deal(victim.module)
-                count, life_s = self.rng.randint(1, AIMS[victim.module][aim]), AIMED_S
+            if self.rng.random() < 0.75:
+                aim = self._deal(victim)
+                count, life_s = self.rng.randint(1, victim.places[aim]), AIMED_S
         victim.start(resume=resume, aim=aim, count=count, life_s=life_s)
 
-    def _deal(self, module: str) -> str:
-        """Every place comes up before any comes twice."""
-        deck = self._decks[module]
-        if not deck:
-            deck += self.rng.sample(list(AIMS[module]), len(AIMS[module]))
-        return deck.pop()
+    def _deal(self, victim: Victim) -> str:
+        """A place, rather one that has seen few deaths."""
+        places = list(victim.places)
+        weights = [1 / (1 + 4 * self._deaths[f"{victim.module} {place}"]) for place in places]
+        return self.rng.choices(places, weights)[0]
 
     def _look_after(self, victim: Victim) -> None:
         code = victim.code
@@ -184,7 +220,9 @@ class Chaos:
         if code != -9:
             raise AssertionError(f"{victim.name} ended with {code}\n{self._logs()}")
         self.kills_left -= 1
-        self.result.kills[f"{victim.module} {victim.aim or 'anywhere'}"] += 1
+        place = f"{victim.module} {victim.aim or 'anywhere'}"
+        self.result.kills[place] += 1
+        self._deaths[place] += 1
         if victim is self.learner:
             self._check_account()
         self._start(victim)
@@ -226,9 +264,16 @@ class Chaos:
 
         said = "\n".join(server.log.read_text(errors="replace") for server in self.servers)
         acknowledged = {int(number) for number in re.findall(r"ticket (\d+) is acknowledged", said)}
-        missing = acknowledged - {row[1] for row in consumption}
-        assert len(missing) <= self.result.dropped, f"acknowledged and never trained: {sorted(missing)}"
+        missing = acknowledged - {row[1] for row in consumption} - self._said_dropped()
+        assert not missing, f"acknowledged, never trained and never dropped: {sorted(missing)}"
         self.result.acknowledged = len(acknowledged)
+
+    def _said_dropped(self) -> set[int]:
+        """Tickets whose groups the learner dropped as too old, by its own word."""
+        said = self.learner.log.read_text(errors="replace")
+        return {
+            int(number) for line in re.findall(r"dropping tickets \[([\d, ]+)\]", said) for number in line.split(",")
+        }
 
     def _logs(self) -> str:
         parts = []
@@ -276,8 +321,10 @@ def run_chaos(
     tell: Callable[[str], None],
 ) -> list[Round]:
     """Rounds with each number of servers in turn until `kills` processes have died."""
-    model, data = make_tiny_model(folder / "model"), make_digits(folder / "data", rl_rows=rows)
+    # Large enough for its weights to travel in several chunks.
+    model, data = make_tiny_model(folder / "model", intermediate=2048), make_digits(folder / "data", rl_rows=rows)
     rounds: list[Round] = []
+    deaths: Counter[str] = Counter()
     while (done := sum(round.kills.total() for round in rounds)) < kills:
         number = len(rounds)
         config = chaos_config(model, data, seed=seed + number, on_stale=on_stale[number % len(on_stale)])
@@ -288,6 +335,7 @@ def run_chaos(
             servers=servers[number % len(servers)],
             seed=seed + number,
             kills=min(per_round, kills - done),
+            deaths=deaths,
         )
         result = chaos.run()
         rounds.append(result)
@@ -326,6 +374,10 @@ def main() -> None:
     for name, count in sorted(kills.items()):
         module, place = name.split(" ")
         print(f"| {module} | {place} | {count} |")
+    spared = [
+        f"{module} {place}" for module, places in AIMS.items() for place in places if not kills[f"{module} {place}"]
+    ]
+    assert arguments.kills < MANY_KILLS or not spared, f"nobody died at {spared}"
     prompts, kept, dropped, checks = (
         sum(getattr(round, name) for round in rounds) for name in ("trained", "acknowledged", "dropped", "checks")
     )

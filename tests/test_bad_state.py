@@ -10,6 +10,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from asyncrl.config.load import load_config
@@ -155,6 +156,29 @@ def damaged(dead_run: Path, tmp_path: Path) -> Path:
 
 
 def test_a_dead_run_continues(damaged: Path) -> None:
+    assert resume_both(damaged) == (0, 0), logs(damaged)
+    assert_every_prompt_trained_once(damaged)
+
+
+def _reverse_rows(run: Path) -> str:
+    """The same rows in another order; what is left to train of an epoch would be other rows."""
+    (file,) = load_config(run / "config.yaml", []).data.train_files
+    table = pq.read_table(file)
+    pq.write_table(table.take(list(range(table.num_rows))[::-1]), run / "reversed.parquet")
+    return f"data.train_files=[{run / 'reversed.parquet'}]"
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        (lambda run: "data.shuffle=false", "data.shuffle was True, is False"),
+        (_reverse_rows, "fingerprint of the training rows was"),
+    ],
+    ids=["another order", "other rows"],
+)
+def test_a_run_is_not_resumed_with_other_data(damaged: Path, override: Callable[[Path], str], says: str) -> None:
+    assert learner_alone(damaged, "--resume", override(damaged)) == 2, logs(damaged)
+    assert says in failure_of(damaged).reason
     assert resume_both(damaged) == (0, 0), logs(damaged)
     assert_every_prompt_trained_once(damaged)
 

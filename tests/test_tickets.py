@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.config.learner import OnStale
-from asyncrl.errors import BadStateError
+from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.prompt_facts import PromptFacts
 from learner.journal import Journal, TicketSlot
 from learner.ledger import MAX_ATTEMPTS, TicketLedger
@@ -379,6 +380,27 @@ def test_a_restart_continues_with_the_same_tickets_buffer_and_steps() -> None:
         trained += positions(step(again))
     assert sorted(trained) == list(range(12))
     assert again.counts().residual == 0
+
+
+def test_after_a_restart_a_journaled_group_must_be_of_the_prompt_that_its_ticket_has() -> None:
+    """Else completions of one prompt would be trained under another, without a word."""
+    ledger = make_ledger(2, 0, 4)
+    issue(ledger, 0)
+    for item in ledger.waiting():
+        arrive(ledger, item, 0)
+
+    def rewritten(slot: TicketSlot) -> PreparedTicket:
+        facts = PromptFacts(np.ones(1, np.int32), np.zeros((0, 3), np.int32), ())
+        return replace(prepared(slot), facts=facts)
+
+    again = TicketLedger(ledger.journal, prompts_per_step=2, bound=0, total_groups=4)
+    with pytest.raises(UserError, match="ticket 0 was not sampled from row d:0 as it is now: prompt ids differ"):
+        again.recover(rewritten, withhold_s=0.0)
+    step(ledger)
+    again = TicketLedger(ledger.journal, prompts_per_step=2, bound=0, total_groups=4)
+    with pytest.raises(UserError, match="not sampled from row d:0"):
+        again.take_again(1, rewritten)
+    assert len(again.take_again(1, prepared)) == 2
 
 
 def test_tickets_of_before_a_restart_are_withheld_for_their_servers() -> None:

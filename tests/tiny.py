@@ -20,9 +20,10 @@ def run_script(path: Path, *arguments: str) -> None:
         sys.argv = argv
 
 
-def make_tiny_model(folder: Path) -> Path:
-    """A Qwen2-VL folder of 0.2 M parameters, with tokenizer and processor."""
-    size = ["--hidden", "64", "--intermediate", "128", "--layers", "2", "--vision-dim", "32", "--vision-depth", "1"]
+def make_tiny_model(folder: Path, *, intermediate: int = 128) -> Path:
+    """A Qwen2-VL folder of 0.2 M parameters (of 1.0 M with an `intermediate` of 2048), with tokenizer and processor."""
+    size = ["--hidden", "64", "--intermediate", str(intermediate), "--layers", "2"]
+    size += ["--vision-dim", "32", "--vision-depth", "1"]
     run_script(DIGITS / "make_model.py", "--out", str(folder), "--vision-heads", "2", *size)
     return folder
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
-from asyncrl.faults import VARIABLE
 from protocol.endpoints import free_port
+from protocol.faults import VARIABLE
 
 
 def with_ports(config: RunConfig) -> RunConfig:
@@ -24,7 +24,7 @@ def with_ports(config: RunConfig) -> RunConfig:
 def start(
     module: str, config_file: Path, *arguments: str, crash_at: str = "", under: Sequence[str] = ()
 ) -> subprocess.Popen[str]:
-    """A service; with `crash_at` it dies by SIGKILL at that place (see asyncrl/faults.py). `under` is a command that
+    """A service; with `crash_at` it dies by SIGKILL at that place (see protocol/faults.py). `under` is a command that
     runs the command that follows it."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", VARIABLE: crash_at}
     log = (config_file.parent / f"{module}.log").open("a")

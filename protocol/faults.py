@@ -18,12 +18,14 @@ CRASH_POINTS = (
     "step.consumed",
     "step.trained",
     "weights.publishing",
+    "weights.filling",
     "checkpoint.writing",
     "checkpoint.renamed",
     # rollout server
     "ticket.started",
     "group.sending",
     "group.sent",
+    "weights.fetching",
     "weights.loading",
 )
 VARIABLE = "ASYNCRL_CRASH_AT"
