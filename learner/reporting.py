@@ -146,6 +146,11 @@ class Reporter:
         self.metrics["policy_version"].set(manifest.version)
         self.metrics["publish_bytes"].set(manifest.total_bytes)
 
+    def parity(self, server_id: str, largest: float, mean: float) -> None:
+        """Differences of log-probs at the check of a server that joins."""
+        self.metrics["parity_max"].labels(server=server_id).set(largest)
+        self.metrics["parity_mean"].labels(server=server_id).set(mean)
+
     def evaluated(self, step: int, version: int, received: Sequence[ReceivedGroup]) -> dict[str, Any]:
         """Accuracy and reward of a whole evaluation. Rows that could not be scored are counted apart."""
         records = [record for item in received for record in item.group.trajectories]

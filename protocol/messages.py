@@ -123,6 +123,8 @@ class Sampling(Wire):
 class TicketKind(StrEnum):
     TRAIN = "train"
     EVAL = "eval"
+    PARITY = "parity"
+    """To see whether engine and learner agree on log-probs: sampled like training, without rewards."""
 
 
 class Ticket(Wire):

@@ -18,6 +18,7 @@ from protocol.messages import (
     Group,
     GroupTimings,
     Ticket,
+    TicketKind,
     TrajectoryRecord,
     TrajectoryStatus,
     Turn,
@@ -95,6 +96,8 @@ class GroupProducer:
         ]
 
     async def _score(self, group: _GroupInProgress, completion: Completion) -> tuple[int, Score]:
+        if group.ticket.kind is TicketKind.PARITY:  # only its log-probs are asked for
+            return completion.index, Score("ok", reward=0.0)
         sample = sample_of(
             group.ticket.prompt,
             self._processor.decode(completion.token_ids),

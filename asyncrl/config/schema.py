@@ -20,6 +20,8 @@ from asyncrl.config.section import Section
 
 BYTES_PER_TOKEN = 17
 """Of a group on the wire: id, log-prob, version, version of the cache, mask."""
+DEFAULT_LOGPROB_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.2}
+"""Of one token between engine and learner, in nats: several times what rounding makes of it (docs/decisions/012)."""
 Durability = Literal["process", "power"]
 
 
@@ -265,6 +267,8 @@ class RunConfig(Section):
                 f"rollout.max_concurrent_sequences ({self.rollout.max_concurrent_sequences}) is smaller than "
                 f"batch.group_size ({self.batch.group_size})"
             )
+        if self.rollout.engine == "scripted" and self.alignment.rows:
+            problems.append("rollout.engine=scripted makes up its log-probs: set alignment.rows=0")
         problems += sampling_problems(self)
         if problems:
             raise ValueError("\n".join(problems))
@@ -288,6 +292,11 @@ class RunConfig(Section):
         """The bound, or with `auto` the largest that it may become."""
         bound = self.learner.max_staleness
         return self.learner.adaptive_staleness.max if bound == "auto" else bound
+
+    @property
+    def max_logprob_difference(self) -> float:
+        """Between engine and learner, of one token, in nats."""
+        return self.alignment.max_logprob_difference or DEFAULT_LOGPROB_DIFFERENCE[self.model.dtype]
 
     def total_steps(self, num_rows: int) -> int:
         """Learner steps of the run: trainer.max_steps, else as many as visit every training row total_epochs times."""
