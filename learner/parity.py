@@ -134,6 +134,8 @@ class ParityJudge:
     @property
     def _is_watched(self) -> bool:
         """Where tokens of the learner's own version come from exactly its distribution, and are compared with it."""
+        if not self._config.alignment.rows:
+            return False
         rollout, algorithm = self._config.rollout, self._config.algorithm
         compared_at_start = algorithm.updates_per_batch == 1 or algorithm.proximal == "recompute"
         return compared_at_start and not rollout.truncates and rollout.weight_update != "keep"

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from asyncrl.config.model import ModelConfig
-from asyncrl.data.images import decode_image
+from asyncrl.data.images import content_hash, decode_image
 from asyncrl.errors import UserError
 from asyncrl.models import torchvision_cpu
 from asyncrl.models.loading import has_vision, model_folder, special_token_ids
@@ -47,6 +47,7 @@ class EncodedPrompt:
     image_grids: np.ndarray
     """[images, 3] int32: temporal, height, width in patches."""
     image_hashes: tuple[str, ...]
+    """Of the bytes that were encoded here, whatever name they came under."""
     pixel_values: torch.Tensor | None
     """[patches, features] of all images, or None without images."""
 
@@ -80,13 +81,18 @@ class PromptProcessor:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for two processors that turn every prompt into the same ids and pixels."""
+        """Equal for two processors that turn every prompt into the same ids and pixels.
+
+        Of every setting of the tokenizer (added and special tokens, normaliser), of the image and video processors
+        (sizes, patches, resampling, rescaling, normalisation, frames), and of the chat template.
+        """
         described: dict[str, Any] = {
             "tokenizer": self.tokenizer.backend_tokenizer.to_str(),
+            "special_tokens": self.tokenizer.special_tokens_map,
             "chat_template": getattr(self.processor, "chat_template", None) or self.tokenizer.chat_template,
         }
         if self.sees_images:
-            described["image_processor"] = self.processor.image_processor.to_dict()
+            described["processor"] = self.processor.to_dict()
         return hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
     def encode(self, prompt: Prompt, blobs: Mapping[str, bytes | memoryview]) -> EncodedPrompt:
@@ -119,16 +125,15 @@ class PromptProcessor:
                 prompt.row_id, ids, np.zeros_like(ids), np.zeros((0, 3), np.int32), (), pixel_values=None
             )
         else:
-            images = [
-                decode_image(bytes(blobs[digest]), where=f"row {prompt.row_id}") for digest in prompt.image_hashes
-            ]
+            encoded_images = [bytes(blobs[digest]) for digest in prompt.image_hashes]
+            images = [decode_image(data, where=f"row {prompt.row_id}") for data in encoded_images]
             out = self.processor(text=[text], images=images, return_tensors="pt")
             encoded = EncodedPrompt(
                 row_id=prompt.row_id,
                 token_ids=out["input_ids"][0].to(torch.int32).numpy(),
                 token_types=out["mm_token_type_ids"][0].to(torch.int32).numpy(),
                 image_grids=out["image_grid_thw"].to(torch.int32).numpy(),
-                image_hashes=prompt.image_hashes,
+                image_hashes=tuple(map(content_hash, encoded_images)),
                 pixel_values=out["pixel_values"],
             )
         self._check_placeholders(encoded)
