@@ -12,6 +12,7 @@ import psutil
 from asyncrl.algorithms.diagnostics import STALENESS_BUCKETS
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.processing import PromptProcessor
+from asyncrl.rewards.presentation import plain_text
 from asyncrl.telemetry.metrics import MetricSet
 from asyncrl.telemetry.recorder import RunRecorder
 from learner.batch import Batch
@@ -186,17 +187,19 @@ class Reporter:
                 }
                 for record, start, end in zip(group.trajectories, bounds[:-1], bounds[1:], strict=True)
             ]
-            question = "".join("<image>" if part.type == "image" else part.text for part in prompt.messages[-1].content)
+            first_frames = [video.frame_hashes[0] for video in prompt.videos]
+            shown = {digest: item.prepared.blobs[digest] for digest in (*prompt.image_hashes, *first_frames)}
             self.recorder.sample(
                 {
                     "step": step,
                     "row_id": prompt.row_id,
-                    "prompt": question,
+                    "prompt": plain_text(prompt.messages[-1]),
                     "answer": prompt.answer,
                     "images": list(prompt.image_hashes),
+                    "videos": first_frames,
                     "completions": completions,
                 },
-                dict(item.prepared.blobs),
+                shown,
             )
 
     def close(self) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ PARITY_IDS = 2**62
 PARITY_TOKENS = 16
 """Most tokens of a completion that shows whether engine and learner agree."""
 PARITY_CANDIDATES = 64
-"""Training rows that are looked at for some with images."""
+"""Training rows that are looked at for some with images or videos."""
 
 
 class TicketWriter:
@@ -79,10 +80,8 @@ class TicketWriter:
         )
 
     def write_parity(self) -> list[PreparedTicket]:
-        """Tickets of a few training rows, those with images first, sampled like all others; always the same."""
-        key = self.config.data.image_key
-        candidates = self._train_rows[:PARITY_CANDIDATES]
-        chosen = sorted(candidates, key=lambda index: not _length(self.train[index].get(key)))
+        """Tickets of a few training rows, those with images or videos first; the same every time."""
+        chosen = self._most_telling(self._train_rows[:PARITY_CANDIDATES])
         return [
             self._prepare(
                 self._render(self.train, row),
@@ -95,6 +94,17 @@ class TicketWriter:
             )
             for number, row in enumerate(chosen[: self.config.alignment.rows])
         ]
+
+    def _most_telling(self, candidates: Sequence[int]) -> list[int]:
+        """Rows with images, with videos and with both take turns; text alone comes last."""
+        keys = (self.config.data.image_key, self.config.data.video_key)
+        found: Counter[tuple[bool, ...]] = Counter()
+        order: list[tuple[bool, int, int, int]] = []
+        for row in candidates:
+            kinds = tuple(_length(self.train[row].get(key)) > 0 for key in keys)
+            order.append((not any(kinds), found[kinds], -sum(kinds), row))
+            found[kinds] += 1
+        return [row for *_, row in sorted(order)]
 
     @property
     def _distribution(self) -> dict[str, Any]:
@@ -127,12 +137,18 @@ class TicketWriter:
                 banned_token_ids=self.processor.placeholder_ids,
             ),
         )
-        facts = PromptFacts(encoded.token_ids, encoded.image_grids, encoded.image_hashes)
+        facts = PromptFacts(
+            encoded.token_ids,
+            encoded.image_grids,
+            encoded.image_hashes,
+            encoded.video_grids,
+            encoded.video_hashes,
+        )
         return PreparedTicket(ticket, rendered.blobs, slot, facts)
 
 
 def _length(value: Any) -> int:
-    """Of a cell that holds any number of images."""
+    """Of a cell that holds any number of images or videos."""
     return 0 if value is None else len(value) if isinstance(value, list | tuple | np.ndarray) else 1
 
 

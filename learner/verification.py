@@ -52,8 +52,12 @@ def _sender_problem(group: Group, sender: str) -> str | None:
 
 
 def _prompt_problem(group: Group, prompt: PromptFacts) -> str | None:
-    problem = _media_problem("image", group.image_hashes, prompt.image_hashes) or _grid_problem(
-        "image", group.image_grids, prompt.image_grids
+    videos = prompt.video_grids[:0] if group.video_grids is None else group.video_grids
+    problem = (
+        _media_problem("image", group.image_hashes, prompt.image_hashes)
+        or _media_problem("video", group.video_hashes, prompt.video_hashes)
+        or _grid_problem("image", group.image_grids, prompt.image_grids)
+        or _grid_problem("video", videos, prompt.video_grids)
     )
     if problem:
         return problem
@@ -75,7 +79,8 @@ def _media_problem(kind: str, theirs: Sequence[str], mine: Sequence[str]) -> str
     if sorted(theirs) == sorted(mine):
         return f"the {kind}s are in another order"
     number = next(i for i, (a, b) in enumerate(zip(theirs, mine, strict=True)) if a != b)
-    return f"{kind} {number} has other bytes: their hash is {theirs[number][:12]}, not {mine[number][:12]}"
+    what = "other bytes" if kind == "image" else "other frames, or the same in another order or number"
+    return f"{kind} {number} has {what}: their hash is {theirs[number][:12]}, not {mine[number][:12]}"
 
 
 def _grid_problem(kind: str, theirs: np.ndarray, mine: np.ndarray) -> str | None:
