@@ -32,7 +32,7 @@ from learner.journal import Journal, TicketSlot
 from learner.ledger import TicketLedger
 from learner.parity import ParityJudge, compare
 from learner.step import LearnerStep
-from learner.ticket_writer import PARITY_IDS, TicketWriter
+from learner.ticket_writer import PARITY_IDS, PARITY_TOKENS, TicketWriter
 from learner.tickets import PreparedTicket, ReceivedGroup
 from learner.verification import verify_group
 from protocol.codec import Limits, encode
@@ -398,7 +398,7 @@ class TokenisesAgain(HFEngine):
     def _again(self, completion: Completion) -> Completion:
         tokenizer = self._processor.tokenizer
         text = tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"][:PARITY_TOKENS]  # cut at the limit again
         return dataclasses.replace(
             completion,
             token_ids=np.asarray(ids, np.int32),
@@ -409,12 +409,12 @@ class TokenisesAgain(HFEngine):
 
 def test_text_that_is_tokenised_again_is_refused_by_row(pair_config: RunConfig, started: Started) -> None:
     processor = PromptProcessor(pair_config.model)
-    received = answer(
-        started(TokenisesAgain(pair_config, processor)),
-        processor,
-        parity_tickets(pair_config, processor),
-    )
-    caught = r"row rows.jsonl:\d from server-1: (completion \d (ended by|was cut at)|a completion of \d+ tokens, over)"
+    items = [
+        dataclasses.replace(item, ticket=item.ticket.model_copy(update={"group_size": 64}))
+        for item in parity_tickets(pair_config, processor)
+    ]
+    received = answer(started(TokenisesAgain(pair_config, processor)), processor, items)
+    caught = r"row rows.jsonl:\d from server-1: completion \d+ (ended by|was cut at)"
     for one in received:
         with pytest.raises(ProtocolError, match=caught):
             verify(one)

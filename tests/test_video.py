@@ -1,8 +1,10 @@
-"""Videos as lists of frames: the same tokens, positions and log-probs on both sides, for every family that is allowed."""
+"""Videos as lists of frames: the same tokens, positions and log-probs on both sides, for every family."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.errors import UserError
 from asyncrl.evaluate import evaluate
 from asyncrl.models.loading import load_model
+from asyncrl.models.positions import prompt_positions
 from asyncrl.models.preview import preview_prompt
 from asyncrl.models.processing import EncodedPrompt, PromptProcessor
 from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs
@@ -194,8 +197,6 @@ def test_frames_per_second_move_the_positions_or_the_timestamps(
     make_config: MakeConfig, family: Path, tmp_path: Path
 ) -> None:
     """Qwen2-VL takes no notice, Qwen2.5-VL spaces the positions, Qwen3-VL writes the seconds."""
-    from asyncrl.models.positions import prompt_positions
-
     seen = []
     for fps in (0.5, 4.0):
         config = video_config(make_config, family, tmp_path, video_fps=fps)
@@ -206,7 +207,7 @@ def test_frames_per_second_move_the_positions_or_the_timestamps(
         seen.append((encoded.token_ids.tolist(), prompt_positions(model, encoded)[0].tolist()))
     slow, fast = seen
     ids_move, positions_move = slow[0] != fast[0], slow[1] != fast[1]
-    expected = {"qwen2_vl": (False, False), "qwen2_5_vl": (False, True), "qwen3_vl": (True, True)}
+    expected = {"qwen2_vl": (False, False), "qwen2_5_vl": (False, True), "qwen3_vl": (True, False)}
     assert (ids_move, positions_move) == expected[processor.family]
 
 
@@ -257,8 +258,6 @@ def test_a_missing_video_and_other_grids_are_caught_by_row(
     assert again.video_grids.tolist() == good.group.video_grids.tolist()  # type: ignore[union-attr]
 
     def refused(says: str, **changes: Any) -> None:
-        import dataclasses
-
         with pytest.raises(ProtocolError, match=f"row rows.jsonl:0 .*{says}"):
             verify(dataclasses.replace(good, group=again.model_copy(update=changes)))
 
@@ -393,8 +392,6 @@ def test_another_name_of_the_column_must_exist(make_config: MakeConfig, one_fami
 def test_a_run_on_videos_trains_verifies_and_evaluates(
     make_config: MakeConfig, one_family: Path, tmp_path: Path
 ) -> None:
-    import json
-
     run = tmp_path / "run"
     base = video_config(make_config, one_family, tmp_path)
     config = small(
