@@ -32,7 +32,7 @@ from learner.journal import Journal, TicketSlot
 from learner.ledger import TicketLedger
 from learner.parity import ParityJudge, compare
 from learner.step import LearnerStep
-from learner.ticket_writer import PARITY_IDS, PARITY_TOKENS, TicketWriter
+from learner.ticket_writer import PARITY_IDS, TicketWriter
 from learner.tickets import PreparedTicket, ReceivedGroup
 from learner.verification import verify_group
 from protocol.codec import Limits, encode
@@ -398,7 +398,8 @@ class TokenisesAgain(HFEngine):
     def _again(self, completion: Completion) -> Completion:
         tokenizer = self._processor.tokenizer
         text = tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"][:PARITY_TOKENS]  # cut at the limit again
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = ids[: self._config.data.max_response_length]  # as a front end would that knows the limit
         return dataclasses.replace(
             completion,
             token_ids=np.asarray(ids, np.int32),
