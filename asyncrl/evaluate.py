@@ -17,13 +17,12 @@ import torch
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_validation
-from asyncrl.data.images import decode_image
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.errors import UserError
 from asyncrl.models.filtering import usable_rows
 from asyncrl.models.loading import has_vision, model_class, resolve_device, special_token_ids
 from asyncrl.models.lora import is_adapter_folder, load_merged
-from asyncrl.models.processing import PLACEHOLDER_ID_NAMES, PromptProcessor
+from asyncrl.models.processing import PLACEHOLDER_ID_NAMES, PromptProcessor, media_arguments
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.presentation import sample_of
 from asyncrl.rewards.sample import RewardSample
@@ -67,9 +66,7 @@ def evaluate(config: RunConfig, folder: Path) -> Evaluation:
         chunk = rows[start : start + BATCH_ROWS]
         texts = _generate(model, processor, chunk, banned, config.data.max_response_length, has_vision(hf_config))
         samples += [
-            sample_of(
-                rendered.prompt, text, [rendered.blobs[digest] for digest in rendered.prompt.image_hashes], reason
-            )
+            sample_of(rendered.prompt, text, rendered.blobs, reason)
             for rendered, (text, reason) in zip(chunk, texts, strict=True)
         ]
     return asyncio.run(_score(config, samples))
@@ -81,12 +78,8 @@ def _generate(
 ) -> list[tuple[str, Literal["stop", "length"]]]:
     """Text of each completion, and whether it ended by itself."""
     texts = [processor.render(rendered.prompt) for rendered in rows]
-    images = [
-        decode_image(rendered.blobs[digest], where=f"row {rendered.prompt.row_id}")
-        for rendered in rows
-        for digest in rendered.prompt.image_hashes
-    ]
-    arguments: dict[str, Any] = {"images": images} if vision and images else {}
+    blobs = {digest: data for rendered in rows for digest, data in rendered.blobs.items()}
+    arguments = media_arguments([rendered.prompt for rendered in rows], blobs) if vision else {}
     processor.tokenizer.padding_side = "left"
     inputs = processor.processor(
         text=texts, padding=True, return_tensors="pt", add_special_tokens=False, **arguments

@@ -88,8 +88,8 @@ def group(kind: int, version: int = 0, ticket_id: int = MARK) -> Group:
     random = np.random.default_rng(kind)
     total = GROUP_SIZE * TOKENS
     record = TrajectoryRecord(
-        status=TrajectoryStatus.FINISHED,
-        finish_reason=FinishReason.STOP,
+        status=TrajectoryStatus.TRUNCATED,
+        finish_reason=FinishReason.LENGTH,
         rewards={"exact_match": 1.0},
         reward=1.0,
         turns=(Turn(start=0, end=TOKENS),),

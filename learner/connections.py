@@ -61,6 +61,10 @@ class ServerState:
     loaded: WeightsLoaded | None = None
     idle_since: float | None = None
     """Since when it has reported no work while holding tickets."""
+    aligned: bool = False
+    """Its engine computes what the learner computes, or nobody asks: it may have work."""
+    refused: bool = False
+    """It was told so, and is only expected to say goodbye."""
 
 
 class Connections:
@@ -78,6 +82,11 @@ class Connections:
         self._facts = facts
         self._beat_at = 0.0
         self._looked_at = float("inf")
+
+    @property
+    def aligned(self) -> dict[str, ServerState]:
+        """Servers that may have work."""
+        return {server_id: server for server_id, server in self.servers.items() if server.aligned}
 
     def at(self, identity: bytes) -> str | None:
         """The server behind a connection."""

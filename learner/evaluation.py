@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from asyncrl.config.schema import RunConfig
 from learner.exchange import Exchange, wait_for
@@ -32,12 +33,12 @@ class Evaluation:
             planned = step == last or bool(plan.every_steps and step % plan.every_steps == 0)
         return planned and self._writer.num_held_out_rows > 0 and step not in self._reporter.evaluated_steps
 
-    def run(self, step: int, version: int) -> None:
-        """Score every held-out row with `version`; the caller waits."""
+    def run(self, step: int, version: int, judge: Callable[[], None]) -> None:
+        """Score every held-out row with `version`; the caller waits, and judges servers that join meanwhile."""
         rows = self._writer.num_held_out_rows
         self._exchange.dispatch(lambda: (self._writer.write_evaluation(index, version) for index in range(rows)))
         while (arrived := self._ledger.evaluation_arrived()) < rows:
-            self._wait_for_more(arrived, rows)
+            self._wait_for_more(arrived, rows, judge)
         result = self._reporter.evaluated(step, version, self._ledger.take_evaluation())
         logger.info(
             "step %d: held-out accuracy %.4f over %d rows (%d could not be scored)",
@@ -47,7 +48,7 @@ class Evaluation:
             result["errors"],
         )
 
-    def _wait_for_more(self, arrived: int, rows: int) -> None:
+    def _wait_for_more(self, arrived: int, rows: int, judge: Callable[[], None]) -> None:
         """The deadline is for progress, however many rows there are."""
         wait_for(
             self._exchange,
@@ -55,4 +56,5 @@ class Evaluation:
             lambda: self._ledger.evaluation_arrived() > arrived,
             timeout_s=self._config.learner.wait_timeout_s,
             what=lambda: f"a held-out row ({arrived} of {rows} have arrived; learner.wait_timeout_s)",
+            judge=judge,
         )

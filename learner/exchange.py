@@ -1,6 +1,7 @@
 """The learner's sockets, on a thread of their own.
 
-Reading order: this loop; `connections` (who is there), `handout` (tickets out), `intake` (groups in). The main thread
+Reading order: this loop; `connections` (who is there), `alignment` (who may have work),
+`handout` (tickets out), `intake` (groups in). The main thread
 trains and never touches a socket: it hands over published versions and evaluation requests, and waits on the ledger's
 `changed` condition. A failure here is kept in `failure` and raised by the waiting side.
 """
@@ -12,13 +13,14 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import zmq
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
+from learner.alignment import Alignment, ParityCheck
 from learner.connections import Connections, ModelFacts, ServerState
 from learner.handout import Handout
 from learner.intake import Intake
@@ -66,6 +68,7 @@ class Exchange(threading.Thread):
         publication: Publication,
         facts: ModelFacts,
         version: int,
+        parity_tickets: Sequence[PreparedTicket] = (),
     ):
         super().__init__(name="exchange", daemon=True)
         self.failure: Exception | None = None
@@ -82,11 +85,15 @@ class Exchange(threading.Thread):
         self._waker, self._woken = _wake_up_pair(self._context)
         self._connections = Connections(config, run_id, self._ports, ledger, facts)
         self._handout = Handout(self._connections, ledger, write_ticket, self.control.limits)
-        self._intake = Intake(
+        verify = partial(verify_group, vocabulary=facts.vocabulary, components=config.reward.component_names)
+        self._intake = Intake(self._connections, self._ports, ledger, verify)
+        self.alignment = Alignment(
             self._connections,
-            self._ports,
             ledger,
-            partial(verify_group, vocabulary=facts.vocabulary, components=config.reward.component_names),
+            parity_tickets,
+            verify,
+            limits=self.control.limits,
+            deadline_s=min(config.network.start_timeout_s, config.learner.wait_timeout_s / 2),
         )
 
     # --- the main thread's side ---------------------------------------------------------------
@@ -119,6 +126,16 @@ class Exchange(threading.Thread):
     def dispatch(self, prepare: Callable[[], Iterable[PreparedTicket]]) -> None:
         """Prepare tickets on the exchange thread, then issue them all at once."""
         self._order(lambda: self._handout.prepare(prepare))
+
+    def accept_server(self, check: ParityCheck) -> None:
+        """Engine and learner agree."""
+        self._order(lambda: self.alignment.accept_server(check))
+
+    def repeat_parity(self, check: ParityCheck) -> None:
+        self._order(lambda: self.alignment.repeat(check))
+
+    def refuse_server(self, check: ParityCheck, reason: str, fix: str) -> None:
+        self._order(lambda: self.alignment.refuse(check, reason, fix))
 
     def stop(self, reason: str | None) -> None:
         """End the thread, and say goodbye to every server unless `reason` is None: then they wait for our return."""
@@ -169,6 +186,7 @@ class Exchange(threading.Thread):
             self._receive_control()
             self._intake.keep()
             self._answer_chunk_requests()
+            self.alignment.work()
             self._handout.work()
             self._connections.keep_alive(self._version)
 
@@ -215,8 +233,13 @@ class Exchange(threading.Thread):
         if server_id is None:
             self.control.send(received.identity, Error(code=ErrorCode.NOT_WELCOME, reason="say hello first"))
             return
-        self.servers[server_id].heard_at = time.monotonic()
-        if isinstance(message, Group):
+        server = self.servers[server_id]
+        server.heard_at = time.monotonic()
+        if server.refused and not isinstance(message, Goodbye):
+            return
+        if isinstance(message, Group) and self.alignment.awaits(server_id, message.ticket_id):
+            self.alignment.accept(server_id, message, self._version)
+        elif isinstance(message, Group):
             self._intake.accept(server_id, message, received.frames, self._version)
         else:
             self._handle_from(server_id, message)
@@ -230,7 +253,9 @@ class Exchange(threading.Thread):
         elif isinstance(message, TicketFailed):
             connections.count_error(message.error_kind)
             logger.warning("ticket %d failed on %s: %s", message.ticket_id, server_id, message.error_message)
-            if not self._intake.has(message.ticket_id):
+            if self.alignment.awaits(server_id, message.ticket_id):
+                self.alignment.fail(server_id, message)
+            elif not self._intake.has(message.ticket_id):
                 connections.give_back(message.ticket_id, server_id, f"{message.error_kind}: {message.error_message}")
         elif isinstance(message, Goodbye):
             self._say_farewell(self.servers[server_id].identity, message)
@@ -258,8 +283,9 @@ def wait_for(
     timeout_s: float,
     what: Callable[[], str],
     progress: Callable[[], None] = lambda: None,
+    judge: Callable[[], None] | None = None,
 ) -> None:
-    """Block until `satisfied`, calling `progress` about once a second.
+    """Block until `satisfied`, calling `progress` about once a second, and `judge` when a parity check has come back.
 
     Time in which this process was stopped does not count. Raises the exchange's failure, or BadStateError saying what
     was waited for.
@@ -273,7 +299,10 @@ def wait_for(
                 return
             if left <= 0:
                 raise BadStateError(f"waited {timeout_s:g} s for {what()}")
-            woken = ledger.changed.wait(min(left, _LOOK_EVERY_S))
+            judging = judge is not None and exchange.alignment.has_complete
+            woken = judging or ledger.changed.wait(min(left, _LOOK_EVERY_S))
+        if judging and judge is not None:
+            judge()
         if not woken:
             progress()
         left -= min(time.monotonic() - began, 2 * _LOOK_EVERY_S)

@@ -92,7 +92,7 @@ class Handout:
         waiting = [item for item in self._ledger.waiting() if self.admitted is not None or not item.is_training]
         if not waiting:
             return
-        servers = self._connections.servers
+        servers = self._connections.aligned
         shares = share_tickets(
             waiting,
             held={server_id: self._ledger.held_by(server_id) for server_id in servers},

@@ -82,6 +82,8 @@ METRICS = (
     _gauge("length_bias", "ratio", "Mean trained length over that of all trained or dropped, minus 1.", "near 0"),
     _gauge("journal_bytes", "bytes", "Size of the journal and its write-ahead log.", "bounded"),
     _gauge("ledger_residual_groups", "groups", "Issued groups that are in no state.", "0, always"),
+    _gauge("parity_max", "nats", "Largest |log-prob of learner - engine| as a server joined.", "below 0.001", "server"),
+    _gauge("parity_mean", "nats", "Mean of the same.", "below 0.0001, or 0.03 in bfloat16", "server"),
     _gauge("servers", "servers", "Welcomed rollout servers.", "as many as were started"),
     _gauge("idle_ratio", "ratio", "Share of the last step spent waiting for groups.", "below 0.2"),
     _gauge(

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from asyncrl.models.media import media_inputs
 from asyncrl.models.positions import prompt_positions
 from asyncrl.models.processing import EncodedPrompt
 from asyncrl.models.shared_prefix import make_layout
@@ -121,11 +122,12 @@ def build_micro_batch(model: Any, groups: Sequence[TrainGroup], device: torch.de
     layout = make_layout(
         [(len(g.prompt.token_ids), [len(c.token_ids) - 1 for c in g.completions]) for g in groups], device
     )
+    media = media_inputs([group.prompt for group in groups], torch.from_numpy(np.concatenate(types)).long()[None])
     return MicroBatch(
         inputs={
             "input_ids": torch.from_numpy(np.concatenate(ids)).long()[None].to(device),
             **_position_inputs(torch.cat(positions, dim=1).to(device)),
-            **_image_inputs(groups, np.concatenate(types), device),
+            **{name: tensor.to(device) for name, tensor in media.items()},
             "shared_prefix": layout,
         },
         predict_from=torch.from_numpy(np.concatenate(predict_from)).long().to(device),
@@ -138,16 +140,3 @@ def build_micro_batch(model: Any, groups: Sequence[TrainGroup], device: torch.de
 def _position_inputs(positions: torch.Tensor) -> dict[str, torch.Tensor]:
     """[R, L] -> the model's `position_ids`: [3, 1, L] for multimodal rotary positions, else [1, L]."""
     return {"position_ids": positions[:, None] if positions.shape[0] == 3 else positions}
-
-
-def _image_inputs(groups: Sequence[TrainGroup], types: np.ndarray, device: torch.device) -> dict[str, torch.Tensor]:
-    """Each image once, in the order of the packed prompts."""
-    pixels = [group.prompt.pixel_values for group in groups if group.prompt.pixel_values is not None]
-    if not pixels:
-        return {}
-    grids = np.concatenate([group.prompt.image_grids for group in groups])
-    return {
-        "pixel_values": torch.cat(pixels).to(device),
-        "image_grid_thw": torch.from_numpy(grids).long().to(device),
-        "mm_token_type_ids": torch.from_numpy(types).long()[None].to(device),
-    }

@@ -12,6 +12,7 @@ import psutil
 from asyncrl.algorithms.diagnostics import STALENESS_BUCKETS
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.processing import PromptProcessor
+from asyncrl.rewards.presentation import plain_text
 from asyncrl.telemetry.metrics import MetricSet
 from asyncrl.telemetry.recorder import RunRecorder
 from learner.batch import Batch
@@ -146,6 +147,11 @@ class Reporter:
         self.metrics["policy_version"].set(manifest.version)
         self.metrics["publish_bytes"].set(manifest.total_bytes)
 
+    def parity(self, server_id: str, largest: float, mean: float) -> None:
+        """Differences of log-probs at the check of a server that joins."""
+        self.metrics["parity_max"].labels(server=server_id).set(largest)
+        self.metrics["parity_mean"].labels(server=server_id).set(mean)
+
     def evaluated(self, step: int, version: int, received: Sequence[ReceivedGroup]) -> dict[str, Any]:
         """Accuracy and reward of a whole evaluation. Rows that could not be scored are counted apart."""
         records = [record for item in received for record in item.group.trajectories]
@@ -181,17 +187,19 @@ class Reporter:
                 }
                 for record, start, end in zip(group.trajectories, bounds[:-1], bounds[1:], strict=True)
             ]
-            question = "".join("<image>" if part.type == "image" else part.text for part in prompt.messages[-1].content)
+            first_frames = [video.frame_hashes[0] for video in prompt.videos]
+            shown = {digest: item.prepared.blobs[digest] for digest in (*prompt.image_hashes, *first_frames)}
             self.recorder.sample(
                 {
                     "step": step,
                     "row_id": prompt.row_id,
-                    "prompt": question,
+                    "prompt": plain_text(prompt.messages[-1]),
                     "answer": prompt.answer,
                     "images": list(prompt.image_hashes),
+                    "videos": first_frames,
                     "completions": completions,
                 },
-                dict(item.prepared.blobs),
+                shown,
             )
 
     def close(self) -> None:

@@ -24,6 +24,7 @@ from learner.evaluation import Evaluation
 from learner.exchange import Exchange, wait_for
 from learner.journal import MIB
 from learner.ledger import TicketLedger
+from learner.parity import ParityJudge
 from learner.publication import open_publication, publish
 from learner.reporting import Reporter
 from learner.start import StartingPoint, adapter_settings, begin_journal, find_start, forget_run, sign_journal
@@ -73,6 +74,7 @@ class Learner:
     def _prepare(self, config: RunConfig, start: StartingPoint) -> None:
         """Load everything that can be wrong before anything is written or any socket is bound."""
         self.writer = TicketWriter(config, self.processor, stop_token_ids(config.model, self.processor.tokenizer))
+        self.parity_tickets = self.writer.write_parity()
         self.total_steps = config.total_steps(self.writer.num_train_rows)
         updates = self.total_steps * config.algorithm.updates_per_batch
         self.engine = create_engine(config, config.learner.optim, updates)
@@ -127,10 +129,12 @@ class Learner:
             publication=self.publication,
             facts=ModelFacts(self.architecture, self.processor.fingerprint, vocabulary, self.base),
             version=max(self.progress.version, self.ledger.last_step),
+            parity_tickets=self.parity_tickets,
         )
         self._resources.callback(lambda: self.exchange.stop(self._goodbye))
         self.reporter = Reporter(config, self.exchange, self.ledger, self.processor, self.total_steps)
         self._resources.callback(self.reporter.close)
+        self.judge = ParityJudge(config, self.exchange, self.engine, self.processor, self.reporter)
         self.evaluation = Evaluation(config, self.exchange, self.ledger, self.writer, self.reporter)
         if start.journal:
             self.reporter.recorder.truncate_after(self.progress.step, evaluations_after=self.ledger.last_step)
@@ -224,6 +228,7 @@ class Learner:
             "tokens_per_s/learner": values["tokens"] / step_s,
         }
         self.reporter.step(self.progress.step, version, values, batch)
+        self.judge.watch(self.progress.step, values)
         self._status("training" if publish else "catching up")
 
     def _adapt_staleness(self, values: Mapping[str, float]) -> dict[str, float]:
@@ -237,11 +242,16 @@ class Learner:
         wait_for(
             self.exchange,
             self.ledger,
-            self.ledger.ready,
+            lambda: self.ledger.ready() and not self.exchange.alignment.holds_step,
             timeout_s=self.config.learner.wait_timeout_s,
             what=lambda: f"{self._describe_wait()} (learner.wait_timeout_s)",
+            judge=self._judge,
             progress=lambda: self._status("training", self._describe_wait()),
         )
+
+    def _judge(self) -> None:
+        """Only between two steps: then the weights are those of the version."""
+        self.judge.judge(self.progress.version)
 
     def _describe_wait(self) -> str:
         counts = self.ledger.counts()
@@ -250,6 +260,9 @@ class Learner:
         blockers = self.ledger.blockers()
         if not self.exchange.servers:
             return f"{text}; no rollout server is connected"
+        held_by = self.exchange.alignment.holds_step
+        if held_by:
+            return f"{text}; the log-probs of {held_by} are being checked"
         if blockers:
             ticket_id, server_id, age_s = blockers[0]
             text += f"; oldest: ticket {ticket_id}, {age_s:.0f} s, held by {server_id or 'no server'}"
@@ -279,7 +292,7 @@ class Learner:
         if self._evaluation_is_due():
             self._admit_unless_evaluating()
             self._status("evaluating", f"{self.writer.num_held_out_rows} held-out rows")
-            self.evaluation.run(self.progress.step, self.progress.version)
+            self.evaluation.run(self.progress.step, self.progress.version, self._judge)
         self.exchange.admit(self.progress.version)
 
     def _admit_unless_evaluating(self) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,12 @@ FINGERPRINTED_ROWS = 64
 """Spread evenly over the training rows: with large images, reading all of them would take its time."""
 EVALUATION_IDS = 2**40
 """Evaluation tickets are numbered from here; training tickets from 0."""
+PARITY_IDS = 2**62
+"""Parity tickets are numbered from here."""
+PARITY_TOKENS = 16
+"""Most tokens of a completion that shows whether engine and learner agree."""
+PARITY_CANDIDATES = 64
+"""Training rows that are looked at for some with images or videos."""
 
 
 class TicketWriter:
@@ -67,9 +74,9 @@ class TicketWriter:
     def write(self, slot: TicketSlot) -> PreparedTicket:
         """The training ticket of a position in the data order."""
         rendered = self._render(self.train, self._train_rows[self._order.row_at(slot.position)])
-        rollout = self.config.rollout
-        sampling = {name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k", "min_p")}
-        return self._prepare(rendered, slot, slot.ticket_id, TicketKind.TRAIN, self.config.batch.group_size, sampling)
+        return self._prepare(
+            rendered, slot, slot.ticket_id, TicketKind.TRAIN, self.config.batch.group_size, self._distribution
+        )
 
     def write_evaluation(self, index: int, version: int) -> PreparedTicket:
         """The ticket of one held-out row. Its seed does not depend on the version: evaluations are comparable."""
@@ -84,6 +91,38 @@ class TicketWriter:
             {"temperature": evaluation.temperature},
         )
 
+    def write_parity(self) -> list[PreparedTicket]:
+        """Tickets of a few training rows, those with images or videos first; the same every time."""
+        chosen = self._most_telling(self._train_rows[:PARITY_CANDIDATES])
+        return [
+            self._prepare(
+                self._render(self.train, row),
+                TicketSlot(PARITY_IDS + number, number, version=0, bound=0),
+                PARITY_IDS + number,
+                TicketKind.PARITY,
+                min(2, self.config.batch.group_size),
+                self._distribution,
+                max_new_tokens=min(PARITY_TOKENS, self.config.data.max_response_length),
+            )
+            for number, row in enumerate(chosen[: self.config.alignment.rows])
+        ]
+
+    def _most_telling(self, candidates: Sequence[int]) -> list[int]:
+        """Rows with images, with videos and with both take turns; text alone comes last."""
+        keys = (self.config.data.image_key, self.config.data.video_key)
+        found: Counter[tuple[bool, ...]] = Counter()
+        order: list[tuple[bool, int, int, int]] = []
+        for row in candidates:
+            kinds = tuple(_length(self.train[row].get(key)) > 0 for key in keys)
+            order.append((not any(kinds), found[kinds], -sum(kinds), row))
+            found[kinds] += 1
+        return [row for *_, row in sorted(order)]
+
+    @property
+    def _distribution(self) -> dict[str, Any]:
+        """What training samples from."""
+        return {name: getattr(self.config.rollout, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+
     def _prepare(
         self,
         rendered: RenderedPrompt,
@@ -92,6 +131,7 @@ class TicketWriter:
         kind: TicketKind,
         size: int,
         distribution: Mapping[str, Any],
+        max_new_tokens: int | None = None,
     ) -> PreparedTicket:
         encoded = self.processor.encode(rendered.prompt, rendered.blobs)
         check_prompt_length(encoded, self.config.data.max_prompt_length)
@@ -104,13 +144,24 @@ class TicketWriter:
             min_version=slot.version,
             sampling=Sampling(
                 **distribution,
-                max_new_tokens=self.config.data.max_response_length,
+                max_new_tokens=max_new_tokens or self.config.data.max_response_length,
                 stop_token_ids=self._stop_token_ids,
                 banned_token_ids=self.processor.placeholder_ids,
             ),
         )
-        facts = PromptFacts(encoded.token_ids, encoded.image_grids, encoded.image_hashes)
+        facts = PromptFacts(
+            encoded.token_ids,
+            encoded.image_grids,
+            encoded.image_hashes,
+            encoded.video_grids,
+            encoded.video_hashes,
+        )
         return PreparedTicket(ticket, rendered.blobs, slot, facts)
+
+
+def _length(value: Any) -> int:
+    """Of a cell that holds any number of images or videos."""
+    return 0 if value is None else len(value) if isinstance(value, list | tuple | np.ndarray) else 1
 
 
 def ticket_seed(run_seed: int, number: int) -> int:

@@ -7,14 +7,14 @@ id, log-prob and version. A mismatch refuses the group with a reason that names 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from asyncrl.errors import UserError
 from asyncrl.models.prompt_facts import PromptFacts
 from protocol.errors import ErrorCode, ProtocolError
-from protocol.messages import Group, Ticket, printable
+from protocol.messages import FinishReason, Group, Ticket, printable
 
 LOGPROB_SLACK = 1e-4
 """Rounding may put the log-prob of a certain token this far above 0."""
@@ -39,6 +39,7 @@ def verify_group(
         or _prompt_problem(group, prompt)
         or _shape_problem(group, ticket)
         or _token_problem(group, ticket, vocabulary)
+        or _ending_problem(group, ticket)
         or _version_problem(group, ticket, version)
         or _score_problem(group, components)
     )
@@ -63,15 +64,15 @@ def _sender_problem(group: Group, sender: str) -> str | None:
 
 
 def _prompt_problem(group: Group, prompt: PromptFacts) -> str | None:
-    if group.image_hashes != prompt.image_hashes:
-        return (
-            f"the images differ: {len(group.image_hashes)} hashes against {len(prompt.image_hashes)}, or another order"
-        )
-    if not np.array_equal(group.image_grids, prompt.image_grids):
-        return (
-            f"image grids differ: {group.image_grids.tolist()} against {prompt.image_grids.tolist()}. "
-            "Do both sides have the same image processor settings?"
-        )
+    videos = prompt.video_grids[:0] if group.video_grids is None else group.video_grids
+    problem = (
+        _media_problem("image", group.image_hashes, prompt.image_hashes)
+        or _media_problem("video", group.video_hashes, prompt.video_hashes)
+        or _grid_problem("image", group.image_grids, prompt.image_grids)
+        or _grid_problem("video", videos, prompt.video_grids)
+    )
+    if problem:
+        return problem
     if not np.array_equal(group.prompt_ids, prompt.token_ids):
         theirs, mine = group.prompt_ids, prompt.token_ids
         common = min(len(theirs), len(mine))
@@ -79,6 +80,28 @@ def _prompt_problem(group: Group, prompt: PromptFacts) -> str | None:
         where = int(differing[0]) if differing.size else common
         return f"prompt ids differ from position {where} ({len(theirs)} ids against {len(mine)})"
     return None
+
+
+def _media_problem(kind: str, theirs: Sequence[str], mine: Sequence[str]) -> str | None:
+    """`theirs` are hashes of the bytes that the server encoded, in the order in which its engine saw them."""
+    if theirs == mine:
+        return None
+    if len(theirs) != len(mine):
+        return f"the engine saw {len(theirs)} {kind}(s), the prompt has {len(mine)}"
+    if sorted(theirs) == sorted(mine):
+        return f"the {kind}s are in another order"
+    number = next(i for i, (a, b) in enumerate(zip(theirs, mine, strict=True)) if a != b)
+    what = "other bytes" if kind == "image" else "other frames, or the same in another order or number"
+    return f"{kind} {number} has {what}: their hash is {theirs[number][:12]}, not {mine[number][:12]}"
+
+
+def _grid_problem(kind: str, theirs: np.ndarray, mine: np.ndarray) -> str | None:
+    if np.array_equal(theirs, mine):
+        return None
+    return (
+        f"{kind} grids (temporal, height, width in patches) differ: {theirs.tolist()} against {mine.tolist()}. "
+        "Do both sides have the same processor settings, such as the limits of the size?"
+    )
 
 
 def _shape_problem(group: Group, ticket: Ticket) -> str | None:
@@ -107,6 +130,28 @@ def _token_problem(group: Group, ticket: Ticket, vocabulary: int) -> str | None:
     # NaN fails both comparisons.
     if logprobs.size and not (logprobs.max() <= LOGPROB_SLACK and logprobs.min() > -np.inf):
         return "a sampled token has a log-prob that is not finite or above 0"
+    return None
+
+
+def _ending_problem(group: Group, ticket: Ticket) -> str | None:
+    """Text that is tokenised again loses its stop token, or changes its length."""
+    ends = np.cumsum(group.lengths)
+    for index, (record, length, end) in enumerate(
+        zip(group.trajectories, group.lengths.tolist(), ends.tolist(), strict=True)
+    ):
+        if not length or not group.loss_mask[end - 1]:
+            continue
+        last, most = int(group.token_ids[end - 1]), ticket.sampling.max_new_tokens
+        if record.finish_reason is FinishReason.STOP and last not in ticket.sampling.stop_token_ids:
+            return (
+                f"completion {index} ended by a stop token, but its last token is {last}. "
+                "The ids must be those that the engine sampled, never its text tokenised again"
+            )
+        if record.finish_reason is FinishReason.LENGTH and length < most:
+            return (
+                f"completion {index} was cut at {length} tokens, before max_new_tokens {most}. The ids must be those "
+                "that the engine sampled, and its context must hold the longest prompt and completion"
+            )
     return None
 
 

@@ -19,6 +19,8 @@ class ErrorCode(StrEnum):
     MODEL_MISMATCH = "model_mismatch"
     PROCESSOR_MISMATCH = "processor_mismatch"
     DUPLICATE_SERVER = "duplicate_server"
+    PARITY = "parity"
+    """The engine computes other log-probs than the learner for the same tokens and weights."""
     UNKNOWN_TICKET = "unknown_ticket"
     REFUSED_GROUP = "refused_group"
     """The group does not fit its ticket: counts, grids, hashes, versions or banned ids."""

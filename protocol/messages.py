@@ -66,7 +66,22 @@ class ImagePart(Wire):
     type: Literal["image"] = "image"
 
 
-ContentPart = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+class VideoPart(Wire):
+    """Stands where a video belongs; the videos of a prompt are used in order."""
+
+    type: Literal["video"] = "video"
+
+
+ContentPart = Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]
+
+
+class Video(Wire):
+    """Frames that were chosen before; no side picks among them."""
+
+    frame_hashes: Annotated[Many[ContentHash], Field(min_length=1)]
+    """Content hash of each frame, an encoded image, in order."""
+    fps: float = Field(gt=0, allow_inf_nan=False)
+    """Frames per second, as they are here: it places them in time for models that want to know."""
 
 
 class ChatMessage(Wire):
@@ -82,18 +97,24 @@ class Prompt(Wire):
     messages: Many[ChatMessage]
     image_hashes: Many[ContentHash] = ()
     """Content hash of each image in order of appearance; the bytes travel once per message."""
+    videos: Many[Video] = ()
+    """In order of appearance; their frames travel as images do."""
     answer: Any = None
     columns: dict[str, Any] = {}
     """The row's other columns, for the reward."""
 
     @model_validator(mode="after")
-    def _one_image_per_placeholder(self) -> Prompt:
-        parts = sum(part.type == "image" for message in self.messages for part in message.content)
-        if parts != len(self.image_hashes):
-            raise ValueError(
-                f"row {self.row_id}: {parts} image placeholders in the messages, {len(self.image_hashes)} images"
-            )
+    def _one_placeholder_each(self) -> Prompt:
+        for kind, count in (("image", len(self.image_hashes)), ("video", len(self.videos))):
+            parts = sum(part.type == kind for message in self.messages for part in message.content)
+            if parts != count:
+                raise ValueError(f"row {self.row_id}: {parts} {kind} placeholders in the messages, {count} {kind}s")
         return self
+
+    @property
+    def media_hashes(self) -> tuple[str, ...]:
+        """Of everything that travels with it: images, then the frames of videos."""
+        return (*self.image_hashes, *(digest for video in self.videos for digest in video.frame_hashes))
 
 
 class Sampling(Wire):
@@ -123,6 +144,8 @@ class Sampling(Wire):
 class TicketKind(StrEnum):
     TRAIN = "train"
     EVAL = "eval"
+    PARITY = "parity"
+    """To see whether engine and learner agree on log-probs: sampled like training, without rewards."""
 
 
 class Ticket(Wire):
@@ -143,7 +166,7 @@ class Tickets(Wire):
     type: Literal["tickets"] = "tickets"
     tickets: Many[Ticket]
     blobs: dict[ContentHash, Blob] = {}
-    """Encoded image bytes (PNG, JPEG, ...) by content hash, each once."""
+    """Encoded bytes (PNG, JPEG, ...) of images and frames by content hash, each once."""
 
 
 # --- groups (rollout server -> learner) --------------------------------------------------------
@@ -209,6 +232,10 @@ class Group(Wire):
     image_grids: Int32Matrix
     """[images, 3] temporal, height, width in patches, in order of appearance."""
     image_hashes: Many[ContentHash]
+    video_grids: Int32Matrix | None = None
+    """[videos, 3] as of images; None without videos."""
+    video_hashes: Many[ContentHash] = ()
+    """SHA-256 of the hexadecimal content hashes of each video's frames, in order."""
     lengths: Int32Array
     """[group_size] completion tokens of each trajectory."""
     token_ids: Int32Array
@@ -242,6 +269,9 @@ class Group(Wire):
             raise ValueError(f"{self.lengths.size} lengths for {len(self.trajectories)} trajectories")
         if self.image_grids.shape[0] != len(self.image_hashes) or self.image_grids.shape[1] != 3:
             raise ValueError(f"image_grids {self.image_grids.shape} for {len(self.image_hashes)} images")
+        grids = (0, 3) if self.video_grids is None else self.video_grids.shape
+        if grids != (len(self.video_hashes), 3):
+            raise ValueError(f"video_grids {grids} for {len(self.video_hashes)} videos")
         for length, record in zip(self.lengths.tolist(), self.trajectories, strict=True):
             for turn in record.turns:
                 if turn.start > turn.end or turn.end > length:

@@ -18,6 +18,7 @@ from protocol.messages import (
     Group,
     GroupTimings,
     Ticket,
+    TicketKind,
     TrajectoryRecord,
     TrajectoryStatus,
     Turn,
@@ -31,7 +32,8 @@ logger = logging.getLogger(__name__)
 class _GroupInProgress:
     ticket: Ticket
     request: GenerationRequest
-    images: list[bytes]
+    blobs: Mapping[str, bytes]
+    """Of its prompt."""
     queued_at: float
     completions: dict[int, Completion] = field(default_factory=dict)
     scores: list[asyncio.Task[tuple[int, Score]]] = field(default_factory=list)
@@ -57,7 +59,7 @@ class GroupProducer:
             ticket.ticket_id: _GroupInProgress(
                 ticket=ticket,
                 request=request,
-                images=[bytes(blobs[digest]) for digest in ticket.prompt.image_hashes],
+                blobs={digest: bytes(blobs[digest]) for digest in ticket.prompt.media_hashes},
                 queued_at=now,
                 started_at=time.monotonic(),
             )
@@ -95,10 +97,12 @@ class GroupProducer:
         ]
 
     async def _score(self, group: _GroupInProgress, completion: Completion) -> tuple[int, Score]:
+        if group.ticket.kind is TicketKind.PARITY:  # only its log-probs are asked for
+            return completion.index, Score("ok", reward=0.0)
         sample = sample_of(
             group.ticket.prompt,
             self._processor.decode(completion.token_ids),
-            group.images,
+            group.blobs,
             "length" if completion.finish_reason is FinishReason.LENGTH else "stop",
         )
         return completion.index, await self._rewards.score(sample)
@@ -117,6 +121,8 @@ class GroupProducer:
             prompt_ids=prompt.token_ids,
             image_grids=prompt.image_grids,
             image_hashes=prompt.image_hashes,
+            video_grids=prompt.video_grids if len(prompt.video_grids) else None,
+            video_hashes=prompt.video_hashes,
             lengths=lengths,
             token_ids=np.concatenate([c.token_ids for c in ordered]),
             loss_mask=np.ones(int(lengths.sum()), np.uint8),

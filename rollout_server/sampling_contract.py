@@ -1,4 +1,4 @@
-"""A training ticket must ask for the sampling that this server was configured with."""
+"""A training or parity ticket must ask for the sampling that this server was configured with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check_sampling(tickets: Iterable[Ticket], config: RolloutConfig) -> None:
     The ticket's settings would be used, and this server's own silently ignored.
     """
     for ticket in tickets:
-        if ticket.kind is not TicketKind.TRAIN:
+        if ticket.kind is TicketKind.EVAL:
             continue
         differing = [
             f"rollout.{name} is {getattr(config, name):g} here and {getattr(ticket.sampling, name):g} at the learner"

@@ -303,6 +303,7 @@ def chaos_config(model: Path, data: Path, *, seed: int, on_stale: OnStale) -> Ru
             },
             "reward": {"functions": [{"function": str(ROOT / "tests" / "short_reward.py:short")}], "workers": 1},
             "evaluation": {"before_training": False},
+            "alignment": {"rows": 0},
             "trainer": {"seed": seed, "save_freq": 3, "samples_per_step": PROMPTS_PER_STEP},
             "network": {"control_port": 0, "weights_port": 0, "heartbeat_s": 0.2, "timeout_s": 3.0},
             "telemetry": {"learner_port": 0, "rollout_port": 0, "log_level": "DEBUG"},

@@ -389,7 +389,7 @@ def good_group(ticket: Ticket, prompt: EncodedPrompt) -> Group:
         image_grids=prompt.image_grids,
         image_hashes=prompt.image_hashes,
         lengths=np.full(size, length, np.int32),
-        token_ids=np.full(total, 20, np.int32),
+        token_ids=np.tile(np.asarray([20, 20, ticket.sampling.stop_token_ids[0]], np.int32), size),
         loss_mask=np.ones(total, np.uint8),
         logprobs=np.full(total, -1.0, np.float32),
         versions=np.full(total, 4, np.int32),
@@ -412,18 +412,29 @@ Change = Callable[[Group, PromptProcessor], dict[str, Any]]
 LIES: dict[str, tuple[Change, str]] = {
     "images in another order": (
         lambda g, p: {"image_hashes": g.image_hashes[::-1], "image_grids": g.image_grids[::-1]},
-        "the images differ",
+        "the images are in another order",
     ),
     "an image too few": (
         lambda g, p: {"image_hashes": g.image_hashes[:1], "image_grids": g.image_grids[:1]},
-        "the images differ: 1 hashes against 2",
+        r"the engine saw 1 image\(s\), the prompt has 2",
     ),
     "an image too many": (
         lambda g, p: {"image_hashes": (*g.image_hashes, "0" * 64), "image_grids": g.image_grids[[0, 1, 1]]},
-        "the images differ: 3 hashes against 2",
+        r"the engine saw 3 image\(s\), the prompt has 2",
     ),
-    "another image": (lambda g, p: {"image_hashes": ("0" * 64, g.image_hashes[1])}, "the images differ"),
-    "swapped grids": (lambda g, p: {"image_grids": g.image_grids[::-1]}, "image grids differ"),
+    "another image": (
+        lambda g, p: {"image_hashes": ("0" * 64, g.image_hashes[1])},
+        "image 0 has other bytes: their hash is 000000000000",
+    ),
+    "swapped grids": (lambda g, p: {"image_grids": g.image_grids[::-1]}, "image grids .* differ"),
+    "a completion without its stop token": (
+        lambda g, p: {"token_ids": np.full_like(g.token_ids, 20)},
+        "completion 0 ended by a stop token, but its last token is 20",
+    ),
+    "a completion that was cut too early": (
+        lambda g, p: {"trajectories": with_record(g, finish_reason=FinishReason.LENGTH)},
+        "completion 0 was cut at 3 tokens, before max_new_tokens",
+    ),
     "other prompt ids": (lambda g, p: {"prompt_ids": with_value(g.prompt_ids, 7)}, "prompt ids differ from position 1"),
     "a shorter prompt": (lambda g, p: {"prompt_ids": g.prompt_ids[:-2]}, "prompt ids differ from position"),
     "a trajectory missing": (

@@ -253,7 +253,7 @@ def test_chat_messages_and_system_prompt() -> None:
         ([{"role": "usr", "content": "x"}], "role 'usr'; use system, user"),
         ([{"role": "user", "content": 5}], "content of type int"),
         ([{"role": "user", "content": ["x"]}], "a message part is 'x'"),
-        ([{"role": "user", "content": [{"type": "video"}]}], "a message part is"),
+        ([{"role": "user", "content": [{"type": "audio"}]}], "a message part is"),
     ],
 )
 def test_questions_of_the_wrong_shape(content: Any, expected: str) -> None:

@@ -18,7 +18,7 @@ class ServerOfAll:
     """Connections with one server that takes everything."""
 
     def __init__(self) -> None:
-        self.servers = {"s": SimpleNamespace(hello=SimpleNamespace(max_groups=100))}
+        self.aligned = {"s": SimpleNamespace(hello=SimpleNamespace(max_groups=100))}
         self.sent: list[int] = []
 
     def send(self, server_id: str, message: Any) -> bool:

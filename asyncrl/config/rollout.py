@@ -41,3 +41,7 @@ class RolloutConfig(Section):
     """How weights arrive; auto takes the fastest that both sides can use."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Passed to the engine as they are."""
+
+    @property
+    def truncates(self) -> bool:
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0

@@ -20,6 +20,8 @@ from asyncrl.config.section import Section
 
 BYTES_PER_TOKEN = 17
 """Of a group on the wire: id, log-prob, version, version of the cache, mask."""
+DEFAULT_LOGPROB_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.2}
+"""Of one token between engine and learner, in nats: several times what rounding makes of it (docs/decisions/012)."""
 Durability = Literal["process", "power"]
 
 
@@ -29,15 +31,19 @@ class DataConfig(Section):
     val_files: tuple[str, ...] = ()
     """Held-out rows, never trained on; same kinds as train_files."""
     prompt_key: str = "prompt"
-    """Column with the question: a string (which may contain `<image>`) or a list of chat messages."""
+    """Column with the question: a string (which may contain `<image>` and `<video>`) or a list of chat messages."""
     answer_key: str = "answer"
     """Column with the reference answer, handed to the rewards."""
     image_key: str = "images"
     """Column with 0 to N images per row: paths, bytes or a list of either. A missing column means text only."""
+    video_key: str = "videos"
+    """Column with 0 to N videos per row, each a list of frames: paths or bytes of images, no video files."""
+    video_fps: float = Field(default=2.0, gt=0)
+    """Frames per second of the videos in video_key: places them in time for models that ask (Qwen2.5-VL, Qwen3-VL)."""
     target_key: str = "target"
     """Column with the demonstration that `asyncrl sft` imitates."""
     image_dir: str = ""
-    """Base of relative image paths; empty means the folder of the data file."""
+    """Base of relative image and frame paths; empty means the folder of the data file."""
     format_prompt: str = ""
     """Jinja template file for the question; it sees `content` and every column. Empty means the question as it is."""
     system_prompt: str = ""
@@ -271,6 +277,8 @@ class RunConfig(Section):
                 "model without its adapters, and model.lora.rank is 0. Set model.lora.rank=16, or "
                 "algorithm.kl_loss_coef=0"
             )
+        if self.rollout.engine == "scripted" and self.alignment.rows:
+            problems.append("rollout.engine=scripted makes up its log-probs: set alignment.rows=0")
         problems += sampling_problems(self)
         if problems:
             raise ValueError("\n".join(problems))
@@ -294,6 +302,11 @@ class RunConfig(Section):
         """The bound, or with `auto` the largest that it may become."""
         bound = self.learner.max_staleness
         return self.learner.adaptive_staleness.max if bound == "auto" else bound
+
+    @property
+    def max_logprob_difference(self) -> float:
+        """Between engine and learner, of one token, in nats."""
+        return self.alignment.max_logprob_difference or DEFAULT_LOGPROB_DIFFERENCE[self.model.dtype]
 
     def total_steps(self, num_rows: int) -> int:
         """Learner steps of the run: trainer.max_steps, else as many as visit every training row total_epochs times."""

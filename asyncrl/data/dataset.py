@@ -68,7 +68,7 @@ class RowSource:
 
     def __init__(self, tables: Sequence[Table], config: DataConfig, limit: int = 0) -> None:
         self._tables = tables
-        self._image_key = config.image_key
+        self._media_keys = (config.image_key, config.video_key)
         self._image_dir = config.image_dir
         self._ends: list[int] = []
         for table in tables:
@@ -83,9 +83,10 @@ class RowSource:
     def __getitem__(self, index: int) -> dict[str, Any]:
         table, place = self._find(index)
         row = table.read(place)
-        if row.get(self._image_key) is not None:
-            base = Path(self._image_dir) if self._image_dir else table.base_dir
-            row[self._image_key] = _absolute(row[self._image_key], base)
+        base = Path(self._image_dir) if self._image_dir else table.base_dir
+        for key in self._media_keys:
+            if row.get(key) is not None:
+                row[key] = _absolute(row[key], base)
         return row
 
     def row_id(self, index: int) -> str:
@@ -202,24 +203,25 @@ def _check_columns(tables: Sequence[Table], config: DataConfig, purpose: Purpose
     if problems:
         raise UserError("\n".join(problems))
     columns = {column for table in tables for column in table.columns}
-    if config.image_key not in columns:
-        _check_text_only(sorted(columns), config)
+    for key in ("image_key", "video_key"):
+        if getattr(config, key) not in columns:
+            _check_without(key, sorted(columns), config)
 
 
-def _check_text_only(columns: Sequence[str], config: DataConfig) -> None:
-    """Rows without an image column are text, unless that looks like a wrong name."""
-    default = DataConfig.model_fields["image_key"].default
-    if config.image_key != default:
-        raise UserError(
-            f"no row has a column {config.image_key!r} (data.image_key). "
-            f"{_columns(columns, config.image_key, 'data.image_key')}"
-        )
-    close = close_names(config.image_key, columns)
+def _check_without(key: str, columns: Sequence[str], config: DataConfig) -> None:
+    """Rows without a column of images, or of videos, have none, unless that looks like a wrong name."""
+    name = getattr(config, key)
+    if name != DataConfig.model_fields[key].default:
+        raise UserError(f"no row has a column {name!r} (data.{key}). {_columns(columns, name, f'data.{key}')}")
+    close = close_names(name, columns)
     if close:
         logger.warning(
-            "no row has a column %r, so all rows are text only. There is %s: if it holds images, set data.image_key",
-            config.image_key,
-            " and ".join(repr(name) for name in close),
+            "no row has a column %r, so all rows are without %s. There is %s: if it holds %s, set data.%s",
+            name,
+            name,
+            " and ".join(repr(one) for one in close),
+            name,
+            key,
         )
 
 

@@ -13,17 +13,19 @@ import numpy as np
 
 from asyncrl.config.schema import DataConfig
 from asyncrl.data.images import check_header, content_hash, load_image_bytes
+from asyncrl.data.videos import load_videos
 from asyncrl.errors import UserError
-from protocol.messages import ChatMessage, ContentPart, ImagePart, Prompt, TextPart
+from protocol.messages import ChatMessage, ContentPart, ImagePart, Prompt, TextPart, Video, VideoPart
 
-PLACEHOLDER = re.compile(r"<image>")
+PLACEHOLDER = re.compile(r"<(image|video)>")
+PARTS: dict[str, ImagePart | VideoPart] = {"image": ImagePart(), "video": VideoPart()}
 
 
 @dataclass(frozen=True)
 class RenderedPrompt:
     prompt: Prompt
     blobs: Mapping[str, bytes]
-    """Encoded image bytes by content hash."""
+    """Encoded bytes of images and frames by content hash."""
 
 
 class PromptRenderer:
@@ -34,25 +36,21 @@ class PromptRenderer:
     def render(self, row: Mapping[str, Any], row_id: str) -> RenderedPrompt:
         """Raises UserError naming the row for a bad image, template variable, or placeholder count."""
         images = self._images(row, row_id)
-        messages = self._messages(row, row_id)
-        placeholders = sum(part.type == "image" for message in messages for part in message.content)
-        if images and not placeholders:
-            messages = _images_first(messages, len(images))
-        elif placeholders != len(images):
-            raise UserError(
-                f"row {row_id}: {placeholders} <image> placeholder(s) in the prompt, {len(images)} image(s) in "
-                f"column {self._config.image_key!r}. Write one <image> per image, or none to put the images first"
-            )
-        hashes = tuple(content_hash(image) for image in images)
-        keys = {self._config.prompt_key, self._config.image_key, self._config.answer_key}
+        videos = load_videos(row.get(self._config.video_key), Path(self._config.image_dir or "."), row_id)
+        messages = _placed(self._messages(row, row_id), "video", len(videos), self._config.video_key, row_id)
+        messages = _placed(messages, "image", len(images), self._config.image_key, row_id)
+        blobs = {content_hash(data): data for data in (*images, *(frame for video in videos for frame in video))}
+        config = self._config
+        keys = {config.prompt_key, config.image_key, config.video_key, config.answer_key}
         prompt = Prompt(
             row_id=row_id,
             messages=tuple(messages),
-            image_hashes=hashes,
+            image_hashes=tuple(map(content_hash, images)),
+            videos=tuple(Video(frame_hashes=tuple(map(content_hash, v)), fps=config.video_fps) for v in videos),
             answer=self._answer(row, row_id),
             columns={k: wire_safe(v) for k, v in row.items() if k not in keys and _is_wire_safe(v)},
         )
-        return RenderedPrompt(prompt, dict(zip(hashes, images, strict=True)))
+        return RenderedPrompt(prompt, blobs)
 
     def _images(self, row: Mapping[str, Any], row_id: str) -> list[bytes]:
         value = row.get(self._config.image_key)
@@ -129,13 +127,13 @@ class PromptRenderer:
 
 def _part(part: Any, row_id: str) -> ContentPart:
     kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind == "image":
-        return ImagePart()
+    if kind in PARTS:
+        return PARTS[kind]
     if kind == "text" or (kind is None and isinstance(part, Mapping) and "text" in part):
         return TextPart(text=str(part.get("text") or ""))
     raise UserError(
         f"row {row_id}: a message part is {str(part)[:80]!r}; "
-        'use {"type": "text", "text": ...} or {"type": "image"}'
+        'use {"type": "text", "text": ...}, {"type": "image"} or {"type": "video"}'
     )
 
 
@@ -150,21 +148,29 @@ def row_target(row: Mapping[str, Any], config: DataConfig, row_id: str) -> str:
 
 
 def split_placeholders(text: str) -> tuple[ContentPart, ...]:
-    """Cut the text at every `<image>`; empty pieces are left out."""
+    """Cut the text at every `<image>` and `<video>`; empty pieces are left out."""
     parts: list[ContentPart] = []
     for index, piece in enumerate(PLACEHOLDER.split(text)):
-        if index:
-            parts.append(ImagePart())
-        if piece:
+        if index % 2:  # what the pattern's group has caught
+            parts.append(PARTS[piece])
+        elif piece:
             parts.append(TextPart(text=piece))
     return tuple(parts)
 
 
-def _images_first(messages: list[ChatMessage], count: int) -> list[ChatMessage]:
-    """The images go before the text of the first user message."""
+def _placed(messages: list[ChatMessage], kind: str, count: int, key: str, row_id: str) -> list[ChatMessage]:
+    """As many placeholders as there are images or videos; without any, they go first in the first user message."""
+    found = sum(part.type == kind for message in messages for part in message.content)
+    if found == count:
+        return messages
+    if found:
+        raise UserError(
+            f"row {row_id}: {found} <{kind}> placeholder(s) in the prompt, {count} {kind}(s) in "
+            f"column {key!r}. Write one <{kind}> per {kind}, or none to put the {kind}s first"
+        )
     first = next((i for i, message in enumerate(messages) if message.role == "user"), 0)
     user = messages[first]
-    content: tuple[ContentPart, ...] = (*(ImagePart() for _ in range(count)), *user.content)
+    content: tuple[ContentPart, ...] = (*(PARTS[kind] for _ in range(count)), *user.content)
     return [*messages[:first], ChatMessage(role=user.role, content=content), *messages[first + 1 :]]
 
 

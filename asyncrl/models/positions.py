@@ -20,11 +20,21 @@ def prompt_positions(model: Any, prompt: EncodedPrompt) -> tuple[torch.Tensor, i
     if inner is None or not hasattr(inner, "get_rope_index"):
         return torch.arange(length)[None], length
     ids = torch.from_numpy(prompt.token_ids).long()[None]
-    grids = torch.from_numpy(prompt.image_grids).long() if len(prompt.image_grids) else None
     positions, _ = inner.get_rope_index(
         ids,
         mm_token_type_ids=torch.from_numpy(prompt.token_types).long()[None],
-        image_grid_thw=grids,
+        **_grids(prompt),
         attention_mask=torch.ones_like(ids),
     )
     return positions[:, 0], int(positions.max()) + 1
+
+
+def _grids(prompt: EncodedPrompt) -> dict[str, torch.Tensor]:
+    """Qwen2.5-VL spaces a video's frames by their seconds; others take no notice."""
+    found: dict[str, torch.Tensor] = {}
+    if len(prompt.image_grids):
+        found["image_grid_thw"] = torch.from_numpy(prompt.image_grids).long()
+    if len(prompt.video_grids):
+        found["video_grid_thw"] = torch.from_numpy(prompt.video_grids).long()
+        found["second_per_grid_ts"] = torch.tensor(prompt.seconds_per_grid)
+    return found

@@ -14,15 +14,20 @@ def preview_prompt(config: RunConfig) -> str:
     processor = PromptProcessor(config.model)
     rendered = PromptRenderer(config.data).render(rows[0], rows.row_id(0))
     encoded = processor.encode(rendered.prompt, rendered.blobs)
-    check_prompt_length(encoded, config.data.max_prompt_length)
-    image_tokens = int((encoded.token_types == 1).sum())
+    limit = config.data.max_prompt_length
+    check_prompt_length(encoded, limit)
+    seen = "images and videos" if encoded.video_hashes else "images"
     lines = [
         f"first prompt ({rendered.prompt.row_id}):",
         *(f"  | {line}" for line in processor.render(rendered.prompt).splitlines()),
         f"  answer: {rendered.prompt.answer!r}",
-        f"  tokens: {len(encoded.token_ids)} of at most {config.data.max_prompt_length}, {image_tokens} for images",
+        f"  tokens: {len(encoded.token_ids)} of at most {limit}, {encoded.media_tokens} for {seen}",
         f"  images: {len(encoded.image_hashes)}",
     ]
     for (t, h, w), digest in zip(encoded.image_grids.tolist(), encoded.image_hashes, strict=True):
         lines.append(f"    {digest[:12]}: {t} x {h} x {w} patches")
+    if encoded.video_hashes:
+        lines.append(f"  videos: {len(encoded.video_hashes)}")
+    for (t, h, w), video in zip(encoded.video_grids.tolist(), rendered.prompt.videos, strict=True):
+        lines.append(f"    {len(video.frame_hashes)} frames at {video.fps:g} per second: {t} x {h} x {w} patches")
     return "\n".join(lines)

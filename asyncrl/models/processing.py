@@ -10,19 +10,19 @@ import hashlib
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
 from asyncrl.config.model import ModelConfig
-from asyncrl.data.images import decode_image
+from asyncrl.data.images import content_hash, decode_image
 from asyncrl.errors import UserError
 from asyncrl.models import torchvision_cpu
 from asyncrl.models.loading import has_vision, model_folder, special_token_ids
-from protocol.messages import Prompt
+from protocol.messages import Prompt, Video
 
 torchvision_cpu.install()
 
@@ -35,6 +35,8 @@ PLACEHOLDER_ID_NAMES = (
     "video_token_index",
 )
 """Ids that stand for images or fence them. A policy that samples one makes its own sample untrainable."""
+VIDEO_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""Model types whose videos are tested to be the same to engine and learner."""
 
 
 @dataclass(frozen=True)
@@ -43,16 +45,30 @@ class EncodedPrompt:
     token_ids: np.ndarray
     """[P] int32, image placeholders expanded."""
     token_types: np.ndarray
-    """[P] int32, 1 on image tokens, 0 on text."""
+    """[P] int32, 1 on image tokens, 2 on video tokens, 0 on text."""
     image_grids: np.ndarray
     """[images, 3] int32: temporal, height, width in patches."""
     image_hashes: tuple[str, ...]
+    """Of the bytes that were encoded here, whatever name they came under."""
     pixel_values: torch.Tensor | None
     """[patches, features] of all images, or None without images."""
+    video_grids: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int32))
+    """[videos, 3] int32: temporal, height, width in patches."""
+    video_hashes: tuple[str, ...] = ()
+    """Of each video's frames as they were encoded here, see `Group.video_hashes`."""
+    seconds_per_grid: tuple[float, ...] = ()
+    """Between two temporal patches of each video; what Qwen2.5-VL spaces their positions by."""
+    video_pixel_values: torch.Tensor | None = None
+    """[patches, features] of all videos, or None without videos."""
+
+    @property
+    def media_tokens(self) -> int:
+        return int((self.token_types > 0).sum())
 
     @property
     def nbytes(self) -> int:
-        return self.token_ids.nbytes + (0 if self.pixel_values is None else self.pixel_values.nbytes)
+        pixels = (self.pixel_values, self.video_pixel_values)
+        return self.token_ids.nbytes + sum(one.nbytes for one in pixels if one is not None)
 
 
 class PromptProcessor:
@@ -71,7 +87,9 @@ class PromptProcessor:
                 f"{config.path} has a vision model but no image processor. "
                 "Copy preprocessor_config.json (or processor_config.json) from the original model into the folder"
             )
+        self.family: str = hf_config.model_type
         self.image_token_id: int | None = getattr(hf_config, "image_token_id", None)
+        self.video_token_id: int | None = getattr(hf_config, "video_token_id", None)
         self.placeholder_ids = tuple(sorted(special_token_ids(hf_config, PLACEHOLDER_ID_NAMES)))
         self._placeholder_texts = tuple(self.tokenizer.convert_ids_to_tokens(list(self.placeholder_ids)))
         self._lock = threading.Lock()
@@ -80,22 +98,28 @@ class PromptProcessor:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for two processors that turn every prompt into the same ids and pixels."""
+        """Equal for two processors that turn every prompt into the same ids and pixels.
+
+        Of every setting of the tokenizer (added and special tokens, normaliser), of the image and video processors
+        (sizes, patches, resampling, rescaling, normalisation, frames), and of the chat template.
+        """
         described: dict[str, Any] = {
             "tokenizer": self.tokenizer.backend_tokenizer.to_str(),
+            "special_tokens": self.tokenizer.special_tokens_map,
             "chat_template": getattr(self.processor, "chat_template", None) or self.tokenizer.chat_template,
         }
         if self.sees_images:
-            described["image_processor"] = self.processor.image_processor.to_dict()
+            described["processor"] = self.processor.to_dict()
         return hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
     def encode(self, prompt: Prompt, blobs: Mapping[str, bytes | memoryview]) -> EncodedPrompt:
-        """Run the processor on a prompt; `blobs` has the encoded image bytes by content hash.
+        """Run the processor on a prompt; `blobs` has the encoded bytes of images and frames by content hash.
 
-        Any thread may call it. Raises UserError naming the row when an image is corrupt or the text itself
-        contains image placeholders.
+        Any thread may call it. Raises UserError naming the row when an image is corrupt, the text itself contains
+        image placeholders, or the model does not read what is there.
         """
-        key = hashlib.sha256(prompt.model_dump_json(include={"messages", "image_hashes"}).encode()).hexdigest()
+        content = prompt.model_dump_json(include={"messages", "image_hashes", "videos"})
+        key = hashlib.sha256(content.encode()).hexdigest()
         with self._lock:  # neither the cache nor a fast tokenizer may be used by two threads at once
             cached = self._cache.get(key)
             if cached is not None:
@@ -106,30 +130,29 @@ class PromptProcessor:
             return encoded
 
     def _encode(self, prompt: Prompt, blobs: Mapping[str, bytes | memoryview]) -> EncodedPrompt:
-        if prompt.image_hashes and not self.sees_images:
-            raise UserError(
-                f"row {prompt.row_id} has {len(prompt.image_hashes)} image(s), but the model folder has no image "
-                "processor: it reads text only. Use a vision-language model or drop data.image_key"
-            )
+        self._check_media(prompt)
         self._check_text(prompt)
         text = self.render(prompt)
-        if not prompt.image_hashes:
+        if not prompt.media_hashes:
             ids = np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
             encoded = EncodedPrompt(
                 prompt.row_id, ids, np.zeros_like(ids), np.zeros((0, 3), np.int32), (), pixel_values=None
             )
         else:
-            images = [
-                decode_image(bytes(blobs[digest]), where=f"row {prompt.row_id}") for digest in prompt.image_hashes
-            ]
-            out = self.processor(text=[text], images=images, return_tensors="pt")
+            found = {digest: bytes(blobs[digest]) for digest in prompt.media_hashes}
+            out = self.processor(text=[text], return_tensors="pt", **media_arguments([prompt], found))
+            hashes = {digest: content_hash(data) for digest, data in found.items()}
             encoded = EncodedPrompt(
                 row_id=prompt.row_id,
                 token_ids=out["input_ids"][0].to(torch.int32).numpy(),
                 token_types=out["mm_token_type_ids"][0].to(torch.int32).numpy(),
-                image_grids=out["image_grid_thw"].to(torch.int32).numpy(),
-                image_hashes=prompt.image_hashes,
-                pixel_values=out["pixel_values"],
+                image_grids=_grids(out, "image_grid_thw"),
+                image_hashes=tuple(hashes[digest] for digest in prompt.image_hashes),
+                pixel_values=out.get("pixel_values"),
+                video_grids=_grids(out, "video_grid_thw"),
+                video_hashes=tuple(video_hash([hashes[d] for d in video.frame_hashes]) for video in prompt.videos),
+                seconds_per_grid=tuple(map(float, out.get("second_per_grid_ts", ()))),
+                video_pixel_values=out.get("pixel_values_videos"),
             )
         self._check_placeholders(encoded)
         return encoded
@@ -146,6 +169,25 @@ class PromptProcessor:
         """Completion text for rewards and people; training never re-tokenises it."""
         return self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
 
+    def _check_media(self, prompt: Prompt) -> None:
+        """Refuse what the model cannot read, or what nobody has shown to be computed alike on both sides."""
+        if prompt.image_hashes and not self.sees_images:
+            raise UserError(
+                f"row {prompt.row_id} has {len(prompt.image_hashes)} image(s), but the model folder has no image "
+                "processor: it reads text only. Use a vision-language model or drop data.image_key"
+            )
+        if prompt.videos and self.family not in VIDEO_FAMILIES:
+            raise UserError(
+                f"row {prompt.row_id} has {len(prompt.videos)} video(s), but the model is of the family {self.family}, "
+                f"and videos are supported for {', '.join(VIDEO_FAMILIES)}: where a video's tokens and positions go "
+                "differs between families. Use one of these, or give the frames as images (data.image_key)"
+            )
+        if prompt.videos and getattr(self.processor, "video_processor", None) is None:
+            raise UserError(
+                f"row {prompt.row_id} has {len(prompt.videos)} video(s), but the model folder has no video processor. "
+                "Copy video_preprocessor_config.json (or processor_config.json) from the original model into the folder"
+            )
+
     def _check_text(self, prompt: Prompt) -> None:
         """The data set must not speak the model's own image language: processors fail on it, or worse, do not."""
         for message in prompt.messages:
@@ -154,21 +196,26 @@ class PromptProcessor:
                 if found:
                     raise UserError(
                         f"row {prompt.row_id}: the text of the {message.role} message contains {found[0]!r}, which the "
-                        "model reserves for images. Write <image> where an image belongs, or take it out of the text"
+                        "model reserves for images. Write <image> (or <video>) where one belongs, or take it out of "
+                        "the text"
                     )
 
     def _check_placeholders(self, encoded: EncodedPrompt) -> None:
-        if self.image_token_id is None:
-            return
-        found = int((encoded.token_ids == self.image_token_id).sum())
-        merge = getattr(getattr(self.processor, "image_processor", None), "merge_size", 1) ** 2
-        expected = int(encoded.image_grids.prod(axis=1).sum()) // merge
-        if found != expected:
-            raise UserError(
-                f"row {encoded.row_id}: the rendered prompt has {found} image tokens, but its "
-                f"{len(encoded.image_hashes)} image(s) need {expected}. "
-                "Check that the model's chat template has one image placeholder per image"
-            )
+        for kind, token_id, grids, part in (
+            ("image", self.image_token_id, encoded.image_grids, "image_processor"),
+            ("video", self.video_token_id, encoded.video_grids, "video_processor"),
+        ):
+            if token_id is None:
+                continue
+            found = int((encoded.token_ids == token_id).sum())
+            merge = getattr(getattr(self.processor, part, None), "merge_size", 1) ** 2
+            expected = int(grids.prod(axis=1).sum()) // merge
+            if found != expected:
+                raise UserError(
+                    f"row {encoded.row_id}: the rendered prompt has {found} {kind} tokens, but its "
+                    f"{len(grids)} {kind}(s) need {expected}. "
+                    f"Check that the model's chat template has one {kind} placeholder per {kind}"
+                )
 
     def _remember(self, key: str, encoded: EncodedPrompt) -> None:
         self._cache[key] = encoded
@@ -178,13 +225,63 @@ class PromptProcessor:
             self._cache_left += oldest.nbytes
 
 
+def media_arguments(prompts: Sequence[Prompt], blobs: Mapping[str, bytes]) -> dict[str, Any]:
+    """What a Hugging Face processor is called with for the images and videos of prompts, in their order.
+
+    Frames are given as they are: the processor picks none of them out.
+    """
+    images = [
+        decode_image(blobs[digest], where=f"row {prompt.row_id}")
+        for prompt in prompts
+        for digest in prompt.image_hashes
+    ]
+    videos = [
+        (video, _frames(video, blobs, f"row {prompt.row_id}, video {number}"))
+        for prompt in prompts
+        for number, video in enumerate(prompt.videos)
+    ]
+    arguments: dict[str, Any] = {"images": images} if images else {}
+    if videos:
+        arguments |= {
+            "videos": [frames for _, frames in videos],
+            "do_sample_frames": False,
+            "video_metadata": [
+                {"total_num_frames": len(frames), "fps": video.fps, "frames_indices": list(range(len(frames)))}
+                for video, frames in videos
+            ],
+        }
+    return arguments
+
+
+def _frames(video: Video, blobs: Mapping[str, bytes], where: str) -> np.ndarray:
+    """[frames, height, width, 3] uint8"""
+    frames = [decode_image(blobs[digest], where=f"{where}, frame {i}") for i, digest in enumerate(video.frame_hashes)]
+    sizes = sorted({frame.size for frame in frames})
+    if len(sizes) > 1:
+        raise UserError(
+            f"{where}: its frames have several sizes: {', '.join(f'{w} x {h}' for w, h in sizes[:3])} pixels. "
+            "Scale the frames of one video to one size"
+        )
+    return np.stack([np.asarray(frame) for frame in frames])
+
+
+def video_hash(frame_hashes: Sequence[str]) -> str:
+    """SHA-256 of the frames' content hashes in order: of number, order and content."""
+    return hashlib.sha256("".join(frame_hashes).encode()).hexdigest()
+
+
+def _grids(out: Any, name: str) -> np.ndarray:
+    """[N, 3] int32"""
+    return out[name].to(torch.int32).numpy() if name in out else np.zeros((0, 3), np.int32)
+
+
 def check_prompt_length(encoded: EncodedPrompt, limit: int) -> None:
     """Refuse a prompt over the limit. A prompt with images is never truncated: that would cut image tokens."""
     length = len(encoded.token_ids)
     if length > limit:
-        image_tokens = int((encoded.token_types == 1).sum())
+        videos = f" and {len(encoded.video_hashes)} video(s)" if encoded.video_hashes else ""
         raise UserError(
-            f"row {encoded.row_id}: the prompt has {length} tokens ({image_tokens} of them for "
-            f"{len(encoded.image_hashes)} image(s)), over data.max_prompt_length = {limit}. Raise the limit, "
+            f"row {encoded.row_id}: the prompt has {length} tokens ({encoded.media_tokens} of them for "
+            f"{len(encoded.image_hashes)} image(s){videos}), over data.max_prompt_length = {limit}. Raise the limit, "
             "use smaller images, or set data.filter_overlong_prompts=true to leave such rows out (counted and named)"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -14,3 +14,6 @@ class PromptFacts:
     image_grids: np.ndarray
     """[images, 3] int32: temporal, height, width in patches."""
     image_hashes: tuple[str, ...]
+    video_grids: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int32))
+    """[videos, 3] int32"""
+    video_hashes: tuple[str, ...] = ()

@@ -8,6 +8,18 @@ from __future__ import annotations
 import torch
 
 
+def log_kept_mass(
+    logprobs: torch.Tensor, token_ids: torch.Tensor, *, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
+    """[N, V], [N] -> [N] log of the probability that truncation keeps; the sampled `token_ids` count as kept.
+
+    An engine samples `logprob - log_kept_mass`. Rounding may put a token that it kept beyond the bound here.
+    """
+    kept = ~torch.isneginf(truncated_logprobs(logprobs, top_k=top_k, top_p=top_p, min_p=min_p))
+    kept.scatter_(-1, token_ids[:, None], True)
+    return torch.logsumexp(logprobs.masked_fill(~kept, float("-inf")), dim=-1)
+
+
 def truncated_logprobs(
     logprobs: torch.Tensor, *, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:

@@ -5,27 +5,31 @@ Apart from `sample`, because reward workers import that and must start without t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from asyncrl.rewards.sample import RewardSample
-from protocol.messages import Prompt
+from protocol.messages import ChatMessage, Prompt
+
+
+def plain_text(message: ChatMessage) -> str:
+    """With `<image>` and `<video>` where they stand."""
+    return "".join(part.text if part.type == "text" else f"<{part.type}>" for part in message.content)
 
 
 def sample_of(
-    prompt: Prompt, completion: str, images: list[bytes], finish_reason: Literal["stop", "length"]
+    prompt: Prompt, completion: str, blobs: Mapping[str, bytes], finish_reason: Literal["stop", "length"]
 ) -> RewardSample:
-    """What the rewards see of a completion, in training and in evaluation alike. Images stand as `<image>` in texts."""
-    messages = [
-        {"role": m.role, "content": "".join("<image>" if part.type == "image" else part.text for part in m.content)}
-        for m in prompt.messages
-    ]
+    """What the rewards see of a completion, in training and in evaluation alike. `blobs` are the prompt's by hash."""
+    messages = [{"role": message.role, "content": plain_text(message)} for message in prompt.messages]
     return RewardSample(
         completion=completion,
         prompt=next((m["content"] for m in reversed(messages) if m["role"] == "user"), ""),
         messages=messages,
         answer=prompt.answer,
         columns=dict(prompt.columns),
-        images=images,
+        images=[blobs[digest] for digest in prompt.image_hashes],
+        videos=[[blobs[digest] for digest in video.frame_hashes] for video in prompt.videos],
         row_id=prompt.row_id,
         finish_reason=finish_reason,
     )

@@ -29,6 +29,8 @@ class RewardSample:
     """The row's other columns by name."""
     images: list[bytes] = field(default_factory=list)
     """Encoded bytes (PNG, JPEG, ...) in order of appearance."""
+    videos: list[list[bytes]] = field(default_factory=list)
+    """Encoded frames of each video."""
     row_id: str = ""
     """Names the row: `<file or dataset>:<index>`."""
     finish_reason: Literal["stop", "length"] = "stop"

@@ -120,6 +120,7 @@ class SimulatedConnections:
 
     def __init__(self, max_groups: int):
         self.servers: dict[str, ServerState] = {}
+        self.aligned = self.servers
         self.errors: Counter[str] = Counter()
         self._max_groups = max_groups
         self._to_server: dict[str, InOrder] = {}

@@ -101,6 +101,7 @@ class Workload:
                     "weight_update": self.weight_update,
                 },
                 "reward": {"functions": [{"function": "exact_match"}]},
+                "alignment": {"rows": 0},
                 "network": network,
                 "telemetry": {"learner_port": 0, "rollout_port": 0},
             }

@@ -32,7 +32,11 @@ class TrainEngine(Protocol):
         """Load the model and build the optimiser."""
         ...
 
-    def forward(self, micro_batch: MicroBatch, *, entropy_gradient: bool = False) -> TokenOutputs: ...
+    def forward(
+        self, micro_batch: MicroBatch, *, entropy_gradient: bool = False, as_sampled: bool = False
+    ) -> TokenOutputs:
+        """`as_sampled`: log-probs of the truncated distribution that an engine samples from, not of the policy."""
+        ...
 
     def backward(self, loss: torch.Tensor) -> None:
         """Accumulate the gradient of a loss that is already divided by global counts."""

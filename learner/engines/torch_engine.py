@@ -20,6 +20,7 @@ from asyncrl.models.lora import add_adapter
 from asyncrl.models.processing import PLACEHOLDER_ID_NAMES
 from asyncrl.models.published import published_tensors
 from asyncrl.models.sampling_distribution import entropies, gather_logprobs, sampling_logprobs
+from asyncrl.models.truncation import log_kept_mass
 from learner.engines.base import TokenOutputs
 from learner.packing import MicroBatch
 
@@ -68,12 +69,22 @@ class TorchEngine:
         shape = 1 - done if o.lr_scheduler_type == "linear" else 0.5 * (1 + math.cos(math.pi * done))
         return o.min_lr_ratio + (1 - o.min_lr_ratio) * shape
 
-    def forward(self, micro_batch: MicroBatch, *, entropy_gradient: bool = False) -> TokenOutputs:
+    def forward(
+        self, micro_batch: MicroBatch, *, entropy_gradient: bool = False, as_sampled: bool = False
+    ) -> TokenOutputs:
         logits = self.model(**micro_batch.inputs, use_cache=False, logits_to_keep=micro_batch.predict_from).logits[0]
         logprobs = sampling_logprobs(logits, temperature=self._config.rollout.temperature, banned=self._banned)
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             entropy = entropies(logprobs)
-        return TokenOutputs(gather_logprobs(logprobs, micro_batch.targets), entropy)
+        chosen = gather_logprobs(logprobs, micro_batch.targets)
+        if as_sampled and self._config.rollout.truncates:
+            chosen = chosen - log_kept_mass(logprobs, micro_batch.targets, **self._truncation(len(chosen)))
+        return TokenOutputs(chosen, entropy)
+
+    def _truncation(self, count: int) -> dict[str, torch.Tensor]:
+        """[count] of each of `rollout`'s top_k, top_p and min_p."""
+        rollout, shape = self._config.rollout, {"dtype": torch.float64, "device": self.device}
+        return {name: torch.full((count,), getattr(rollout, name), **shape) for name in ("top_k", "top_p", "min_p")}
 
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()

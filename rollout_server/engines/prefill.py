@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
+from asyncrl.models.media import media_inputs
 from asyncrl.models.positions import prompt_positions
 from asyncrl.models.processing import EncodedPrompt
 
@@ -30,7 +30,7 @@ class Prefilled:
 
 
 def prefill(model: Any, prompts: Sequence[EncodedPrompt], device: torch.device) -> Prefilled:
-    """One forward pass over the prompts and their images."""
+    """One forward pass over the prompts, their images and their videos."""
     longest = max(len(prompt.token_ids) for prompt in prompts)
     placed = [prompt_positions(model, prompt) for prompt in prompts]
     position_rows = placed[0][0].shape[0]
@@ -46,11 +46,7 @@ def prefill(model: Any, prompts: Sequence[EncodedPrompt], device: torch.device) 
         positions[:, row, start:] = place
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": attention}
     inputs["position_ids"] = positions if position_rows == 3 else positions[0]
-    pixels = [prompt.pixel_values for prompt in prompts if prompt.pixel_values is not None]
-    if pixels:
-        inputs["pixel_values"] = torch.cat(pixels)
-        inputs["image_grid_thw"] = torch.from_numpy(np.concatenate([p.image_grids for p in prompts])).long()
-        inputs["mm_token_type_ids"] = types
+    inputs |= media_inputs(prompts, types)
     inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
     output = model(**inputs, use_cache=True, logits_to_keep=1)
     next_positions = [position for _, position in placed]

@@ -28,6 +28,7 @@ from protocol.messages import (
 GROUP_SIZE = 2
 VOCABULARY = 1000
 BANNED = 900
+STOP = 0
 MAX_NEW_TOKENS = 16
 MODEL, PROCESSOR = "model-fingerprint", "processor-fingerprint"
 
@@ -65,7 +66,7 @@ def ticket(ticket_id: int, version: int) -> Ticket:
         group_size=GROUP_SIZE,
         seed=ticket_id,
         min_version=version,
-        sampling=Sampling(max_new_tokens=MAX_NEW_TOKENS, stop_token_ids=(0,), banned_token_ids=(BANNED,)),
+        sampling=Sampling(max_new_tokens=MAX_NEW_TOKENS, stop_token_ids=(STOP,), banned_token_ids=(BANNED,)),
     )
 
 
@@ -74,6 +75,8 @@ def group(ticket_id: int, version: int, server_id: str) -> Group:
     random = np.random.default_rng(ticket_id)
     lengths = random.integers(1, MAX_NEW_TOKENS + 1, GROUP_SIZE).astype(np.int32)
     total = int(lengths.sum())
+    token_ids = random.integers(0, BANNED, total).astype(np.int32)
+    token_ids[np.cumsum(lengths) - 1] = STOP
     records = tuple(
         TrajectoryRecord(
             status=TrajectoryStatus.FINISHED,
@@ -91,7 +94,7 @@ def group(ticket_id: int, version: int, server_id: str) -> Group:
         image_grids=image_grids(),
         image_hashes=(image(ticket_id)[0],),
         lengths=lengths,
-        token_ids=random.integers(0, BANNED, total).astype(np.int32),
+        token_ids=token_ids,
         loss_mask=np.ones(total, np.uint8),
         logprobs=-random.random(total, np.float32),
         versions=np.full(total, version, np.int32),
