@@ -40,6 +40,7 @@ class RolloutServer:
     def __init__(self, config: RunConfig):
         self.config = config
         self.metrics = MetricSet(METRICS, "rollout")
+        self.metrics.include("vllm:")
         self._started = time.monotonic()
         self._held: dict[int, Ticket] = {}
         self._newest: WeightManifest | None = None

@@ -107,6 +107,8 @@ class VLLMEngine:
             llm = await self._starting  # a start that was interrupted has processes, too
         except Exception:
             return  # start() has raised it
+        if llm.output_handler is not None:
+            llm.output_handler.cancel()  # it would report this end as a failure
         await asyncio.to_thread(llm.shutdown, SHUTDOWN_S)
         self._llm = self._starting = None  # its destructor wants modules that are gone at the end of the process
 

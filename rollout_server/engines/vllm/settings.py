@@ -14,6 +14,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.config.suggest import close_names
 from asyncrl.errors import UserError
 from asyncrl.models.loading import resolve_device
+from rollout_server.engines.vllm.owner import OWNER_VARIABLE
 
 WORKER = "rollout_server.engines.vllm.worker"
 """The module that vLLM's processes import; this process need not."""
@@ -189,7 +190,7 @@ def engine_environment(config: RunConfig, *, cuda: bool) -> Iterator[None]:
         defaults["OMP_NUM_THREADS"] = str(config.rollout.cpu_threads)
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-    os.environ["ASYNCRL_ENGINE_OWNER"] = str(os.getpid())
+    os.environ[OWNER_VARIABLE] = str(os.getpid())
     try:
         yield
     finally:

@@ -1,17 +1,13 @@
 """What runs inside vLLM's own process, which imports it by name: so it imports as little as possible.
 
 - `MappedFileTransfer`: new weights from a file in shared memory, as a backend of vLLM's weight-transfer API;
-- `BannedTokens`: ids that can never be sampled;
-- `die_with_owner`: no engine process outlives its rollout server.
+- `BannedTokens`: ids that can never be sampled.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import select
-import signal
-import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,12 +30,12 @@ from vllm.v1.sample.logits_processor.interface import (  # pyright: ignore[repor
     LogitsProcessor,
 )
 
+from rollout_server.engines.vllm.owner import die_with_owner
+
 BACKEND = "asyncrl_file"
 """Name of `MappedFileTransfer` in vLLM's table of weight-transfer backends."""
 BANNED_KEY = "asyncrl_banned_token_ids"
 """In vLLM's `additional_config`."""
-OWNER_VARIABLE = "ASYNCRL_ENGINE_OWNER"
-"""Process id of the rollout server, in the environment of the processes that vLLM starts."""
 
 
 # --- weights --------------------------------------------------------------------------------
@@ -130,27 +126,6 @@ class BannedTokens(LogitsProcessor):
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """[N, V] -> [N, V], in place."""
         return logits.index_fill_(-1, self._banned, float("-inf"))
-
-
-# --- life -----------------------------------------------------------------------------------
-
-
-def die_with_owner() -> None:
-    """Kill this process as soon as the rollout server is gone, also by SIGKILL: vLLM's processes would stay."""
-    owner = int(os.environ.get(OWNER_VARIABLE, "0"))
-    if owner in (0, os.getpid()) or not hasattr(os, "pidfd_open"):
-        return
-
-    def watch(fd: int) -> None:
-        select.select([fd], [], [])  # readable when the process has ended
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    try:
-        fd = os.pidfd_open(owner)
-    except ProcessLookupError:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return
-    threading.Thread(target=watch, args=(fd,), name="die-with-owner", daemon=True).start()
 
 
 class WorkerExtension:
