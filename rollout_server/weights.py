@@ -50,8 +50,8 @@ def choose_channel(configured: str, *, same_host: bool, engine: str = "hf", cuda
 def _refuse_gpu_channel(configured: str, same_host: bool, engine: str, cuda: bool) -> None:
     """Always raises: the last reason is that no learner sends over these channels yet.
 
-    vLLM's half is there (engines/vllm/transfer.py makes its requests). The learner must not import vLLM, whose code
-    the sending half is, and nothing of it could be run: no GPU was at hand.
+    vLLM's half is there (engines/vllm_engine/transfer.py makes its requests). The sending half is vLLM's code, too,
+    which the learner must not import, and nothing of it could be run: no GPU was at hand.
     """
     instead = "Set rollout.weights_channel=auto"
     if engine != "vllm":

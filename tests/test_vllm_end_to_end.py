@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sqlite3
 import subprocess
@@ -47,7 +46,7 @@ def test_the_digits_task_trains_through_vllm_and_its_reward_rises(
     with (tmp_path / "out").open("w") as out:
         command = [sys.executable, "-m", "asyncrl", "train", str(file)]
         train = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
-        scraped = ""
+        scraped, processes = "", list[psutil.Process]()
         try:
             deadline = time.monotonic() + 240
             while train.poll() is None and time.monotonic() < deadline:
@@ -55,6 +54,7 @@ def test_the_digits_task_trains_through_vllm_and_its_reward_rises(
                     address = f"http://127.0.0.1:{config.telemetry.rollout_port}/metrics"
                     with urllib.request.urlopen(address, timeout=5) as answer:
                         scraped = answer.read().decode()
+                    processes = psutil.Process(train.pid).children(recursive=True)
                 time.sleep(0.1)
             said = (tmp_path / "out").read_text()[-3000:] + (logs(run / "logs") if (run / "logs").exists() else "")
             assert train.poll() == 0, said
@@ -62,6 +62,8 @@ def test_the_digits_task_trains_through_vllm_and_its_reward_rises(
             if train.poll() is None:
                 train.terminate()
                 train.wait(timeout=30)
+    assert len(processes) >= 4  # learner, server, vLLM's core, rewards
+    assert not [process for process in processes if process.is_running() and process.status() != "zombie"]
     assert "vllm:generation_tokens_total" in scraped
     assert "asyncrl_rollout_groups_total" in scraped
 
@@ -72,6 +74,5 @@ def test_the_digits_task_trains_through_vllm_and_its_reward_rises(
     assert all(step["ledger_residual"] == 0 for step in steps)
     assert all(step["rows/error"] == step["rows/timed_out"] == 0 for step in steps)
     assert any((run / "images").iterdir())
-    assert not [p for p in psutil.process_iter(["name"]) if "VLLM" in p.info["name"] and str(run) in " ".join(p.cmdline())]
     with closing(sqlite3.connect(run / JOURNAL_FILE)) as db:
         assert db.execute("SELECT count(*) FROM consumption").fetchone() == (240,)

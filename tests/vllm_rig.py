@@ -1,4 +1,4 @@
-"""A real vLLM engine for many tests: started once, on a loop of its own, with weights published through shared memory."""
+"""A real vLLM engine for many tests: started once, on a loop of its own, its weights published in shared memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncrl.models.published import tensor_bytes
 from protocol.messages import ChatMessage, ImagePart, Prompt, Sampling, TextPart, WeightManifest
 from protocol.weights import Publication, Tensor
 from rollout_server.engines.base import Completion, GenerationRequest
-from rollout_server.engines.vllm.engine import VLLMEngine
+from rollout_server.engines.vllm_engine.engine import VLLMEngine
 from rollout_server.weights import WeightReceiver
 from tests.test_weight_updates import Weights
 

@@ -30,7 +30,7 @@ from vllm.v1.sample.logits_processor.interface import (  # pyright: ignore[repor
     LogitsProcessor,
 )
 
-from rollout_server.engines.vllm.owner import die_with_owner
+from rollout_server.engines.vllm_engine.owner import die_with_owner
 
 BACKEND = "asyncrl_file"
 """Name of `MappedFileTransfer` in vLLM's table of weight-transfer backends."""
@@ -74,7 +74,8 @@ class MappedFileTransfer(WeightTransferEngine[FileInit, FileUpdate]):
 
     def receive_weights(self, update_info: FileUpdate) -> None:
         expected = {name for name, _ in self.model.named_parameters()}
-        loaded = self.model.load_weights(mapped_tensors(update_info))
+        model: Any = self.model
+        loaded = model.load_weights(mapped_tensors(update_info))
         missing = expected - set(loaded)
         if missing:  # vLLM itself would keep the old values and only warn
             raise ValueError(f"the publication does not fill {len(missing)} parameters, such as {sorted(missing)[:3]}")

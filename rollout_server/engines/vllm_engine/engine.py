@@ -9,29 +9,27 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
-
-import numpy as np
+from typing import Any, cast
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.data.images import decode_image
-from asyncrl.errors import BadStateError, UserError
+from asyncrl.errors import BadStateError
 from asyncrl.models.loading import folder_fingerprint, model_folder
 from asyncrl.models.processing import PromptProcessor
 from rollout_server.engines.base import ArrivedWeights, Completion, EngineUsage, GenerationRequest
-from rollout_server.engines.vllm.outputs import check_alignment, to_completion, unexpanded_ids
-from rollout_server.engines.vllm.settings import (
+from rollout_server.engines.vllm_engine.library import import_vllm
+from rollout_server.engines.vllm_engine.outputs import to_completion
+from rollout_server.engines.vllm_engine.requests import check_request, sampling_params, to_engine_input
+from rollout_server.engines.vllm_engine.settings import (
     check_heads,
     check_known,
     check_settings,
-    check_temperature,
     engine_arguments,
     engine_environment,
     on_cuda,
 )
-from rollout_server.engines.vllm.transfer import FILE_BACKEND, file_update, vision_entries
-from rollout_server.engines.vllm.usage import UsageMeter
-from rollout_server.engines.vllm.versions import check_installed
+from rollout_server.engines.vllm_engine.transfer import FILE_BACKEND, file_update, vision_entries
+from rollout_server.engines.vllm_engine.usage import UsageMeter
+from rollout_server.engines.vllm_engine.versions import check_installed
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +81,7 @@ class VLLMEngine:
         )
         text_config = hf_config.get_text_config()
         with engine_environment(config, cuda=self._cuda):
-            vllm = _import_vllm()
+            vllm = import_vllm()
             if not self._cuda:
                 check_heads(text_config, vllm.cpu_head_sizes)
             check_known(config.rollout.engine_args, vllm.argument_names)
@@ -94,10 +92,9 @@ class VLLMEngine:
             transfer = vllm.WeightTransferConfig(backend=FILE_BACKEND)
             llm = vllm.AsyncLLM.from_engine_args(
                 vllm.AsyncEngineArgs(**arguments, weight_transfer_config=transfer),
-                stat_loggers=[lambda _config, _index=0: self._meter],
+                stat_loggers=cast(Any, [lambda _config, _index=0: self._meter]),
             )
         self._vllm = vllm
-        self._parameters = llm.vllm_config
         return llm
 
     async def close(self) -> None:
@@ -128,8 +125,8 @@ class VLLMEngine:
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
         for request in requests:
-            self._check(request)
-        inputs = await asyncio.gather(*(self._render(request) for request in requests))
+            check_request(request, self._processor.placeholder_ids, self._llm.vllm_config.model_config.max_model_len)
+        inputs = await asyncio.gather(*(to_engine_input(request, self._llm, self._vllm) for request in requests))
         await self._until(lambda: not self._asleep, "for the engine to wake up before it samples")
         self._refuse_if_failed()
         tasks = [
@@ -145,39 +142,6 @@ class VLLMEngine:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)  # vLLM hears of it before we are done
 
-    def _check(self, request: GenerationRequest) -> None:
-        sampling = request.sampling
-        check_temperature(f"the temperature of ticket {request.request_id}", sampling.temperature)
-        ours, asked = set(self._processor.placeholder_ids), set(sampling.banned_token_ids)
-        if ours != asked:
-            raise UserError(
-                f"ticket {request.request_id} bans the token ids {sorted(asked)}, and this engine bans {sorted(ours)}, "
-                "the model's image placeholders and fences. Start both services with the same model.path"
-            )
-        length = len(request.prompt.token_ids) + sampling.max_new_tokens
-        limit = self._parameters.model_config.max_model_len
-        if length > limit:
-            raise UserError(
-                f"row {request.prompt.row_id}: {len(request.prompt.token_ids)} prompt tokens and up to "
-                f"{sampling.max_new_tokens} new ones are more than the {limit} that vLLM was started for. Raise "
-                "data.max_prompt_length or data.max_response_length on this server"
-            )
-
-    async def _render(self, request: GenerationRequest) -> Any:
-        """The prompt as vLLM's engine takes it: expanded, with pixels; checked against our own processor's."""
-        where = f"row {request.prompt.row_id}"
-        prompt: dict[str, Any] = {"prompt_token_ids": unexpanded_ids(request.prompt)}
-        if request.images:
-            images = await asyncio.to_thread(lambda: [decode_image(data, where) for data in request.images])
-            prompt["multi_modal_data"] = {"image": images}
-            # Known by its content already: vLLM need not hash the pixels of every completion again.
-            prompt["multi_modal_uuids"] = {"image": list(request.prompt.image_hashes)}
-        renderer = self._llm.renderer
-        parsed = self._vllm.parse_model_prompt(self._parameters.model_config, prompt)
-        (engine_input,) = await renderer.render_cmpl_async([parsed])
-        check_alignment(request.prompt, engine_input)
-        return engine_input
-
     async def _complete(self, request: GenerationRequest, index: int, engine_input: Any) -> Completion:
         """One completion as a request of its own: a short one need not wait for the rest of its group.
 
@@ -188,12 +152,13 @@ class VLLMEngine:
         # Blocks of the prefix cache are found only by requests of the same version: with weight_update=keep they
         # cannot be dropped while a sequence runs.
         salted = {**engine_input, "cache_salt": f"version {submitted_version}"}
+        params = sampling_params(request, index, self._vllm)
+        last: Any = None
         self._meter.begin()
         self._running.add(number)
-        last: Any = None
         try:
-            async for last in self._llm.generate(salted, self._sampling_params(request, index), number):
-                pass
+            async for answer in self._llm.generate(salted, params, number):
+                last = answer
         except self._vllm.EngineDeadError as error:
             raise BadStateError("vLLM's engine process has died; what it said last is in the server's log") from error
         finally:
@@ -205,25 +170,6 @@ class VLLMEngine:
             raise BadStateError(f"vLLM ended ticket {request.request_id} with {output.finish_reason!r}")
         keeps = self._config.rollout.weight_update == "keep"
         return to_completion(request, index, output, submitted_version if keeps else None)
-
-    def _sampling_params(self, request: GenerationRequest, index: int) -> Any:
-        """Greedy decoding (temperature 0) gets the log-probs of temperature 1, as the protocol has it."""
-        sampling = request.sampling
-        state: Any = np.random.SeedSequence((request.seed, index)).generate_state(1, np.uint64)
-        return self._vllm.SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            seed=int(state[0]) >> 1,
-            max_tokens=sampling.max_new_tokens,
-            stop_token_ids=list(sampling.stop_token_ids),
-            ignore_eos=True,  # the ticket's stop ids decide alone
-            logprobs=0,  # of the sampled token only
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=self._vllm.RequestOutputKind.FINAL_ONLY,
-        )
 
     # --- pause, sleep -----------------------------------------------------------------------
 
@@ -324,45 +270,3 @@ class VLLMEngine:
     def _refuse_if_failed(self) -> None:
         if self._failure is not None:
             raise BadStateError(f"the vllm engine has stopped: {self._failure}") from self._failure
-
-
-class _VLLM:
-    """vLLM's names that this engine uses, imported when it starts: that takes seconds."""
-
-    def __init__(self) -> None:
-        from dataclasses import fields
-
-        import vllm  # pyright: ignore[reportMissingImports]
-        from vllm.config.weight_transfer import WeightTransferConfig  # pyright: ignore[reportMissingImports]
-        from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMissingImports]
-            WeightTransferInitRequest,
-            WeightTransferUpdateRequest,
-        )
-        from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
-        from vllm.renderers.inputs.preprocess import parse_model_prompt  # pyright: ignore[reportMissingImports]
-        from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: ignore[reportMissingImports]
-        from vllm.v1.attention.backends.cpu_attn import (  # pyright: ignore[reportMissingImports]
-            CPUAttentionBackend,
-        )
-        from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
-        from vllm.v1.engine.exceptions import EngineDeadError  # pyright: ignore[reportMissingImports]
-
-        self.version = vllm.__version__
-        self.AsyncLLM, self.AsyncEngineArgs, self.EngineDeadError = AsyncLLM, AsyncEngineArgs, EngineDeadError
-        self.SamplingParams, self.RequestOutputKind = SamplingParams, RequestOutputKind
-        self.parse_model_prompt = parse_model_prompt
-        self.WeightTransferConfig = WeightTransferConfig
-        self.WeightTransferInitRequest = WeightTransferInitRequest
-        self.WeightTransferUpdateRequest = WeightTransferUpdateRequest
-        self.argument_names = {field.name for field in fields(AsyncEngineArgs)}
-        self.cpu_head_sizes: list[int] = CPUAttentionBackend.get_supported_head_sizes()
-
-
-def _import_vllm() -> _VLLM:
-    try:
-        return _VLLM()
-    except (ImportError, OSError) as error:
-        raise UserError(
-            f"vLLM is installed but cannot be imported: {type(error).__name__}: {error}. A library of another build "
-            "stands beside it; make the environment anew: WITH_VLLM=1 bash scripts/install.sh"
-        ) from error

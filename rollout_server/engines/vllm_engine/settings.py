@@ -14,9 +14,9 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.config.suggest import close_names
 from asyncrl.errors import UserError
 from asyncrl.models.loading import resolve_device
-from rollout_server.engines.vllm.owner import OWNER_VARIABLE
+from rollout_server.engines.vllm_engine.owner import OWNER_VARIABLE
 
-WORKER = "rollout_server.engines.vllm.worker"
+WORKER = "rollout_server.engines.vllm_engine.worker"
 """The module that vLLM's processes import; this process need not."""
 SMALLEST_TEMPERATURE = 0.01
 """vLLM raises anything between 0 and this to it, without telling the caller."""

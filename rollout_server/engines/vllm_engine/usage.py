@@ -54,7 +54,9 @@ class UsageMeter:
 
     # --- vLLM's StatLoggerBase --------------------------------------------------------------
 
-    def record(self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0) -> None:
+    def record(
+        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+    ) -> None:
         if scheduler_stats is not None:
             self._running = scheduler_stats.num_running_reqs
             self._waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
