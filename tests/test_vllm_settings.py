@@ -14,6 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import BadStateError, UserError
+from asyncrl.models.processing import EncodedPrompt
+from protocol.messages import TensorEntry, WeightManifest
 from rollout_server.engines.vllm_engine import settings, versions
 from rollout_server.engines.vllm_engine.outputs import check_alignment, unexpanded_ids, version_column
 from rollout_server.engines.vllm_engine.owner import OWNER_VARIABLE
@@ -25,11 +30,6 @@ from rollout_server.engines.vllm_engine.transfer import (
     nccl_update,
     vision_entries,
 )
-
-from asyncrl.config.schema import RunConfig
-from asyncrl.errors import BadStateError, UserError
-from asyncrl.models.processing import EncodedPrompt
-from protocol.messages import TensorEntry, WeightManifest
 from rollout_server.weights import choose_channel
 from tests.tiny import ROOT
 from tests.vllm_rig import MISSING
@@ -266,10 +266,10 @@ def test_the_first_difference_to_vllms_prompt_is_named() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="watching a process by handle needs Linux")
 def test_an_engine_process_ends_when_its_server_is_killed() -> None:
-    child = "from rollout_server.engines.vllm_engine.owner import die_with_owner as d; d(); import time; print(1, flush=True)"
+    child = "import time; from rollout_server.engines.vllm_engine import owner; owner.die_with_owner();"
     server = (
         "import os, subprocess, sys; from rollout_server.engines.vllm_engine.owner import OWNER_VARIABLE;"
-        f"engine = subprocess.Popen([sys.executable, '-c', {child + '; time.sleep(60)'!r}], stdout=subprocess.PIPE,"
+        f"engine = subprocess.Popen([sys.executable, '-c', {child + 'print(1, flush=True); time.sleep(60)'!r}], stdout=subprocess.PIPE,"
         "env={**os.environ, OWNER_VARIABLE: str(os.getpid())}, start_new_session=True);"
         "engine.stdout.readline(); print(engine.pid, flush=True); engine.wait()"
     )
