@@ -110,6 +110,8 @@ def test_other_mistakes_are_refused_with_the_fix(make_config: MakeConfig, monkey
     refused(r"is 4, but this machine has 2 CUDA device\(s\)", tensor_parallel_size=4, cuda=True)
     refused("silently use that. Set it to 0.01 or more", temperature=0.001)
     refused("enable_chunked_prefill", engine_args={"enable_chunked_prefill": True})
+    with pytest.raises(UserError, match=r"model.lora.rank is 8, and the vllm engine takes whole models only"):
+        settings.check_settings(make_config(model={"lora": {"rank": 8}}), cuda=False)
     with pytest.raises(UserError, match=r"gpu_memory_utilisation, .* did you mean gpu_memory_utilization"):
         settings.check_known({"gpu_memory_utilisation": 0.5}, {"gpu_memory_utilization", "block_size"})
     with pytest.raises(UserError, match=r"heads are 16 wide, and vLLM on a CPU takes only \[32, 64\]"):
@@ -267,12 +269,17 @@ def test_the_first_difference_to_vllms_prompt_is_named() -> None:
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="watching a process by handle needs Linux")
 def test_an_engine_process_ends_when_its_server_is_killed() -> None:
     child = "import time; from rollout_server.engines.vllm_engine import owner; owner.die_with_owner();"
-    server = (
-        "import os, subprocess, sys; from rollout_server.engines.vllm_engine.owner import OWNER_VARIABLE;"
-        f"engine = subprocess.Popen([sys.executable, '-c', {child + 'print(1, flush=True); time.sleep(60)'!r}], stdout=subprocess.PIPE,"
-        "env={**os.environ, OWNER_VARIABLE: str(os.getpid())}, start_new_session=True);"
-        "engine.stdout.readline(); print(engine.pid, flush=True); engine.wait()"
-    )
+    server = f"""
+import os, subprocess, sys
+from rollout_server.engines.vllm_engine.owner import OWNER_VARIABLE
+child = {child + "print(1, flush=True); time.sleep(60)"!r}
+environment = {{**os.environ, OWNER_VARIABLE: str(os.getpid())}}
+command = [sys.executable, "-c", child]
+engine = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, start_new_session=True)
+engine.stdout.readline()
+print(engine.pid, flush=True)
+engine.wait()
+"""
     process = subprocess.Popen([sys.executable, "-c", server], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     engine = int(process.stdout.readline())
