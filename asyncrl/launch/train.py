@@ -68,7 +68,13 @@ def is_resumable(run_path: Path) -> bool:
 def check_inputs(config: RunConfig, purpose: Purpose = "rl") -> None:
     """Mistakes that need no model to be found, so that they leave no run directory behind."""
     if not (Path(config.model.path) / "config.json").is_file():
-        raise UserError(f"model.path is {config.model.path!r}, which is no Hugging Face model folder (no config.json)")
+        from asyncrl.models.loading import model_folder
+
+        model_folder(config.model)  # says what is there instead
+    if config.model.lora.rank:
+        from asyncrl.models.adapter_targets import resolve_adapter
+
+        resolve_adapter(config.model)
     check_rewards(config.reward)
     open_train(config.data, purpose)
     if purpose == "rl":
