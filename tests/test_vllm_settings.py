@@ -110,8 +110,8 @@ def test_other_mistakes_are_refused_with_the_fix(make_config: MakeConfig, monkey
     refused(r"is 4, but this machine has 2 CUDA device\(s\)", tensor_parallel_size=4, cuda=True)
     refused("silently use that. Set it to 0.01 or more", temperature=0.001)
     refused("enable_chunked_prefill", engine_args={"enable_chunked_prefill": True})
-    with pytest.raises(UserError, match=r"model.lora.rank is 8, and the vllm engine takes whole models only"):
-        settings.check_settings(make_config(model={"lora": {"rank": 8}}), cuda=False)
+    with pytest.raises(UserError, match=r"model.lora.vision_tower is true, and the vllm engine adapts the language"):
+        settings.check_settings(make_config(model={"lora": {"rank": 8, "vision_tower": True}}), cuda=False)
     with pytest.raises(UserError, match=r"gpu_memory_utilisation, .* did you mean gpu_memory_utilization"):
         settings.check_known({"gpu_memory_utilisation": 0.5}, {"gpu_memory_utilization", "block_size"})
     with pytest.raises(UserError, match=r"heads are 16 wide, and vLLM on a CPU takes only \[32, 64\]"):

@@ -82,7 +82,7 @@ class Rig:
             Tensor(name, str(t.dtype).removeprefix("torch."), tuple(t.shape), tensor_bytes(t))
             for name, t in weights.items()
         ]
-        return self.publication.publish(self.version, tensors)
+        return self.publication.publish(self.version, tensors, self.engine._adapter)
 
     async def update(self, weights: Weights) -> int:
         """As the server does it: the learner's file, verified, into the engine."""

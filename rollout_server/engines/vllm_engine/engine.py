@@ -13,9 +13,11 @@ from typing import Any, cast
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
+from asyncrl.models.adapter_targets import resolve_adapter
 from asyncrl.models.loading import folder_fingerprint, model_folder
 from asyncrl.models.processing import PromptProcessor
 from rollout_server.engines.base import ArrivedWeights, Completion, EngineUsage, GenerationRequest
+from rollout_server.engines.vllm_engine.adapter import adapter_folder, slot_arguments
 from rollout_server.engines.vllm_engine.library import import_vllm
 from rollout_server.engines.vllm_engine.outputs import to_completion
 from rollout_server.engines.vllm_engine.requests import check_request, sampling_params, to_engine_input
@@ -45,6 +47,9 @@ class VLLMEngine:
         self._cuda = on_cuda(config)
         check_settings(config, cuda=self._cuda)
         check_installed(cuda=self._cuda)
+        self._adapter = resolve_adapter(config.model)
+        self._adapter_request: Any = None
+        """vLLM's name of the adapter that new requests are sampled with; None: the model's own weights."""
         self._config = config
         self._processor = processor
         self._llm: Any = None
@@ -88,8 +93,10 @@ class VLLMEngine:
             arguments = engine_arguments(
                 config, cuda=self._cuda, text_config=text_config, banned=list(self._processor.placeholder_ids)
             )
+            if self._adapter is not None:
+                arguments |= slot_arguments(self._adapter)
             logger.info("starting vLLM %s with %s", vllm.version, arguments)
-            transfer = vllm.WeightTransferConfig(backend=FILE_BACKEND)
+            transfer = None if self._adapter else vllm.WeightTransferConfig(backend=FILE_BACKEND)
             llm = vllm.AsyncLLM.from_engine_args(
                 vllm.AsyncEngineArgs(**arguments, weight_transfer_config=transfer),
                 stat_loggers=cast(Any, [lambda _config, _index=0: self._meter]),
@@ -157,7 +164,7 @@ class VLLMEngine:
         self._meter.begin()
         self._running.add(number)
         try:
-            async for answer in self._llm.generate(salted, params, number):
+            async for answer in self._llm.generate(salted, params, number, lora_request=self._adapter_request):
                 last = answer
         except self._vllm.EngineDeadError as error:
             raise BadStateError("vLLM's engine process has died; what it said last is in the server's log") from error
@@ -233,11 +240,10 @@ class VLLMEngine:
             drains = self._config.rollout.weight_update == "drain"
             if drains:
                 self._refuse_to_wait_for_paused()
-            update = file_update(weights)
             await self._llm.pause_generation(mode="wait" if drains else "keep", clear_cache=False)
             self._meter.update_begins()
             try:
-                await self._swap(version, weights, update)
+                await self._swap(version, weights)
             except BaseException as error:
                 await self._fail(error)
                 raise
@@ -246,11 +252,17 @@ class VLLMEngine:
                 await self._llm.resume_generation()
             self._meter.update_ends()
 
-    async def _swap(self, version: int, weights: ArrivedWeights, update: dict[str, Any]) -> None:
+    async def _swap(self, version: int, weights: ArrivedWeights) -> None:
         """vLLM stands still meanwhile, and so the versions that it stamps are exact."""
-        await self._llm.start_weight_update()
-        await self._llm.update_weights(self._vllm.WeightTransferUpdateRequest(update))
-        await self._llm.finish_weight_update(str(version))
+        if self._adapter is None:
+            await self._llm.start_weight_update()
+            await self._llm.update_weights(self._vllm.WeightTransferUpdateRequest(file_update(weights)))
+            await self._llm.finish_weight_update(str(version))
+        else:
+            with adapter_folder(version, weights, self._vllm) as (told, carried):
+                await self._llm.add_lora(told)
+            await self._llm.update_weight_version(str(version))
+            self._adapter_request = carried
         if self._config.rollout.weight_update != "keep":
             # Of running sequences, too: they are queued again and their prompts and tokens computed anew.
             await self._llm.reset_prefix_cache(reset_running_requests=True)

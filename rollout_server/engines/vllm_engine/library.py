@@ -18,6 +18,7 @@ class Library:
             WeightTransferUpdateRequest,
         )
         from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
+        from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
         from vllm.renderers.inputs.preprocess import parse_model_prompt  # pyright: ignore[reportMissingImports]
         from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: ignore[reportMissingImports]
         from vllm.v1.attention.backends.cpu_attn import (  # pyright: ignore[reportMissingImports]
@@ -29,6 +30,7 @@ class Library:
         self.version: str = vllm.__version__
         self.AsyncLLM, self.AsyncEngineArgs, self.EngineDeadError = AsyncLLM, AsyncEngineArgs, EngineDeadError
         self.SamplingParams, self.RequestOutputKind = SamplingParams, RequestOutputKind
+        self.LoRARequest = LoRARequest
         self.parse_model_prompt = parse_model_prompt
         self.WeightTransferConfig = WeightTransferConfig
         self.WeightTransferInitRequest = WeightTransferInitRequest

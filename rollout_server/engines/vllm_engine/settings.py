@@ -70,10 +70,10 @@ def check_settings(config: RunConfig, *, cuda: bool) -> None:
     refused = [f"{name}. {fix}" for name, fix in NOT_YOURS.items() if name in rollout.engine_args]
     if refused:
         raise UserError(f"rollout.engine_args may not have {'; nor '.join(refused)}")
-    if config.model.lora.rank:
+    if config.model.lora.rank and config.model.lora.vision_tower:
         raise UserError(
-            f"model.lora.rank is {config.model.lora.rank}, and the vllm engine takes whole models only. "
-            "Set rollout.engine=hf, or model.lora.rank=0"
+            "model.lora.vision_tower is true, and the vllm engine adapts the language model only. "
+            "Set rollout.engine=hf, or model.lora.vision_tower=false"
         )
     if not cuda and rollout.engine_args.get("enable_chunked_prefill"):
         raise UserError(
