@@ -185,18 +185,23 @@ def test_the_kl_term_is_its_coefficient_times_k3(make_config: MakeConfig) -> Non
 # --- the engine that samples -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lora", [{}, TOWER], ids=["language model", "vision tower, too"])
+@pytest.mark.parametrize(
+    ("lora", "dtype", "largest"),
+    [({}, "float32", 1e-5), (TOWER, "float32", 1e-5), ({}, "bfloat16", 0.2)],
+    ids=["language model", "vision tower, too", "bf16 weights"],
+)
 def test_learner_and_engine_agree_on_an_adapter(
-    make_config: MakeConfig, prompts: tuple[EncodedPrompt, ...], lora: dict[str, Any]
+    make_config: MakeConfig, prompts: tuple[EncodedPrompt, ...], lora: dict[str, Any], dtype: str, largest: float
 ) -> None:
     config = lora_config(make_config, lora, rollout={"temperature": 0.8})
+    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
     adapter = made_up_adapter(config, 1)
     requests, done = sample_with_updates(config, prompts, [adapter], (8, 8, 8, 8))
     trainer = TorchEngine(config, config.learner.optim, 1)
     trainer.prepare()
     load_published(trainer.unwrap_model(), adapter.items())
     expected = learner_logprobs(trainer, requests, done)
-    assert max(np.abs(expected[c.request_id, c.index] - c.logprobs).max() for c in done) < 1e-5
+    assert max(np.abs(expected[c.request_id, c.index] - c.logprobs).max() for c in done) < largest
 
 
 @pytest.mark.parametrize("mode", ["recompute", "drain"])

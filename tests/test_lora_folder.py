@@ -133,10 +133,11 @@ def test_an_adapter_folder_as_model_path_is_refused_with_the_fix(
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
+@pytest.mark.parametrize("tower", [False, True], ids=["language model", "vision tower, too"])
 def test_vllm_samples_from_the_adapter_that_its_request_names(
-    make_config: MakeConfig, tmp_path: Path, prompt_and_blobs: tuple[Prompt, dict[str, bytes]]
+    make_config: MakeConfig, tmp_path: Path, prompt_and_blobs: tuple[Prompt, dict[str, bytes]], tower: bool
 ) -> None:
-    config = lora_config(make_config, {"alpha": 6})
+    config = lora_config(make_config, {"alpha": 6, "vision_tower": tower})
     adapters = [made_up_adapter(config, seed) for seed in (1, 2)]
     folders = [write(config, a, tmp_path / f"v{number}") for number, a in enumerate(adapters)]
     prompt, blobs = prompt_and_blobs
@@ -147,6 +148,7 @@ def test_vllm_samples_from_the_adapter_that_its_request_names(
     processor = PromptProcessor(config.model)
     given = {
         "temperature": 0.8,
+        "tower": tower,
         "banned": list(processor.placeholder_ids),
         "prompts": [
             {"text": processor.render(prompt), "images": [str(image)]},

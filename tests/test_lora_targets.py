@@ -105,6 +105,14 @@ def test_targets_that_fit_nothing_are_refused_by_name(tiny_model: Path, lora: di
     assert said in str(caught.value)
 
 
+@pytest.mark.usefixtures("no_weights")
+def test_without_peft_the_user_is_told_what_to_install(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.models.adapter_targets.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install 'asyncrl\[learner,rollout\]'"):
+        resolve_adapter(model(tiny_model))
+    assert resolve_adapter(ModelConfig(path=str(tiny_model))) is None
+
+
 def test_a_text_model_has_no_vision_tower_to_train(text_model: Path) -> None:
     with pytest.raises(UserError, match=r"reads text only. Set model.lora.vision_tower=false"):
         resolve_adapter(model(text_model, vision_tower=True))

@@ -40,6 +40,7 @@ def main(model: str, prompts_file: str, *folders: str) -> None:
         limit_mm_per_prompt={"image": 2, "video": 0},
         logprobs_mode="processed_logprobs",
         enable_lora=True,
+        enable_tower_connector_lora=given["tower"],
         max_lora_rank=8,
         max_loras=2,
         max_cpu_loras=2,

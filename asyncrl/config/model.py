@@ -31,7 +31,7 @@ class ModelConfig(Section):
     path: str
     """Hugging Face folder with model, tokenizer and processor."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights on both sides and on the wire."""
+    """Of the weights on both sides and on the wire; adapters are always float32."""
     freeze_vision_tower: bool = True
     """Leave the vision tower (not the connector) out of training; with lora, only adapters are trained anyway."""
     trust_remote_code: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection
+from importlib.util import find_spec
 from typing import Any
 
 from torch import nn
@@ -19,6 +20,11 @@ def resolve_adapter(config: ModelConfig) -> AdapterSpec | None:
     """None where the model itself is trained. Raises UserError for what no layer of the folder's model fits."""
     if not config.lora.rank:
         return None
+    if find_spec("peft") is None:
+        raise UserError(
+            f"model.lora.rank is {config.lora.rank}, which needs the peft package on both sides. Install it: "
+            "pip install 'asyncrl[learner,rollout]'"
+        )
     model = skeleton(config)
     if config.lora.vision_tower and not has_vision(model.config):
         raise UserError(

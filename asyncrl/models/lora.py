@@ -34,10 +34,11 @@ def add_adapter(model: Any, spec: AdapterSpec, *, seed: int = 0) -> Any:
 
     The adapter changes nothing yet; `seed` decides where its training begins.
     """
-    peft = _peft()
+    from peft import get_peft_model
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return peft.get_peft_model(model, _lora_config(spec), adapter_name=SLOT, autocast_adapter_dtype=True)
+        return get_peft_model(model, _lora_config(spec), adapter_name=SLOT, autocast_adapter_dtype=True)
 
 
 def adapter_name(version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
@@ -87,6 +88,7 @@ def load_merged(config: ModelConfig, folder: Path) -> Any:
 
     Raises UserError before anything is loaded if the adapter was trained on another base.
     """
+    from peft import PeftModel
     from safetensors import safe_open
 
     with safe_open(folder / ADAPTER_WEIGHTS, "pt") as opened:
@@ -97,26 +99,17 @@ def load_merged(config: ModelConfig, folder: Path) -> Any:
             "the folder that the run was started with"
         )
     model = load_model(config, device=torch.device("cpu"))
-    return _peft().PeftModel.from_pretrained(model, folder).merge_and_unload()
+    return PeftModel.from_pretrained(model, folder).merge_and_unload()
 
 
 def _lora_config(spec: AdapterSpec) -> Any:
     """No dropout and no bias: with them the learner's log-probs would not be the engine's."""
-    return _peft().LoraConfig(
+    from peft import LoraConfig
+
+    return LoraConfig(
         r=spec.rank,
         lora_alpha=spec.alpha,
         target_modules=list(spec.target_modules),
         lora_dropout=0.0,
         bias="none",
     )
-
-
-def _peft() -> Any:
-    try:
-        import peft
-    except ImportError as problem:
-        raise UserError(
-            f"model.lora.rank is above 0, which needs peft ({problem}). Install it on both sides: pip install "
-            "'asyncrl[learner]' 'asyncrl[rollout]'"
-        ) from problem
-    return peft
