@@ -268,29 +268,38 @@ def test_the_first_difference_to_vllms_prompt_is_named() -> None:
 # --- life -----------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="watching a process by handle needs Linux")
-def test_an_engine_process_ends_when_its_server_is_killed() -> None:
-    child = "import time; from rollout_server.engines.vllm_engine import owner; owner.die_with_owner();"
-    server = f"""
+WORKER = """
+import os, time
+from rollout_server.engines.vllm_engine import owner
+owner.die_with_owner()
+print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+CORE = f"""
+import os, subprocess, sys
+print(os.getpid(), flush=True)
+subprocess.call([sys.executable, "-c", {WORKER!r}])
+"""
+SERVER = """
 import os, subprocess, sys
 from rollout_server.engines.vllm_engine.owner import OWNER_VARIABLE
-child = {child + "print(1, flush=True); time.sleep(60)"!r}
-environment = {{**os.environ, OWNER_VARIABLE: str(os.getpid())}}
-command = [sys.executable, "-c", child]
-engine = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, start_new_session=True)
-engine.stdout.readline()
-print(engine.pid, flush=True)
-engine.wait()
+environment = {**os.environ, OWNER_VARIABLE: str(os.getpid())}
+subprocess.call([sys.executable, "-c", sys.argv[1]], env=environment, start_new_session=True)
 """
-    process = subprocess.Popen([sys.executable, "-c", server], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    engine = int(process.stdout.readline())
-    assert is_running(engine)
-    process.kill()
-    process.wait()
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="watching a process by handle needs Linux")
+@pytest.mark.parametrize(("engine", "processes"), [(WORKER, 1), (CORE, 2)], ids=["in the core", "below the core"])
+def test_engine_processes_end_when_their_server_is_killed(engine: str, processes: int) -> None:
+    server = subprocess.Popen([sys.executable, "-c", SERVER, engine], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    started = [int(server.stdout.readline()) for _ in range(processes)]
+    assert all(is_running(pid) for pid in started)
+    server.kill()
+    server.wait()
     deadline = time.monotonic() + 10
-    while is_running(engine):
-        assert time.monotonic() < deadline, f"engine process {engine} is still there"
+    while any(is_running(pid) for pid in started):
+        assert time.monotonic() < deadline, f"of {started} some are still there"
         time.sleep(0.02)
 
 

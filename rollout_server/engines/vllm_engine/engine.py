@@ -6,7 +6,6 @@ Weights are swapped under running sequences through vLLM's weight-transfer API (
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -76,8 +75,6 @@ class VLLMEngine:
         """Held by whoever pauses vLLM for something: updates, sleep and wake come one after another."""
         self._changed = asyncio.Condition()
 
-    # --- life cycle -------------------------------------------------------------------------
-
     async def start(self) -> None:
         self._starting = asyncio.ensure_future(asyncio.to_thread(self._start_vllm))
         self._llm = await asyncio.shield(self._starting)
@@ -104,7 +101,7 @@ class VLLMEngine:
                 arguments |= slot_arguments(self._adapter)
             logger.info("starting vLLM %s with %s", vllm.version, arguments)
             transfer = None if self._adapter else vllm.WeightTransferConfig(backend=FILE_BACKEND)
-            llm = vllm.AsyncLLM.from_engine_args(
+            llm = vllm.AsyncEngine.from_engine_args(
                 vllm.AsyncEngineArgs(**arguments, weight_transfer_config=transfer),
                 stat_loggers=cast(Any, [lambda _config, _index=0: self._meter]),
             )
@@ -121,10 +118,7 @@ class VLLMEngine:
         if llm.output_handler is not None:
             llm.output_handler.cancel()  # it would report this end as a failure
         await asyncio.to_thread(llm.shutdown, SHUTDOWN_S)
-        # Its destructor wants modules that are gone at the end of the process, and cycles would keep it until then.
         self._llm = self._starting = None
-        del llm
-        gc.collect()
 
     @property
     def architecture_fingerprint(self) -> str:
@@ -137,8 +131,6 @@ class VLLMEngine:
     @property
     def usage(self) -> EngineUsage:
         return self._meter.usage
-
-    # --- sampling ---------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
         for request in requests:
@@ -191,8 +183,6 @@ class VLLMEngine:
         keeps = self._config.rollout.weight_update == "keep"
         return to_completion(request, index, output, submitted_version if keeps else None)
 
-    # --- pause, sleep -----------------------------------------------------------------------
-
     async def pause(self) -> None:
         async with self._control:
             self._paused = True
@@ -241,7 +231,6 @@ class VLLMEngine:
         await self._tell()
 
     async def _tell(self) -> None:
-        """Those who wait in `_until` look again."""
         async with self._changed:
             self._changed.notify_all()
 
@@ -262,8 +251,6 @@ class VLLMEngine:
                 await self._changed.wait_for(condition)
         except TimeoutError:
             raise BadStateError(f"waited {deadline_s:g} s (learner.wait_timeout_s) {what}") from None
-
-    # --- weights ----------------------------------------------------------------------------
 
     async def update_weights(self, version: int, weights: ArrivedWeights, /) -> None:
         """With `drain` this waits for the running sequences, and nothing new starts until then."""

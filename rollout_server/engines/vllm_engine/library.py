@@ -28,7 +28,14 @@ class Library:
         from vllm.v1.engine.exceptions import EngineDeadError  # pyright: ignore[reportMissingImports]
 
         self.version: str = vllm.__version__
-        self.AsyncLLM, self.AsyncEngineArgs, self.EngineDeadError = AsyncLLM, AsyncEngineArgs, EngineDeadError
+
+        class AsyncEngine(AsyncLLM):
+            """Shut down by `close` alone: at the end of the process the destructor's own modules are gone."""
+
+            def __del__(self) -> None:
+                pass
+
+        self.AsyncEngine, self.AsyncEngineArgs, self.EngineDeadError = AsyncEngine, AsyncEngineArgs, EngineDeadError
         self.SamplingParams, self.RequestOutputKind = SamplingParams, RequestOutputKind
         self.LoRARequest = LoRARequest
         self.parse_model_prompt = parse_model_prompt

@@ -12,22 +12,28 @@ OWNER_VARIABLE = "ASYNCRL_ENGINE_OWNER"
 
 
 def die_with_owner() -> None:
-    """Kill this process as soon as its owner is gone, also by SIGKILL: vLLM's processes may stay for ever."""
+    """Kill this process as soon as its owner is gone, also by SIGKILL: vLLM's processes may stay for ever.
+
+    A worker of several has vLLM's core between itself and the owner, and takes it along.
+    """
     owner = int(os.environ.get(OWNER_VARIABLE, "0"))
     if owner in (0, os.getpid()) or not hasattr(os, "pidfd_open"):
         return
+    between = os.getppid()
     try:
         fd = os.pidfd_open(owner)
     except ProcessLookupError:
-        _die()
+        _die(owner, between)
         return
 
     def watch() -> None:
         select.select([fd], [], [])  # readable when that process has ended
-        _die()
+        _die(owner, between)
 
     threading.Thread(target=watch, name="die-with-owner", daemon=True).start()
 
 
-def _die() -> None:
+def _die(owner: int, between: int) -> None:
+    if between != owner and os.getppid() == between != 1:
+        os.kill(between, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
