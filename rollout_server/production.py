@@ -92,6 +92,7 @@ class GroupProducer:
                 group_size=ticket.group_size,
                 seed=ticket.seed,
                 sampling=ticket.sampling,
+                images=tuple(bytes(blobs[digest]) for digest in ticket.prompt.image_hashes),
             )
             for ticket in tickets
         ]
