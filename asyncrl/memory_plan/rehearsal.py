@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.memory_plan.adapters import with_adapters
 from asyncrl.memory_plan.attention import fused_attention
 from asyncrl.memory_plan.limits import PREFILL_TOKENS
 from asyncrl.memory_plan.live_bytes import LiveBytes, nbytes
@@ -84,7 +85,9 @@ def meta_model(config: RunConfig, *, text_attention: str) -> Any:
 def learner_model(config: RunConfig) -> Any:
     """As the learner trains it."""
     model = meta_model(config, text_attention=shared_prefix.SHARED_PREFIX_ATTENTION)
-    if config.model.freeze_vision_tower:
+    if config.model.lora.rank:
+        model = with_adapters(model, config.model)
+    elif config.model.freeze_vision_tower:
         freeze_vision_tower(model)
     if config.learner.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -115,7 +118,7 @@ def rehearse_learner(config: RunConfig, *, foreach: bool = True) -> LearnerBytes
         moments=moments,
         passing=passing,
         stepping=stepping,
-        published=nbytes(tensor for _, tensor in published_tensors(model)),
+        published=nbytes(trained if config.model.lora.rank else (t for _, t in published_tensors(model))),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         trained=sum(parameter.numel() for parameter in trained),
     )
@@ -162,7 +165,7 @@ def _layout(tokens: int, length: int, device: torch.device) -> SharedPrefixLayou
 @torch.no_grad()
 def rehearse_engine(config: RunConfig) -> EngineBytes:
     """The hf engine; for vllm, its profiling pass with the same model's layers (an estimate from above)."""
-    model = meta_model(config, text_attention="sdpa").eval().requires_grad_(False)
+    model = with_adapters(meta_model(config, text_attention="sdpa"), config.model).eval().requires_grad_(False)
     sequences = config.rollout.max_concurrent_sequences
     per_sequence = cache_bytes_per_token(model.config, config) * longest_sequence(config)
     cache = sequences * per_sequence
