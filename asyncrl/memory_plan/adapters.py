@@ -22,6 +22,7 @@ def with_adapters(model: Any, config: ModelConfig) -> Any:
     names = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not output]
     if not lora.vision_tower:
         names = [n for n in names if not any(part in VISION_TOWER_NAMES + CONNECTOR_NAMES for part in n.split("."))]
-    targets = names if lora.target_modules == "all-linear" else lora.target_modules
+    wanted = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
+    targets = names if wanted == "all-linear" else wanted
     get_peft_model(model, LoraConfig(r=lora.rank, lora_alpha=lora.alpha or 2 * lora.rank, target_modules=targets))
     return model.to(torch.device("meta"))

@@ -55,19 +55,31 @@ def refusal(plan: MemoryPlan) -> str:
 
 def advice(plan: MemoryPlan) -> list[str]:
     """Single changes with the peak that they lead to, largest first, and the first few that fit together."""
-    tried = [(change, make_plan(changed(plan.config, change))) for change in _levers(plan.config)]
-    useful = sorted((pair for pair in tried if pair[1].excess < plan.excess), key=lambda pair: pair[1].excess)
+    tried = [(change, make_plan(changed(plan.config, change), before=plan)) for change in _levers(plan.config)]
+    useful = sorted(
+        (pair for pair in tried if pair[1].excess < plan.excess), key=lambda pair: (pair[1].excess, pair[1].peak)
+    )
     if not useful:
         return ["No setting changes that: use a smaller model or a larger device"]
     lines = ["What to change, largest first:"]
-    lines += [f"  {_text(change):<42} {gib(plan.peak)} -> {gib(other.peak)}" for change, other in useful]
+    lines += [f"  {_text(change):<42} {_course(plan, other)}" for change, other in useful]
     together: dict[str, object] = {}
+    fitting = plan
     for change, _ in useful:
         together |= change
-        fitting = make_plan(changed(plan.config, together))
+        fitting = make_plan(changed(plan.config, together), before=fitting)
         if not fitting.excess:
             return [*lines, f"Together {_text(together)} fits: {gib(fitting.peak)}"]
     return [*lines, f"All of them together need {gib(fitting.peak)}: use a smaller model or a larger device"]
+
+
+def _course(plan: MemoryPlan, other: MemoryPlan) -> str:
+    """Of what the change helps most."""
+    if [phase.name for phase in plan.phases] != [phase.name for phase in other.phases]:
+        return f"{gib(plan.peak)} -> {gib(other.peak)}"
+    pairs = list(zip(plan.phases, other.phases, strict=True))
+    old, new = max(pairs, key=lambda pair: pair[0].nbytes - pair[1].nbytes)
+    return f"{old.name} {gib(old.nbytes)} -> {gib(new.nbytes)}"
 
 
 def _levers(config: RunConfig) -> Iterator[Change]:
@@ -92,7 +104,9 @@ def _levers(config: RunConfig) -> Iterator[Change]:
 
 
 def _text(change: Change) -> str:
-    return " ".join(f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in change.items())
+    return " ".join(
+        f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in change.items()
+    )
 
 
 def gib(nbytes: int) -> str:

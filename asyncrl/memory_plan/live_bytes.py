@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 
@@ -38,9 +38,9 @@ class LiveBytes(TorchDispatchMode):
         if self.device_type == "meta":
             args, kwargs = _on_meta(args, kwargs or {})
         result = func(*args, **(kwargs or {}))
-        for value in tree_iter(result):
-            if isinstance(value, torch.Tensor) and value.device.type == self.device_type:
-                self._count(value.untyped_storage())
+        for tensor in _tensors((result,)):
+            if tensor.device.type == self.device_type:
+                self._count(tensor.untyped_storage())
         return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
@@ -55,9 +55,17 @@ class LiveBytes(TorchDispatchMode):
         self.live -= nbytes
 
 
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """What operations take and return holds no deeper containers than lists; pytrees would cost most of the time."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
 def _on_meta(args: Any, kwargs: Any) -> Any:
-    tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor)]
-    if len({tensor.device.type for tensor in tensors}) < 2:
+    if len({tensor.device.type for tensor in _tensors((*args, *kwargs.values()))}) < 2:
         return args, kwargs
     return tree_map(lambda value: value.to("meta") if isinstance(value, torch.Tensor) else value, (args, kwargs))
 

@@ -80,11 +80,19 @@ class MemoryPlan:
         return KEPT_PUBLICATIONS * self.learner.published
 
 
-def make_plan(config: RunConfig) -> MemoryPlan:
-    """Seconds, and no weights: the model is rehearsed on the meta device. Raises UserError for what is no model."""
-    on_cuda = config.learner.device != "cpu"
-    learner = rehearse_learner(config, foreach=on_cuda)
-    engine = None if config.rollout.engine == "scripted" else rehearse_engine(config)
+def make_plan(config: RunConfig, *, before: MemoryPlan | None = None) -> MemoryPlan:
+    """Seconds, and no weights: the model is rehearsed on the meta device. Raises UserError for what is no model.
+
+    Of the plan `before`, of a configuration that differs little, what would be the same is taken over.
+    """
+    if before is not None and _same_for_learner(config, before.config):
+        learner = before.learner
+    else:
+        learner = rehearse_learner(config, foreach=config.learner.device != "cpu")
+    if before is not None and _same_for_engine(config, before.config):
+        engine = before.engine
+    else:
+        engine = None if config.rollout.engine == "scripted" else rehearse_engine(config)
     sharing = device_sharing(config)
     learning = Phase("learner awake", (*_learner_lines(learner, config), *_context(config.learner.device, "learner")))
     phases = [learning]
@@ -94,6 +102,15 @@ def make_plan(config: RunConfig) -> MemoryPlan:
         )
         phases = _combine(learning, sampling, sharing)
     return MemoryPlan(config, learner, engine, sharing, tuple(phases), tuple(_host_lines(config, learner, engine)))
+
+
+def _same_for_learner(config: RunConfig, before: RunConfig) -> bool:
+    return changed(config, {"rollout": before.rollout, "trainer": before.trainer}) == before
+
+
+def _same_for_engine(config: RunConfig, before: RunConfig) -> bool:
+    tokens = before.batch.tokens_per_microbatch
+    return changed(config, {"learner": before.learner, "batch.tokens_per_microbatch": tokens}) == before
 
 
 def device_sharing(config: RunConfig) -> Sharing:

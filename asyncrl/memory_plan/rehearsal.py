@@ -273,11 +273,16 @@ def _embed(model: Any, shape: tuple[int, int], image_tokens: int, device: torch.
     vision = getattr(model.config, "vision_config", None)
     if vision is None or image_tokens == 0:
         return embedded
-    side = vision.spatial_merge_size
-    grid = torch.tensor([[1, side, side * image_tokens]])  # one token is side x side patches
+    side = vision.spatial_merge_size  # one token is side x side patches
+    height = math.isqrt(image_tokens)
+    grid = torch.tensor([[1, side * height, side * -(-image_tokens // height)]])
     patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    pixels = torch.empty((side * side * image_tokens, patch), device=device)
-    features = model.model.visual(pixels, grid_thw=grid).pooler_output
+    pixels = torch.empty((int(grid.prod()), patch), device=device)
+    windows: dict[str, torch.Tensor] = {}
+    if getattr(vision, "window_size", 0):  # one window: the tensors of thousands are as large together
+        windows["window_index"] = torch.arange(int(grid.prod()) // side**2, device=device)
+        windows["cu_window_seqlens"] = torch.tensor([0, int(grid.prod())])
+    features = model.model.visual(pixels, grid_thw=grid, **windows).pooler_output
     places = torch.zeros(embedded.shape, dtype=torch.bool, device=device)
     return embedded.masked_scatter(places, features)
 

@@ -17,12 +17,17 @@ def describe(plan: MemoryPlan) -> str:
     config = plan.config
     adapted = f", LoRA of rank {config.model.lora.rank}" if config.model.lora.rank else ""
     head = (
-        f"{config.model.path}: {plan.learner.parameters / 1e9:.3g} billion parameters in {config.model.dtype}{adapted}; "
-        f"engine {config.rollout.engine}; {_SHARING[plan.sharing]}"
+        f"{config.model.path}: {plan.learner.parameters / 1e9:.3g} billion parameters in {config.model.dtype}{adapted}"
+        f"; engine {config.rollout.engine}; {_SHARING[plan.sharing]}"
     )
     parts = [head]
     for phase in plan.phases:
-        parts += ["", _row(phase.name.upper(), "GiB", ""), *_rows(phase.lines), _row("= at most", _gib(phase.nbytes), "")]
+        parts += [
+            "",
+            _row(phase.name.upper(), "GiB", ""),
+            *_rows(phase.lines),
+            _row("= at most", _gib(phase.nbytes), ""),
+        ]
     parts += ["", _row("HOST MEMORY", "GiB", ""), *_rows(plan.host)]
     parts += ["", *_verdict(plan)]
     return "\n".join(line.rstrip() for line in parts)
@@ -30,10 +35,14 @@ def describe(plan: MemoryPlan) -> str:
 
 def _verdict(plan: MemoryPlan) -> list[str]:
     if not plan.budget:
-        return [f"Fits a device of {gib(plan.peak)} and more. Set gpu_memory.budget_gib to have a run refused that does not"]
+        return [
+            f"Fits a device of {gib(plan.peak)} and more. Set gpu_memory.budget_gib to have a run refused that does not"
+        ]
     if plan.excess:
         return [f"DOES NOT FIT gpu_memory.budget_gib={plan.config.gpu_memory.budget_gib:g}", *advice(plan)]
-    return [f"Fits gpu_memory.budget_gib={plan.config.gpu_memory.budget_gib:g}, with {gib(plan.budget - plan.peak)} left"]
+    return [
+        f"Fits gpu_memory.budget_gib={plan.config.gpu_memory.budget_gib:g}, with {gib(plan.budget - plan.peak)} left"
+    ]
 
 
 def _rows(lines: tuple[Line, ...]) -> list[str]:

@@ -29,7 +29,9 @@ class TorchEngine:
 
     def prepare(self) -> None:
         shared_prefix.register()
-        model = load_model(self._config.model, device=self.device, text_attention=shared_prefix.SHARED_PREFIX_ATTENTION)
+        model: Any = load_model(
+            self._config.model, device=self.device, text_attention=shared_prefix.SHARED_PREFIX_ATTENTION
+        )
         if self._config.model.freeze_vision_tower:
             freeze_vision_tower(model)
         if self._config.learner.gradient_checkpointing:
