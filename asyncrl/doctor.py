@@ -156,7 +156,7 @@ def _shared_memory_warnings() -> Iterator[str]:
     if free < SMALL_SHARED_MEMORY:
         yield (
             f"{SHARED_MEMORY} has {free / 2**20:.0f} MiB free, and two versions of the published weights go there. "
-            "In a container set --shm-size=8g (compose: shm_size: 8g), or use ipc: host; `asyncrl doctor --plan CONFIG` "
+            "In a container set --shm-size=8g (compose: shm_size: 8g), or ipc: host; `asyncrl doctor --plan CONFIG` "
             "says how much a run needs"
         )
 

@@ -94,12 +94,10 @@ def make_plan(config: RunConfig, *, before: MemoryPlan | None = None) -> MemoryP
     else:
         engine = None if config.rollout.engine == "scripted" else rehearse_engine(config)
     sharing = device_sharing(config)
-    learning = Phase("learner awake", (*_learner_lines(learner, config), *_context(config.learner.device, "learner")))
+    learning = Phase("learner awake", tuple(learner_lines(learner, config)))
     phases = [learning]
     if engine is not None:
-        sampling = Phase(
-            "engine awake", (*_engine_lines(engine, config), *_context(config.rollout.device, "rollout server"))
-        )
+        sampling = Phase("engine awake", tuple(engine_lines(engine, config)))
         phases = _combine(learning, sampling, sharing)
     return MemoryPlan(config, learner, engine, sharing, tuple(phases), tuple(_host_lines(config, learner, engine)))
 
@@ -139,7 +137,7 @@ def _context(device: str, process: str) -> list[Line]:
     return [] if device == "cpu" else [Line(f"context of the {process}", CONTEXT_BYTES, "an estimate")]
 
 
-def _learner_lines(learner: LearnerBytes, config: RunConfig) -> list[Line]:
+def learner_lines(learner: LearnerBytes, config: RunConfig) -> list[Line]:
     batch = config.batch
     coming = max(learner.passing, learner.stepping)
     what = (
@@ -154,10 +152,11 @@ def _learner_lines(learner: LearnerBytes, config: RunConfig) -> list[Line]:
         Line("AdamW moments", learner.moments, "two averages of each"),
         Line("working memory", coming, what),
         Line("allocator", int(ALLOCATOR_SHARE * coming), f"{ALLOCATOR_SHARE:.0%} of it, an estimate"),
+        *_context(config.learner.device, "learner"),
     ]
 
 
-def _engine_lines(engine: EngineBytes, config: RunConfig) -> list[Line]:
+def engine_lines(engine: EngineBytes, config: RunConfig) -> list[Line]:
     rollout = config.rollout
     tokens = longest_sequence(config)
     parts = rollout.tensor_parallel_size if rollout.engine == "vllm" else 1
@@ -176,6 +175,7 @@ def _engine_lines(engine: EngineBytes, config: RunConfig) -> list[Line]:
         Line("KV cache", copies * cache // parts, why),
         Line("working memory", copies * engine.working, working),
         Line("allocator", int(ALLOCATOR_SHARE * copies * engine.working), f"{ALLOCATOR_SHARE:.0%} of it, an estimate"),
+        *_context(config.rollout.device, "rollout server"),
     ]
 
 
@@ -199,27 +199,21 @@ def _host_lines(config: RunConfig, learner: LearnerBytes, engine: EngineBytes | 
 # --- what others need of a plan ------------------------------------------------------------------
 
 
-def vllm_memory_utilization(plan: MemoryPlan, device_bytes: int) -> float:
-    """vLLM's `gpu_memory_utilization`: the part of a whole device that the budget leaves to the engine.
+def vllm_memory_utilization(config: RunConfig, device_bytes: int) -> float:
+    """vLLM's `gpu_memory_utilization`: the part of a whole device that the budget leaves to one engine.
 
     `device_bytes` is the device's total memory. vLLM counts its own context in its share, so only what the learner
     holds meanwhile is taken off.
     """
-    engine = next(phase for phase in plan.phases if "engine" in phase.name)
-    taken = {
-        "turns": sum(line.nbytes for line in engine.lines if line.name == "context of the learner"),
-        "together": sum(line.nbytes for line in plan.phases[0].lines) - _engine_total(plan),
-        "apart": 0,
-    }[plan.sharing]
-    budget = plan.budget or device_bytes
-    share = (min(budget, device_bytes) - taken) / plan.config.rollout.servers / device_bytes
-    return math.floor(share * 1000) / 1000
-
-
-def _engine_total(plan: MemoryPlan) -> int:
-    assert plan.engine is not None, "the scripted engine needs no share"
-    own = [*_engine_lines(plan.engine, plan.config), *_context(plan.config.rollout.device, "rollout server")]
-    return sum(line.nbytes for line in own)
+    sharing = device_sharing(config)
+    learner = 0
+    if sharing == "turns":
+        learner = sum(line.nbytes for line in _context(config.learner.device, "learner"))
+    elif sharing == "together":
+        phase = rehearse_learner(config, foreach=config.learner.device != "cpu")
+        learner = sum(line.nbytes for line in learner_lines(phase, config))
+    budget = min(config.gpu_memory.budget_gib * GIB, device_bytes)
+    return math.floor((budget - learner) / config.rollout.servers / device_bytes * 1000) / 1000
 
 
 def changed(config: RunConfig, changes: Mapping[str, object]) -> RunConfig:

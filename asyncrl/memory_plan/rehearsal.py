@@ -282,7 +282,7 @@ def _embed(model: Any, shape: tuple[int, int], image_tokens: int, device: torch.
     if getattr(vision, "window_size", 0):  # one window: the tensors of thousands are as large together
         windows["window_index"] = torch.arange(int(grid.prod()) // side**2, device=device)
         windows["cu_window_seqlens"] = torch.tensor([0, int(grid.prod())])
-    features = model.model.visual(pixels, grid_thw=grid, **windows).pooler_output
+    features = model.model.visual(pixels.type(model.dtype), grid_thw=grid, **windows).pooler_output
     places = torch.zeros(embedded.shape, dtype=torch.bool, device=device)
     return embedded.masked_scatter(places, features)
 
