@@ -110,4 +110,4 @@ def _text(change: Change) -> str:
 
 
 def gib(nbytes: int) -> str:
-    return f"{nbytes / GIB:.1f} GiB"
+    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB // 10 else f"{nbytes / 2**20:.1f} MiB"

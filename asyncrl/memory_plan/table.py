@@ -5,6 +5,7 @@ from __future__ import annotations
 from asyncrl.memory_plan.advice import advice, gib
 from asyncrl.memory_plan.plan import GIB, Line, MemoryPlan
 
+MIB = 2**20
 _SHARING = {
     "turns": "one device, in turns (trainer.mode=sync)",
     "together": "one device, both at the same time",
@@ -13,23 +14,18 @@ _SHARING = {
 
 
 def describe(plan: MemoryPlan) -> str:
-    """The memory table, in GiB, and whether it fits."""
+    """The memory table, and whether it fits."""
     config = plan.config
     adapted = f", LoRA of rank {config.model.lora.rank}" if config.model.lora.rank else ""
     head = (
         f"{config.model.path}: {plan.learner.parameters / 1e9:.3g} billion parameters in {config.model.dtype}{adapted}"
         f"; engine {config.rollout.engine}; {_SHARING[plan.sharing]}"
     )
+    unit, size = ("GiB", GIB) if plan.peak >= GIB else ("MiB", MIB)
     parts = [head]
     for phase in plan.phases:
-        parts += [
-            "",
-            _row(phase.name.upper(), "GiB", ""),
-            *_rows(phase.lines),
-            _row("= at most", _gib(phase.nbytes), ""),
-        ]
-    parts += ["", _row("HOST MEMORY", "GiB", ""), *_rows(plan.host)]
-    parts += ["", *_verdict(plan)]
+        parts += ["", *_part(phase.name, phase.lines, unit, size), _row("= at most", phase.nbytes / size, "")]
+    parts += ["", *_part("host memory", plan.host, unit, size), "", *_verdict(plan)]
     return "\n".join(line.rstrip() for line in parts)
 
 
@@ -45,13 +41,9 @@ def _verdict(plan: MemoryPlan) -> list[str]:
     ]
 
 
-def _rows(lines: tuple[Line, ...]) -> list[str]:
-    return [_row(line.name, _gib(line.nbytes), line.why) for line in lines]
+def _part(name: str, lines: tuple[Line, ...], unit: str, size: int) -> list[str]:
+    return [f"  {name.upper():<36}{unit:>9}", *(_row(line.name, line.nbytes / size, line.why) for line in lines)]
 
 
-def _row(name: str, value: str, why: str) -> str:
-    return f"  {name:<36}{value:>9}  {why}"
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / GIB:.3f}"
+def _row(name: str, value: float, why: str) -> str:
+    return f"  {name:<36}{value:>9.2f}  {why}"
