@@ -3,11 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install demo test check bench chaos fuzz clean
+.PHONY: help install install-vllm demo test check bench chaos fuzz clean
 
 help:
 	@echo "make demo   train a small vision-language model asynchronously on this machine"
-	@echo "make test   run the tests"
+	@echo "make test   run the tests, vLLM's included: it is installed first"
 	@echo "make check  lint and type-check"
 	@echo "make fuzz   send 100,000 mutated messages to each end of the wire"
 	@echo "make chaos  kill learner and servers 100 times at random, and count every prompt"
@@ -19,10 +19,16 @@ $(VENV)/installed: pyproject.toml scripts/install.sh
 	PYTHON="$(PYTHON)" VENV="$(VENV)" bash scripts/install.sh
 	@touch $@
 
+install-vllm: $(VENV)/installed-vllm
+
+$(VENV)/installed-vllm: $(VENV)/installed
+	WITH_VLLM=1 PYTHON="$(PYTHON)" VENV="$(VENV)" bash scripts/install.sh
+	@touch $@
+
 demo: install
 	$(BIN)/python examples/digits/demo.py
 
-test: install
+test: install-vllm
 	$(BIN)/python -m pytest
 
 check: install

@@ -1,15 +1,18 @@
-"""Engine against learner: log-probs of the same sampled tokens, with images, in the configuration's dtype.
+"""Engines against the learner: log-probs of the same sampled tokens, with images, in the configuration's dtype.
 
-    python benchmarks/logprob_parity.py CONFIG [key=value ...]
+    python benchmarks/logprob_parity.py CONFIG [--engines hf vllm] [key=value ...]
 
-Samples a group for each of the first rows with the configured engine, recomputes every token's log-prob through the
-learner's packed forward pass, and prints the largest and the mean absolute difference.
+Samples a group for each of the first rows with each engine, recomputes every token's log-prob through the learner's
+packed forward pass, and prints the largest and the mean absolute difference. Without `--engines`: `hf`, and `vllm`
+where it is installed.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
+import time
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +33,8 @@ from rollout_server.engines.base import GenerationRequest
 
 async def sample(
     config: RunConfig, processor: PromptProcessor, rows: int
-) -> tuple[list[GenerationRequest], list[Sampled]]:
-    """The requests of the first rows and all their completions."""
+) -> tuple[list[GenerationRequest], list[Sampled], float]:
+    """The requests of the first rows, all their completions, and the seconds that sampling took."""
     writer = TicketWriter(config, processor, stop_token_ids(config.model, processor.tokenizer))
     prepared = [writer.write(TicketSlot(i, i, version=0, bound=0)) for i in range(rows)]
     requests = [
@@ -41,25 +44,21 @@ async def sample(
             group_size=item.ticket.group_size,
             seed=item.ticket.seed,
             sampling=item.ticket.sampling,
+            images=tuple(bytes(item.blobs[digest]) for digest in item.ticket.prompt.image_hashes),
         )
         for item in prepared
     ]
     engine = create_engine(config, processor)
     await engine.start()
+    started = time.monotonic()
     completions = [completion async for completion in engine.generate(requests)]
+    seconds = time.monotonic() - started
     await engine.close()
-    return requests, completions
+    return requests, completions, seconds
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", type=Path)
-    parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    arguments = parser.parse_intermixed_args()
-    config = load_config(arguments.config, arguments.overrides)
-    processor = PromptProcessor(config.model)
-    requests, completions = asyncio.run(sample(config, processor, arguments.rows))
+def differences(config: RunConfig, requests: list[GenerationRequest], completions: list[Sampled]) -> np.ndarray:
+    """[N] |engine - learner| of every sampled token."""
     sampled = {(c.request_id, c.index): c for c in completions}
     size = config.batch.group_size
     groups = [
@@ -75,19 +74,37 @@ def main() -> None:
     ]
     trainer = create_train_engine(config, config.learner.optim, total_updates=1)
     trainer.prepare()
-    differences: list[np.ndarray] = []
+    found: list[np.ndarray] = []
     for part in plan_micro_batches(groups, config.batch.tokens_per_microbatch):
         micro_batch = build_micro_batch(trainer.unwrap_model(), part, trainer.device)
         with torch.no_grad():
             learner = trainer.forward(micro_batch).logprobs.cpu().numpy()
         places = zip(micro_batch.row.tolist(), micro_batch.column.tolist(), strict=True)
         engine = np.asarray([sampled[divmod(row, size)].logprobs[column] for row, column in places])
-        differences.append(np.abs(engine - learner))
-    difference = np.concatenate(differences)
-    print(
-        f"{difference.size} tokens of {len(completions)} completions with images, {config.model.dtype}: "
-        f"max |engine - learner| = {difference.max():.2e}, mean {difference.mean():.2e}"
-    )
+        found.append(np.abs(engine - learner))
+    return np.concatenate(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--rows", type=int, default=64)
+    installed = ["hf", *(["vllm"] if importlib.util.find_spec("vllm") else [])]
+    parser.add_argument("--engines", nargs="+", default=installed, choices=["hf", "vllm"])
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    arguments = parser.parse_intermixed_args()
+    print("| engine | dtype | completions | tokens | tokens/s | max \\|engine - learner\\| | mean |")
+    print("|---|---|---|---|---|---|---|")
+    for engine in arguments.engines:
+        config = load_config(arguments.config, [*arguments.overrides, f"rollout.engine={engine}"])
+        processor = PromptProcessor(config.model)
+        requests, completions, seconds = asyncio.run(sample(config, processor, arguments.rows))
+        difference = differences(config, requests, completions)
+        print(
+            f"| {engine} | {config.model.dtype} | {len(completions)} | {difference.size} | "
+            f"{difference.size / seconds:.0f} | {difference.max():.2e} | {difference.mean():.2e} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

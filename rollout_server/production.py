@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 class _GroupInProgress:
     ticket: Ticket
     request: GenerationRequest
-    images: list[bytes]
     queued_at: float
     completions: dict[int, Completion] = field(default_factory=dict)
     scores: list[asyncio.Task[tuple[int, Score]]] = field(default_factory=list)
@@ -57,7 +56,6 @@ class GroupProducer:
             ticket.ticket_id: _GroupInProgress(
                 ticket=ticket,
                 request=request,
-                images=[bytes(blobs[digest]) for digest in ticket.prompt.image_hashes],
                 queued_at=now,
                 started_at=time.monotonic(),
             )
@@ -90,6 +88,7 @@ class GroupProducer:
                 group_size=ticket.group_size,
                 seed=ticket.seed,
                 sampling=ticket.sampling,
+                images=tuple(bytes(blobs[digest]) for digest in ticket.prompt.image_hashes),
             )
             for ticket in tickets
         ]
@@ -98,7 +97,7 @@ class GroupProducer:
         sample = sample_of(
             group.ticket.prompt,
             self._processor.decode(completion.token_ids),
-            group.images,
+            list(group.request.images),
             "length" if completion.finish_reason is FinishReason.LENGTH else "stop",
         )
         return completion.index, await self._rewards.score(sample)

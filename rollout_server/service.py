@@ -40,6 +40,7 @@ class RolloutServer:
     def __init__(self, config: RunConfig):
         self.config = config
         self.metrics = MetricSet(METRICS, "rollout")
+        self.metrics.include("vllm:")
         self._started = time.monotonic()
         self._held: dict[int, Ticket] = {}
         self._newest: WeightManifest | None = None
@@ -77,7 +78,7 @@ class RolloutServer:
         try:
             welcome = await self.link.connect()
             same_host = welcome.host_id == self.link.host_id
-            channel = choose_channel(self.config.rollout.weights_channel, same_host=same_host)
+            channel = choose_channel(self.config.rollout.weights_channel, same_host=same_host, engine=self.engine.name)
             logger.info("welcomed to run %s at version %d; weights over %s", welcome.run_id, welcome.version, channel)
             self._incarnation = welcome.incarnation
             endpoint = f"tcp://{self.config.network.host}:{welcome.weights_port}"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import (
+    REGISTRY,
     CollectorRegistry,
     Counter,
     Gauge,
@@ -18,6 +19,8 @@ from prometheus_client import (
     ProcessCollector,
     start_http_server,
 )
+from prometheus_client.core import Metric as Family
+from prometheus_client.registry import Collector
 
 from asyncrl.errors import UserError
 from asyncrl.telemetry.histogram import Histogram
@@ -92,6 +95,13 @@ class MetricSet:
         except KeyError as error:
             raise AttributeError(error.args[0]) from None
 
+    def include(self, prefix: str) -> None:
+        """Answer, too, with what a library keeps in prometheus_client's own registry under names of this prefix.
+
+        Not with all of that registry: it repeats the metrics of the process that are here already.
+        """
+        self.registry.register(_OfALibrary(prefix))
+
     def serve(self, host: str, port: int) -> int:
         """Answer `GET /metrics` from a daemon thread; returns the port, which port 0 leaves to the system."""
         key = f"telemetry.{self._service}_port"
@@ -116,6 +126,14 @@ class MetricSet:
         server.shutdown()
         server.server_close()
         thread.join(STOP_DEADLINE_S)
+
+
+class _OfALibrary(Collector):
+    def __init__(self, prefix: str):
+        self._prefix = prefix
+
+    def collect(self) -> Iterator[Family]:
+        return (family for family in REGISTRY.collect() if family.name.startswith(self._prefix))
 
 
 def document(table: Sequence[Metric]) -> str:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
-from asyncrl.config.schema import RunConfig
-from asyncrl.models.processing import PromptProcessor
-from rollout_server.engines.base import InferenceEngine
+if TYPE_CHECKING:  # vLLM's worker process imports this package on its way to engines/vllm_engine/worker.py
+    from asyncrl.config.schema import RunConfig
+    from asyncrl.models.processing import PromptProcessor
+    from rollout_server.engines.base import InferenceEngine
 
 ENGINES = {
     "hf": "rollout_server.engines.hf:HFEngine",
+    "vllm": "rollout_server.engines.vllm_engine.engine:VLLMEngine",
     "scripted": "rollout_server.engines.scripted:ScriptedEngine",
 }
 """Imported only when chosen: one engine's dependencies are no burden on the users of another."""

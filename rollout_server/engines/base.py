@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+import warnings
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 
 from asyncrl.models.processing import EncodedPrompt
-from protocol.messages import FinishReason, Sampling
+from protocol.messages import FinishReason, Sampling, WeightManifest
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class GenerationRequest:
     group_size: int
     seed: int
     sampling: Sampling
+    images: tuple[bytes, ...] = ()
+    """Encoded images of the prompt, in order: for an engine that makes its pixels itself."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,27 @@ class EngineUsage:
     """Seconds in which running sequences stood still for a weight update."""
 
 
+@dataclass(frozen=True)
+class ArrivedWeights:
+    """A published version whose bytes are here and have their checksums. Iterating gives names and tensors."""
+
+    manifest: WeightManifest
+    pieces: Mapping[str, memoryview]
+    """Bytes of each tensor."""
+    path: str = ""
+    """For other processes of this server: a file with the layout of the manifest. It does not change while the
+    weights are handed over. Empty where there is none (not Linux)."""
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Views, not copies: the engine copies from them once."""
+        with warnings.catch_warnings():
+            # Shared memory is mapped read-only, and nobody writes through these views.
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            for entry in self.manifest.tensors:
+                raw = torch.from_numpy(np.frombuffer(self.pieces[entry.name], np.uint8))
+                yield entry.name, raw.view(getattr(torch, entry.dtype)).reshape(entry.shape)
+
+
 class InferenceEngine(Protocol):
     """Life cycle: start, then generate and update_weights in any order, then close.
 
@@ -92,7 +116,7 @@ class InferenceEngine(Protocol):
         """
         ...
 
-    async def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    async def update_weights(self, version: int, weights: ArrivedWeights, /) -> None:
         """Sample every later token from these weights. Returns when they are in place.
 
         `rollout.weight_update` says what happens to the sequences that are running. An engine that failed half-way

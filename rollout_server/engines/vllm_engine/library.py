@@ -1,0 +1,48 @@
+"""vLLM's names that this engine uses, imported when it starts: that takes seconds."""
+
+from __future__ import annotations
+
+from asyncrl.errors import UserError
+
+
+class Library:
+    """Raises ImportError or OSError."""
+
+    def __init__(self) -> None:
+        from dataclasses import fields
+
+        import vllm  # pyright: ignore[reportMissingImports]
+        from vllm.config.weight_transfer import WeightTransferConfig  # pyright: ignore[reportMissingImports]
+        from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMissingImports]
+            WeightTransferInitRequest,
+            WeightTransferUpdateRequest,
+        )
+        from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
+        from vllm.renderers.inputs.preprocess import parse_model_prompt  # pyright: ignore[reportMissingImports]
+        from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: ignore[reportMissingImports]
+        from vllm.v1.attention.backends.cpu_attn import (  # pyright: ignore[reportMissingImports]
+            CPUAttentionBackend,
+        )
+        from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
+        from vllm.v1.engine.exceptions import EngineDeadError  # pyright: ignore[reportMissingImports]
+
+        self.version: str = vllm.__version__
+        self.AsyncLLM, self.AsyncEngineArgs, self.EngineDeadError = AsyncLLM, AsyncEngineArgs, EngineDeadError
+        self.SamplingParams, self.RequestOutputKind = SamplingParams, RequestOutputKind
+        self.parse_model_prompt = parse_model_prompt
+        self.WeightTransferConfig = WeightTransferConfig
+        self.WeightTransferInitRequest = WeightTransferInitRequest
+        self.WeightTransferUpdateRequest = WeightTransferUpdateRequest
+        self.argument_names = {field.name for field in fields(AsyncEngineArgs)}
+        self.cpu_head_sizes: list[int] = CPUAttentionBackend.get_supported_head_sizes()
+
+
+def import_vllm() -> Library:
+    """Raises UserError where it is installed but broken."""
+    try:
+        return Library()
+    except (ImportError, OSError) as error:
+        raise UserError(
+            f"vLLM is installed but cannot be imported: {type(error).__name__}: {error}. A library of another build "
+            "stands beside it; make the environment anew: WITH_VLLM=1 bash scripts/install.sh"
+        ) from error

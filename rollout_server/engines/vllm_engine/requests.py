@@ -1,0 +1,71 @@
+"""Our requests as vLLM's: checked, expanded, with pixels, and with its names for our sampling."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+
+from asyncrl.data.images import decode_image
+from asyncrl.errors import UserError
+from rollout_server.engines.base import GenerationRequest
+from rollout_server.engines.vllm_engine.library import Library
+from rollout_server.engines.vllm_engine.outputs import check_alignment, unexpanded_ids
+from rollout_server.engines.vllm_engine.settings import check_temperature
+
+
+def check_request(request: GenerationRequest, banned: tuple[int, ...], max_tokens: int) -> None:
+    """Raises UserError for what this engine, which bans `banned` and has room for `max_tokens`, cannot honour."""
+    sampling, row = request.sampling, request.prompt.row_id
+    check_temperature(f"the temperature of ticket {request.request_id}", sampling.temperature)
+    if set(banned) != set(sampling.banned_token_ids):
+        raise UserError(
+            f"ticket {request.request_id} bans the token ids {sorted(sampling.banned_token_ids)}, and this engine bans "
+            f"{sorted(banned)}, the model's image placeholders and fences. Start both services with the same model.path"
+        )
+    length = len(request.prompt.token_ids)
+    if length + sampling.max_new_tokens > max_tokens:
+        raise UserError(
+            f"row {row}: {length} prompt tokens and up to {sampling.max_new_tokens} new ones are more than the "
+            f"{max_tokens} that vLLM was started for. Raise data.max_prompt_length or data.max_response_length on "
+            "this server"
+        )
+
+
+async def to_engine_input(request: GenerationRequest, llm: Any, vllm: Library) -> Any:
+    """The prompt as vLLM's engine takes it: expanded, with pixels; checked against our own processor's."""
+    where = f"row {request.prompt.row_id}"
+    prompt: dict[str, Any] = {"prompt_token_ids": unexpanded_ids(request.prompt)}
+    if request.images:
+        images = await asyncio.to_thread(lambda: [decode_image(data, where) for data in request.images])
+        prompt["multi_modal_data"] = {"image": images}
+        # Known by its content already: vLLM need not hash the pixels again.
+        prompt["multi_modal_uuids"] = {"image": list(request.prompt.image_hashes)}
+    parsed = vllm.parse_model_prompt(llm.vllm_config.model_config, prompt)
+    (engine_input,) = await llm.renderer.render_cmpl_async([parsed])
+    check_alignment(request.prompt, engine_input)
+    return engine_input
+
+
+def sampling_params(request: GenerationRequest, index: int, vllm: Library) -> Any:
+    """Of the group's completion `index`, with a random stream that depends on the ticket's seed and the index only.
+
+    Greedy decoding (temperature 0) gets the log-probs of temperature 1, as the protocol has it.
+    """
+    sampling = request.sampling
+    state: Any = np.random.SeedSequence((request.seed, index)).generate_state(1, np.uint64)
+    return vllm.SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        seed=int(state[0]) >> 1,
+        max_tokens=sampling.max_new_tokens,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=True,  # the ticket's stop ids decide alone
+        logprobs=0,  # of the sampled token only
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=vllm.RequestOutputKind.FINAL_ONLY,
+    )

