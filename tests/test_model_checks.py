@@ -92,6 +92,15 @@ def test_a_missing_tokenizer_is_named(
     assert "has no tokenizer. Copy tokenizer.json" in message
 
 
+def test_an_adapter_alone_is_no_model(
+    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    message = refused("train", make_config(model={"path": str(tmp_path / "adapter")}), tmp_path, capsys)
+    assert "a folder with an adapter only. Name its base model, or merge the two" in message
+
+
 def test_a_damaged_description_is_named(
     make_config: MakeConfig, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,6 +24,11 @@ def check_model_folder(config: RunConfig) -> dict[str, Any]:
     """config.json, a tokenizer, and for a model with eyes an image processor are there. Returns config.json."""
     folder = Path(config.model.path)
     if not (folder / "config.json").is_file():
+        if (folder / "adapter_config.json").is_file():
+            raise UserError(
+                f"model.path is {config.model.path!r}, a folder with an adapter only. Name its base model, or merge the "
+                "two: asyncrl export RUN TARGET"
+            )
         raise UserError(f"model.path is {config.model.path!r}, which is no Hugging Face model folder (no config.json)")
     described = _read_json(folder / "config.json")
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
