@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -50,12 +49,13 @@ def _parser() -> argparse.ArgumentParser:
     learn = _command(commands, "learn", _learn, "the learner alone")
     learn.add_argument("--resume", action="store_true", help="continue run_dir from its newest checkpoint")
     evaluate = _command(commands, "eval", _eval, "score a model folder on data.val_files with plain transformers")
-    evaluate.add_argument("--model", type=Path, required=True, help="Hugging Face folder")
+    evaluate.add_argument("--model", type=Path, required=True, help="Hugging Face folder, or a PEFT folder")
 
-    export = commands.add_parser("export", help="copy a checkpoint's model as a Hugging Face folder")
+    export = commands.add_parser("export", help="write a checkpoint's model as a Hugging Face folder, adapter merged")
     export.add_argument("run_dir", type=Path)
     export.add_argument("target", type=Path)
     export.add_argument("--checkpoint", type=int, metavar="STEP", help="of which step; default: the newest")
+    export.add_argument("--adapter", action="store_true", help="of a LoRA run the adapter alone, as a PEFT folder")
     export.set_defaults(handler=_export)
     doctor = commands.add_parser(
         "doctor", help="what this machine has, what is wrong with it, and what a run will need"
@@ -163,8 +163,9 @@ def _export(arguments: argparse.Namespace) -> int:
         raise UserError(f"there is no checkpoint of step {step}: {arguments.run_dir} has those of {sorted(there)}")
     if arguments.target.exists():
         raise UserError(f"{arguments.target} exists already. Name a new folder")
-    shutil.copytree(there[step] / "model", arguments.target)
-    print(f"{arguments.target} is a copy of {there[step] / 'model'}")
+    from asyncrl.models.export import export_checkpoint
+
+    print(export_checkpoint(arguments.run_dir, there[step], arguments.target, keep_adapter=arguments.adapter))
     return 0
 
 

@@ -22,6 +22,7 @@ from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.errors import UserError
 from asyncrl.models.filtering import usable_rows
 from asyncrl.models.loading import has_vision, model_class, resolve_device, special_token_ids
+from asyncrl.models.lora import is_adapter_folder, load_merged
 from asyncrl.models.processing import PLACEHOLDER_ID_NAMES, PromptProcessor
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.presentation import sample_of
@@ -41,16 +42,22 @@ class Evaluation:
 
 
 def evaluate(config: RunConfig, folder: Path) -> Evaluation:
-    """Greedy decoding of every held-out row with the model in `folder`."""
+    """Greedy decoding of every held-out row with the model in `folder`, or with its adapter on `model.path`."""
     from transformers import AutoConfig
 
     held_out = open_validation(config.data)
     if held_out is None:
         raise UserError("data.val_files is empty: there is nothing to evaluate on")
-    processor = PromptProcessor(ModelConfig(path=str(folder)))
-    hf_config = AutoConfig.from_pretrained(folder)
+    is_adapter = is_adapter_folder(folder)
+    whole = Path(config.model.path) if is_adapter else folder
+    processor = PromptProcessor(ModelConfig(path=str(whole)))
+    hf_config = AutoConfig.from_pretrained(whole)
     device = resolve_device(config.rollout.device)
-    model = model_class(hf_config).from_pretrained(folder, dtype=getattr(torch, config.model.dtype)).to(device).eval()
+    if is_adapter:
+        model = load_merged(config.model, folder)
+    else:
+        model = model_class(hf_config).from_pretrained(folder, dtype=getattr(torch, config.model.dtype))
+    model = model.to(device).eval()
     banned = sorted(special_token_ids(hf_config, PLACEHOLDER_ID_NAMES))
     renderer = PromptRenderer(config.data)
     usable = usable_rows(held_out, renderer, processor, config.data)

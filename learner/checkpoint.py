@@ -1,5 +1,7 @@
 """Checkpoints: model, optimiser, random state and the step they belong to in one folder, whole or absent.
 
+Of a model with an adapter only the adapter is saved: the base weights are those of `model.path`.
+
 Which data has been trained stands in the journal. A checkpoint is the journal's shortcut: without one, a learner
 makes all steps again.
 """
@@ -18,12 +20,14 @@ import torch
 
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.faults import crash_point
-from asyncrl.models.export import export_model
+from asyncrl.models.export import ADAPTER_FOLDER, MODEL_FOLDER, export_model
+from asyncrl.models.lora import read_adapter, write_adapter_folder
+from asyncrl.models.published import load_published
 from asyncrl.telemetry.failure import is_disk_full
 from learner.checkpoint_files import check_files, write_checksums
 from learner.engines.base import TrainEngine
+from protocol.messages import AdapterSpec
 
-MODEL_FOLDER = "model"
 STATE_FILE = "state.json"
 RANDOM_FILE = "random.pt"
 
@@ -36,6 +40,10 @@ class LearnerState:
     version: int
     architecture: str
     run_id: str
+    adapter: dict[str, Any] | None = None
+    """An AdapterSpec."""
+    base: str = ""
+    """Fingerprint of the content of the weights that the adapter belongs to."""
     controllers: dict[str, Any] = field(default_factory=dict)
     """States of what adapts itself during the run, by name."""
 
@@ -74,7 +82,17 @@ def save_checkpoint(run_path: Path, engine: TrainEngine, processor: Any, state: 
 def _write(building: Path, engine: TrainEngine, processor: Any, state: LearnerState) -> None:
     """All files of a checkpoint, on disk on return."""
     building.mkdir(parents=True)
-    export_model(engine.unwrap_model(), processor, building / MODEL_FOLDER)
+    model = engine.unwrap_model()
+    if engine.adapter is None:
+        export_model(model, processor, building / MODEL_FOLDER)
+    else:
+        write_adapter_folder(
+            building / ADAPTER_FOLDER,
+            engine.adapter,
+            engine.published_state(),
+            base=state.base,
+            base_path=model.name_or_path,
+        )
     crash_point("checkpoint.writing")
     engine.save(building)
     torch.save(torch.get_rng_state(), building / RANDOM_FILE)
@@ -104,13 +122,38 @@ def read_state(folder: Path) -> LearnerState:
         ) from problem
 
 
+def check_adapter(folder: Path, state: LearnerState, adapter: AdapterSpec | None, base: str) -> None:
+    """Raises UserError unless the checkpoint has such an adapter, for these base weights. Nothing is loaded yet."""
+    mine = {} if adapter is None else adapter.model_dump(mode="json")
+    theirs = state.adapter or {}
+    changed = [name for name in ("rank", "alpha", "target_modules") if mine.get(name) != theirs.get(name)]
+    if changed:
+        was = ", ".join(f"{name} {_short(theirs.get(name))} there, {_short(mine.get(name))} here" for name in changed)
+        raise UserError(
+            f"--resume: {folder} was written with another model.lora: {was}. Resume with the run's own config.yaml, or "
+            f"export the checkpoint and start a new run from it: asyncrl export {folder.parent.parent} TARGET"
+        )
+    if base != state.base:
+        raise UserError(
+            f"--resume: the adapter in {folder} belongs to base weights with fingerprint {state.base}; those in "
+            f"model.path have {base}. Put the base model that the run was started with back"
+        )
+
+
+def _short(value: Any) -> str:
+    """Of an AdapterSpec's value; none means that there is no adapter."""
+    return f"{len(value)} layers" if isinstance(value, list) else str(value or "none")
+
+
 def restore_engine(folder: Path, engine: TrainEngine, state: LearnerState, architecture: str) -> None:
-    """Optimiser and random state; the model was loaded from the checkpoint's model folder."""
+    """Adapter, optimiser and random state; a whole model was loaded from the checkpoint's model folder."""
     if state.architecture != architecture:
         raise UserError(
             f"{folder} is a checkpoint of another model (fingerprint {state.architecture}, this one has "
             f"{architecture}). Resume with the run's own config.yaml"
         )
+    if engine.adapter is not None:
+        load_published(engine.unwrap_model(), read_adapter(folder / ADAPTER_FOLDER).items())
     engine.load(folder)
     torch.set_rng_state(torch.load(folder / RANDOM_FILE, weights_only=True))
 

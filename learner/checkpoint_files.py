@@ -31,7 +31,7 @@ def check_files(folder: Path) -> None:
     except (OSError, ValueError, AttributeError) as problem:
         raise BadStateError(
             f"the checkpoint {folder} cannot be used: {problem}. Restore it from a backup, or start a new run from "
-            "an older one's model (model.path=<run_dir>/checkpoints/<step>/model)"
+            "an older one's model (asyncrl export RUN TARGET --checkpoint STEP, then model.path=TARGET)"
         ) from problem
 
 

@@ -46,6 +46,8 @@ class ModelFacts:
     model_fingerprint: str
     processor_fingerprint: str
     vocabulary: int
+    base_fingerprint: str = ""
+    """Of the base weights' content where only adapters travel."""
 
 
 @dataclass
@@ -93,6 +95,7 @@ class Connections:
             hello,
             model_fingerprint=self._facts.model_fingerprint,
             processor_fingerprint=self._facts.processor_fingerprint,
+            base_fingerprint=self._facts.base_fingerprint,
             live_server_ids={i: s.hello.session for i, s in self.servers.items()},
         )
         if refusal:

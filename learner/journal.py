@@ -299,7 +299,7 @@ class Journal:
     def _way_out(self) -> str:
         return (
             "Restore it from a backup, or start a new run from the newest checkpoint's model "
-            "(model.path=<run_dir>/checkpoints/<step>/model)"
+            "(asyncrl export RUN TARGET, then model.path=TARGET)"
         )
 
     def _slots(self, rest: str, values: tuple[int, ...] = ()) -> tuple[TicketSlot, ...]:

@@ -24,7 +24,7 @@ def open_publication(run_id: str) -> Publication:
 def publish(publication: Publication, engine: TrainEngine, version: int) -> WeightManifest:
     """Write the engine's weights as `version`. Raises BadStateError where there is no room."""
     try:
-        return publication.publish(version, _tensors(engine))
+        return publication.publish(version, _tensors(engine), engine.adapter)
     except PublicationError as error:
         raise BadStateError(f"version {version} could not be published: {error}") from error
 

@@ -12,13 +12,13 @@ from math import nan
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.faults import crash_point
-from asyncrl.models.export import export_model
+from asyncrl.models.base_weights import base_fingerprint
 from asyncrl.models.loading import architecture_fingerprint, stop_token_ids
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.telemetry.failure import is_disk_full
 from learner.adaptive_staleness import AdaptiveStaleness
 from learner.batch import describe_batch, make_batch
-from learner.checkpoint import LearnerState, restore_engine, save_checkpoint
+from learner.checkpoint import LearnerState, check_adapter, restore_engine, save_checkpoint
 from learner.connections import ModelFacts
 from learner.engines import create_engine
 from learner.evaluation import Evaluation
@@ -27,7 +27,7 @@ from learner.journal import MIB
 from learner.ledger import TicketLedger
 from learner.publication import open_publication, publish
 from learner.reporting import Reporter
-from learner.start import StartingPoint, begin_journal, find_start, forget_run, sign_journal
+from learner.start import StartingPoint, begin_journal, find_start, fixed_settings, forget_run, sign_journal
 from learner.step import LearnerStep
 from learner.ticket_writer import TicketWriter
 from learner.tickets import ReceivedGroup
@@ -76,8 +76,12 @@ class Learner:
         self.total_steps = config.total_steps(self.writer.num_train_rows)
         updates = self.total_steps * config.algorithm.updates_per_batch
         self.engine = create_engine(config, config.learner.optim, updates)
+        adapter = self.engine.adapter
+        self.base = base_fingerprint(config.model) if adapter else ""
+        if start.checkpoint and start.state:
+            check_adapter(start.checkpoint, start.state, adapter, self.base)
         self.engine.prepare()
-        self.architecture = architecture_fingerprint(self.engine.unwrap_model())
+        self.architecture = architecture_fingerprint(self.engine.unwrap_model(), adapter)
         if start.checkpoint and start.state:
             restore_engine(start.checkpoint, self.engine, start.state, self.architecture)
             self.progress = Progress(start.state.step, start.state.version)
@@ -98,7 +102,12 @@ class Learner:
         self.journal = start.journal or begin_journal(config, self._resources)
         if start.journal is None:
             self._resources.callback(lambda: forget_run(self.journal) if self._goodbye == COULD_NOT_START else None)
-        self.run_id = sign_journal(start, self.journal, self._settings(), self.engine.published_state())
+        self.run_id = sign_journal(
+            start,
+            self.journal,
+            fixed_settings(config, self.writer.num_train_rows, self.engine.adapter, self.base),
+            self.engine.published_state(),
+        )
         self.ledger = TicketLedger(
             self.journal,
             prompts_per_step=config.batch.prompts_per_step,
@@ -116,7 +125,7 @@ class Learner:
             ledger=self.ledger,
             write_ticket=self.writer.write,
             publication=self.publication,
-            facts=ModelFacts(self.architecture, self.processor.fingerprint, vocabulary),
+            facts=ModelFacts(self.architecture, self.processor.fingerprint, vocabulary, self.base),
             version=max(self.progress.version, self.ledger.last_step),
         )
         self._resources.callback(lambda: self.exchange.stop(self._goodbye))
@@ -140,7 +149,7 @@ class Learner:
             while self.progress.step < self.total_steps:
                 self._one_step()
             self._save()
-            export_model(self.engine.unwrap_model(), self.processor.processor, self.config.run_path / "export")
+            self.engine.export(self.processor.processor, self.config.run_path / "export")
             logger.info("finished: the model is in %s", self.config.run_path / "export")
             self._goodbye = "the run is finished"
             self._status("finished")
@@ -199,8 +208,9 @@ class Learner:
         self.progress.step += 1
         self.progress.version += 1
         self.ledger.advance(self.progress.version)
+        published_bytes = 0
         if publish:
-            self._publish()
+            published_bytes = self._publish()
             self._admit_unless_evaluating()
         published = time.monotonic()
         step_s = published - started
@@ -209,6 +219,7 @@ class Learner:
             "wait_s": waited - started,
             "learn_s": learned - waited,
             "publish_s": published - learned,
+            "publish_bytes": float(published_bytes),
             "idle/learner": (waited - started) / step_s,
             "tokens_per_s/learner": values["tokens"] / step_s,
         }
@@ -254,10 +265,12 @@ class Learner:
             what=lambda: f"a rollout server at {self.config.control_endpoint} (network.start_timeout_s)",
         )
 
-    def _publish(self) -> None:
+    def _publish(self) -> int:
+        """Bytes of the version."""
         manifest = publish(self.publication, self.engine, self.progress.version)
         self.exchange.announce(manifest)
         self.reporter.published(manifest)
+        return manifest.total_bytes
 
     # --- tickets and evaluation -------------------------------------------------------------------
 
@@ -279,19 +292,6 @@ class Learner:
 
     # --- what stays ---------------------------------------------------------------------------------
 
-    def _settings(self) -> dict[str, float | str]:
-        """What may not change on resume: which ticket is which, and what the journal's log-probs are of."""
-        config = self.config
-        return {
-            "batch.prompts_per_step": config.batch.prompts_per_step,
-            "batch.group_size": config.batch.group_size,
-            "learner.max_staleness": config.learner.max_staleness,
-            "learner.on_stale": config.learner.on_stale,
-            "trainer.seed": config.trainer.seed,
-            **{f"rollout.{n}": getattr(config.rollout, n) for n in ("temperature", "top_p", "top_k", "min_p")},
-            "training rows": self.writer.num_train_rows,
-        }
-
     def _journal_is_full(self) -> bool:
         limit = self.config.trainer.journal_limit_mib
         if self.journal.payload_bytes <= limit * MIB:
@@ -306,6 +306,8 @@ class Learner:
             version=self.progress.version,
             architecture=self.architecture,
             run_id=self.run_id,
+            adapter=self.engine.adapter.model_dump(mode="json") if self.engine.adapter else None,
+            base=self.base,
             controllers={"adaptive_staleness": self.adaptive.state()} if self.adaptive else {},
         )
         self.ledger.flush_journal()

@@ -20,7 +20,6 @@ from asyncrl.data.order import DataOrder
 from asyncrl.data.prompts import PromptRenderer, row_target
 from asyncrl.entry import run_service
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.models.export import export_model
 from asyncrl.models.filtering import usable_rows
 from asyncrl.models.processing import PromptProcessor, check_prompt_length
 from asyncrl.telemetry.recorder import RunRecorder
@@ -59,7 +58,7 @@ class SupervisedRun:
             if step % max(1, self.steps // REPORTS) == 0 or step == self.steps:
                 rate = (time.monotonic() - started) / step
                 logger.info("step %d of %d: loss %.4f, %.2f s per step", step, self.steps, values["loss"], rate)
-        export_model(self.engine.unwrap_model(), self.processor.processor, self.config.run_path / "export")
+        self.engine.export(self.processor.processor, self.config.run_path / "export")
         logger.info("finished: the model is in %s", self.config.run_path / "export")
 
     def step(self, demonstrations: Sequence[TrainGroup]) -> dict[str, float]:

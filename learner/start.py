@@ -15,10 +15,15 @@ import xxhash
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import RunTakenError, UserError
+from asyncrl.models.export import MODEL_FOLDER
 from asyncrl.models.published import tensor_bytes
-from learner.checkpoint import MODEL_FOLDER, LearnerState, newest_checkpoint, read_state
+from learner.checkpoint import LearnerState, newest_checkpoint, read_state
 from learner.journal import JOURNAL_FILE, Journal
 from learner.run_lock import LOCK_FILE, lock_run
+from protocol.messages import AdapterSpec
+
+EXPORT = "asyncrl export {run} TARGET, then model.path=TARGET"
+"""How a checkpoint becomes a model to start from."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,10 @@ class StartingPoint:
 
     @property
     def model_path(self) -> Path | None:
-        return self.checkpoint / MODEL_FOLDER if self.checkpoint else None
+        """None too where the checkpoint holds an adapter, for the model of `model.path`."""
+        if self.checkpoint is None or (self.state and self.state.adapter):
+            return None
+        return self.checkpoint / MODEL_FOLDER
 
 
 def find_start(config: RunConfig, *, resume: bool, resources: ExitStack) -> StartingPoint:
@@ -47,7 +55,7 @@ def find_start(config: RunConfig, *, resume: bool, resources: ExitStack) -> Star
     if not file.exists() and checkpoint:
         raise UserError(
             f"--resume: {config.run_path} has a checkpoint but no {JOURNAL_FILE}. Restore it from a backup, or start a "
-            f"new run from the checkpoint's model: model.path={checkpoint / MODEL_FOLDER}"
+            f"new run from the checkpoint's model: {EXPORT.format(run=config.run_path)}"
         )
     if not file.exists():
         raise UserError(f"--resume: there is no run in {config.run_path}. Start without --resume")
@@ -98,13 +106,15 @@ def sign_journal(
         )
     before = json.loads(journal.meta("settings") or "{}")
     changed = [
-        f"{key} was {before.get(key)}, is {value}" for key, value in settings.items() if before.get(key) != value
+        f"{key} was {before.get(key)}, is {settings.get(key)}"
+        for key in dict(settings) | before
+        if before.get(key) != settings.get(key)
     ]
     if changed:
-        model_path = start.model_path or "<model>"
+        assert journal.path is not None
         raise UserError(
             f"--resume of {journal.path}: {'; '.join(changed)}. Resume with the same values, or start a new run from "
-            f"the checkpoint's model: model.path={model_path}"
+            f"the checkpoint's model: {EXPORT.format(run=journal.path.parent)}"
         )
     if start.checkpoint is None and journal.meta("model") != _digest(model):
         raise UserError(
@@ -112,6 +122,27 @@ def sign_journal(
             "continue from. Put the initial model back, or start a new run"
         )
     return run_id
+
+
+def fixed_settings(config: RunConfig, num_rows: int, adapter: AdapterSpec | None, base: str) -> dict[str, float | str]:
+    """What may not change on resume: which ticket is which, what the journal's log-probs are of, what is trained."""
+    settings: dict[str, float | str] = {
+        "batch.prompts_per_step": config.batch.prompts_per_step,
+        "batch.group_size": config.batch.group_size,
+        "learner.max_staleness": config.learner.max_staleness,
+        "learner.on_stale": config.learner.on_stale,
+        "trainer.seed": config.trainer.seed,
+        **{f"rollout.{n}": getattr(config.rollout, n) for n in ("temperature", "top_p", "top_k", "min_p")},
+        "training rows": num_rows,
+    }
+    if adapter is not None:
+        settings |= {
+            "model.lora.rank": adapter.rank,
+            "model.lora.alpha": adapter.alpha,
+            "model.lora.target_modules": ", ".join(adapter.target_modules),
+            "base weights": base,
+        }
+    return settings
 
 
 def _digest(model: Iterable[tuple[str, torch.Tensor]]) -> str:

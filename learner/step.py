@@ -23,6 +23,7 @@ from asyncrl.algorithms.losses import POLICY_LOSSES, LossFunction, PolicyLoss
 from asyncrl.algorithms.masks import m2po_outliers
 from asyncrl.algorithms.plugins import resolve
 from asyncrl.algorithms.proximal import approximate
+from asyncrl.algorithms.reference_kl import reference_kl
 from asyncrl.algorithms.tokens import PolicyTokens
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
@@ -57,6 +58,8 @@ class _MicroLoss:
     outputs: TokenOutputs
     policy: PolicyLoss
     correction: Correction
+    reference_kl: torch.Tensor | None
+    """[N], where algorithm.kl_loss_coef asks for it."""
 
 
 class LearnerStep:
@@ -138,6 +141,7 @@ class LearnerStep:
     def _loss(self, micro_batch: MicroBatch, prepared: _Prepared, weight_of_token: torch.Tensor) -> _MicroLoss:
         algorithm, batch = self.config.algorithm, prepared.batch
         index = batch.flat_index(micro_batch.row, micro_batch.column)
+        reference = self._reference_logprobs(micro_batch)
         outputs = self.engine.forward(micro_batch, entropy_gradient=algorithm.entropy_coeff > 0)
         behaviour = self._place(batch.behaviour_logprobs[index])
         tokens = PolicyTokens(
@@ -153,8 +157,18 @@ class LearnerStep:
         # `where`, because 0 * inf is not 0: nothing of a masked token may reach the sum or the gradient.
         policy_loss = torch.where(correction.masked, 0.0, correction.weights * policy.token_loss)
         token_loss = policy_loss - algorithm.entropy_coeff * outputs.entropies
+        kl = None if reference is None else reference_kl(outputs.logprobs, reference)
+        if kl is not None:
+            token_loss = token_loss + algorithm.kl_loss_coef * kl
         loss = (self._place(weight_of_token[index]) * token_loss).sum()
-        return _MicroLoss(loss, index, tokens, outputs, policy, correction)
+        return _MicroLoss(loss, index, tokens, outputs, policy, correction, kl)
+
+    def _reference_logprobs(self, micro_batch: MicroBatch) -> torch.Tensor | None:
+        """[N], where the loss has a term of them."""
+        if not self.config.algorithm.kl_loss_coef:
+            return None
+        with self.engine.reference():
+            return self.engine.forward(micro_batch).logprobs
 
     def _proximal(
         self, logprobs: torch.Tensor, behaviour: torch.Tensor, index: torch.Tensor, prepared: _Prepared
@@ -226,6 +240,8 @@ def _culprit(part: _MicroLoss, batch: Batch) -> str:
         "the correction weight": part.correction.weights,
         "the policy loss": part.policy.token_loss,
     }
+    if part.reference_kl is not None:
+        values["the KL to the reference"] = part.reference_kl
     return not_finite_tokens(values, part.tokens.row, batch)
 
 
@@ -248,6 +264,8 @@ def _remember(
         **{f"mask_fraction_{kind}": dropped.float() for kind, dropped in part.correction.masked_by.items()},
         **{name: indicator.float() for name, indicator in part.policy.indicators.items()},
     }
+    if part.reference_kl is not None:
+        values["reference_kl"] = part.reference_kl.detach()
     for name, value in values.items():
         seen[name].append(value.cpu())
 

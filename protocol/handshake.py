@@ -14,6 +14,7 @@ def check_hello(
     *,
     model_fingerprint: str,
     processor_fingerprint: str,
+    base_fingerprint: str = "",
     live_server_ids: Mapping[str, str],
 ) -> Refusal | None:
     """None if this server may work with a learner of these fingerprints.
@@ -29,7 +30,15 @@ def check_hello(
             code=ErrorCode.MODEL_MISMATCH,
             reason=f"{server} loaded a model with fingerprint {hello.model_fingerprint}, "
             f"the learner's is {model_fingerprint}: parameter names, shapes or dtypes differ",
-            fix="Start both with the same resolved configuration: the same model path, revision and dtype",
+            fix="Start both with the same resolved configuration: the same model path, revision, dtype and model.lora",
+        )
+    if hello.base_fingerprint != base_fingerprint:
+        return Refusal(
+            code=ErrorCode.MODEL_MISMATCH,
+            reason=f"{server} holds base weights with fingerprint {hello.base_fingerprint or 'unknown'}, the learner's "
+            f"are {base_fingerprint or 'published whole'}: only adapters travel, and on another base they are another "
+            "policy",
+            fix="Copy the learner's model folder (its *.safetensors files) to the server, and start it again",
         )
     if hello.processor_fingerprint != processor_fingerprint:
         return Refusal(

@@ -284,6 +284,8 @@ class Hello(Wire):
     """Of the architecture: parameter names, shapes and dtypes."""
     processor_fingerprint: Fingerprint
     """Of processor, tokenizer and chat template."""
+    base_fingerprint: Fingerprint = ""
+    """Of the content of the weights that adapters are added to; empty where whole models travel."""
     max_groups: int = Field(gt=0)
     """Groups that the server is willing to hold at once, running or queued."""
     pid: int
@@ -371,6 +373,16 @@ class TensorEntry(Wire):
     """XXH3, 64 bits, seed 0, of the tensor's bytes."""
 
 
+class AdapterSpec(Wire):
+    """What low-rank adapters (LoRA) look like: enough to build them on the base model."""
+
+    rank: int = Field(gt=0)
+    alpha: int = Field(gt=0)
+    """Their output is scaled by alpha / rank."""
+    target_modules: Many[str]
+    """Full names of the linear layers with an adapter."""
+
+
 class WeightManifest(Wire):
     """Announces one policy version. Sent on the control socket; the data is fetched elsewhere."""
 
@@ -380,6 +392,8 @@ class WeightManifest(Wire):
     total_bytes: int
     shm_path: str = ""
     """Memory-mapped file with exactly this layout, for peers with the same `host_id`; empty: none."""
+    adapter: AdapterSpec | None = None
+    """The tensors are an adapter for the base model that both sides hold, under PEFT's names; None: a whole model."""
 
 
 class WeightsLoaded(Wire):

@@ -22,7 +22,7 @@ from pathlib import Path
 from protocol.endpoints import SHARED_MEMORY
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.layout import Layout, PublicationError, plan_layout
-from protocol.messages import TensorEntry, WeightManifest
+from protocol.messages import AdapterSpec, TensorEntry, WeightManifest
 from protocol.shm import PREFIX, Checksums
 from protocol.weight_file import THREADS, WeightFile, map_for_reading
 
@@ -69,8 +69,10 @@ class Publication:
         self._snapshots: dict[int, _Snapshot] = {}
         self._guard = threading.Lock()
 
-    def publish(self, version: int, tensors: Iterable[Tensor]) -> WeightManifest:
+    def publish(self, version: int, tensors: Iterable[Tensor], adapter: AdapterSpec | None = None) -> WeightManifest:
         """Write all tensors as `version`, drop all but the newest two versions, and return the manifest.
+
+        `adapter` says that they are one, and what it looks like.
 
         Raises PublicationError if a tensor is malformed, the version is not new, or the directory is full.
         """
@@ -97,7 +99,13 @@ class Publication:
             )
         view = map_for_reading(path, layout.total_bytes)
         assert view is not None, "nobody else takes our files back"
-        manifest = WeightManifest(version=version, tensors=entries, total_bytes=layout.total_bytes, shm_path=str(path))
+        manifest = WeightManifest(
+            version=version,
+            tensors=entries,
+            total_bytes=layout.total_bytes,
+            shm_path=str(path),
+            adapter=adapter,
+        )
         with self._guard:
             self._snapshots[version] = _Snapshot(file, view, manifest)
         return manifest

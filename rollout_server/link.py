@@ -65,6 +65,7 @@ class LearnerLink:
         engine: str,
         fingerprints: tuple[str, str],
         in_work: Callable[[], Iterable[int]],
+        base_fingerprint: str = "",
     ):
         self._config = config
         self._timeout_s = config.network.timeout_s
@@ -80,6 +81,7 @@ class LearnerLink:
             engine=engine,
             model_fingerprint=model,
             processor_fingerprint=processor,
+            base_fingerprint=base_fingerprint,
             max_groups=config.groups_in_flight,
             pid=os.getpid(),
         )

@@ -11,6 +11,7 @@ import psutil
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
 from asyncrl.faults import crash_point
+from asyncrl.models.base_weights import base_fingerprint
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.telemetry.metrics import MetricSet
@@ -73,6 +74,7 @@ class RolloutServer:
             engine=self.engine.name,
             fingerprints=(self.engine.architecture_fingerprint, self.processor.fingerprint),
             in_work=lambda: self._held,
+            base_fingerprint=base_fingerprint(self.config.model) if self.config.model.lora.rank else "",
         )
         reason, expected = "stopped", True
         try:

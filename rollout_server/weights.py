@@ -105,12 +105,12 @@ class WeightReceiver:
     def _check_that_it_fits(self, manifest: WeightManifest) -> None:
         """Before any memory is taken for it: the manifest is a stranger's word for what the model looks like."""
         check_manifest(manifest)
-        found = fingerprint_of((t.name, f"torch.{t.dtype}", t.shape) for t in manifest.tensors)
+        found = fingerprint_of(((t.name, f"torch.{t.dtype}", t.shape) for t in manifest.tensors), manifest.adapter)
         if found != self._engine.architecture_fingerprint:
             raise BadStateError(
                 f"the learner publishes {len(manifest.tensors)} tensors of {manifest.total_bytes / MIB:,.1f} MiB as "
                 f"version {manifest.version}, whose names, shapes or dtypes are not those of this server's model "
-                f"({self._config.model.path}). Start both sides with the same model.path and model.dtype"
+                f"({self._config.model.path}). Start both sides with the same model.path, model.dtype and model.lora"
             )
 
     def close(self) -> None:

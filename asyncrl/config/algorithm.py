@@ -160,6 +160,9 @@ class AlgorithmConfig(Section):
     """How token losses become one number; denominators are those of the whole batch."""
     entropy_coeff: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
+    kl_loss_coef: float = Field(default=0.0, ge=0)
+    """Weight of the k3 estimate of KL(target || reference) per token. The reference policy is the model without its
+    adapters: only with model.lora.rank above 0."""
     updates_per_batch: int = Field(default=1, gt=0)
     """Optimiser steps taken from one batch of groups."""
     proximal: Literal["recompute", "loglinear", "linear", "behaviour", "target"] = "recompute"

@@ -265,6 +265,12 @@ class RunConfig(Section):
                 f"rollout.max_concurrent_sequences ({self.rollout.max_concurrent_sequences}) is smaller than "
                 f"batch.group_size ({self.batch.group_size})"
             )
+        if self.algorithm.kl_loss_coef and not self.model.lora.rank:
+            problems.append(
+                f"algorithm.kl_loss_coef is {self.algorithm.kl_loss_coef}, but there is no reference policy: it is the "
+                "model without its adapters, and model.lora.rank is 0. Set model.lora.rank=16, or "
+                "algorithm.kl_loss_coef=0"
+            )
         problems += sampling_problems(self)
         if problems:
             raise ValueError("\n".join(problems))

@@ -69,6 +69,10 @@ def is_resumable(run_path: Path) -> bool:
 def check_inputs(config: RunConfig, purpose: Purpose = "rl") -> None:
     """Mistakes that need no model to be found, so that they leave no run directory behind."""
     described = check_model_folder(config)
+    if config.model.lora.rank:
+        from asyncrl.models.adapter_targets import resolve_adapter
+
+        resolve_adapter(config.model)
     check_rewards(config.reward)
     rows = open_train(config.data, purpose)
     held_out = open_validation(config.data) if purpose == "rl" else None

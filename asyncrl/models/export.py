@@ -7,6 +7,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config.load import load_config
+from asyncrl.errors import UserError
+
+MODEL_FOLDER = "model"
+ADAPTER_FOLDER = "adapter"
+"""In a checkpoint is the one or, of a run that trains an adapter, the other."""
+
 
 def export_model(model: Any, processor: Any, folder: Path) -> None:
     """Write model, processor and tokenizer as a Hugging Face folder.
@@ -25,3 +32,25 @@ def export_model(model: Any, processor: Any, folder: Path) -> None:
         shutil.rmtree(replaced)
     else:
         building.rename(folder)
+
+
+def export_checkpoint(run_path: Path, checkpoint: Path, target: Path, *, keep_adapter: bool) -> str:
+    """Write a checkpoint's model to the new folder `target`, and say how.
+
+    What a LoRA run trained is merged with its base model into an ordinary folder, or kept as a PEFT folder.
+    """
+    adapter = checkpoint / ADAPTER_FOLDER
+    if not adapter.is_dir():
+        if keep_adapter:
+            raise UserError(f"{run_path} trained the model itself: there is no adapter to keep. Leave --adapter out")
+        shutil.copytree(checkpoint / MODEL_FOLDER, target)
+        return f"{target} is a copy of {checkpoint / MODEL_FOLDER}"
+    if keep_adapter:
+        shutil.copytree(adapter, target)
+        return f"{target} is a copy of {adapter}: PeftModel.from_pretrained(base, {str(target)!r}) loads it"
+    from asyncrl.models.lora import load_merged
+    from asyncrl.models.processing import PromptProcessor
+
+    model = load_config(run_path / "config.yaml", []).model
+    export_model(load_merged(model, adapter), PromptProcessor(model).processor, target)
+    return f"{target} is {model.path} with {adapter} merged into it"

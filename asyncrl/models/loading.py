@@ -13,9 +13,12 @@ from torch import nn
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.errors import UserError
+from protocol.messages import AdapterSpec
 
 VISION_TOWER_NAMES = ("visual", "vision_tower", "vision_model")
 """Attribute names under which transformers' VLMs keep the vision tower."""
+ADAPTER_CONFIG = "adapter_config.json"
+"""In a PEFT folder."""
 CONNECTOR_NAMES = ("merger", "connector", "multi_modal_projector")
 """Parts that map vision features to the language model; they stay trainable when the tower is frozen."""
 
@@ -51,6 +54,11 @@ def load_model(config: ModelConfig, *, device: torch.device, text_attention: str
 def model_folder(config: ModelConfig) -> Path:
     folder = Path(config.path)
     if not (folder / "config.json").is_file():
+        if (folder / ADAPTER_CONFIG).is_file():
+            raise UserError(
+                f"model.path is {config.path!r}, a folder with an adapter only. Name its base model, or merge the two: "
+                "asyncrl export RUN TARGET, without --adapter"
+            )
         raise UserError(
             f"model.path is {config.path!r}: there is no config.json in it. "
             "Name a Hugging Face model folder (config.json, *.safetensors, tokenizer and processor files)"
@@ -69,27 +77,39 @@ def freeze_vision_tower(model: nn.Module) -> int:
     return frozen
 
 
-def architecture_fingerprint(model: nn.Module) -> str:
+def architecture_fingerprint(model: nn.Module, adapter: AdapterSpec | None = None) -> str:
     """Equal for two models whose published weights fit each other: names, shapes and dtypes, tied weights once."""
     from asyncrl.models.published import published_tensors
 
-    return fingerprint_of((name, str(t.dtype), tuple(t.shape)) for name, t in published_tensors(model))
+    return fingerprint_of(((name, str(t.dtype), tuple(t.shape)) for name, t in published_tensors(model)), adapter)
 
 
-def fingerprint_of(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> str:
-    """Of names, torch dtypes and shapes, in the order of publication."""
-    described = [(name, dtype, list(shape)) for name, dtype, shape in tensors]
+def fingerprint_of(tensors: Iterable[tuple[str, str, tuple[int, ...]]], adapter: AdapterSpec | None = None) -> str:
+    """Of names, torch dtypes and shapes, in the order of publication, and of what an adapter does with them."""
+    described: list[Any] = [(name, dtype, list(shape)) for name, dtype, shape in tensors]
+    if adapter is not None:
+        described.append(adapter.model_dump(mode="json"))
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:32]
 
 
 def folder_fingerprint(config: ModelConfig) -> str:
     """`architecture_fingerprint` of a folder without loading its weights."""
+    from asyncrl.models.adapter_targets import resolve_adapter
+    from asyncrl.models.lora import add_adapter
+
+    model, adapter = skeleton(config), resolve_adapter(config)
+    if adapter is not None:
+        add_adapter(model, adapter)
+    return architecture_fingerprint(model, adapter)
+
+
+def skeleton(config: ModelConfig) -> Any:
+    """The folder's model without its weights, on torch's meta device."""
     from transformers import AutoConfig
 
     hf_config = AutoConfig.from_pretrained(model_folder(config), trust_remote_code=config.trust_remote_code)
     with torch.device("meta"):
-        model = model_class(hf_config).from_config(hf_config, dtype=getattr(torch, config.dtype))
-    return architecture_fingerprint(model)
+        return model_class(hf_config).from_config(hf_config, dtype=getattr(torch, config.dtype))
 
 
 def model_class(hf_config: Any) -> Any:

@@ -1,21 +1,33 @@
-"""What travels as weights: every parameter and persistent buffer once, under its Hugging Face name."""
+"""What travels as weights: a model's adapter where it has one, else every parameter and persistent buffer once."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
 
+_ADAPTER_TENSOR = re.compile(r"(.*\.lora_[AB])\.[^.]+(\.weight)")
+"""PEFT's name of an adapter's tensor in a model: the adapter's name stands in its middle."""
+
 
 def published_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and tensors in a stable order; of tied weights only the first name."""
+    """Names and tensors in a stable order; of tied weights only the first name.
+
+    An adapter's tensors have the names of PEFT's files, which leave the adapter's own name out.
+    """
     seen: set[int] = set()
+    whole: list[tuple[str, torch.Tensor]] = []
+    adapter: list[tuple[str, torch.Tensor]] = []
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) in seen:
             continue
         seen.add(id(tensor))
-        yield name, tensor.detach()
+        whole.append((name, tensor.detach()))
+        if match := _ADAPTER_TENSOR.fullmatch(name):
+            adapter.append((f"base_model.model.{match[1]}{match[2]}", tensor.detach()))
+    yield from adapter or whole
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from learner.packing import MicroBatch
+from protocol.messages import AdapterSpec
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,8 @@ class TokenOutputs:
 
 class TrainEngine(Protocol):
     device: torch.device
+    adapter: AdapterSpec | None
+    """What is trained and published, known before `prepare`; None: the model itself."""
 
     def prepare(self) -> None:
         """Load the model and build the optimiser."""
@@ -55,8 +59,19 @@ class TrainEngine(Protocol):
         """What the rollout servers need, tied weights once."""
         ...
 
+    def reference(self) -> AbstractContextManager[None]:
+        """Inside, `forward` is that of the initial policy, without gradient: the adapter is switched off.
+
+        Raises UserError where there is no adapter: nobody has kept the initial weights.
+        """
+        ...
+
+    def export(self, processor: Any, folder: Path) -> None:
+        """Write an ordinary Hugging Face folder, an adapter merged into the weights: no training afterwards."""
+        ...
+
     def save(self, folder: Path) -> None:
-        """Optimiser and schedule; the model is saved beside it as a Hugging Face folder."""
+        """Optimiser and schedule; the model, or its adapter, is saved beside it."""
         ...
 
     def load(self, folder: Path) -> None: ...

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from asyncrl.config.schema import OptimConfig, RunConfig
-from asyncrl.errors import BadStateError
+from asyncrl.errors import BadStateError, UserError
 from asyncrl.models import shared_prefix
+from asyncrl.models.adapter_targets import resolve_adapter
+from asyncrl.models.export import export_model
 from asyncrl.models.loading import freeze_vision_tower, load_model, resolve_device, special_token_ids
+from asyncrl.models.lora import add_adapter
 from asyncrl.models.processing import PLACEHOLDER_ID_NAMES
 from asyncrl.models.published import published_tensors
 from asyncrl.models.sampling_distribution import entropies, gather_logprobs, sampling_logprobs
@@ -25,14 +29,16 @@ class TorchEngine:
         self._config = config
         self._optim = optim
         self._total_updates = total_updates
+        self.adapter = resolve_adapter(config.model)
         self.device = resolve_device(config.learner.device)
 
     def prepare(self) -> None:
         shared_prefix.register()
-        model: Any = load_model(
-            self._config.model, device=self.device, text_attention=shared_prefix.SHARED_PREFIX_ATTENTION
-        )
-        if self._config.model.freeze_vision_tower:
+        model: Any = load_model(self._config.model, device=self.device, text_attention=shared_prefix.SHARED_PREFIX_ATTENTION)
+        self._adapted: Any = None
+        if self.adapter is not None:
+            self._adapted = add_adapter(model, self.adapter, seed=self._config.trainer.seed)
+        elif self._config.model.freeze_vision_tower:
             freeze_vision_tower(model)
         if self._config.learner.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -99,6 +105,20 @@ class TorchEngine:
 
     def published_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         return published_tensors(self.model)
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        if self._adapted is None:
+            raise UserError(
+                "the reference policy is the adapter switched off, and model.lora.rank is 0. Set model.lora.rank=16"
+            )
+        with torch.no_grad(), self._adapted.disable_adapter():
+            yield
+
+    def export(self, processor: Any, folder: Path) -> None:
+        if self._adapted is not None:
+            self._adapted = self._adapted.merge_and_unload()
+        export_model(self.model, processor, folder)
 
     def save(self, folder: Path) -> None:
         torch.save({"optimizer": self.optimizer.state_dict(), "schedule": self._schedule_state()}, folder / "engine.pt")

@@ -16,7 +16,9 @@ import torch
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
+from asyncrl.models.adapter_targets import resolve_adapter
 from asyncrl.models.loading import architecture_fingerprint, load_model, resolve_device
+from asyncrl.models.lora import add_adapter
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import load_published
 from rollout_server.engines.base import Completion, EngineUsage, GenerationRequest
@@ -38,6 +40,7 @@ class HFEngine:
         self._config = config
         self._placeholder_ids = processor.placeholder_ids
         self._device = resolve_device(config.rollout.device)
+        self._adapter = resolve_adapter(config.model)
         self._loop: DecodeLoop | None = None
 
     # --- life cycle -------------------------------------------------------------------------
@@ -51,7 +54,10 @@ class HFEngine:
 
     def _load(self) -> None:
         self._model: Any = load_model(self._config.model, device=self._device).eval().requires_grad_(False)
-        self._fingerprint = architecture_fingerprint(self._model)
+        if self._adapter is not None:
+            add_adapter(self._model, self._adapter)
+            self._model.requires_grad_(False)
+        self._fingerprint = architecture_fingerprint(self._model, self._adapter)
 
     async def close(self) -> None:
         if self._loop is not None:

@@ -1,0 +1,115 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) with PEFT: on a model, in its place, and as a PEFT folder.
+
+Adapters are fp32 on both sides and on the wire, whatever the base model's dtype: an update of AdamW is often smaller
+than a bf16 weight can show, and the engine then computes exactly what the learner does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from asyncrl.config.model import ModelConfig
+from asyncrl.errors import UserError
+from asyncrl.models.base_weights import base_fingerprint
+from asyncrl.models.loading import ADAPTER_CONFIG, load_model
+from asyncrl.models.published import tensor_bytes
+from protocol.messages import AdapterSpec
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+BASE_KEY = "base_fingerprint"
+"""In the metadata of ADAPTER_WEIGHTS."""
+SLOT = "policy"
+"""PEFT's name of the one adapter in a model. Its tensors change with the version; engines that know adapters by name
+get a name of its own for each version, see `adapter_name`."""
+
+
+def add_adapter(model: Any, spec: AdapterSpec, *, seed: int = 0) -> Any:
+    """PEFT's handle on the model, which has its adapter in place and everything else frozen from now on.
+
+    The adapter changes nothing yet; `seed` decides where its training begins.
+    """
+    from peft import get_peft_model
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return get_peft_model(model, _lora_config(spec), adapter_name=SLOT, autocast_adapter_dtype=True)
+
+
+def adapter_name(version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """`v7-1f2e3d4c`, for engines that keep adapters by name: no two adapters have one, even if a learner that came back
+    makes version 7 again and not to the bit."""
+    hashed = xxhash.xxh3_64()
+    for name, tensor in tensors:
+        hashed.update(name.encode())
+        hashed.update(tensor_bytes(tensor))
+    return f"v{version}-{hashed.hexdigest()[:8]}"
+
+
+def write_adapter_folder(
+    folder: Path, spec: AdapterSpec, tensors: Iterable[tuple[str, torch.Tensor]], *, base: str = "", base_path: str = ""
+) -> None:
+    """Published tensors as a new PEFT folder, which `PeftModel.from_pretrained` and vLLM's `LoRARequest` load.
+
+    `base` is the base weights' fingerprint. Tensors are copied before this returns.
+    """
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True)
+    metadata = {"format": "pt", BASE_KEY: base}
+    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors}
+    save_file(contiguous, folder / ADAPTER_WEIGHTS, metadata=metadata)
+    config = _lora_config(spec)
+    config.base_model_name_or_path = base_path
+    config.inference_mode = True
+    # A set in PEFT, whose order would differ from one process to the next.
+    described = {**config.to_dict(), "target_modules": list(spec.target_modules)}
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(described, indent=2, sort_keys=True))
+
+
+def read_adapter(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a PEFT folder, under their published names."""
+    from safetensors.torch import load_file
+
+    return load_file(folder / ADAPTER_WEIGHTS)
+
+
+def is_adapter_folder(folder: Path) -> bool:
+    return (folder / ADAPTER_CONFIG).is_file()
+
+
+def load_merged(config: ModelConfig, folder: Path) -> Any:
+    """The base model of `config` with the adapter of `folder` added into its weights.
+
+    Raises UserError before anything is loaded if the adapter was trained on another base.
+    """
+    from peft import PeftModel
+    from safetensors import safe_open
+
+    with safe_open(folder / ADAPTER_WEIGHTS, "pt") as opened:
+        base = (opened.metadata() or {}).get(BASE_KEY)
+    if base and base != base_fingerprint(config):
+        raise UserError(
+            f"the adapter in {folder} was trained on other base weights than those in {config.path}. Set model.path to "
+            "the folder that the run was started with"
+        )
+    model = load_model(config, device=torch.device("cpu"))
+    return PeftModel.from_pretrained(model, folder).merge_and_unload()
+
+
+def _lora_config(spec: AdapterSpec) -> Any:
+    """No dropout and no bias: with them the learner's log-probs would not be the engine's."""
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=spec.rank,
+        lora_alpha=spec.alpha,
+        target_modules=list(spec.target_modules),
+        lora_dropout=0.0,
+        bias="none",
+    )

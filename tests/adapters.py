@@ -1,0 +1,49 @@
+"""Adapters for tests: a configuration that trains one, made-up versions, and the same policies as whole models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.models.adapter_targets import resolve_adapter
+from asyncrl.models.loading import load_model
+from asyncrl.models.lora import add_adapter
+from asyncrl.models.published import published_tensors
+from protocol.messages import AdapterSpec
+
+Weights = dict[str, torch.Tensor]
+MakeConfig = Callable[..., RunConfig]
+CPU = torch.device("cpu")
+
+
+def lora_config(make_config: MakeConfig, lora: dict[str, Any] | None = None, **sections: dict[str, Any]) -> RunConfig:
+    """Of rank 4 unless `lora` says otherwise."""
+    return make_config(**sections, model={"lora": {"rank": 4, **(lora or {})}})
+
+
+def spec_of(config: RunConfig) -> AdapterSpec:
+    spec = resolve_adapter(config.model)
+    assert spec is not None
+    return spec
+
+
+def made_up_adapter(config: RunConfig, seed: int) -> Weights:
+    """Published tensors of a policy that differs visibly from the base."""
+    model = load_model(config.model, device=CPU)
+    add_adapter(model, spec_of(config))
+    random = torch.Generator().manual_seed(seed)
+    return {name: 0.2 * torch.randn(tensor.shape, generator=random) for name, tensor in published_tensors(model)}
+
+
+def merged(config: RunConfig, adapter: Weights) -> Weights:
+    """W + alpha / rank * B A of every layer, without PEFT: the published tensors of an ordinary model."""
+    spec = spec_of(config)
+    whole = {name: tensor.clone() for name, tensor in published_tensors(load_model(config.model, device=CPU))}
+    for layer in spec.target_modules:
+        a, b = (adapter[f"base_model.model.{layer}.lora_{x}.weight"] for x in "AB")
+        weight = whole[f"{layer}.weight"]
+        whole[f"{layer}.weight"] = (weight + spec.alpha / spec.rank * (b @ a)).to(weight.dtype)
+    return whole
