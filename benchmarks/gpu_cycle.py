@@ -70,6 +70,8 @@ class Step:
 class Cycle:
     plan: MemoryPlan
     steps: list[Step] = field(default_factory=list)
+    published: int = 0
+    """Bytes of the version that the learner published."""
     differences: list[np.ndarray] = field(default_factory=list)
     """[N] |engine's - learner's log-prob| of the sampled tokens, for each time the learner trained."""
 
@@ -118,6 +120,7 @@ async def run_cycle(config: RunConfig, shape: dict[str, Any]) -> Cycle:
             cycle.differences.append(train(learner, prompts, completions, config))
         async with meter.step(cycle, "learner publishes"):
             manifest = publish(publication, learner, 1)
+        cycle.published = sum(entry.nbytes for entry in manifest.tensors)
         async with meter.step(cycle, "learner sleeps", moved=moments):
             learner.sleep()
         async with meter.step(cycle, "engine wakes", moved=weights):

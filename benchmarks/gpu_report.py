@@ -25,12 +25,14 @@ from benchmarks.gpu_cycle import FULL, TINY, Cycle, cycle_config, link_bytes_per
 from benchmarks.random_models import SIZES, make_model
 
 
-def settings(size: str, device: str, engine: str, budget_gib: float) -> dict[str, dict[str, Any]]:
+def settings(
+    size: str, device: str, engine: str, budget_gib: float, *, adapters: bool | None = None
+) -> dict[str, dict[str, Any]]:
     """Of 4 billion parameters only adapters can be trained in 24 GiB: see docs/decisions/011-memory-plan.md."""
-    full = size == "4b"
+    adapted = size == "4b" if adapters is None else adapters
     return {
-        "model": {"dtype": "bfloat16" if device == "cuda" else "float32", "lora": {"rank": 16 if full else 0}},
-        "learner": {"device": device, "gradient_checkpointing": full},
+        "model": {"dtype": "bfloat16" if device == "cuda" else "float32", "lora": {"rank": 16 if adapted else 0}},
+        "learner": {"device": device, "gradient_checkpointing": adapted},
         "rollout": {"device": device, "engine": engine},
         "gpu_memory": {"budget_gib": budget_gib},
     }

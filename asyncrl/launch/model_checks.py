@@ -26,8 +26,8 @@ def check_model_folder(config: RunConfig) -> dict[str, Any]:
     if not (folder / "config.json").is_file():
         if (folder / "adapter_config.json").is_file():
             raise UserError(
-                f"model.path is {config.model.path!r}, a folder with an adapter only. Name its base model, or merge the "
-                "two: asyncrl export RUN TARGET"
+                f"model.path is {config.model.path!r}, a folder with an adapter only. Name its base model, or merge "
+                "the two: asyncrl export RUN TARGET"
             )
         raise UserError(f"model.path is {config.model.path!r}, which is no Hugging Face model folder (no config.json)")
     described = _read_json(folder / "config.json")

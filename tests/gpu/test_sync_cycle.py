@@ -56,6 +56,7 @@ def test_a_cycle_keeps_to_the_plan_and_to_the_numbers(
     cycle = run(device, size, engine, random_model, tmp_path)
     off, onto = link_bytes_per_second(torch.device(device), GIB if device == "cuda" else 1 << 24)
     print(report(cycle, off, onto))
+    assert cycle.published == cycle.plan.learner.published
     first, second = cycle.differences
     limits = (0.2, 0.03) if device == "cuda" else (1e-3, 1e-4)
     for difference in (first, second):
