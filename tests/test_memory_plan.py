@@ -297,7 +297,7 @@ def test_too_little_shared_memory_is_refused_with_the_size_that_is_needed(
     config = planned(make_config, small, gpu_memory={"budget_gib": 4}, trainer={"mode": "sync"})
     nearly_full = type("Usage", (), {"free": 1000})()
     monkeypatch.setattr(advice.shutil, "disk_usage", lambda path: nearly_full)
-    with pytest.raises(UserError, match=r"published weights need .* GiB free.*--shm-size=\d+g"):
+    with pytest.raises(UserError, match=r"published weights need .* MiB free.*--shm-size=\d+g"):
         check_plan(config)
 
 

@@ -147,13 +147,18 @@ def learner_lines(learner: LearnerBytes, config: RunConfig) -> list[Line]:
     )
     dtype = config.model.dtype
     return [
-        Line("weights", learner.weights, f"{learner.parameters / 1e9:.3g} billion in {dtype}"),
-        Line("gradients", learner.gradients, f"{learner.trained / 1e9:.3g} billion are trained"),
+        Line("weights", learner.weights, f"{count(learner.parameters)} in {dtype}"),
+        Line("gradients", learner.gradients, f"{count(learner.trained)} are trained"),
         Line("AdamW moments", learner.moments, "two averages of each"),
         Line("working memory", coming, what),
         Line("allocator", int(ALLOCATOR_SHARE * coming), f"{ALLOCATOR_SHARE:.0%} of it, an estimate"),
         *_context(config.learner.device, "learner"),
     ]
+
+
+def count(parameters: int) -> str:
+    """`3.98 billion`"""
+    return f"{parameters / 1e9:.3g} billion" if parameters >= 1e9 else f"{parameters / 1e6:.3g} million"
 
 
 def engine_lines(engine: EngineBytes, config: RunConfig) -> list[Line]:

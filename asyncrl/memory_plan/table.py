@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncrl.memory_plan.advice import advice, gib
-from asyncrl.memory_plan.plan import GIB, Line, MemoryPlan
+from asyncrl.memory_plan.plan import GIB, Line, MemoryPlan, count
 
 MIB = 2**20
 _SHARING = {
@@ -18,7 +18,7 @@ def describe(plan: MemoryPlan) -> str:
     config = plan.config
     adapted = f", LoRA of rank {config.model.lora.rank}" if config.model.lora.rank else ""
     head = (
-        f"{config.model.path}: {plan.learner.parameters / 1e9:.3g} billion parameters in {config.model.dtype}{adapted}"
+        f"{config.model.path}: {count(plan.learner.parameters)} parameters in {config.model.dtype}{adapted}"
         f"; engine {config.rollout.engine}; {_SHARING[plan.sharing]}"
     )
     unit, size = ("GiB", GIB) if plan.peak >= GIB else ("MiB", MIB)
