@@ -355,38 +355,56 @@ def test_a_paused_engine_goes_on_where_it_was_and_does_not_wait_for_itself(fresh
     assert len(set(versions)) == 2
 
 
-def test_a_request_and_an_update_wait_for_a_sleeping_engine_to_wake(fresh: Rig) -> None:
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_sleeping_engine_samples_nothing_until_it_is_awake_and_has_weights(fresh: Rig, level: int) -> None:
     new = moved(fresh.initial, 8)
+    rollout = fresh.config.rollout.model_copy(update={"sleep_level": level})
+    fresh.engine._config = fresh.config.model_copy(update={"rollout": rollout})
+    request = fresh.request(QUESTION, picture(1), tokens=8)
 
-    async def scenario() -> tuple[bool, Completion, int]:
-        request = fresh.request(QUESTION, picture(1), tokens=8)
-        running = asyncio.create_task(fresh.complete([fresh.request(QUESTION, tokens=100, temperature=1.0)]))
+    async def scenario() -> tuple[bool, bool, Completion]:
+        long = [fresh.request(QUESTION, tokens=100, temperature=1.0, size=4) for _ in range(12)]  # more than fit
+        running = asyncio.create_task(fresh.complete(long))
         await asyncio.sleep(0.05)
-        await fresh.engine.sleep()  # what runs is finished first
-        (finished,) = (await running).values()
-        assert len(finished.token_ids) == 100
+        await fresh.engine.sleep()  # what was admitted is finished first
+        assert {len(done.token_ids) for done in (await running).values()} == {100}
         waiting = asyncio.create_task(fresh.complete([request]))
-        update = asyncio.create_task(fresh.update(new))
+        with pytest.raises(BadStateError, match="asleep: wake it before it takes new weights"):
+            await fresh.update(new)
         await asyncio.sleep(0.3)
-        waited = not waiting.done() and not update.done()
+        asleep = waiting.done()
         await fresh.engine.wake()
-        version = await update
+        await asyncio.sleep(0.3)
+        awake = waiting.done()
+        await fresh.update(new)
         (done,) = (await waiting).values()
-        return waited, done, version
+        return asleep, awake, done
 
-    waited, done, version = fresh.run(scenario())
-    assert waited
-    assert fresh.engine.version == version
-    assert len(done.token_ids) == 8
-    later = fresh.request(QUESTION, picture(1), tokens=8)
-    assert gap_to(fresh, new, later, fresh.sample(later)[later.request_id, 0]) < FP32
+    asleep, awake, done = fresh.run(scenario())
+    assert (asleep, awake) == (False, level == 1)  # level 2 has forgotten its weights
+    policy = {1: fresh.initial, 2: new}[level]
+    assert gap_to(fresh, policy, request, done) < FP32
+
+
+def test_weights_that_changed_in_its_sleep_are_noticed(fresh: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh.run(fresh.engine.sleep())
+    fresh.engine._before = fresh.engine._before + 0.01
+
+    async def not_for_good(error: BaseException) -> None:
+        pass
+
+    monkeypatch.setattr(fresh.engine, "_fail", not_for_good)
+    with pytest.raises(BadStateError, match=r"woke up damaged: log-probs of 15 fixed tokens differ by up to 0\.01"):
+        fresh.run(fresh.engine.wake())
+    fresh.engine._before = fresh.engine._before - 0.01
+    fresh.run(fresh.engine.wake())
 
 
 def test_a_request_gives_up_when_nobody_wakes_the_engine(fresh: Rig) -> None:
     impatient = fresh.config.learner.model_copy(update={"wait_timeout_s": 0.2})
     fresh.engine._config = fresh.config.model_copy(update={"learner": impatient})
     fresh.run(fresh.engine.sleep())
-    with pytest.raises(BadStateError, match=r"waited 0.2 s \(learner.wait_timeout_s\) for the engine to wake up"):
+    with pytest.raises(BadStateError, match=r"waited 0.2 s \(learner.wait_timeout_s\) for the engine to wake up and"):
         fresh.sample(fresh.request("read", tokens=2))
     fresh.run(fresh.engine.wake())
 

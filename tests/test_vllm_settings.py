@@ -247,6 +247,8 @@ def test_each_image_becomes_one_placeholder_again() -> None:
     assert unexpanded_ids(encoded([0, 0], [])) == [100, 101]
     with pytest.raises(UserError, match=r"row rows:3 has 2 image\(s\) in 1 separate places"):
         unexpanded_ids(encoded([0, 1, 1, 1], [[1, 2, 2], [1, 2, 4]]))
+    with pytest.raises(UserError, match="row rows:3 has a video, and the vllm engine takes images only"):
+        unexpanded_ids(encoded([0, 2, 2], []))
 
 
 def test_the_first_difference_to_vllms_prompt_is_named() -> None:

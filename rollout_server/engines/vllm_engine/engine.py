@@ -6,6 +6,7 @@ Weights are swapped under running sequences through vLLM's weight-transfer API (
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -18,6 +19,7 @@ from asyncrl.models.processing import PromptProcessor
 from rollout_server.engines.base import ArrivedWeights, Completion, EngineUsage, GenerationRequest
 from rollout_server.engines.vllm_engine.library import import_vllm
 from rollout_server.engines.vllm_engine.outputs import to_completion
+from rollout_server.engines.vllm_engine.probe import check_probe, probe
 from rollout_server.engines.vllm_engine.requests import check_request, sampling_params, to_engine_input
 from rollout_server.engines.vllm_engine.settings import (
     check_heads,
@@ -58,6 +60,11 @@ class VLLMEngine:
         """vLLM's ids of the requests that are in work."""
         self._paused = False
         self._asleep = False
+        self._forgets = False
+        """It sleeps, or slept last, at level 2, and the next weights have not come."""
+        self._idle = asyncio.Event()
+        self._idle.set()
+        """No request is in work."""
         self._failure: Exception | None = None
         """Why this engine can sample no more."""
         self._control = asyncio.Lock()
@@ -107,7 +114,10 @@ class VLLMEngine:
         if llm.output_handler is not None:
             llm.output_handler.cancel()  # it would report this end as a failure
         await asyncio.to_thread(llm.shutdown, SHUTDOWN_S)
-        self._llm = self._starting = None  # its destructor wants modules that are gone at the end of the process
+        # Its destructor wants modules that are gone at the end of the process, and cycles would keep it until then.
+        self._llm = self._starting = None
+        del llm
+        gc.collect()
 
     @property
     def architecture_fingerprint(self) -> str:
@@ -127,7 +137,7 @@ class VLLMEngine:
         for request in requests:
             check_request(request, self._processor.placeholder_ids, self._llm.vllm_config.model_config.max_model_len)
         inputs = await asyncio.gather(*(to_engine_input(request, self._llm, self._vllm) for request in requests))
-        await self._until(lambda: not self._asleep, "for the engine to wake up before it samples")
+        await self._until(lambda: not self._asleep and not self._forgets, "for the engine to wake up and have weights")
         self._refuse_if_failed()
         tasks = [
             asyncio.create_task(self._complete(request, index, engine_input))
@@ -156,6 +166,7 @@ class VLLMEngine:
         last: Any = None
         self._meter.begin()
         self._running.add(number)
+        self._idle.clear()
         try:
             async for answer in self._llm.generate(salted, params, number):
                 last = answer
@@ -163,6 +174,8 @@ class VLLMEngine:
             raise BadStateError("vLLM's engine process has died; what it said last is in the server's log") from error
         finally:
             self._running.discard(number)
+            if not self._running:
+                self._idle.set()
             self._meter.end()
         output = last.outputs[0]
         if output.finish_reason not in ("stop", "length"):
@@ -187,27 +200,47 @@ class VLLMEngine:
     async def sleep(self) -> None:
         """Finish what runs, then give memory away as rollout.sleep_level says; requests wait until `wake`.
 
-        On a CPU vLLM changes its state only: no memory is freed there. Nobody may call vLLM's `generate` while it
-        sleeps: in a process of its own it waits, and in-process it would spin for ever.
+        On a CPU vLLM changes its state only: no memory is freed there. Whoever calls vLLM's own `generate` while it
+        sleeps waits for ever.
         """
         async with self._control:
-            if self._asleep:
-                return
+            self._refuse_if_failed()
+            self._refuse_if_asleep("falls asleep")
             self._refuse_to_wait_for_paused()
             self._asleep = True
-            await self._llm.sleep(level=self._config.rollout.sleep_level, mode="wait")
+            await self._idle.wait()
+            level = self._config.rollout.sleep_level
+            self._forgets = level == 2
+            if not self._forgets:
+                self._before = await probe(self._llm, self._vllm, self._processor.placeholder_ids)
+            await self._llm.sleep(level=level, mode="wait")
 
     async def wake(self) -> None:
-        """After level 2 the weights are gone: nothing is sampled before the next update."""
+        """After level 2 nothing is sampled before the next update. Raises BadStateError for a damaged model."""
         async with self._control:
             if not self._asleep:
                 return
             await self._llm.wake_up()
+            if not self._forgets:
+                try:
+                    after = await probe(self._llm, self._vllm, self._processor.placeholder_ids)
+                    check_probe(self._before, after, self._config.model.dtype)
+                except BadStateError as error:
+                    await self._fail(error)
+                    raise
             self._asleep = False
             if self._paused:
                 await self._llm.pause_generation(mode="keep", clear_cache=False)
+        await self._tell()
+
+    async def _tell(self) -> None:
+        """Those who wait in `_until` look again."""
         async with self._changed:
             self._changed.notify_all()
+
+    def _refuse_if_asleep(self, before: str) -> None:
+        if self._asleep:
+            raise BadStateError(f"the vllm engine is asleep: wake it before it {before}")
 
     def _refuse_to_wait_for_paused(self) -> None:
         if self._paused and self._running:
@@ -227,9 +260,9 @@ class VLLMEngine:
 
     async def update_weights(self, version: int, weights: ArrivedWeights, /) -> None:
         """With `drain` this waits for the running sequences, and nothing new starts until then."""
-        await self._until(lambda: not self._asleep, "for the engine to wake up before it takes new weights")
         async with self._control:
             self._refuse_if_failed()
+            self._refuse_if_asleep("takes new weights")
             drains = self._config.rollout.weight_update == "drain"
             if drains:
                 self._refuse_to_wait_for_paused()
@@ -242,9 +275,11 @@ class VLLMEngine:
                 await self._fail(error)
                 raise
             self._version = version
+            self._forgets = False
             if not self._paused:
                 await self._llm.resume_generation()
             self._meter.update_ends()
+        await self._tell()
 
     async def _swap(self, version: int, weights: ArrivedWeights, update: dict[str, Any]) -> None:
         """vLLM stands still meanwhile, and so the versions that it stamps are exact."""

@@ -56,6 +56,10 @@ def version_column(spans: Sequence[Any], length: int) -> np.ndarray:
 def unexpanded_ids(prompt: EncodedPrompt) -> list[int]:
     """The prompt with one placeholder for each image, as vLLM wants it: it expands them itself."""
     kinds = prompt.token_types
+    if (kinds > 1).any():
+        raise UserError(
+            f"row {prompt.row_id} has a video, and the vllm engine takes images only. Use rollout.engine=hf"
+        )
     continued = (kinds[1:] != 0) & (kinds[1:] == kinds[:-1])
     keep = np.concatenate([[True], ~continued])
     runs = int((kinds[keep] != 0).sum())

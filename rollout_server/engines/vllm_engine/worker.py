@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import warnings
@@ -133,6 +134,8 @@ class WorkerExtension:
     """Named as vLLM's `worker_extension_cls` so that every worker imports this file before it loads the model."""
 
 
+# Modules without parameters of their own are a warning at every update. What matters is checked in receive_weights.
+logging.getLogger(initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, MappedFileTransfer)
 die_with_owner()
