@@ -151,17 +151,24 @@ def _tensors_of(plan: MemoryPlan, name: str) -> int:
 # --- work ----------------------------------------------------------------------------------------
 
 
-def make_prompts(processor: PromptProcessor, shape: dict[str, Any]) -> list[EncodedPrompt]:
+@dataclass(frozen=True)
+class CyclePrompt:
+    encoded: EncodedPrompt
+    images: tuple[bytes, ...]
+
+
+def make_prompts(processor: PromptProcessor, shape: dict[str, Any]) -> list[CyclePrompt]:
     """Different random images in each."""
     random = np.random.default_rng(0)
-    prompts: list[EncodedPrompt] = []
+    prompts: list[CyclePrompt] = []
     for number in range(shape["prompts"]):
         images = [_png(random, shape["pixels"]) for _ in range(shape["images"])]
         parts = [*(ImagePart() for _ in images), TextPart(text="What is the sum of the digits?")]
         message = ChatMessage(role="user", content=tuple(parts))
         hashes = tuple(content_hash(image) for image in images)
         prompt = Prompt(row_id=f"row {number}", messages=(message,), image_hashes=hashes, answer="", columns={})
-        prompts.append(processor.encode(prompt, dict(zip(hashes, images, strict=True))))
+        encoded = processor.encode(prompt, dict(zip(hashes, images, strict=True)))
+        prompts.append(CyclePrompt(encoded, tuple(images)))
     return prompts
 
 
@@ -171,9 +178,7 @@ def _png(random: np.random.Generator, side: int) -> bytes:
     return buffer.getvalue()
 
 
-async def sample(
-    engine: InferenceEngine, prompts: Sequence[EncodedPrompt], config: RunConfig
-) -> list[list[Completion]]:
+async def sample(engine: InferenceEngine, prompts: Sequence[CyclePrompt], config: RunConfig) -> list[list[Completion]]:
     """A group for each prompt; without stop tokens, so that every completion has the greatest length."""
     banned = PromptProcessor(config.model).placeholder_ids
     sampling = Sampling(
@@ -183,7 +188,9 @@ async def sample(
         banned_token_ids=banned,
     )
     size = config.batch.group_size
-    requests = [GenerationRequest(i, prompt, size, i, sampling) for i, prompt in enumerate(prompts)]
+    requests = [
+        GenerationRequest(i, prompt.encoded, size, i, sampling, prompt.images) for i, prompt in enumerate(prompts)
+    ]
     groups: list[list[Completion]] = [[] for _ in prompts]
     async for completion in engine.generate(requests):
         groups[completion.request_id].append(completion)
@@ -191,14 +198,14 @@ async def sample(
 
 
 def train(
-    learner: TrainEngine, prompts: Sequence[EncodedPrompt], groups: Sequence[Sequence[Completion]], config: RunConfig
+    learner: TrainEngine, prompts: Sequence[CyclePrompt], groups: Sequence[Sequence[Completion]], config: RunConfig
 ) -> np.ndarray:
     """One update that raises the log-prob of every sampled token. [N] |engine's - learner's log-prob| before it."""
     rows = [completion for group in groups for completion in group]
     number = {id(completion): row for row, completion in enumerate(rows)}
     train_groups = [
         TrainGroup(
-            prompt,
+            prompt.encoded,
             tuple(TrainCompletion(number[id(c)], c.token_ids, np.ones(len(c.token_ids), np.int32)) for c in group),
         )
         for prompt, group in zip(prompts, groups, strict=True)

@@ -21,10 +21,12 @@ MakeModel = Callable[[str, str, str], Path]
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
 HALVES = [
-    pytest.param("cpu", "tiny", "hf", id="cpu"),
-    pytest.param("cuda", "tiny", "hf", id="cuda-tiny", marks=pytest.mark.gpu),
-    pytest.param("cuda", "4b", "hf", id="cuda-4b", marks=[pytest.mark.gpu, pytest.mark.slow]),
-    pytest.param("cuda", "4b", "vllm", id="cuda-4b-vllm", marks=[pytest.mark.gpu, pytest.mark.slow, needs_vllm]),
+    pytest.param("cpu", "tiny", "hf", False, id="cpu"),
+    pytest.param("cpu", "tiny", "hf", True, id="cpu-adapters"),
+    pytest.param("cpu", "tiny", "vllm", False, id="cpu-vllm", marks=[pytest.mark.slow, needs_vllm]),
+    pytest.param("cuda", "tiny", "hf", False, id="cuda-tiny", marks=pytest.mark.gpu),
+    pytest.param("cuda", "4b", "hf", True, id="cuda-4b", marks=[pytest.mark.gpu, pytest.mark.slow]),
+    pytest.param("cuda", "4b", "vllm", True, id="cuda-4b-vllm", marks=[pytest.mark.gpu, pytest.mark.slow, needs_vllm]),
 ]
 
 
@@ -39,21 +41,21 @@ def budget(emptied_device: None) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def run(device: str, size: str, engine: str, random_model: MakeModel, folder: Path) -> Cycle:
+def run(device: str, size: str, engine: str, adapters: bool, random_model: MakeModel, folder: Path) -> Cycle:
     shape: dict[str, Any] = FULL if size == "4b" else TINY
     dtype = "bfloat16" if device == "cuda" else "float32"
     model = random_model(size, dtype, device)
-    config = cycle_config(model, folder, shape, **settings(size, device, engine, BUDGET_GIB))
+    config = cycle_config(model, folder, shape, **settings(size, device, engine, BUDGET_GIB, adapters=adapters))
     plan = check_plan(config)
     assert plan is not None, "there is a budget, and this fits it"
     return asyncio.run(run_cycle(config, shape))
 
 
-@pytest.mark.parametrize(("device", "size", "engine"), HALVES)
+@pytest.mark.parametrize(("device", "size", "engine", "adapters"), HALVES)
 def test_a_cycle_keeps_to_the_plan_and_to_the_numbers(
-    budget: None, random_model: MakeModel, tmp_path: Path, device: str, size: str, engine: str
+    budget: None, random_model: MakeModel, tmp_path: Path, device: str, size: str, engine: str, adapters: bool
 ) -> None:
-    cycle = run(device, size, engine, random_model, tmp_path)
+    cycle = run(device, size, engine, adapters, random_model, tmp_path)
     off, onto = link_bytes_per_second(torch.device(device), GIB if device == "cuda" else 1 << 24)
     print(report(cycle, off, onto))
     assert cycle.published == cycle.plan.learner.published
