@@ -78,6 +78,7 @@ def build_config(size: str, tokenizer: Any) -> Any:
             "num_attention_heads": text["heads"],
             "num_key_value_heads": text["kv"],
             "max_position_embeddings": 32_768,
+            "tie_word_embeddings": True,  # vLLM looks here, transformers at the whole
             "bos_token_id": None,
             "eos_token_id": tokenizer.eos_token_id,
             "pad_token_id": tokenizer.pad_token_id,
