@@ -34,7 +34,9 @@ class TorchEngine:
 
     def prepare(self) -> None:
         shared_prefix.register()
-        model: Any = load_model(self._config.model, device=self.device, text_attention=shared_prefix.SHARED_PREFIX_ATTENTION)
+        model: Any = load_model(
+            self._config.model, device=self.device, text_attention=shared_prefix.SHARED_PREFIX_ATTENTION
+        )
         self._adapted: Any = None
         if self.adapter is not None:
             self._adapted = add_adapter(model, self.adapter, seed=self._config.trainer.seed)
