@@ -222,9 +222,9 @@ def _decode_step(model: Any, config: RunConfig, live: LiveBytes) -> int:
     layers, heads, width = _cache_shape(model.config)
     cache = DynamicCache()
     for layer in range(layers):
-        cache.update(
-            *(torch.empty((rows, heads, length - 1, width), dtype=model.dtype, device=META) for _ in "kv"), layer
-        )
+        for_keys = torch.empty((rows, heads, length - 1, width), dtype=model.dtype, device=META)
+        cache.update(for_keys, torch.empty_like(for_keys), layer)
+    for_keys = None  # from now on they are the cache's alone
     live.restart()
     embedded = _embed(model, (rows, 1), 0, META)
     mask = torch.ones((rows, 1, 1, length), dtype=torch.bool, device=META)
