@@ -17,15 +17,14 @@ from asyncrl.memory_plan.adapters import with_adapters
 from asyncrl.memory_plan.attention import fused_attention
 from asyncrl.memory_plan.limits import PREFILL_TOKENS
 from asyncrl.memory_plan.live_bytes import LiveBytes, nbytes
+from asyncrl.memory_plan.shapes import META, meta_model, text_config
 from asyncrl.models import shared_prefix
-from asyncrl.models.loading import freeze_vision_tower, has_vision, model_class, model_folder, special_token_ids
+from asyncrl.models.loading import freeze_vision_tower, special_token_ids
 from asyncrl.models.processing import PLACEHOLDER_ID_NAMES
 from asyncrl.models.published import published_tensors
 from asyncrl.models.sampling_distribution import draw, entropies, gather_logprobs, sampling_logprobs
 from asyncrl.models.shared_prefix import AttentionBatch, SharedPrefixLayout
 from asyncrl.models.truncation import truncated_logprobs
-
-META = torch.device("meta")
 
 
 @dataclass(frozen=True)
@@ -58,25 +57,6 @@ class EngineBytes:
     cache_per_sequence: int
     working: int
     """Most that prefill, decoding or sampling adds to weights and cache."""
-
-
-def text_config(hf_config: Any) -> Any:
-    return getattr(hf_config, "text_config", None) or hf_config
-
-
-def meta_model(config: RunConfig, *, text_attention: str) -> Any:
-    """The folder's model with shapes and no memory."""
-    from transformers import AutoConfig
-
-    shared_prefix.register()
-    remote = config.model.trust_remote_code
-    hf_config = AutoConfig.from_pretrained(model_folder(config.model), trust_remote_code=remote)
-    attention = {"text_config": text_attention, "vision_config": "sdpa"} if has_vision(hf_config) else text_attention
-    dtype = getattr(torch, config.model.dtype)
-    with META:
-        return model_class(hf_config).from_config(
-            hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=remote
-        )
 
 
 # --- the learner ---------------------------------------------------------------------------------
@@ -194,10 +174,15 @@ def longest_sequence(config: RunConfig) -> int:
 
 def cache_bytes_per_token(hf_config: Any, config: RunConfig) -> int:
     """Keys and values of every layer: 2 * layers * key heads * head width * bytes of the dtype."""
+    layers, heads, width = _cache_shape(hf_config)
+    return 2 * layers * heads * width * getattr(torch, config.model.dtype).itemsize
+
+
+def _cache_shape(hf_config: Any) -> tuple[int, int, int]:
+    """Layers, key heads, width of a head."""
     text = text_config(hf_config)
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    return 2 * text.num_hidden_layers * heads * width * getattr(torch, config.model.dtype).itemsize
+    return text.num_hidden_layers, getattr(text, "num_key_value_heads", None) or text.num_attention_heads, width
 
 
 def prefilled_prompts(config: RunConfig) -> int:
@@ -233,19 +218,17 @@ def _decode_step(model: Any, config: RunConfig, live: LiveBytes) -> int:
     """The last step of the longest sequences. Returns the bytes over those of the cache that it leaves."""
     from transformers import DynamicCache
 
-    text = text_config(model.config)
     rows, length = config.rollout.max_concurrent_sequences, longest_sequence(config)
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    dtype = getattr(torch, config.model.dtype)
+    layers, heads, width = _cache_shape(model.config)
     cache = DynamicCache()
-    for layer in range(text.num_hidden_layers):
-        shape = (rows, text.num_key_value_heads, length - 1, width)
-        cache.update(torch.empty(shape, dtype=dtype, device=META), torch.empty(shape, dtype=dtype, device=META), layer)
+    for layer in range(layers):
+        for_keys = torch.empty((rows, heads, length - 1, width), dtype=model.dtype, device=META)
+        cache.update(for_keys, torch.empty_like(for_keys), layer)
+    for_keys = None  # from now on they are the cache's alone
     live.restart()
     embedded = _embed(model, (rows, 1), 0, META)
     mask = torch.ones((rows, 1, 1, length), dtype=torch.bool, device=META)
-    hidden = _decode(model, embedded, attention_mask=mask, past_key_values=cache, use_cache=True)
-    del hidden
+    _decode(model, embedded, attention_mask=mask, past_key_values=cache, use_cache=True)
     _sample(model, rows, config)
     return live.peak - rows * length * cache_bytes_per_token(model.config, config)
 
@@ -294,10 +277,8 @@ def _decode(model: Any, embedded: torch.Tensor, attention_mask: torch.Tensor | N
     positions = torch.zeros((3, rows, length) if mrope else (rows, length), dtype=torch.long, device=embedded.device)
     if attention_mask is None:  # with its own mask the model makes none, which it could not without reading values
         attention_mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=embedded.device)
-    decoder = model.get_decoder()
-    return decoder(
-        inputs_embeds=embedded, attention_mask=attention_mask, position_ids=positions, **inputs
-    ).last_hidden_state
+    inputs |= {"attention_mask": attention_mask, "position_ids": positions}
+    return model.get_decoder()(inputs_embeds=embedded, **inputs).last_hidden_state
 
 
 def _logprobs(model: Any, logits: torch.Tensor, temperature: torch.Tensor | float) -> torch.Tensor:
