@@ -8,9 +8,12 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from asyncrl.errors import UserError
+
+if TYPE_CHECKING:
+    from asyncrl.config.schema import RunConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,6 +57,12 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--checkpoint", type=int, metavar="STEP", help="of which step; default: the newest")
     export.add_argument("--adapter", action="store_true", help="of a LoRA run the adapter alone, as a PEFT folder")
     export.set_defaults(handler=_export)
+    doctor = commands.add_parser(
+        "doctor", help="what this machine has, what is wrong with it, and what a run will need"
+    )
+    doctor.add_argument("words", nargs="*", metavar="CONFIG key=value", help="check this configuration, too")
+    doctor.add_argument("--plan", metavar="TARGET", help="memory table of a model folder or configuration, no weights")
+    doctor.set_defaults(handler=_doctor)
     keys = commands.add_parser("keys", help="make key pairs for learner and rollout servers on several machines")
     keys.add_argument("folder", type=Path, metavar="DIR", help="becomes network.keys_dir")
     keys.add_argument("--server", metavar="NAME", help="only one more server's pair, which can be withdrawn alone")
@@ -107,21 +116,26 @@ def _sft(arguments: argparse.Namespace) -> int:
 
 
 def _rollout(arguments: argparse.Namespace) -> int:
-    _check_config(arguments)
+    from asyncrl.launch.model_checks import check_engine, check_model_folder
+
+    config = _check_config(arguments)
+    check_engine(config, check_model_folder(config))
     _become("rollout_server", "--config", str(arguments.config), *arguments.overrides)
 
 
 def _learn(arguments: argparse.Namespace) -> int:
-    _check_config(arguments)
+    from asyncrl.launch.model_checks import check_model_folder
+
+    check_model_folder(_check_config(arguments))
     flags = ["--resume"] if arguments.resume else []
     _become("learner", "--config", str(arguments.config), *flags, *arguments.overrides)
 
 
-def _check_config(arguments: argparse.Namespace) -> None:
+def _check_config(arguments: argparse.Namespace) -> RunConfig:
     """Its mistakes are told before anything heavy is loaded."""
     from asyncrl.config.load import load_config
 
-    load_config(arguments.config, arguments.overrides)
+    return load_config(arguments.config, arguments.overrides)
 
 
 def _become(module: str, *arguments: str) -> NoReturn:
@@ -153,6 +167,21 @@ def _export(arguments: argparse.Namespace) -> int:
 
     print(export_checkpoint(arguments.run_dir, there[step], arguments.target, keep_adapter=arguments.adapter))
     return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from asyncrl import doctor
+
+    overrides = [word for word in arguments.words if "=" in word]
+    files = [Path(word) for word in arguments.words if "=" not in word]
+    if len(files) > 1 or (files and arguments.plan) or (overrides and not files and not arguments.plan):
+        raise UserError(
+            "expected: asyncrl doctor [CONFIG [key=value ...]], or asyncrl doctor --plan TARGET [key=value ...]"
+        )
+    if arguments.plan:
+        print(doctor.memory_table(Path(arguments.plan), overrides))
+        return 0
+    return doctor.examine(files[0] if files else None, overrides)
 
 
 def _keys(arguments: argparse.Namespace) -> int:

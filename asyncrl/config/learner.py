@@ -71,6 +71,8 @@ class LearnerConfig(Section):
     """`auto`, `cpu`, `cuda`, `cuda:1`, ..."""
     cpu_threads: int = Field(default=0, ge=0)
     """Torch threads; 0 means half of the cores when the servers share the machine."""
+    gradient_checkpointing: bool = False
+    """Keep each layer's input only and compute the layer again in the backward pass: less memory, a third more time."""
     optim: OptimConfig = OptimConfig()
     wait_timeout_s: float = Field(default=600.0, gt=0)
     """Longest wait for the groups of one step before the run stops with a reason."""

@@ -10,6 +10,7 @@ from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import Purpose, open_train, open_validation
 from asyncrl.errors import ExitCode, UserError
+from asyncrl.launch.model_checks import check_engine, check_images, check_model_folder
 from asyncrl.launch.panel import MISSING, Display, number
 from asyncrl.launch.processes import JOURNAL_FILE, learner_service, server_services
 from asyncrl.launch.story import Story
@@ -67,18 +68,26 @@ def is_resumable(run_path: Path) -> bool:
 
 def check_inputs(config: RunConfig, purpose: Purpose = "rl") -> None:
     """Mistakes that need no model to be found, so that they leave no run directory behind."""
-    if not (Path(config.model.path) / "config.json").is_file():
-        from asyncrl.models.loading import model_folder
-
-        model_folder(config.model)  # says what is there instead
+    described = check_model_folder(config)
     if config.model.lora.rank:
         from asyncrl.models.adapter_targets import resolve_adapter
 
         resolve_adapter(config.model)
     check_rewards(config.reward)
-    open_train(config.data, purpose)
+    rows = open_train(config.data, purpose)
+    held_out = open_validation(config.data) if purpose == "rl" else None
+    check_images(config, described, rows, held_out)
     if purpose == "rl":
-        open_validation(config.data)
+        check_engine(config, described)
+        check_memory(config)
+
+
+def check_memory(config: RunConfig) -> None:
+    """Only with a budget: a plan needs torch, which takes seconds to import."""
+    if config.gpu_memory.budget_gib:
+        from asyncrl.memory_plan.advice import check_plan
+
+        check_plan(config)
 
 
 def resolve_ports(config: RunConfig) -> RunConfig:

@@ -115,6 +115,11 @@ def shared_prefix_attention(
             f"this model's attention uses sliding_window={sliding_window}, softcap={softcap}, which packed training "
             "does not support: its log-probs would be wrong. Use a model with full attention"
         )
+    grouped = query.shape[1] != key.shape[1]
+    if grouped and query.device.type != "cpu":
+        # No CUDA kernel takes both a mask and shared key heads: torch would fall back to whole score matrices.
+        repeats = query.shape[1] // key.shape[1]
+        key, value, grouped = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1), False
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, H, D]
     outputs: list[torch.Tensor] = []
     for batch in shared_prefix.batches:
@@ -122,7 +127,7 @@ def shared_prefix_attention(
             *(tensor[batch.gather].transpose(1, 2) for tensor in (q, k, v)),
             attn_mask=batch.mask,
             scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
+            enable_gqa=grouped,
         )
         outputs.append(attended.transpose(1, 2).flatten(0, 1)[batch.scatter])
     return torch.cat(outputs)[shared_prefix.order][None], None

@@ -35,12 +35,16 @@ class TorchEngine:
 
     def prepare(self) -> None:
         shared_prefix.register()
-        model = load_model(self._config.model, device=self.device, text_attention=shared_prefix.SHARED_PREFIX_ATTENTION)
+        model: Any = load_model(
+            self._config.model, device=self.device, text_attention=shared_prefix.SHARED_PREFIX_ATTENTION
+        )
         self._adapted: Any = None
         if self.adapter is not None:
             self._adapted = add_adapter(model, self.adapter, seed=self._config.trainer.seed)
         elif self._config.model.freeze_vision_tower:
             freeze_vision_tower(model)
+        if self._config.learner.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
         self.model: Any = model.train()
         banned = sorted(special_token_ids(self.model.config, PLACEHOLDER_ID_NAMES))
         self._banned = torch.tensor(banned, dtype=torch.long, device=self.device)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from asyncrl.errors import BadStateError
+from asyncrl.memory_plan.limits import PREFILL_TOKENS
 from rollout_server.engines.base import Completion, EngineUsage, GenerationRequest
 from rollout_server.engines.decode_batch import DecodeBatch, DecodeRow
 
@@ -184,7 +185,10 @@ class DecodeLoop:
             command.done(None)
 
     def _take_admissible(self) -> list[GenerationRequest]:
-        """Whole groups that fit. Prefills are worth their cost in bulk: wait for a quarter of the room, or for all."""
+        """Whole groups that fit. Prefills are worth their cost in bulk: wait for a quarter of the room, or for all.
+
+        What is over PREFILL_TOKENS comes with the next pass, before any decoding: memory is bounded, not throughput.
+        """
         if self._paused or self.asleep or not self._queue:
             return []
         room = self._max_sequences - len(self.batch.rows)
@@ -192,7 +196,11 @@ class DecodeLoop:
         if self.batch.rows and room < min(self._max_sequences // 4, waiting):
             return []
         admitted: list[GenerationRequest] = []
+        longest = 0
         while self._queue and self._queue[0][0].group_size <= room:
+            longest = max(longest, len(self._queue[0][0].prompt.token_ids))
+            if admitted and longest * (len(admitted) + 1) > PREFILL_TOKENS:
+                break
             request, deliver = self._queue.popleft()
             room -= request.group_size
             self._deliver[id(request)] = deliver

@@ -13,6 +13,7 @@ import torch
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.suggest import close_names
 from asyncrl.errors import UserError
+from asyncrl.memory_plan.plan import vllm_memory_utilization
 from asyncrl.models.loading import resolve_device
 from rollout_server.engines.vllm_engine.owner import OWNER_VARIABLE
 
@@ -147,6 +148,9 @@ def engine_arguments(config: RunConfig, *, cuda: bool, text_config: Any, banned:
     }
     if cuda:
         arguments["enable_sleep_mode"] = True  # vLLM's CPU platform refuses it
+        if config.gpu_memory.budget_gib:
+            total = torch.cuda.get_device_properties(0).total_memory
+            arguments["gpu_memory_utilization"] = vllm_memory_utilization(config, total)
     else:
         arguments |= {
             "enforce_eager": True,  # compilation costs half a minute of start for a tenth of speed

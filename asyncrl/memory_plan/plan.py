@@ -1,0 +1,234 @@
+"""The rehearsed bytes put together: what each device holds while its owner works, and what the host holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.memory_plan.rehearsal import (
+    EngineBytes,
+    LearnerBytes,
+    longest_sequence,
+    prefilled_prompts,
+    rehearse_engine,
+    rehearse_learner,
+    scheduled_tokens,
+)
+
+GIB = 2**30
+CONTEXT_BYTES = GIB // 2
+"""Of a process that has used the device: CUDA's context and the libraries' workspaces. An estimate."""
+ALLOCATOR_SHARE = 0.05
+"""What torch's allocator loses to rounding and gaps, of the tensors that come and go. An estimate."""
+KEPT_PUBLICATIONS = 2
+"""Policy versions in shared memory (protocol/weights.py)."""
+
+Sharing = Literal["turns", "together", "apart"]
+"""Of a device between learner and engine: one after the other (sync mode), at the same time, or not at all."""
+
+
+@dataclass(frozen=True)
+class Line:
+    name: str
+    nbytes: int
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What one device holds at the worst moment of something."""
+
+    name: str
+    lines: tuple[Line, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(line.nbytes for line in self.lines)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    config: RunConfig
+    learner: LearnerBytes
+    engine: EngineBytes | None
+    """None for the scripted engine, which has no model."""
+    sharing: Sharing
+    phases: tuple[Phase, ...]
+    """Of one device each; each must fit the budget."""
+    host: tuple[Line, ...]
+
+    @property
+    def budget(self) -> int:
+        """Bytes; 0 where there is none."""
+        return int(self.config.gpu_memory.budget_gib * GIB)
+
+    @property
+    def peak(self) -> int:
+        return max(phase.nbytes for phase in self.phases)
+
+    @property
+    def excess(self) -> int:
+        """Bytes over the budget, of all phases together."""
+        return sum(max(0, phase.nbytes - self.budget) for phase in self.phases)
+
+    @property
+    def publications(self) -> int:
+        """Bytes of published versions in shared memory."""
+        return KEPT_PUBLICATIONS * self.learner.published
+
+
+def make_plan(config: RunConfig, *, before: MemoryPlan | None = None) -> MemoryPlan:
+    """Seconds, and no weights: the model is rehearsed on the meta device. Raises UserError for what is no model.
+
+    Of the plan `before`, of a configuration that differs little, what would be the same is taken over.
+    """
+    if before is not None and _same_for_learner(config, before.config):
+        learner = before.learner
+    else:
+        learner = rehearse_learner(config, foreach=config.learner.device != "cpu")
+    if before is not None and _same_for_engine(config, before.config):
+        engine = before.engine
+    else:
+        engine = None if config.rollout.engine == "scripted" else rehearse_engine(config)
+    sharing = device_sharing(config)
+    learning = Phase("learner awake", tuple(learner_lines(learner, config)))
+    phases = [learning]
+    if engine is not None:
+        sampling = Phase("engine awake", tuple(engine_lines(engine, config)))
+        phases = _combine(learning, sampling, sharing)
+    return MemoryPlan(config, learner, engine, sharing, tuple(phases), tuple(_host_lines(config, learner, engine)))
+
+
+def _same_for_learner(config: RunConfig, before: RunConfig) -> bool:
+    return changed(config, {"rollout": before.rollout, "trainer": before.trainer}) == before
+
+
+def _same_for_engine(config: RunConfig, before: RunConfig) -> bool:
+    tokens = before.batch.tokens_per_microbatch
+    return changed(config, {"learner": before.learner, "batch.tokens_per_microbatch": tokens}) == before
+
+
+def device_sharing(config: RunConfig) -> Sharing:
+    if config.trainer.mode == "sync":
+        return "turns"
+    return "together" if config.learner.device == config.rollout.device else "apart"
+
+
+def _combine(learning: Phase, sampling: Phase, sharing: Sharing) -> list[Phase]:
+    if sharing == "apart":
+        return [learning, sampling]
+    if sharing == "together":
+        return [Phase("learner and engine at the same time", learning.lines + sampling.lines)]
+    return [
+        Phase(learning.name, (*learning.lines, *_only_context(sampling))),
+        Phase(sampling.name, (*sampling.lines, *_only_context(learning))),
+    ]
+
+
+def _only_context(other: Phase) -> list[Line]:
+    """All that a process which sleeps leaves on the device."""
+    return [line for line in other.lines if line.name.startswith("context")]
+
+
+def _context(device: str, process: str) -> list[Line]:
+    return [] if device == "cpu" else [Line(f"context of the {process}", CONTEXT_BYTES, "an estimate")]
+
+
+def learner_lines(learner: LearnerBytes, config: RunConfig) -> list[Line]:
+    batch = config.batch
+    coming = max(learner.passing, learner.stepping)
+    what = (
+        f"forward and backward of {batch.tokens_per_microbatch} tokens (batch.tokens_per_microbatch)"
+        if learner.passing >= learner.stepping
+        else "the optimiser's update, one copy of what is trained"
+    )
+    dtype = config.model.dtype
+    return [
+        Line("weights", learner.weights, f"{count(learner.parameters)} in {dtype}"),
+        Line("gradients", learner.gradients, f"{count(learner.trained)} are trained"),
+        Line("AdamW moments", learner.moments, "two averages of each"),
+        Line("working memory", coming, what),
+        Line("allocator", int(ALLOCATOR_SHARE * coming), f"{ALLOCATOR_SHARE:.0%} of it, an estimate"),
+        *_context(config.learner.device, "learner"),
+    ]
+
+
+def count(parameters: int) -> str:
+    """`3.98 billion`"""
+    return f"{parameters / 1e9:.3g} billion" if parameters >= 1e9 else f"{parameters / 1e6:.3g} million"
+
+
+def engine_lines(engine: EngineBytes, config: RunConfig) -> list[Line]:
+    rollout = config.rollout
+    tokens = longest_sequence(config)
+    parts = rollout.tensor_parallel_size if rollout.engine == "vllm" else 1
+    copies = rollout.servers
+    sequences = 1 if rollout.engine == "vllm" else rollout.max_concurrent_sequences
+    if rollout.engine == "vllm":
+        why = f"one sequence of {tokens} tokens at least; vllm takes the rest of its share for more"
+        working = f"a step of {scheduled_tokens(config)} tokens"
+    else:
+        why = f"{sequences} sequences (rollout.max_concurrent_sequences) of {tokens} tokens"
+        working = f"prefill of {prefilled_prompts(config)} prompts, or sampling"
+    servers = f", {copies} servers" if copies > 1 else ""
+    cache = sequences * engine.cache_per_sequence
+    return [
+        Line("weights", copies * engine.weights // parts, config.model.dtype + servers),
+        Line("KV cache", copies * cache // parts, why),
+        Line("working memory", copies * engine.working, working),
+        Line("allocator", int(ALLOCATOR_SHARE * copies * engine.working), f"{ALLOCATOR_SHARE:.0%} of it, an estimate"),
+        *_context(config.rollout.device, "rollout server"),
+    ]
+
+
+def _host_lines(config: RunConfig, learner: LearnerBytes, engine: EngineBytes | None) -> list[Line]:
+    lines = [
+        Line(
+            "published weights, in /dev/shm",
+            KEPT_PUBLICATIONS * learner.published,
+            f"the newest {KEPT_PUBLICATIONS} versions",
+        )
+    ]
+    if config.trainer.mode == "sync":
+        lines.append(Line("learner asleep", learner.weights + learner.moments, "weights and moments, pinned"))
+        if engine is not None:
+            forgets = config.rollout.sleep_level == 2
+            why = "forgotten (rollout.sleep_level=2)" if forgets else "weights, pinned"
+            lines.append(Line("engine asleep", 0 if forgets else engine.weights, why))
+    return lines
+
+
+# --- what others need of a plan ------------------------------------------------------------------
+
+
+def vllm_memory_utilization(config: RunConfig, device_bytes: int) -> float:
+    """vLLM's `gpu_memory_utilization`: the part of a whole device that the budget leaves to one engine.
+
+    `device_bytes` is the device's total memory. vLLM counts its own context in its share, so only what the learner
+    holds meanwhile is taken off.
+    """
+    sharing = device_sharing(config)
+    learner = 0
+    if sharing == "turns":
+        learner = sum(line.nbytes for line in _context(config.learner.device, "learner"))
+    elif sharing == "together":
+        phase = rehearse_learner(config, foreach=config.learner.device != "cpu")
+        learner = sum(line.nbytes for line in learner_lines(phase, config))
+    budget = min(config.gpu_memory.budget_gib * GIB, device_bytes)
+    return math.floor((budget - learner) / config.rollout.servers / device_bytes * 1000) / 1000
+
+
+def changed(config: RunConfig, changes: Mapping[str, object]) -> RunConfig:
+    """The configuration with other values at these dotted keys; not checked again."""
+    for key, value in changes.items():
+        config = _changed(config, key.split("."), value)
+    return config
+
+
+def _changed(section: object, path: list[str], value: object):  # any section of the configuration
+    name, *rest = path
+    inner = _changed(getattr(section, name), rest, value) if rest else value
+    return section.model_copy(update={name: inner})  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,51 @@
+"""Tests marked `gpu` are skipped where there is no CUDA device; their halves on the CPU run everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.random_models import make_model
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    reason = pytest.mark.skip(reason=f"torch {torch.__version__} sees no CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu") and Path(__file__).parent in item.path.parents:
+            item.add_marker(reason)
+
+
+@pytest.fixture
+def emptied_device() -> Iterator[None]:
+    """Nothing of an earlier test is on the device, and nothing of this one stays."""
+    _empty()
+    yield
+    _empty()
+
+
+def _empty() -> None:
+    import gc
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture(scope="session")
+def random_model(tmp_path_factory: pytest.TempPathFactory):
+    """Makes a model of a size and dtype once."""
+    made: dict[tuple[str, str], Path] = {}
+
+    def make(size: str, dtype: str, device: str) -> Path:
+        if (size, dtype) not in made:
+            folder = tmp_path_factory.mktemp("random") / size
+            made[size, dtype] = make_model(folder, size, dtype=dtype, device=device)
+            _empty()
+        return made[size, dtype]
+
+    return make

@@ -1,0 +1,89 @@
+"""Both halves of a sync run on one device, in turns: memory, time, and what they compute after they have slept."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrl.memory_plan.advice import check_plan
+from asyncrl.memory_plan.plan import GIB
+from benchmarks.gpu_cycle import FULL, TINY, Cycle, cycle_config, link_bytes_per_second, run_cycle
+from benchmarks.gpu_report import report, settings
+
+BUDGET_GIB = 24.0
+MakeModel = Callable[[str, str, str], Path]
+
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
+HALVES = [
+    pytest.param("cpu", "tiny", "hf", False, id="cpu"),
+    pytest.param("cpu", "tiny", "hf", True, id="cpu-adapters"),
+    pytest.param("cpu", "tiny", "vllm", False, id="cpu-vllm", marks=[pytest.mark.slow, needs_vllm]),
+    pytest.param("cuda", "tiny", "hf", False, id="cuda-tiny", marks=pytest.mark.gpu),
+    pytest.param("cuda", "4b", "hf", True, id="cuda-4b", marks=[pytest.mark.gpu, pytest.mark.slow]),
+    pytest.param("cuda", "4b", "vllm", True, id="cuda-4b-vllm", marks=[pytest.mark.gpu, pytest.mark.slow, needs_vllm]),
+]
+
+
+@pytest.fixture
+def budget(emptied_device: None) -> Iterator[None]:
+    """On a larger device torch is held to the budget, too."""
+    if torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, BUDGET_GIB * GIB / total))
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def run(device: str, size: str, engine: str, adapters: bool, random_model: MakeModel, folder: Path) -> Cycle:
+    shape: dict[str, Any] = FULL if size == "4b" else TINY
+    dtype = "bfloat16" if device == "cuda" else "float32"
+    model = random_model(size, dtype, device)
+    config = cycle_config(model, folder, shape, **settings(size, device, engine, BUDGET_GIB, adapters=adapters))
+    plan = check_plan(config)
+    assert plan is not None, "there is a budget, and this fits it"
+    return asyncio.run(run_cycle(config, shape))
+
+
+@pytest.mark.parametrize(("device", "size", "engine", "adapters"), HALVES)
+def test_a_cycle_keeps_to_the_plan_and_to_the_numbers(
+    budget: None, random_model: MakeModel, tmp_path: Path, device: str, size: str, engine: str, adapters: bool
+) -> None:
+    cycle = run(device, size, engine, adapters, random_model, tmp_path)
+    off, onto = link_bytes_per_second(torch.device(device), GIB if device == "cuda" else 1 << 24)
+    print(report(cycle, off, onto))
+    assert cycle.published == cycle.plan.learner.published
+    first, second = cycle.differences
+    limits = (0.2, 0.03) if device == "cuda" else (1e-3, 1e-4)
+    for difference in (first, second):
+        assert difference.max() <= limits[0]
+        assert difference.mean() <= limits[1]
+    if device == "cuda":
+        check_memory(cycle, engine)
+
+
+def check_memory(cycle: Cycle, engine: str) -> None:
+    """Planned tensors are an upper bound within a factor, and who sleeps has left."""
+    planned = [step for step in cycle.steps if step.planned]
+    for step in planned:
+        if engine == "vllm" and step.name.startswith("engine"):
+            continue  # its tensors are in other processes; the device's use is in the report
+        assert step.peak <= 1.05 * step.planned, f"{step.name}: {step.peak / GIB:.2f} GiB, more than was planned"
+    assert max(step.left for step in cycle.steps) <= BUDGET_GIB * GIB
+    awake = cycle.step("learner trains").left
+    asleep = cycle.step("learner sleeps").left
+    assert awake - asleep >= 0.9 * (cycle.plan.learner.weights + cycle.plan.learner.moments)
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)]
+)
+def test_the_link_is_measured(emptied_device: None, device: str) -> None:
+    off, onto = link_bytes_per_second(torch.device(device), 1 << 26)
+    assert min(off, onto) > 1e8, "less than 100 MB/s is no memory"
