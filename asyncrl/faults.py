@@ -20,11 +20,15 @@ CRASH_POINTS = (
     "weights.publishing",
     "checkpoint.writing",
     "checkpoint.renamed",
+    "learner.asleep",
+    "learner.waking",
     # rollout server
     "ticket.started",
     "group.sending",
     "group.sent",
     "weights.loading",
+    "server.waking",
+    "server.asleep",
 )
 VARIABLE = "ASYNCRL_CRASH_AT"
 

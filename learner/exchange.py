@@ -24,6 +24,7 @@ from learner.handout import Handout
 from learner.intake import Intake
 from learner.journal import TicketSlot
 from learner.ledger import TicketLedger
+from learner.lending import Lending
 from learner.ports import open_ports
 from learner.tickets import PreparedTicket
 from learner.verification import verify_group
@@ -34,6 +35,7 @@ from protocol.messages import (
     Goodbye,
     Group,
     Hello,
+    LeaseReturn,
     Message,
     ServerHeartbeat,
     TicketFailed,
@@ -81,6 +83,7 @@ class Exchange(threading.Thread):
         self.control, self.weights = self._ports.control, self._ports.weights
         self._waker, self._woken = _wake_up_pair(self._context)
         self._connections = Connections(config, run_id, self._ports, ledger, facts)
+        self._lending = Lending(self._connections)
         self._handout = Handout(self._connections, ledger, write_ticket, self.control.limits)
         self._intake = Intake(
             self._connections,
@@ -119,6 +122,19 @@ class Exchange(threading.Thread):
     def dispatch(self, prepare: Callable[[], Iterable[PreparedTicket]]) -> None:
         """Prepare tickets on the exchange thread, then issue them all at once."""
         self._order(lambda: self._handout.prepare(prepare))
+
+    def lend(self, fence: int) -> None:
+        """The device is free: a server may take its lease under this fence or a larger one."""
+        self._order(lambda: self._lending.lend(fence))
+
+    def recall(self) -> None:
+        """The server is to return the device's lease."""
+        self._order(self._lending.recall)
+
+    @property
+    def lease_returned(self) -> LeaseReturn | None:
+        """What the server last said of its turn."""
+        return self._lending.returned
 
     def stop(self, reason: str | None) -> None:
         """End the thread, and say goodbye to every server unless `reason` is None: then they wait for our return."""
@@ -170,6 +186,7 @@ class Exchange(threading.Thread):
             self._intake.keep()
             self._answer_chunk_requests()
             self._handout.work()
+            self._lending.offer()
             self._connections.keep_alive(self._version)
 
     def _part(self, reason: str) -> None:
@@ -232,6 +249,8 @@ class Exchange(threading.Thread):
             logger.warning("ticket %d failed on %s: %s", message.ticket_id, server_id, message.error_message)
             if not self._intake.has(message.ticket_id):
                 connections.give_back(message.ticket_id, server_id, f"{message.error_kind}: {message.error_message}")
+        elif isinstance(message, LeaseReturn):
+            self._lending.take_return(self.servers[server_id], message)
         elif isinstance(message, Goodbye):
             self._say_farewell(self.servers[server_id].identity, message)
         elif isinstance(message, Error):

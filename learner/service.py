@@ -20,6 +20,7 @@ from learner.adaptive_staleness import AdaptiveStaleness
 from learner.batch import describe_batch, make_batch
 from learner.checkpoint import LearnerState, restore_engine, save_checkpoint
 from learner.connections import ModelFacts
+from learner.device import DeviceTurns, first_turn
 from learner.engines import create_engine
 from learner.evaluation import Evaluation
 from learner.exchange import Exchange, wait_for
@@ -27,10 +28,11 @@ from learner.journal import MIB
 from learner.ledger import TicketLedger
 from learner.publication import open_publication, publish
 from learner.reporting import Reporter
-from learner.start import StartingPoint, begin_journal, find_start, forget_run, sign_journal
+from learner.start import StartingPoint, begin_journal, find_start, forget_lease, forget_run, sign_journal
 from learner.step import LearnerStep
 from learner.ticket_writer import TicketWriter
 from learner.tickets import ReceivedGroup
+from protocol.lease import DeviceLease
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +62,7 @@ class Learner:
             start = find_start(config, resume=resume, resources=self._resources)
             path = str(start.model_path or config.model.path)
             self.processor = PromptProcessor(config.model)
+            self._lease = self._take_lease(start)
             self._prepare(
                 config.model_copy(update={"model": config.model.model_copy(update={"path": path})}),
                 start,
@@ -69,6 +72,15 @@ class Learner:
             self._resources.close()
             raise
         self._goodbye = None
+
+    def _take_lease(self, start: StartingPoint) -> DeviceLease | None:
+        """Where the device is shared, nothing is on it without the lease."""
+        if self.config.trainer.mode != "sync":
+            return None
+        lease = first_turn(self.config)
+        if start.journal is None:
+            self._resources.callback(lambda: forget_lease(lease) if self._goodbye == COULD_NOT_START else None)
+        return lease
 
     def _prepare(self, config: RunConfig, start: StartingPoint) -> None:
         """Load everything that can be wrong before anything is written or any socket is bound."""
@@ -120,6 +132,7 @@ class Learner:
             version=max(self.progress.version, self.ledger.last_step),
         )
         self._resources.callback(lambda: self.exchange.stop(self._goodbye))
+        self.turns = DeviceTurns(config, self._lease, self.engine, self.exchange) if self._lease else None
         self.reporter = Reporter(config, self.exchange, self.ledger, self.processor, self.total_steps)
         self._resources.callback(self.reporter.close)
         self.evaluation = Evaluation(config, self.exchange, self.ledger, self.writer, self.reporter)
@@ -139,6 +152,7 @@ class Learner:
             self._open_for_work()
             while self.progress.step < self.total_steps:
                 self._one_step()
+            self._take_device_back()
             self._save()
             export_model(self.engine.unwrap_model(), self.processor.processor, self.config.run_path / "export")
             logger.info("finished: the model is in %s", self.config.run_path / "export")
@@ -183,7 +197,14 @@ class Learner:
         started = time.monotonic()
         self._wait_for_batch()
         self._learn(self.ledger.take(), started, publish=True)
-        self._open_for_work()
+        if self.turns is None:
+            self._open_for_work()
+            self._save_if_due()
+        else:
+            self._save_if_due()  # while the device is ours
+            self._open_for_work()
+
+    def _save_if_due(self) -> None:
         step, save = self.progress.step, self.config.trainer.save_freq
         if step < self.total_steps and ((save and step % save == 0) or self._journal_is_full()):
             self._save()
@@ -211,6 +232,7 @@ class Learner:
             "publish_s": published - learned,
             "idle/learner": (waited - started) / step_s,
             "tokens_per_s/learner": values["tokens"] / step_s,
+            **(self.turns.report() if self.turns else {}),
         }
         self.reporter.step(self.progress.step, version, values, batch)
         self._status("training" if publish else "catching up")
@@ -223,6 +245,7 @@ class Learner:
         return {"staleness/bound": float(self.ledger.bound)}
 
     def _wait_for_batch(self) -> None:
+        self._lend_device()
         wait_for(
             self.exchange,
             self.ledger,
@@ -231,12 +254,15 @@ class Learner:
             what=lambda: f"{self._describe_wait()} (learner.wait_timeout_s)",
             progress=lambda: self._status("training", self._describe_wait()),
         )
+        self._take_device_back()
 
     def _describe_wait(self) -> str:
         counts = self.ledger.counts()
         needed = self.config.batch.prompts_per_step
         text = f"groups of step {self.progress.step + 1} (needs {needed}, has {counts.buffered})"
         blockers = self.ledger.blockers()
+        if self.turns:
+            text += f"; the device: {self.turns.who}"
         if not self.exchange.servers:
             return f"{text}; no rollout server is connected"
         if blockers:
@@ -259,6 +285,17 @@ class Learner:
         self.exchange.announce(manifest)
         self.reporter.published(manifest)
 
+    # --- the device, where it is shared -------------------------------------------------------------
+
+    def _lend_device(self) -> None:
+        if self.turns:
+            self.turns.lend()
+
+    def _take_device_back(self) -> None:
+        if self.turns:
+            turns = self.turns
+            turns.take_back(lambda: self._status("waiting", f"the device: {turns.who}"))
+
     # --- tickets and evaluation -------------------------------------------------------------------
 
     def _open_for_work(self) -> None:
@@ -266,6 +303,7 @@ class Learner:
         if self._evaluation_is_due():
             self._admit_unless_evaluating()
             self._status("evaluating", f"{self.writer.num_held_out_rows} held-out rows")
+            self._lend_device()
             self.evaluation.run(self.progress.step, self.progress.version)
         self.exchange.admit(self.progress.version)
 

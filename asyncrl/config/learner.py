@@ -70,7 +70,7 @@ class LearnerConfig(Section):
     device: str = "auto"
     """`auto`, `cpu`, `cuda`, `cuda:1`, ..."""
     cpu_threads: int = Field(default=0, ge=0)
-    """Torch threads; 0 means half of the cores when the servers share the machine."""
+    """Torch threads; 0 means half of the cores when the servers share the machine, and all of them in sync mode."""
     optim: OptimConfig = OptimConfig()
     wait_timeout_s: float = Field(default=600.0, gt=0)
     """Longest wait for the groups of one step before the run stops with a reason."""

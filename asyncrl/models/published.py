@@ -10,12 +10,17 @@ from torch import nn
 
 def published_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and tensors in a stable order; of tied weights only the first name."""
+    return ((name, tensor.detach()) for name, tensor in published_parts(model))
+
+
+def published_parts(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same as the model's own parameters and buffers."""
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) in seen:
             continue
         seen.add(id(tensor))
-        yield name, tensor.detach()
+        yield name, tensor
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
