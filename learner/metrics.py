@@ -120,9 +120,7 @@ METRICS = (
             ("truncation_fraction", "ratio", "below 0.05"),
         )
     ),
-    _gauge(
-        "lease_fence", "turns", "Fence of the newest turn on the device (trainer.mode=sync).", "rises by two a step"
-    ),
+    _gauge("lease_fence", "turns", "Of its newest turn on the device (trainer.mode=sync).", "rises by two a step"),
     _gauge("asleep_seconds", "seconds", "Part of the last step asleep.", "as long as the server's turns"),
     _gauge("sleep_seconds", "seconds", "Part of the last step spent falling asleep.", "small against a step"),
     _gauge("wake_seconds", "seconds", "Part of the last step spent waking up.", "small against a step"),

@@ -172,7 +172,7 @@ def _parse(record: bytes, path: Path) -> Tenure | None:
 
 
 def process_birth(pid: int) -> str | None:
-    """When the process started, as a text to compare; None if there is none, or only what is left of it for its parent to see."""
+    """When the process started, as a text to compare; None if it has ended: its parent may still see its id."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:

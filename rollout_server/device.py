@@ -7,6 +7,7 @@ generated any more, engine asleep, lease returned. Whatever touches the device d
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -144,6 +145,7 @@ class SharedDevice:
             await self._engine.wake()
         else:
             await self._engine.start()
+            gc.freeze()  # what imports and the model have left is there to stay: falling asleep need not look at it
             self.is_loaded = True
         self._asleep_s += started - self._slept_at
         self._awake.set()
@@ -153,7 +155,7 @@ class SharedDevice:
         return took
 
     async def _turn_is_over(self, fence: int) -> None:
-        """It was recalled, or the learner has been silent for so long that another one may be waiting for the device."""
+        """It was recalled, or the learner has been silent for so long that its successor may wait for the device."""
         while self._over < fence:
             if self._link.learner_is_silent:
                 logger.warning("the learner is silent: returning the device when what is generated is done")

@@ -6,8 +6,6 @@ if [ $# -lt 1 ]; then
   echo "usage: $0 CONFIG [key=value ...] [--resume] [--dry-run]" >&2
   exit 2
 fi
-# Memory that one side gives back must be usable by the other: segments that can grow leave fewer holes.
-export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
 python="$(dirname "$0")/../.venv/bin/python"
 [ -x "$python" ] || python=python3
 exec "$python" -m asyncrl sync "$@"

@@ -48,13 +48,13 @@ class SpillFile:
             os.posix_fallocate(self._fd, 0, nbytes)  # without room this fails before anything has moved
 
     def put(self, offset: int, flat: torch.Tensor) -> None:
-        view = memoryview(flat.numpy())
+        view = flat.numpy().data
         while view.nbytes:
             written = os.pwrite(self._fd, view, offset)
             view, offset = view[written:], offset + written
 
     def get(self, offset: int, flat: torch.Tensor) -> None:
-        view = memoryview(flat.numpy())
+        view = flat.numpy().data
         while view.nbytes:
             read = os.preadv(self._fd, [view], offset)
             if not read:
