@@ -22,15 +22,18 @@ from statistics import median
 
 import psutil
 
+from asyncrl.config.schema import RunConfig
+
 MIB = 1 << 20
 SIDES = ("learner", "hf, level 1", "hf, level 2")
 COLUMNS = ("before", "asleep", "awake", "should free", "sleep s", "wake s")
 ROOT = Path(__file__).parent.parent
-SIZE = ("--hidden", "512", "--intermediate", "2048", "--layers", "9", "--vision-dim", "64", "--vision-depth", "1")
+SIZE = ("--hidden", "512", "--intermediate", "2048", "--vision-dim", "64", "--vision-depth", "1")
 
 
-def make_model(folder: Path) -> Path:
-    command = [sys.executable, str(ROOT / "examples/digits/make_model.py"), "--out", str(folder), *SIZE]
+def make_model(folder: Path, layers: int = 9) -> Path:
+    script, size = str(ROOT / "examples/digits/make_model.py"), [*SIZE, "--layers", str(layers)]
+    command = [sys.executable, script, "--out", str(folder), *size]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return folder
 
@@ -44,12 +47,16 @@ def measure(side: str, model: Path) -> dict[str, float]:
 
 
 def resident_mib() -> float:
+    """Of what is in use: what the C library keeps for reuse is given back first."""
+    import torch
+
+    from asyncrl.models.device_memory import free_caches
+
+    free_caches(torch.device("cpu"))
     return psutil.Process().memory_info().rss / MIB
 
 
-def config_for(model: Path, run: str, level: int):  # noqa: ANN201 - typed where torch may be loaded
-    from asyncrl.config.schema import RunConfig
-
+def config_for(model: Path, run: str, level: int) -> RunConfig:
     return RunConfig.model_validate(
         {
             "run_dir": run,
@@ -84,6 +91,8 @@ def learner_side(model: Path, run: str) -> dict[str, float]:
 
 
 async def rollout_side(model: Path, run: str, level: int) -> dict[str, float]:
+    from safetensors.torch import load_file, save_file
+
     from asyncrl.models.processing import PromptProcessor
     from asyncrl.models.published import published_tensors
     from asyncrl.models.wake_parity import fixed_prompt, fixed_tokens
@@ -99,20 +108,16 @@ async def rollout_side(model: Path, run: str, level: int) -> dict[str, float]:
     prompt = fixed_prompt(fixed_tokens(300, processor.placeholder_ids))
     async for _ in engine.generate([GenerationRequest(n, prompt, 16, n, sampling) for n in range(4)]):
         pass
-    weights = None
+    file = Path(run) / "weights"
     if level == 2:  # as they would come from the learner: from outside this process
-        file = Path(run) / "weights"
-        from safetensors.torch import load_file, save_file
-
         save_file({name: tensor.clone() for name, tensor in published_tensors(engine._model)}, file)
-        weights = load_file
     before, started = resident_mib(), time.monotonic()
     await engine.sleep()
     asleep, slept = resident_mib(), time.monotonic()
     await engine.wake()
     woken = time.monotonic()
-    if weights is not None:
-        await engine.update_weights(1, weights(Path(run) / "weights").items())
+    if level == 2:
+        await engine.update_weights(1, load_file(file).items())
     result = row(before, asleep, engine.usage.sleep_bytes, slept - started, woken - slept)
     await engine.close()
     return result

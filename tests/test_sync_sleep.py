@@ -18,6 +18,7 @@ from asyncrl.models.published import published_tensors
 from asyncrl.models.sleep_store import HostMemory
 from asyncrl.models.sleeping import Sleeper
 from asyncrl.models.wake_parity import fixed_prompt, fixed_tokens
+from benchmarks.sleep_memory import make_model, measure
 from learner.engines.torch_engine import TorchEngine
 from protocol.messages import Sampling
 from rollout_server.engines.base import Completion, GenerationRequest
@@ -254,3 +255,15 @@ def test_the_scripted_engine_sleeps_like_one_with_a_device(
         await waiting
 
     asyncio.run(scenario())
+
+
+@pytest.mark.slow
+def test_sleep_really_frees_the_memory_of_both_processes(tmp_path: Path) -> None:
+    """20 M parameters: 80 MB of weights, and as much again for each of the optimiser's two moments."""
+    model = make_model(tmp_path / "model", layers=5)
+    for side in ("learner", "hf, level 1", "hf, level 2"):
+        memory = measure(side, model)
+        freed = memory["before"] - memory["asleep"]
+        assert memory["should free"] > (220 if side == "learner" else 70), memory
+        assert freed > 0.9 * memory["should free"], (side, memory)
+        assert abs(memory["awake"] - memory["before"]) < 0.1 * memory["should free"], (side, memory)

@@ -152,8 +152,8 @@ class DecodeLoop:
                     return
                 commands = self._take_commands()
                 admitted = [] if self._commands else self._take_admissible()
-            for command in commands:
-                self._obey(command)
+            while commands:  # none is kept while we wait for the next: it may hold a whole version of the weights
+                self._obey(commands.pop(0))
             started = time.monotonic()
             try:
                 self._advance(admitted)
