@@ -18,6 +18,8 @@ from asyncrl.models.device_memory import free_bytes, free_caches, is_out_of_memo
 from asyncrl.models.sleep_store import HostMemory, SpillFile, Store
 
 MIB = 1 << 20
+PIECE_BYTES = 4 * MIB
+"""Summed at a time: a CPU sums a wider copy, for which there may be no room."""
 
 
 @dataclass
@@ -83,46 +85,50 @@ class Sleeper:
 
         Raises BadStateError when the device has no room, or a tensor is not what it was.
         """
-        fresh = self._allocate()
-        for item, whole in zip(self._sleeping, fresh, strict=True):
-            if item.offset >= 0:
-                self._store.get(item.offset, _flat(whole))
-        self._store.finish()
-        for number, (item, whole) in enumerate(zip(self._sleeping, fresh, strict=True), 1):
-            if item.offset >= 0 and (found := _bit_sum(_flat(whole))) != item.bit_sum:
-                which = f"tensor {number} of {len(fresh)}, {whole.dtype}{tuple(whole.shape)}"
-                raise BadStateError(
-                    f"{self.owner} woke up damaged: {which}, went to sleep with bit sum "
-                    f"{item.bit_sum} and came back with {found}"
-                )
+        fresh = self._restored()
         for item, whole in zip(self._sleeping, fresh, strict=True):
             item.tensor.data = whole
         self._sleeping = []
         return sum(_nbytes(whole) for whole in fresh)
 
-    def _allocate(self) -> list[torch.Tensor]:
-        """A second attempt, after caches were freed, is the last."""
-        for attempt in (1, 2):
+    def _restored(self) -> list[torch.Tensor]:
+        """Whole tensors. A second attempt, after caches were freed, is the last."""
+        for last in (False, True):
             fresh: list[torch.Tensor] = []
             try:
-                for item in self._sleeping:
-                    dtype = item.tensor.dtype
-                    fresh.append(torch.empty_strided(item.size, item.stride, dtype=dtype, device=self.device))
+                self._restore_into(fresh)
                 return fresh
             except (RuntimeError, MemoryError) as problem:
                 if not is_out_of_memory(problem):
                     raise
-                reason, got = problem, sum(_nbytes(tensor) for tensor in fresh)
+                if last:
+                    raise self._no_room(sum(_nbytes(whole) for whole in fresh)) from problem
             fresh.clear()
             free_caches(self.device)
-            if attempt == 2:
-                needed = sum(item.size.numel() * item.tensor.element_size() for item in self._sleeping)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _restore_into(self, fresh: list[torch.Tensor]) -> None:
+        for item in self._sleeping:
+            fresh.append(torch.empty_strided(item.size, item.stride, dtype=item.tensor.dtype, device=self.device))
+        kept = [(item, whole) for item, whole in zip(self._sleeping, fresh, strict=True) if item.offset >= 0]
+        for item, whole in kept:
+            self._store.get(item.offset, _flat(whole))
+        self._store.finish()
+        for number, (item, whole) in enumerate(kept, 1):
+            found = _bit_sum(_flat(whole))
+            if found != item.bit_sum:
                 raise BadStateError(
-                    f"{self.owner} cannot wake: it needs {needed / MIB:,.0f} MiB on {self.device} and got "
-                    f"{got / MIB:,.0f}; {free_bytes(self.device) / MIB:,.0f} MiB are free. Stop what else is on the "
-                    "device, or use a smaller model or gpu_memory plan"
-                ) from reason
-        raise AssertionError("the second attempt returns or raises")
+                    f"{self.owner} woke up damaged: tensor {number} of {len(kept)}, {whole.dtype}{tuple(whole.shape)}, "
+                    f"went to sleep with bit sum {item.bit_sum} and came back with {found}"
+                )
+
+    def _no_room(self, got: int) -> BadStateError:
+        needed = sum(item.size.numel() * item.tensor.element_size() for item in self._sleeping)
+        return BadStateError(
+            f"{self.owner} cannot wake: it needs {needed / MIB:,.0f} MiB on {self.device} and got {got / MIB:,.0f}; "
+            f"{free_bytes(self.device) / MIB:,.0f} MiB are free. Stop what else is on the device, or make both sides "
+            "smaller (`asyncrl doctor --plan`)"
+        )
 
 
 def bit_sums(tensors: Iterable[tuple[str, torch.Tensor]], into: dict[str, int]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -164,7 +170,11 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bit_sum(flat: torch.Tensor) -> int:
-    """The sum of the bytes as whole numbers: exact, whatever the order in which a device adds."""
+    """The sum of the bytes' words as whole numbers: exact, whatever the order in which a device adds."""
+    return sum(_sum_of_words(piece) for piece in flat.split(PIECE_BYTES))
+
+
+def _sum_of_words(flat: torch.Tensor) -> int:
     words = flat.numel() // 4 * 4
     whole, rest = flat[:words], flat[words:]
     if whole.storage_offset() % 4:
