@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
+import subprocess
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from asyncrl.cli import main
+from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
+from asyncrl.launch.panel import render
+from asyncrl.launch.story import Story
 from asyncrl.telemetry.metrics import MetricSet
+from asyncrl.telemetry.recorder import RunRecorder
 from learner.connections import Connections, ModelFacts, ServerState
 from learner.device import DeviceTurns, first_turn
 from learner.engines.torch_engine import TorchEngine
@@ -28,6 +36,7 @@ from rollout_server.device import SharedDevice
 from rollout_server.engines.base import EngineUsage
 from rollout_server.metrics import METRICS
 from tests.fuzz import content
+from tests.tiny import ROOT
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -426,3 +435,24 @@ def test_a_learner_that_could_not_start_leaves_no_run_directory(
     with pytest.raises(UserError, match="no such weights"):
         Learner(config)
     assert not Path(config.run_dir).exists()
+
+
+def test_the_panel_says_who_has_the_device(tmp_path: Path) -> None:
+    RunRecorder(tmp_path).status(phase="training", device={"holder": "rollout_server", "pid": 7, "fence": 12})
+    story = Story(tmp_path)
+    story.refresh()
+    console = Console(file=io.StringIO(), width=110)
+    with console.capture() as shown:
+        console.print(render(story))
+    assert "held by rollout_server   turn 12" in shown.get()
+
+
+def test_the_command_refuses_a_contradiction(
+    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(dump_config(make_config(learner={"max_staleness": 2})))
+    assert main(["sync", str(file), "--dry-run"]) == 2
+    assert "Set learner.max_staleness=0" in capsys.readouterr().err
+    script = ["bash", str(ROOT / "scripts" / "sync_single_gpu.sh")]
+    assert subprocess.run(script, capture_output=True, timeout=10).returncode == 2
