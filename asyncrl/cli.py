@@ -44,6 +44,9 @@ def _parser() -> argparse.ArgumentParser:
     train = _command(commands, "train", _train, "run a rollout server and a learner on this machine, and watch them")
     train.add_argument("--resume", action="store_true", help="continue run_dir from its newest checkpoint")
     train.add_argument("--dry-run", action="store_true", help="print what would be run, and one rendered prompt")
+    sync = _command(commands, "sync", _sync, "train, with learner and rollout server taking turns on one device")
+    sync.add_argument("--resume", action="store_true", help="continue run_dir from its newest checkpoint")
+    sync.add_argument("--dry-run", action="store_true", help="print what would be run, and one rendered prompt")
     _command(commands, "sft", _sft, "supervised warm start on data.target_key")
     _command(commands, "rollout", _rollout, "the rollout server alone")
     learn = _command(commands, "learn", _learn, "the learner alone")
@@ -103,6 +106,11 @@ def _train(arguments: argparse.Namespace) -> int:
     from asyncrl.launch.train import train
 
     return train(config, resume=arguments.resume)
+
+
+def _sync(arguments: argparse.Namespace) -> int:
+    arguments.overrides.append("trainer.mode=sync")
+    return _train(arguments)
 
 
 def _sft(arguments: argparse.Namespace) -> int:

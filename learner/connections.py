@@ -16,7 +16,8 @@ from learner.ledger import TicketLedger
 from learner.ports import LearnerPorts
 from protocol.endpoints import host_id
 from protocol.errors import ErrorCode
-from protocol.handshake import check_hello
+from protocol.handshake import check_hello, check_mode
+from protocol.lease import process_birth
 from protocol.messages import (
     Error,
     Goodbye,
@@ -75,6 +76,7 @@ class Connections:
         self.manifest: WeightManifest | None = None
         """Of the newest published version."""
         self._network = config.network
+        self._mode = config.trainer.mode
         self._run_id = run_id
         self._incarnation = uuid.uuid4().hex[:12]
         self._ports = ports
@@ -100,7 +102,8 @@ class Connections:
             self._ports.control.send(identity, Error(code=ErrorCode.DUPLICATE_SERVER, reason=reason))
             self._ports.control.charge(identity)
             return
-        refusal = check_hello(
+        self._replace_dead(hello)
+        refusal = check_mode(hello, self._mode, self._tenant(hello)) or check_hello(
             hello,
             model_fingerprint=self._facts.model_fingerprint,
             processor_fingerprint=self._facts.processor_fingerprint,
@@ -120,6 +123,16 @@ class Connections:
         self.servers[hello.server_id] = ServerState(hello, identity)
         if self.send(hello.server_id, self._welcome(version)) and self.manifest is not None:
             self.send(hello.server_id, self.manifest)
+
+    def _tenant(self, hello: Hello) -> Hello | None:
+        """Another server than this one."""
+        return next((s.hello for s in self.servers.values() if s.hello.server_id != hello.server_id), None)
+
+    def _replace_dead(self, hello: Hello) -> None:
+        """Who shares a device shares the machine: a process that has gone need not be silent for network.timeout_s."""
+        tenant = self._tenant(hello) if self._mode == "sync" else None
+        if tenant is not None and tenant.host_id == host_id() and process_birth(tenant.pid) is None:
+            self.lose(tenant.server_id, f"its process ({tenant.pid}) has gone")
 
     def _welcome(self, version: int) -> Welcome:
         return Welcome(

@@ -26,6 +26,7 @@ from learner.handout import Handout
 from learner.intake import Intake
 from learner.journal import TicketSlot
 from learner.ledger import TicketLedger
+from learner.lending import Lending
 from learner.ports import open_ports
 from learner.tickets import PreparedTicket
 from learner.verification import verify_group
@@ -36,6 +37,7 @@ from protocol.messages import (
     Goodbye,
     Group,
     Hello,
+    LeaseReturn,
     Message,
     ServerHeartbeat,
     TicketFailed,
@@ -84,6 +86,7 @@ class Exchange(threading.Thread):
         self.control, self.weights = self._ports.control, self._ports.weights
         self._waker, self._woken = _wake_up_pair(self._context)
         self._connections = Connections(config, run_id, self._ports, ledger, facts)
+        self._lending = Lending(self._connections)
         self._handout = Handout(self._connections, ledger, write_ticket, self.control.limits)
         verify = partial(verify_group, vocabulary=facts.vocabulary, components=config.reward.component_names)
         self._intake = Intake(self._connections, self._ports, ledger, verify)
@@ -137,6 +140,19 @@ class Exchange(threading.Thread):
     def refuse_server(self, check: ParityCheck, reason: str, fix: str) -> None:
         self._order(lambda: self.alignment.refuse(check, reason, fix))
 
+    def lend(self, fence: int) -> None:
+        """The device is free: a server may take its lease under this fence or a larger one."""
+        self._order(lambda: self._lending.lend(fence))
+
+    def recall(self) -> None:
+        """The server is to return the device's lease."""
+        self._order(self._lending.recall)
+
+    @property
+    def lease_returned(self) -> LeaseReturn | None:
+        """What the server last said of its turn."""
+        return self._lending.returned
+
     def stop(self, reason: str | None) -> None:
         """End the thread, and say goodbye to every server unless `reason` is None: then they wait for our return."""
 
@@ -188,6 +204,7 @@ class Exchange(threading.Thread):
             self._answer_chunk_requests()
             self.alignment.work()
             self._handout.work()
+            self._lending.offer()
             self._connections.keep_alive(self._version)
 
     def _part(self, reason: str) -> None:
@@ -257,6 +274,8 @@ class Exchange(threading.Thread):
                 self.alignment.fail(server_id, message)
             elif not self._intake.has(message.ticket_id):
                 connections.give_back(message.ticket_id, server_id, f"{message.error_kind}: {message.error_message}")
+        elif isinstance(message, LeaseReturn):
+            self._lending.take_return(self.servers[server_id], message)
         elif isinstance(message, Goodbye):
             self._say_farewell(self.servers[server_id].identity, message)
         elif isinstance(message, Error):

@@ -123,6 +123,11 @@ METRICS = (
             ("truncation_fraction", "ratio", "below 0.05"),
         )
     ),
+    _gauge("lease_fence", "turns", "Of its newest turn on the device (trainer.mode=sync).", "rises by two a step"),
+    _gauge("asleep_seconds", "seconds", "Part of the last step asleep.", "as long as the server's turns"),
+    _gauge("sleep_seconds", "seconds", "Part of the last step spent falling asleep.", "small against a step"),
+    _gauge("wake_seconds", "seconds", "Part of the last step spent waking up.", "small against a step"),
+    _gauge("sleep_bytes", "bytes", "What left the device at the newest falling asleep.", "constant"),
     _gauge("rss_bytes", "bytes", "Resident memory of the learner process.", "flat after the first steps"),
     _gauge("errors", "errors", "Unusable messages, refused groups, failed tickets.", "0", "kind"),
 )
@@ -147,6 +152,11 @@ GAUGE_OF_RECORD = {
     "idle/learner": "idle_ratio",
     "length_bias": "length_bias",
     "staleness/bound": "staleness_bound",
+    "lease_fence": "lease_fence",
+    "asleep_s/learner": "asleep_seconds",
+    "sleep_s/learner": "sleep_seconds",
+    "wake_s/learner": "wake_seconds",
+    "sleep_bytes/learner": "sleep_bytes",
 }
 """Name in metrics.jsonl -> gauge."""
 

@@ -20,6 +20,7 @@ from learner.exchange import Exchange
 from learner.ledger import TicketLedger
 from learner.metrics import GAUGE_OF_RECORD, GAUGE_OF_STALENESS_RECORD, METRICS, QUANTILE_OF_RECORD
 from learner.tickets import ReceivedGroup
+from protocol.lease import read_tenure
 from protocol.messages import WeightManifest
 
 
@@ -69,6 +70,7 @@ class Reporter:
                 "dropped": sum(counts.dropped.values()),
             },
             errors=dict(self._exchange.errors),
+            device=_device(self.config),
         )
 
     def step(self, step: int, version: int, values: Mapping[str, float], batch: Batch) -> None:
@@ -204,3 +206,17 @@ class Reporter:
 
     def close(self) -> None:
         self.metrics.close()
+
+
+def _device(config: RunConfig) -> dict[str, Any]:
+    """Who has the device, where it is shared; empty elsewhere."""
+    tenure = read_tenure(config.run_path) if config.trainer.mode == "sync" else None
+    if tenure is None:
+        return {}
+    since_s = time.monotonic() - tenure.since
+    return {
+        "holder": tenure.holder if tenure.held else "",
+        "pid": tenure.pid,
+        "fence": tenure.fence,
+        "since_s": since_s,
+    }

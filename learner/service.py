@@ -19,6 +19,7 @@ from learner.adaptive_staleness import AdaptiveStaleness
 from learner.batch import describe_batch, make_batch
 from learner.checkpoint import LearnerState, check_adapter, restore_engine, save_checkpoint
 from learner.connections import ModelFacts
+from learner.device import DeviceTurns, first_turn
 from learner.engines import create_engine
 from learner.evaluation import Evaluation
 from learner.exchange import Exchange, wait_for
@@ -27,11 +28,20 @@ from learner.ledger import TicketLedger
 from learner.parity import ParityJudge
 from learner.publication import open_publication, publish
 from learner.reporting import Reporter
-from learner.start import StartingPoint, adapter_settings, begin_journal, find_start, forget_run, sign_journal
+from learner.start import (
+    StartingPoint,
+    adapter_settings,
+    begin_journal,
+    find_start,
+    forget_lease,
+    forget_run,
+    sign_journal,
+)
 from learner.step import LearnerStep
 from learner.ticket_writer import TicketWriter
 from learner.tickets import ReceivedGroup
 from protocol.faults import crash_point
+from protocol.lease import DeviceLease
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +71,7 @@ class Learner:
             start = find_start(config, resume=resume, resources=self._resources)
             path = str(start.model_path or config.model.path)
             self.processor = PromptProcessor(config.model)
+            self._lease = self._take_lease(start)
             self._prepare(
                 config.model_copy(update={"model": config.model.model_copy(update={"path": path})}),
                 start,
@@ -70,6 +81,15 @@ class Learner:
             self._resources.close()
             raise
         self._goodbye = None
+
+    def _take_lease(self, start: StartingPoint) -> DeviceLease | None:
+        """Where the device is shared, nothing is on it without the lease."""
+        if self.config.trainer.mode != "sync":
+            return None
+        lease = first_turn(self.config)
+        if start.journal is None:
+            self._resources.callback(lambda: forget_lease(lease) if self._goodbye == COULD_NOT_START else None)
+        return lease
 
     def _prepare(self, config: RunConfig, start: StartingPoint) -> None:
         """Load everything that can be wrong before anything is written or any socket is bound."""
@@ -132,6 +152,7 @@ class Learner:
             parity_tickets=self.parity_tickets,
         )
         self._resources.callback(lambda: self.exchange.stop(self._goodbye))
+        self.turns = DeviceTurns(config, self._lease, self.engine, self.exchange) if self._lease else None
         self.reporter = Reporter(config, self.exchange, self.ledger, self.processor, self.total_steps)
         self._resources.callback(self.reporter.close)
         self.judge = ParityJudge(config, self.exchange, self.engine, self.processor, self.reporter)
@@ -152,6 +173,7 @@ class Learner:
             self._open_for_work()
             while self.progress.step < self.total_steps:
                 self._one_step()
+            self._take_device_back()
             self._save()
             self.engine.export(self.processor.processor, self.config.run_path / "export")
             logger.info("finished: the model is in %s", self.config.run_path / "export")
@@ -196,7 +218,14 @@ class Learner:
         started = time.monotonic()
         self._wait_for_batch()
         self._learn(self.ledger.take(), started, publish=True)
-        self._open_for_work()
+        if self.turns is None:
+            self._open_for_work()
+            self._save_if_due()
+        else:
+            self._save_if_due()  # while the device is ours
+            self._open_for_work()
+
+    def _save_if_due(self) -> None:
         step, save = self.progress.step, self.config.trainer.save_freq
         if step < self.total_steps and ((save and step % save == 0) or self._journal_is_full()):
             self._save()
@@ -226,6 +255,7 @@ class Learner:
             "publish_bytes": float(published_bytes),
             "idle/learner": (waited - started) / step_s,
             "tokens_per_s/learner": values["tokens"] / step_s,
+            **(self.turns.report() if self.turns else {}),
         }
         self.reporter.step(self.progress.step, version, values, batch)
         self.judge.watch(self.progress.step, values)
@@ -239,6 +269,7 @@ class Learner:
         return {"staleness/bound": float(self.ledger.bound)}
 
     def _wait_for_batch(self) -> None:
+        self._lend_device()
         wait_for(
             self.exchange,
             self.ledger,
@@ -248,16 +279,23 @@ class Learner:
             judge=self._judge,
             progress=lambda: self._status("training", self._describe_wait()),
         )
+        self._take_device_back()
 
     def _judge(self) -> None:
         """Only between two steps: then the weights are those of the version."""
+        if not self.exchange.alignment.has_complete:
+            return
+        self._take_device_back()
         self.judge.judge(self.progress.version)
+        self._lend_device()
 
     def _describe_wait(self) -> str:
         counts = self.ledger.counts()
         needed = self.config.batch.prompts_per_step
         text = f"groups of step {self.progress.step + 1} (needs {needed}, has {counts.buffered})"
         blockers = self.ledger.blockers()
+        if self.turns:
+            text += f"; the device: {self.turns.who}"
         if not self.exchange.servers:
             return f"{text}; no rollout server is connected"
         held_by = self.exchange.alignment.holds_step
@@ -285,6 +323,17 @@ class Learner:
         self.reporter.published(manifest)
         return manifest.total_bytes
 
+    # --- the device, where it is shared -------------------------------------------------------------
+
+    def _lend_device(self) -> None:
+        if self.turns:
+            self.turns.lend()
+
+    def _take_device_back(self) -> None:
+        if self.turns:
+            turns = self.turns
+            turns.take_back(lambda: self._status("waiting", f"the device: {turns.who}"))
+
     # --- tickets and evaluation -------------------------------------------------------------------
 
     def _open_for_work(self) -> None:
@@ -292,6 +341,7 @@ class Learner:
         if self._evaluation_is_due():
             self._admit_unless_evaluating()
             self._status("evaluating", f"{self.writer.num_held_out_rows} held-out rows")
+            self._lend_device()
             self.evaluation.run(self.progress.step, self.progress.version, self._judge)
         self.exchange.admit(self.progress.version)
 

@@ -20,6 +20,7 @@ from asyncrl.models.published import tensor_bytes
 from learner.checkpoint import LearnerState, newest_checkpoint, read_state
 from learner.journal import JOURNAL_FILE, Journal
 from learner.run_lock import LOCK_FILE, lock_run
+from protocol.lease import DeviceLease
 from protocol.messages import AdapterSpec
 
 EXPORT = "asyncrl export {run} TARGET, then model.path=TARGET"
@@ -151,5 +152,15 @@ def forget_run(journal: Journal) -> None:
     run_path = journal.path.parent
     for file in (*run_path.glob(f"{JOURNAL_FILE}*"), run_path / LOCK_FILE):
         file.unlink(missing_ok=True)
-    if not any(run_path.iterdir()):
-        run_path.rmdir()
+    _remove_if_empty(run_path)
+
+
+def forget_lease(lease: DeviceLease) -> None:
+    """The same of its first turn on the device."""
+    lease.forget()
+    _remove_if_empty(lease.folder)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()

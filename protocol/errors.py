@@ -18,6 +18,8 @@ class ErrorCode(StrEnum):
     PROTOCOL_VERSION = "protocol_version"
     MODEL_MISMATCH = "model_mismatch"
     PROCESSOR_MISMATCH = "processor_mismatch"
+    MODE_MISMATCH = "mode_mismatch"
+    """One side shares its device by the lease (trainer.mode=sync), the other does not."""
     DUPLICATE_SERVER = "duplicate_server"
     PARITY = "parity"
     """The engine computes other log-probs than the learner for the same tokens and weights."""
@@ -26,6 +28,8 @@ class ErrorCode(StrEnum):
     """The group does not fit its ticket: counts, grids, hashes, versions or banned ids."""
     VERSION_GONE = "version_gone"
     """The requested weights have been replaced by newer ones."""
+    STALE_FENCE = "stale_fence"
+    """The device lease has passed on since the fence that the message names, or was never lent."""
     MUTED = "muted"
     """The peer sent too much that could not be used, or too much at all: it is not listened to for a while."""
 

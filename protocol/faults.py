@@ -21,12 +21,16 @@ CRASH_POINTS = (
     "weights.filling",
     "checkpoint.writing",
     "checkpoint.renamed",
+    "learner.asleep",
+    "learner.waking",
     # rollout server
     "ticket.started",
     "group.sending",
     "group.sent",
     "weights.fetching",
     "weights.loading",
+    "server.waking",
+    "server.asleep",
 )
 VARIABLE = "ASYNCRL_CRASH_AT"
 

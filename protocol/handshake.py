@@ -58,6 +58,26 @@ def check_hello(
     return None
 
 
+def check_mode(hello: Hello, mode: str, tenant: Hello | None) -> Refusal | None:
+    """None if this server shares devices as the learner does; `tenant` is the living one that it would share with."""
+    server = f"server {hello.server_id!r}"
+    if hello.mode != mode:
+        return Refusal(
+            code=ErrorCode.MODE_MISMATCH,
+            reason=f"{server} runs in {hello.mode} mode, the learner in {mode} mode: they would use one device at "
+            "once, or wait for each other for ever",
+            fix="Start both with the same trainer.mode",
+        )
+    if mode == "sync" and tenant is not None:
+        return Refusal(
+            code=ErrorCode.DUPLICATE_SERVER,
+            reason=f"{server} is the second one: in sync mode the learner shares its device with one, which is "
+            f"{tenant.server_id!r}",
+            fix="Stop one of them, or train with trainer.mode=async",
+        )
+    return None
+
+
 def refusal_for_undecodable_hello(frames: Sequence[Frame], limits: Limits | None = None) -> Refusal | None:
     """The answer to a hello of another protocol major, whose other fields may not fit our model of it.
 

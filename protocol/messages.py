@@ -25,6 +25,8 @@ Many = Annotated[tuple[T, ...], FailFast()]
 Version = Annotated[int, Field(ge=0, lt=2**31)]
 TicketId = Annotated[int, Field(ge=0, lt=2**63)]
 Seconds = Annotated[float, Field(allow_inf_nan=False)]
+Fence = Annotated[int, Field(gt=0, lt=2**63)]
+"""Number of one tenure of the device lease, larger than all before it."""
 ContentHash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 """SHA-256 of encoded image bytes, in hexadecimal."""
 
@@ -319,6 +321,8 @@ class Hello(Wire):
     max_groups: int = Field(gt=0)
     """Groups that the server is willing to hold at once, running or queued."""
     pid: int
+    mode: Literal["async", "sync"] = "async"
+    """`sync`: touches the device only while it holds the lease that the learner grants."""
     held_ticket_ids: Many[TicketId] = ()
     """Tickets in work, and those whose groups are not acknowledged: nobody else need work on them."""
 
@@ -388,6 +392,36 @@ class Error(Wire):
     """The weights that a chunk request asked for: tells a late answer from one to a newer request."""
 
 
+# --- the device lease (trainer.mode=sync; see lease.py) ----------------------------------------------
+
+
+class LeaseGrant(Wire):
+    """The learner sleeps: take the lease under this fence, and wake up."""
+
+    type: Literal["lease_grant"] = "lease_grant"
+    fence: Fence
+
+
+class LeaseRecall(Wire):
+    """The learner needs the device: sleep, and return what you hold under this fence or an older one."""
+
+    type: Literal["lease_recall"] = "lease_recall"
+    fence: Fence
+
+
+class LeaseReturn(Wire):
+    """The server sleeps, and the lease is free."""
+
+    type: Literal["lease_return"] = "lease_return"
+    fence: Fence
+    wake_s: Seconds
+    """To wake up, or to load the model the first time."""
+    sleep_s: Seconds
+    """To fall asleep."""
+    sleep_bytes: int = Field(ge=0)
+    """That left the device."""
+
+
 # --- weights ------------------------------------------------------------------------------------
 
 
@@ -452,8 +486,10 @@ class Chunk(Wire):
     data: Blob
 
 
-ControlFromServer = Hello | Group | TicketFailed | ServerHeartbeat | WeightsLoaded | Goodbye | Error
-ControlFromLearner = Welcome | Refusal | Tickets | Ack | WeightManifest | LearnerHeartbeat | Goodbye | Error
+ControlFromServer = Hello | Group | TicketFailed | ServerHeartbeat | WeightsLoaded | LeaseReturn | Goodbye | Error
+ControlFromLearner = (
+    Welcome | Refusal | Tickets | Ack | WeightManifest | LearnerHeartbeat | LeaseGrant | LeaseRecall | Goodbye | Error
+)
 WeightsFromServer = ChunkRequest
 WeightsFromLearner = Chunk | Error
 Message = ControlFromServer | ControlFromLearner | WeightsFromServer | WeightsFromLearner

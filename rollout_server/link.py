@@ -84,6 +84,7 @@ class LearnerLink:
             base_fingerprint=base_fingerprint,
             max_groups=config.groups_in_flight,
             pid=os.getpid(),
+            mode=config.trainer.mode,
         )
         self._context = zmq.asyncio.Context()
         try:
@@ -96,6 +97,11 @@ class LearnerLink:
         self._missed = False
         """The learner has been silent for longer than network.timeout_s, and that has been said."""
         self._run_id: str | None = None
+
+    @property
+    def learner_is_silent(self) -> bool:
+        """For longer than network.timeout_s."""
+        return self._missed
 
     @property
     def host_id(self) -> str:

@@ -193,3 +193,4 @@ def test_services_end_even_when_the_launcher_is_killed(launch) -> None:
 def test_the_cores_are_shared_half_and_half_unless_the_configuration_says_so() -> None:
     assert service_environment(0)["OMP_NUM_THREADS"] == str(max(1, available_cores() // 2))
     assert service_environment(3)["OMP_NUM_THREADS"] == "3"
+    assert service_environment(0, taking_turns=True)["OMP_NUM_THREADS"] == str(available_cores())

@@ -70,7 +70,7 @@ class LearnerConfig(Section):
     device: str = "auto"
     """`auto`, `cpu`, `cuda`, `cuda:1`, ..."""
     cpu_threads: int = Field(default=0, ge=0)
-    """Torch threads; 0 means half of the cores when the servers share the machine."""
+    """Torch threads; 0 means half of the cores when the servers share the machine, and all of them in sync mode."""
     gradient_checkpointing: bool = False
     """Keep each layer's input only and compute the layer again in the backward pass: less memory, a third more time."""
     optim: OptimConfig = OptimConfig()

@@ -34,7 +34,7 @@ class RolloutConfig(Section):
     device: str = "auto"
     """`auto`, `cpu`, `cuda`, `cuda:1`, ..."""
     cpu_threads: int = Field(default=0, ge=0)
-    """Torch threads; 0 means half of the cores when the learner shares the machine."""
+    """Torch threads; 0 means half of the cores when the learner shares the machine, and all of them in sync mode."""
     weight_update: Literal["recompute", "keep", "drain"] = "recompute"
     """New weights under running sequences: `recompute` their KV cache, `keep` the old one, or `drain` them first."""
     weights_channel: Literal["auto", "shm", "zmq", "nccl", "cuda_ipc"] = "auto"

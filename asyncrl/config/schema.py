@@ -17,6 +17,7 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import RolloutConfig
 from asyncrl.config.sampling_rules import sampling_problems
 from asyncrl.config.section import Section
+from asyncrl.config.sync_rules import imply_staleness_0, sync_problems
 
 BYTES_PER_TOKEN = 17
 """Of a group on the wire: id, log-prob, version, version of the cache, mask."""
@@ -139,7 +140,7 @@ class SftConfig(Section):
 
 class TrainerConfig(Section):
     mode: Literal["async", "sync"] = "async"
-    """`sync`: learner and rollout server take turns on one device, at staleness 0 (`asyncrl sync`)."""
+    """`sync`: learner and rollout server take turns on one device, at learner.max_staleness 0 (`asyncrl sync`)."""
     max_steps: int = Field(default=0, ge=0)
     """Learner steps; 0 means total_epochs over the training rows."""
     total_epochs: int = Field(default=1, gt=0)
@@ -239,6 +240,11 @@ class RunConfig(Section):
     launch: LaunchConfig = LaunchConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _sync_is_on_policy(cls, values: Any) -> Any:
+        return imply_staleness_0(values)
+
     @model_validator(mode="after")
     def _numbers_fit(self) -> RunConfig:
         problems: list[str] = []
@@ -280,6 +286,7 @@ class RunConfig(Section):
         if self.rollout.engine == "scripted" and self.alignment.rows:
             problems.append("rollout.engine=scripted makes up its log-probs: set alignment.rows=0")
         problems += sampling_problems(self)
+        problems += sync_problems(self)
         if problems:
             raise ValueError("\n".join(problems))
         return self

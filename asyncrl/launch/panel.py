@@ -175,6 +175,7 @@ def _pipeline(story: Story) -> list[tuple[str, RenderableType]]:
             "servers",
             _facts((f"{len(servers)} at version", behind)) if servers else Text("none connected", style="yellow"),
         ),
+        *_device(story),
         ("groups", _facts(*groups)),
         ("learner", _side(story, "learner")),
         ("rollout", _side(story, "rollout")),
@@ -187,6 +188,14 @@ def _pipeline(story: Story) -> list[tuple[str, RenderableType]]:
         ("waiting for", waiting or Text("nothing" if status else "the first word of the learner", style="dim")),
         ("errors", _facts(*errors) if errors else Text("none", style="dim")),
     ]
+
+
+def _device(story: Story) -> list[tuple[str, RenderableType]]:
+    """Who has it, where learner and server take turns."""
+    device = story.status.get("device") or {}
+    if not device:
+        return []
+    return [("device", _facts(("held by", str(device.get("holder") or "nobody")), ("turn", str(device.get("fence")))))]
 
 
 def _side(story: Story, side: str) -> RenderableType:

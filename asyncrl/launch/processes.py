@@ -113,7 +113,7 @@ def learner_service(config: RunConfig, config_file: Path, *, resume: bool) -> Se
         return ("--resume",) if not resume and (config.run_path / JOURNAL_FILE).is_file() else ()
 
     command = [sys.executable, "-m", "learner", "--config", str(config_file), *(["--resume"] if resume else [])]
-    environment = service_environment(config.learner.cpu_threads)
+    environment = service_environment(config.learner.cpu_threads, taking_turns=config.trainer.mode == "sync")
     return Service("learner", command, config.run_path / "logs" / "learner.log", environment, resume_flag)
 
 
@@ -121,7 +121,8 @@ def server_services(config: RunConfig, config_file: Path) -> list[Service]:
     """`python -m rollout_server`, rollout.servers times, each with its own log and metrics port."""
     count = config.rollout.servers
     command = [sys.executable, "-m", "rollout_server", "--config", str(config_file)]
-    environment = service_environment(config.rollout.cpu_threads, sharing=count)
+    taking_turns = config.trainer.mode == "sync"
+    environment = service_environment(config.rollout.cpu_threads, sharing=count, taking_turns=taking_turns)
     services = []
     for number in range(count):
         name = "rollout_server" if count == 1 else f"rollout_server-{number + 1}"
@@ -130,13 +131,14 @@ def server_services(config: RunConfig, config_file: Path) -> list[Service]:
     return services
 
 
-def service_environment(threads: int, sharing: int = 1) -> dict[str, str]:
-    """Half of the cores for `sharing` services unless told otherwise.
+def service_environment(threads: int, sharing: int = 1, *, taking_turns: bool = False) -> dict[str, str]:
+    """Half of the cores for `sharing` services, or all for one that never runs beside another, unless told otherwise.
 
     Idle threads sleep, because spinning ones stall the other side.
     """
+    cores = available_cores() if taking_turns else available_cores() // 2
     return {
-        "OMP_NUM_THREADS": str(threads or max(1, available_cores() // 2 // sharing)),
+        "OMP_NUM_THREADS": str(threads or max(1, cores // sharing)),
         "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",

@@ -17,6 +17,11 @@ def published_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
     An adapter's tensors have the names of PEFT's files, which leave the adapter's own name out.
     """
+    return ((name, tensor.detach()) for name, tensor in published_parts(model))
+
+
+def published_parts(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same as the model's own parameters and buffers."""
     seen: set[int] = set()
     whole: list[tuple[str, torch.Tensor]] = []
     adapter: list[tuple[str, torch.Tensor]] = []
@@ -24,9 +29,9 @@ def published_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         if id(tensor) in seen:
             continue
         seen.add(id(tensor))
-        whole.append((name, tensor.detach()))
+        whole.append((name, tensor))
         if match := _ADAPTER_TENSOR.fullmatch(name):
-            adapter.append((f"base_model.model.{match[1]}{match[2]}", tensor.detach()))
+            adapter.append((f"base_model.model.{match[1]}{match[2]}", tensor))
     yield from adapter or whole
 
 

@@ -80,8 +80,16 @@ class TrainEngine(Protocol):
 
     def load(self, folder: Path) -> None: ...
 
-    def sleep(self) -> None:
-        """Move parameters, gradients and optimiser state off the device."""
+    def sleep(self) -> int:
+        """Take parameters, gradients and optimiser state off the device. Returns the bytes that left it.
+
+        Asleep, everything that needs them raises BadStateError.
+        """
         ...
 
-    def wake(self) -> None: ...
+    def wake(self) -> int:
+        """Bring them back, bit for bit. Returns the bytes.
+
+        Raises BadStateError where there is no room for them, or where the model is not what it was.
+        """
+        ...

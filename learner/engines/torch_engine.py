@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from asyncrl.config.schema import OptimConfig, RunConfig
@@ -20,9 +21,13 @@ from asyncrl.models.lora import add_adapter
 from asyncrl.models.processing import PLACEHOLDER_ID_NAMES
 from asyncrl.models.published import published_tensors
 from asyncrl.models.sampling_distribution import entropies, gather_logprobs, sampling_logprobs
+from asyncrl.models.sleeping import Sleeper
 from asyncrl.models.truncation import log_kept_mass
+from asyncrl.models.wake_parity import check_wake_parity, fixed_prompt, fixed_tokens
 from learner.engines.base import TokenOutputs
-from learner.packing import MicroBatch
+from learner.packing import Completion, MicroBatch, TrainGroup, build_micro_batch
+
+OWNER = "the training engine"
 
 
 class TorchEngine:
@@ -32,6 +37,7 @@ class TorchEngine:
         self._total_updates = total_updates
         self.adapter = resolve_adapter(config.model)
         self.device = resolve_device(config.learner.device)
+        self._sleeper = Sleeper(OWNER, self.device, config.run_path)
 
     def prepare(self) -> None:
         shared_prefix.register()
@@ -60,6 +66,7 @@ class TorchEngine:
             betas=self._optim.betas,
         )
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor)
+        self._fixed_tokens = fixed_tokens(self.model.get_output_embeddings().weight.shape[0], banned)
 
     def _lr_factor(self, update: int) -> float:
         """Factor of the peak learning rate at the `update`-th optimiser step, from 0."""
@@ -76,6 +83,7 @@ class TorchEngine:
     def forward(
         self, micro_batch: MicroBatch, *, entropy_gradient: bool = False, as_sampled: bool = False
     ) -> TokenOutputs:
+        self._sleeper.check_awake()
         logits = self.model(**micro_batch.inputs, use_cache=False, logits_to_keep=micro_batch.predict_from).logits[0]
         logprobs = sampling_logprobs(logits, temperature=self._config.rollout.temperature, banned=self._banned)
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
@@ -94,6 +102,7 @@ class TorchEngine:
         loss.backward()
 
     def optimizer_step(self) -> dict[str, float]:
+        self._sleeper.check_awake()
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self._trained, self._optim.max_grad_norm))
         if not math.isfinite(grad_norm):
             raise BadStateError(
@@ -114,9 +123,11 @@ class TorchEngine:
         return [name for name, gradient in gradients if gradient is not None and not gradient.isfinite().all()]
 
     def unwrap_model(self) -> Any:
+        self._sleeper.check_awake()
         return self.model
 
     def published_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._sleeper.check_awake()
         return published_tensors(self.model)
 
     @contextmanager
@@ -134,6 +145,7 @@ class TorchEngine:
         export_model(self.model, processor, folder)
 
     def save(self, folder: Path) -> None:
+        self._sleeper.check_awake()
         torch.save({"optimizer": self.optimizer.state_dict(), "schedule": self._schedule_state()}, folder / "engine.pt")
 
     def _schedule_state(self) -> dict[str, Any]:
@@ -144,17 +156,30 @@ class TorchEngine:
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict({**state["schedule"], "lr_lambdas": [None] * len(self.optimizer.param_groups)})
 
-    def sleep(self) -> None:
-        self._move(torch.device("cpu"))
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+    # --- sleep ------------------------------------------------------------------------------------
 
-    def wake(self) -> None:
-        self._move(self.device)
+    def sleep(self) -> int:
+        self._sleeper.check_awake()
+        self._before = self._fixed_logprobs()
+        return self._sleeper.sleep(self._tensors())
 
-    def _move(self, device: torch.device) -> None:
-        self.model.to(device)
+    def wake(self) -> int:
+        moved = self._sleeper.wake()
+        check_wake_parity(OWNER, self._before, self._fixed_logprobs(), self.device)
+        return moved
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        """All that is large: parameters, buffers, gradients, optimiser state."""
+        yield from self.model.parameters()
+        yield from self.model.buffers()
+        yield from (p.grad for p in self.model.parameters() if p.grad is not None)
         for state in self.optimizer.state.values():
-            for name, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    state[name] = value.to(device)
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+    @torch.no_grad()
+    def _fixed_logprobs(self) -> torch.Tensor:
+        """[T] fp32 on the CPU."""
+        ids = self._fixed_tokens
+        completion = Completion(row=0, token_ids=ids, loss_mask=np.ones_like(ids))
+        micro_batch = build_micro_batch(self.model, [TrainGroup(fixed_prompt(ids), (completion,))], self.device)
+        return self.forward(micro_batch).logprobs.float().cpu()

@@ -63,6 +63,8 @@ class EngineUsage:
     sequences_queued: int
     update_pause_s: float = 0.0
     """Seconds in which running sequences stood still for a weight update."""
+    sleep_bytes: int = 0
+    """That left the device when the engine fell asleep last."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +132,18 @@ class InferenceEngine(Protocol):
 
     async def resume(self) -> None: ...
 
-    async def sleep(self) -> None: ...
+    async def sleep(self) -> None:
+        """Finish what runs, and give the device's memory away: weights and caches. See rollout.sleep_level.
 
-    async def wake(self) -> None: ...
+        Asleep, `update_weights` raises BadStateError, and what `generate` is given waits.
+        """
+        ...
+
+    async def wake(self) -> None:
+        """Take it back. After level 2 the weights come with the next `update_weights`, and nothing is sampled before.
+
+        Raises BadStateError where there is no room, or where the model is not what it was.
+        """
+        ...
 
     async def close(self) -> None: ...

@@ -43,7 +43,7 @@ class DecodeLoop:
         self.batch = make_batch()
         self.version = 0
         self.asleep = False
-        """Set by commands: the weights are away."""
+        """Set by commands: the weights are away, or not there yet."""
         self._wake_up = threading.Condition()
         self._queue: deque[tuple[GenerationRequest, Deliver]] = deque()
         self._commands: deque[Command] = deque()
@@ -56,6 +56,7 @@ class DecodeLoop:
         self._tokens_generated = 0
         self._busy_s = 0.0
         self.update_pause_s = 0.0
+        self.sleep_bytes = 0
         self._thread = threading.Thread(target=self._run, name="hf-decode", daemon=True)
         self._thread.start()
 
@@ -113,7 +114,14 @@ class DecodeLoop:
     @property
     def usage(self) -> EngineUsage:
         queued = sum(request.group_size for request, _ in list(self._queue))
-        return EngineUsage(self._tokens_generated, self._busy_s, len(self.batch.rows), queued, self.update_pause_s)
+        return EngineUsage(
+            tokens_generated=self._tokens_generated,
+            busy_s=self._busy_s,
+            sequences_running=len(self.batch.rows),
+            sequences_queued=queued,
+            update_pause_s=self.update_pause_s,
+            sleep_bytes=self.sleep_bytes,
+        )
 
     def _refuse_if_failed(self) -> None:
         if self._failure is not None:
@@ -145,8 +153,8 @@ class DecodeLoop:
                     return
                 commands = self._take_commands()
                 admitted = [] if self._commands else self._take_admissible()
-            for command in commands:
-                self._obey(command)
+            while commands:  # none is kept while we wait for the next: it may hold a whole version of the weights
+                self._obey(commands.pop(0))
             started = time.monotonic()
             try:
                 self._advance(admitted)

@@ -15,17 +15,22 @@ from typing import Any
 import torch
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import UserError
+from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.adapter_targets import resolve_adapter
 from asyncrl.models.loading import architecture_fingerprint, load_model, resolve_device
 from asyncrl.models.lora import add_adapter
 from asyncrl.models.processing import PromptProcessor
-from asyncrl.models.published import load_published
+from asyncrl.models.published import load_published, published_parts, published_tensors
+from asyncrl.models.sleeping import Sleeper, bit_sums
+from asyncrl.models.wake_parity import check_wake_parity, fixed_prompt, fixed_tokens
 from rollout_server.engines.base import Completion, EngineUsage, GenerationRequest
 from rollout_server.engines.decode_batch import DecodeBatch
 from rollout_server.engines.decode_loop import Command, DecodeLoop
+from rollout_server.engines.prefill import prefill
 
 logger = logging.getLogger(__name__)
+
+OWNER = "the hf engine"
 
 
 class HFEngine:
@@ -42,6 +47,9 @@ class HFEngine:
         self._device = resolve_device(config.rollout.device)
         self._adapter = resolve_adapter(config.model)
         self._loop: DecodeLoop | None = None
+        self._sleeper = Sleeper(OWNER, self._device, config.run_path)
+        self._forgets = False
+        """It sleeps, or slept last, without keeping its weights, and the next have not come."""
 
     # --- life cycle -------------------------------------------------------------------------
 
@@ -58,6 +66,8 @@ class HFEngine:
             add_adapter(self._model, self._adapter)
             self._model.requires_grad_(False)
         self._fingerprint = architecture_fingerprint(self._model, self._adapter)
+        vocabulary = self._model.get_output_embeddings().weight.shape[0]
+        self._fixed_tokens = fixed_tokens(vocabulary, self._placeholder_ids)
 
     async def close(self) -> None:
         if self._loop is not None:
@@ -132,14 +142,16 @@ class HFEngine:
 
     def _swap(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """What runs goes on with the new weights, on its old key-value cache or on a rebuilt one."""
+        self._sleeper.check_awake()
         decoding = self._decoding
         started, running = time.monotonic(), bool(decoding.batch.rows)
         try:
-            load_published(self._model, tensors)
+            self._load_weights(tensors)
         except Exception as error:
             decoding.fail_running(error, for_good=True)  # the model may hold tensors of two versions
             raise
         decoding.version = version
+        decoding.asleep = self._forgets = False
         if running and self._config.rollout.weight_update == "recompute":
             try:
                 decoding.batch.rebuild_cache(version)
@@ -151,18 +163,56 @@ class HFEngine:
         if running:
             decoding.update_pause_s += time.monotonic() - started
 
+    def _load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """After a sleep that kept none, what is in place is compared with what came, whose checksums were right."""
+        if not self._forgets:
+            load_published(self._model, tensors)
+            return
+        came: dict[str, int] = {}
+        there: dict[str, int] = {}
+        load_published(self._model, bit_sums(tensors, came))
+        for _ in bit_sums(published_tensors(self._model), there):
+            pass
+        wrong = [name for name, bit_sum in there.items() if bit_sum != came[name]]
+        if wrong:
+            raise BadStateError(
+                f"{OWNER} woke up damaged: {len(wrong)} of {len(there)} tensors are not those that were published, "
+                f"such as {wrong[0]} (bit sum {there[wrong[0]]}, published {came[wrong[0]]})"
+            )
+
+    # --- sleep ------------------------------------------------------------------------------
+
     async def sleep(self) -> None:
-        """Finish what runs, then move the weights to host memory."""
-        await self._between_steps(lambda: self._move(torch.device("cpu"), asleep=True), drains=True)
+        """Finish what runs, then take the weights off the device: see rollout.sleep_level."""
+        await self._between_steps(self._fall_asleep, drains=True)
 
     async def wake(self) -> None:
-        await self._between_steps(lambda: self._move(self._device, asleep=False), drains=False)
+        """At level 2 nothing is sampled before weights have come."""
+        await self._between_steps(self._wake_up, drains=False)
 
-    def _move(self, device: torch.device, *, asleep: bool) -> None:
-        self._model.to(device)
-        self._decoding.asleep = asleep
-        if asleep and self._device.type == "cuda":
-            torch.cuda.empty_cache()
+    def _fall_asleep(self) -> None:
+        self._sleeper.check_awake()
+        self._forgets = self._config.rollout.sleep_level == 2
+        tensors = (tensor for part in (self._model.parameters(), self._model.buffers()) for tensor in part)
+        # What is not published must be kept: nobody would bring it.
+        forgotten = (tensor for _, tensor in published_parts(self._model)) if self._forgets else ()
+        if not self._forgets:
+            self._before = self._fixed_logprobs()
+        self._decoding.asleep = True
+        self._decoding.sleep_bytes = self._sleeper.sleep(tensors, forget=forgotten)
+
+    def _wake_up(self) -> None:
+        self._sleeper.wake()
+        if not self._forgets:
+            check_wake_parity(OWNER, self._before, self._fixed_logprobs(), self._device)
+            self._decoding.asleep = False
+
+    @torch.inference_mode()
+    def _fixed_logprobs(self) -> torch.Tensor:
+        """[T] fp32 on the CPU, of each fixed token after all of them."""
+        ids = self._fixed_tokens
+        logits = prefill(self._model, [fixed_prompt(ids)], self._device).logits[0]
+        return logits.float().log_softmax(-1)[torch.from_numpy(ids).long().to(self._device)].cpu()
 
     async def _between_steps(self, run: Callable[[], None], *, drains: bool) -> None:
         """Have the decode thread call `run` between two decode steps, or when no sequence is running."""

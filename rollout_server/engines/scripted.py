@@ -14,6 +14,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.errors import BadStateError
 from asyncrl.models.loading import folder_fingerprint
 from asyncrl.models.processing import PromptProcessor
 from protocol.messages import FinishReason
@@ -52,6 +53,7 @@ class ScriptedEngine:
         self._drained = asyncio.Event()
         self._drained.set()
         self._started_sequences = 0
+        self._asleep = False
         self._version = 0
         self._requests = 0
         self._tokens = 0
@@ -151,6 +153,8 @@ class ScriptedEngine:
         return np.asarray([*body, sampling.stop_token_ids[0]][: sampling.max_new_tokens], np.int32)
 
     async def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        if self._asleep:
+            raise BadStateError("the scripted engine is asleep: wake it before it takes up weights")
         for _ in tensors:  # read them all: a test of the weight channel, too
             pass
         if self._config.rollout.weight_update == "drain":
@@ -168,10 +172,13 @@ class ScriptedEngine:
         self._running.set()
 
     async def sleep(self) -> None:
-        await self.pause()
+        self._admitting.clear()
+        await self._drained.wait()
+        self._asleep = True
 
     async def wake(self) -> None:
-        await self.resume()
+        self._asleep = False
+        self._admitting.set()
 
     async def close(self) -> None:
         self._running.set()

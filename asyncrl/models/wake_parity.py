@@ -1,0 +1,49 @@
+"""A model that woke up must say what it said before it slept: log-probs of a few fixed tokens.
+
+Every tensor is compared bit for bit on the way (`asyncrl/models/sleeping.py`); this asks the model as a whole, through
+the path that samples or trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+import torch
+
+from asyncrl.errors import BadStateError
+from asyncrl.models.processing import EncodedPrompt
+
+FIXED_TOKENS = 16
+LARGEST_DIFFERENCE = {"cpu": 0.0, "cuda": 1e-2}
+"""In nats, by device type. The bits of the weights are equal: a GPU library may only choose another kernel."""
+
+
+def fixed_tokens(vocabulary: int, special: Collection[int]) -> np.ndarray:
+    """[T] int32 ids spread over the vocabulary, none of them `special`."""
+    ids = np.setdiff1d(np.arange(vocabulary, dtype=np.int32), np.fromiter(special, np.int32))
+    return ids[np.linspace(0, len(ids) - 1, FIXED_TOKENS).astype(int)]
+
+
+def fixed_prompt(token_ids: np.ndarray) -> EncodedPrompt:
+    """Of text alone."""
+    return EncodedPrompt(
+        row_id="fixed tokens",
+        token_ids=token_ids,
+        token_types=np.zeros_like(token_ids),
+        image_grids=np.zeros((0, 3), np.int32),
+        image_hashes=(),
+        pixel_values=None,
+    )
+
+
+def check_wake_parity(owner: str, before: torch.Tensor, after: torch.Tensor, device: torch.device) -> None:
+    """[T] log-probs each. Raises BadStateError with the numbers."""
+    difference = (before - after).abs()
+    worst = int(difference.argmax())
+    if not float(difference.max()) <= LARGEST_DIFFERENCE[device.type]:  # NaN is no parity, either
+        raise BadStateError(
+            f"{owner} is not what it was before it slept: the log-prob of fixed token {worst} was "
+            f"{float(before[worst]):.6f} and is {float(after[worst]):.6f} (largest difference accepted on "
+            f"{device.type}: {LARGEST_DIFFERENCE[device.type]:g})"
+        )

@@ -1,0 +1,181 @@
+"""The device lease: which process may touch the device now.
+
+The kernel keeps it: a holder has `device.lease` in the run directory locked (flock), so a dead holder's lease comes
+back when its process is gone and not before. The file says whose tenure it is. Each tenure has a *fence*, a number
+larger than all before it; whoever comes with a number that is not newer has been overtaken and is refused.
+
+`lease.jsonl` beside it is the trace: one line for each lease taken and each returned, in seconds of CLOCK_MONOTONIC,
+which all processes of a machine share. A holder that dies leaves no line.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+LEASE_FILE = "device.lease"
+TRACE_FILE = "lease.jsonl"
+POLL_S = 0.01
+"""Between two looks of one who waits for it."""
+_RECORD_BYTES = 512
+
+
+class LeaseError(Exception):
+    """The lease is not the caller's; the message says whose it is."""
+
+
+class LeaseTimeout(LeaseError):
+    """It did not come free in time."""
+
+
+class StaleFence(LeaseError):
+    """A newer tenure has begun since this number was given out."""
+
+
+@dataclass(frozen=True)
+class Tenure:
+    """The newest holder, as the file says."""
+
+    fence: int
+    holder: str
+    pid: int
+    born: str
+    """The process's start, in ticks since the machine's: the system gives process ids away again."""
+    since: float
+    """Monotonic seconds."""
+    held: bool
+    """False once it was returned; a holder that died leaves it True."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Its process is there and has not ended. A process that ends gives its memory back before that."""
+        return self.pid != os.getpid() and process_birth(self.pid) == self.born
+
+
+class DeviceLease:
+    """One process's view of the lease. Not thread-safe."""
+
+    def __init__(self, folder: Path, holder: str):
+        self.folder = folder
+        self.holder = holder
+        self.fence: int | None = None
+        """Of the tenure that this process has now."""
+        self._fd = -1
+
+    def try_take(self, fence: int | None = None) -> bool:
+        """Take it if it is free; without `fence` under the next number. Raises StaleFence."""
+        assert self.fence is None, f"{self.holder} holds the lease already"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        # Not inherited by children: theirs would outlive us.
+        fd = os.open(self.folder / LEASE_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            if not self._lock(fd, fence):
+                os.close(fd)
+                return False
+        except BaseException:
+            os.close(fd)
+            raise
+        self._fd = fd
+        return True
+
+    def _lock(self, fd: int, fence: int | None) -> bool:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        last = _parse(os.pread(fd, _RECORD_BYTES, 0), self.folder / LEASE_FILE)
+        if last is not None and last.held and last.is_alive:
+            return False  # it is ending: its files are closed, its device memory may still be there
+        newest = last.fence if last else 0
+        if fence is not None and fence <= newest:
+            raise StaleFence(f"the device was granted as fence {fence}, but fence {newest} has begun since")
+        self.fence = fence or newest + 1
+        self._record(fd, held=True)
+        self._trace("taken")
+        return True
+
+    def give_up(self) -> None:
+        """Return it: whoever waits may have the device from now on."""
+        self.check()
+        self._trace("returned")
+        self._record(self._fd, held=False)
+        os.close(self._fd)
+        self._fd, self.fence = -1, None
+
+    def check(self) -> None:
+        """Raises LeaseError unless this process may touch the device."""
+        if self.fence is None:
+            raise LeaseError(f"{self.holder} may not touch the device: {describe(self.folder)}")
+
+    def timeout(self, waited_s: float, setting: str) -> LeaseTimeout:
+        """What a wait ends with that has lasted too long; `setting` is its key in the configuration."""
+        return LeaseTimeout(f"{self.holder} waited {waited_s:g} s for the device ({setting}): {describe(self.folder)}")
+
+    def forget(self) -> None:
+        """Leave no trace of a run that could not begin. Only the first holder may."""
+        if self.fence == 1:
+            for name in (LEASE_FILE, TRACE_FILE):
+                (self.folder / name).unlink(missing_ok=True)
+            os.close(self._fd)
+            self._fd, self.fence = -1, None
+
+    def _record(self, fd: int, *, held: bool) -> None:
+        """In one write of constant size: there is no moment at which the file says nothing."""
+        assert self.fence is not None
+        pid = os.getpid()
+        tenure = Tenure(self.fence, self.holder, pid, process_birth(pid) or "", time.monotonic(), held)
+        os.pwrite(fd, json.dumps(asdict(tenure)).encode().ljust(_RECORD_BYTES), 0)
+
+    def _trace(self, event: str) -> None:
+        line = {"fence": self.fence, "holder": self.holder, "pid": os.getpid(), "event": event}
+        fd = os.open(self.folder / TRACE_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            os.write(fd, (json.dumps({**line, "monotonic": time.monotonic()}) + "\n").encode())
+        finally:
+            os.close(fd)
+
+
+def read_tenure(folder: Path) -> Tenure | None:
+    """The newest one, of whichever process; None if there was none."""
+    with suppress(FileNotFoundError), (folder / LEASE_FILE).open("rb") as file:
+        return _parse(file.read(_RECORD_BYTES), folder / LEASE_FILE)
+    return None
+
+
+def describe(folder: Path) -> str:
+    """Who has the device, for messages."""
+    tenure = read_tenure(folder)
+    if tenure is None:
+        return "nobody has had it yet"
+    who = f"{tenure.holder} (pid {tenure.pid}, fence {tenure.fence})"
+    age_s = time.monotonic() - tenure.since
+    if not tenure.held:
+        return f"{who} returned it {age_s:.0f} s ago"
+    ended = "" if tenure.pid == os.getpid() or tenure.is_alive else ", and has ended"
+    return f"{who} has had it for {age_s:.0f} s{ended}"
+
+
+def _parse(record: bytes, path: Path) -> Tenure | None:
+    if not record:
+        return None
+    try:
+        return Tenure(**json.loads(record))
+    except (ValueError, TypeError) as problem:
+        raise LeaseError(
+            f"{path} is damaged ({problem}). Stop every process of this run, remove the file, and resume"
+        ) from problem
+
+
+def process_birth(pid: int) -> str | None:
+    """When the process started, as a text to compare; None if it has ended: its parent may still see its id."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None  # gone, or a system without /proc: the lock alone decides
+    fields = stat[stat.rindex(b")") + 2 :].split()  # the name before it may hold spaces
+    return None if fields[0] in (b"Z", b"X") else fields[19].decode()
