@@ -1,4 +1,4 @@
-"""Every message of protocol version 2, as typed models. README.md has them as a table; a test compares.
+"""Every message of protocol version 3, as typed models. README.md has them as a table; a test compares.
 
 Words: a *ticket* is the learner's permission to produce one *group*: the `group_size` trajectories of
 one prompt. A *policy version* counts weight publications; 0 is the initial policy.
@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, mod
 from protocol.errors import ErrorCode
 from protocol.frames import Blob, Float32Array, Int32Array, Int32Matrix, UInt8Array
 
-PROTOCOL_MAJOR = 2
+PROTOCOL_MAJOR = 3
 """Raised by changes that an older peer cannot read; peers of another major are refused."""
 PROTOCOL_MINOR = 0
 """Raised by additions that an older peer may ignore."""

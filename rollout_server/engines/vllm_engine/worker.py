@@ -71,13 +71,22 @@ class MappedFileTransfer(WeightTransferEngine[FileInit, FileUpdate]):
         pass
 
     def start_weight_update(self) -> None:
-        initialize_layerwise_reload(self.model)
+        model: Any = self.model
+        self._tied = tied_parameters(model)  # before the reload, which takes them apart
+        initialize_layerwise_reload(model)
 
     def receive_weights(self, update_info: FileUpdate) -> None:
-        expected = {name for name, _ in self.model.named_parameters()}
         model: Any = self.model
-        loaded = model.load_weights(mapped_tensors(update_info))
-        missing = expected - set(loaded)
+        expected = {name for name, _ in model.named_parameters()}
+        loaded = set(model.load_weights(mapped_tensors(update_info)))
+        for other, first in self._tied.items():
+            # Published once, under the first name. vLLM skips the other, whose layer may keep a packed copy.
+            for name, tensor in mapped_tensors(update_info):
+                if name.endswith(_layer_and_name(first)):
+                    parameter = model.get_parameter(other)
+                    parameter.weight_loader(parameter, tensor)
+                    loaded.add(other)
+        missing = expected - loaded
         if missing:  # vLLM itself would keep the old values and only warn
             raise ValueError(f"the publication does not fill {len(missing)} parameters, such as {sorted(missing)[:3]}")
 
@@ -86,6 +95,21 @@ class MappedFileTransfer(WeightTransferEngine[FileInit, FileUpdate]):
 
     def shutdown(self) -> None:
         pass
+
+
+def tied_parameters(model: Any) -> dict[str, str]:
+    """Each further name of a parameter -> its first name."""
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(parameter), name) != name:
+            tied[name] = first[id(parameter)]
+    return tied
+
+
+def _layer_and_name(name: str) -> str:
+    """`.embed_tokens.weight`: vLLM and transformers nest the same layers in different places."""
+    return "." + ".".join(name.split(".")[-2:])
 
 
 def mapped_tensors(update: FileUpdate) -> Iterator[tuple[str, torch.Tensor]]:
