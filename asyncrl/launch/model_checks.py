@@ -27,7 +27,7 @@ def check_model_folder(config: RunConfig) -> dict[str, Any]:
         if (folder / "adapter_config.json").is_file():
             raise UserError(
                 f"model.path is {config.model.path!r}, a folder with an adapter only. Name its base model, or merge "
-                "the two: asyncrl export RUN TARGET"
+                "the two: asyncrl export RUN TARGET, without --adapter"
             )
         raise UserError(f"model.path is {config.model.path!r}, which is no Hugging Face model folder (no config.json)")
     described = _read_json(folder / "config.json")

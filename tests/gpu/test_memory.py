@@ -40,6 +40,7 @@ def test_a_full_micro_batch_takes_what_was_planned(
     sections: dict[str, dict[str, Any]] = {
         "model": {"dtype": dtype},
         "learner": {"device": device, "gradient_checkpointing": checkpointing},
+        "rollout": {"device": device},
         "batch": {"tokens_per_microbatch": 256 if device == "cpu" else 4096},
         "data": {"max_prompt_length": 64 if device == "cpu" else 1024},
     }
