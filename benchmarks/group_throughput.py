@@ -53,6 +53,7 @@ from learner.exchange import Exchange
 from learner.handout import Handout
 from learner.journal import Journal, TicketSlot
 from learner.ledger import TicketLedger
+from learner.segments import Segments
 from protocol.codec import encode
 from protocol.endpoints import free_port
 from protocol.messages import Ack, Tickets, WeightManifest
@@ -275,7 +276,8 @@ def where_time_goes(arm: Arm, groups: int) -> dict[str, float]:
         (protocol.sockets, "read_frames", "decode"),
         (learner.intake.Intake, "accept", "verify"),
         (journal, "pack_frames", "pack"),
-        (journal.Journal, "add_group", "insert into SQLite (and checksum)"),
+        (Segments, "append", "checksum, write to the segment"),
+        (journal.Journal, "_write_groups", "insert into SQLite"),
         (ledger, "receive", "commit, write-ahead log, ledger"),
         (learner.intake.Intake, "keep", "acknowledge"),
         (Handout, "_send_waiting", "tickets out"),

@@ -362,6 +362,7 @@ class TicketLedger:
         ]
 
     def flush_journal(self) -> None:
+        self.journal.sync_groups()  # most of it without the lock: groups go on arriving
         with self.changed:
             self.journal.flush()
 
