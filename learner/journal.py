@@ -194,9 +194,10 @@ class Journal:
         rows = _ticket_rows(slots)
         self._db.executemany("INSERT INTO tickets VALUES (?, ?, ?, ?)", rows)
         self._digest.add("tickets", rows)
-        for slot in slots:
-            if self._db.execute("DELETE FROM again WHERE position = ?", (slot.position,)).rowcount:
-                self._digest.remove("again", [(slot.position,)])
+        if self._scalar("SELECT EXISTS (SELECT 1 FROM again)"):  # seldom
+            for slot in slots:
+                if self._db.execute("DELETE FROM again WHERE position = ?", (slot.position,)).rowcount:
+                    self._digest.remove("again", [(slot.position,)])
 
     def add_group(self, ticket_id: int, frames: Sequence[Frame]) -> None:
         """`frames`: a verified group as it travelled. All groups of a transaction are written at its end."""

@@ -20,7 +20,14 @@ from tests.two_processes import run_both, start, with_ports, write_config
 
 pytestmark = pytest.mark.slow
 STEPS = 5
-CRASHES = ("group.journaled:2", "step.consumed:2", "step.trained:1", "checkpoint.writing:1", "weights.publishing:60")
+CRASHES = (
+    "journal.segment_written:2",
+    "group.journaled:2",
+    "step.consumed:2",
+    "step.trained:1",
+    "checkpoint.writing:1",
+    "weights.publishing:60",
+)
 """One after the other in one run: each learner but the last dies at such a place."""
 
 
