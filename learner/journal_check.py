@@ -103,8 +103,9 @@ def _payload_problem(db: sqlite3.Connection, path: Path) -> str | None:
             for ticket_id, *place in db.execute(f"SELECT ticket_id, {PLACE} FROM groups WHERE segment = ?", (number,)):
                 if read_place(fd, Place(*place)) is None:
                     return (
-                        f"is damaged, or the machine lost power under trainer.durability=process: the group of ticket "
-                        f"{ticket_id} in {file} does not have its checksum"
+                        f"is damaged: the group of ticket {ticket_id} in {file} does not have its checksum. If the "
+                        "machine lost power under trainer.durability=process, the groups that were acknowledged last "
+                        f"are missing; to accept their loss, remove {path}-wal and {path}.commits"
                     )
         finally:
             os.close(fd)

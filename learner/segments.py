@@ -52,6 +52,7 @@ class Segments:
         """That are remembered, by file."""
         self._current: int | None = None
         self._unsynced: set[int] = set()
+        self._new_names = False
         self._syncing = threading.Lock()  # who finds nothing to sync must not return before who syncs it
         self._guard = threading.Lock()  # of descriptors, between `sync` and closing
         self.obsolete: list[Path] = []
@@ -72,6 +73,7 @@ class Segments:
             self._fds[number] = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             os.ftruncate(self._fds[number], self._ends[number])
             self._unsynced.add(number)
+            self._new_names = True
 
     @property
     def file_bytes(self) -> int:
@@ -103,6 +105,7 @@ class Segments:
         else:
             path = segment_path(self._journal, self._last)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self._new_names = True
         before, self._current = self._current, self._last
         self._fds[self._current], self._ends[self._current] = fd, 0
         if before is not None and not self._groups[before]:
@@ -153,7 +156,8 @@ class Segments:
                     os.fdatasync(fd)
                 finally:
                     os.close(fd)
-            if unsynced and self._journal is not None:
+            if self._new_names and self._journal is not None:
+                self._new_names = False
                 _sync_folder(self._journal.parent)
 
     def read(self, place: Place) -> bytes | None:

@@ -18,7 +18,7 @@ class LogCopier:
     """`copy_soon` never waits. What went wrong meanwhile is raised by the next `check`."""
 
     def __init__(self, path: Path, *, before: Callable[[], None]):
-        """`before` a copy, what its rows name is brought to the disk."""
+        """`before` a copy, what its rows name is brought to the disk: the file without its log is whole, too."""
         self._path = path
         self._before = before
         self._wanted = threading.Event()

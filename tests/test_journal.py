@@ -330,6 +330,27 @@ def test_a_write_ahead_log_that_was_removed_is_missed(killed: Killed, tmp_path: 
         assert content(shorter) != killed.content
 
 
+def test_after_a_power_cut_the_loss_of_what_was_not_on_the_disk_can_be_accepted(tmp_path: Path) -> None:
+    """With `process`, rows may have reached the disk and the groups that they name not."""
+    source, path = tmp_path / "alive" / JOURNAL_FILE, tmp_path / "dead" / JOURNAL_FILE
+    source.parent.mkdir()
+    with closing(Journal(source)) as journal:
+        write_steps(journal, 1, 4)
+        journal.flush()
+        on_disk, expected = journal._segments.file_bytes, content(journal)
+        write_steps(journal, 5, 5)
+        shutil.copytree(source.parent, path.parent)
+    with path.with_name(path.name + SEGMENTS[0]).open("r+b") as file:
+        file.truncate(on_disk)
+    reason = is_refused(path, expected)
+    assert reason is not None
+    log, mark = (path.with_name(path.name + suffix) for suffix in ("-wal", ".commits"))
+    assert f"to accept their loss, remove {log} and {mark}" in reason
+    for file in (log, mark, path.with_name(path.name + "-shm")):
+        file.unlink()
+    assert is_refused(path, expected) is None
+
+
 @pytest.mark.parametrize("mark", [b"no number at all", b"00000000000000009999", b"\xff" * 20])
 def test_a_damaged_commit_mark_is_refused(killed: Killed, tmp_path: Path, mark: bytes) -> None:
     path = killed.copy(tmp_path)
