@@ -19,10 +19,10 @@ from learner.journal import JOURNAL_FILE
 from tests.two_processes import run_both, start, with_ports, write_config
 
 pytestmark = pytest.mark.slow
-STEPS = 5
+STEPS = 7
 CRASHES = (
-    "journal.segment_written:2",
     "group.journaled:2",
+    "journal.segment_written:2",
     "step.consumed:2",
     "step.trained:1",
     "checkpoint.writing:1",
