@@ -43,7 +43,7 @@ def read_frames(
     identity: bytes, frames: Sequence[Frame], expected: Expected, limits: Limits, counters: WireCounters
 ) -> Message | BadMessage:
     counters.messages_in += 1
-    counters.bytes_in += sum(len(frame) for frame in frames)
+    counters.bytes_in += sum(map(len, frames))
     try:
         return decode(frames, expected, limits)
     except ProtocolError as error:
