@@ -32,8 +32,10 @@ class LearnerPorts:
     """None without keys."""
 
     def take_rejections(self) -> Counter[str]:
-        """Connections that did not get in since the last call, by kind."""
-        return self.gate.take_rejections() if self.gate else Counter()
+        """Connections that did not get in, or were ended, since the last call, by kind."""
+        taken = self.gate.take_rejections() if self.gate else Counter()
+        ended = self.control.take_ended() + self.weights.take_ended()
+        return taken + Counter(unfinished_message=ended)
 
     def close(self) -> None:
         if self.gate is not None:
