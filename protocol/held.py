@@ -226,6 +226,8 @@ class HeldWatch(threading.Thread):
                 if same.getsockopt(socket.SOL_SOCKET, _SO_COOKIE, 8) != connection.cookie:
                     return
                 host, port, *_ = same.getpeername()
+                # ZeroMQ's close is then a reset: a peer that waits for room is told, the kernel's buffers are freed.
+                same.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 same.shutdown(socket.SHUT_RDWR)
         except OSError:
             return  # it has gone by itself

@@ -134,8 +134,8 @@ class LearnerSocket:
 
     def recv(self, timeout_s: float = 0.0) -> Received | BadMessage | None:
         """The next message, or None after `timeout_s`. The sender of a bad message has been told already."""
-        if timeout_s > 0 and not self.socket.poll(round(timeout_s * 1000)):
-            return None
+        if timeout_s > 0:
+            self.socket.poll(round(timeout_s * 1000))
         arrived = self._take()
         return self._read(*arrived) if arrived is not None else None
 
@@ -306,6 +306,10 @@ class ServerSocket:
                 f"{self.endpoint}: no connection, or its queue is full"
             ) from problem
         count_sent(self.counters, frames)
+
+    def take_ended(self) -> int:
+        """Connections ended since the last call, because ZeroMQ held too much for them (see `held`)."""
+        return self._held.take_ended()
 
     def close(self) -> None:
         self._held.close()
