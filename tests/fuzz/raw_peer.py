@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
+import time
 from collections.abc import Sequence
 
 GREETING = b"\xff" + bytes(7) + b"\x01\x7f\x03\x00NULL" + bytes(48)
 MORE, LONG = 1, 2
 SLICE = 1 << 16
 TIMEOUT_S = 20.0
+ENDED_S = 5.0
+"""Longest until the other side must have found out."""
 
 
 def ready(kind: bytes) -> bytes:
@@ -17,8 +21,8 @@ def ready(kind: bytes) -> bytes:
     return b"\x04" + bytes([len(body)]) + body
 
 
-def frame(data: bytes, *, more: bool) -> bytes:
-    return frame_head(len(data), more=more) + data
+def frame(data: bytes | memoryview, *, more: bool) -> bytes:
+    return frame_head(len(data), more=more) + bytes(data)
 
 
 def frame_head(nbytes: int, *, more: bool) -> bytes:
@@ -27,9 +31,16 @@ def frame_head(nbytes: int, *, more: bool) -> bytes:
     return bytes([MORE * more | LONG]) + nbytes.to_bytes(8, "big")
 
 
-def message(frames: Sequence[bytes]) -> bytes:
+def message(frames: Sequence[bytes | memoryview]) -> bytes:
     last = len(frames) - 1
-    return b"".join(frame(bytes(data), more=index < last) for index, data in enumerate(frames))
+    return b"".join(frame(data, more=index < last) for index, data in enumerate(frames))
+
+
+FLOODS = {
+    "frames of 256 KiB": (frame(bytes(256 * 1024), more=True), 64 << 20),
+    "empty frames": (frame(b"", more=True) * 50_000, 16 << 20),
+}
+"""Of a message without an end: what is repeated, and most bytes of it. Empty frames take 32 times as much memory."""
 
 
 def tcp_address(endpoint: str) -> tuple[str, int]:
@@ -90,6 +101,13 @@ class RawPeer:
         finally:
             self.sock.settimeout(TIMEOUT_S)
 
+    def is_ended_soon(self) -> bool:
+        """Within ENDED_S."""
+        deadline = time.monotonic() + ENDED_S
+        while not (ended := self.is_ended()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return ended
+
     def close(self) -> None:
         self.sock.close()
 
@@ -129,10 +147,8 @@ class Withholder:
             pass
         self.hung_up.set()
         for sock in (source, target):
-            try:
+            with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
 
     def close(self) -> None:
         for sock in self._sockets:
