@@ -18,7 +18,6 @@ from pathlib import Path
 
 from asyncrl.config.schema import Durability
 from asyncrl.errors import BadStateError
-from asyncrl.faults import crash_point
 from asyncrl.telemetry.failure import find_no_room, is_disk_full
 from learner.group_payload import pack_frames, unpack_group
 from learner.journal_check import SCHEMA, find_damage, is_begun, scalar
@@ -26,6 +25,7 @@ from learner.journal_seal import CommitMark, ContentDigest
 from learner.segments import PLACE, Place, Segments
 from learner.write_ahead import LogCopier
 from protocol.codec import Frame
+from protocol.faults import crash_point
 from protocol.messages import Group
 
 JOURNAL_FILE = "journal.sqlite"
