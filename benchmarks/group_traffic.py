@@ -9,6 +9,7 @@ import hashlib
 import os
 import struct
 import time
+from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing.connection import Connection
 
@@ -110,17 +111,42 @@ def group(kind: int, version: int = 0, ticket_id: int = MARK) -> Group:
     )
 
 
-class Client:
-    """Answers each ticket with a group made beforehand; holds tickets back until it is told how many to answer."""
+@dataclass
+class _Round:
+    """What is left of it. The clock starts with the acknowledgement of the last group of the warm-up."""
 
-    def __init__(self, pipe: Connection, endpoint: str, plain: bool):
-        self._pipe, self._plain = pipe, plain
+    to_answer: int
+    to_acknowledge: int
+    timed: int
+    """Groups, the last ones."""
+    started: float = 0.0
+    cpu: float = 0.0
+    milliseconds: tuple[float, float] | None = None
+    """Per group: wall clock, processor time of this process."""
+
+    def acknowledge(self, groups: int) -> None:
+        self.to_acknowledge -= groups
+        now, cpu = time.perf_counter(), time.process_time()
+        if not self.started and self.to_acknowledge <= self.timed:
+            self.timed, self.started, self.cpu = self.to_acknowledge, now, cpu
+        if not self.to_acknowledge:
+            self.milliseconds = 1000 * (now - self.started) / self.timed, 1000 * (cpu - self.cpu) / self.timed
+
+
+class Client:
+    """Answers each ticket with a group made beforehand; holds tickets back until it is told how many to answer.
+
+    A round ends when it holds all of its tickets again: nothing travels while another arm has its turn.
+    """
+
+    def __init__(self, pipe: Connection, endpoint: str, plain: bool, in_flight: int):
+        self._pipe, self._plain, self._in_flight = pipe, plain, in_flight
         self._socket = zmq.Context().socket(zmq.DEALER)
         self._socket.connect(endpoint)
         self._groups = [encode(group(kind)) for kind in range(KINDS)]
         self._mark_at = self._groups[0][0].index(MARK.to_bytes(8, "big"))  # type: ignore[union-attr]
         self._held: list[tuple[int, int]] = []
-        self._to_answer = self._to_acknowledge = 0
+        self._round: _Round | None = None
         self._versions: dict[int, np.ndarray] = {}
 
     def run(self, hello: list[bytes | memoryview]) -> None:
@@ -128,21 +154,21 @@ class Client:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._pipe.fileno(), zmq.POLLIN)
-        beat_at = started = cpu = 0.0
+        beat_at = 0.0
         while True:
             ready = dict(poller.poll(1000))
             if self._pipe.fileno() in ready:
-                count = self._pipe.recv()
-                if not count:
+                order: tuple[int, int] | None = self._pipe.recv()
+                if order is None:
                     return
-                self._to_answer = self._to_acknowledge = count
-                started, cpu = time.perf_counter(), time.process_time()
+                self._round = _Round(to_answer=sum(order), to_acknowledge=sum(order), timed=order[1])
             if self._socket in ready:
                 self._listen()
-            self._answer()
-            if started and not self._to_acknowledge:
-                self._pipe.send((time.perf_counter() - started, time.process_time() - cpu))
-                started = 0.0
+            if self._round is not None:
+                self._answer(self._round)
+                if self._round.milliseconds and len(self._held) == self._in_flight:
+                    self._pipe.send(self._round.milliseconds)
+                    self._round = None
             if not self._plain and time.monotonic() - beat_at > 1:
                 beat_at = time.monotonic()
                 self._socket.send_multipart(_heartbeat(len(self._held)))
@@ -155,12 +181,13 @@ class Client:
                 return
             tickets, acknowledged = (_plain_header if self._plain else _header)(frames[0].buffer)
             self._held += tickets
-            self._to_acknowledge -= acknowledged
+            if self._round is not None and acknowledged:
+                self._round.acknowledge(acknowledged)
 
-    def _answer(self) -> None:
-        while self._held and self._to_answer:
+    def _answer(self, round_: _Round) -> None:
+        while self._held and round_.to_answer:
             ticket_id, version = self._held.pop(0)
-            self._to_answer -= 1
+            round_.to_answer -= 1
             header, *columns, _ = self._groups[ticket_id % KINDS]
             patched = bytearray(header)
             patched[self._mark_at : self._mark_at + 8] = ticket_id.to_bytes(8, "big")
@@ -198,4 +225,4 @@ def client_process(pipe: Connection, endpoint: str, plain: bool, in_flight: int)
         max_groups=in_flight,
         pid=os.getpid(),
     )
-    Client(pipe, endpoint, plain).run(encode(hello))
+    Client(pipe, endpoint, plain, in_flight).run(encode(hello))

@@ -53,8 +53,9 @@ logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 1.0
 """How often a wait looks for its deadline."""
-POLL_S = 0.2
-"""Longest time between two looks at heartbeats and at what the main thread has handed over."""
+POLL_S = 0.1
+"""Longest time between two looks at heartbeats, at what the main thread has handed over, and at an idle socket: one
+that is found empty shows that whatever ZeroMQ holds is unfinished."""
 PARTING_S = 5.0
 """Longest wait for the servers' goodbyes."""
 

@@ -19,15 +19,15 @@ SHORT = 256
 """Bytes of a frame that is kept as it is."""
 
 
-def pack_frames(frames: Sequence[Frame]) -> bytes:
-    """All in one piece: their number, their sizes here and in full, their bytes.
+def pack_frames(frames: Sequence[Frame]) -> list[bytes | memoryview]:
+    """What the journal keeps, in pieces: the frames' number, their sizes here and in full, their bytes.
 
     A column that repeats one value (the versions between two updates, a mask without tools) is kept as that value.
     """
     full = [frame.buffer if isinstance(frame, zmq.Frame) else memoryview(frame) for frame in frames]
     kept = [full[0], *(_without_repetition(frame) for frame in full[1:])]
     sizes = [size for pair in zip(kept, full, strict=True) for size in (pair[0].nbytes, pair[1].nbytes)]
-    return b"".join((struct.pack(f"<I{len(sizes)}Q", len(full), *sizes), *kept))
+    return [struct.pack(f"<I{len(sizes)}Q", len(full), *sizes), *kept]
 
 
 def _without_repetition(frame: memoryview) -> memoryview:

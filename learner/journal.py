@@ -1,7 +1,8 @@
 """The journal: what the learner knows about every ticket, on disk before anybody is told.
 
-One SQLite file in WAL mode. A transaction holds the ticket, group or consumption rows *and* the ledger's counters,
-so a process that is killed at any moment leaves an account that adds up. The primary key of `consumption` is the
+One SQLite file in WAL mode, and the groups' bytes in files beside it (learner/segments.py). A transaction holds the
+ticket, group or consumption rows *and* the ledger's counters, and commits after the bytes of its groups were written:
+a process that is killed at any moment leaves an account that adds up. The primary key of `consumption` is the
 position in the data order: the database itself refuses to train a prompt twice.
 
 Payloads (the groups) are kept until a checkpoint holds their step; rows of consumption stay: 40 bytes a group.
@@ -15,24 +16,23 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-import xxhash
-
 from asyncrl.config.schema import Durability
 from asyncrl.errors import BadStateError
-from asyncrl.telemetry.failure import find_no_room
+from asyncrl.telemetry.failure import find_no_room, is_disk_full
 from learner.group_payload import pack_frames, unpack_group
 from learner.journal_check import SCHEMA, find_damage, is_begun, scalar
 from learner.journal_seal import CommitMark, ContentDigest
+from learner.segments import PLACE, Place, Segments
 from learner.write_ahead import LogCopier
 from protocol.codec import Frame
+from protocol.faults import crash_point
 from protocol.messages import Group
 
 JOURNAL_FILE = "journal.sqlite"
-PAGE_BYTES = 16384
-"""Groups are large: bigger pages mean fewer of them per group."""
-SMALL_PAGES = 4
-"""About what a transaction writes besides groups."""
-LOG_BYTES = 64 << 20
+PAGE_BYTES = 4096
+TRANSACTION_PAGES = 5
+"""About what a transaction adds to the write-ahead log."""
+LOG_BYTES = 16 << 20
 """Added to the write-ahead log before it is copied into the file, beside the writing."""
 LONGEST_LOG_BYTES = 4 * LOG_BYTES
 """A log that grows faster than it can be copied is copied by the writer, who then waits."""
@@ -44,7 +44,9 @@ CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE ledger (name TEXT PRIMARY KEY, count INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE tickets (
     ticket_id INTEGER PRIMARY KEY, position INTEGER NOT NULL UNIQUE, version INTEGER NOT NULL, bound INTEGER NOT NULL);
-CREATE TABLE groups (ticket_id INTEGER PRIMARY KEY, checksum BLOB NOT NULL, payload BLOB NOT NULL);
+CREATE TABLE groups (
+    ticket_id INTEGER PRIMARY KEY, segment INTEGER NOT NULL, offset INTEGER NOT NULL, length INTEGER NOT NULL,
+    checksum BLOB NOT NULL);
 CREATE TABLE consumption (
     position INTEGER PRIMARY KEY, ticket_id INTEGER NOT NULL UNIQUE, version INTEGER NOT NULL,
     bound INTEGER NOT NULL, step INTEGER NOT NULL);
@@ -91,8 +93,13 @@ class Journal:
     def __init__(self, path: Path | None, durability: Durability = "process"):
         self.path = path
         self._mark = CommitMark(path) if path else None
-        self._copier = LogCopier(path) if path else None
+        self._copier = LogCopier(path, before=lambda: self._segments.sync()) if path else None
         self._uncopied_bytes = 0
+        self._syncs_groups = durability == "power"
+        self._arrived: list[tuple[int, Sequence[bytes | memoryview]]] = []
+        """Groups of this transaction, in pieces."""
+        self._forgotten: list[Place] = []
+        """By this transaction."""
         try:
             with self._telling("opening"):
                 begun = self._check()
@@ -109,7 +116,12 @@ class Journal:
                     self._db.executescript(f"BEGIN; {_TABLES} {empty} PRAGMA user_version = {SCHEMA}; COMMIT;")
                 self._commits, digest = self._db.execute("SELECT commits, digest FROM seal").fetchone()
                 self._digest = ContentDigest(int.from_bytes(digest, "little"))
-                self.payload_bytes = self._scalar("SELECT COALESCE(SUM(LENGTH(payload)), 0) FROM groups")
+                self._segments = Segments(
+                    path, (Place(*row) for row in self._db.execute(f"SELECT {PLACE} FROM groups"))
+                )
+            if self._segments.obsolete:
+                self.flush()  # a process that was killed left them: the transaction that forgot them must stay
+                self._delete_obsolete()
         except BaseException:
             if self._mark:
                 self._mark.close()
@@ -127,22 +139,45 @@ class Journal:
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield
+                places = self._write_groups() if self._arrived else []
                 self._db.execute(
                     "UPDATE seal SET commits = ?, digest = ?", (self._commits + 1, self._digest.to_bytes())
                 )
                 self._db.execute("COMMIT")
             except BaseException:
                 self._digest.value = before
+                self._arrived, self._forgotten = [], []
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
+                self._segments.cut()
                 raise
         self._commits += 1
         if self._mark:
             self._mark.write(self._commits)
-        self._uncopied_bytes += SMALL_PAGES * PAGE_BYTES
-        if self._copier is not None and self._uncopied_bytes >= LOG_BYTES:
-            self._uncopied_bytes = 0
-            self._copier.copy_soon()
+        self._segments.settle(places, self._forgotten)
+        self._arrived, self._forgotten = [], []
+        self._copy_log()
+
+    def _write_groups(self) -> list[Place]:
+        """The bytes first, then the rows that name them."""
+        places = self._segments.append([pieces for _, pieces in self._arrived])
+        if self._syncs_groups:
+            self._segments.sync()
+        crash_point("journal.segment_written")
+        rows = [(ticket_id, *place) for (ticket_id, _), place in zip(self._arrived, places, strict=True)]
+        self._db.executemany("INSERT INTO groups VALUES (?, ?, ?, ?, ?)", rows)
+        self._digest.add("groups", rows)
+        return places
+
+    def _copy_log(self) -> None:
+        """Now and then, and where files wait to be deleted."""
+        self._uncopied_bytes += TRANSACTION_PAGES * PAGE_BYTES
+        obsolete = self._segments.obsolete
+        if self._copier is None or not (obsolete or self._uncopied_bytes >= LOG_BYTES):
+            return
+        self._uncopied_bytes = 0
+        self._segments.obsolete = []
+        self._copier.copy_soon(then_delete=obsolete)
 
     def count(self, **deltas: int) -> None:
         """Add to ledger counters."""
@@ -159,18 +194,14 @@ class Journal:
         rows = _ticket_rows(slots)
         self._db.executemany("INSERT INTO tickets VALUES (?, ?, ?, ?)", rows)
         self._digest.add("tickets", rows)
-        for slot in slots:
-            if self._db.execute("DELETE FROM again WHERE position = ?", (slot.position,)).rowcount:
-                self._digest.remove("again", [(slot.position,)])
+        if self._scalar("SELECT EXISTS (SELECT 1 FROM again)"):  # seldom
+            for slot in slots:
+                if self._db.execute("DELETE FROM again WHERE position = ?", (slot.position,)).rowcount:
+                    self._digest.remove("again", [(slot.position,)])
 
     def add_group(self, ticket_id: int, frames: Sequence[Frame]) -> None:
-        """`frames`: a verified group as it travelled."""
-        payload = pack_frames(frames)
-        checksum = xxhash.xxh3_64_digest(payload)
-        self._db.execute("INSERT INTO groups VALUES (?, ?, ?)", (ticket_id, checksum, payload))
-        self._digest.add("groups", [(ticket_id, checksum)])
-        self.payload_bytes += len(payload)
-        self._uncopied_bytes += len(payload)
+        """`frames`: a verified group as it travelled. All groups of a transaction are written at its end."""
+        self._arrived.append((ticket_id, pack_frames(frames)))
 
     def drop_tickets(self, slots: Sequence[TicketSlot]) -> None:
         """Their groups are not wanted; their positions will be issued again."""
@@ -199,19 +230,29 @@ class Journal:
                 [(step,)],
             )
 
+    def sync_groups(self) -> None:
+        """Their bytes to the disk. May run beside all other methods: there may be much to write."""
+        with self._telling("flushing"):
+            self._segments.sync()
+
     def flush(self) -> None:
-        """Copy the write-ahead log into the file, and both to the disk."""
+        """Copy the write-ahead log into the file, and it and the groups to the disk."""
         with self._telling("flushing"), self._copier.paused() if self._copier is not None else nullcontext():
+            self._segments.sync()
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def _delete_obsolete(self) -> None:
+        for path in self._segments.obsolete:
+            path.unlink(missing_ok=True)
+        self._segments.obsolete = []
 
     def _remove_payloads(self, where: str, parameters: Iterable[tuple[int]]) -> None:
         for values in parameters:
             removed = self._db.execute(
-                f"SELECT ticket_id, checksum, LENGTH(payload) FROM groups WHERE {where}", values
+                f"DELETE FROM groups WHERE {where} RETURNING ticket_id, {PLACE}", values
             ).fetchall()
-            self._db.execute(f"DELETE FROM groups WHERE {where}", values)
-            self.payload_bytes -= sum(row[2] for row in removed)
-            self._digest.remove("groups", [row[:2] for row in removed])
+            self._forgotten += [Place(*row[1:]) for row in removed]
+            self._digest.remove("groups", removed)
 
     # --- reading ------------------------------------------------------------------------------------
 
@@ -233,11 +274,11 @@ class Journal:
 
     def group(self, ticket_id: int) -> Group:
         with self._telling("reading"):
-            row = self._db.execute("SELECT checksum, payload FROM groups WHERE ticket_id = ?", (ticket_id,)).fetchone()
+            row = self._db.execute(f"SELECT {PLACE} FROM groups WHERE ticket_id = ?", (ticket_id,)).fetchone()
+            payload = self._segments.read(Place(*row)) if row is not None else None
         if row is None:
             raise BadStateError(f"{self._name}: the group of ticket {ticket_id} is missing. {self._way_out}")
-        checksum, payload = row
-        if xxhash.xxh3_64_digest(payload) != checksum:
+        if payload is None:
             raise BadStateError(f"{self._name}: the group of ticket {ticket_id} is damaged (checksum). {self._way_out}")
         return unpack_group(payload)
 
@@ -252,14 +293,21 @@ class Journal:
             self._digest.add("meta", list(values.items()))
 
     @property
+    def payload_bytes(self) -> int:
+        """Of the groups that are kept."""
+        return self._segments.live_bytes
+
+    @property
     def file_bytes(self) -> int:
-        """Of the file and its write-ahead log."""
-        return sum(file.stat().st_size for file in self._files if file.exists())
+        """Of the file, its write-ahead log and the files of groups."""
+        return sum(file.stat().st_size for file in self._files if file.exists()) + self._segments.file_bytes
 
     def close(self) -> None:
         if self._copier is not None:
-            self._copier.close()
-        self._db.close()
+            self._segments.obsolete += self._copier.close()
+        self._db.close()  # which copies what is left of the log
+        self._segments.close()
+        self._delete_obsolete()
         if self._mark:
             self._mark.close()
 
@@ -277,7 +325,7 @@ class Journal:
     def _telling(self, doing: str) -> Iterator[None]:
         try:
             yield
-        except sqlite3.Error as problem:
+        except (sqlite3.Error, UnicodeDecodeError) as problem:  # the latter: SQLite quotes a damaged text
             code = getattr(problem, "sqlite_errorcode", 0)
             if code & 0xFF == sqlite3.SQLITE_FULL:
                 raise BadStateError(f"{doing} {self._name}: {problem}. Nothing is lost") from problem
@@ -285,6 +333,9 @@ class Journal:
             if code == sqlite3.SQLITE_IOERR_WRITE and self.path and (full := find_no_room(self._files)):
                 raise BadStateError(f"{doing} {self._name}: {full.strerror}. Nothing is lost") from full
             raise BadStateError(f"{doing} {self._name}: {problem}. {self._way_out}") from problem
+        except OSError as problem:  # of the groups' files
+            after = "Nothing is lost" if is_disk_full(problem) else self._way_out
+            raise BadStateError(f"{doing} {self._name}: {problem.strerror}. {after}") from problem
 
     @property
     def _files(self) -> tuple[Path, ...]:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from contextlib import closing
 from pathlib import Path
 from urllib.parse import quote
 
-import xxhash
-
 from learner.journal_seal import CommitMark, ContentDigest
+from learner.segments import PLACE, Place, read_place, segment_path
 
-SCHEMA = 2
+SCHEMA = 3
 """Kept as SQLite's user_version. Raised by changes that make older journals unreadable."""
 _SMALLEST_BYTES = 512
 """Of any SQLite database."""
+_WAL_MODE_AT, _WAL_MODE = 18, b"\x02\x02"
+"""Versions for writing and reading in the file's header. SQLite silently only reads what needs a newer one to write."""
 
 
 def is_begun(path: Path, mark: CommitMark) -> bool:
@@ -30,6 +32,10 @@ def find_damage(path: Path, mark: CommitMark) -> str | None:
     marked = mark.read()  # before the rows: a learner that lives would write it after them
     if (size := path.stat().st_size) < _SMALLEST_BYTES:
         return f"has only {size} bytes"  # and SQLite would remove the write-ahead log of a file that it finds empty
+    if (mode := _read_bytes(path, _WAL_MODE_AT, 2)) != _WAL_MODE:
+        return (
+            f"is damaged: its header asks for file format {tuple(mode)}, and has been written with {tuple(_WAL_MODE)}"
+        )
     with closing(_read_only(path)) as db:
         db.execute("PRAGMA cell_size_check = ON")
         db.execute("BEGIN")  # one state of the file for all that follows
@@ -38,6 +44,7 @@ def find_damage(path: Path, mark: CommitMark) -> str | None:
             or _page_problem(db)
             or _commit_problem(db, marked, mark.path)
             or _row_problem(db)
+            or _payload_problem(db, path)
             or _account_problem(db)
         )
 
@@ -49,6 +56,12 @@ def scalar(db: sqlite3.Connection, query: str, values: tuple[int | str, ...] = (
 def _read_only(path: Path) -> sqlite3.Connection:
     """It reads the write-ahead log, and does not move it into the file on closing."""
     return sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, isolation_level=None)
+
+
+def _read_bytes(path: Path, offset: int, count: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(offset)
+        return file.read(count)
 
 
 def _schema_problem(db: sqlite3.Connection) -> str | None:
@@ -73,12 +86,29 @@ def _commit_problem(db: sqlite3.Connection, marked: int, mark: Path) -> str | No
 
 
 def _row_problem(db: sqlite3.Connection) -> str | None:
-    for ticket_id, checksum, payload in db.execute("SELECT ticket_id, checksum, payload FROM groups"):
-        if xxhash.xxh3_64_digest(payload) != checksum:
-            return f"is damaged: the group of ticket {ticket_id} does not have its checksum"
     sealed = db.execute("SELECT digest FROM seal").fetchone()[0]
     if ContentDigest.of(db).to_bytes() != sealed:
         return "is damaged: its rows are not those that were written (digest)"
+    return None
+
+
+def _payload_problem(db: sqlite3.Connection, path: Path) -> str | None:
+    for (number,) in db.execute("SELECT DISTINCT segment FROM groups").fetchall():
+        file = segment_path(path, number)
+        try:
+            fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return f"is damaged: {file} with its groups is missing"
+        try:
+            for ticket_id, *place in db.execute(f"SELECT ticket_id, {PLACE} FROM groups WHERE segment = ?", (number,)):
+                if read_place(fd, Place(*place)) is None:
+                    return (
+                        f"is damaged: the group of ticket {ticket_id} in {file} does not have its checksum. If the "
+                        "machine lost power under trainer.durability=process, the groups that were acknowledged last "
+                        f"are missing; to accept their loss, remove {path}-wal and {path}.commits"
+                    )
+        finally:
+            os.close(fd)
     return None
 
 

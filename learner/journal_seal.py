@@ -20,7 +20,7 @@ _SEALED = {
     "meta": "SELECT key, value FROM meta",
     "ledger": "SELECT name, count FROM ledger WHERE count != 0",
     "tickets": "SELECT ticket_id, position, version, bound FROM tickets",
-    "groups": "SELECT ticket_id, checksum FROM groups",
+    "groups": "SELECT ticket_id, segment, offset, length, checksum FROM groups",
     "consumption": "SELECT position, ticket_id, version, bound, step FROM consumption",
     "again": "SELECT position FROM again",
 }

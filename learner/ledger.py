@@ -271,7 +271,7 @@ class TicketLedger:
     def ready(self) -> bool:
         """Can a step be made now?"""
         with self.changed:
-            return len(self._buffer) >= self._per_step and not self._late()
+            return len(self._buffer) >= self._per_step and not self._late(self._earliest())
 
     def _earliest(self) -> list[int]:
         """Ids of the groups that the next step takes, by deadline, then by age."""
@@ -282,15 +282,17 @@ class TicketLedger:
         """What the next step waits for: ticket id, server that holds it, seconds since it was issued."""
         with self.changed:
             now = time.monotonic()
-            ids = self._late() or sorted(i for i, entry in self._out.items() if entry.prepared.is_training)
+            ids = self._late(self._earliest()) or sorted(
+                i for i, entry in self._out.items() if entry.prepared.is_training
+            )
             return [(i, self._out[i].server_id, now - self._out[i].issued_at) for i in ids]
 
-    def _late(self) -> list[int]:
+    def _late(self, earliest: list[int]) -> list[int]:
         """Tickets out that must come before a step, lest more be due later than later steps can take (`wait`)."""
         if self._on_stale != "wait":
             return []
         out = {i: entry.deadline for i, entry in self._out.items() if entry.prepared.is_training}
-        taken = set(self._earliest())
+        taken = set(earliest)
         left = [item.deadline for i, item in self._buffer.items() if i not in taken]
         crowded = crowded_deadline([*out.values(), *left], self._version, self._per_step)
         return [] if crowded is None else sorted(i for i, deadline in out.items() if deadline <= crowded)
@@ -314,8 +316,10 @@ class TicketLedger:
     def take(self) -> list[ReceivedGroup]:
         """`prompts_per_step` groups in ticket order, those with stale tokens masked; they count as trained."""
         with self.changed:
-            assert self.ready(), "take() before ready()"
-            ids = sorted(self._earliest())
+            earliest = self._earliest()
+            assert len(earliest) == self._per_step, "take() before ready()"
+            assert not self._late(earliest), "take() before ready()"
+            ids = sorted(earliest)
             sampled = [self._buffer[i] for i in ids]
             taken = [within_bound(item, self._version, self._on_stale) for item in sampled]
             with self.journal.transaction():
@@ -371,6 +375,7 @@ class TicketLedger:
         ]
 
     def flush_journal(self) -> None:
+        self.journal.sync_groups()  # most of it without the lock: groups go on arriving
         with self.changed:
             self.journal.flush()
 

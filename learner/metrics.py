@@ -80,7 +80,7 @@ METRICS = (
     _gauge("mean_length", "tokens", "Mean trajectory length of groups by state.", "equal", "state"),
     _gauge("staleness_bound", "versions", "Bound that tickets are issued under.", "constant, or moving slowly"),
     _gauge("length_bias", "ratio", "Mean trained length over that of all trained or dropped, minus 1.", "near 0"),
-    _gauge("journal_bytes", "bytes", "Size of the journal and its write-ahead log.", "bounded"),
+    _gauge("journal_bytes", "bytes", "Size of the journal, its write-ahead log and its groups.", "bounded"),
     _gauge("ledger_residual_groups", "groups", "Issued groups that are in no state.", "0, always"),
     _gauge("parity_max", "nats", "Largest |log-prob of learner - engine| as a server joined.", "below 0.001", "server"),
     _gauge("parity_mean", "nats", "Mean of the same.", "below 0.0001, or 0.03 in bfloat16", "server"),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
 import zmq
 
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.schema import BYTES_PER_TOKEN, RunConfig
 from asyncrl.errors import UserError
 from protocol.codec import MIB, Limits
 from protocol.curve import KeyFileError, read_learner_keys
@@ -17,11 +17,13 @@ from protocol.endpoints import BindError
 from protocol.gate import Gate
 from protocol.messages import ChunkRequest, ControlFromServer
 from protocol.peers import PeerLimits
-from protocol.socket_options import CHUNK_QUEUES
+from protocol.socket_options import CHUNK_QUEUES, CONTROL_QUEUES
 from protocol.sockets import LearnerSocket
 
 CHUNK_LIMITS = PeerLimits(messages=100_000)
 """10 GB/s of chunks of 1 MiB are legitimate."""
+_PROMPT_ID_BYTES, _IMAGE_GRID_BYTES, _LENGTH_BYTES = 4, 12, 4
+"""An image has a placeholder in its prompt at least."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,10 @@ class LearnerPorts:
     """None without keys."""
 
     def take_rejections(self) -> Counter[str]:
-        """Connections that did not get in since the last call, by kind."""
-        return self.gate.take_rejections() if self.gate else Counter()
+        """Connections that did not get in, or were ended, since the last call, by kind."""
+        taken = self.gate.take_rejections() if self.gate else Counter()
+        ended = self.control.take_ended() + self.weights.take_ended()
+        return taken + Counter(unfinished_message=ended)
 
     def close(self) -> None:
         if self.gate is not None:
@@ -51,14 +55,11 @@ def open_ports(config: RunConfig, context: zmq.Context) -> LearnerPorts:
     try:
         keys = read_learner_keys(Path(network.keys_dir)) if network.keys_dir else None
         gate = Gate(context, keys) if keys else None
-        for endpoint, expected, setting, options in (
-            (config.control_endpoint, get_args(ControlFromServer), "control_port", {}),
-            (
-                config.weights_endpoint,
-                (ChunkRequest,),
-                "weights_port",
-                {"queues": CHUNK_QUEUES, "peer_limits": CHUNK_LIMITS},
-            ),
+        control = (config.control_endpoint, get_args(ControlFromServer), "control_port")
+        weights = (config.weights_endpoint, (ChunkRequest,), "weights_port")
+        for (endpoint, expected, setting), array_bytes, queues, peer_limits in (
+            (control, _largest_group_bytes(config), CONTROL_QUEUES, PeerLimits()),
+            (weights, 0, CHUNK_QUEUES, CHUNK_LIMITS),
         ):
             opened.append(
                 LearnerSocket(
@@ -66,11 +67,13 @@ def open_ports(config: RunConfig, context: zmq.Context) -> LearnerPorts:
                     expected,
                     limits,
                     setting=f"network.{setting}",
+                    inbound=_inbound(limits, array_bytes),
                     insecure=network.insecure,
                     keys=keys,
                     gate=gate,
+                    queues=queues,
+                    peer_limits=peer_limits,
                     context=context,
-                    **options,
                 )
             )
     except (BindError, KeyFileError) as error:
@@ -81,5 +84,17 @@ def open_ports(config: RunConfig, context: zmq.Context) -> LearnerPorts:
         raise UserError(str(error)) from error
     if gate is not None:
         gate.start()
-    control, weights = opened
-    return LearnerPorts(control, weights, gate)
+    control_socket, weights_socket = opened
+    return LearnerPorts(control_socket, weights_socket, gate)
+
+
+def _inbound(limits: Limits, array_bytes: int) -> Limits:
+    """Of messages with so much data at most. What no good server sends need not fit into memory."""
+    return replace(limits, max_message_bytes=min(limits.max_message_bytes, limits.max_header_bytes + array_bytes))
+
+
+def _largest_group_bytes(config: RunConfig) -> int:
+    """Of the arrays of a group that fits its ticket, see `verification`."""
+    group_size = max(config.batch.group_size, config.evaluation.group_size)
+    prompt_bytes = config.data.max_prompt_length * (_PROMPT_ID_BYTES + _IMAGE_GRID_BYTES)
+    return prompt_bytes + group_size * (_LENGTH_BYTES + config.data.max_response_length * BYTES_PER_TOKEN)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from asyncrl.errors import UserError
 from protocol.codec import MIB, Limits, encode
 from protocol.errors import ProtocolError
-from protocol.messages import Ticket, Tickets
+from protocol.messages import Ticket
 
 if TYPE_CHECKING:
     from learner.tickets import PreparedTicket
@@ -21,7 +21,7 @@ _BLOB_ENTRY_BYTES = 128
 
 def header_bytes(ticket: Ticket, num_blobs: int) -> int:
     """At most this much of a message's header is the ticket's. Raises ProtocolError for what cannot travel."""
-    return len(encode(Tickets(tickets=(ticket,)))[0]) + num_blobs * _BLOB_ENTRY_BYTES
+    return len(encode(ticket)[0]) + num_blobs * _BLOB_ENTRY_BYTES
 
 
 def first_that_fit(tickets: Sequence[PreparedTicket], limits: Limits) -> Sequence[PreparedTicket]:

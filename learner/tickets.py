@@ -60,7 +60,7 @@ class ReceivedGroup:
         versions = self.group.versions
         return int(versions.min()) if versions.size else self.slot.version
 
-    @property
+    @cached_property
     def deadline(self) -> int:
         """Last policy version at whose step all its tokens are within the bound."""
         return self.oldest_version + self.slot.bound

@@ -69,7 +69,8 @@ def decode(frames: Sequence[Frame], expected: Expected, limits: Limits) -> Messa
 
     Arrays and blobs are read-only views of the frames. Raises ProtocolError and nothing else.
     """
-    header = read_header(frames, limits)
+    views = [_view(frame) for frame in frames]
+    header = read_header(views, limits)
     name = header.get("type")
     if not isinstance(name, str):
         raise ProtocolError(ErrorCode.MALFORMED, "the header has no `type`")
@@ -80,7 +81,7 @@ def decode(frames: Sequence[Frame], expected: Expected, limits: Limits) -> Messa
             raise ProtocolError(ErrorCode.UNKNOWN_TYPE, f"unknown message type {name[:100]!r}")
         accepted = ", ".join(sorted(models_by_type(expected)))
         raise ProtocolError(ErrorCode.WRONG_DIRECTION, f"`{name}` is not for this endpoint, which receives {accepted}")
-    source = FrameSource([_view(frame) for frame in frames])
+    source = FrameSource(views)
     try:
         message = model.model_validate(header, context=source)
     except ValidationError as problem:
@@ -150,8 +151,7 @@ def _size(frame: Frame) -> int:
 
 
 def _view(frame: Frame) -> memoryview:
-    view = memoryview(frame) if isinstance(frame, bytes | memoryview) else frame.buffer
-    return view.toreadonly()
+    return (frame.buffer if isinstance(frame, zmq.Frame) else memoryview(frame)).toreadonly()
 
 
 def _refuse_extension(code: int, _data: bytes) -> Any:

@@ -13,6 +13,7 @@ CRASH_POINTS = (
     "tickets.journaled",
     "tickets.sent",
     "group.verified",
+    "journal.segment_written",
     "group.journaled",
     "group.acknowledged",
     "step.consumed",

@@ -7,7 +7,6 @@ connection whether its public key may enter; here one thread answers, and counts
 from __future__ import annotations
 
 import logging
-import struct
 import threading
 import time
 from collections import Counter
@@ -15,6 +14,7 @@ from collections import Counter
 import zmq
 
 from protocol.curve import LearnerKeys, ServerKeys
+from protocol.monitor import SocketMonitor
 
 logger = logging.getLogger(__name__)
 
@@ -26,40 +26,15 @@ LOG_EVERY_S = 60.0
 """A scanner that tries all day is counted all day and logged once a minute."""
 BAD_HANDSHAKES = 3
 """So many handshakes in a row that end without a reason are no coincidence (a learner may restart during one)."""
-_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_FAILURES = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+)
 
 
 class HandshakeRejected(ConnectionError):
     """The learner or we ourselves refuse this connection for good; the message names the keys to change."""
-
-
-class HandshakeEvents:
-    """Handshakes of one socket as (event, value) pairs. The caller may be another thread than the socket's."""
-
-    def __init__(self, sock: zmq.Socket):
-        self._sock = sock
-        address = f"inproc://handshakes-{id(self):x}"
-        sock.monitor(address, _FAILURES | zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        # A plain socket, also where `sock` belongs to asyncio: these reads never wait.
-        self.events: zmq.Socket[bytes] = zmq.Context(sock.context).socket(zmq.PAIR)
-        # libzmq's own thread would wait for room in this queue, so its room is unlimited.
-        self.events.setsockopt(zmq.RCVHWM, 0)
-        self.events.setsockopt(zmq.LINGER, 0)
-        self.events.connect(address)
-
-    def take(self) -> list[tuple[int, int]]:
-        taken = []
-        while True:
-            try:
-                event, *_ = self.events.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return taken
-            taken.append(struct.unpack("=HI", event))
-
-    def stop(self) -> None:
-        """From the socket's own thread. The events may be read and closed afterwards."""
-        if not self._sock.closed:
-            self._sock.monitor(None, 0)  # type: ignore[arg-type]  # None ends it; pyzmq's types do not say so
 
 
 class Gate(threading.Thread):
@@ -75,34 +50,35 @@ class Gate(threading.Thread):
         self._end, self._ended = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
         self._ended.bind(address)
         self._end.connect(address)
-        self._watched: list[HandshakeEvents] = []
+        self._monitors: list[SocketMonitor] = []
         self._rejected: Counter[str] = Counter()
         self._guard = threading.Lock()
         self._logged_at: dict[str, float] = {}
 
-    def watch(self, sock: zmq.Socket) -> None:
-        """Count this socket's failed handshakes, too. Before `start`."""
-        self._watched.append(HandshakeEvents(sock))
+    def watch(self, monitor: SocketMonitor) -> None:
+        """Count this socket's failed handshakes, too."""
+        self._monitors.append(monitor)
+        monitor.subscribe(self._told)
 
     def take_rejections(self) -> Counter[str]:
         """Rejected connections by kind since the last call: `rejected_key`, `failed_handshake`."""
+        for monitor in self._monitors:
+            monitor.pump()
         with self._guard:
             taken, self._rejected = self._rejected, Counter()
         return taken
 
     def close(self) -> None:
         """Before the sockets are closed, by the thread that owns them."""
-        for watched in self._watched:
-            watched.stop()
         if self.is_alive():
             self._end.send(b"")
             self.join()
-        for sock in (self._zap, self._end, self._ended, *(watched.events for watched in self._watched)):
+        for sock in (self._zap, self._end, self._ended):
             sock.close(linger=0)
 
     def run(self) -> None:
         poller = zmq.Poller()
-        for sock in (self._zap, self._ended, *(watched.events for watched in self._watched)):
+        for sock in (self._zap, self._ended):
             poller.register(sock, zmq.POLLIN)
         while True:
             ready = dict(poller.poll())
@@ -110,11 +86,11 @@ class Gate(threading.Thread):
                 return
             if self._zap in ready:
                 self._zap.send_multipart(self._answer(self._zap.recv_multipart()))
-            for watched in self._watched:
-                for event, _value in watched.take():
-                    # A rejected key is counted where it is rejected.
-                    if event in (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
-                        self._reject("failed_handshake", "a peer has no keys, or another learner's public key")
+
+    def _told(self, event: int, _value: int) -> None:
+        # A rejected key is counted where it is rejected.
+        if event in (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
+            self._reject("failed_handshake", "a peer has no keys, or another learner's public key")
 
     def _answer(self, request: list[bytes]) -> list[bytes]:
         """ZAP 1.0: version, request id, domain, address, identity, mechanism, credentials -> a status."""
@@ -144,36 +120,44 @@ class Gate(threading.Thread):
 class HandshakeWatch:
     """A server's view of its own handshakes: hopeless or not."""
 
-    def __init__(self, sock: zmq.Socket, endpoint: str, keys: ServerKeys | None):
-        self._handshakes = HandshakeEvents(sock)
+    def __init__(self, monitor: SocketMonitor, endpoint: str, keys: ServerKeys | None):
+        self._monitor = monitor
         self._endpoint = endpoint
         self._keys = keys
         self._failures_in_a_row = 0
+        self._rejection: HandshakeRejected | None = None
+        monitor.subscribe(self._told)
 
     def check(self) -> None:
         """Raises HandshakeRejected once it is clear that no handshake will succeed."""
-        for event, value in self._handshakes.take():
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._failures_in_a_row = 0
-                continue
-            self._failures_in_a_row += 1
-            if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                raise HandshakeRejected(
-                    f"the learner at {self._endpoint} does not know this server's key. Copy the server's *.public "
-                    "file into the servers folder of the learner's network.keys_dir (see: asyncrl keys)"
-                )
-            if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
-                theirs, mine = ("none", "keys") if self._keys else ("keys", "none")
-                raise HandshakeRejected(
-                    f"the learner at {self._endpoint} uses {theirs} and this server {mine}. Set network.keys_dir on "
-                    "both sides, or on neither"
-                )
+        self._monitor.pump()
+        if self._rejection is not None:
+            raise self._rejection
         if self._failures_in_a_row >= BAD_HANDSHAKES:
             raise HandshakeRejected(self._no_reason_given())
 
-    def close(self) -> None:
-        self._handshakes.stop()
-        self._handshakes.events.close(linger=0)
+    def _told(self, event: int, value: int) -> None:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._failures_in_a_row, self._rejection = 0, None
+        elif event in _FAILURES:
+            self._failures_in_a_row += 1
+            reason = self._reason(event, value)
+            if reason is not None and self._rejection is None:
+                self._rejection = HandshakeRejected(reason)
+
+    def _reason(self, event: int, value: int) -> str | None:
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            return (
+                f"the learner at {self._endpoint} does not know this server's key. Copy the server's *.public "
+                "file into the servers folder of the learner's network.keys_dir (see: asyncrl keys)"
+            )
+        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+            theirs, mine = ("none", "keys") if self._keys else ("keys", "none")
+            return (
+                f"the learner at {self._endpoint} uses {theirs} and this server {mine}. Set network.keys_dir on "
+                "both sides, or on neither"
+            )
+        return None
 
     def _no_reason_given(self) -> str:
         times = f"{self._endpoint} ended {self._failures_in_a_row} handshakes in a row"

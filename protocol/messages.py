@@ -184,7 +184,7 @@ class TrajectoryStatus(StrEnum):
 
     @property
     def is_scored(self) -> bool:
-        return self in (TrajectoryStatus.FINISHED, TrajectoryStatus.TRUNCATED)
+        return self is TrajectoryStatus.FINISHED or self is TrajectoryStatus.TRUNCATED
 
 
 class FinishReason(StrEnum):

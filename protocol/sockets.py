@@ -13,19 +13,20 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import cast
 
 import zmq
 import zmq.asyncio
 
 from protocol.codec import Expected, Frame, Limits, encode
 from protocol.curve import LearnerKeys, ServerKeys
-from protocol.endpoints import bind, check_dial
+from protocol.endpoints import bind, check_dial, split_endpoint
 from protocol.errors import ErrorCode
 from protocol.gate import Gate, HandshakeWatch
+from protocol.held import Allowance, HeldWatch
 from protocol.messages import Error, Message, Wire
+from protocol.monitor import SocketMonitor
 from protocol.peers import Muted, PeerBudget, PeerLimits
-from protocol.reception import BadMessage, WireCounters, count_sent, read_frames
+from protocol.reception import BadMessage, MessageReader, WireCounters, count_sent, read_frames
 from protocol.socket_options import (
     CONTROL_QUEUES,
     LINGER_S,
@@ -45,6 +46,10 @@ Short turns keep both sides busy: the groups of the next one arrive while those 
 TURN_DROPPED = 8
 PAUSE_S = 0.001
 """After so many messages of muted peers in a turn a short sleep lets ZeroMQ slow them down at their end."""
+
+
+WAIT_S = 0.1
+"""A socket that says nothing is looked at so often, which shows that whatever ZeroMQ holds is unfinished."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,8 @@ class LearnerSocket:
     """A bound ROUTER for one thread; register `socket` with a zmq.Poller.
 
     With `keys` it is a CURVE server whose clients are let in by `gate`, of the same context.
-    `setting` is the configuration key of the port, for error messages. Raises `endpoints.BindError`.
+    `setting` is the configuration key of the port, for error messages. `inbound` are the limits of what arrives, if
+    others than of what is sent. Raises `endpoints.BindError`.
     """
 
     def __init__(
@@ -87,6 +93,7 @@ class LearnerSocket:
         limits: Limits | None = None,
         *,
         setting: str,
+        inbound: Limits | None = None,
         insecure: bool = False,
         keys: LearnerKeys | None = None,
         gate: Gate | None = None,
@@ -98,25 +105,37 @@ class LearnerSocket:
         self.limits = limits or Limits()
         self.counters = WireCounters()
         self._expected = expected
+        self._inbound = inbound or self.limits
         self._budget = PeerBudget(peer_limits)
         self._newly_muted: deque[Muted] = deque()
         self.socket = (context or zmq.Context.instance()).socket(zmq.ROUTER)
-        configure(self.socket, self.limits, queues, linger_s)
+        configure(self.socket, self._inbound, queues, linger_s)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._monitor = SocketMonitor(self.socket)
         if keys is not None:
             assert gate is not None, "libzmq lets everybody in who knows the learner's public key if nobody is asked"
             become_curve_server(self.socket, keys)
-            gate.watch(self.socket)
+            gate.watch(self._monitor)
         try:
             self.endpoint = bind(self.socket, endpoint, setting=setting, private=insecure or keys is not None)
         except ValueError:
+            self._monitor.close()
             self.socket.close(linger=0)
             raise
+        curve = keys is not None
+        self._held = HeldWatch(
+            self._monitor,
+            Allowance.of(self._inbound, queues, curve=curve),
+            curve=curve,
+            port=split_endpoint(self.endpoint)[1],
+            bound=True,
+        )
+        self._reader = MessageReader(self.socket, self._inbound.max_frames, self._held, routed=True)
 
     def recv(self, timeout_s: float = 0.0) -> Received | BadMessage | None:
         """The next message, or None after `timeout_s`. The sender of a bad message has been told already."""
-        if timeout_s > 0 and not self.socket.poll(round(timeout_s * 1000)):
-            return None
+        if timeout_s > 0:
+            self.socket.poll(round(timeout_s * 1000))
         arrived = self._take()
         return self._read(*arrived) if arrived is not None else None
 
@@ -163,14 +182,18 @@ class LearnerSocket:
             yield self._newly_muted.popleft()
 
     def _take(self) -> tuple[bytes, list[zmq.Frame]] | None:
-        try:
-            identity, *frames = self.socket.recv_multipart(flags=zmq.NOBLOCK, copy=False)
-        except zmq.Again:
+        arrived = self._reader.take()
+        if arrived is None:
             return None
+        identity, *frames = arrived
         return identity.bytes, frames
 
+    def take_ended(self) -> int:
+        """Connections ended since the last call, because ZeroMQ held too much for them (see `held`)."""
+        return self._held.take_ended()
+
     def _read(self, sender: bytes, frames: list[zmq.Frame]) -> Received | BadMessage:
-        received = read_frames(sender, frames, self._expected, self.limits, self.counters)
+        received = read_frames(sender, frames, self._expected, self._inbound, self.counters)
         if isinstance(received, BadMessage):
             if received.answer is not None:
                 self.send(sender, received.answer)
@@ -197,6 +220,8 @@ class LearnerSocket:
         return Delivery.SENT
 
     def close(self) -> None:
+        self._held.close()
+        self._monitor.close()
         self.socket.close()
 
 
@@ -235,26 +260,33 @@ class ServerSocket:
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
         self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
-        self._handshakes = HandshakeWatch(self._socket, endpoint, keys)
+        self._monitor = SocketMonitor(self._socket)
+        self._handshakes = HandshakeWatch(self._monitor, endpoint, keys)
+        curve = keys is not None
+        self._held = HeldWatch(
+            self._monitor,
+            Allowance.of(self.limits, queues, curve=curve),
+            curve=curve,
+            port=split_endpoint(endpoint)[1],
+            bound=False,
+        )
+        # A plain socket, also where `_socket` belongs to asyncio: these reads never wait.
+        plain = zmq.Socket.shadow(self._socket.underlying)
+        self._reader = MessageReader(plain, self.limits.max_frames, self._held, routed=False)
         self._socket.connect(endpoint)
 
     async def recv(self, timeout_s: float) -> Message | BadMessage | None:
         """The next message, or None after `timeout_s`. Safe to cancel: no message is lost."""
         await asyncio.sleep(0)  # other tasks go on while messages come without a pause
-        frames = await self._take()  # before any wait, which costs more than a small message
+        deadline = time.monotonic() + timeout_s
+        frames = self._reader.take()  # before any wait, which costs more than a small message
         # Waiting and taking are separate: a cancelled wait could otherwise drop what it had just taken.
-        if frames is None and await self._socket.poll(max(0, round(timeout_s * 1000))):
-            frames = await self._take()
+        while frames is None and (left_s := deadline - time.monotonic()) > 0:
+            await self._socket.poll(round(1000 * min(left_s, WAIT_S)))
+            frames = self._reader.take()
         if frames is None:
             return None
         return read_frames(b"", frames, self._expected, self.limits, self.counters)
-
-    async def _take(self) -> list[zmq.Frame] | None:
-        """The frames of a message that is there, without waiting."""
-        try:
-            return cast(list[zmq.Frame], await self._socket.recv_multipart(flags=zmq.NOBLOCK, copy=False))
-        except zmq.Again:
-            return None
 
     async def send(self, message: Wire, timeout_s: float) -> None:
         """Raises SendTimeout if there is no connection, or the learner's queue stays full.
@@ -275,6 +307,11 @@ class ServerSocket:
             ) from problem
         count_sent(self.counters, frames)
 
+    def take_ended(self) -> int:
+        """Connections ended since the last call, because ZeroMQ held too much for them (see `held`)."""
+        return self._held.take_ended()
+
     def close(self) -> None:
-        self._handshakes.close()
+        self._held.close()
+        self._monitor.close()
         self._socket.close()

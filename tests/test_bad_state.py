@@ -225,6 +225,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a row of the journal": (_flip_consumption, "its rows are not those that were written"),
     "the write-ahead log": (_flip_log, "its write-ahead log is damaged or missing"),
     "no write-ahead log": (_remove(f"{JOURNAL_FILE}-wal"), "its write-ahead log is damaged or missing"),
+    "a group": (_flip(f"{JOURNAL_FILE}.groups-000001"), "does not have its checksum"),
+    "half the groups": (_truncate(f"{JOURNAL_FILE}.groups-000001"), "does not have its checksum"),
+    "no groups": (_remove(f"{JOURNAL_FILE}.groups-000001"), "with its groups is missing"),
     "half a journal": (_truncate(JOURNAL_FILE), "journal"),
     "half a state": (_truncate(f"{CHECKPOINT}/state.json"), f"{CHECKPOINT} cannot be used: state.json is not what"),
     "half a model": (_truncate(f"{CHECKPOINT}/model/model.safetensors"), "model/model.safetensors is not what"),
@@ -257,10 +260,11 @@ def test_a_damaged_file_is_refused_before_anything_is_loaded_and_left_as_it_is(d
 
 
 def test_the_journal_of_a_real_run_survives_no_flipped_bit_unnoticed(damaged: Path) -> None:
-    """In the database and the write-ahead log of the killed learner: refused, or read as it was."""
+    """In database, write-ahead log and groups of the killed learner: refused, or read as it was."""
     rng = random.Random(4)
     path = damaged / JOURNAL_FILE
-    files = {file: file.read_bytes() for file in (path, damaged / f"{JOURNAL_FILE}-wal")}
+    names = (JOURNAL_FILE, f"{JOURNAL_FILE}-wal", f"{JOURNAL_FILE}.groups-000001")
+    files = {damaged / name: (damaged / name).read_bytes() for name in names}
     with closing(Journal(path)) as journal:
         whole = read_all(journal)
     refused = 0
@@ -278,14 +282,14 @@ def test_the_journal_of_a_real_run_survives_no_flipped_bit_unnoticed(damaged: Pa
             continue
         with closing(journal):
             assert read_all(journal) == whole
-    assert 0 < refused < 120
+    assert 0 < refused < 180
 
 
 def read_all(journal: Journal) -> tuple[JournalState, list[TicketSlot], list[bytes]]:
     state = journal.state()
     consumed = [slot for step in range(state.last_step + 1) for slot in journal.consumed(step)]
     kept = [*journal.consumed(state.last_step), *state.buffered]
-    return state, consumed, [pack_frames(encode(journal.group(slot.ticket_id))) for slot in kept]
+    return state, consumed, [b"".join(pack_frames(encode(journal.group(slot.ticket_id)))) for slot in kept]
 
 
 def contents(run: Path) -> dict[Path, bytes]:

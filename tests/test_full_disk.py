@@ -125,7 +125,7 @@ def test_a_limit_on_file_sizes_stops_the_run_and_without_it_it_continues(
     make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
     """The journal's write-ahead log is the first file that becomes larger than the published weights."""
-    config = small(make_config, learner={"max_staleness": 1}, trainer={"max_steps": 12})
+    config = small(make_config, learner={"max_staleness": 1}, trainer={"max_steps": 24})
     limited = ["prlimit", f"--fsize={1_500_000}"]
     on_full_disk(config, tmp_path / "logs", limited)
     failure = failure_of(config.run_path)

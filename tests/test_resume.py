@@ -19,8 +19,15 @@ from learner.journal import JOURNAL_FILE
 from tests.two_processes import run_both, start, with_ports, write_config
 
 pytestmark = pytest.mark.slow
-STEPS = 5
-CRASHES = ("group.journaled:2", "step.consumed:2", "step.trained:1", "checkpoint.writing:1", "weights.publishing:60")
+STEPS = 7
+CRASHES = (
+    "group.journaled:2",
+    "journal.segment_written:2",
+    "step.consumed:2",
+    "step.trained:1",
+    "checkpoint.writing:1",
+    "weights.publishing:60",
+)
 """One after the other in one run: each learner but the last dies at such a place."""
 
 

@@ -79,7 +79,7 @@ def test_small_tickets_share_a_message_and_large_columns_do_not() -> None:
         (make(7, "x" * 9_000), "row rows:7 is too large .* 0 images, 0.0 MiB, and 0.0 MiB of text and columns"),
         (make(7, None, (70_000,)), "row rows:7 is too large .* 1 images, 0.1 MiB"),
         (make(7, None, (1,) * 12), "row rows:7 is too large .* a message takes 11 images"),
-        (make(7, {"a": object()}), "row rows:7 cannot be sent to a rollout server: Tickets holds a value"),
+        (make(7, {"a": object()}), "row rows:7 cannot be sent to a rollout server: Ticket holds a value"),
     ],
 )
 def test_a_row_that_fits_into_no_message_is_named(row: PreparedTicket, says: str) -> None:

@@ -34,8 +34,8 @@ _LONGEST_REASON = 1500
 """Characters; four bytes each and everything else fit into what is reserved."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """No room on the disk, in the quota, and under the process's limit on file sizes."""
-_FULL_TEXTS = (*(os.strerror(number) for number in _FULL), "PytorchStreamWriter failed writing")
-"""How libraries that write files without Python's help (safetensors, torch) say it."""
+_FULL_TEXTS = (*(os.strerror(number) for number in _FULL), "PytorchStreamWriter failed writing", "unexpected pos")
+"""How libraries that write files without Python's help (safetensors, torch) say it; the last of torch's last write."""
 
 
 @dataclass(frozen=True)

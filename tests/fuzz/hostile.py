@@ -1,7 +1,8 @@
 """Servers that mean harm: `python -m tests.fuzz.hostile CONTROL WEIGHTS MESSAGES SEED [KEYS]`.
 
 Most connections send fewer bad messages than a peer's budget and go, so that each is decoded; some flood and are
-muted; some say hello and never read. Each polite one ends with a probe whose answer proves that the learner is alive.
+muted; some say hello and never read; some send messages without an end. Each
+polite one ends with a probe whose answer proves that the learner is alive.
 Prints counts as one JSON object.
 """
 
@@ -38,6 +39,7 @@ from protocol.messages import TicketFailed as Failed
 from protocol.socket_options import become_curve_client
 from tests.fuzz import content
 from tests.fuzz.mutations import Frames, frames_of, mutate, wrong_groups
+from tests.fuzz.raw_peer import FLOODS, RawPeer, frame_head
 
 PER_CONNECTION = 12
 """Below the 16 bad messages that mute a peer."""
@@ -45,6 +47,9 @@ PROBE_S = 20.0
 FLOOD = 2000
 FLOODED = "more, from peers over their budget"
 NEVER_ISSUED = 10**9
+HALF_FRAME = 1 << 20
+MOST_OPEN = 20
+"""Of these connections; older ones are closed."""
 
 
 class Hostile:
@@ -63,10 +68,18 @@ class Hostile:
         self.sent: Counter[str] = Counter()
         self.probe_s: list[float] = []
         self.stalled = 0
+        self._open: list[RawPeer] = []
+        self.not_ended = 0
+        """Messages without an end that nobody stopped."""
 
     def run(self) -> None:
+        for name in FLOODS:
+            self._without_end(name)
         while self._left > 0:
             draw = self._rng.random()
+            if draw > 0.997:
+                self._without_end(self._rng.choice(list(FLOODS)))
+                self._half_a_frame()
             if draw < 0.03:
                 self._raw_bytes()
             elif draw < 0.032:
@@ -79,6 +92,8 @@ class Hostile:
                 self._polite("control", welcomed=draw > 0.35)
         for sock in self._kept:
             sock.close(linger=0)
+        for peer in self._open:
+            peer.close()
         self._context.term()
 
     # --- kinds of connections -------------------------------------------------------------------
@@ -156,6 +171,30 @@ class Hostile:
             stranger.sendall(bytes(greeting) + tail)
         self.sent["bytes that are not ZeroMQ's"] += 1
         self._left -= 1
+
+    def _without_end(self, name: str) -> None:
+        """The learner must hang up; otherwise the connection stays, and what it has sent in the learner's memory.
+
+        With keys these bytes cannot be made by hand, and strangers get no further than the handshake.
+        """
+        if self._keys is not None:
+            return
+        data, most = FLOODS[name]
+        peer = RawPeer.dial(self._endpoints[self._rng.choice(("control", "weights"))])
+        peer.send_until_ended(data, most)
+        self.not_ended += not peer.is_ended_soon()
+        self.sent[f"messages without an end, {name}"] += 1
+        self._open.append(peer)
+
+    def _half_a_frame(self) -> None:
+        """Nothing is wrong with it so far, and so it may stay."""
+        if self._keys is not None:
+            return
+        peer = RawPeer.dial(self._endpoints["control"])
+        peer.send(frame_head(HALF_FRAME, more=self._rng.random() < 0.5) + bytes(HALF_FRAME // 2))
+        self.sent["half a frame, and no more"] += 1
+        self._open.append(peer)
+        del self._open[:-MOST_OPEN]
 
     # --- pieces -----------------------------------------------------------------------------------
 
@@ -247,6 +286,7 @@ def main(control: str, weights: str, messages: str, seed: str, keys: str | None 
     report = {
         "sent": dict(hostile.sent),
         "stalled": hostile.stalled,
+        "not_ended": hostile.not_ended,
         "answers": dict(hostile.answers),
         "seconds": time.monotonic() - started,
         "slowest_probe_s": max(hostile.probe_s, default=0.0),

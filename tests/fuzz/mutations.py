@@ -42,10 +42,12 @@ def frames_of(message: Wire) -> Frames:
 
 
 def mutate(rng: random.Random, frames: Frames) -> Frames:
-    """One to three kinds of damage, never none."""
-    for _ in range(rng.choice((1, 1, 1, 2, 3))):
-        frames = rng.choice(MUTATIONS)(rng, list(frames))
-    return frames
+    """One to three kinds of damage; what comes out differs from `frames`."""
+    damaged = frames
+    while damaged in (frames, []):
+        for _ in range(rng.choice((1, 1, 1, 2, 3))):
+            damaged = rng.choice(MUTATIONS)(rng, list(damaged))
+    return damaged
 
 
 def flip_header(rng: random.Random, frames: Frames) -> Frames:

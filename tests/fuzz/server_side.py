@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import random
+import socket
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -22,6 +24,7 @@ from protocol.messages import (
     Ack,
     Chunk,
     ChunkRequest,
+    ControlFromLearner,
     Error,
     Goodbye,
     LearnerHeartbeat,
@@ -39,12 +42,14 @@ from protocol.transfer import fetch
 from rollout_server.link import LearnerLink
 from tests.fuzz import content
 from tests.fuzz.mutations import frames_of, mutate
+from tests.fuzz.raw_peer import FLOODS, RawPeer
 from tests.fuzz.rig import small_config
 
 BATCH = 20
 HEARD_S = 20.0
 TRANSFER_BYTES = 64 * 1024
 CHUNK_BYTES = 4096
+LIMIT_BYTES = 1 << 20
 
 
 @dataclass
@@ -63,6 +68,7 @@ async def fuzz_server_side(messages: int, seed: int, *, slack_mib: float = 48.0)
     result.rss_mib.append(_rss_mib())
     await _fuzz_link(messages - 2 * (messages // 10), rng, result)
     await _fuzz_transfer(messages // 10, rng, result)
+    await _fuzz_without_end(result)
     result.rss_mib.append(_rss_mib())
     if result.rss_mib[1] - result.rss_mib[0] > slack_mib:
         result.problems.append(f"the server's memory grew from {result.rss_mib[0]:.0f} to {result.rss_mib[1]:.0f} MiB")
@@ -72,6 +78,7 @@ async def fuzz_server_side(messages: int, seed: int, *, slack_mib: float = 48.0)
 
 def _rss_mib() -> float:
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what the allocator keeps for later is no leak
     return psutil.Process().memory_info().rss / 2**20
 
 
@@ -95,10 +102,11 @@ async def _fuzz_link(messages: int, rng: random.Random, result: ServerSideResult
     try:
         while messages > 0:
             number += 1
-            for _ in range(min(BATCH, messages)):
-                router.send_multipart([identity, *(mutate(rng, frames_of(_template(rng))) or [b""])])
-            messages -= BATCH
-            result.counts["messages to the link"] += BATCH
+            batch = min(BATCH, messages)
+            for _ in range(batch):
+                router.send_multipart([identity, *mutate(rng, frames_of(_template(rng)))])
+            messages -= batch
+            result.counts["messages to the link"] += batch
             router.send_multipart([identity, *frames_of(Tickets(tickets=(content.ticket(10**6 + number, 0),)))])
             if not await _delivered(link, 10**6 + number, result):
                 link.close()  # a refusal that is a valid one ends a server, and rightly so
@@ -218,7 +226,7 @@ async def _fuzz_transfer(messages: int, rng: random.Random, result: ServerSideRe
                 fetch(socket, manifest, target, timeout_s=5.0, chunk_bytes=CHUNK_BYTES, retry_s=0.02)
             )
             while not transfer.done():
-                sent += _answer_hostilely(router, weights, rng)
+                sent += _answer_hostilely(router, weights, rng, result)
                 await asyncio.sleep(0.0005)
             try:
                 transfer.result()
@@ -227,21 +235,50 @@ async def _fuzz_transfer(messages: int, rng: random.Random, result: ServerSideRe
                     result.problems.append(f"transfer {version} delivered wrong bytes")
             except (ProtocolError, TimeoutError) as refused:
                 result.counts[f"transfers refused ({getattr(refused, 'code', 'timeout')})"] += 1
-        result.counts["chunks to the transfer"] += sent
+        result.counts["damaged chunks to the transfer"] += sent
     finally:
         socket.close()
         router.close()
 
 
-def _answer_hostilely(router: zmq.Socket[bytes], weights: bytes, rng: random.Random) -> int:
-    sent = 0
+def _answer_hostilely(router: zmq.Socket[bytes], weights: bytes, rng: random.Random, result: ServerSideResult) -> int:
+    """Damages most chunks, and lets some through so that a transfer can end. Returns the number of the former."""
+    damaged = 0
     while router.poll(0):
         identity, *frames = router.recv_multipart()
         request = decode(frames, (ChunkRequest,), Limits())
         assert isinstance(request, ChunkRequest)
         data = weights[request.offset : request.offset + request.nbytes]
         answer = frames_of(Chunk(version=request.version, offset=request.offset, data=memoryview(data)))
-        damaged = rng.random() < 0.7
-        router.send_multipart([identity, *((mutate(rng, answer) if damaged else answer) or [b""])])
-        sent += 1
-    return sent
+        if rng.random() < 0.7:
+            answer = mutate(rng, answer)
+            damaged += 1
+        else:
+            result.counts["chunks left whole"] += 1
+        router.send_multipart([identity, *answer])
+    return damaged
+
+
+# --- messages without an end -----------------------------------------------------------------------
+
+
+async def _fuzz_without_end(result: ServerSideResult) -> None:
+    """The server must hang up before it holds much more than a message of the limit."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        sock = ServerSocket(endpoint, ControlFromLearner, Limits(max_message_bytes=LIMIT_BYTES), linger_s=0)
+        for name, (data, most) in FLOODS.items():
+            hostile = asyncio.create_task(asyncio.to_thread(_send_without_end, listener, data, most))
+            while not hostile.done():
+                await sock.recv(0.05)
+            result.counts[f"messages without an end ({name})"] += 1
+            if not hostile.result():
+                result.problems.append(f"a server holds {most:,} bytes of a message without an end ({name})")
+        sock.close()
+
+
+def _send_without_end(listener: socket.socket, data: bytes, most: int) -> bool:
+    """Did the server hang up?"""
+    with listener.accept()[0] as connection:
+        peer = RawPeer(connection, b"ROUTER")
+        return peer.send_until_ended(data, most) < most or peer.is_ended_soon()
