@@ -160,10 +160,14 @@ class HandshakeWatch:
         return None
 
     def _no_reason_given(self) -> str:
+        """Who closes first, takes what he said with him: on a busy machine a mismatch can look like nothing."""
         times = f"{self._endpoint} ended {self._failures_in_a_row} handshakes in a row"
         if self._keys is None:
-            return f"{times}: something else than a learner listens there. Check network.host and the ports"
+            return (
+                f"{times}: something else than a learner listens there (check network.host and the ports), or the "
+                "learner there uses keys (set network.keys_dir here, too)"
+            )
         return (
-            f"{times}: {self._keys.folder / 'learner.public'} is not the key of the learner there (or something "
-            "else listens). Copy learner.public from the learner's network.keys_dir again"
+            f"{times}: {self._keys.folder / 'learner.public'} is not the key of the learner there (copy it from the "
+            "learner's network.keys_dir again), or that learner uses no keys, or something else listens"
         )

@@ -60,9 +60,11 @@ class Allowance:
 
 def wire_bytes(frames: Sequence[zmq.Frame], *, curve: bool) -> int:
     """What these frames were on the wire; a peer that frames them less densely is counted as holding more."""
-    extra = _CURVE_BYTES if curve else 0
-    sizes = [len(frame) + extra for frame in frames]
-    return sum(sizes) + sum(_SHORT_FRAME_BYTES if size <= _SHORT else _FRAME_BYTES for size in sizes)
+    around, total = _CURVE_BYTES if curve else 0, 0
+    for frame in frames:
+        size = len(frame) + around
+        total += size + (_SHORT_FRAME_BYTES if size <= _SHORT else _FRAME_BYTES)
+    return total
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,8 @@ class _Connection:
 class HeldWatch(threading.Thread):
     """Looks at the connections of one socket, and ends those beyond their `Allowance`.
 
-    A thread of its own, since whoever reads the socket may be at work for a while. `port` is the local port of a bound
-    socket, or the remote one of a connected socket. Where the kernel does not count (not Linux) nothing is bounded,
+    A thread of its own, since whoever reads the socket may be at work for a while. `port` is the local one of a `bound`
+    socket, and the remote one of a connected socket. Where the kernel does not count (not Linux) nothing is bounded,
     and a warning says so.
     """
 

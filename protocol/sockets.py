@@ -300,12 +300,16 @@ class ServerSocket:
                 await self._socket.send_multipart(frames)
         except TimeoutError as problem:
             self.counters.undelivered += 1
-            self._handshakes.check()
+            self.check_handshakes()
             raise SendTimeout(
                 f"waited {timeout_s:g} s to send `{getattr(message, 'type', '?')}` to the learner at "
                 f"{self.endpoint}: no connection, or its queue is full"
             ) from problem
         count_sent(self.counters, frames)
+
+    def check_handshakes(self) -> None:
+        """Raises HandshakeRejected where there is no connection because none can be made."""
+        self._handshakes.check()
 
     def take_ended(self) -> int:
         """Connections ended since the last call, because ZeroMQ held too much for them (see `held`)."""

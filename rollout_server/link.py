@@ -114,11 +114,13 @@ class LearnerLink:
         while time.monotonic() < deadline:
             try:
                 await self.socket.send(self._current_hello(), timeout_s=HELLO_EVERY_S)
+                answer = await self.socket.recv(timeout_s=3 * HELLO_EVERY_S)
+                if answer is None:  # between two handshakes that fail there is a moment in which a hello can be sent
+                    self.socket.check_handshakes()
             except SendTimeout:
                 continue
             except HandshakeRejected as problem:
                 raise UserError(str(problem)) from problem
-            answer = await self.socket.recv(timeout_s=5 * HELLO_EVERY_S)
             if isinstance(answer, Refusal):
                 raise UserError(f"the learner refuses this server: {answer.reason}. {answer.fix}")
             if isinstance(answer, Welcome):

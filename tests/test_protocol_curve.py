@@ -198,7 +198,7 @@ def no_keys(_keys: Path, _tmp_path: Path) -> dict[str, object]:
     [
         (other_keys, "does not know this server's key", "rejected_key"),
         (wrong_learner, "learner.public is not the key of the learner", "failed_handshake"),
-        (no_keys, "uses keys and this server none", "failed_handshake"),
+        (no_keys, r"uses keys and this server none|the learner there uses keys", "failed_handshake"),
     ],
 )
 def test_a_wrong_key_is_said_at_once_and_counted_by_the_learner(
@@ -232,7 +232,7 @@ def test_a_server_with_keys_does_not_talk_to_a_learner_without(keys: Path):
     config = config_with()
     secure = config.model_copy(update={"network": config.network.model_copy(update={"keys_dir": str(keys)})})
     with learner_at(config) as ports:
-        with pytest.raises(UserError, match="uses none and this server keys"):
+        with pytest.raises(UserError, match=r"uses none and this server keys|that learner uses no keys"):
             asyncio.run(connect(secure))
         assert ports.control.counters.messages_in == 0
 

@@ -69,7 +69,7 @@ def test_the_simulation_repeats_itself() -> None:
 
 def test_a_flaw_in_the_ledger_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check is not the ledger's own."""
-    monkeypatch.setattr(TicketLedger, "_late", lambda ledger: [])
+    monkeypatch.setattr(TicketLedger, "_late", lambda ledger, earliest: [])
     monkeypatch.setattr(learner.ledger, "within_bound", lambda item, version, on_stale: item)
     seen = simulate(SHORT)
     assert any("tokens" in problem and "bound 2" in problem for problem in seen.problems)

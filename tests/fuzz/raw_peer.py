@@ -38,7 +38,7 @@ def message(frames: Sequence[bytes | memoryview]) -> bytes:
 
 FLOODS = {
     "frames of 256 KiB": (frame(bytes(256 * 1024), more=True), 64 << 20),
-    "empty frames": (frame(b"", more=True) * 50_000, 16 << 20),
+    "empty frames": (frame(b"", more=True) * 50_000, 32 << 20),
 }
 """Of a message without an end: what is repeated, and most bytes of it. Empty frames take 32 times as much memory."""
 
