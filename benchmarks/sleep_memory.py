@@ -31,8 +31,8 @@ ROOT = Path(__file__).parent.parent
 SIZE = ("--hidden", "512", "--intermediate", "2048", "--vision-dim", "64", "--vision-depth", "1")
 
 
-def make_model(folder: Path, layers: int = 9) -> Path:
-    script, size = str(ROOT / "examples/digits/make_model.py"), [*SIZE, "--layers", str(layers)]
+def make_model(folder: Path) -> Path:
+    script, size = str(ROOT / "examples/digits/make_model.py"), [*SIZE, "--layers", "9"]
     command = [sys.executable, script, "--out", str(folder), *size]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return folder
@@ -82,6 +82,8 @@ def learner_side(model: Path, run: str) -> dict[str, float]:
     for parameter in engine.model.parameters():
         parameter.grad = torch.randn_like(parameter)
     engine.optimizer_step()
+    engine.sleep()  # the first time also takes memory of its own, once
+    engine.wake()
     before, started = resident_mib(), time.monotonic()
     moved = engine.sleep()
     asleep, slept = resident_mib(), time.monotonic()
@@ -111,6 +113,9 @@ async def rollout_side(model: Path, run: str, level: int) -> dict[str, float]:
     file = Path(run) / "weights"
     if level == 2:  # as they would come from the learner: from outside this process
         save_file({name: tensor.clone() for name, tensor in published_tensors(engine._model)}, file)
+    else:
+        await engine.sleep()  # the first time also takes memory of its own, once
+        await engine.wake()
     before, started = resident_mib(), time.monotonic()
     await engine.sleep()
     asleep, slept = resident_mib(), time.monotonic()

@@ -38,8 +38,7 @@ class ModelFreeServer(RolloutServer):
         self.processor: Any = TextlessProcessor()
         self.engine: Any = ModelFreeEngine(self.config, self.processor)
         self.rewards: Any = OneForAll()
-        await self.engine.start()
-        await self._serve()
+        await self._serve(await self._fingerprint())
 
 
 def run_over_sockets(workload: Workload) -> Observation:
