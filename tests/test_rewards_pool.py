@@ -28,17 +28,22 @@ def run_pool(config: RewardConfig, scenario: Callable[[RewardPool], Awaitable[An
     """Runs the scenario, and makes sure that the closed pool leaves no process behind."""
 
     async def run() -> Any:
+        others = child_processes()
         pool = RewardPool(config)
         await pool.start()
         try:
             return await asyncio.wait_for(scenario(pool), 30)
         finally:
-            family = psutil.Process().children(recursive=True)
+            family = child_processes() - others
             await pool.close()
-            alive = [p for p in family if p.is_running()]
-            assert not alive
+            assert not [p for p in family if p.is_running()]
 
     return asyncio.run(run())
+
+
+def child_processes() -> set[psutil.Process]:
+    """Earlier tests may have left Python's own resource tracker."""
+    return set(psutil.Process().children(recursive=True))
 
 
 def config_of(*functions: str, workers: int = 1, timeout_s: float = 5.0) -> RewardConfig:
@@ -258,6 +263,7 @@ asyncio.run(main())
 
 def test_close_during_a_sample_kills_and_says_so():
     async def scenario() -> None:
+        others = child_processes()
         pool = RewardPool(config_of(f"{FAULTS}:fault"))
         await pool.start()
         running = [asyncio.create_task(pool.score(sample_of("sleep"))) for _ in range(3)]
@@ -269,7 +275,7 @@ def test_close_during_a_sample_kills_and_says_so():
         with pytest.raises(RuntimeError, match="pool is closed"):
             await pool.score(sample_of("fine"))
         await pool.close()
-        assert psutil.Process().children(recursive=True) == []
+        assert child_processes() == others
 
     asyncio.run(scenario())
 

@@ -182,8 +182,8 @@ def test_ctrl_c_while_the_learner_sleeps_and_then_resume(make_config: Callable[.
 
 @pytest.fixture(scope="module")
 def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """80 MB: much more than what an allocator may have kept."""
-    return make_model(tmp_path_factory.mktemp("large") / "model", layers=5)
+    """145 MB: much more than what an allocator may have kept."""
+    return make_model(tmp_path_factory.mktemp("large") / "model")
 
 
 @pytest.mark.parametrize("victim", ["learner", "rollout_server"])
