@@ -176,18 +176,26 @@ class Alignment:
 
     # --- verdicts ---------------------------------------------------------------------------------
 
+    def _is_open(self, check: ParityCheck) -> bool:
+        """Not once its server has gone, or has come back with another check, while the learner compared."""
+        return self._checks.get(check.server_id) is check
+
     def accept_server(self, check: ParityCheck) -> None:
+        if not self._is_open(check):
+            return
         self._passed.add((check.server_id, check.server.hello.session))
         check.server.aligned = True
         self._forget(check.server_id)
 
     def repeat(self, check: ParityCheck) -> None:
         """Its groups were sampled with weights that the learner no longer has."""
-        if self._connections.servers.get(check.server_id) is check.server:
+        if self._is_open(check) and self._connections.servers.get(check.server_id) is check.server:
             self._send(check.server_id, check.server, attempts=check.attempts)
 
     def refuse(self, check: ParityCheck, reason: str, fix: str) -> None:
         """Raises BadStateError if there is no other server."""
+        if not self._is_open(check):
+            return
         server_id, servers = check.server_id, self._connections.servers
         self._forget(server_id)
         reason = f"server {server_id!r} is refused: {reason}"

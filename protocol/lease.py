@@ -104,6 +104,7 @@ class DeviceLease:
         self.check()
         self._trace("returned")
         self._record(self._fd, held=False)
+        fcntl.flock(self._fd, fcntl.LOCK_UN)  # closing alone leaves it to children that were forked meanwhile
         os.close(self._fd)
         self._fd, self.fence = -1, None
 

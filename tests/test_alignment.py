@@ -743,3 +743,29 @@ def test_a_late_misaligned_server_is_refused_and_a_late_good_one_is_not(
     finally:
         for service in services:
             service.kill()
+
+
+@pytest.mark.parametrize("verdict", ["accept_server", "refuse", "repeat"])
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_verdict_on_a_server_that_has_gone_meanwhile_is_about_nobody(
+    items: list[PreparedTicket], verdict: str, comes_back: bool
+) -> None:
+    """It died while the learner compared its log-probs; what comes back in a new session has a check of its own."""
+    connections = FakeConnections("a", "b")
+    alignment = alignment_of(connections, items)
+    connections.publish(0)
+    alignment.work()
+    send_back(alignment, connections, "a", 0)
+    (check,) = alignment.take_complete()
+    del connections.servers["a"]
+    alignment.work()
+    if comes_back:
+        hello = content.hello("a").model_copy(update={"session": "new"})
+        connections.servers["a"] = ServerState(hello, b"x")
+        alignment.work()
+    sent = len(connections.tickets_of("a"))
+    getattr(alignment, verdict)(check, *(("reason", "fix") if verdict == "refuse" else ()))
+    alignment.work()
+    assert len(connections.tickets_of("a")) == sent
+    assert not check.server.aligned
+    assert not any(server.aligned or server.refused for name, server in connections.servers.items() if name == "a")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -153,6 +154,22 @@ def test_children_do_not_keep_it(tmp_path: Path) -> None:
     finally:
         child.kill()
         child.wait()
+
+
+def test_forked_children_do_not_keep_it(tmp_path: Path) -> None:
+    """They share the open file, and with it the lock."""
+    lease = DeviceLease(tmp_path, "rollout_server")
+    assert lease.try_take()
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+        os._exit(0)
+    try:
+        lease.give_up()
+        assert DeviceLease(tmp_path, "learner").try_take()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_a_damaged_file_is_no_free_lease(tmp_path: Path) -> None:

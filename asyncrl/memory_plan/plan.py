@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.errors import UserError
 from asyncrl.memory_plan.rehearsal import (
     EngineBytes,
     LearnerBytes,
@@ -218,7 +219,13 @@ def vllm_memory_utilization(config: RunConfig, device_bytes: int) -> float:
         phase = rehearse_learner(config, foreach=config.learner.device != "cpu")
         learner = sum(line.nbytes for line in learner_lines(phase, config))
     budget = min(config.gpu_memory.budget_gib * GIB, device_bytes)
-    return math.floor((budget - learner) / config.rollout.servers / device_bytes * 1000) / 1000
+    share = math.floor((budget - learner) / config.rollout.servers / device_bytes * 1000) / 1000
+    if share <= 0:
+        raise UserError(
+            f"gpu_memory.budget_gib is {config.gpu_memory.budget_gib:g}, of which the learner holds "
+            f"{learner / GIB:.1f} GiB while vLLM works: nothing is left for vLLM. Raise it, or use another device"
+        )
+    return share
 
 
 def changed(config: RunConfig, changes: Mapping[str, object]) -> RunConfig:

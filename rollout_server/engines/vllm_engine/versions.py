@@ -39,7 +39,8 @@ def check_installed(*, cuda: bool) -> None:
             f"rollout.engine is vllm, but {pinned.package} is not installed"
             f"{instead if installed(other.package) else ''}. On {_place(cuda)} run: {pinned.install}"
         )
-    for package, wanted in ((pinned.package, pinned.vllm), ("torch", pinned.torch)):
+    wanted_versions = {pinned.package: pinned.vllm, "torch": pinned.torch, "transformers": pinned.transformers}
+    for package, wanted in wanted_versions.items():
         have = installed(package)
         if have != wanted:
             raise UserError(
