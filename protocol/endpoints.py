@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import os
+import random
 import re
 import socket
 import uuid
@@ -14,6 +15,11 @@ import zmq
 
 SHARED_MEMORY = Path("/dev/shm")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_USUAL_EPHEMERAL_PORT = 32768
+_FIRST_PORT, _LAST_PORT = 10240, 65535
+"""Of those that `free_port` draws from: above most well-known services."""
+_TRIES = 100
 _TCP = re.compile(r"^tcp://(?P<host>\[[^\]]+\]|[^:\[\]]+):(?P<port>\d+)$")
 
 
@@ -99,11 +105,25 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that was free a moment ago. To be safe from races bind port 0 where possible."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that was free a moment ago and is still so for a process that starts again.
+
+    Drawn from below the ports that the system gives to outgoing connections: one of those may be taken while its owner
+    is away, even by a peer that keeps dialling it and so meets itself. To be safe from races bind port 0.
+    """
+    ports = range(_FIRST_PORT, _first_ephemeral_port())
+    for _ in range(_TRIES):
+        port = random.SystemRandom().choice(ports)
+        if port_is_free(host, port):
+            return port
+    raise BindError(f"no free port among {_TRIES} of {ports.start} to {ports.stop - 1} on {host}")
+
+
+def _first_ephemeral_port() -> int:
+    try:
+        first = int(_EPHEMERAL_PORTS.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return _USUAL_EPHEMERAL_PORT
+    return first if first > _FIRST_PORT + _TRIES else _LAST_PORT + 1
 
 
 def port_is_free(host: str, port: int) -> bool:

@@ -390,6 +390,13 @@ def test_host_id_is_equal_across_processes_and_differs_by_file_system(tmp_path: 
     assert host_id(missing) != host_id(missing), "no shared memory: equal to nobody's"
 
 
+def test_a_free_port_is_not_one_that_the_system_gives_to_outgoing_connections():
+    first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    found = {free_port() for _ in range(50)}
+    assert max(found) < first_ephemeral
+    assert len(found) > 40, "two processes that look at the same time find different ones"
+
+
 def test_free_port_can_be_bound():
     sock = LearnerSocket(f"tcp://127.0.0.1:{free_port()}", ControlFromServer, setting="port")
     sock.close()
