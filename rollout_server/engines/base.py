@@ -16,6 +16,13 @@ from protocol.messages import FinishReason, Sampling, WeightManifest
 
 
 @dataclass(frozen=True)
+class VideoFrames:
+    frames: tuple[bytes, ...]
+    """Encoded images, in order."""
+    fps: float
+
+
+@dataclass(frozen=True)
 class GenerationRequest:
     """Sample `group_size` completions of one prompt."""
 
@@ -26,6 +33,8 @@ class GenerationRequest:
     sampling: Sampling
     images: tuple[bytes, ...] = ()
     """Encoded images of the prompt, in order: for an engine that makes its pixels itself."""
+    videos: tuple[VideoFrames, ...] = ()
+    """Of the prompt, in order: for the same."""
 
 
 @dataclass(frozen=True)
