@@ -13,9 +13,8 @@ from asyncrl.errors import UserError
 from asyncrl.models.loading import CONNECTOR_NAMES, VISION_TOWER_NAMES
 from protocol.messages import WeightManifest
 from rollout_server.engines.base import ArrivedWeights
+from rollout_server.engines.vllm_engine.names import FILE_BACKEND
 
-FILE_BACKEND = "asyncrl_file"
-"""Registered by `worker.py`, in vLLM's processes."""
 BACKENDS = {"shm": FILE_BACKEND, "zmq": FILE_BACKEND, "nccl": "nccl", "cuda_ipc": "ipc"}
 """Our channels and vLLM's names of what takes weights from them."""
 

@@ -31,13 +31,8 @@ from vllm.v1.sample.logits_processor.interface import (  # pyright: ignore[repor
     LogitsProcessor,
 )
 
-from rollout_server.engines.vllm_engine.owner import die_with_owner
-
-BACKEND = "asyncrl_file"
-"""Name of `MappedFileTransfer` in vLLM's table of weight-transfer backends."""
-BANNED_KEY = "asyncrl_banned_token_ids"
-"""In vLLM's `additional_config`."""
-
+from rollout_server.engines.vllm_engine.names import BANNED_KEY, FILE_BACKEND
+from rollout_server.engines.vllm_engine.owner import belong_to_owner
 
 # --- weights --------------------------------------------------------------------------------
 
@@ -157,9 +152,19 @@ class BannedTokens(LogitsProcessor):
 class WorkerExtension:
     """Named as vLLM's `worker_extension_cls` so that every worker imports this file before it loads the model."""
 
+    def layers_without_slot(self) -> list[str]:
+        """Of the adapter that is in the slot, those that no layer here takes: vLLM drops them without a word."""
+        manager = self.model_runner.lora_manager._adapter_manager  # type: ignore[attr-defined]  # a Worker's
+        (adapter,) = manager.list_adapters().values()
+        return sorted(set(adapter.loras) - set(manager.modules))
+
+    def free_device_bytes(self) -> int:
+        """Of this worker's GPU; 0 on a CPU, where vLLM's sleep frees nothing."""
+        return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+
 
 # Modules without parameters of their own are a warning at every update. What matters is checked in receive_weights.
 logging.getLogger(initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
-if BACKEND not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(BACKEND, MappedFileTransfer)
-die_with_owner()
+if FILE_BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(FILE_BACKEND, MappedFileTransfer)
+belong_to_owner()
