@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, cast
 
 from asyncrl.config.schema import RunConfig
@@ -30,9 +31,11 @@ from rollout_server.engines.vllm_engine.settings import (
     engine_environment,
     on_cuda,
 )
-from rollout_server.engines.vllm_engine.transfer import FILE_BACKEND, file_update, vision_entries
+from rollout_server.engines.vllm_engine.staging import WorkerStaging
+from rollout_server.engines.vllm_engine.transfer import BACKEND, vision_entries, weight_update
 from rollout_server.engines.vllm_engine.usage import UsageMeter
 from rollout_server.engines.vllm_engine.versions import check_installed
+from rollout_server.staging import Staging
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +56,7 @@ class VLLMEngine:
         """vLLM's name of the adapter that new requests are sampled with; None: the model's own weights."""
         self._config = config
         self._processor = processor
+        self.staging: Staging | None = None
         self._llm: Any = None
         self._starting: asyncio.Future[Any] | None = None
         self._version = 0
@@ -79,6 +83,8 @@ class VLLMEngine:
         self._starting = asyncio.ensure_future(asyncio.to_thread(self._start_vllm))
         self._llm = await asyncio.shield(self._starting)
         await self._llm.update_weight_version(str(self._version))
+        receivers = self._config.rollout.tensor_parallel_size
+        self.staging = WorkerStaging(self._llm, self._vllm, receivers, self._at_rest)
 
     def _start_vllm(self) -> Any:
         from transformers import AutoConfig
@@ -100,7 +106,7 @@ class VLLMEngine:
             if self._adapter is not None:
                 arguments |= slot_arguments(self._adapter)
             logger.info("starting vLLM %s with %s", vllm.version, arguments)
-            transfer = None if self._adapter else vllm.WeightTransferConfig(backend=FILE_BACKEND)
+            transfer = None if self._adapter else vllm.WeightTransferConfig(backend=BACKEND)
             llm = vllm.AsyncEngine.from_engine_args(
                 vllm.AsyncEngineArgs(**arguments, weight_transfer_config=transfer),
                 stat_loggers=cast(Any, [lambda _config, _index=0: self._meter]),
@@ -230,6 +236,20 @@ class VLLMEngine:
                 await self._llm.pause_generation(mode="keep", clear_cache=False)
         await self._tell()
 
+    @asynccontextmanager
+    async def _at_rest(self) -> AsyncIterator[None]:
+        """Nothing is computed meanwhile, for an update that is to come."""
+        async with self._control:
+            self._refuse_if_asleep("takes new weights")
+            await self._llm.pause_generation(mode="keep", clear_cache=False)
+            self._meter.update_begins()
+            try:
+                yield
+            finally:
+                if not self._paused:
+                    await self._llm.resume_generation()
+                self._meter.update_ends()
+
     async def _tell(self) -> None:
         async with self._changed:
             self._changed.notify_all()
@@ -278,7 +298,7 @@ class VLLMEngine:
         """vLLM stands still meanwhile, and so the versions that it stamps are exact."""
         if self._adapter is None:
             await self._llm.start_weight_update()
-            await self._llm.update_weights(self._vllm.WeightTransferUpdateRequest(file_update(weights)))
+            await self._llm.update_weights(self._vllm.WeightTransferUpdateRequest(weight_update(weights)))
             await self._llm.finish_weight_update(str(version))
         else:
             with adapter_folder(version, weights, self._vllm) as (told, carried):
