@@ -15,6 +15,7 @@ from asyncrl.models.base_weights import base_fingerprint
 from asyncrl.models.loading import architecture_fingerprint, stop_token_ids
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.telemetry.failure import is_disk_full
+from asyncrl.weight_transfer.requirements import check_cuda
 from learner.adaptive_staleness import AdaptiveStaleness
 from learner.batch import describe_batch, make_batch
 from learner.checkpoint import LearnerState, check_adapter, restore_engine, save_checkpoint
@@ -67,6 +68,7 @@ class Learner:
         self.total_steps = 0
         self._resources = ExitStack()
         self._goodbye: str | None = COULD_NOT_START
+        check_cuda(config, "learner.device", config.learner.device)
         try:
             start = find_start(config, resume=resume, resources=self._resources)
             path = str(start.model_path or config.model.path)

@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 
 import psutil
 
+from asyncrl.config.channel_rules import network_is_open
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
 from asyncrl.models.base_weights import base_fingerprint
@@ -17,7 +18,7 @@ from asyncrl.models.loading import folder_fingerprint
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.telemetry.metrics import MetricSet
-from protocol.endpoints import is_loopback
+from asyncrl.weight_transfer.requirements import check_cuda
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.faults import crash_point
 from protocol.messages import (
@@ -66,6 +67,7 @@ class RolloutServer:
 
     async def run(self) -> None:
         """Returns when the learner says goodbye or this task is cancelled. Raises what stopped it otherwise."""
+        check_cuda(self.config, "rollout.device", self.config.rollout.device)
         self.metrics.serve(self.config.telemetry.host, self.config.telemetry.rollout_port)
         self.processor = PromptProcessor(self.config.model)
         self.engine = create_engine(self.config, self.processor)
@@ -131,13 +133,12 @@ class RolloutServer:
 
     async def _channel(self, welcome: Welcome) -> Channel:
         staging = self.engine.staging if welcome.device else None
-        network = self.config.network
         return choose_channel(
             self.config.rollout.weights_channel,
             same_host=welcome.host_id == self.link.host_id,
             source=welcome.device,
             devices=await staging.devices() if staging else (),
-            open_network=network.insecure or is_loopback(network.host) or network.host == "localhost",
+            open_network=network_is_open(self.config),
         )
 
     async def _receive(self) -> None:
