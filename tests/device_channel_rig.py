@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,7 @@ import torch
 from asyncrl.models.published import tensor_bytes
 from learner.device_weights import DeviceWeights
 from protocol.codec import Limits, decode, encode
+from protocol.faults import VARIABLE
 from protocol.messages import Message, TransferEnd, TransferRequest, TransferStart, WeightManifest, Wire
 from protocol.weights import Publication, Tensor
 
@@ -20,9 +25,9 @@ Weights = Mapping[str, torch.Tensor]
 
 
 class LearnerHalf:
-    def __init__(self, folder: Path, *, deadline_s: float = 5.0):
+    def __init__(self, folder: Path, device: torch.device = CPU, *, deadline_s: float = 5.0):
         self.publication = Publication("device-channels", folder)
-        self.device_weights = DeviceWeights(self.publication, CPU, 0, host="127.0.0.1", deadline_s=deadline_s)
+        self.device_weights = DeviceWeights(self.publication, device, 0, host="127.0.0.1", deadline_s=deadline_s)
 
     def publish(self, version: int, weights: Weights) -> WeightManifest:
         """As learner.publication does."""
@@ -97,3 +102,34 @@ def order_of(manifest: WeightManifest, port: int, nonce: str, deadline_s: float 
         "deadline_s": deadline_s,
         "tensors": tensors,
     }
+
+
+RECEIVER = """
+import json, pathlib, sys, time
+import torch
+from asyncrl.weight_transfer.stage import Stage, StageOrder
+from protocol.codec import Limits, decode
+from protocol.messages import TransferStart
+folder, device = pathlib.Path(sys.argv[1]), torch.device(sys.argv[2])
+start = decode([(folder / "start").read_bytes()], (TransferStart,), Limits())
+order = json.loads((folder / "order").read_text())
+stage = Stage(device)
+stage.begin(StageOrder(**order, memory=start.memory.model_dump() if start.memory else {}), rank=1)
+while not (stage.arrival.is_done or stage.arrival.problem):
+    time.sleep(0.01)
+if stage.arrival.is_done:
+    assert all(tensor.device.type == device.type for _, tensor in stage.tensors())
+sys.exit(stage.arrival.problem or 0)
+"""
+
+
+def start_receiver(
+    manifest: WeightManifest, start: TransferStart, folder: Path, *, device: str = "cpu", crash_at: str = ""
+) -> subprocess.Popen[str]:
+    """A process that ends well exactly when it has the version, with the right checksums."""
+    own = folder / start.nonce
+    own.mkdir()
+    (own / "start").write_bytes(b"".join(encode(start)))
+    (own / "order").write_text(json.dumps(order_of(manifest, start.port, start.nonce)))
+    environment = {**os.environ, VARIABLE: crash_at, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, "-c", RECEIVER, str(own), device], env=environment, text=True)

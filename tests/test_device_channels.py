@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -19,15 +16,16 @@ import torch
 
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.published import published_tensors
-from asyncrl.weight_transfer import flat, stage
+from asyncrl.weight_transfer import cuda_ipc, flat, stage
 from asyncrl.weight_transfer.group import Group, TransferError
 from asyncrl.weight_transfer.stage import Arrival, Stage, StageOrder
+from protocol.codec import Limits, decode, encode
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import DeviceSource, Error, TransferRequest, TransferStart, WeightManifest
 from rollout_server import device_transfer
 from rollout_server.channels import choose_channel
 from rollout_server.staging import GIB, DeviceMemory, LocalStaging, until_arrived
-from tests.device_channel_rig import CPU, DirectSocket, LearnerHalf, Weights, order_of, some_weights
+from tests.device_channel_rig import CPU, DirectSocket, LearnerHalf, Weights, order_of, some_weights, start_receiver
 
 
 @pytest.fixture
@@ -43,12 +41,12 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fetch(
-    learner: LearnerHalf, manifest: WeightManifest, staging: LocalStaging, timeout_s: float = 5.0
+    learner: LearnerHalf, manifest: WeightManifest, staging: LocalStaging, channel: Any = "nccl"
 ) -> list[tuple[str, torch.Tensor]]:
     socket: Any = DirectSocket(learner)
 
     async def run() -> list[tuple[str, torch.Tensor]]:
-        await device_transfer.receive(socket, manifest, "nccl", staging, host="127.0.0.1", timeout_s=timeout_s)
+        await device_transfer.receive(socket, manifest, channel, staging, host="127.0.0.1", timeout_s=5.0)
         return list(staging.weights(manifest))
 
     try:
@@ -151,37 +149,18 @@ def test_several_workers_of_one_engine_take_the_same_broadcast(learner: LearnerH
 # --- peers that die or stand still ----------------------------------------------------------------------
 
 
-RECEIVER = """
-import json, sys, time
-import torch
-from asyncrl.weight_transfer.stage import Stage, StageOrder
-stage = Stage(torch.device("cpu"))
-stage.begin(StageOrder(**json.load(open(sys.argv[1]))), rank=1)
-while not (stage.arrival.is_done or stage.arrival.problem):
-    time.sleep(0.01)
-sys.exit(stage.arrival.problem or 0)
-"""
-
-
-def start_receiver(order: dict[str, Any], folder: Path, crash_at: str = "") -> subprocess.Popen[bytes]:
-    file = folder / f"{order['nonce']}.json"
-    file.write_text(json.dumps(order))
-    environment = {**os.environ, "ASYNCRL_CRASH_AT": crash_at, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-c", RECEIVER, str(file)], env=environment)
-
-
 @pytest.mark.slow
 def test_a_receiver_that_dies_mid_broadcast_harms_nobody_and_its_successor_gets_the_next_version(
     learner: LearnerHalf, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """192 MiB are three buckets: it dies after the first."""
 
-    def begin(identity: bytes, version: int, nonce: str, crash_at: str = "") -> subprocess.Popen[bytes]:
+    def begin(identity: bytes, version: int, nonce: str, crash_at: str = "") -> subprocess.Popen[str]:
         request = TransferRequest(version=version, nonce=nonce, channel="nccl", receivers=1)
         start = learner.device_weights.answer(identity, request)
         assert isinstance(start, TransferStart)
-        order = order_of(learner.publication.manifest(version), start.port, nonce)
-        return start_receiver(order, tmp_path, crash_at)
+        manifest = learner.publication.manifest(version)
+        return start_receiver(manifest, start, tmp_path, crash_at=crash_at)
 
     learner.publish(1, some_weights(1, megabytes=192))
     dies, lives = begin(b"a", 1, "dies", "weights.receiving"), begin(b"b", 1, "lives")
@@ -281,6 +260,79 @@ def test_a_learner_on_a_cpu_has_no_cuda_memory_to_share(learner: LearnerHalf) ->
     assert isinstance(answer, Error)
     assert answer.code is ErrorCode.WRONG_CHANNEL
     assert learner.device_weights.source is None
+
+
+# --- one GPU's memory -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shared_memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """torch's handles of CUDA memory, for storages on the CPU."""
+    shared: dict[str, Any] = {"settled": []}
+
+    def share(storage: Any) -> tuple[Any, ...]:
+        shared["storage"] = storage
+        return (3, b"\x01handle", storage.nbytes(), 512, b"/torch_7", 4, b"event", True)
+
+    def open_it(device: int, *handles: Any) -> Any:
+        nbytes = shared["storage"].nbytes()
+        assert (device, *handles) == (0, b"\x01handle", nbytes, 512, b"/torch_7", 4, b"event", True)
+        return shared["storage"]
+
+    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", share, raising=False)
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", open_it, raising=False)
+    monkeypatch.setattr(
+        torch.UntypedStorage,
+        "_release_ipc_counter",
+        lambda counter, offset, device: shared["settled"].append((counter, offset)),
+    )
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return shared
+
+
+def test_handles_travel_as_bytes_and_numbers_and_are_opened_on_the_receivers_own_device(
+    shared_memory: dict[str, Any],
+) -> None:
+    source = torch.arange(100, dtype=torch.uint8)
+    start = TransferStart(version=1, nonce="n", memory=cuda_ipc.share(source))
+    frames = encode(start)
+    assert len(frames) == 1
+    arrived = decode(frames, (TransferStart,), Limits())
+    assert isinstance(arrived, TransferStart)
+    assert arrived == start
+    assert arrived.memory is not None
+    assert torch.equal(cuda_ipc.open_shared(arrived.memory, CPU), source)
+
+
+def test_shared_memory_is_copied_and_verified_before_the_learner_is_let_go(
+    learner: LearnerHalf, shared_memory: dict[str, Any]
+) -> None:
+    weights = some_weights(1)
+    manifest = learner.publish(1, weights)
+    learner.device_weights._device = torch.device("cuda")
+    learner.device_weights._kept = (1, flat.pack(manifest.tensors, weights.items(), CPU))
+    staging = LocalStaging(CPU)
+    got = fetch(learner, manifest, staging, channel="cuda_ipc")
+    shared_memory["storage"].fill_(0)
+    assert_equal(got, weights)
+    assert not shared_memory["settled"]  # the receiver closes it itself
+
+
+def test_a_receiver_that_was_killed_does_not_keep_the_learners_memory(
+    tmp_path: Path, shared_memory: dict[str, Any]
+) -> None:
+    learner = LearnerHalf(tmp_path, deadline_s=0.01)
+    weights = some_weights(1)
+    manifest = learner.publish(1, weights)
+    learner.device_weights._device = torch.device("cuda")
+    learner.device_weights._kept = (1, flat.pack(manifest.tensors, weights.items(), CPU))
+    request = TransferRequest(version=1, nonce="killed", channel="cuda_ipc", receivers=1)
+    assert isinstance(learner.device_weights.answer(b"a", request), TransferStart)
+    time.sleep(0.05)
+    learner.device_weights.answer(b"b", TransferRequest(version=9, nonce="next", channel="cuda_ipc", receivers=1))
+    assert shared_memory["settled"] == [(b"/torch_7", 4)]
+    learner.close()
 
 
 def wait_for(condition: Any, timeout_s: float = 10.0) -> None:

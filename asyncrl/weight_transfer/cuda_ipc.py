@@ -40,4 +40,4 @@ def open_shared(memory: CudaMemory, device: torch.device) -> torch.Tensor:
 
 def settle(memory: CudaMemory, device: torch.device) -> None:
     """Of a receiver that never said it was done: torch keeps the memory until the receiver's count is given back."""
-    torch.UntypedStorage._release_ipc_counter_cuda(memory.counter, memory.counter_offset, device=device)
+    torch.UntypedStorage._release_ipc_counter(memory.counter, memory.counter_offset, device=device)

@@ -103,7 +103,8 @@ class Stage:
             with Group.join(*where, rank, order.size, self._device, order.deadline_s) as group:
                 group.broadcast(flat, lambda nbytes: self._moved(order, nbytes))
         else:
-            flat.copy_(open_shared(CudaMemory.model_validate(order.memory), self._device)[: flat.nbytes])
+            theirs = open_shared(CudaMemory.model_validate(order.memory), self._device)
+            flat.copy_(theirs[: flat.nbytes])
         wrong = wrong_tensors(flat, entries)
         if wrong:
             raise DamagedError(

@@ -83,7 +83,7 @@ class VLLMEngine:
         self._starting = asyncio.ensure_future(asyncio.to_thread(self._start_vllm))
         self._llm = await asyncio.shield(self._starting)
         await self._llm.update_weight_version(str(self._version))
-        receivers = self._config.rollout.tensor_parallel_size
+        receivers = self._llm.vllm_config.parallel_config.world_size
         self.staging = WorkerStaging(self._llm, self._vllm, receivers, self._at_rest)
 
     def _start_vllm(self) -> Any:
