@@ -454,10 +454,10 @@ def test_sleep_on_a_cpu_frees_nothing_and_says_so(fresh: Rig, monkeypatch: pytes
     fresh.run(fresh.engine.sleep())
     assert fresh.engine.usage.sleep_bytes == 0
     fresh.run(fresh.engine.wake())
-    free = iter([[10, 20], [1010, 520]])
+    free = iter([[("a", 10), ("b", 20)], [("a", 1010), ("b", 520)]])
 
-    async def two_devices(method: str) -> list[int]:
-        assert method == "free_device_bytes"
+    async def two_devices(method: str) -> list[tuple[str, int]]:
+        assert method == "device_memory"
         return next(free)
 
     monkeypatch.setattr(fresh.engine._llm, "collective_rpc", two_devices)

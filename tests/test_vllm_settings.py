@@ -21,20 +21,13 @@ from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.processing import EncodedPrompt
 from protocol.messages import TensorEntry, WeightManifest
 from rollout_server.engines.vllm_engine import settings, versions
-from rollout_server.engines.vllm_engine.names import BANNED_KEY, FILE_BACKEND
+from rollout_server.engines.vllm_engine.names import BANNED_KEY
 from rollout_server.engines.vllm_engine.outputs import check_alignment, version_column
 from rollout_server.engines.vllm_engine.owner import LEASE_VARIABLE, OWNER_VARIABLE
 from rollout_server.engines.vllm_engine.transfer import (
-    BACKENDS,
-    ipc_init,
-    ipc_update,
-    nccl_init,
-    nccl_update,
     vision_entries,
 )
-from rollout_server.weights import choose_channel
 from tests.tiny import ROOT
-from tests.vllm_rig import MISSING
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -180,36 +173,7 @@ def test_the_environment_is_the_users_and_is_put_back(make_config: MakeConfig, m
         assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"  # a fork would not belong to the server
 
 
-# --- channels -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("configured", "same_host", "chosen"),
-    [("auto", True, "shm"), ("auto", False, "zmq"), ("shm", True, "shm"), ("zmq", True, "zmq"), ("zmq", False, "zmq")],
-)
-def test_the_channel_follows_from_where_the_learner_is(configured: str, same_host: bool, chosen: str) -> None:
-    assert choose_channel(configured, same_host=same_host, engine="vllm", cuda=False) == chosen
-    assert BACKENDS[chosen] == FILE_BACKEND
-
-
-@pytest.mark.parametrize(
-    ("configured", "same_host", "engine", "cuda", "told"),
-    [
-        ("shm", False, "vllm", False, "does not share memory with the learner"),
-        ("nccl", True, "hf", True, "is nccl, which only the vllm engine has"),
-        ("cuda_ipc", True, "hf", True, "is cuda_ipc, which only the vllm engine has"),
-        ("nccl", True, "vllm", False, "sees no CUDA device"),
-        ("cuda_ipc", True, "vllm", False, "needs vLLM on the learner's GPU"),
-        ("cuda_ipc", False, "vllm", True, "the learner is on another one"),
-        ("nccl", False, "vllm", True, "the learner of this version cannot send over it yet"),
-        ("cuda_ipc", True, "vllm", True, "the learner of this version cannot send over it yet"),
-    ],
-)
-def test_a_channel_that_cannot_work_is_refused_with_the_fix(
-    configured: str, same_host: bool, engine: str, cuda: bool, told: str
-) -> None:
-    with pytest.raises(UserError, match=f"(?s){told}.*Set rollout.weights_channel=auto"):
-        choose_channel(configured, same_host=same_host, engine=engine, cuda=cuda)
+# --- weights --------------------------------------------------------------------------------
 
 
 def entry(name: str, checksum: int, offset: int = 0) -> TensorEntry:
@@ -219,25 +183,6 @@ def entry(name: str, checksum: int, offset: int = 0) -> TensorEntry:
 def manifest(**checksums: int) -> WeightManifest:
     entries = [entry(name.replace("__", "."), c, 64 * i) for i, (name, c) in enumerate(checksums.items())]
     return WeightManifest(version=1, tensors=tuple(entries), total_bytes=64 * (len(entries) - 1) + 12)
-
-
-@pytest.mark.skipif(MISSING, reason="vLLM is not installed: WITH_VLLM=1 bash scripts/install.sh")
-def test_vllms_own_backends_take_what_is_made_for_them() -> None:
-    """Its types, not its transfers: those need GPUs."""
-    from vllm.distributed.weight_transfer import (  # pyright: ignore[reportMissingImports]
-        ipc_engine,
-        nccl_engine,
-    )
-
-    made = nccl_engine.NCCLWeightTransferInitInfo(**nccl_init("127.0.0.1", 1234, workers=2))
-    assert (made.rank_offset, made.world_size, made.packed) == (1, 3, True)
-    published = manifest(model__embed=1, lm_head=2)
-    update = nccl_engine.NCCLWeightTransferUpdateInfo(**nccl_update(published))
-    assert update.names == ["model.embed", "lm_head"]
-    assert update.dtype_names == ["bfloat16", "bfloat16"]  # never upcast
-    assert ipc_engine.IPCWeightTransferInitInfo(**ipc_init()).packed is False
-    shared = ipc_engine.IPCWeightTransferUpdateInfo(**ipc_update(published, [{"gpu": (1,)}, {"gpu": (2,)}]))
-    assert shared.shapes == [[2, 3], [2, 3]]
 
 
 def test_image_embeddings_stay_valid_exactly_while_tower_and_connector_are_the_same() -> None:

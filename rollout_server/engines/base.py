@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -13,6 +13,9 @@ import torch
 from asyncrl.models.processing import EncodedPrompt
 from protocol.faults import crash_point
 from protocol.messages import FinishReason, Sampling, WeightManifest
+
+if TYPE_CHECKING:
+    from rollout_server.staging import Staging
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,8 @@ class InferenceEngine(Protocol):
     """
 
     name: str
+    staging: Staging | None
+    """Its receivers of weights from device memory, once started; None: it has none."""
 
     async def start(self) -> None: ...
 

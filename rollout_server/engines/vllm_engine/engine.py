@@ -9,33 +9,28 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, cast
+from contextlib import asynccontextmanager
+from typing import Any
 
 import torch
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
 from asyncrl.models.adapter_targets import resolve_adapter
-from asyncrl.models.loading import folder_fingerprint, model_folder
+from asyncrl.models.loading import folder_fingerprint
 from asyncrl.models.processing import PromptProcessor
 from rollout_server.engines.base import ArrivedWeights, Completion, EngineUsage, GenerationRequest
-from rollout_server.engines.vllm_engine.adapter import check_slot, fill_slot, no_adapter, slot_arguments
-from rollout_server.engines.vllm_engine.library import import_vllm
-from rollout_server.engines.vllm_engine.names import FILE_BACKEND
+from rollout_server.engines.vllm_engine.adapter import check_slot, fill_slot, no_adapter
 from rollout_server.engines.vllm_engine.outputs import to_completion
 from rollout_server.engines.vllm_engine.requests import check_request, sampling_params, to_engine_input
-from rollout_server.engines.vllm_engine.settings import (
-    check_heads,
-    check_known,
-    check_settings,
-    engine_arguments,
-    engine_environment,
-    on_cuda,
-)
+from rollout_server.engines.vllm_engine.settings import check_settings, on_cuda
 from rollout_server.engines.vllm_engine.sleep import Asleep, fall_asleep, wake_up
-from rollout_server.engines.vllm_engine.transfer import file_update, vision_entries
+from rollout_server.engines.vllm_engine.staging import WorkerStaging
+from rollout_server.engines.vllm_engine.start import start_vllm
+from rollout_server.engines.vllm_engine.transfer import vision_entries, weight_update
 from rollout_server.engines.vllm_engine.usage import UsageMeter
 from rollout_server.engines.vllm_engine.versions import check_installed
+from rollout_server.staging import Staging
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +51,7 @@ class VLLMEngine:
         """vLLM's name of the adapter that new requests are sampled with; None: the model itself is trained."""
         self._config = config
         self._processor = processor
+        self.staging: Staging | None = None
         self._llm: Any = None
         self._starting: asyncio.Future[Any] | None = None
         self._version = 0
@@ -84,33 +80,13 @@ class VLLMEngine:
             self._adapter_request = await fill_slot(self._llm, self._vllm, self._adapter, 0, none.items())
             await check_slot(self._llm)
         await self._llm.update_weight_version(str(self._version))
+        receivers = self._llm.vllm_config.parallel_config.world_size
+        self.staging = WorkerStaging(self._llm, self._vllm, receivers, self._at_rest)
 
     def _start_vllm(self) -> Any:
-        from transformers import AutoConfig
-
-        config = self._config
-        self._fingerprint = folder_fingerprint(config.model)
-        hf_config = AutoConfig.from_pretrained(
-            model_folder(config.model), trust_remote_code=config.model.trust_remote_code
-        )
-        text_config = hf_config.get_text_config()
-        with engine_environment(config, cuda=self._cuda):
-            vllm = import_vllm()
-            if not self._cuda:
-                check_heads(text_config, vllm.cpu_head_sizes)
-            check_known(config.rollout.engine_args, vllm.argument_names)
-            arguments = engine_arguments(
-                config, cuda=self._cuda, text_config=text_config, banned=list(self._processor.placeholder_ids)
-            )
-            if self._adapter is not None:
-                arguments |= slot_arguments(self._adapter)
-            logger.info("starting vLLM %s with %s", vllm.version, arguments)
-            transfer = None if self._adapter else vllm.WeightTransferConfig(backend=FILE_BACKEND)
-            llm = vllm.AsyncEngine.from_engine_args(
-                vllm.AsyncEngineArgs(**arguments, weight_transfer_config=transfer),
-                stat_loggers=cast(Any, [lambda _config, _index=0: self._meter]),
-            )
-        self._vllm = vllm
+        self._fingerprint = folder_fingerprint(self._config.model)
+        banned = self._processor.placeholder_ids
+        llm, self._vllm = start_vllm(self._config, self._adapter, banned, self._meter, cuda=self._cuda)
         return llm
 
     async def close(self) -> None:
@@ -235,6 +211,20 @@ class VLLMEngine:
                 await self._llm.pause_generation(mode="keep", clear_cache=False)
         await self._tell()
 
+    @asynccontextmanager
+    async def _at_rest(self) -> AsyncIterator[None]:
+        """Nothing is computed meanwhile, for an update that is to come."""
+        async with self._control:
+            self._refuse_if_asleep("takes new weights")
+            await self._llm.pause_generation(mode="keep", clear_cache=False)
+            self._meter.update_begins()
+            try:
+                yield
+            finally:
+                if not self._paused:
+                    await self._llm.resume_generation()
+                self._meter.update_ends()
+
     async def _tell(self) -> None:
         async with self._changed:
             self._changed.notify_all()
@@ -283,7 +273,7 @@ class VLLMEngine:
         """vLLM stands still meanwhile, and so the versions that it stamps are exact."""
         if self._adapter is None:
             await self._llm.start_weight_update()
-            await self._llm.update_weights(self._vllm.WeightTransferUpdateRequest(file_update(weights)))
+            await self._llm.update_weights(self._vllm.WeightTransferUpdateRequest(weight_update(weights)))
             await self._llm.finish_weight_update(str(version))
         else:
             self._adapter_request = await fill_slot(self._llm, self._vllm, self._adapter, version, weights)

@@ -42,7 +42,7 @@ async def wake_up(llm: Any, vllm: Library, asleep: Asleep, special: Collection[i
 
 
 async def free_device_bytes(llm: Any) -> int:
-    return sum(await llm.collective_rpc("free_device_bytes"))
+    return sum(device[1] for device in await llm.collective_rpc("device_memory") if device)
 
 
 async def fixed_logprobs(llm: Any, vllm: Library, special: Collection[int]) -> torch.Tensor:
