@@ -23,6 +23,7 @@ from asyncrl.models.filtering import usable_rows
 from asyncrl.models.loading import has_vision, model_class, resolve_device, special_token_ids
 from asyncrl.models.lora import is_adapter_folder, load_merged
 from asyncrl.models.processing import PLACEHOLDER_ID_NAMES, PromptProcessor, media_arguments
+from asyncrl.models.video_positions import place_text_after_videos
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.presentation import sample_of
 from asyncrl.rewards.sample import RewardSample
@@ -56,6 +57,7 @@ def evaluate(config: RunConfig, folder: Path) -> Evaluation:
         model = load_merged(config.model, folder)
     else:
         model = model_class(hf_config).from_pretrained(folder, dtype=getattr(torch, config.model.dtype))
+    place_text_after_videos(model)
     model = model.to(device).eval()
     banned = sorted(special_token_ids(hf_config, PLACEHOLDER_ID_NAMES))
     renderer = PromptRenderer(config.data)

@@ -19,6 +19,7 @@ from protocol.errors import ErrorCode
 from protocol.handshake import check_hello, check_mode
 from protocol.lease import process_birth
 from protocol.messages import (
+    DeviceSource,
     Error,
     Goodbye,
     Hello,
@@ -75,6 +76,8 @@ class Connections:
         """Unusable messages, refused groups and failed tickets by kind."""
         self.manifest: WeightManifest | None = None
         """Of the newest published version."""
+        self.device: DeviceSource | None = None
+        """From which versions can be had over device channels."""
         self._network = config.network
         self._mode = config.trainer.mode
         self._run_id = run_id
@@ -143,6 +146,7 @@ class Connections:
             weights_port=self._network.weights_port,
             heartbeat_s=self._network.heartbeat_s,
             timeout_s=self._network.timeout_s,
+            device=self.device,
         )
 
     def send(self, server_id: str, message: Wire) -> bool:

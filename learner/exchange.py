@@ -22,6 +22,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
 from learner.alignment import Alignment, ParityCheck
 from learner.connections import Connections, ModelFacts, ServerState
+from learner.device_weights import DeviceWeights
 from learner.handout import Handout
 from learner.intake import Intake
 from learner.journal import TicketSlot
@@ -41,6 +42,9 @@ from protocol.messages import (
     Message,
     ServerHeartbeat,
     TicketFailed,
+    TransferEnd,
+    TransferRequest,
+    TransferStart,
     WeightManifest,
     WeightsLoaded,
 )
@@ -72,11 +76,13 @@ class Exchange(threading.Thread):
         facts: ModelFacts,
         version: int,
         parity_tickets: Sequence[PreparedTicket] = (),
+        device_weights: DeviceWeights | None = None,
     ):
         super().__init__(name="exchange", daemon=True)
         self.failure: Exception | None = None
         self._ledger = ledger
         self._publication = publication
+        self._device_weights = device_weights
         self._version = version
         """Newest policy version that a server may have; ahead of the learner's while it makes steps again."""
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -87,6 +93,8 @@ class Exchange(threading.Thread):
         self.control, self.weights = self._ports.control, self._ports.weights
         self._waker, self._woken = _wake_up_pair(self._context)
         self._connections = Connections(config, run_id, self._ports, ledger, facts)
+        if device_weights is not None:
+            self._connections.device = device_weights.source
         self._lending = Lending(self._connections)
         self._handout = Handout(self._connections, ledger, write_ticket, self.control.limits)
         verify = partial(verify_group, vocabulary=facts.vocabulary, components=config.reward.component_names)
@@ -202,7 +210,7 @@ class Exchange(threading.Thread):
             self._obey_orders()
             self._receive_control()
             self._intake.keep()
-            self._answer_chunk_requests()
+            self._serve_weights()
             self.alignment.work()
             self._handout.work()
             self._lending.offer()
@@ -283,7 +291,7 @@ class Exchange(threading.Thread):
             self.errors[str(message.code)] += 1
             logger.warning("%s answers %s: %s", server_id, message.code, message.reason)
 
-    def _answer_chunk_requests(self) -> None:
+    def _serve_weights(self) -> None:
         for received in self.weights.turn():
             if isinstance(received, Muted):
                 self.errors["muted"] += 1
@@ -293,6 +301,19 @@ class Exchange(threading.Thread):
             elif isinstance(received.message, ChunkRequest):
                 # A chunk that finds the reader's queue full is dropped: the reader asks again.
                 self.weights.send(received.identity, answer_chunk_request(self._publication, received.message))
+            elif isinstance(received.message, TransferRequest):
+                self.weights.send(received.identity, self._begin_transfer(received.identity, received.message))
+            elif isinstance(received.message, TransferEnd) and self._device_weights is not None:
+                self._device_weights.end(received.identity, received.message)
+
+    def _begin_transfer(self, identity: bytes, request: TransferRequest) -> TransferStart | Error:
+        if self._device_weights is not None:
+            return self._device_weights.answer(identity, request)
+        reason = (
+            f"this learner sends nothing over {request.channel}: it shares its device, or trains adapters. Set "
+            "rollout.weights_channel=auto"
+        )
+        return Error(code=ErrorCode.WRONG_CHANNEL, reason=reason, version=request.version)
 
 
 def wait_for(

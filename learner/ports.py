@@ -15,7 +15,7 @@ from protocol.codec import MIB, Limits
 from protocol.curve import KeyFileError, read_learner_keys
 from protocol.endpoints import BindError
 from protocol.gate import Gate
-from protocol.messages import ChunkRequest, ControlFromServer
+from protocol.messages import ControlFromServer, WeightsFromServer
 from protocol.peers import PeerLimits
 from protocol.socket_options import CHUNK_QUEUES, CONTROL_QUEUES
 from protocol.sockets import LearnerSocket
@@ -56,7 +56,7 @@ def open_ports(config: RunConfig, context: zmq.Context) -> LearnerPorts:
         keys = read_learner_keys(Path(network.keys_dir)) if network.keys_dir else None
         gate = Gate(context, keys) if keys else None
         control = (config.control_endpoint, get_args(ControlFromServer), "control_port")
-        weights = (config.weights_endpoint, (ChunkRequest,), "weights_port")
+        weights = (config.weights_endpoint, get_args(WeightsFromServer), "weights_port")
         for (endpoint, expected, setting), array_bytes, queues, peer_limits in (
             (control, _largest_group_bytes(config), CONTROL_QUEUES, PeerLimits()),
             (weights, 0, CHUNK_QUEUES, CHUNK_LIMITS),

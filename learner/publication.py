@@ -6,8 +6,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
 from asyncrl.models.published import tensor_bytes
+from learner.device_weights import DeviceWeights
 from learner.engines.base import TrainEngine
 from protocol.endpoints import SHARED_MEMORY
 from protocol.faults import crash_point
@@ -21,12 +23,32 @@ def open_publication(run_id: str) -> Publication:
     return Publication(run_id, SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir()))
 
 
-def publish(publication: Publication, engine: TrainEngine, version: int) -> WeightManifest:
+def open_device_weights(config: RunConfig, publication: Publication, engine: TrainEngine) -> DeviceWeights | None:
+    """None where the device is lent while servers load (trainer.mode=sync), and for adapters, which are small."""
+    if config.trainer.mode == "sync" or engine.adapter is not None:
+        return None
+    network = config.network
+    total_bytes = sum(tensor.nbytes for _, tensor in engine.published_state())
+    return DeviceWeights(
+        publication,
+        engine.device,
+        total_bytes,
+        host="0.0.0.0" if network.host == "*" else network.host,
+        deadline_s=network.timeout_s,
+    )
+
+
+def publish(
+    publication: Publication, engine: TrainEngine, version: int, device_weights: DeviceWeights | None = None
+) -> WeightManifest:
     """Write the engine's weights as `version`. Raises BadStateError where there is no room."""
     try:
-        return publication.publish(version, _tensors(engine), engine.adapter)
+        manifest = publication.publish(version, _tensors(engine), engine.adapter)
     except PublicationError as error:
         raise BadStateError(f"version {version} could not be published: {error}") from error
+    if device_weights is not None:
+        device_weights.keep(manifest, engine.published_state())
+    return manifest
 
 
 def _tensors(engine: TrainEngine) -> Iterator[Tensor]:

@@ -15,6 +15,7 @@ from asyncrl.models.base_weights import base_fingerprint
 from asyncrl.models.loading import architecture_fingerprint, stop_token_ids
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.telemetry.failure import is_disk_full
+from asyncrl.weight_transfer.requirements import check_cuda
 from learner.adaptive_staleness import AdaptiveStaleness
 from learner.batch import describe_batch, make_batch
 from learner.checkpoint import LearnerState, check_adapter, restore_engine, save_checkpoint
@@ -26,7 +27,7 @@ from learner.exchange import Exchange, wait_for
 from learner.journal import MIB
 from learner.ledger import TicketLedger
 from learner.parity import ParityJudge
-from learner.publication import open_publication, publish
+from learner.publication import open_device_weights, open_publication, publish
 from learner.reporting import Reporter
 from learner.start import (
     StartingPoint,
@@ -67,6 +68,7 @@ class Learner:
         self.total_steps = 0
         self._resources = ExitStack()
         self._goodbye: str | None = COULD_NOT_START
+        check_cuda(config, "learner.device", config.learner.device)
         try:
             start = find_start(config, resume=resume, resources=self._resources)
             path = str(start.model_path or config.model.path)
@@ -140,6 +142,9 @@ class Learner:
         self.ledger.recover(self.writer.write, withhold_s=config.network.heartbeat_s + RECONNECTION_S)
         self.ledger.advance(self.progress.version)
         self.publication = self._resources.enter_context(open_publication(self.run_id))
+        self.device_weights = open_device_weights(config, self.publication, self.engine)
+        if self.device_weights:
+            self._resources.callback(self.device_weights.close)
         vocabulary = self.engine.unwrap_model().get_output_embeddings().weight.shape[0]
         self.exchange = Exchange(
             config,
@@ -150,6 +155,7 @@ class Learner:
             facts=ModelFacts(self.architecture, self.processor.fingerprint, vocabulary, self.base),
             version=max(self.progress.version, self.ledger.last_step),
             parity_tickets=self.parity_tickets,
+            device_weights=self.device_weights,
         )
         self._resources.callback(lambda: self.exchange.stop(self._goodbye))
         self.turns = DeviceTurns(config, self._lease, self.engine, self.exchange) if self._lease else None
@@ -318,7 +324,7 @@ class Learner:
 
     def _publish(self) -> int:
         """Bytes of the version."""
-        manifest = publish(self.publication, self.engine, self.progress.version)
+        manifest = publish(self.publication, self.engine, self.progress.version, self.device_weights)
         self.exchange.announce(manifest)
         self.reporter.published(manifest)
         return manifest.total_bytes

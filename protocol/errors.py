@@ -28,6 +28,8 @@ class ErrorCode(StrEnum):
     """The group does not fit its ticket: counts, grids, hashes, versions or banned ids."""
     VERSION_GONE = "version_gone"
     """The requested weights have been replaced by newer ones."""
+    WRONG_CHANNEL = "wrong_channel"
+    """The learner does not send weights over the channel that was asked for."""
     STALE_FENCE = "stale_fence"
     """The device lease has passed on since the fence that the message names, or was never lent."""
     MUTED = "muted"

@@ -29,6 +29,7 @@ CRASH_POINTS = (
     "group.sending",
     "group.sent",
     "weights.fetching",
+    "weights.receiving",
     "weights.loading",
     "server.waking",
     "server.asleep",

@@ -6,6 +6,9 @@ larger than all before it; whoever comes with a number that is not newer has bee
 
 `lease.jsonl` beside it is the trace: one line for each lease taken and each returned, in seconds of CLOCK_MONOTONIC,
 which all processes of a machine share. A holder that dies leaves no line.
+
+A holder may have processes that use the device for it. Each says so in `device.users` before it touches the device, and
+the holder counts as alive until all of them have ended.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from pathlib import Path
 
 LEASE_FILE = "device.lease"
 TRACE_FILE = "lease.jsonl"
+USERS_FILE = "device.users"
 POLL_S = 0.01
 """Between two looks of one who waits for it."""
 _RECORD_BYTES = 512
@@ -50,11 +54,6 @@ class Tenure:
     """Monotonic seconds."""
     held: bool
     """False once it was returned; a holder that died leaves it True."""
-
-    @property
-    def is_alive(self) -> bool:
-        """Its process is there and has not ended. A process that ends gives its memory back before that."""
-        return self.pid != os.getpid() and process_birth(self.pid) == self.born
 
 
 class DeviceLease:
@@ -89,7 +88,7 @@ class DeviceLease:
         except BlockingIOError:
             return False
         last = _parse(os.pread(fd, _RECORD_BYTES, 0), self.folder / LEASE_FILE)
-        if last is not None and last.held and last.is_alive:
+        if last is not None and last.held and _processes(self.folder, last):
             return False  # it is ending: its files are closed, its device memory may still be there
         newest = last.fence if last else 0
         if fence is not None and fence <= newest:
@@ -120,7 +119,7 @@ class DeviceLease:
     def forget(self) -> None:
         """Leave no trace of a run that could not begin. Only the first holder may."""
         if self.fence == 1:
-            for name in (LEASE_FILE, TRACE_FILE):
+            for name in (LEASE_FILE, TRACE_FILE, USERS_FILE):
                 (self.folder / name).unlink(missing_ok=True)
             os.close(self._fd)
             self._fd, self.fence = -1, None
@@ -157,8 +156,35 @@ def describe(folder: Path) -> str:
     age_s = time.monotonic() - tenure.since
     if not tenure.held:
         return f"{who} returned it {age_s:.0f} s ago"
-    ended = "" if tenure.pid == os.getpid() or tenure.is_alive else ", and has ended"
+    alive = [os.getpid()] if tenure.pid == os.getpid() else _processes(folder, tenure)
+    ended = "" if tenure.pid in alive else ", and has ended" + (f", but not its process {alive[0]}" if alive else "")
     return f"{who} has had it for {age_s:.0f} s{ended}"
+
+
+def use_device_for(holder: int, folder: Path) -> None:
+    """This process is about to touch the device for the process `holder`: its tenures do not end before this does."""
+    line = f"{holder} {process_birth(holder)} {os.getpid()} {process_birth(os.getpid())}\n"
+    fd = os.open(folder / USERS_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    try:
+        os.write(fd, line.encode())
+    finally:
+        os.close(fd)
+
+
+def _processes(folder: Path, tenure: Tenure) -> list[int]:
+    """The holder and those that use the device for it, as far as they have not ended; this process does not count.
+
+    A process that ends gives its memory back before that.
+    """
+    if tenure.pid == os.getpid():
+        return []
+    named = [(tenure.pid, tenure.born)]
+    with suppress(FileNotFoundError):
+        for line in (folder / USERS_FILE).read_text().splitlines():
+            holder, holder_born, pid, born = line.split()
+            if (int(holder), holder_born) == named[0]:
+                named.append((int(pid), born))
+    return [pid for pid, born in named if process_birth(pid) == born]
 
 
 def _parse(record: bytes, path: Path) -> Tenure | None:

@@ -327,6 +327,15 @@ class Hello(Wire):
     """Tickets in work, and those whose groups are not acknowledged: nobody else need work on them."""
 
 
+class DeviceSource(Wire):
+    """Weights that can be had from device memory to device memory."""
+
+    uuid: Fingerprint
+    """Of the CUDA device that they lie on."""
+    total_bytes: int = Field(ge=0)
+    """Of a version, which the receiver needs room for beside its model."""
+
+
 class Welcome(Wire):
     type: Literal["welcome"] = "welcome"
     protocol_major: int = PROTOCOL_MAJOR
@@ -342,6 +351,8 @@ class Welcome(Wire):
     heartbeat_s: float = Field(gt=0)
     """Send a heartbeat this often; silence of `timeout_s` means the peer is gone."""
     timeout_s: float = Field(gt=0)
+    device: DeviceSource | None = None
+    """None: there is no device channel from this learner, only `shm` and `zmq`."""
 
 
 class Refusal(Wire):
@@ -460,12 +471,16 @@ class WeightManifest(Wire):
     """The tensors are an adapter for the base model that both sides hold, under PEFT's names; None: a whole model."""
 
 
+Channel = Literal["shm", "zmq", "nccl", "cuda_ipc"]
+"""How a version gets from the learner into an engine."""
+
+
 class WeightsLoaded(Wire):
     """The server samples from this version from now on."""
 
     type: Literal["weights_loaded"] = "weights_loaded"
     version: Version
-    channel: Literal["shm", "zmq"]
+    channel: Channel
     transfer_s: Seconds
     load_s: Seconds
 
@@ -486,10 +501,55 @@ class Chunk(Wire):
     data: Blob
 
 
+class TransferRequest(Wire):
+    """On the weights endpoint: send this version from your device memory into that of my engine."""
+
+    type: Literal["transfer_request"] = "transfer_request"
+    version: Version
+    nonce: PeerId
+    """Names this transfer."""
+    channel: Literal["nccl", "cuda_ipc"]
+    receivers: int = Field(gt=0, le=64)
+    """Processes of the engine, each of which takes all of it."""
+
+
+class CudaMemory(Wire):
+    """Memory of the learner's that another process on the same GPU can open: CUDA's and torch's handles."""
+
+    handle: bytes = Field(max_length=4096)
+    nbytes: int = Field(gt=0)
+    offset: int = Field(ge=0)
+    counter: bytes = Field(max_length=4096)
+    """Name of torch's count of receivers, in memory that both map."""
+    counter_offset: int = Field(ge=0)
+    event: bytes = Field(max_length=4096)
+    """The memory is complete when this event has happened."""
+    event_sync: bool
+
+
+class TransferStart(Wire):
+    """Both sides begin now. Each transfer has its own group; a later one starts from the beginning."""
+
+    type: Literal["transfer_start"] = "transfer_start"
+    version: Version
+    nonce: PeerId
+    port: int = Field(default=0, ge=0, le=65535)
+    """`nccl`: where the group meets, on the host that the server dialled."""
+    memory: CudaMemory | None = None
+    """`cuda_ipc`: what to copy from; until `transfer_end` it stays as it is."""
+
+
+class TransferEnd(Wire):
+    """The engine has all of it, or has given up: the learner may forget the transfer."""
+
+    type: Literal["transfer_end"] = "transfer_end"
+    nonce: PeerId
+
+
 ControlFromServer = Hello | Group | TicketFailed | ServerHeartbeat | WeightsLoaded | LeaseReturn | Goodbye | Error
 ControlFromLearner = (
     Welcome | Refusal | Tickets | Ack | WeightManifest | LearnerHeartbeat | LeaseGrant | LeaseRecall | Goodbye | Error
 )
-WeightsFromServer = ChunkRequest
-WeightsFromLearner = Chunk | Error
+WeightsFromServer = ChunkRequest | TransferRequest | TransferEnd
+WeightsFromLearner = Chunk | TransferStart | Error
 Message = ControlFromServer | ControlFromLearner | WeightsFromServer | WeightsFromLearner

@@ -23,7 +23,7 @@ from protocol.messages import (
     TrajectoryStatus,
     Turn,
 )
-from rollout_server.engines.base import Completion, GenerationRequest, InferenceEngine, kv_versions_column
+from rollout_server.engines.base import Completion, GenerationRequest, InferenceEngine, VideoFrames, kv_versions_column
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +93,10 @@ class GroupProducer:
                 seed=ticket.seed,
                 sampling=ticket.sampling,
                 images=tuple(bytes(blobs[digest]) for digest in ticket.prompt.image_hashes),
+                videos=tuple(
+                    VideoFrames(tuple(bytes(blobs[digest]) for digest in video.frame_hashes), video.fps)
+                    for video in ticket.prompt.videos
+                ),
             )
             for ticket in tickets
         ]

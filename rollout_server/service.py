@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 
 import psutil
 
+from asyncrl.config.channel_rules import network_is_open
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
 from asyncrl.models.base_weights import base_fingerprint
@@ -17,9 +18,11 @@ from asyncrl.models.loading import folder_fingerprint
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.telemetry.metrics import MetricSet
+from asyncrl.weight_transfer.requirements import check_cuda
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.faults import crash_point
 from protocol.messages import (
+    Channel,
     Error,
     Goodbye,
     LeaseGrant,
@@ -32,6 +35,7 @@ from protocol.messages import (
     WeightManifest,
     Welcome,
 )
+from rollout_server.channels import choose_channel
 from rollout_server.device import SharedDevice
 from rollout_server.engines import create_engine
 from rollout_server.engines.base import Completion, EngineUsage
@@ -39,7 +43,7 @@ from rollout_server.link import LearnerLink
 from rollout_server.metrics import METRICS
 from rollout_server.production import GroupProducer
 from rollout_server.sampling_contract import check_sampling
-from rollout_server.weights import WeightReceiver, choose_channel
+from rollout_server.weights import WeightReceiver
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +67,7 @@ class RolloutServer:
 
     async def run(self) -> None:
         """Returns when the learner says goodbye or this task is cancelled. Raises what stopped it otherwise."""
+        check_cuda(self.config, "rollout.device", self.config.rollout.device)
         self.metrics.serve(self.config.telemetry.host, self.config.telemetry.rollout_port)
         self.processor = PromptProcessor(self.config.model)
         self.engine = create_engine(self.config, self.processor)
@@ -97,8 +102,7 @@ class RolloutServer:
         reason, expected = "stopped", True
         try:
             welcome = await self.link.connect()
-            same_host = welcome.host_id == self.link.host_id
-            channel = choose_channel(self.config.rollout.weights_channel, same_host=same_host, engine=self.engine.name)
+            channel = await self._channel(welcome)
             logger.info("welcomed to run %s at version %d; weights over %s", welcome.run_id, welcome.version, channel)
             self._incarnation = welcome.incarnation
             endpoint = f"tcp://{self.config.network.host}:{welcome.weights_port}"
@@ -126,6 +130,16 @@ class RolloutServer:
             self.link.close()
             if hasattr(self, "receiver"):
                 self.receiver.close()
+
+    async def _channel(self, welcome: Welcome) -> Channel:
+        staging = self.engine.staging if welcome.device else None
+        return choose_channel(
+            self.config.rollout.weights_channel,
+            same_host=welcome.host_id == self.link.host_id,
+            source=welcome.device,
+            devices=await staging.devices() if staging else (),
+            open_network=network_is_open(self.config),
+        )
 
     async def _receive(self) -> None:
         self._work: set[asyncio.Task[None]] = set()

@@ -1,73 +1,25 @@
-"""How a new policy gets from the learner into the engine: mapped from shared memory, or pulled over ZeroMQ."""
+"""How a new policy gets from the learner into the engine: mapped from shared memory, pulled over ZeroMQ, or from device
+memory to device memory."""
 
 from __future__ import annotations
 
-import logging
 import mmap
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Literal, cast, get_args
-
-import torch
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import BadStateError, UserError
+from asyncrl.errors import BadStateError
 from asyncrl.models.loading import fingerprint_of
 from protocol.codec import MIB
 from protocol.errors import ErrorCode, ProtocolError
-from protocol.messages import Chunk, Error, WeightManifest, WeightsLoaded
+from protocol.messages import Channel, Chunk, Error, TransferStart, WeightManifest, WeightsLoaded
 from protocol.shm import check_manifest, open_shm
 from protocol.transfer import fetch
+from rollout_server.device_transfer import receive
 from rollout_server.dialling import dial
 from rollout_server.engines.base import ArrivedWeights, InferenceEngine
-
-logger = logging.getLogger(__name__)
-
-Channel = Literal["shm", "zmq"]
-"""Of what this version's learner can send over."""
-GPU_CHANNELS = {"nccl": "one or more GPUs of its own", "cuda_ipc": "the learner's GPU"}
-"""Channels of vLLM's weight-transfer API, and where the engine must be for them."""
-
-
-def choose_channel(configured: str, *, same_host: bool, engine: str = "hf", cuda: bool | None = None) -> Channel:
-    """`auto` is shared memory on the learner's host and ZeroMQ elsewhere. Raises UserError with the fix."""
-    if configured in GPU_CHANNELS:
-        _refuse_gpu_channel(configured, same_host, engine, torch.cuda.is_available() if cuda is None else cuda)
-    if configured == "shm" and not same_host:
-        raise UserError(
-            "rollout.weights_channel is shm, but this server does not share memory with the learner. "
-            "Set rollout.weights_channel=auto or zmq"
-        )
-    if configured == "auto":
-        return "shm" if same_host else "zmq"
-    assert configured in get_args(Channel), configured
-    return cast(Channel, configured)
-
-
-def _refuse_gpu_channel(configured: str, same_host: bool, engine: str, cuda: bool) -> None:
-    """Always raises: the last reason is that no learner sends over these channels yet.
-
-    vLLM's half is there (engines/vllm_engine/transfer.py makes its requests). The sending half is vLLM's code, too,
-    which the learner must not import, and nothing of it could be run: no GPU was at hand.
-    """
-    instead = "Set rollout.weights_channel=auto"
-    if engine != "vllm":
-        raise UserError(f"rollout.weights_channel is {configured}, which only the vllm engine has. {instead}")
-    if not cuda:
-        raise UserError(
-            f"rollout.weights_channel is {configured}, which needs vLLM on {GPU_CHANNELS[configured]}, and torch "
-            f"{torch.__version__} sees no CUDA device. {instead}"
-        )
-    if configured == "cuda_ipc" and not same_host:
-        raise UserError(
-            "rollout.weights_channel is cuda_ipc, which shares one GPU's memory between two processes of a machine, "
-            f"and the learner is on another one. {instead}"
-        )
-    raise UserError(
-        f"rollout.weights_channel is {configured}, but the learner of this version cannot send over it yet. {instead}"
-    )
 
 
 class WeightReceiver:
@@ -77,28 +29,57 @@ class WeightReceiver:
         self._config = config
         self._engine = engine
         self.channel: Channel = channel
-        self._socket = dial(config, endpoint, (Chunk, Error)) if channel == "zmq" else None
+        answers = {"zmq": (Chunk, Error), "nccl": (TransferStart, Error), "cuda_ipc": (TransferStart, Error)}
+        self._socket = dial(config, endpoint, answers[channel]) if channel in answers else None
 
     async def load(self, manifest: WeightManifest) -> WeightsLoaded:
-        """Put this version into the engine. Raises ProtocolError VERSION_GONE if the learner has moved on."""
+        """Put this version into the engine. Raises ProtocolError VERSION_GONE if the learner has moved on, and
+        TimeoutError where it makes sense to try again."""
         self._check_that_it_fits(manifest)
         started = time.monotonic()
-        if self.channel == "shm":
-            with _mapped(manifest) as weights:
-                transferred = time.monotonic()
-                await self._engine.update_weights(manifest.version, weights)
-        else:
-            assert self._socket is not None
-            with _room_for(manifest) as (view, weights):
-                await fetch(self._socket, manifest, view, timeout_s=self._config.network.timeout_s)
-                transferred = time.monotonic()
-                await self._engine.update_weights(manifest.version, weights)
+        arrive = {"shm": self._mapped, "zmq": self._pulled}.get(self.channel, self._transferred)
+        async with arrive(manifest) as weights:
+            transferred = time.monotonic()
+            await self._engine.update_weights(manifest.version, weights)
         return WeightsLoaded(
             version=manifest.version,
             channel=self.channel,
             transfer_s=transferred - started,
             load_s=time.monotonic() - transferred,
         )
+
+    @asynccontextmanager
+    async def _mapped(self, manifest: WeightManifest) -> AsyncIterator[ArrivedWeights]:
+        with _mapped(manifest) as weights:
+            yield weights
+
+    @asynccontextmanager
+    async def _pulled(self, manifest: WeightManifest) -> AsyncIterator[ArrivedWeights]:
+        assert self._socket is not None
+        with _room_for(manifest) as (view, weights):
+            await fetch(self._socket, manifest, view, timeout_s=self._config.network.timeout_s)
+            yield weights
+
+    @asynccontextmanager
+    async def _transferred(self, manifest: WeightManifest) -> AsyncIterator[ArrivedWeights]:
+        """From device memory to device memory, beside the engine's model: it samples on."""
+        staging = self._engine.staging
+        assert staging is not None, "choose_channel has asked"
+        assert self._socket is not None
+        assert self.channel in ("nccl", "cuda_ipc")
+        network = self._config.network
+        try:
+            await receive(
+                self._socket,
+                manifest,
+                self.channel,
+                staging,
+                host=network.host,
+                timeout_s=network.timeout_s,
+            )
+            yield staging.weights(manifest)
+        finally:
+            staging.drop()
 
     def _check_that_it_fits(self, manifest: WeightManifest) -> None:
         """Before any memory is taken for it: the manifest is a stranger's word for what the model looks like."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -53,6 +54,42 @@ def other(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     yield process
     process.kill()
     process.wait()
+
+
+USES = """
+import os, subprocess, sys, time
+from pathlib import Path
+from protocol.lease import DeviceLease, use_device_for
+if len(sys.argv) > 2:
+    use_device_for(int(sys.argv[2]), Path(sys.argv[1]))
+    print(os.getpid(), flush=True)
+else:
+    assert DeviceLease(Path(sys.argv[1]), "other").try_take()
+    subprocess.Popen([sys.executable, *sys.orig_argv[1:], str(os.getpid())], start_new_session=True)
+time.sleep(60)
+"""
+
+
+def test_a_dead_holders_lease_comes_back_when_its_engines_processes_are_gone_too(tmp_path: Path) -> None:
+    """Such a process has the device's memory until it ends, however its parent ended."""
+    command = [sys.executable, "-c", USES, str(tmp_path)]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert holder.stdout is not None
+    user = int(holder.stdout.readline())
+    try:
+        holder.kill()
+        holder.wait()
+        waiting = DeviceLease(tmp_path, "learner")
+        deadline = time.monotonic() + 0.5
+        while time.monotonic() < deadline:
+            assert not waiting.try_take()
+        assert re.search(rf"other \(pid {holder.pid}, .* has ended, but not its process {user}$", describe(tmp_path))
+    finally:
+        os.kill(user, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while not waiting.try_take():
+        assert time.monotonic() < deadline
+    waiting.give_up()
 
 
 def test_it_is_taken_in_turns_under_growing_fences(tmp_path: Path) -> None:

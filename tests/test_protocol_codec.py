@@ -23,6 +23,7 @@ from protocol.messages import (
     ChunkRequest,
     ControlFromLearner,
     ControlFromServer,
+    CudaMemory,
     Error,
     FinishReason,
     Goodbye,
@@ -47,6 +48,9 @@ from protocol.messages import (
     Tickets,
     TrajectoryRecord,
     TrajectoryStatus,
+    TransferEnd,
+    TransferRequest,
+    TransferStart,
     Turn,
     WeightManifest,
     WeightsLoaded,
@@ -155,6 +159,16 @@ EXAMPLES: list[Wire] = [
     LeaseRecall(fence=2),
     LeaseReturn(fence=2, wake_s=0.5, sleep_s=0.25, sleep_bytes=1 << 30),
     WeightsLoaded(version=1, channel="shm", transfer_s=0.1, load_s=0.2),
+    TransferRequest(version=3, nonce="a1", channel="nccl", receivers=2),
+    TransferStart(version=3, nonce="a1", port=7700),
+    TransferStart(
+        version=3,
+        nonce="a2",
+        memory=CudaMemory(
+            handle=b"\x00h", nbytes=64, offset=2, counter=b"/torch", counter_offset=1, event=b"e", event_sync=True
+        ),
+    ),
+    TransferEnd(nonce="a1"),
     ChunkRequest(version=1, offset=0, nbytes=10),
     Chunk(version=1, offset=0, data=memoryview(b"0123456789")),
 ]

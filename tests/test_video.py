@@ -136,7 +136,7 @@ def together(config: RunConfig, processor: PromptProcessor, items: list[Prepared
 def test_one_decode_batch_of_videos_images_and_text_equals_the_model_on_each_prompt_by_itself(
     make_config: MakeConfig, family: Path, tmp_path: Path
 ) -> None:
-    """The judge is transformers with nothing of ours: the model makes its own positions from the processor's output."""
+    """The judge is transformers: the model makes its own positions from the processor's output."""
     config = video_config(make_config, family, tmp_path)
     processor = PromptProcessor(config.model)
     items = parity_tickets(config, processor)
@@ -163,6 +163,25 @@ def plain_inputs(prompt: EncodedPrompt, completion: np.ndarray) -> dict[str, Any
         if prompt.seconds_per_grid:
             inputs["second_per_grid_ts"] = torch.tensor(prompt.seconds_per_grid)
     return {**inputs, "mm_token_type_ids": types} if len(inputs) > 2 else inputs
+
+
+@pytest.mark.parametrize(("name", "interval"), [("qwen2_vl", 1), ("qwen2_5_vl", 4)])
+def test_text_goes_on_after_the_last_moment_of_a_video(
+    make_config: MakeConfig, name: Family, interval: int, tmp_path: Path
+) -> None:
+    """By hand. transformers 5.19 goes on 4 (a frame is 3 x 4 tokens) after the video's beginning, within its time."""
+    config = video_config(make_config, make_family(name, tmp_path / "model"), tmp_path)
+    write_rows(tmp_path, [{"prompt": "a<video>b", "videos": [frames(tmp_path, 12, 1)]}])
+    (rendered,) = rendered_rows(config)
+    encoded = PromptProcessor(config.model).encode(rendered.prompt, rendered.blobs)
+    assert encoded.video_grids.tolist() == [[6, 6, 8]]
+    first, last = np.flatnonzero(encoded.token_types == 2)[[0, -1]]
+    place, following = prompt_positions(load_model(config.model, device=torch.device("cpu")), encoded)
+    assert place[:, last].tolist() == [first + 5 * interval, first + 2, first + 3]
+    after = first + max(5 * interval, 3) + 1
+    tail = len(encoded.token_ids) - last - 1
+    assert place[:, last + 1 :].tolist() == [list(range(after, after + tail))] * 3
+    assert following == after + tail
 
 
 def test_packing_changes_nothing(make_config: MakeConfig, family: Path, tmp_path: Path) -> None:

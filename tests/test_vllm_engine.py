@@ -94,9 +94,12 @@ def hf_greedy(rig: Rig, requests: list[GenerationRequest]) -> dict[int, Completi
     return rig.run(complete())
 
 
-def gap_to(rig: Rig, weights: Weights, request: GenerationRequest, done: Completion) -> float:
-    """Largest |engine - fresh forward pass| of a completion under these weights."""
-    model = load_model(rig.config.model, device=torch.device("cpu"))
+def gap_to(
+    rig: Rig, weights: Weights, request: GenerationRequest, done: Completion, config: RunConfig | None = None
+) -> float:
+    """Largest |engine - fresh forward pass| of a completion under these weights of the model of `config`, or the
+    rig's."""
+    model = load_model((config or rig.config).model, device=torch.device("cpu"))
     load_published(model, weights.items())
     s = request.sampling
     logits = fresh_logits(model, request.prompt, done.token_ids[:-1].tolist())
@@ -388,15 +391,78 @@ def test_a_sleeping_engine_samples_nothing_until_it_is_awake_and_has_weights(fre
 
 def test_weights_that_changed_in_its_sleep_are_noticed(fresh: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     fresh.run(fresh.engine.sleep())
-    fresh.engine._before = fresh.engine._before + 0.01
+    asleep = fresh.engine._asleep
+    assert asleep.before is not None
+    fresh.engine._asleep = dataclasses.replace(asleep, before=asleep.before + 1e-6)
 
     async def not_for_good(error: BaseException) -> None:
         pass
 
     monkeypatch.setattr(fresh.engine, "_fail", not_for_good)
-    with pytest.raises(BadStateError, match=r"woke up damaged: log-probs of 15 fixed tokens differ by up to 0\.01"):
+    with pytest.raises(BadStateError, match="the vllm engine is not what it was before it slept: the log-prob"):
         fresh.run(fresh.engine.wake())
-    fresh.engine._before = fresh.engine._before - 0.01
+    fresh.engine._asleep = asleep
+    fresh.run(fresh.engine.wake())
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_paused_engine_sleeps_and_wakes_up_paused(fresh: Rig, level: int) -> None:
+    """vLLM itself would answer neither the probe before sleep nor sleep while it is paused."""
+    rollout = fresh.config.rollout.model_copy(update={"sleep_level": level})
+    fresh.engine._config = fresh.config.model_copy(update={"rollout": rollout})
+
+    async def scenario() -> bool:
+        await fresh.engine.pause()
+        await fresh.engine.sleep()
+        await fresh.engine.wake()
+        waiting = asyncio.create_task(fresh.complete([fresh.request("read", tokens=3)]))
+        await fresh.update(fresh.initial)
+        await asyncio.sleep(0.3)
+        done_while_paused = waiting.done()
+        await fresh.engine.resume()
+        await waiting
+        return done_while_paused
+
+    assert fresh.run(scenario(), timeout_s=20) is False
+
+
+def test_an_engine_falls_asleep_after_requests_that_it_was_just_given(fresh: Rig) -> None:
+    """Their tasks may not have run when it is told to sleep: vLLM must not get them afterwards."""
+
+    async def scenario() -> list[str]:
+        order: list[str] = []
+
+        async def complete() -> None:
+            await fresh.complete([fresh.request("read", tokens=30, size=2)])
+            order.append("completed")
+
+        async def sleep() -> None:
+            while not fresh.engine._meter.in_work:
+                await asyncio.sleep(0)
+            await fresh.engine.sleep()
+            order.append("asleep")
+
+        await asyncio.gather(complete(), sleep())
+        await fresh.engine.wake()
+        return order
+
+    assert fresh.run(scenario(), timeout_s=20) == ["completed", "asleep"]
+
+
+def test_sleep_on_a_cpu_frees_nothing_and_says_so(fresh: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere: what the devices of all workers had free afterwards, and not before."""
+    fresh.run(fresh.engine.sleep())
+    assert fresh.engine.usage.sleep_bytes == 0
+    fresh.run(fresh.engine.wake())
+    free = iter([[("a", 10), ("b", 20)], [("a", 1010), ("b", 520)]])
+
+    async def two_devices(method: str) -> list[tuple[str, int]]:
+        assert method == "device_memory"
+        return next(free)
+
+    monkeypatch.setattr(fresh.engine._llm, "collective_rpc", two_devices)
+    fresh.run(fresh.engine.sleep())
+    assert fresh.engine.usage.sleep_bytes == 1500
     fresh.run(fresh.engine.wake())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -20,19 +21,13 @@ from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.processing import EncodedPrompt
 from protocol.messages import TensorEntry, WeightManifest
 from rollout_server.engines.vllm_engine import settings, versions
-from rollout_server.engines.vllm_engine.outputs import check_alignment, unexpanded_ids, version_column
-from rollout_server.engines.vllm_engine.owner import OWNER_VARIABLE
+from rollout_server.engines.vllm_engine.names import BANNED_KEY
+from rollout_server.engines.vllm_engine.outputs import check_alignment, version_column
+from rollout_server.engines.vllm_engine.owner import LEASE_VARIABLE, OWNER_VARIABLE
 from rollout_server.engines.vllm_engine.transfer import (
-    BACKENDS,
-    ipc_init,
-    ipc_update,
-    nccl_init,
-    nccl_update,
     vision_entries,
 )
-from rollout_server.weights import choose_channel
 from tests.tiny import ROOT
-from tests.vllm_rig import MISSING
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -116,12 +111,27 @@ def test_other_mistakes_are_refused_with_the_fix(make_config: MakeConfig, monkey
     refused(r"is 4, but this machine has 2 CUDA device\(s\)", tensor_parallel_size=4, cuda=True)
     refused("silently use that. Set it to 0.01 or more", temperature=0.001)
     refused("enable_chunked_prefill", engine_args={"enable_chunked_prefill": True})
-    with pytest.raises(UserError, match=r"model.lora.vision_tower is true, and the vllm engine adapts the language"):
-        settings.check_settings(make_config(model={"lora": {"rank": 8, "vision_tower": True}}), cuda=False)
+    refused(r"load_format: dummy, weights that are nobody's policy", engine_args={"load_format": "dummy"})
+    refused(r"rollout.logprobs is raw: .* Set rollout.logprobs=processed", logprobs="raw")
     with pytest.raises(UserError, match=r"gpu_memory_utilisation, .* did you mean gpu_memory_utilization"):
         settings.check_known({"gpu_memory_utilisation": 0.5}, {"gpu_memory_utilization", "block_size"})
     with pytest.raises(UserError, match=r"heads are 16 wide, and vLLM on a CPU takes only \[32, 64\]"):
         settings.check_heads(SimpleNamespace(hidden_size=64, num_attention_heads=4), [32, 64])
+
+
+def test_adapters_at_sleep_level_2_are_refused_because_nobody_brings_the_base_back(make_config: MakeConfig) -> None:
+    lora: dict[str, Any] = {"lora": {"rank": 4}}
+    settings.check_settings(make_config(model=lora, rollout={"engine": "vllm"}), cuda=False)
+    with pytest.raises(UserError, match=r"would forget the base weights, too.* Set rollout.sleep_level=1"):
+        settings.check_settings(make_config(model=lora, rollout={"engine": "vllm", "sleep_level": 2}), cuda=False)
+
+
+@pytest.mark.parametrize("name", settings.MEMORY_SETTINGS)
+def test_a_memory_setting_of_vllms_is_refused_beside_a_budget(make_config: MakeConfig, name: str) -> None:
+    rollout = {"engine": "vllm", "engine_args": {name: 0.9}}
+    settings.check_settings(make_config(rollout=rollout), cuda=False)
+    with pytest.raises(UserError, match=rf"budget_gib is 24, and rollout.engine_args has {name}, which would take"):
+        settings.check_settings(make_config(rollout=rollout, gpu_memory={"budget_gib": 24}), cuda=False)
 
 
 def test_what_vllm_is_told_follows_from_the_configuration(
@@ -135,7 +145,7 @@ def test_what_vllm_is_told_follows_from_the_configuration(
     cpu = settings.engine_arguments(config, cuda=False, text_config=text, banned=[5])
     assert (cpu["max_model_len"], cpu["max_num_seqs"], cpu["block_size"]) == (136, 8, 64)
     assert cpu["logprobs_mode"] == "processed_logprobs"
-    assert cpu["additional_config"] == {"asyncrl_banned_token_ids": [5]}
+    assert cpu["additional_config"] == {BANNED_KEY: [5]}
     assert cpu["kv_cache_memory_bytes"] == (2 * 8 + 1) * 128 * 2 * 2 * 32 * 4  # two blocks of 128 each, and one more
     assert "enable_sleep_mode" not in cpu
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
@@ -153,40 +163,17 @@ def test_the_environment_is_the_users_and_is_put_back(make_config: MakeConfig, m
         assert os.environ["TORCH_COMPILE_DISABLE"] == "0"
         assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
         assert os.environ[OWNER_VARIABLE] == str(os.getpid())
+        assert LEASE_VARIABLE not in os.environ
         os.environ["LD_PRELOAD"] = "what vLLM does"
     assert dict(os.environ) == before
+    shared = make_config(trainer={"mode": "sync"})
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    with settings.engine_environment(shared, cuda=False):
+        assert os.environ[LEASE_VARIABLE] == str(shared.run_path.absolute())
+        assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"  # a fork would not belong to the server
 
 
-# --- channels -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("configured", "same_host", "chosen"),
-    [("auto", True, "shm"), ("auto", False, "zmq"), ("shm", True, "shm"), ("zmq", True, "zmq"), ("zmq", False, "zmq")],
-)
-def test_the_channel_follows_from_where_the_learner_is(configured: str, same_host: bool, chosen: str) -> None:
-    assert choose_channel(configured, same_host=same_host, engine="vllm", cuda=False) == chosen
-    assert BACKENDS[chosen] == "asyncrl_file"
-
-
-@pytest.mark.parametrize(
-    ("configured", "same_host", "engine", "cuda", "told"),
-    [
-        ("shm", False, "vllm", False, "does not share memory with the learner"),
-        ("nccl", True, "hf", True, "is nccl, which only the vllm engine has"),
-        ("cuda_ipc", True, "hf", True, "is cuda_ipc, which only the vllm engine has"),
-        ("nccl", True, "vllm", False, "sees no CUDA device"),
-        ("cuda_ipc", True, "vllm", False, "needs vLLM on the learner's GPU"),
-        ("cuda_ipc", False, "vllm", True, "the learner is on another one"),
-        ("nccl", False, "vllm", True, "the learner of this version cannot send over it yet"),
-        ("cuda_ipc", True, "vllm", True, "the learner of this version cannot send over it yet"),
-    ],
-)
-def test_a_channel_that_cannot_work_is_refused_with_the_fix(
-    configured: str, same_host: bool, engine: str, cuda: bool, told: str
-) -> None:
-    with pytest.raises(UserError, match=f"(?s){told}.*Set rollout.weights_channel=auto"):
-        choose_channel(configured, same_host=same_host, engine=engine, cuda=cuda)
+# --- weights --------------------------------------------------------------------------------
 
 
 def entry(name: str, checksum: int, offset: int = 0) -> TensorEntry:
@@ -196,25 +183,6 @@ def entry(name: str, checksum: int, offset: int = 0) -> TensorEntry:
 def manifest(**checksums: int) -> WeightManifest:
     entries = [entry(name.replace("__", "."), c, 64 * i) for i, (name, c) in enumerate(checksums.items())]
     return WeightManifest(version=1, tensors=tuple(entries), total_bytes=64 * (len(entries) - 1) + 12)
-
-
-@pytest.mark.skipif(MISSING, reason="vLLM is not installed: WITH_VLLM=1 bash scripts/install.sh")
-def test_vllms_own_backends_take_what_is_made_for_them() -> None:
-    """Its types, not its transfers: those need GPUs."""
-    from vllm.distributed.weight_transfer import (  # pyright: ignore[reportMissingImports]
-        ipc_engine,
-        nccl_engine,
-    )
-
-    made = nccl_engine.NCCLWeightTransferInitInfo(**nccl_init("127.0.0.1", 1234, workers=2))
-    assert (made.rank_offset, made.world_size, made.packed) == (1, 3, True)
-    published = manifest(model__embed=1, lm_head=2)
-    update = nccl_engine.NCCLWeightTransferUpdateInfo(**nccl_update(published))
-    assert update.names == ["model.embed", "lm_head"]
-    assert update.dtype_names == ["bfloat16", "bfloat16"]  # never upcast
-    assert ipc_engine.IPCWeightTransferInitInfo(**ipc_init()).packed is False
-    shared = ipc_engine.IPCWeightTransferUpdateInfo(**ipc_update(published, [{"gpu": (1,)}, {"gpu": (2,)}]))
-    assert shared.shapes == [[2, 3], [2, 3]]
 
 
 def test_image_embeddings_stay_valid_exactly_while_tower_and_connector_are_the_same() -> None:
@@ -248,15 +216,6 @@ def encoded(types: list[int], grids: list[list[int]]) -> EncodedPrompt:
     return EncodedPrompt("rows:3", ids, column, np.asarray(grids, np.int32).reshape(-1, 3), (), None)
 
 
-def test_each_image_becomes_one_placeholder_again() -> None:
-    assert unexpanded_ids(encoded([0, 1, 1, 0, 1, 1, 1, 0], [[1, 2, 4], [1, 2, 6]])) == [100, 9, 103, 9, 107]
-    assert unexpanded_ids(encoded([0, 0], [])) == [100, 101]
-    with pytest.raises(UserError, match=r"row rows:3 has 2 image\(s\) in 1 separate places"):
-        unexpanded_ids(encoded([0, 1, 1, 1], [[1, 2, 2], [1, 2, 4]]))
-    with pytest.raises(UserError, match="row rows:3 has a video, and the vllm engine takes images only"):
-        unexpanded_ids(encoded([0, 2, 2], []))
-
-
 def test_the_first_difference_to_vllms_prompt_is_named() -> None:
     prompt = encoded([0, 1, 1, 0], [[1, 2, 4]])
     ids = prompt.token_ids.tolist()
@@ -269,6 +228,24 @@ def test_the_first_difference_to_vllms_prompt_is_named() -> None:
     grid.data = torch.tensor([1, 4, 2])
     with pytest.raises(UserError, match=r"into \[\[1, 4, 2\]\] patches and the processor into \[\[1, 2, 4\]\]"):
         check_alignment(prompt, {"prompt_token_ids": ids, "mm_kwargs": {"image": [{"image_grid_thw": grid}]}})
+
+
+def test_a_video_that_vllm_cuts_or_places_in_time_otherwise_is_named() -> None:
+    prompt = dataclasses.replace(
+        encoded([0, 2, 2, 0], []), video_grids=np.asarray([[2, 2, 2]], np.int32), seconds_per_grid=(0.5,)
+    )
+    item = {
+        "video_grid_thw": SimpleNamespace(data=torch.tensor([2, 2, 2])),
+        "second_per_grid_ts": SimpleNamespace(data=torch.tensor(0.5)),
+    }
+    theirs = {"prompt_token_ids": prompt.token_ids.tolist(), "mm_kwargs": {"video": [item]}}
+    check_alignment(prompt, theirs)
+    item["second_per_grid_ts"].data = torch.tensor(1.0)
+    with pytest.raises(UserError, match=r"row rows:3: vLLM places video patches \[1.0\] seconds apart and .* \[0.5\]"):
+        check_alignment(prompt, theirs)
+    item["video_grid_thw"].data = torch.tensor([1, 2, 4])
+    with pytest.raises(UserError, match=r"row rows:3: vLLM cuts the videos into \[\[1, 2, 4\]\] patches and"):
+        check_alignment(prompt, theirs)
 
 
 # --- life -----------------------------------------------------------------------------------

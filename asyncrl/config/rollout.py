@@ -38,7 +38,8 @@ class RolloutConfig(Section):
     weight_update: Literal["recompute", "keep", "drain"] = "recompute"
     """New weights under running sequences: `recompute` their KV cache, `keep` the old one, or `drain` them first."""
     weights_channel: Literal["auto", "shm", "zmq", "nccl", "cuda_ipc"] = "auto"
-    """How weights arrive; auto takes the fastest that both sides can use."""
+    """How weights arrive: mapped, over TCP, from GPU to GPU, or within one GPU; auto is the first that can work of
+    cuda_ipc, nccl, shm, zmq."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Passed to the engine as they are."""
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.channel_rules import channel_problems
 from asyncrl.config.learner import LearnerConfig, OptimConfig
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import RolloutConfig
@@ -287,6 +288,7 @@ class RunConfig(Section):
             problems.append("rollout.engine=scripted makes up its log-probs: set alignment.rows=0")
         problems += sampling_problems(self)
         problems += sync_problems(self)
+        problems += channel_problems(self)
         if problems:
             raise ValueError("\n".join(problems))
         return self

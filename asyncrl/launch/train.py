@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+from asyncrl.config.channel_rules import DEVICE_CHANNELS
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import Purpose, open_train, open_validation
@@ -79,7 +80,16 @@ def check_inputs(config: RunConfig, purpose: Purpose = "rl") -> None:
     check_images(config, described, rows, held_out)
     if purpose == "rl":
         check_engine(config, described)
+        check_channel(config)
         check_memory(config)
+
+
+def check_channel(config: RunConfig) -> None:
+    """Learner and engine are to have devices that their channel can join."""
+    if config.rollout.weights_channel in DEVICE_CHANNELS:
+        from asyncrl.weight_transfer.requirements import check_devices
+
+        check_devices(config)
 
 
 def check_memory(config: RunConfig) -> None:

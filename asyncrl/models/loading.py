@@ -13,6 +13,7 @@ from torch import nn
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.errors import UserError
+from asyncrl.models.video_positions import place_text_after_videos
 from protocol.messages import AdapterSpec
 
 VISION_TOWER_NAMES = ("visual", "vision_tower", "vision_model")
@@ -48,6 +49,7 @@ def load_model(config: ModelConfig, *, device: torch.device, text_attention: str
         attn_implementation=attention,
         trust_remote_code=config.trust_remote_code,
     )
+    place_text_after_videos(model)
     return model.to(device)
 
 

@@ -60,6 +60,8 @@ class EncodedPrompt:
     """Between two temporal patches of each video; what Qwen2.5-VL spaces their positions by."""
     video_pixel_values: torch.Tensor | None = None
     """[patches, features] of all videos, or None without videos."""
+    unexpanded_ids: np.ndarray | None = None
+    """[U] int32 with one placeholder for each image and video, for an engine that expands them itself; None without."""
 
     @property
     def media_tokens(self) -> int:
@@ -153,6 +155,7 @@ class PromptProcessor:
                 video_hashes=tuple(video_hash([hashes[d] for d in video.frame_hashes]) for video in prompt.videos),
                 seconds_per_grid=tuple(map(float, out.get("second_per_grid_ts", ()))),
                 video_pixel_values=out.get("pixel_values_videos"),
+                unexpanded_ids=np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32),
             )
         self._check_placeholders(encoded)
         return encoded

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -13,6 +13,16 @@ import torch
 from asyncrl.models.processing import EncodedPrompt
 from protocol.faults import crash_point
 from protocol.messages import FinishReason, Sampling, WeightManifest
+
+if TYPE_CHECKING:
+    from rollout_server.staging import Staging
+
+
+@dataclass(frozen=True)
+class VideoFrames:
+    frames: tuple[bytes, ...]
+    """Encoded images, in order."""
+    fps: float
 
 
 @dataclass(frozen=True)
@@ -26,6 +36,8 @@ class GenerationRequest:
     sampling: Sampling
     images: tuple[bytes, ...] = ()
     """Encoded images of the prompt, in order: for an engine that makes its pixels itself."""
+    videos: tuple[VideoFrames, ...] = ()
+    """Of the prompt, in order: for the same."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +109,8 @@ class InferenceEngine(Protocol):
     """
 
     name: str
+    staging: Staging | None
+    """Its receivers of weights from device memory, once started; None: it has none."""
 
     async def start(self) -> None: ...
 

@@ -27,6 +27,7 @@ from rollout_server.engines.base import Completion, EngineUsage, GenerationReque
 from rollout_server.engines.decode_batch import DecodeBatch
 from rollout_server.engines.decode_loop import Command, DecodeLoop
 from rollout_server.engines.prefill import prefill
+from rollout_server.staging import LocalStaging
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class HFEngine:
         self._placeholder_ids = processor.placeholder_ids
         self._device = resolve_device(config.rollout.device)
         self._adapter = resolve_adapter(config.model)
+        self.staging = LocalStaging(self._device)
         self._loop: DecodeLoop | None = None
         self._sleeper = Sleeper(OWNER, self._device, config.run_path)
         self._forgets = False

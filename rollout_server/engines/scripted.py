@@ -40,6 +40,7 @@ class Script(BaseModel):
 
 class ScriptedEngine:
     name = "scripted"
+    staging = None
 
     def __init__(self, config: RunConfig, processor: PromptProcessor):
         self._config = config

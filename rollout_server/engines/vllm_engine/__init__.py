@@ -1,5 +1,5 @@
-"""The `vllm` engine. Reading order: `engine` (its life, sampling, new weights), `requests` and `outputs` (what goes
-into vLLM and what comes out), `settings` (what vLLM is told, and what it may not be), `versions` and `library` (what it
-needs installed), `usage` (what it has done), `probe` (that sleep
-damaged nothing), `worker` and `owner` (what runs inside vLLM's own processes), `transfer`
-(how weights get there)."""
+"""The `vllm` engine. Reading order: `engine` (its life, sampling, new weights), `start` and `settings` (what vLLM is
+told, and what it may not be), `requests` and `outputs` (what goes into it and what comes out), `adapter` (low-rank
+adapters), `sleep`, `versions` and `library` (what it needs installed), `usage` (what it has done), `worker` and `owner`
+(what runs inside vLLM's own processes), `transfer` and `staging` (how weights get there), `names` (what both sides call
+things)."""

@@ -53,24 +53,6 @@ def version_column(spans: Sequence[Any], length: int) -> np.ndarray:
 # --- the alignment contract -----------------------------------------------------------------
 
 
-def unexpanded_ids(prompt: EncodedPrompt) -> list[int]:
-    """The prompt with one placeholder for each image, as vLLM wants it: it expands them itself."""
-    kinds = prompt.token_types
-    if (kinds > 1).any():
-        raise UserError(
-            f"row {prompt.row_id} has a video, and the vllm engine takes images only. Use rollout.engine=hf"
-        )
-    continued = (kinds[1:] != 0) & (kinds[1:] == kinds[:-1])
-    keep = np.concatenate([[True], ~continued])
-    runs = int((kinds[keep] != 0).sum())
-    if runs != len(prompt.image_grids):
-        raise UserError(
-            f"row {prompt.row_id} has {len(prompt.image_grids)} image(s) in {runs} separate places: the vllm engine "
-            "needs text or a fence token between two images. Use rollout.engine=hf, or a chat template that has one"
-        )
-    return prompt.token_ids[keep].tolist()
-
-
 def check_alignment(prompt: EncodedPrompt, engine_input: Any) -> None:
     """vLLM's processor must have made the ids and grids that ours made: the learner trains on ours.
 
@@ -87,12 +69,24 @@ def check_alignment(prompt: EncodedPrompt, engine_input: Any) -> None:
             f"row {prompt.row_id}: vLLM expands the prompt to {len(theirs)} tokens and the processor to {len(ours)}; "
             f"they first differ at position {first}. {fix}"
         )
-    if not len(prompt.image_grids):
+    _check_part(prompt, engine_input, "image", prompt.image_grids, fix)
+    _check_part(prompt, engine_input, "video", prompt.video_grids, fix)
+
+
+def _check_part(prompt: EncodedPrompt, engine_input: Any, kind: str, grids: np.ndarray, fix: str) -> None:
+    """Of all its images, or of all its videos."""
+    if not len(grids):
         return
-    items = engine_input["mm_kwargs"]["image"]
-    grids = [item["image_grid_thw"].data.tolist() for item in items if "image_grid_thw" in item]
-    if grids and grids != prompt.image_grids.tolist():
+    items = engine_input["mm_kwargs"][kind]
+    theirs = [item[f"{kind}_grid_thw"].data.tolist() for item in items if f"{kind}_grid_thw" in item]
+    if theirs and theirs != grids.tolist():
         raise UserError(
-            f"row {prompt.row_id}: vLLM cuts the images into {grids} patches and the processor into "
-            f"{prompt.image_grids.tolist()}. {fix}"
+            f"row {prompt.row_id}: vLLM cuts the {kind}s into {theirs} patches and the processor into "
+            f"{grids.tolist()}. {fix}"
+        )
+    seconds = [float(item["second_per_grid_ts"].data) for item in items if "second_per_grid_ts" in item]
+    if seconds and seconds != list(prompt.seconds_per_grid):
+        raise UserError(
+            f"row {prompt.row_id}: vLLM places {kind} patches {seconds} seconds apart and the processor "
+            f"{list(prompt.seconds_per_grid)}. {fix}"
         )

@@ -1,4 +1,7 @@
-"""No engine process outlives its rollout server. Imports nothing of vLLM."""
+"""No engine process outlives its rollout server, nor holds a device that the server has no lease of.
+
+Imports nothing of vLLM: the server names here what those processes read.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,22 @@ import os
 import select
 import signal
 import threading
+from pathlib import Path
 
 OWNER_VARIABLE = "ASYNCRL_ENGINE_OWNER"
 """Process id of the rollout server, in the environment of the processes that vLLM starts."""
+LEASE_VARIABLE = "ASYNCRL_DEVICE_LEASE"
+"""Folder of the device lease, in the same; only where the device is shared."""
+
+
+def belong_to_owner() -> None:
+    """Called before the device is touched."""
+    die_with_owner()
+    folder, owner = os.environ.get(LEASE_VARIABLE), int(os.environ.get(OWNER_VARIABLE, "0"))
+    if folder and owner not in (0, os.getpid()):
+        from protocol.lease import use_device_for
+
+        use_device_for(owner, Path(folder))
 
 
 def die_with_owner() -> None:

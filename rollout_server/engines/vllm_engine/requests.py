@@ -9,9 +9,9 @@ import numpy as np
 
 from asyncrl.data.images import decode_image
 from asyncrl.errors import UserError
-from rollout_server.engines.base import GenerationRequest
+from rollout_server.engines.base import GenerationRequest, VideoFrames
 from rollout_server.engines.vllm_engine.library import Library
-from rollout_server.engines.vllm_engine.outputs import check_alignment, unexpanded_ids
+from rollout_server.engines.vllm_engine.outputs import check_alignment
 from rollout_server.engines.vllm_engine.settings import check_temperature
 
 
@@ -35,17 +35,43 @@ def check_request(request: GenerationRequest, banned: tuple[int, ...], max_token
 
 async def to_engine_input(request: GenerationRequest, llm: Any, vllm: Library) -> Any:
     """The prompt as vLLM's engine takes it: expanded, with pixels; checked against our own processor's."""
-    where = f"row {request.prompt.row_id}"
-    prompt: dict[str, Any] = {"prompt_token_ids": unexpanded_ids(request.prompt)}
-    if request.images:
-        images = await asyncio.to_thread(lambda: [decode_image(data, where) for data in request.images])
-        prompt["multi_modal_data"] = {"image": images}
-        # Known by its content already: vLLM need not hash the pixels again.
-        prompt["multi_modal_uuids"] = {"image": list(request.prompt.image_hashes)}
+    encoded = request.prompt
+    ids = encoded.token_ids if encoded.unexpanded_ids is None else encoded.unexpanded_ids
+    prompt: dict[str, Any] = {"prompt_token_ids": ids.tolist()}
+    if request.images or request.videos:
+        prompt |= await asyncio.to_thread(_media, request)
     parsed = vllm.parse_model_prompt(llm.vllm_config.model_config, prompt)
     (engine_input,) = await llm.renderer.render_cmpl_async([parsed])
     check_alignment(request.prompt, engine_input)
     return engine_input
+
+
+def _media(request: GenerationRequest) -> dict[str, Any]:
+    """Images and videos, known by their content already: vLLM need not hash the pixels again."""
+    where = f"row {request.prompt.row_id}"
+    data: dict[str, Any] = {}
+    names: dict[str, list[str]] = {}
+    if request.images:
+        data["image"] = [decode_image(encoded, where) for encoded in request.images]
+        names["image"] = list(request.prompt.image_hashes)
+    if request.videos:
+        data["video"] = [_frames(video, where) for video in request.videos]
+        # Where tokens stand in time depends on the rate, and what vLLM keeps of a prefix on that.
+        names["video"] = [
+            f"{name}-{video.fps!r}" for name, video in zip(request.prompt.video_hashes, request.videos, strict=True)
+        ]
+    return {
+        "multi_modal_data": data,
+        "multi_modal_uuids": names,
+        "mm_processor_kwargs": {"do_sample_frames": False} if request.videos else {},
+    }
+
+
+def _frames(video: VideoFrames, where: str) -> tuple[np.ndarray, dict[str, Any]]:
+    """[frames, height, width, 3] uint8, and what `media_arguments` tells the processor about them."""
+    frames = np.stack([np.asarray(decode_image(frame, where)) for frame in video.frames])
+    count = len(frames)
+    return frames, {"total_num_frames": count, "fps": video.fps, "frames_indices": list(range(count))}
 
 
 def sampling_params(request: GenerationRequest, index: int, vllm: Library) -> Any:

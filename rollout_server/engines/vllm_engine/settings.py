@@ -15,7 +15,8 @@ from asyncrl.config.suggest import close_names
 from asyncrl.errors import UserError
 from asyncrl.memory_plan.plan import vllm_memory_utilization
 from asyncrl.models.loading import resolve_device
-from rollout_server.engines.vllm_engine.owner import OWNER_VARIABLE
+from rollout_server.engines.vllm_engine.names import BANNED_KEY
+from rollout_server.engines.vllm_engine.owner import LEASE_VARIABLE, OWNER_VARIABLE
 
 WORKER = "rollout_server.engines.vllm_engine.worker"
 """The module that vLLM's processes import; this process need not."""
@@ -35,11 +36,28 @@ NOT_YOURS = {
     "max_num_seqs": "Set rollout.max_concurrent_sequences",
     "tensor_parallel_size": "Set rollout.tensor_parallel_size",
     "data_parallel_size": "Set rollout.servers",
-    "enable_lora": "Set model.lora",
+    **dict.fromkeys(
+        ("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype", "lora_target_modules"),
+        "Set model.lora",
+    ),
+    "enable_tower_connector_lora": "Set model.lora.vision_tower",
+    "default_mm_loras": "Leave it out: requests carry the adapter that the learner trains",
     "enable_sleep_mode": "Leave it out: it is on wherever vLLM can sleep",
     "disable_log_stats": "Leave it out: usage and metrics come from vLLM's statistics",
     "logits_processors": "Leave it out: placeholder ids are banned with one, and the learner knows of no other",
-    "speculative_config": "Leave it out: vLLM then ignores logits processors, so placeholder ids could be sampled",
+    **dict.fromkeys(
+        ("speculative_config", "spec_method", "spec_model", "spec_tokens"),
+        "Leave it out: vLLM then ignores logits processors, so placeholder ids could be sampled",
+    ),
+    "watermark_config": "Leave it out: it changes what is sampled, and the learner knows of no watermark",
+    **dict.fromkeys(
+        ("quantization", "quantization_config", "kv_cache_dtype"),
+        "Leave it out: rounded weights or caches sample from another policy than the one that the learner trains, and "
+        "new weights cannot be put into rounded ones. Set model.dtype for both sides",
+    ),
+    "revision": "Set model.path to a folder of that revision",
+    "tokenizer_revision": "Both sides use the tokenizer of model.path",
+    "video_pruning_rate": "Leave it out: the learner trains on every token of a video",
     "worker_extension_cls": "Leave it out: weights arrive through one",
     "weight_transfer_config": "Set rollout.weights_channel",
     "additional_config": "Leave it out: the engine uses it",
@@ -52,6 +70,9 @@ NOT_YOURS = {
     "skip_tokenizer_init": "Leave it out",
 }
 """Arguments of vLLM that `rollout.engine_args` may not set, and what to do instead."""
+
+MEMORY_SETTINGS = ("gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override", "mm_ipc_gpu_memory_gb")
+"""Arguments of vLLM that follow from gpu_memory.budget_gib where it is set."""
 
 
 def on_cuda(config: RunConfig) -> bool:
@@ -71,11 +92,19 @@ def check_settings(config: RunConfig, *, cuda: bool) -> None:
     refused = [f"{name}. {fix}" for name, fix in NOT_YOURS.items() if name in rollout.engine_args]
     if refused:
         raise UserError(f"rollout.engine_args may not have {'; nor '.join(refused)}")
-    if config.model.lora.rank and config.model.lora.vision_tower:
+    if config.model.lora.rank and rollout.sleep_level == 2:
         raise UserError(
-            "model.lora.vision_tower is true, and the vllm engine adapts the language model only. "
-            "Set rollout.engine=hf, or model.lora.vision_tower=false"
+            "rollout.sleep_level is 2 and model.lora.rank above 0: vLLM would forget the base weights, too, and only "
+            "adapters are published. Set rollout.sleep_level=1"
         )
+    if rollout.engine_args.get("load_format") == "dummy":
+        raise UserError("rollout.engine_args has load_format: dummy, weights that are nobody's policy. Leave it out")
+    if rollout.logprobs == "raw":
+        raise UserError(
+            "rollout.logprobs is raw: vLLM's are then of the vocabulary with the placeholder ids that are never "
+            "sampled, and the learner's without. Set rollout.logprobs=processed"
+        )
+    _check_budget(config)
     if not cuda and rollout.engine_args.get("enable_chunked_prefill"):
         raise UserError(
             "rollout.engine_args has enable_chunked_prefill, which kills vLLM's CPU worker at the first seeded request "
@@ -92,6 +121,15 @@ def check_settings(config: RunConfig, *, cuda: bool) -> None:
         ("evaluation.temperature", config.evaluation.temperature),
     ):
         check_temperature(key, temperature)
+
+
+def _check_budget(config: RunConfig) -> None:
+    over = [name for name in MEMORY_SETTINGS if name in config.rollout.engine_args]
+    if over and config.gpu_memory.budget_gib:
+        raise UserError(
+            f"gpu_memory.budget_gib is {config.gpu_memory.budget_gib:g}, and rollout.engine_args has "
+            f"{' and '.join(over)}, which would take vLLM out of that budget. Leave one of the two out"
+        )
 
 
 def check_temperature(key: str, temperature: float) -> None:
@@ -140,9 +178,11 @@ def engine_arguments(config: RunConfig, *, cuda: bool, text_config: Any, banned:
         "generation_config": "vllm",
         "enable_prefix_caching": True,
         "mm_processor_cache_gb": 0,
+        # On the device vLLM normalises videos as images, whatever the video processor says.
+        "mm_device_do_normalize": False,
         "worker_extension_cls": f"{WORKER}.WorkerExtension",
         "logits_processors": [f"{WORKER}:BannedTokens"],
-        "additional_config": {"asyncrl_banned_token_ids": banned},
+        "additional_config": {BANNED_KEY: banned},
         "enable_log_requests": False,
         "disable_log_stats": False,
     }
@@ -199,7 +239,11 @@ def engine_environment(config: RunConfig, *, cuda: bool) -> Iterator[None]:
         defaults["OMP_NUM_THREADS"] = str(config.rollout.cpu_threads)
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+    # Forked processes would import nothing anew, and belong to nobody.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     os.environ[OWNER_VARIABLE] = str(os.getpid())
+    if config.trainer.mode == "sync":
+        os.environ[LEASE_VARIABLE] = str(config.run_path.absolute())
     try:
         yield
     finally:

@@ -1,9 +1,4 @@
-"""What vLLM's weight-transfer backends are told, one function for each: no tensor travels in these.
-
-`asyncrl_file` (shm and zmq channels) is ours and runs everywhere. `nccl` and `cuda_ipc` are vLLM's own, from the
-learner's GPU to the workers': what is made for them here is checked against vLLM's types in the tests, and has not been
-run on a GPU. The learner's half of those two does not exist yet, so `choose_channel` refuses them.
-"""
+"""What vLLM's workers are told of a weight update; no tensor travels in it."""
 
 from __future__ import annotations
 
@@ -13,15 +8,13 @@ from asyncrl.errors import UserError
 from asyncrl.models.loading import CONNECTOR_NAMES, VISION_TOWER_NAMES
 from protocol.messages import WeightManifest
 from rollout_server.engines.base import ArrivedWeights
-
-FILE_BACKEND = "asyncrl_file"
-"""Registered by `worker.py`, in vLLM's processes."""
-BACKENDS = {"shm": FILE_BACKEND, "zmq": FILE_BACKEND, "nccl": "nccl", "cuda_ipc": "ipc"}
-"""Our channels and vLLM's names of what takes weights from them."""
+from rollout_server.staging import StagedWeights
 
 
-def file_update(weights: ArrivedWeights) -> dict[str, Any]:
-    """`worker.FileUpdate`, as vLLM sends it to its workers."""
+def weight_update(weights: ArrivedWeights) -> dict[str, Any]:
+    """`worker.WeightUpdate`, as vLLM sends it to its workers."""
+    if isinstance(weights, StagedWeights):
+        return {"path": "", "total_bytes": 0, "tensors": []}
     if not weights.path:
         raise UserError("the vllm engine maps new weights from a file in memory, which needs Linux. Use hf here")
     return {
@@ -39,33 +32,3 @@ def vision_entries(manifest: WeightManifest) -> frozenset[tuple[str, int]]:
     """
     parts = {*VISION_TOWER_NAMES, *CONNECTOR_NAMES}
     return frozenset((t.name, t.xxh3) for t in manifest.tensors if parts & set(t.name.split(".")))
-
-
-def nccl_init(address: str, port: int, workers: int) -> dict[str, Any]:
-    """vLLM's NCCLWeightTransferInitInfo: the learner is rank 0, the workers follow."""
-    return {
-        "master_address": address,
-        "master_port": port,
-        "rank_offset": 1,
-        "world_size": 1 + workers,
-        "packed": True,
-    }
-
-
-def nccl_update(manifest: WeightManifest) -> dict[str, Any]:
-    """vLLM's NCCLWeightTransferUpdateInfo: what is broadcast, in this order, in its own dtype."""
-    return {
-        "names": [t.name for t in manifest.tensors],
-        "dtype_names": [t.dtype for t in manifest.tensors],
-        "shapes": [list(t.shape) for t in manifest.tensors],
-    }
-
-
-def ipc_init() -> dict[str, Any]:
-    """vLLM's IPCWeightTransferInitInfo: nothing to meet over."""
-    return {"packed": False}
-
-
-def ipc_update(manifest: WeightManifest, handles: list[dict[str, tuple[Any, ...]]]) -> dict[str, Any]:
-    """vLLM's IPCWeightTransferUpdateInfo. `handles`: of each tensor by GPU, from torch's `reduce_tensor`."""
-    return {**nccl_update(manifest), "ipc_handles": handles}

@@ -1,7 +1,8 @@
-"""What the engine has done, as vLLM's own statistics of each step tell it."""
+"""What the engine is doing, and what it has done as vLLM's own statistics of each step tell it."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -15,37 +16,38 @@ class UsageMeter:
         self._tokens = self._running = self._waiting = 0
         self._busy_s = self._update_pause_s = 0.0
         self._busy_since = 0.0
-        self._in_flight = 0
         self._paused_at: float | None = None
         self._resumed = False
-        self.preemptions = 0
-        """Sequences that lost their key-value cache because memory ran out; weight updates are not counted."""
+        self.in_work: set[str] = set()
+        """vLLM's ids of the requests that it has, or is about to get."""
+        self.idle = asyncio.Event()
+        """It has none."""
+        self.idle.set()
+        self.sleep_bytes = 0
 
     @property
     def usage(self) -> EngineUsage:
-        busy_s = self._busy_s + (time.monotonic() - self._busy_since if self._in_flight else 0.0)
-        return EngineUsage(self._tokens, busy_s, self._running, self._waiting, self._update_pause_s)
+        busy_s = self._busy_s + (time.monotonic() - self._busy_since if self.in_work else 0.0)
+        return EngineUsage(self._tokens, busy_s, self._running, self._waiting, self._update_pause_s, self.sleep_bytes)
 
-    def begin(self) -> None:
-        """A sequence has been submitted."""
-        if not self._in_flight:
+    def begin(self, number: str) -> None:
+        """A sequence is submitted."""
+        if not self.in_work:
             self._busy_since = time.monotonic()
-        self._in_flight += 1
+            self.idle.clear()
+        self.in_work.add(number)
 
-    def end(self) -> None:
-        self._in_flight -= 1
-        if not self._in_flight:
+    def end(self, number: str) -> None:
+        self.in_work.remove(number)
+        if not self.in_work:
             self._busy_s += time.monotonic() - self._busy_since
             self._running = self._waiting = 0
             self._paused_at = None  # dropped before they went on
-
-    @property
-    def in_flight(self) -> int:
-        return self._in_flight
+            self.idle.set()
 
     def update_begins(self) -> None:
         """Sequences stand still from here on."""
-        if self._in_flight and self._paused_at is None:
+        if self.in_work and self._paused_at is None:
             self._paused_at, self._resumed = time.monotonic(), False
 
     def update_ends(self) -> None:
@@ -57,13 +59,12 @@ class UsageMeter:
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
-        if scheduler_stats is not None:
+        if scheduler_stats is not None and self.in_work:  # a step may be reported after its requests were dropped
             self._running = scheduler_stats.num_running_reqs
             self._waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
         if iteration_stats is None:
             return
         self._tokens += iteration_stats.num_generation_tokens
-        self.preemptions += iteration_stats.num_preempted_reqs
         if self._paused_at is not None and self._resumed and iteration_stats.num_generation_tokens:
             self._update_pause_s += time.monotonic() - self._paused_at
             self._paused_at = None

@@ -1,6 +1,7 @@
 """What runs inside vLLM's own process, which imports it by name: so it imports as little as possible.
 
-- `MappedFileTransfer`: new weights from a file in shared memory, as a backend of vLLM's weight-transfer API;
+- `WeightTransfer`: new weights, from a file in shared memory or on this device already, as a backend of vLLM's
+  weight-transfer API;
 - `BannedTokens`: ids that can never be sampled.
 """
 
@@ -11,7 +12,7 @@ import mmap
 import os
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -31,57 +32,64 @@ from vllm.v1.sample.logits_processor.interface import (  # pyright: ignore[repor
     LogitsProcessor,
 )
 
-from rollout_server.engines.vllm_engine.owner import die_with_owner
-
-BACKEND = "asyncrl_file"
-"""Name of `MappedFileTransfer` in vLLM's table of weight-transfer backends."""
-BANNED_KEY = "asyncrl_banned_token_ids"
-"""In vLLM's `additional_config`."""
-
+from asyncrl.weight_transfer.stage import Stage, StageOrder, device_memory
+from rollout_server.engines.vllm_engine.names import BACKEND, BANNED_KEY
+from rollout_server.engines.vllm_engine.owner import belong_to_owner
 
 # --- weights --------------------------------------------------------------------------------
 
 
 @dataclass
-class FileInit(WeightTransferInitInfo):
-    """Nothing to agree on: every update names its own file."""
+class StageInit(StageOrder, WeightTransferInitInfo):
+    """Begin to receive a version beside the model. A file needs no such preparation."""
 
 
 @dataclass
-class FileUpdate(WeightTransferUpdateInfo):
+class WeightUpdate(WeightTransferUpdateInfo):
     path: str
+    """Of the file; empty: what `StageInit` has brought."""
     total_bytes: int
     tensors: list[tuple[str, str, list[int], int, int]]
-    """Name, torch dtype without its prefix, shape, offset and size in bytes of each."""
+    """Of the file: name, torch dtype without its prefix, shape, offset and size in bytes of each."""
 
 
-class MappedFileTransfer(WeightTransferEngine[FileInit, FileUpdate]):
-    """Loads a whole publication from a mapped file, layer by layer: bytes go from shared memory into the model.
+class WeightTransfer(WeightTransferEngine[StageInit, WeightUpdate]):
+    """Loads a whole publication, layer by layer: bytes go from where they are into the model.
 
     Plain `load_weights` will not do: on a CPU vLLM packs linear layers after loading and frees what it packed. The
     layerwise reload makes a layer's parameters anew, fills them, packs them, and copies that over the packed ones.
-    The rollout server has verified the checksums and keeps the file as it is until this returns.
+    Checksums have been verified: of a file by the rollout server, which keeps it as it is until this returns, else by
+    the stage.
     """
 
-    init_info_cls = FileInit
-    update_info_cls = FileUpdate
+    init_info_cls = StageInit
+    update_info_cls = WeightUpdate
     supports_draft_weight_update = False
 
-    def init_transfer_engine(self, init_info: FileInit) -> None:
-        pass
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: Any):
+        super().__init__(config, vllm_config, device, model)
+        self.stage = Stage(torch.device(device))
+
+    def init_transfer_engine(self, init_info: StageInit) -> None:
+        """Returns at once; `weights_arrival` tells how it goes."""
+        self.stage.begin(init_info, rank=1 + self.vllm_config.parallel_config.rank)
 
     def start_weight_update(self) -> None:
         model: Any = self.model
         self._tied = tied_parameters(model)  # before the reload, which takes them apart
         initialize_layerwise_reload(model)
 
-    def receive_weights(self, update_info: FileUpdate) -> None:
+    def receive_weights(self, update_info: WeightUpdate) -> None:
         model: Any = self.model
+
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            return mapped_tensors(update_info) if update_info.path else self.stage.tensors()
+
         expected = {name for name, _ in model.named_parameters()}
-        loaded = set(model.load_weights(mapped_tensors(update_info)))
+        loaded = set(model.load_weights(tensors()))
         for other, first in self._tied.items():
             # Published once, under the first name. vLLM skips the other, whose layer may keep a packed copy.
-            for name, tensor in mapped_tensors(update_info):
+            for name, tensor in tensors():
                 if name.endswith(_layer_and_name(first)):
                     parameter = model.get_parameter(other)
                     parameter.weight_loader(parameter, tensor)
@@ -92,9 +100,10 @@ class MappedFileTransfer(WeightTransferEngine[FileInit, FileUpdate]):
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
+        self.stage.drop()
 
     def shutdown(self) -> None:
-        pass
+        self.stage.drop()
 
 
 def tied_parameters(model: Any) -> dict[str, str]:
@@ -112,7 +121,7 @@ def _layer_and_name(name: str) -> str:
     return "." + ".".join(name.split(".")[-2:])
 
 
-def mapped_tensors(update: FileUpdate) -> Iterator[tuple[str, torch.Tensor]]:
+def mapped_tensors(update: WeightUpdate) -> Iterator[tuple[str, torch.Tensor]]:
     """Read-only views of the file; the mapping goes with the last of them."""
     fd = os.open(update.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -155,11 +164,25 @@ class BannedTokens(LogitsProcessor):
 
 
 class WorkerExtension:
-    """Named as vLLM's `worker_extension_cls` so that every worker imports this file before it loads the model."""
+    """vLLM's `worker_extension_cls`: part of every worker, which imports this file before it loads the model."""
+
+    def device_memory(self: Any) -> list[Any]:
+        """`DeviceMemory` of this worker; empty on a CPU."""
+        return list(device_memory(torch.device(self.device)) or ())
+
+    def weights_arrival(self: Any) -> list[Any]:
+        """`Arrival` of what `StageInit` has begun."""
+        return list(astuple(self.weight_transfer_engine.stage.arrival))
+
+    def layers_without_slot(self: Any) -> list[str]:
+        """Of the adapter that is in the slot, those that no layer here takes: vLLM drops them without a word."""
+        manager = self.model_runner.lora_manager._adapter_manager
+        (adapter,) = manager.list_adapters().values()
+        return sorted(set(adapter.loras) - set(manager.modules))
 
 
 # Modules without parameters of their own are a warning at every update. What matters is checked in receive_weights.
 logging.getLogger(initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
 if BACKEND not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(BACKEND, MappedFileTransfer)
-die_with_owner()
+    WeightTransferEngineFactory.register_engine(BACKEND, WeightTransfer)
+belong_to_owner()

@@ -1,0 +1,46 @@
+"""A version as one flat tensor of bytes on a device, laid out like its manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+import xxhash
+
+from protocol.messages import TensorEntry
+
+BUCKET_BYTES = 64 << 20
+"""Of one collective, and of one copy to the host to be checked."""
+
+
+def pack(
+    entries: Sequence[TensorEntry], tensors: Iterable[tuple[str, torch.Tensor]], device: torch.device
+) -> torch.Tensor:
+    """[total_bytes] uint8 on `device`: a copy of `tensors`, which come in the order of `entries`, as they are."""
+    flat = torch.empty(entries[-1].offset + entries[-1].nbytes, dtype=torch.uint8, device=device)
+    for (_, own), (_, tensor) in zip(views(flat, entries), tensors, strict=True):
+        own.copy_(tensor)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()  # other threads, with other streams, read it
+    return flat
+
+
+def views(flat: torch.Tensor, entries: Sequence[TensorEntry]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor of each, without a copy."""
+    for entry in entries:
+        raw = flat[entry.offset : entry.offset + entry.nbytes]
+        yield entry.name, raw.view(getattr(torch, entry.dtype)).reshape(entry.shape)
+
+
+def wrong_tensors(flat: torch.Tensor, entries: Sequence[TensorEntry]) -> list[str]:
+    """Names of the tensors that do not have their checksum, which needs their bytes on the host."""
+    host = torch.empty(min(BUCKET_BYTES, flat.nbytes), dtype=torch.uint8, pin_memory=flat.is_cuda)
+    wrong: list[str] = []
+    for entry in entries:
+        hashed = xxhash.xxh3_64()
+        for start in range(entry.offset, entry.offset + entry.nbytes, BUCKET_BYTES):
+            piece = flat[start : min(start + BUCKET_BYTES, entry.offset + entry.nbytes)]
+            hashed.update(host[: piece.nbytes].copy_(piece).numpy().data)
+        if hashed.intdigest() != entry.xxh3:
+            wrong.append(entry.name)
+    return wrong

@@ -1,0 +1,139 @@
+"""A receiver of weights: they arrive on its device beside its model, while it works; only what is verified is used.
+
+vLLM's worker processes import this, so it imports as little as possible.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from asyncrl.errors import BadStateError
+from asyncrl.weight_transfer.cuda_ipc import open_shared
+from asyncrl.weight_transfer.flat import views, wrong_tensors
+from asyncrl.weight_transfer.group import DamagedError, Group, TransferError
+from protocol.faults import crash_point
+from protocol.messages import CudaMemory, TensorEntry
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class StageOrder:
+    """What each receiver is told, in plain values: it may be in another process."""
+
+    version: int
+    nonce: str
+    host: str
+    port: int
+    """0: there is `memory` to copy from."""
+    size: int
+    """Of the group, the learner included."""
+    deadline_s: float
+    tensors: list[dict[str, Any]]
+    """Of `TensorEntry`."""
+    memory: dict[str, Any] = field(default_factory=dict)
+    """Of `CudaMemory`."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """How far a receiver is."""
+
+    arrived_bytes: int = 0
+    is_done: bool = False
+    problem: str = ""
+    """Why it has given up."""
+    kind: Literal["", "damaged", "no_room"] = ""
+    """Of the problem, where it is no matter of trying again for ever."""
+
+
+class Stage:
+    """One receiver: a flat copy of a version on its device, filled and verified by a thread of its own."""
+
+    def __init__(self, device: torch.device):
+        self.arrival = Arrival()
+        self._device = device
+        self._flat: torch.Tensor | None = None
+        self._entries: list[TensorEntry] = []
+        self._nonce = ""
+
+    def begin(self, order: StageOrder, rank: int) -> None:
+        """Forget what there was; `arrival` tells how it goes."""
+        self.drop()
+        self.arrival, self._nonce = Arrival(), order.nonce
+        threading.Thread(target=self._receive, args=(order, rank), name="weights", daemon=True).start()
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Views of the version that has arrived."""
+        if self._flat is None or not self.arrival.is_done:
+            raise BadStateError("no verified weights have arrived on this device")
+        return views(self._flat, self._entries)
+
+    def drop(self) -> None:
+        self._flat, self._entries, self._nonce = None, [], ""
+
+    def _receive(self, order: StageOrder, rank: int) -> None:
+        try:
+            entries = [TensorEntry.model_validate(tensor) for tensor in order.tensors]
+            flat = self._on_device(lambda: self._fill(order, rank, entries))
+        except torch.OutOfMemoryError as problem:
+            self._say(order, Arrival(problem=str(problem).partition("\n")[0], kind="no_room"))
+        except DamagedError as problem:
+            self._say(order, Arrival(problem=str(problem), kind="damaged"))
+        except TransferError as problem:
+            self._say(order, Arrival(problem=str(problem)))
+        except Exception as problem:
+            logger.exception("version %d did not arrive", order.version)
+            self._say(order, Arrival(problem=f"{type(problem).__name__}: {problem}"))
+        else:
+            if self._nonce == order.nonce:
+                self._flat, self._entries = flat, entries
+            self._say(order, Arrival(flat.nbytes, is_done=True))
+
+    def _fill(self, order: StageOrder, rank: int, entries: Sequence[TensorEntry]) -> torch.Tensor:
+        flat = torch.empty(entries[-1].offset + entries[-1].nbytes, dtype=torch.uint8, device=self._device)
+        if order.port:
+            where = (order.host, order.port, order.nonce)
+            with Group.join(*where, rank, order.size, self._device, order.deadline_s) as group:
+                group.broadcast(flat, lambda nbytes: self._moved(order, nbytes))
+        else:
+            theirs = open_shared(CudaMemory.model_validate(order.memory), self._device)
+            flat.copy_(theirs[: flat.nbytes])
+        wrong = wrong_tensors(flat, entries)
+        if wrong:
+            raise DamagedError(
+                f"{len(wrong)} of {len(entries)} tensors of version {order.version} have wrong checksums, first "
+                f"{wrong[0]!r}"
+            )
+        return flat
+
+    def _on_device(self, fill: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """On a stream of its own: the engine's work neither waits for the copies nor makes them wait."""
+        if self._device.type != "cuda":
+            return fill()
+        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
+            flat = fill()
+            torch.cuda.current_stream(self._device).synchronize()
+        return flat
+
+    def _moved(self, order: StageOrder, nbytes: int) -> None:
+        crash_point("weights.receiving")
+        self._say(order, Arrival(nbytes))
+
+    def _say(self, order: StageOrder, arrival: Arrival) -> None:
+        """Unless another transfer has taken this one's place."""
+        if self._nonce == order.nonce:
+            self.arrival = arrival
+
+
+def device_memory(device: torch.device) -> tuple[str, int] | None:
+    """UUID and free bytes of a CUDA device; None for the CPU."""
+    if device.type != "cuda":
+        return None
+    return str(torch.cuda.get_device_properties(device).uuid), torch.cuda.mem_get_info(device)[0]

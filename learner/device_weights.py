@@ -1,0 +1,171 @@
+"""The newest version in the learner's device memory, and the transfers of it that are under way.
+
+Each transfer has its own group and thread: a receiver that dies harms neither the others nor the training loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from asyncrl.errors import BadStateError
+from asyncrl.weight_transfer.cuda_ipc import settle, share
+from asyncrl.weight_transfer.flat import pack
+from asyncrl.weight_transfer.group import Group, TransferError
+from protocol.errors import ErrorCode, ProtocolError
+from protocol.messages import (
+    CudaMemory,
+    DeviceSource,
+    Error,
+    TransferEnd,
+    TransferRequest,
+    TransferStart,
+    WeightManifest,
+)
+from protocol.weights import Publication
+
+logger = logging.getLogger(__name__)
+
+MOST_TRANSFERS = 16
+"""At a time. Each has a thread and a port."""
+
+
+@dataclass
+class _Transfer:
+    request: TransferRequest
+    flat: torch.Tensor
+    """The version as it was asked for, whatever is published meanwhile."""
+    began: float = field(default_factory=time.monotonic)
+    memory: CudaMemory | None = None
+    group: Group | None = None
+    over: bool = False
+
+
+class DeviceWeights:
+    """`keep` is called by the thread that trains, all else by the exchange."""
+
+    def __init__(
+        self, publication: Publication, device: torch.device, total_bytes: int, *, host: str, deadline_s: float
+    ):
+        self._publication = publication
+        self._device = device
+        self._host = host
+        self._deadline_s = deadline_s
+        self._guard = threading.Lock()
+        self._wanted = False
+        """Somebody has asked for a version: from then on each is kept as it is published."""
+        self._kept: tuple[int, torch.Tensor] | None = None
+        self._transfers: dict[bytes, _Transfer] = {}
+        """By connection, which has one at most."""
+        self.source: DeviceSource | None = None
+        """What servers are told; nothing of a CPU, from which the other channels are faster."""
+        if device.type == "cuda":
+            uuid = str(torch.cuda.get_device_properties(device).uuid)
+            self.source = DeviceSource(uuid=uuid, total_bytes=total_bytes)
+
+    def keep(self, manifest: WeightManifest, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy the published tensors, which the next step changes. Raises BadStateError where there is no room."""
+        if not self._wanted:
+            return
+        with self._guard:
+            self._kept = None  # its memory first
+            try:
+                self._kept = (manifest.version, pack(manifest.tensors, tensors, self._device))
+            except torch.OutOfMemoryError as problem:
+                raise BadStateError(f"version {manifest.version}: {_no_room(manifest.total_bytes)}") from problem
+
+    def answer(self, identity: bytes, request: TransferRequest) -> TransferStart | Error:
+        """Begin this connection's transfer; an earlier one of it is over."""
+        self._end(identity)
+        self._expire()
+        try:
+            if len(self._transfers) >= MOST_TRANSFERS:
+                raise ProtocolError(ErrorCode.TOO_LARGE, f"{MOST_TRANSFERS} transfers are under way. Ask again later")
+            if request.channel == "cuda_ipc" and self._device.type != "cuda":
+                raise ProtocolError(ErrorCode.WRONG_CHANNEL, "the learner's weights lie on a CPU, without cuda_ipc")
+            transfer = _Transfer(request, self._version(request.version))
+        except ProtocolError as error:
+            return Error(code=error.code, reason=error.reason, version=request.version)
+        self._transfers[identity] = transfer
+        if request.channel == "cuda_ipc":
+            transfer.memory = share(transfer.flat)
+            return TransferStart(version=request.version, nonce=request.nonce, memory=transfer.memory)
+        listener = socket.create_server((self._host, 0))
+        port = listener.getsockname()[1]
+        threading.Thread(target=self._send, args=(transfer, listener), name="send-weights", daemon=True).start()
+        return TransferStart(version=request.version, nonce=request.nonce, port=port)
+
+    def end(self, identity: bytes, message: TransferEnd) -> None:
+        transfer = self._transfers.get(identity)
+        if transfer is not None and transfer.request.nonce == message.nonce:
+            transfer.memory = None  # the receiver has closed it itself
+            self._end(identity)
+
+    def close(self) -> None:
+        for identity in list(self._transfers):
+            self._end(identity)
+        with self._guard:
+            self._kept = None
+
+    def _version(self, version: int) -> torch.Tensor:
+        """[total_bytes] uint8 on the device. Raises ProtocolError VERSION_GONE, or TOO_LARGE where there is no room."""
+        manifest = self._publication.manifest(version)
+        with self._guard:
+            self._wanted = True
+            if self._kept is None or self._kept[0] != version:
+                # Of the first version that anybody asks for: the model itself may be a step further.
+                data = self._publication.read(version, 0, manifest.total_bytes)
+                try:
+                    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
+                except torch.OutOfMemoryError as problem:
+                    raise ProtocolError(ErrorCode.TOO_LARGE, _no_room(manifest.total_bytes)) from problem
+                if self._kept is not None and self._kept[0] > version:
+                    return flat
+                self._kept = (version, flat)
+            return self._kept[1]
+
+    def _send(self, transfer: _Transfer, listener: socket.socket) -> None:
+        request, peers = transfer.request, f"transfer {transfer.request.nonce}"
+        try:
+            size = 1 + request.receivers
+            with Group.host(listener, request.nonce, size, self._device, self._deadline_s, peers) as group:
+                transfer.group = group
+                if transfer.over:
+                    raise TransferError("the receiver has given up")
+                group.broadcast(transfer.flat)
+        except TransferError as problem:
+            level = logging.DEBUG if transfer.over else logging.WARNING
+            logger.log(level, "version %d was not sent: %s", request.version, problem)
+        except Exception:
+            logger.exception("version %d was not sent", request.version)
+
+    def _expire(self) -> None:
+        """Receivers that were killed never say that they are done. One that lives and is late reads wrong bytes, and
+        sees it by their checksums."""
+        for identity, transfer in list(self._transfers.items()):
+            if time.monotonic() - transfer.began > 4 * self._deadline_s:
+                logger.warning("transfer %s was never ended", transfer.request.nonce)
+                self._end(identity)
+
+    def _end(self, identity: bytes) -> None:
+        transfer = self._transfers.pop(identity, None)
+        if transfer is None:
+            return
+        transfer.over = True
+        if transfer.memory is not None:
+            settle(transfer.memory, self._device)
+        if transfer.group is not None:
+            transfer.group.abort()
+
+
+def _no_room(total_bytes: int) -> str:
+    return (
+        f"a copy of the weights to send ({total_bytes / (1 << 30):.1f} GiB) finds no room on the learner's device. Set "
+        "rollout.weights_channel=shm (or zmq), or lower batch.tokens_per_microbatch"
+    )

@@ -1,0 +1,50 @@
+"""From the configuration to a running vLLM."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, cast
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.models.loading import model_folder
+from protocol.messages import AdapterSpec
+from rollout_server.engines.vllm_engine.adapter import slot_arguments
+from rollout_server.engines.vllm_engine.library import Library, import_vllm
+from rollout_server.engines.vllm_engine.names import BACKEND
+from rollout_server.engines.vllm_engine.settings import (
+    check_heads,
+    check_known,
+    engine_arguments,
+    engine_environment,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def start_vllm(
+    config: RunConfig, adapter: AdapterSpec | None, banned: Sequence[int], statistics: Any, *, cuda: bool
+) -> tuple[Any, Library]:
+    """An `AsyncLLM`, and vLLM's names; many seconds. `statistics` is a stat logger of vLLM's.
+
+    Raises UserError for what vLLM does not know or cannot run.
+    """
+    from transformers import AutoConfig
+
+    hf_config = AutoConfig.from_pretrained(model_folder(config.model), trust_remote_code=config.model.trust_remote_code)
+    text_config = hf_config.get_text_config()
+    with engine_environment(config, cuda=cuda):
+        vllm = import_vllm()
+        if not cuda:
+            check_heads(text_config, vllm.cpu_head_sizes)
+        check_known(config.rollout.engine_args, vllm.argument_names)
+        arguments = engine_arguments(config, cuda=cuda, text_config=text_config, banned=list(banned))
+        if adapter is not None:
+            arguments |= slot_arguments(adapter)
+        logger.info("starting vLLM %s with %s", vllm.version, arguments)
+        transfer = None if adapter else vllm.WeightTransferConfig(backend=BACKEND)
+        llm = vllm.AsyncEngine.from_engine_args(
+            vllm.AsyncEngineArgs(**arguments, weight_transfer_config=transfer),
+            stat_loggers=cast(Any, [lambda _config, _index=0: statistics]),
+        )
+    return llm, vllm

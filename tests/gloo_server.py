@@ -1,0 +1,11 @@
+"""A rollout server that takes its weights over `nccl` without a GPU: `python -m tests.gloo_server --config C`."""
+
+from __future__ import annotations
+
+from asyncrl.entry import run_service
+from rollout_server import service
+from rollout_server.__main__ import main
+
+if __name__ == "__main__":
+    service.choose_channel = lambda configured, **_facts: "nccl"
+    run_service("rollout_server", main)

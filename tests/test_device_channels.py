@@ -1,0 +1,409 @@
+"""Channels from device memory to device memory, over Gloo where they use NCCL: the same code but for the backend."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrl.errors import BadStateError, UserError
+from asyncrl.models.published import published_tensors
+from asyncrl.weight_transfer import cuda_ipc, flat, stage
+from asyncrl.weight_transfer.group import Group, TransferError
+from asyncrl.weight_transfer.stage import Arrival, Stage, StageOrder
+from protocol.codec import Limits, decode, encode
+from protocol.errors import ErrorCode, ProtocolError
+from protocol.messages import DeviceSource, Error, TransferRequest, TransferStart, WeightManifest
+from rollout_server import device_transfer
+from rollout_server.channels import choose_channel
+from rollout_server.staging import GIB, DeviceMemory, LocalStaging, until_arrived
+from tests.device_channel_rig import CPU, DirectSocket, LearnerHalf, Weights, order_of, some_weights, start_receiver
+
+
+@pytest.fixture
+def learner(tmp_path: Path) -> Iterator[LearnerHalf]:
+    half = LearnerHalf(tmp_path)
+    yield half
+    half.close()
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_transfer, "RETRY_S", 0.0)
+
+
+def fetch(
+    learner: LearnerHalf, manifest: WeightManifest, staging: LocalStaging, channel: Any = "nccl"
+) -> list[tuple[str, torch.Tensor]]:
+    socket: Any = DirectSocket(learner)
+
+    async def run() -> list[tuple[str, torch.Tensor]]:
+        await device_transfer.receive(socket, manifest, channel, staging, host="127.0.0.1", timeout_s=5.0)
+        return list(staging.weights(manifest))
+
+    try:
+        return asyncio.run(run())
+    finally:
+        assert socket.ended == socket.begun
+
+
+def assert_equal(got: Sequence[tuple[str, torch.Tensor]], wanted: Weights) -> None:
+    assert [name for name, _ in got] == list(wanted)
+    for name, tensor in got:
+        assert tensor.dtype == wanted[name].dtype  # never upcast
+        assert torch.equal(tensor, wanted[name]), name
+
+
+# --- a transfer -----------------------------------------------------------------------------------------
+
+
+def test_every_bit_arrives_in_its_own_dtype_whatever_the_learner_trains_meanwhile(
+    learner: LearnerHalf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flat, "BUCKET_BYTES", 100)  # of the checks
+    monkeypatch.setattr("asyncrl.weight_transfer.group.BUCKET_BYTES", 100)
+    staging = LocalStaging(CPU)
+    first, second = some_weights(1), some_weights(2)
+    assert_equal(fetch(learner, learner.publish(1, first), staging), first)  # from the published file: nobody had asked
+    kept = {name: tensor.clone() for name, tensor in second.items()}
+    manifest = learner.publish(2, second)
+    for tensor in second.values():
+        tensor.zero_()
+    assert_equal(fetch(learner, manifest, staging), kept)
+
+
+def test_tied_weights_travel_once(learner: LearnerHalf) -> None:
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = torch.nn.Embedding(11, 4)
+            self.head = torch.nn.Linear(4, 11, bias=False)
+            self.head.weight = self.embed.weight
+
+    model = Tied()
+    weights = dict(published_tensors(model))
+    manifest = learner.publish(1, weights)
+    got = fetch(learner, manifest, LocalStaging(CPU))
+    assert [name for name, _ in got] == ["embed.weight"]
+    assert manifest.total_bytes == 11 * 4 * 4
+
+
+def test_a_wrong_byte_is_sent_again_and_then_stops_the_server(learner: LearnerHalf) -> None:
+    manifest = learner.publish(1, some_weights(1))
+    staging = LocalStaging(CPU)
+    fetch(learner, manifest, staging)  # from now on versions are kept
+    manifest = learner.publish(2, some_weights(2))
+    kept = learner.device_weights._kept
+    assert kept is not None
+    kept[1][manifest.tensors[3].offset] ^= 1
+    with pytest.raises(
+        ProtocolError, match=r"1 of 4 tensors of version 2 have wrong checksums, first 'counts'"
+    ) as caught:
+        fetch(learner, manifest, staging)
+    assert caught.value.code is ErrorCode.MALFORMED
+    with pytest.raises(BadStateError, match="no verified weights have arrived"):
+        list(staging.weights(manifest))
+
+
+def test_a_byte_that_is_damaged_once_does_no_harm(learner: LearnerHalf, monkeypatch: pytest.MonkeyPatch) -> None:
+    damages = iter([["half"]])
+    whole = stage.wrong_tensors
+    monkeypatch.setattr(stage, "wrong_tensors", lambda data, entries: next(damages, None) or whole(data, entries))
+    weights = some_weights(1)
+    assert_equal(fetch(learner, learner.publish(1, weights), LocalStaging(CPU)), weights)
+    assert next(damages, "taken") == "taken"
+
+
+def test_a_version_that_has_gone_is_said_to_have_gone(learner: LearnerHalf) -> None:
+    manifests = [learner.publish(version, some_weights(version)) for version in (1, 2, 3)]
+    with pytest.raises(ProtocolError, match="version 1 is not published any more") as caught:
+        fetch(learner, manifests[0], LocalStaging(CPU))
+    assert caught.value.code is ErrorCode.VERSION_GONE
+    assert_equal(fetch(learner, manifests[1], LocalStaging(CPU)), some_weights(2))  # the one before the newest is there
+    assert_equal(fetch(learner, manifests[2], LocalStaging(CPU)), some_weights(3))
+
+
+def test_several_workers_of_one_engine_take_the_same_broadcast(learner: LearnerHalf) -> None:
+    weights = some_weights(5)
+    manifest = learner.publish(1, weights)
+    request = TransferRequest(version=1, nonce="two", channel="nccl", receivers=2)
+    start = learner.device_weights.answer(b"a", request)
+    assert isinstance(start, TransferStart)
+    order = StageOrder(**{**order_of(manifest, start.port, "two"), "size": 3})
+    stages = [Stage(CPU), Stage(CPU)]
+    for rank, each in enumerate(stages, start=1):
+        each.begin(order, rank)
+    wait_for(lambda: all(each.arrival.is_done for each in stages))
+    for each in stages:
+        assert_equal(list(each.tensors()), weights)
+
+
+# --- peers that die or stand still ----------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_receiver_that_dies_mid_broadcast_harms_nobody_and_its_successor_gets_the_next_version(
+    learner: LearnerHalf, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """192 MiB are three buckets: it dies after the first."""
+
+    def begin(identity: bytes, version: int, nonce: str, crash_at: str = "") -> subprocess.Popen[str]:
+        request = TransferRequest(version=version, nonce=nonce, channel="nccl", receivers=1)
+        start = learner.device_weights.answer(identity, request)
+        assert isinstance(start, TransferStart)
+        manifest = learner.publication.manifest(version)
+        return start_receiver(manifest, start, tmp_path, crash_at=crash_at)
+
+    learner.publish(1, some_weights(1, megabytes=192))
+    dies, lives = begin(b"a", 1, "dies", "weights.receiving"), begin(b"b", 1, "lives")
+    published = learner.publish(2, some_weights(2, megabytes=192))  # the learner goes on
+    assert dies.wait(timeout=30) == -signal.SIGKILL
+    assert lives.wait(timeout=30) == 0
+    wait_for(lambda: "version 1 was not sent: transfer dies did not keep up: bytes 67,108,864 to" in caplog.text)
+    again = begin(b"c", published.version, "again")
+    assert again.wait(timeout=30) == 0
+
+
+def test_a_receiver_that_never_comes_is_waited_for_until_the_deadline(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    learner = LearnerHalf(tmp_path, deadline_s=0.2)
+    learner.publish(1, some_weights(1))
+    request = TransferRequest(version=1, nonce="nobody", channel="nccl", receivers=2)
+    assert isinstance(learner.device_weights.answer(b"a", request), TransferStart)
+    wait_for(lambda: "waited up to 0.2 s for receiver 1 of transfer nobody to join the group" in caplog.text)
+    learner.close()
+
+
+def test_a_receiver_says_what_it_waits_for_and_whom(learner: LearnerHalf) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    with pytest.raises(TransferError, match=rf"no connection to the learner at 127.0.0.1 port {port} \(.*refused"):
+        Group.join("127.0.0.1", port, "n", 1, 2, CPU, 0.2)
+
+    held: list[Group] = []
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    host = threading.Thread(target=lambda: held.append(Group.host(listener, "n", 2, CPU, 5.0, "the receiver")))
+    host.start()
+    joined = Group.join("127.0.0.1", port, "n", 1, 2, CPU, 0.3)
+    host.join()
+    with pytest.raises(TransferError, match=rf"the learner at 127.0.0.1 port {port}.*bytes 0 to 8 of 8"):
+        joined.broadcast(torch.zeros(8, dtype=torch.uint8))
+
+
+def test_a_receiver_that_stands_still_is_given_up_with_the_bytes_that_are_there() -> None:
+    manifest_order: dict[str, Any] = {
+        "version": 3,
+        "nonce": "n",
+        "host": "h",
+        "port": 1,
+        "size": 3,
+        "deadline_s": 0.05,
+        "tensors": [{"offset": 64, "nbytes": 36}],
+    }
+
+    async def look() -> list[Arrival]:
+        return [Arrival(40), Arrival(100, is_done=True)]
+
+    with pytest.raises(TransferError, match=r"waited 0.1 s for version 3: of 100 bytes the receivers have 40 and 100"):
+        asyncio.run(until_arrived(StageOrder(**manifest_order), look))
+
+    async def full() -> list[Arrival]:
+        return [Arrival(problem="CUDA out of memory. Tried", kind="no_room")]
+
+    with pytest.raises(BadStateError, match=r"finds no room .*Set rollout.weights_channel=shm or zmq, or leave room"):
+        asyncio.run(until_arrived(StageOrder(**manifest_order), full))
+
+
+def test_a_learner_that_does_not_answer_is_named(learner: LearnerHalf) -> None:
+    manifest = learner.publish(1, some_weights(1))
+    socket: Any = DirectSocket(learner)
+    learner.device_weights.answer = lambda identity, request: Error(code=ErrorCode.VERSION_GONE, reason="", version=9)
+    with pytest.raises(
+        TimeoutError, match=r"waited 0.1 s for the learner at tcp://127.0.0.1:1 to begin with version 1"
+    ):
+        asyncio.run(
+            device_transfer.receive(socket, manifest, "nccl", LocalStaging(CPU), host="127.0.0.1", timeout_s=0.1)
+        )
+
+
+def test_transfers_are_bounded_and_a_connection_has_one(tmp_path: Path) -> None:
+    learner = LearnerHalf(tmp_path, deadline_s=0.2)
+    learner.publish(1, some_weights(1))
+    request = TransferRequest(version=1, nonce="n", channel="nccl", receivers=1)
+    for _ in range(20):
+        assert isinstance(learner.device_weights.answer(b"same", request), TransferStart)
+    answers = [learner.device_weights.answer(str(number).encode(), request) for number in range(16)]
+    assert [isinstance(answer, TransferStart) for answer in answers] == [True] * 15 + [False]
+    assert isinstance(answers[-1], Error)
+    assert answers[-1].code is ErrorCode.TOO_LARGE
+    time.sleep(0.9)  # four deadlines: nobody said that they were over
+    assert isinstance(learner.device_weights.answer(b"late", request), TransferStart)
+    learner.close()
+
+
+def test_a_learner_on_a_cpu_has_no_cuda_memory_to_share(learner: LearnerHalf) -> None:
+    learner.publish(1, some_weights(1))
+    request = TransferRequest(version=1, nonce="n", channel="cuda_ipc", receivers=1)
+    answer = learner.device_weights.answer(b"a", request)
+    assert isinstance(answer, Error)
+    assert answer.code is ErrorCode.WRONG_CHANNEL
+    assert learner.device_weights.source is None
+
+
+# --- one GPU's memory -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shared_memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """torch's handles of CUDA memory, for storages on the CPU."""
+    shared: dict[str, Any] = {"settled": []}
+
+    def share(storage: Any) -> tuple[Any, ...]:
+        shared["storage"] = storage
+        return (3, b"\x01handle", storage.nbytes(), 512, b"/torch_7", 4, b"event", True)
+
+    def open_it(device: int, *handles: Any) -> Any:
+        nbytes = shared["storage"].nbytes()
+        assert (device, *handles) == (0, b"\x01handle", nbytes, 512, b"/torch_7", 4, b"event", True)
+        return shared["storage"]
+
+    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", share, raising=False)
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", open_it, raising=False)
+    monkeypatch.setattr(
+        torch.UntypedStorage,
+        "_release_ipc_counter",
+        lambda counter, offset, device: shared["settled"].append((counter, offset)),
+    )
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return shared
+
+
+def test_handles_travel_as_bytes_and_numbers_and_are_opened_on_the_receivers_own_device(
+    shared_memory: dict[str, Any],
+) -> None:
+    source = torch.arange(100, dtype=torch.uint8)
+    start = TransferStart(version=1, nonce="n", memory=cuda_ipc.share(source))
+    frames = encode(start)
+    assert len(frames) == 1
+    arrived = decode(frames, (TransferStart,), Limits())
+    assert isinstance(arrived, TransferStart)
+    assert arrived == start
+    assert arrived.memory is not None
+    assert torch.equal(cuda_ipc.open_shared(arrived.memory, CPU), source)
+
+
+def test_shared_memory_is_copied_and_verified_before_the_learner_is_let_go(
+    learner: LearnerHalf, shared_memory: dict[str, Any]
+) -> None:
+    weights = some_weights(1)
+    manifest = learner.publish(1, weights)
+    learner.device_weights._device = torch.device("cuda")
+    learner.device_weights._kept = (1, flat.pack(manifest.tensors, weights.items(), CPU))
+    staging = LocalStaging(CPU)
+    got = fetch(learner, manifest, staging, channel="cuda_ipc")
+    shared_memory["storage"].fill_(0)
+    assert_equal(got, weights)
+    assert not shared_memory["settled"]  # the receiver closes it itself
+
+
+def test_a_receiver_that_was_killed_does_not_keep_the_learners_memory(
+    tmp_path: Path, shared_memory: dict[str, Any]
+) -> None:
+    learner = LearnerHalf(tmp_path, deadline_s=0.01)
+    weights = some_weights(1)
+    manifest = learner.publish(1, weights)
+    learner.device_weights._device = torch.device("cuda")
+    learner.device_weights._kept = (1, flat.pack(manifest.tensors, weights.items(), CPU))
+    request = TransferRequest(version=1, nonce="killed", channel="cuda_ipc", receivers=1)
+    assert isinstance(learner.device_weights.answer(b"a", request), TransferStart)
+    time.sleep(0.05)
+    learner.device_weights.answer(b"b", TransferRequest(version=9, nonce="next", channel="cuda_ipc", receivers=1))
+    assert shared_memory["settled"] == [(b"/torch_7", 4)]
+    learner.close()
+
+
+def wait_for(condition: Any, timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
+
+
+# --- which channel --------------------------------------------------------------------------------------
+
+
+LEARNERS = DeviceSource(uuid="gpu-0", total_bytes=4 * GIB)
+ROOM = 6 * GIB
+
+
+def on(*uuids: str, free: int = ROOM) -> list[DeviceMemory]:
+    return [DeviceMemory(uuid, free) for uuid in uuids]
+
+
+def choose(configured: str = "auto", **changes: Any) -> str:
+    facts = {"same_host": True, "source": LEARNERS, "devices": on("gpu-1"), "open_network": True, **changes}
+    return choose_channel(configured, **facts)
+
+
+@pytest.mark.parametrize(
+    ("facts", "chosen"),
+    [
+        ({"devices": on("gpu-0")}, "cuda_ipc"),
+        ({"devices": on("gpu-1")}, "nccl"),
+        ({"devices": on("gpu-1", "gpu-2")}, "nccl"),
+        ({"devices": on("gpu-1"), "same_host": False}, "nccl"),
+        ({"devices": on("gpu-0", "gpu-1")}, "shm"),  # NCCL refuses two processes on gpu-0
+        ({"devices": on("gpu-0", free=3 * GIB)}, "shm"),
+        ({"devices": on("gpu-1", free=4 * GIB)}, "shm"),  # NCCL needs some, too
+        ({"devices": on("gpu-1"), "open_network": False, "same_host": False}, "zmq"),
+        ({"devices": ()}, "shm"),
+        ({"source": None}, "shm"),
+        ({"source": None, "same_host": False}, "zmq"),
+    ],
+)
+def test_auto_takes_the_best_that_both_sides_have(facts: dict[str, Any], chosen: str) -> None:
+    assert choose(**facts) == chosen
+
+
+@pytest.mark.parametrize("channel", ["shm", "zmq", "nccl"])
+def test_what_is_asked_for_is_taken(channel: str) -> None:
+    assert choose(channel) == channel
+
+
+@pytest.mark.parametrize(
+    ("configured", "facts", "told"),
+    [
+        ("shm", {"same_host": False}, "does not share memory with the learner"),
+        ("nccl", {"source": None}, "the learner sends none from device memory"),
+        ("nccl", {"devices": ()}, "the engine is not on a CUDA device"),
+        ("nccl", {"devices": on("gpu-0")}, "NCCL refuses two processes on one"),
+        ("nccl", {"open_network": False}, "NCCL encrypts nothing"),
+        ("nccl", {"devices": on("gpu-1", free=GIB)}, r"needs 4.5 GiB, and gpu-1 has 1.0 free .*gpu_memory_utilization"),
+        ("cuda_ipc", {"devices": ()}, "the engine is not on a CUDA device"),
+        (
+            "cuda_ipc",
+            {"devices": on("gpu-0"), "same_host": False},
+            r"on gpu-0, not on the learner's GPU \(gpu-0\) alone",
+        ),
+        ("cuda_ipc", {"devices": on("gpu-1")}, r"on gpu-1, not on the learner's GPU \(gpu-0\) alone"),
+        ("cuda_ipc", {"devices": on("gpu-0", free=GIB)}, "needs 4.0 GiB, and gpu-0 has 1.0 free"),
+    ],
+)
+def test_a_channel_that_cannot_work_is_refused_with_the_fix(configured: str, facts: dict[str, Any], told: str) -> None:
+    with pytest.raises(
+        UserError, match=f"(?s)weights_channel is {configured}, but .*{told}.*Set rollout.weights_channel"
+    ):
+        choose(configured, **facts)
