@@ -49,10 +49,6 @@ class DeviceTurns:
         self._moved_bytes = 0
 
     @property
-    def are_ours(self) -> bool:
-        return self._lease.fence is not None
-
-    @property
     def who(self) -> str:
         """Has the device, for the status."""
         return _who(self._lease)
