@@ -118,18 +118,23 @@ class PromptProcessor:
         Any thread may call it. Raises UserError naming the row when an image is corrupt, the text itself contains
         image placeholders, or the model does not read what is there.
         """
-        content = prompt.model_dump_json(include={"messages", "image_hashes", "videos"})
-        key = hashlib.sha256(content.encode()).hexdigest()
+        # Of the bytes themselves: what came under a name may be something else, and the learner must hear of it.
+        hashes = {digest: content_hash(blobs[digest]) for digest in prompt.media_hashes}
+        content = prompt.model_dump_json(include={"row_id", "messages", "image_hashes", "videos"})
+        key = hashlib.sha256("".join([content, *hashes.values()]).encode()).hexdigest()
         with self._lock:  # neither the cache nor a fast tokenizer may be used by two threads at once
             cached = self._cache.get(key)
             if cached is not None:
                 self._cache.move_to_end(key)
                 return cached
-            encoded = self._encode(prompt, blobs)
+            encoded = self._encode(prompt, blobs, hashes)
             self._remember(key, encoded)
             return encoded
 
-    def _encode(self, prompt: Prompt, blobs: Mapping[str, bytes | memoryview]) -> EncodedPrompt:
+    def _encode(
+        self, prompt: Prompt, blobs: Mapping[str, bytes | memoryview], hashes: Mapping[str, str]
+    ) -> EncodedPrompt:
+        """`hashes` are those of the bytes in `blobs`, under the same names."""
         self._check_media(prompt)
         self._check_text(prompt)
         text = self.render(prompt)
@@ -141,7 +146,6 @@ class PromptProcessor:
         else:
             found = {digest: bytes(blobs[digest]) for digest in prompt.media_hashes}
             out = self.processor(text=[text], return_tensors="pt", **media_arguments([prompt], found))
-            hashes = {digest: content_hash(data) for digest, data in found.items()}
             encoded = EncodedPrompt(
                 row_id=prompt.row_id,
                 token_ids=out["input_ids"][0].to(torch.int32).numpy(),
