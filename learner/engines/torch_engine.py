@@ -164,6 +164,8 @@ class TorchEngine:
         return self._sleeper.sleep(self._tensors())
 
     def wake(self) -> int:
+        if not self._sleeper.is_asleep:
+            return 0
         moved = self._sleeper.wake()
         check_wake_parity(OWNER, self._before, self._fixed_logprobs(), self.device)
         return moved

@@ -198,10 +198,12 @@ class HFEngine:
         forgotten = (tensor for _, tensor in published_parts(self._model)) if self._forgets else ()
         if not self._forgets:
             self._before = self._fixed_logprobs()
-        self._decoding.asleep = True
         self._decoding.sleep_bytes = self._sleeper.sleep(tensors, forget=forgotten)
+        self._decoding.asleep = True
 
     def _wake_up(self) -> None:
+        if not self._sleeper.is_asleep:
+            return
         self._sleeper.wake()
         if not self._forgets:
             check_wake_parity(OWNER, self._before, self._fixed_logprobs(), self._device)
