@@ -21,7 +21,8 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.data.images import content_hash, decode_image
 from asyncrl.errors import UserError
 from asyncrl.models import torchvision_cpu
-from asyncrl.models.loading import has_vision, model_folder, special_token_ids
+from asyncrl.models.folder import describe_folder, model_folder
+from asyncrl.models.loading import special_token_ids
 from protocol.messages import Prompt, Video
 
 torchvision_cpu.install()
@@ -77,16 +78,18 @@ class PromptProcessor:
     def __init__(self, config: ModelConfig, *, cache_mib: int = 256):
         from transformers import AutoConfig, AutoProcessor
 
-        folder = model_folder(config)
-        hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
-        self.processor: Any = AutoProcessor.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+        describe_folder(config)
+        folder, remote = model_folder(config), config.trust_remote_code
+        hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=remote)
+        try:
+            self.processor: Any = AutoProcessor.from_pretrained(folder, trust_remote_code=remote)
+        except Exception as problem:  # whatever a file that is missing, cut off or of another version leads to
+            raise UserError(
+                f"the processor in {folder} cannot be loaded ({type(problem).__name__}: {problem}). Copy tokenizer*, "
+                "processor_config.json and preprocessor_config.json from the original model again"
+            ) from problem
         self.tokenizer: Any = getattr(self.processor, "tokenizer", self.processor)
         self.sees_images = getattr(self.processor, "image_processor", None) is not None
-        if has_vision(hf_config) and not self.sees_images:
-            raise UserError(
-                f"{config.path} has a vision model but no image processor. "
-                "Copy preprocessor_config.json (or processor_config.json) from the original model into the folder"
-            )
         self.family: str = hf_config.model_type
         self.image_token_id: int | None = getattr(hf_config, "image_token_id", None)
         self.video_token_id: int | None = getattr(hf_config, "video_token_id", None)

@@ -36,7 +36,7 @@ class TorchEngine:
         self._optim = optim
         self._total_updates = total_updates
         self.adapter = resolve_adapter(config.model)
-        self.device = resolve_device(config.learner.device)
+        self.device = resolve_device(config.learner.device, "learner.device")
         self._sleeper = Sleeper(OWNER, self.device, config.run_path)
 
     def prepare(self) -> None:

@@ -37,14 +37,9 @@ class HFEngine:
     name = "hf"
 
     def __init__(self, config: RunConfig, processor: PromptProcessor):
-        if config.rollout.engine_args:
-            raise UserError(
-                f"rollout.engine_args has {sorted(config.rollout.engine_args)}, but the hf engine takes no arguments. "
-                "Leave them out"
-            )
         self._config = config
         self._placeholder_ids = processor.placeholder_ids
-        self._device = resolve_device(config.rollout.device)
+        self._device = resolve_device(config.rollout.device, "rollout.device")
         self._adapter = resolve_adapter(config.model)
         self._loop: DecodeLoop | None = None
         self._sleeper = Sleeper(OWNER, self._device, config.run_path)
