@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 from asyncrl.errors import UserError
 
 if TYPE_CHECKING:
-    from asyncrl.config.schema import RunConfig
+    from asyncrl.launch.inputs import Side
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -115,35 +115,32 @@ def _sync(arguments: argparse.Namespace) -> int:
 
 def _sft(arguments: argparse.Namespace) -> int:
     from asyncrl.config.load import load_config
-    from asyncrl.launch.train import check_inputs, check_run_dir, write_config
+    from asyncrl.launch.inputs import check_sft_inputs
+    from asyncrl.launch.train import check_run_dir, write_config
 
     config = load_config(arguments.config, arguments.overrides)
     check_run_dir(config, resume=False)
-    check_inputs(config, "sft")
+    check_sft_inputs(config)
     _become("learner.sft", "--config", str(write_config(config)))
 
 
 def _rollout(arguments: argparse.Namespace) -> int:
-    from asyncrl.launch.model_checks import check_engine, check_model_folder
-
-    config = _check_config(arguments)
-    check_engine(config, check_model_folder(config))
+    _check(arguments, "rollout_server")
     _become("rollout_server", "--config", str(arguments.config), *arguments.overrides)
 
 
 def _learn(arguments: argparse.Namespace) -> int:
-    from asyncrl.launch.model_checks import check_model_folder
-
-    check_model_folder(_check_config(arguments))
+    _check(arguments, "learner")
     flags = ["--resume"] if arguments.resume else []
     _become("learner", "--config", str(arguments.config), *flags, *arguments.overrides)
 
 
-def _check_config(arguments: argparse.Namespace) -> RunConfig:
-    """Its mistakes are told before anything heavy is loaded."""
+def _check(arguments: argparse.Namespace, side: Side) -> None:
+    """Mistakes are told before anything heavy is loaded."""
     from asyncrl.config.load import load_config
+    from asyncrl.launch.inputs import check_inputs
 
-    return load_config(arguments.config, arguments.overrides)
+    check_inputs(load_config(arguments.config, arguments.overrides), side)
 
 
 def _become(module: str, *arguments: str) -> NoReturn:

@@ -32,9 +32,9 @@ def examine(file: Path | None, overrides: Sequence[str]) -> int:
     warnings = list(find_warnings())
     print("\n".join(f"warning: {warning}" for warning in warnings) or "nothing that is known to hurt")
     if file is not None:
-        from asyncrl.launch.train import check_inputs
+        from asyncrl.launch.inputs import check_inputs
 
-        check_inputs(load_config(file, overrides))
+        check_inputs(load_config(file, overrides), "learner", "rollout_server")
         print(f"{file}: model folder, data, rewards and engine fit together")
     return 0
 
@@ -65,7 +65,7 @@ def _stored_dtype(folder: Path) -> str:
     from transformers import PreTrainedConfig
 
     from asyncrl.config.model import ModelConfig
-    from asyncrl.models.loading import model_folder
+    from asyncrl.models.folder import model_folder
 
     described, _ = PreTrainedConfig.get_config_dict(model_folder(ModelConfig(path=str(folder))))
     text = described.get("text_config") or {}

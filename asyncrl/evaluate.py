@@ -52,7 +52,7 @@ def evaluate(config: RunConfig, folder: Path) -> Evaluation:
     whole = Path(config.model.path) if is_adapter else folder
     processor = PromptProcessor(ModelConfig(path=str(whole)))
     hf_config = AutoConfig.from_pretrained(whole)
-    device = resolve_device(config.rollout.device)
+    device = resolve_device(config.rollout.device, "rollout.device")
     if is_adapter:
         model = load_merged(config.model, folder)
     else:

@@ -14,9 +14,7 @@ import asyncio
 import importlib.util
 import time
 from pathlib import Path
-
-import numpy as np
-import torch
+from typing import Any
 
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
@@ -24,65 +22,29 @@ from asyncrl.models.loading import stop_token_ids
 from asyncrl.models.processing import PromptProcessor
 from learner.engines import create_engine as create_train_engine
 from learner.journal import TicketSlot
-from learner.packing import Completion, TrainGroup, build_micro_batch, plan_micro_batches
+from learner.parity import compare
 from learner.ticket_writer import TicketWriter
+from learner.tickets import ReceivedGroup
+from protocol.messages import TicketKind
 from rollout_server.engines import create_engine
-from rollout_server.engines.base import Completion as Sampled
-from rollout_server.engines.base import GenerationRequest
+from rollout_server.production import GroupProducer
 
 
-async def sample(
-    config: RunConfig, processor: PromptProcessor, rows: int
-) -> tuple[list[GenerationRequest], list[Sampled], float]:
-    """The requests of the first rows, all their completions, and the seconds that sampling took."""
+async def sample(config: RunConfig, processor: PromptProcessor, rows: int) -> tuple[list[ReceivedGroup], float]:
+    """A group of each of the first rows, as a server makes it but without rewards, and the seconds that it took."""
     writer = TicketWriter(config, processor, stop_token_ids(config.model, processor.tokenizer))
-    prepared = [writer.write(TicketSlot(i, i, version=0, bound=0)) for i in range(rows)]
-    requests = [
-        GenerationRequest(
-            request_id=item.ticket.ticket_id,
-            prompt=processor.encode(item.ticket.prompt, item.blobs),
-            group_size=item.ticket.group_size,
-            seed=item.ticket.seed,
-            sampling=item.ticket.sampling,
-            images=tuple(bytes(item.blobs[digest]) for digest in item.ticket.prompt.image_hashes),
-        )
-        for item in prepared
-    ]
+    items = [writer.write(TicketSlot(i, i, version=0, bound=0)) for i in range(rows)]
+    tickets = [item.ticket.model_copy(update={"kind": TicketKind.PARITY}) for item in items]
+    blobs = {digest: memoryview(data) for item in items for digest, data in item.blobs.items()}
     engine = create_engine(config, processor)
     await engine.start()
+    no_rewards: Any = None
     started = time.monotonic()
-    completions = [completion async for completion in engine.generate(requests)]
+    producer = GroupProducer(engine, no_rewards, processor, "benchmark")
+    groups = {group.ticket_id: group async for group in producer.produce(tickets, blobs)}
     seconds = time.monotonic() - started
     await engine.close()
-    return requests, completions, seconds
-
-
-def differences(config: RunConfig, requests: list[GenerationRequest], completions: list[Sampled]) -> np.ndarray:
-    """[N] |engine - learner| of every sampled token."""
-    sampled = {(c.request_id, c.index): c for c in completions}
-    size = config.batch.group_size
-    groups = [
-        TrainGroup(
-            request.prompt,
-            tuple(
-                Completion(request.request_id * size + i, ids, np.ones(len(ids), np.uint8))
-                for i in range(size)
-                for ids in [sampled[request.request_id, i].token_ids]
-            ),
-        )
-        for request in requests
-    ]
-    trainer = create_train_engine(config, config.learner.optim, total_updates=1)
-    trainer.prepare()
-    found: list[np.ndarray] = []
-    for part in plan_micro_batches(groups, config.batch.tokens_per_microbatch):
-        micro_batch = build_micro_batch(trainer.unwrap_model(), part, trainer.device)
-        with torch.no_grad():
-            learner = trainer.forward(micro_batch).logprobs.cpu().numpy()
-        places = zip(micro_batch.row.tolist(), micro_batch.column.tolist(), strict=True)
-        engine = np.asarray([sampled[divmod(row, size)].logprobs[column] for row, column in places])
-        found.append(np.abs(engine - learner))
-    return np.concatenate(found)
+    return [ReceivedGroup(item, groups[item.ticket.ticket_id]) for item in items], seconds
 
 
 def main() -> None:
@@ -98,11 +60,14 @@ def main() -> None:
     for engine in arguments.engines:
         config = load_config(arguments.config, [*arguments.overrides, f"rollout.engine={engine}"])
         processor = PromptProcessor(config.model)
-        requests, completions, seconds = asyncio.run(sample(config, processor, arguments.rows))
-        difference = differences(config, requests, completions)
+        received, seconds = asyncio.run(sample(config, processor, arguments.rows))
+        trainer = create_train_engine(config, config.learner.optim, total_updates=1)
+        trainer.prepare()
+        parity = compare(trainer, processor, received, config.batch.tokens_per_microbatch)
+        completions = sum(one.group.lengths.size for one in received)
         print(
-            f"| {engine} | {config.model.dtype} | {len(completions)} | {difference.size} | "
-            f"{difference.size / seconds:.0f} | {difference.max():.2e} | {difference.mean():.2e} |",
+            f"| {engine} | {config.model.dtype} | {completions} | {parity.tokens} | {parity.tokens / seconds:.0f} | "
+            f"{parity.largest:.2e} | {parity.mean:.2e} |",
             flush=True,
         )
 

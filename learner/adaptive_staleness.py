@@ -11,8 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
-from asyncrl.config.learner import AdaptiveStalenessConfig
+from asyncrl.config.learner import AdaptiveStalenessConfig, LearnerConfig
+
+ADAPTIVE_STALENESS = "adaptive_staleness"
+"""Its name among the controllers in a checkpoint."""
 
 
 class AdaptiveStaleness:
@@ -74,3 +78,13 @@ class AdaptiveStaleness:
         self._bound = min(max(int(state["bound"]), self._config.min), self._config.max)
         self._in_a_row = int(state["in_a_row"])
         self._settling = int(state["settling"])
+
+
+def adaptive_staleness(config: LearnerConfig, controllers: Mapping[str, Any]) -> AdaptiveStaleness | None:
+    """None where the bound is fixed. It goes on from what a checkpoint's `controllers` say, if they do."""
+    if config.max_staleness != "auto":
+        return None
+    adaptive = AdaptiveStaleness(config.adaptive_staleness)
+    if ADAPTIVE_STALENESS in controllers:
+        adaptive.restore(controllers[ADAPTIVE_STALENESS])
+    return adaptive

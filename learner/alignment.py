@@ -41,6 +41,7 @@ class ParityCheck:
     tickets: dict[int, PreparedTicket]
     attempts: int = 1
     waited_s: float = 0.0
+    """For a server that could answer."""
     groups: dict[int, ReceivedGroup] = field(default_factory=dict)
     taken: bool = False
     """The main thread is comparing."""
@@ -62,10 +63,12 @@ class Alignment:
         *,
         limits: Limits,
         deadline_s: float,
+        can_answer: Callable[[ServerState], bool] = lambda server: True,
     ):
         """`tickets` are the rows that every server samples; without any, every server is aligned.
 
-        `verify` is `verify_group` with what is the same for the whole run.
+        `verify` is `verify_group` with what is the same for the whole run. Only time in which a server `can_answer`
+        counts towards its deadline.
         """
         for item in tickets:
             check_ticket_size(item, limits)
@@ -74,6 +77,7 @@ class Alignment:
         self._tickets = tickets
         self._verify = verify
         self._deadline_s = deadline_s
+        self._can_answer = can_answer
         self._checks: dict[str, ParityCheck] = {}
         self._passed: set[tuple[str, str]] = set()
         """Server ids and sessions."""
@@ -114,7 +118,7 @@ class Alignment:
             if servers.get(server_id) is not check.server:
                 self._forget(server_id)
                 continue
-            check.waited_s += 0 if check.is_complete else elapsed_s
+            check.waited_s += elapsed_s if self._can_answer(check.server) and not check.is_complete else 0
             if check.waited_s > self._deadline_s:
                 self.refuse(check, f"it has not answered its parity tickets for {self._deadline_s:g} s", OTHER_FIX)
         for server_id, server in list(servers.items()):

@@ -35,8 +35,24 @@ def first_turn(config: RunConfig) -> DeviceLease:
     return lease
 
 
+class OwnDevice:
+    """Of a learner that shares none: it is always ours, and nothing has to be done for that."""
+
+    is_shared = False
+    who = "the learner"
+
+    def lend(self) -> None: ...
+
+    def take_back(self, waiting: Callable[[], None]) -> None: ...
+
+    def report(self) -> dict[str, float]:
+        return {}
+
+
 class DeviceTurns:
     """`engine` is awake exactly while `lease` is ours."""
+
+    is_shared = True
 
     def __init__(self, config: RunConfig, lease: DeviceLease, engine: TrainEngine, exchange: Exchange):
         self._config = config
@@ -47,10 +63,6 @@ class DeviceTurns:
         self._seconds = {"sleep_s/learner": 0.0, "wake_s/learner": 0.0, "asleep_s/learner": 0.0}
         """Since the last report."""
         self._moved_bytes = 0
-
-    @property
-    def are_ours(self) -> bool:
-        return self._lease.fence is not None
 
     @property
     def who(self) -> str:

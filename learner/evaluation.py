@@ -8,6 +8,7 @@ from collections.abc import Callable
 from asyncrl.config.schema import RunConfig
 from learner.exchange import Exchange, wait_for
 from learner.ledger import TicketLedger
+from learner.progress import Progress
 from learner.reporting import Reporter
 from learner.ticket_writer import TicketWriter
 
@@ -24,18 +25,22 @@ class Evaluation:
         self._writer = writer
         self._reporter = reporter
 
-    def is_due(self, step: int, *, last: int) -> bool:
-        """After this step, and not recorded by a learner before us; the `last` step always has one."""
-        plan = self._config.evaluation
+    @property
+    def num_rows(self) -> int:
+        return self._writer.num_held_out_rows
+
+    def is_due(self, progress: Progress) -> bool:
+        """Now, and not recorded by a learner before us; the last step always has one."""
+        plan, step = self._config.evaluation, progress.step
         if step == 0:
             planned = plan.before_training
         else:
-            planned = step == last or bool(plan.every_steps and step % plan.every_steps == 0)
-        return planned and self._writer.num_held_out_rows > 0 and step not in self._reporter.evaluated_steps
+            planned = progress.is_last or bool(plan.every_steps and step % plan.every_steps == 0)
+        return planned and self.num_rows > 0 and step not in self._reporter.evaluated_steps
 
     def run(self, step: int, version: int, judge: Callable[[], None]) -> None:
         """Score every held-out row with `version`; the caller waits, and judges servers that join meanwhile."""
-        rows = self._writer.num_held_out_rows
+        rows = self.num_rows
         self._exchange.dispatch(lambda: (self._writer.write_evaluation(index, version) for index in range(rows)))
         while (arrived := self._ledger.evaluation_arrived()) < rows:
             self._wait_for_more(arrived, rows, judge)

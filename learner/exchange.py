@@ -106,6 +106,7 @@ class Exchange(threading.Thread):
             verify,
             limits=self.control.limits,
             deadline_s=min(config.network.start_timeout_s, config.learner.wait_timeout_s / 2),
+            can_answer=self._lending.is_at_work if config.trainer.mode == "sync" else lambda server: True,
         )
 
     # --- the main thread's side ---------------------------------------------------------------

@@ -51,6 +51,10 @@ class Lending:
         """In sync mode there is at most one."""
         return next(iter(self._connections.servers.values()), None)
 
+    def is_at_work(self, server: ServerState) -> bool:
+        """It has its turn, and an engine with weights: in its first turn the engine has to be started."""
+        return server is self._tenant and server.loaded is not None
+
     def take_return(self, server: ServerState, message: LeaseReturn) -> None:
         """Unasked, it means that the server has not heard of us for long: while we sleep it is granted again."""
         if server is not self._tenant or message.fence != self._fence:

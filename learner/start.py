@@ -16,10 +16,12 @@ import xxhash
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import RunTakenError, UserError
 from asyncrl.models.export import MODEL_FOLDER
+from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import tensor_bytes
 from learner.checkpoint import LearnerState, newest_checkpoint, read_state
 from learner.journal import JOURNAL_FILE, Journal
 from learner.run_lock import LOCK_FILE, lock_run
+from learner.ticket_writer import TicketWriter
 from protocol.lease import DeviceLease
 from protocol.messages import AdapterSpec
 
@@ -123,6 +125,22 @@ def sign_journal(
             "continue from. Put the initial model back, or start a new run"
         )
     return run_id
+
+
+def lasting_settings(config: RunConfig, writer: TicketWriter, processor: PromptProcessor) -> dict[str, float | str]:
+    """What may not change on resume: which ticket is which, and what the journal's log-probs are of."""
+    return {
+        "batch.prompts_per_step": config.batch.prompts_per_step,
+        "batch.group_size": config.batch.group_size,
+        "learner.max_staleness": config.learner.max_staleness,
+        "learner.on_stale": config.learner.on_stale,
+        "trainer.seed": config.trainer.seed,
+        **{f"rollout.{n}": getattr(config.rollout, n) for n in ("temperature", "top_p", "top_k", "min_p")},
+        "data.shuffle": config.data.shuffle,
+        "number of training rows": writer.num_train_rows,
+        "fingerprint of the training rows": writer.data_fingerprint(),
+        "fingerprint of processor and chat template": processor.fingerprint,
+    }
 
 
 def adapter_settings(adapter: AdapterSpec | None, base: str) -> dict[str, float | str]:

@@ -188,7 +188,22 @@ def _version_problem(group: Group, ticket: Ticket, version: int) -> str | None:
             return "a token was sampled from a key-value cache that is newer than the policy that sampled it"
         if group.kv_versions.min() < ticket.min_version:
             return f"the key-value cache is of version {group.kv_versions.min()}, before {ticket.min_version}"
-    return None
+    return _falling_problem(group) if oldest < newest else None
+
+
+def _falling_problem(group: Group) -> str | None:
+    """An engine only takes up newer weights: a version below the one before it was not stamped when it was sampled."""
+    owner = np.repeat(np.arange(group.lengths.size), group.lengths)
+    sampled = group.loss_mask == 1
+    owner, versions = owner[sampled], group.versions[sampled]
+    fallen = np.flatnonzero((np.diff(versions) < 0) & (np.diff(owner) == 0))
+    if not fallen.size:
+        return None
+    before, after = versions[fallen[0] : fallen[0] + 2].tolist()
+    return (
+        f"completion {owner[fallen[0]]} has a token of version {before} and then one of version {after}: versions "
+        "within a completion never fall, so these are not those that sampled it"
+    )
 
 
 def _score_problem(group: Group, components: Collection[str]) -> str | None:

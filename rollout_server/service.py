@@ -5,21 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext
 
 import psutil
 
 from asyncrl.config.channel_rules import network_is_open
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import BadStateError
 from asyncrl.models.base_weights import base_fingerprint
 from asyncrl.models.loading import folder_fingerprint
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.telemetry.metrics import MetricSet
 from asyncrl.weight_transfer.requirements import check_cuda
-from protocol.errors import ErrorCode, ProtocolError
+from protocol.errors import ErrorCode
 from protocol.faults import crash_point
 from protocol.messages import (
     Channel,
@@ -39,6 +37,7 @@ from rollout_server.channels import choose_channel
 from rollout_server.device import SharedDevice
 from rollout_server.engines import create_engine
 from rollout_server.engines.base import Completion, EngineUsage
+from rollout_server.held_version import HeldVersion
 from rollout_server.link import LearnerLink
 from rollout_server.metrics import METRICS
 from rollout_server.production import GroupProducer
@@ -55,13 +54,6 @@ class RolloutServer:
         self.metrics.include("vllm:")
         self._started = time.monotonic()
         self._held: dict[int, Ticket] = {}
-        self._newest: WeightManifest | None = None
-        self._loaded_version = -1
-        """Newest version received from the learner; what the model folder holds is nobody's policy."""
-        self._incarnation = ""
-        """Of the learner that the loaded version came from."""
-        self._manifest_arrived = asyncio.Event()
-        self._version_changed = asyncio.Condition()
         self.device: SharedDevice | None = None
         """Where it is shared with the learner; None: it is ours alone."""
 
@@ -97,22 +89,24 @@ class RolloutServer:
         )
         if self.config.trainer.mode == "sync":
             self.device = SharedDevice(self.config, self.engine, self.link, self.metrics)
-            if self.config.rollout.sleep_level == 2:
-                self.device.on_asleep = self._forget_weights
         reason, expected = "stopped", True
         try:
             welcome = await self.link.connect()
             channel = await self._channel(welcome)
             logger.info("welcomed to run %s at version %d; weights over %s", welcome.run_id, welcome.version, channel)
-            self._incarnation = welcome.incarnation
             endpoint = f"tcp://{self.config.network.host}:{welcome.weights_port}"
             self.receiver = WeightReceiver(self.config, self.engine, channel, endpoint)
+            self.held_version = HeldVersion(
+                self.config, self.receiver, self.link, self.metrics, welcome.incarnation, self._on_device
+            )
+            if self.device and self.config.rollout.sleep_level == 2:
+                self.device.on_asleep = self.held_version.forget
             self.producer = GroupProducer(self.engine, self.rewards, self.processor, self.link.server_id)
             self.producer.on_trajectory = self._observe_trajectory
             async with asyncio.TaskGroup() as self._tasks:
                 background = [
                     self._tasks.create_task(self._heartbeats()),
-                    self._tasks.create_task(self._follow_weights()),
+                    self._tasks.create_task(self.held_version.follow()),
                 ]
                 if self.device:
                     background.append(self._tasks.create_task(self.device.take_turns()))
@@ -148,10 +142,10 @@ class RolloutServer:
             if isinstance(message, Tickets):
                 self._begin(message)
             elif isinstance(message, WeightManifest):
-                self._newest = message
-                self._manifest_arrived.set()
+                self.held_version.announce(message)
             elif isinstance(message, Welcome):
-                self._welcome_again(message)
+                if self.held_version.learner_came_back(message) and self.device:
+                    self.device.learner_came_back()
             elif isinstance(message, LeaseGrant | LeaseRecall):
                 await self._obey_lease(message)
             elif isinstance(message, Goodbye):
@@ -168,16 +162,6 @@ class RolloutServer:
         if refusal is not None:
             logger.warning("refused: %s", refusal.reason)
             await self.link.send(refusal)
-
-    def _welcome_again(self, welcome: Welcome) -> None:
-        """Another incarnation made its versions again: equal in number, and in bits only if its machine is exact."""
-        if welcome.incarnation != self._incarnation:
-            logger.info("the learner has come back at version %d", welcome.version)
-            self._incarnation = welcome.incarnation
-            self._newest = None
-            self._loaded_version = min(self._loaded_version, welcome.version - 1)
-            if self.device:
-                self.device.learner_came_back()
 
     def _begin(self, message: Tickets) -> None:
         """Start what is new; after a reconnection the learner may send tickets that are in work or sent already."""
@@ -198,7 +182,7 @@ class RolloutServer:
         waiting = {ticket.ticket_id for ticket in message.tickets}
         try:
             check_sampling(message.tickets, self.config.rollout)
-            async with self._weights_at_least(max(ticket.min_version for ticket in message.tickets)):
+            async with self.held_version.at_least(max(ticket.min_version for ticket in message.tickets)):
                 crash_point("ticket.started")
                 async for group in self.producer.produce(message.tickets, message.blobs):
                     await self.link.send_group(group)
@@ -213,63 +197,8 @@ class RolloutServer:
                 kind, text = type(error).__name__, str(error)[:1000]
                 await self.link.send(TicketFailed(ticket_id=ticket_id, error_kind=kind, error_message=text))
 
-    @asynccontextmanager
-    async def _weights_at_least(self, version: int) -> AsyncIterator[None]:
-        """The block runs with weights of this version or newer, on a device that is ours."""
-        while True:
-            await self._version_at_least(version)
-            async with self._on_device():
-                if self._loaded_version >= version:  # the turn before may have ended, and its weights with it
-                    yield
-                    return
-
     def _on_device(self) -> AbstractAsyncContextManager[None]:
         return self.device.in_use() if self.device else nullcontext()
-
-    async def _version_at_least(self, version: int) -> None:
-        deadline_s = self.config.learner.wait_timeout_s
-        try:
-            async with asyncio.timeout(deadline_s), self._version_changed:
-                await self._version_changed.wait_for(lambda: self._loaded_version >= version)
-        except TimeoutError:
-            raise BadStateError(
-                f"weights of version {version} did not arrive within {deadline_s:g} s; "
-                f"the newest that did is {self._loaded_version} (-1: none)"
-            ) from None
-
-    async def _follow_weights(self) -> None:
-        """Always towards the newest version; versions in between are skipped."""
-        while True:
-            await self._manifest_arrived.wait()
-            async with self._on_device():
-                self._manifest_arrived.clear()
-                manifest = self._newest
-                if manifest is not None and manifest.version > self._loaded_version:
-                    await self._load(manifest)
-
-    async def _load(self, manifest: WeightManifest) -> None:
-        incarnation = self._incarnation
-        try:
-            loaded = await self.receiver.load(manifest)
-        except ProtocolError as error:
-            if error.code is not ErrorCode.VERSION_GONE:
-                raise
-            logger.info("version %d is gone already; waiting for a newer one", manifest.version)
-            return
-        except TimeoutError as problem:
-            # No other manifest need come: the learner may wait for groups of this version.
-            logger.warning("%s; trying again", problem)
-            self._manifest_arrived.set()
-            return
-        if incarnation != self._incarnation:
-            self._manifest_arrived.set()  # the learner has come back meanwhile: its own version is the one
-            return
-        async with self._version_changed:
-            self._loaded_version = loaded.version
-            self._version_changed.notify_all()
-        await self.link.send(loaded)
-        self.metrics["policy_version"].set(loaded.version)
-        self.metrics["weight_load_seconds"].observe(loaded.transfer_s + loaded.load_s)
 
     async def _heartbeats(self) -> None:
         process = psutil.Process()
@@ -295,11 +224,6 @@ class RolloutServer:
     def _is_started(self) -> bool:
         """False before our first turn on a shared device."""
         return self.device is None or self.device.is_loaded
-
-    def _forget_weights(self) -> None:
-        """The engine sleeps without keeping them: the same version must come again."""
-        self._loaded_version = -1
-        self._manifest_arrived.set()
 
     def _export(self, beat: ServerHeartbeat, rss_bytes: int) -> None:
         self.metrics["held_groups"].labels(state="queued").set(beat.groups_queued)

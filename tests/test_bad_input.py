@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from asyncrl.cli import main as asyncrl
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RewardConfig, RunConfig
+from asyncrl.data.images import content_hash
 from asyncrl.errors import UserError
 from asyncrl.models.loading import load_model
 from asyncrl.models.processing import EncodedPrompt, PromptProcessor
@@ -196,11 +197,11 @@ class _Watched(PromptProcessor):
 
     inside = most = 0
 
-    def _encode(self, prompt: Prompt, blobs: Mapping[str, bytes | memoryview]) -> EncodedPrompt:
+    def _encode(self, prompt: Prompt, blobs: Mapping[str, Any], hashes: Mapping[str, str]) -> EncodedPrompt:
         self.inside += 1
         self.most = max(self.most, self.inside)
         time.sleep(0.002)
-        encoded = super()._encode(prompt, blobs)
+        encoded = super()._encode(prompt, blobs, hashes)
         self.inside -= 1
         return encoded
 
@@ -450,6 +451,10 @@ LIES: dict[str, tuple[Change, str]] = {
         "versions 2 to 4, .* allows 3 to 5",
     ),
     "a token from the future": (lambda g, p: {"versions": with_value(g.versions, 6)}, "versions 4 to 6, .* 3 to 5"),
+    "versions that fall": (
+        lambda g, p: {"versions": with_value(g.versions, 5)},
+        "completion 0 has a token of version 5 and then one of version 4: versions within a completion never fall",
+    ),
     "a cache from the future": (
         lambda g, p: {"kv_versions": with_value(g.versions, 5)},
         "key-value cache that is newer than the policy",
@@ -526,6 +531,16 @@ def test_a_completion_over_the_limit_is_refused(
         verify(good_group(item.ticket, prompt), short, prompt, version=5, vocabulary=500)
 
 
+def test_versions_may_grow_within_a_completion_and_fall_from_one_to_the_next(
+    two_images: tuple[RunConfig, PromptProcessor, PreparedTicket],
+) -> None:
+    _, processor, item = two_images
+    prompt = processor.encode(item.ticket.prompt, item.blobs)
+    good = good_group(item.ticket, prompt)
+    rising = np.tile(np.array([3, 4, 5], good.versions.dtype), len(good.trajectories))
+    verify(good.model_copy(update={"versions": rising}), item.ticket, prompt, version=5, vocabulary=500)
+
+
 def test_what_the_environment_put_in_may_be_anything(
     two_images: tuple[RunConfig, PromptProcessor, PreparedTicket],
 ) -> None:
@@ -546,6 +561,22 @@ def verify(group: Group, ticket: Ticket, prompt: Any, like: Group | None = None,
     like = like or group
     names = next((record.rewards for record in like.trajectories if record.rewards), {})
     verify_group(group, ticket, prompt, sender=like.server_id, components=tuple(names), **facts)
+
+
+def test_a_prompt_that_is_known_is_still_judged_by_the_bytes_that_came(
+    two_images: tuple[RunConfig, PromptProcessor, PreparedTicket],
+) -> None:
+    """An image that arrives under the name of another must not pass for it because that one was encoded before."""
+    config, _, item = two_images
+    processor = PromptProcessor(config.model)
+    first = processor.encode(item.ticket.prompt, item.blobs)
+    assert processor.encode(item.ticket.prompt, item.blobs) is first
+    other = png((28, 28), 77)
+    name, *_ = item.blobs
+    wrong = processor.encode(item.ticket.prompt, {**item.blobs, name: memoryview(other)})
+    assert wrong.image_hashes[0] == content_hash(other) != first.image_hashes[0]
+    elsewhere = item.ticket.prompt.model_copy(update={"row_id": "rows.jsonl:9"})
+    assert processor.encode(elsewhere, item.blobs).row_id == "rows.jsonl:9", "messages name the row that was asked for"
 
 
 # --- a model that wants to sample image placeholders ---------------------------------------------------

@@ -11,8 +11,8 @@ from pydantic import ValidationError
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
-from asyncrl.launch.train import check_inputs
-from asyncrl.weight_transfer.requirements import check_devices
+from asyncrl.launch.inputs import check_inputs
+from asyncrl.weight_transfer.requirements import check_gpus
 from learner.publication import open_device_weights
 from learner.service import Learner
 from rollout_server.service import RolloutServer
@@ -62,7 +62,7 @@ def test_without_a_gpu_nothing_is_loaded(
     monkeypatch.setattr("learner.service.find_start", None)
     monkeypatch.setattr("rollout_server.service.PromptProcessor", None)
     with pytest.raises(UserError, match=told):
-        check_inputs(config)
+        check_inputs(config, "learner", "rollout_server")
     with pytest.raises(UserError, match=told):
         Learner(config)
     with pytest.raises(UserError, match=told):
@@ -90,12 +90,13 @@ def test_devices_of_one_machine_that_the_channel_cannot_join_are_refused(
     told: str,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     config = make_config(learner={"device": learner}, rollout={**rollout, "weights_channel": channel})
     if not told:
-        check_devices(config)
+        check_gpus(config)
         return
     with pytest.raises(UserError, match=f"{told}, or set rollout.weights_channel=auto"):
-        check_devices(config)
+        check_gpus(config)
 
 
 def test_where_the_device_is_lent_or_adapters_travel_there_is_nothing_to_send_from(make_config: MakeConfig) -> None:

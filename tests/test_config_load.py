@@ -73,7 +73,7 @@ def test_exponents_are_numbers(tmp_path: Path, text: str) -> None:
 
 def test_yaml_1_1_words_and_dates_stay_text(tmp_path: Path) -> None:
     text = MINIMAL.replace("[a.parquet]", "[no, 2024-01-01, on]")
-    data = load_config(write(tmp_path, text + "rollout: {engine_args: {a: no, b: 12:30, c: 0o7}}\n"))
+    data = load_config(write(tmp_path, text + "rollout: {engine: vllm, engine_args: {a: no, b: 12:30, c: 0o7}}\n"))
     assert data.data.train_files == ("no", "2024-01-01", "on")
     assert data.rollout.engine_args == {"a": "no", "b": "12:30", "c": "0o7"}
 
@@ -111,7 +111,7 @@ def test_a_partial_section_keeps_the_defaults_around_it(tmp_path: Path) -> None:
         ("reward.functions.0.weight=2", lambda c: c.reward.functions[0].weight, 2.0),
         ("reward.functions.1.function=f.py:g", lambda c: c.reward.functions[1].function, "f.py:g"),
         ("reward.functions.0.kwargs.scale=3", lambda c: c.reward.functions[0].kwargs, {"scale": 3}),
-        ("rollout.engine_args.deep.er=1e-3", lambda c: c.rollout.engine_args, {"deep": {"er": 0.001}}),
+        ("reward.functions.0.kwargs.deep.er=1e-3", lambda c: c.reward.functions[0].kwargs, {"deep": {"er": 0.001}}),
         ("data.shuffle=false", lambda c: c.data.shuffle, False),
     ],
 )
@@ -130,7 +130,11 @@ def test_the_last_override_wins(minimal: Path) -> None:
     [
         [],
         ["run_dir=no", "data.system_prompt=1e-6", "data.val_files=[yes, '1.0', null.jsonl]"],
-        ["rollout.engine_args={a: 1e-7, b: [true, 'off', ~], c: {d: '0x1f'}}", "learner.optim.lr=1e-12"],
+        [
+            "rollout.engine=vllm",
+            "rollout.engine_args={a: 1e-7, b: [true, 'off', ~], c: {d: '0x1f'}}",
+            "learner.optim.lr=1e-12",
+        ],
         ["data.system_prompt=two\nlines: {x} # not a comment"],
     ],
 )

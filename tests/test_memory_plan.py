@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,10 +18,10 @@ from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.memory_plan import advice
-from asyncrl.memory_plan.advice import check_plan
+from asyncrl.memory_plan.advice import check_plan, check_shared_memory
 from asyncrl.memory_plan.limits import PREFILL_TOKENS
 from asyncrl.memory_plan.live_bytes import LiveBytes, nbytes
-from asyncrl.memory_plan.plan import CONTEXT_BYTES, GIB, make_plan, vllm_memory_utilization
+from asyncrl.memory_plan.plan import CONTEXT_BYTES, GIB, device_sharing, make_plan, vllm_memory_utilization
 from asyncrl.memory_plan.rehearsal import (
     cache_bytes_per_token,
     longest_group,
@@ -37,6 +39,7 @@ from protocol.messages import Sampling
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.decode_batch import DecodeBatch
 from rollout_server.engines.decode_loop import DecodeLoop
+from rollout_server.engines.hf import HFEngine
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -243,6 +246,37 @@ def test_phases_follow_who_shares_a_device(make_config: MakeConfig, small: Path)
     assert turns["learner awake"] == apart["learner awake"] + CONTEXT_BYTES, "the sleeper's context stays"
 
 
+@pytest.mark.parametrize(("learner", "rollout"), [("cuda", "cuda:0"), ("auto", "cuda"), ("cuda:0", "auto")])
+def test_one_device_under_two_names_is_shared(make_config: MakeConfig, learner: str, rollout: str) -> None:
+    config = make_config(learner={"device": learner}, rollout={"device": rollout})
+    assert device_sharing(config) == "together"
+    assert device_sharing(make_config(learner={"device": learner}, rollout={"device": "cuda:1"})) == "apart"
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("level", [1, 2])
+def test_what_a_sleeping_engine_keeps_is_planned(make_config: MakeConfig, small: Path, rank: int, level: int) -> None:
+    """With adapters the base weights are not published, so nobody would bring them back."""
+    config = planned(
+        make_config, small, trainer={"mode": "sync"}, model={"lora": {"rank": rank}}, rollout={"sleep_level": level}
+    )
+    (line,) = [line for line in make_plan(config).host if line.name == "engine asleep"]
+
+    async def keep() -> int:
+        bans_nothing: Any = SimpleNamespace(placeholder_ids=())
+        engine = HFEngine(config, bans_nothing)
+        await engine.start()
+        await engine.sleep()
+        kept = sum(
+            item.size.numel() * item.tensor.element_size() for item in engine._sleeper._sleeping if item.offset >= 0
+        )
+        await engine.close()
+        return kept
+
+    assert asyncio.run(keep()) == line.nbytes
+    assert ("not published" in line.why) == (level == 2 and rank > 0)
+
+
 def test_more_tokens_take_more_and_fewer_sequences_less(make_config: MakeConfig, small: Path) -> None:
     def plan(**sections: dict[str, Any]) -> tuple[int, int]:
         made = make_plan(planned(make_config, small, trainer={"mode": "sync"}, **sections))
@@ -297,8 +331,10 @@ def test_too_little_shared_memory_is_refused_with_the_size_that_is_needed(
     config = planned(make_config, small, gpu_memory={"budget_gib": 4}, trainer={"mode": "sync"})
     nearly_full = type("Usage", (), {"free": 1000})()
     monkeypatch.setattr(advice.shutil, "disk_usage", lambda path: nearly_full)
+    plan = check_plan(config)
+    assert plan
     with pytest.raises(UserError, match=r"published weights need .* MiB free.*--shm-size=\d+g"):
-        check_plan(config)
+        check_shared_memory(plan)
 
 
 def test_train_refuses_a_run_over_its_budget_and_leaves_nothing_behind(

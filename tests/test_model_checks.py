@@ -14,11 +14,14 @@ from typing import Any
 import pytest
 
 from asyncrl.cli import main as asyncrl
+from asyncrl.config.devices import same_device
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_train
 from asyncrl.errors import UserError
-from asyncrl.launch.model_checks import check_engine, check_images, check_model_folder
+from asyncrl.launch.inputs import check_inputs, check_media
+from asyncrl.models.folder import describe_folder
+from asyncrl.models.processing import PromptProcessor
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -56,11 +59,25 @@ def test_a_model_without_eyes_is_given_no_images(
     make_config: MakeConfig, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = make_config(model={"path": str(blinded(tiny_model, tmp_path / "text"))})
-    message = refused("train", config, tmp_path, capsys)
-    assert "row rl.parquet:0 has images in column 'images'" in message
-    assert "has no vision tower (no vision_config in config.json)" in message
-    assert "Use a vision-language model, or set data.image_key" in message
+    for command in ("train", "learn"):
+        message = refused(command, config, tmp_path, capsys)
+        assert "row rl.parquet:0 has images or videos in column 'images'" in message
+        assert "has no vision tower (no vision_config in config.json)" in message
+        assert "Use a vision-language model, or set data.image_key" in message
     assert "no vision tower" in refused("sft", config, tmp_path, capsys, "data.target_key=answer")
+
+
+@pytest.mark.parametrize("command", ["train", "sync", "learn"])
+def test_a_model_without_eyes_is_given_no_videos(
+    make_config: MakeConfig, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "<video> what?", "answer": "a", "videos": [["0.png", "1.png"]]}) + "\n")
+    data = {"train_files": [str(rows)], "val_files": []}
+    blind = make_config(model={"path": str(blinded(tiny_model, tmp_path / "text"))}, data=data)
+    message = refused(command, blind, tmp_path, capsys)
+    assert "row rows.jsonl:0 has images or videos in column 'videos', but the model in" in message
+    assert "set data.video_key to a column that the data has not" in message
 
 
 def test_a_text_model_takes_rows_without_images(make_config: MakeConfig, tiny_model: Path, tmp_path: Path) -> None:
@@ -68,10 +85,10 @@ def test_a_text_model_takes_rows_without_images(make_config: MakeConfig, tiny_mo
     rows.write_text('{"prompt": "q", "answer": "a", "images": []}\n{"prompt": "q", "answer": "a"}\n')
     text = blinded(tiny_model, tmp_path / "text")
     config = make_config(model={"path": str(text)}, data={"train_files": [str(rows)]})
-    check_images(config, check_model_folder(config), open_train(config.data), None)
+    check_media(config, describe_folder(config.model), open_train(config.data))
     rows.write_text('{"prompt": "q", "answer": "a"}\n{"prompt": "q", "answer": "a", "images": ["late.png"]}\n')
-    with pytest.raises(UserError, match=r"row rows.jsonl:1 has images"):
-        check_images(config, check_model_folder(config), open_train(config.data), None)
+    with pytest.raises(UserError, match=r"row rows.jsonl:1 has images or videos in column 'images'"):
+        check_media(config, describe_folder(config.model), open_train(config.data))
 
 
 @pytest.mark.parametrize("command", ["train", "rollout", "learn"])
@@ -90,6 +107,36 @@ def test_a_missing_tokenizer_is_named(
     folder = copy_without(tiny_model, tmp_path / "model", "tokenizer*.json")
     message = refused(command, make_config(model={"path": str(folder)}), tmp_path, capsys)
     assert "has no tokenizer. Copy tokenizer.json" in message
+
+
+@pytest.mark.parametrize("command", ["train", "rollout", "learn"])
+def test_a_missing_chat_template_is_named(
+    make_config: MakeConfig, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    folder = copy_without(tiny_model, tmp_path / "model", "chat_template.*")
+    message = refused(command, make_config(model={"path": str(folder)}), tmp_path, capsys)
+    assert "has no chat template" in message
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**tokenizer, "chat_template": "{{ messages }}"}))
+    describe_folder(make_config(model={"path": str(folder)}).model)
+
+
+@pytest.mark.parametrize("command", ["train", "rollout", "learn"])
+def test_missing_weights_are_named(
+    make_config: MakeConfig, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    folder = copy_without(tiny_model, tmp_path / "model")
+    message = refused(command, make_config(model={"path": str(folder)}), tmp_path, capsys)
+    assert "has no weights (*.safetensors)" in message
+
+
+def test_a_processor_that_cannot_be_loaded_is_named(make_config: MakeConfig, tiny_model: Path, tmp_path: Path) -> None:
+    folder = copy_without(tiny_model, tmp_path / "model")
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(
+        UserError, match=r"the processor in .*model cannot be loaded \(KeyError: .*\). Copy tokenizer\*, processor_"
+    ):
+        PromptProcessor(make_config(model={"path": str(folder)}).model)
 
 
 def test_an_adapter_alone_is_no_model(
@@ -111,61 +158,153 @@ def test_a_damaged_description_is_named(
     assert "config.json" in message
 
 
-BAD_SETTINGS: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
-    "more devices than there are": (
-        {"rollout": {"engine": "vllm", "device": "cpu", "tensor_parallel_size": 64}},
-        r"rollout.tensor_parallel_size is 64, but this machine has 1 device \(its CPU\). Set .*=1, or start",
-    ),
+Sections = dict[str, dict[str, Any]]
+
+NO_ENGINE_CAN: dict[str, tuple[Sections, str]] = {
     "several devices for an engine of one": (
         {"rollout": {"tensor_parallel_size": 2}},
         "rollout.tensor_parallel_size is 2, but the hf engine runs on one device. Set rollout.engine=vllm",
     ),
-    "too cold": (
-        {"rollout": {"engine": "vllm", "temperature": 0.001}},
-        "rollout.temperature is 0.001, but vllm samples at 0.01 instead",
-    ),
-    "too cold held-out rows": (
-        {"rollout": {"engine": "vllm"}, "evaluation": {"temperature": 0.005}},
-        "evaluation.temperature is 0.005, but vllm .* or 0 for greedy",
-    ),
     "log-probs that hf does not have": (
         {"rollout": {"logprobs": "raw"}},
-        "rollout.logprobs is raw, but the hf engine returns .* Set rollout.logprobs=processed or rollout.engine=vllm",
+        "rollout.logprobs is raw, but the hf engine returns .* Set rollout.logprobs=processed",
+    ),
+    "log-probs that vllm is not asked for": (
+        {"rollout": {"engine": "vllm", "logprobs": "raw"}},
+        "rollout.logprobs is raw, but the vllm engine returns .* Set rollout.logprobs=processed",
     ),
     "arguments that hf does not take": (
         {"rollout": {"engine_args": {"max_num_seqs": 4}}},
         r"rollout.engine_args has \['max_num_seqs'\], but the hf engine takes no arguments",
     ),
+    "no device": ({"learner": {"device": "gpu"}}, "learner.device is 'gpu', which is no device. Set .*=auto, cpu"),
+    "no device for the engine": ({"rollout": {"device": "cuda:"}}, "rollout.device is 'cuda:', which is no device"),
+}
+
+
+@pytest.mark.parametrize("name", NO_ENGINE_CAN)
+def test_what_the_engine_cannot_do_anywhere_is_refused_with_the_configuration(
+    make_config: MakeConfig, name: str
+) -> None:
+    sections, expected = NO_ENGINE_CAN[name]
+    with pytest.raises(ValueError, match=expected):
+        make_config(**sections)
+
+
+NOT_HERE: dict[str, tuple[Sections, str]] = {
+    "more devices than there are": (
+        {"rollout": {"engine": "vllm", "device": "cpu", "tensor_parallel_size": 64}},
+        r"rollout.tensor_parallel_size is 64, but this machine has 1 device \(its CPU\). Set .*=1",
+    ),
+    "too cold": ({"rollout": {"engine": "vllm", "temperature": 0.001}}, "rollout.temperature is 0.001; vLLM samples"),
+    "too cold held-out rows": (
+        {"rollout": {"engine": "vllm"}, "evaluation": {"temperature": 0.005}},
+        r"evaluation.temperature is 0.005; vLLM .* \(evaluation.temperature=0 is greedy\)",
+    ),
+    "an argument that is not the user's": (
+        {"rollout": {"engine": "vllm", "engine_args": {"dtype": "half"}}},
+        "rollout.engine_args may not have dtype. Set model.dtype",
+    ),
     "longer than the model knows": (
         {"data": {"max_response_length": 4000}, "batch": {"tokens_per_microbatch": 8192}},
         r"one sample may have 4128 tokens .* knows 2048 positions \(max_position_embeddings\). Lower",
     ),
+    "a device that is not there": ({"rollout": {"device": "cuda"}}, "rollout.device is cuda, but torch .* sees no"),
 }
 
 
-@pytest.mark.parametrize("name", BAD_SETTINGS)
-def test_what_the_engine_cannot_do_is_refused(make_config: MakeConfig, name: str) -> None:
-    sections, expected = BAD_SETTINGS[name]
-    config = make_config(**sections)
+@pytest.mark.parametrize("name", NOT_HERE)
+def test_what_the_engine_cannot_do_here_is_refused(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    sections, expected = NOT_HERE[name]
     with pytest.raises(UserError, match=expected):
-        check_engine(config, check_model_folder(config))
+        check_inputs(make_config(**sections), "rollout_server")
 
 
-@pytest.mark.parametrize("command", ["train", "rollout"])
-def test_both_commands_refuse_it(
+def test_each_side_checks_its_own_device(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may start on two machines."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    config = make_config(learner={"device": "cuda:1"}, rollout={"device": "cpu"})
+    check_inputs(config, "rollout_server")
+    with pytest.raises(UserError, match=r"learner.device is cuda:1, but torch .* Set learner.device=cpu or auto"):
+        check_inputs(config, "learner")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(UserError, match=r"learner.device is cuda:1, but this machine has 1 CUDA device\(s\)"):
+        check_inputs(config, "learner")
+
+
+@pytest.mark.parametrize("command", ["train", "learn", "rollout"])
+def test_every_command_refuses_it(
     make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    assert "runs on one device" in refused(command, make_config(rollout={"tensor_parallel_size": 2}), tmp_path, capsys)
+    override = "rollout.tensor_parallel_size=2"
+    assert "runs on one device" in refused(command, make_config(), tmp_path, capsys, override)
 
 
 def test_more_devices_than_gpus(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     config = make_config(rollout={"engine": "vllm", "tensor_parallel_size": 4})
     with pytest.raises(UserError, match=r"this machine has 2 CUDA device\(s\). Set rollout.tensor_parallel_size=2"):
-        check_engine(config, check_model_folder(config))
+        check_inputs(config, "rollout_server")
+
+
+@pytest.mark.parametrize("command", ["train", "learn", "rollout"])
+def test_a_run_over_its_memory_budget_is_refused_by_every_command(
+    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    config = make_config(gpu_memory={"budget_gib": 0.01}, trainer={"mode": "sync"})
+    assert "gpu_memory.budget_gib is 0.01, but the" in refused(command, config, tmp_path, capsys)
+
+
+def test_only_the_learner_needs_room_for_published_weights(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server may be on another machine, or start when two versions are published already."""
+    nearly_full = type("Usage", (), {"free": 1000})()
+    monkeypatch.setattr("shutil.disk_usage", lambda path: nearly_full)
+    config = make_config(gpu_memory={"budget_gib": 4}, trainer={"mode": "sync"})
+    check_inputs(config, "rollout_server")
+    with pytest.raises(UserError, match="published weights need"):
+        check_inputs(config, "learner")
+
+
+# --- devices of a sync run ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("learner", "rollout", "with_cuda", "without"),
+    [
+        ("auto", "auto", True, True),
+        ("auto", "cuda", True, True),
+        ("cuda", "cuda:0", True, True),
+        ("cpu", "auto", False, True),
+        ("cuda:0", "cuda:1", False, False),
+        ("auto", "cuda:1", False, False),
+        ("cpu", "cuda", False, False),
+    ],
+)
+def test_devices_are_compared_by_what_they_mean(
+    make_config: MakeConfig, learner: str, rollout: str, with_cuda: bool, without: bool
+) -> None:
+    config = make_config(learner={"device": learner}, rollout={"device": rollout})
+    assert same_device(config, cuda=True) == with_cuda
+    assert same_device(config, cuda=False) == without, "who names a CUDA device means a machine that has one"
+
+
+def test_whether_auto_is_the_other_sides_device_is_seen_where_they_start(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(trainer={"mode": "sync"}, learner={"device": "cpu"})
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    check_inputs(config, "learner", "rollout_server")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(UserError, match=r"learner.device is cpu and rollout.device is auto: on two devices nobody"):
+        check_inputs(config, "learner", "rollout_server")
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from asyncrl.models.wake_parity import fixed_prompt, fixed_tokens
 from benchmarks.sleep_memory import make_model, measure
 from learner.engines.torch_engine import TorchEngine
 from protocol.messages import Sampling
+from rollout_server.engines import create_engine
 from rollout_server.engines.base import Completion, GenerationRequest
 from rollout_server.engines.hf import HFEngine
 from rollout_server.engines.scripted import ScriptedEngine
@@ -164,6 +165,14 @@ def test_asleep_the_training_engine_refuses_everything(make_config: Callable[...
             call()
 
 
+def test_a_training_engine_that_is_awake_stays_as_it_is(make_config: Callable[..., RunConfig]) -> None:
+    engine = trained(make_config(), naps=False)
+    assert engine.wake() == 0
+    moved = engine.sleep()
+    assert (engine.wake(), engine.wake()) == (moved, 0)
+    engine.unwrap_model()
+
+
 def test_a_training_engine_that_says_something_else_after_waking_stops(make_config: Callable[..., RunConfig]) -> None:
     engine = trained(make_config(), naps=False)
     engine.sleep()
@@ -219,6 +228,48 @@ def test_the_hf_engine_samples_the_same_after_a_nap(
             await engine.update_weights(1, weights)
         assert await waiting == before
         assert await sample(engine, request_) == before
+        await engine.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("engine", ["hf", "scripted"])
+def test_an_engine_sleeps_once_and_wakes_as_often_as_it_is_told(
+    make_config: Callable[..., RunConfig], request_: GenerationRequest, engine: str
+) -> None:
+    config = make_config(rollout={"engine": engine})
+
+    async def scenario() -> None:
+        waking = create_engine(config, PromptProcessor(config.model))
+        await waking.start()
+        await waking.wake()
+        await waking.sleep()
+        with pytest.raises(BadStateError, match=f"the {engine} engine is asleep: .*[Ww]ake it first"):
+            await waking.sleep()
+        waiting = asyncio.ensure_future(anext(waking.generate([request_])))
+        await asyncio.sleep(0.05)
+        assert not waiting.done(), "still asleep"
+        await waking.wake()
+        await waking.wake()
+        await waiting
+        await waking.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_found_no_room_to_sleep_goes_on_sampling(
+    make_config: Callable[..., RunConfig], request_: GenerationRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        engine = await started(make_config())
+
+        def no_room(*_: Any) -> None:
+            raise OSError("No space left on device")
+
+        monkeypatch.setattr(engine._sleeper._store, "reserve", no_room)
+        with pytest.raises(OSError, match="No space"):
+            await engine.sleep()
+        assert len(await asyncio.wait_for(sample(engine, request_), 20)) == 3
         await engine.close()
 
     asyncio.run(scenario())

@@ -25,17 +25,32 @@ from asyncrl.telemetry.recorder import RunRecorder
 from learner.connections import Connections, ModelFacts, ServerState
 from learner.device import DeviceTurns, first_turn
 from learner.engines.torch_engine import TorchEngine
+from learner.exchange import Exchange
+from learner.journal import Journal, TicketSlot
+from learner.ledger import TicketLedger
 from learner.lending import Lending
 from learner.service import Learner
-from protocol.endpoints import host_id
+from protocol.endpoints import free_port, host_id
 from protocol.errors import ErrorCode
 from protocol.lease import LEASE_FILE, DeviceLease, LeaseError
-from protocol.messages import Error, Hello, LeaseGrant, LeaseRecall, LeaseReturn, Refusal, Welcome
+from protocol.messages import (
+    Error,
+    Hello,
+    LeaseGrant,
+    LeaseRecall,
+    LeaseReturn,
+    Refusal,
+    Tickets,
+    WeightManifest,
+    WeightsLoaded,
+    Welcome,
+)
 from protocol.sockets import Delivery
 from rollout_server.device import SharedDevice
 from rollout_server.engines.base import EngineUsage
 from rollout_server.metrics import METRICS
 from tests.fuzz import content
+from tests.fuzz.rig import write_ticket
 from tests.tiny import ROOT
 
 MakeConfig = Callable[..., RunConfig]
@@ -157,6 +172,50 @@ def test_the_successor_of_a_dead_server_is_welcome_at_once(connections: Connecti
     connections.greet(b"a", hello("a", gone), 0)
     connections.greet(b"b", hello("b", os.getpid()), 0)
     assert list(connections.servers) == ["b"]
+
+
+def test_only_a_servers_own_turn_with_weights_counts_towards_its_parity_deadline(make_config: MakeConfig) -> None:
+    """Neither while the learner has the device, nor while an engine of many gigabytes starts."""
+    network = {"control_port": free_port(), "weights_port": free_port()}
+    config = make_config(trainer={"mode": "sync"}, learner={"wait_timeout_s": 2.0}, network=network)
+    ledger = TicketLedger(Journal(None), prompts_per_step=1, bound=0, total_groups=1)
+    nothing: Any = None
+    exchange = Exchange(
+        config,
+        "run",
+        ledger=ledger,
+        write_ticket=nothing,
+        publication=nothing,
+        facts=ModelFacts(content.MODEL, content.PROCESSOR, 9),
+        version=0,
+        parity_tickets=[write_ticket(TicketSlot(0, 0, version=0, bound=0))],
+    )
+    alignment, connections, lending = exchange.alignment, exchange._connections, exchange._lending
+    sent: list[Any] = []
+    connections.send = lambda server_id, message: sent.append(message) is None
+    server = connections.servers["a"] = ServerState(content.hello("a"), b"a")
+    connections.manifest = WeightManifest(version=0, tensors=(), total_bytes=0)
+
+    def later() -> None:
+        alignment._looked_at -= 1.5  # over the deadline of one second
+        alignment.work()
+
+    try:
+        alignment.work()
+        later()
+        lending.lend(2)
+        lending.offer()
+        assert [type(message) for message in sent] == [Tickets, LeaseGrant]
+        later()
+        server.loaded = WeightsLoaded(version=0, channel="shm", transfer_s=0.0, load_s=0.0)
+        lending.take_return(server, returned(2))
+        later()
+        assert not server.refused, "it could not have answered"
+        lending.offer()
+        with pytest.raises(BadStateError, match="has not answered its parity tickets for 1 s"):
+            later()
+    finally:
+        exchange.stop(None)
 
 
 class Sleepy:
@@ -408,6 +467,10 @@ def test_sync_mode_is_on_policy_unless_somebody_says_otherwise(make_config: Make
         ({"rollout": {"device": "cuda:1"}}, "learner.device is auto and rollout.device is cuda:1"),
         ({"rollout": {"tensor_parallel_size": 2}}, "Set rollout.tensor_parallel_size=1"),
         ({"rollout": {"weights_channel": "nccl"}}, "Set rollout.weights_channel=auto"),
+        (
+            {"model": {"lora": {"rank": 4}}, "rollout": {"engine": "vllm", "sleep_level": 2}},
+            "only adapters are published. Set rollout.sleep_level=1, or rollout.engine=hf",
+        ),
         ({"rollout": {"weights_channel": "cuda_ipc"}}, "Set rollout.weights_channel=auto"),
     ],
 )

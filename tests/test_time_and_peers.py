@@ -7,7 +7,7 @@ import json
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 from asyncrl.config.schema import RunConfig
 from learner.journal import JOURNAL_FILE
 from protocol.messages import WeightManifest
+from rollout_server.held_version import HeldVersion
 from tests.small_runs import assert_every_prompt_trained_once, failure_of, logs, small
 from tests.two_processes import start, with_ports, write_config
 
@@ -196,9 +197,6 @@ def _name_of_server(run: Path) -> str:
 
 def test_weights_that_did_not_arrive_in_time_are_asked_for_again(make_config: Callable[..., RunConfig]) -> None:
     """On policy no other manifest follows before there are groups of this version."""
-    from rollout_server.service import RolloutServer
-
-    server = RolloutServer(make_config())
     attempts: list[int] = []
 
     class Receiver:
@@ -208,9 +206,10 @@ def test_weights_that_did_not_arrive_in_time_are_asked_for_again(make_config: Ca
                 raise asyncio.CancelledError
             raise TimeoutError("no weights arrived")
 
-    server.receiver = Receiver()  # type: ignore[assignment]
-    server._newest = WeightManifest(version=3, tensors=(), total_bytes=0)
-    server._manifest_arrived.set()
+    receiver: Any = Receiver()
+    nobody: Any = None
+    held = HeldVersion(make_config(), receiver, nobody, nobody, "a learner", nullcontext)
+    held.announce(WeightManifest(version=3, tensors=(), total_bytes=0))
     with pytest.raises(asyncio.CancelledError):
-        asyncio.run(asyncio.wait_for(server._follow_weights(), 5))
+        asyncio.run(asyncio.wait_for(held.follow(), 5))
     assert attempts == [3, 3]

@@ -104,7 +104,7 @@ def test_arguments_that_would_break_the_contract_are_refused(make_config: MakeCo
 def test_other_mistakes_are_refused_with_the_fix(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(told: str, *, cuda: bool = False, **rollout: Any) -> None:
         with pytest.raises(UserError, match=told):
-            settings.check_settings(make_config(rollout=rollout), cuda=cuda)
+            settings.check_settings(make_config(rollout={"engine": "vllm", **rollout}), cuda=cuda)
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     refused(r"tensor_parallel_size is 2, but this machine has 1 device \(its CPU\)", tensor_parallel_size=2)

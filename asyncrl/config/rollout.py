@@ -17,8 +17,8 @@ class RolloutConfig(Section):
     tensor_parallel_size: int = Field(default=1, gt=0)
     """Devices that the vllm engine spreads the model over."""
     sleep_level: Literal[1, 2] = 1
-    """What an engine does with its weights when it sleeps: 1 keeps them in host memory, 2 forgets them (the next ones
-    are published before it is needed again)."""
+    """What an engine does with its weights when it sleeps: 1 keeps them in host memory, 2 forgets those that are
+    published (they are again before it is needed)."""
     temperature: float = Field(default=1.0, gt=0)
     """Of training samples; log-probs are of this distribution."""
     top_p: float = Field(default=1.0, gt=0, le=1)

@@ -13,6 +13,8 @@ from pydantic import Field, model_validator
 
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.channel_rules import channel_problems
+from asyncrl.config.devices import device_problems
+from asyncrl.config.engine_rules import engine_problems
 from asyncrl.config.learner import LearnerConfig, OptimConfig
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import RolloutConfig
@@ -284,8 +286,8 @@ class RunConfig(Section):
                 "model without its adapters, and model.lora.rank is 0. Set model.lora.rank=16, or "
                 "algorithm.kl_loss_coef=0"
             )
-        if self.rollout.engine == "scripted" and self.alignment.rows:
-            problems.append("rollout.engine=scripted makes up its log-probs: set alignment.rows=0")
+        problems += device_problems(self)
+        problems += engine_problems(self)
         problems += sampling_problems(self)
         problems += sync_problems(self)
         problems += channel_problems(self)

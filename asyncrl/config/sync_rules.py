@@ -1,12 +1,15 @@
 """What sync mode implies, and which settings contradict it.
 
 Learner and rollout server take turns on one device, so the learner can only wait for groups of its own version, there
-is one server, and weights cannot go from one device to another.
+is one server, and weights cannot go from one device to another. Whether `auto` is the device that the other side names
+may depend on the machine: that is left to the launch (asyncrl/launch/inputs.py).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+
+from asyncrl.config.devices import same_device, two_devices
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import RunConfig
@@ -38,11 +41,8 @@ def sync_problems(config: RunConfig) -> list[str]:
             f"trainer.mode is sync and rollout.servers is {rollout.servers}: the learner shares its device with one "
             "server. Set rollout.servers=1, or trainer.mode=async"
         )
-    if _device(learner.device) != _device(rollout.device):
-        problems.append(
-            f"trainer.mode is sync, but learner.device is {learner.device} and rollout.device is {rollout.device}: on "
-            "two devices nobody needs to sleep. Set both to the same, or trainer.mode=async"
-        )
+    if not same_device(config, cuda=False):
+        problems.append(two_devices(config))
     if rollout.tensor_parallel_size != 1:
         problems.append(
             f"trainer.mode is sync and rollout.tensor_parallel_size is {rollout.tensor_parallel_size}: there is one "
@@ -53,8 +53,10 @@ def sync_problems(config: RunConfig) -> list[str]:
             f"trainer.mode is sync and rollout.weights_channel is {rollout.weights_channel}, which copies from the "
             "learner's device memory: it is empty while the server is awake. Set rollout.weights_channel=auto"
         )
+    if rollout.engine == "vllm" and rollout.sleep_level == 2 and config.model.lora.rank:
+        problems.append(
+            f"trainer.mode is sync, model.lora.rank is {config.model.lora.rank} and rollout.sleep_level is 2: vllm "
+            "would forget the base weights, and only adapters are published. Set rollout.sleep_level=1, or "
+            "rollout.engine=hf, which keeps what is not published"
+        )
     return problems
-
-
-def _device(name: str) -> str:
-    return "cuda:0" if name == "cuda" else name

@@ -21,7 +21,7 @@ _BROKEN = (OSError, SyntaxError, ValueError, EOFError, IndexError, TypeError, st
 """What Pillow's decoders raise on damaged files."""
 
 
-def content_hash(data: bytes) -> str:
+def content_hash(data: bytes | memoryview) -> str:
     """SHA-256 of encoded image bytes, in hexadecimal."""
     return hashlib.sha256(data).hexdigest()
 

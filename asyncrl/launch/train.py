@@ -6,17 +6,14 @@ import sys
 import time
 from pathlib import Path
 
-from asyncrl.config.channel_rules import DEVICE_CHANNELS
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
-from asyncrl.data.dataset import Purpose, open_train, open_validation
 from asyncrl.errors import ExitCode, UserError
-from asyncrl.launch.model_checks import check_engine, check_images, check_model_folder
+from asyncrl.launch.inputs import check_inputs
 from asyncrl.launch.panel import MISSING, Display, number
 from asyncrl.launch.processes import JOURNAL_FILE, learner_service, server_services
 from asyncrl.launch.story import Story
 from asyncrl.launch.supervisor import Outcome, RestartPolicy, Supervisor
-from asyncrl.rewards.spec import check_rewards
 from asyncrl.telemetry.failure import FAILURE_FILE, clear_failure, read_failure
 from asyncrl.telemetry.jsonl import write_atomically
 from protocol.endpoints import free_port, port_is_free
@@ -32,7 +29,7 @@ PORTS = (
 def train(config: RunConfig, *, resume: bool) -> int:
     """Run to the end; returns the exit code. Nothing is written before every cheap check has passed."""
     check_run_dir(config, resume=resume)
-    check_inputs(config)
+    check_inputs(config, "learner", "rollout_server")
     config = resolve_ports(config)
     file = write_config(config)
     clear_failure(config.run_path)
@@ -65,39 +62,6 @@ def check_run_dir(config: RunConfig, *, resume: bool) -> None:
 
 def is_resumable(run_path: Path) -> bool:
     return (run_path / JOURNAL_FILE).is_file()
-
-
-def check_inputs(config: RunConfig, purpose: Purpose = "rl") -> None:
-    """Mistakes that need no model to be found, so that they leave no run directory behind."""
-    described = check_model_folder(config)
-    if config.model.lora.rank:
-        from asyncrl.models.adapter_targets import resolve_adapter
-
-        resolve_adapter(config.model)
-    check_rewards(config.reward)
-    rows = open_train(config.data, purpose)
-    held_out = open_validation(config.data) if purpose == "rl" else None
-    check_images(config, described, rows, held_out)
-    if purpose == "rl":
-        check_engine(config, described)
-        check_channel(config)
-        check_memory(config)
-
-
-def check_channel(config: RunConfig) -> None:
-    """Learner and engine are to have devices that their channel can join."""
-    if config.rollout.weights_channel in DEVICE_CHANNELS:
-        from asyncrl.weight_transfer.requirements import check_devices
-
-        check_devices(config)
-
-
-def check_memory(config: RunConfig) -> None:
-    """Only with a budget: a plan needs torch, which takes seconds to import."""
-    if config.gpu_memory.budget_gib:
-        from asyncrl.memory_plan.advice import check_plan
-
-        check_plan(config)
 
 
 def resolve_ports(config: RunConfig) -> RunConfig:

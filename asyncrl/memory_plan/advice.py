@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
-from asyncrl.memory_plan.plan import GIB, MemoryPlan, changed, make_plan
+from asyncrl.memory_plan.plan import GIB, MemoryPlan, changed, device_sharing, make_plan
 from asyncrl.memory_plan.rehearsal import longest_sequence
 from protocol.endpoints import SHARED_MEMORY
 
@@ -22,12 +22,11 @@ def check_plan(config: RunConfig) -> MemoryPlan | None:
     plan = make_plan(config)
     if plan.excess:
         raise UserError(refusal(plan))
-    check_shared_memory(plan)
     return plan
 
 
 def check_shared_memory(plan: MemoryPlan) -> None:
-    """Published weights go to /dev/shm, which a container has little of unless it is told otherwise."""
+    """The learner publishes weights in /dev/shm, which a container has little of unless it is told otherwise."""
     if not SHARED_MEMORY.is_dir():
         return
     free = shutil.disk_usage(SHARED_MEMORY).free
@@ -85,7 +84,7 @@ def _course(plan: MemoryPlan, other: MemoryPlan) -> str:
 def _levers(config: RunConfig) -> Iterator[Change]:
     """What a user may change without changing the task."""
     batch, rollout = config.batch, config.rollout
-    if config.trainer.mode == "async" and config.learner.device == config.rollout.device:
+    if device_sharing(config) == "together":
         yield {"trainer.mode": "sync"}
     if not config.model.lora.rank:
         yield {"model.lora.rank": 16}

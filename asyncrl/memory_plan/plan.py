@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
+from asyncrl.config.devices import same_device
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.memory_plan.rehearsal import (
@@ -115,7 +118,7 @@ def _same_for_engine(config: RunConfig, before: RunConfig) -> bool:
 def device_sharing(config: RunConfig) -> Sharing:
     if config.trainer.mode == "sync":
         return "turns"
-    return "together" if config.learner.device == config.rollout.device else "apart"
+    return "together" if same_device(config, cuda=torch.cuda.is_available()) else "apart"
 
 
 def _combine(learning: Phase, sampling: Phase, sharing: Sharing) -> list[Phase]:
@@ -135,6 +138,7 @@ def _only_context(other: Phase) -> list[Line]:
 
 
 def _context(device: str, process: str) -> list[Line]:
+    """`auto` is planned as a GPU, even here where there may be none yet."""
     return [] if device == "cpu" else [Line(f"context of the {process}", CONTEXT_BYTES, "an estimate")]
 
 
@@ -196,10 +200,17 @@ def _host_lines(config: RunConfig, learner: LearnerBytes, engine: EngineBytes | 
     if config.trainer.mode == "sync":
         lines.append(Line("learner asleep", learner.weights + learner.moments, "weights and moments, pinned"))
         if engine is not None:
-            forgets = config.rollout.sleep_level == 2
-            why = "forgotten (rollout.sleep_level=2)" if forgets else "weights, pinned"
-            lines.append(Line("engine asleep", 0 if forgets else engine.weights, why))
+            lines.append(_engine_asleep(config, learner, engine))
     return lines
+
+
+def _engine_asleep(config: RunConfig, learner: LearnerBytes, engine: EngineBytes) -> Line:
+    """At level 2 an engine forgets what is published to it again; the base of an adapter never is."""
+    if config.rollout.sleep_level == 1:
+        return Line("engine asleep", engine.weights, "weights, pinned")
+    kept = max(0, engine.weights - learner.published)
+    why = "the weights that are not published, pinned" if config.model.lora.rank else "forgotten"
+    return Line("engine asleep", kept, f"{why} (rollout.sleep_level=2)")
 
 
 # --- what others need of a plan ------------------------------------------------------------------

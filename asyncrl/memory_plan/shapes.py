@@ -8,7 +8,8 @@ import torch
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.models import shared_prefix
-from asyncrl.models.loading import has_vision, model_class, model_folder
+from asyncrl.models.folder import model_folder
+from asyncrl.models.loading import has_vision, model_class
 
 META = torch.device("meta")
 

@@ -17,7 +17,7 @@ import xxhash
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.errors import UserError
-from asyncrl.models.loading import model_folder
+from asyncrl.models.folder import model_folder
 
 THREADS = 4
 """That compute checksums; xxhash lets other threads run meanwhile."""

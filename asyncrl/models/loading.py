@@ -5,33 +5,35 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from asyncrl.config.devices import meant_device
 from asyncrl.config.model import ModelConfig
 from asyncrl.errors import UserError
+from asyncrl.models.folder import model_folder
 from asyncrl.models.video_positions import place_text_after_videos
 from protocol.messages import AdapterSpec
 
 VISION_TOWER_NAMES = ("visual", "vision_tower", "vision_model")
 """Attribute names under which transformers' VLMs keep the vision tower."""
-ADAPTER_CONFIG = "adapter_config.json"
-"""In a PEFT folder."""
 CONNECTOR_NAMES = ("merger", "connector", "multi_modal_projector")
 """Parts that map vision features to the language model; they stay trainable when the tower is frozen."""
 
 
-def resolve_device(name: str) -> torch.device:
-    """`auto` is the first CUDA device if there is one, else the CPU."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
+def resolve_device(name: str, setting: str = "device") -> torch.device:
+    """What `setting`, such as learner.device, means on this machine. Raises UserError where it is not there."""
+    device = torch.device(meant_device(name, cuda=torch.cuda.is_available()))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(
-            f"device is {name!r}, but torch {torch.__version__} sees no CUDA device. Set device=cpu or auto"
+            f"{setting} is {name}, but torch {torch.__version__} sees no CUDA device. Set {setting}=cpu or auto"
+        )
+    if device.type == "cuda" and device.index >= torch.cuda.device_count():
+        raise UserError(
+            f"{setting} is {name}, but this machine has {torch.cuda.device_count()} CUDA device(s), numbered from 0. "
+            f"Set {setting}=auto for the first"
         )
     return device
 
@@ -51,21 +53,6 @@ def load_model(config: ModelConfig, *, device: torch.device, text_attention: str
     )
     place_text_after_videos(model)
     return model.to(device)
-
-
-def model_folder(config: ModelConfig) -> Path:
-    folder = Path(config.path)
-    if not (folder / "config.json").is_file():
-        if (folder / ADAPTER_CONFIG).is_file():
-            raise UserError(
-                f"model.path is {config.path!r}, a folder with an adapter only. Name its base model, or merge the two: "
-                "asyncrl export RUN TARGET, without --adapter"
-            )
-        raise UserError(
-            f"model.path is {config.path!r}: there is no config.json in it. "
-            "Name a Hugging Face model folder (config.json, *.safetensors, tokenizer and processor files)"
-        )
-    return folder
 
 
 def freeze_vision_tower(model: nn.Module) -> int:

@@ -17,7 +17,8 @@ import xxhash
 from asyncrl.config.model import ModelConfig
 from asyncrl.errors import UserError
 from asyncrl.models.base_weights import base_fingerprint
-from asyncrl.models.loading import ADAPTER_CONFIG, load_model
+from asyncrl.models.folder import ADAPTER_CONFIG
+from asyncrl.models.loading import load_model
 from asyncrl.models.published import tensor_bytes
 from protocol.messages import AdapterSpec
 

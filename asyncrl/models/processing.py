@@ -21,7 +21,8 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.data.images import content_hash, decode_image
 from asyncrl.errors import UserError
 from asyncrl.models import torchvision_cpu
-from asyncrl.models.loading import has_vision, model_folder, special_token_ids
+from asyncrl.models.folder import describe_folder, model_folder
+from asyncrl.models.loading import special_token_ids
 from protocol.messages import Prompt, Video
 
 torchvision_cpu.install()
@@ -79,16 +80,18 @@ class PromptProcessor:
     def __init__(self, config: ModelConfig, *, cache_mib: int = 256):
         from transformers import AutoConfig, AutoProcessor
 
-        folder = model_folder(config)
-        hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
-        self.processor: Any = AutoProcessor.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+        describe_folder(config)
+        folder, remote = model_folder(config), config.trust_remote_code
+        hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=remote)
+        try:
+            self.processor: Any = AutoProcessor.from_pretrained(folder, trust_remote_code=remote)
+        except Exception as problem:  # whatever a file that is missing, cut off or of another version leads to
+            raise UserError(
+                f"the processor in {folder} cannot be loaded ({type(problem).__name__}: {problem}). Copy tokenizer*, "
+                "processor_config.json and preprocessor_config.json from the original model again"
+            ) from problem
         self.tokenizer: Any = getattr(self.processor, "tokenizer", self.processor)
         self.sees_images = getattr(self.processor, "image_processor", None) is not None
-        if has_vision(hf_config) and not self.sees_images:
-            raise UserError(
-                f"{config.path} has a vision model but no image processor. "
-                "Copy preprocessor_config.json (or processor_config.json) from the original model into the folder"
-            )
         self.family: str = hf_config.model_type
         self.image_token_id: int | None = getattr(hf_config, "image_token_id", None)
         self.video_token_id: int | None = getattr(hf_config, "video_token_id", None)
@@ -120,18 +123,23 @@ class PromptProcessor:
         Any thread may call it. Raises UserError naming the row when an image is corrupt, the text itself contains
         image placeholders, or the model does not read what is there.
         """
-        content = prompt.model_dump_json(include={"messages", "image_hashes", "videos"})
-        key = hashlib.sha256(content.encode()).hexdigest()
+        # Of the bytes themselves: what came under a name may be something else, and the learner must hear of it.
+        hashes = {digest: content_hash(blobs[digest]) for digest in prompt.media_hashes}
+        content = prompt.model_dump_json(include={"row_id", "messages", "image_hashes", "videos"})
+        key = hashlib.sha256("".join([content, *hashes.values()]).encode()).hexdigest()
         with self._lock:  # neither the cache nor a fast tokenizer may be used by two threads at once
             cached = self._cache.get(key)
             if cached is not None:
                 self._cache.move_to_end(key)
                 return cached
-            encoded = self._encode(prompt, blobs)
+            encoded = self._encode(prompt, blobs, hashes)
             self._remember(key, encoded)
             return encoded
 
-    def _encode(self, prompt: Prompt, blobs: Mapping[str, bytes | memoryview]) -> EncodedPrompt:
+    def _encode(
+        self, prompt: Prompt, blobs: Mapping[str, bytes | memoryview], hashes: Mapping[str, str]
+    ) -> EncodedPrompt:
+        """`hashes` are those of the bytes in `blobs`, under the same names."""
         self._check_media(prompt)
         self._check_text(prompt)
         text = self.render(prompt)
@@ -143,7 +151,6 @@ class PromptProcessor:
         else:
             found = {digest: bytes(blobs[digest]) for digest in prompt.media_hashes}
             out = self.processor(text=[text], return_tensors="pt", **media_arguments([prompt], found))
-            hashes = {digest: content_hash(data) for digest, data in found.items()}
             encoded = EncodedPrompt(
                 row_id=prompt.row_id,
                 token_ids=out["input_ids"][0].to(torch.int32).numpy(),

@@ -15,22 +15,20 @@ INSTEAD = "set rollout.weights_channel=auto"
 def check_cuda(config: RunConfig, key: str, device: str) -> None:
     """Of one side, on its own machine: `key` is the setting that names its device."""
     channel = config.rollout.weights_channel
-    if channel in DEVICE_CHANNELS and resolve_device(device).type != "cuda":
+    if channel in DEVICE_CHANNELS and resolve_device(device, key).type != "cuda":
         raise UserError(
             f"rollout.weights_channel is {channel}, which needs a CUDA device on both sides, but {key} is {device} and "
             f"torch {torch.__version__} sees none here. Use a machine with a GPU, or {INSTEAD}"
         )
 
 
-def check_devices(config: RunConfig) -> None:
-    """Of both sides on one machine."""
-    check_cuda(config, "learner.device", config.learner.device)
-    check_cuda(config, "rollout.device", config.rollout.device)
+def check_gpus(config: RunConfig) -> None:
+    """Of both sides on one machine, which has CUDA devices."""
     channel, rollout = config.rollout.weights_channel, config.rollout
     if channel not in DEVICE_CHANNELS:
         return
-    learners = resolve_device(config.learner.device).index or 0
-    first = resolve_device(rollout.device).index or 0
+    learners = resolve_device(config.learner.device, "learner.device").index or 0
+    first = resolve_device(rollout.device, "rollout.device").index or 0
     engines = range(first, first + rollout.tensor_parallel_size)
     shared = learners in engines
     if channel == "nccl" and shared:

@@ -88,7 +88,7 @@ class TrainEngine(Protocol):
         ...
 
     def wake(self) -> int:
-        """Bring them back, bit for bit. Returns the bytes.
+        """Bring them back, bit for bit. Returns the bytes: 0 where it is awake already.
 
         Raises BadStateError where there is no room for them, or where the model is not what it was.
         """

@@ -36,7 +36,7 @@ class TorchEngine:
         self._optim = optim
         self._total_updates = total_updates
         self.adapter = resolve_adapter(config.model)
-        self.device = resolve_device(config.learner.device)
+        self.device = resolve_device(config.learner.device, "learner.device")
         self._sleeper = Sleeper(OWNER, self.device, config.run_path)
 
     def prepare(self) -> None:
@@ -164,6 +164,8 @@ class TorchEngine:
         return self._sleeper.sleep(self._tensors())
 
     def wake(self) -> int:
+        if not self._sleeper.is_asleep:
+            return 0
         moved = self._sleeper.wake()
         check_wake_parity(OWNER, self._before, self._fixed_logprobs(), self.device)
         return moved

@@ -149,12 +149,13 @@ class InferenceEngine(Protocol):
     async def sleep(self) -> None:
         """Finish what runs, and give the device's memory away: weights and caches. See rollout.sleep_level.
 
-        Asleep, `update_weights` raises BadStateError, and what `generate` is given waits.
+        Asleep, `sleep` and `update_weights` raise BadStateError, and what `generate` is given waits.
         """
         ...
 
     async def wake(self) -> None:
-        """Take it back. After level 2 the weights come with the next `update_weights`, and nothing is sampled before.
+        """Take it back; awake already, this does nothing. After level 2 the weights come with the next
+        `update_weights`, and nothing is sampled before.
 
         Raises BadStateError where there is no room, or where the model is not what it was.
         """

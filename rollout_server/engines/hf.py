@@ -38,14 +38,9 @@ class HFEngine:
     name = "hf"
 
     def __init__(self, config: RunConfig, processor: PromptProcessor):
-        if config.rollout.engine_args:
-            raise UserError(
-                f"rollout.engine_args has {sorted(config.rollout.engine_args)}, but the hf engine takes no arguments. "
-                "Leave them out"
-            )
         self._config = config
         self._placeholder_ids = processor.placeholder_ids
-        self._device = resolve_device(config.rollout.device)
+        self._device = resolve_device(config.rollout.device, "rollout.device")
         self._adapter = resolve_adapter(config.model)
         self.staging = LocalStaging(self._device)
         self._loop: DecodeLoop | None = None
@@ -200,10 +195,12 @@ class HFEngine:
         forgotten = (tensor for _, tensor in published_parts(self._model)) if self._forgets else ()
         if not self._forgets:
             self._before = self._fixed_logprobs()
-        self._decoding.asleep = True
         self._decoding.sleep_bytes = self._sleeper.sleep(tensors, forget=forgotten)
+        self._decoding.asleep = True
 
     def _wake_up(self) -> None:
+        if not self._sleeper.is_asleep:
+            return
         self._sleeper.wake()
         if not self._forgets:
             check_wake_parity(OWNER, self._before, self._fixed_logprobs(), self._device)

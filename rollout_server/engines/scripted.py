@@ -154,8 +154,7 @@ class ScriptedEngine:
         return np.asarray([*body, sampling.stop_token_ids[0]][: sampling.max_new_tokens], np.int32)
 
     async def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        if self._asleep:
-            raise BadStateError("the scripted engine is asleep: wake it before it takes up weights")
+        self._check_awake()
         for _ in tensors:  # read them all: a test of the weight channel, too
             pass
         if self._config.rollout.weight_update == "drain":
@@ -172,7 +171,12 @@ class ScriptedEngine:
     async def resume(self) -> None:
         self._running.set()
 
+    def _check_awake(self) -> None:
+        if self._asleep:
+            raise BadStateError("the scripted engine is asleep: wake it first")
+
     async def sleep(self) -> None:
+        self._check_awake()
         self._admitting.clear()
         await self._drained.wait()
         self._asleep = True

@@ -1,0 +1,149 @@
+"""Mistakes that show before anything is loaded: in the model folder's small files, the data, the rewards, the devices
+and the memory plan. They leave no run directory behind. Torch is only imported where devices or a plan are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from asyncrl.config.channel_rules import DEVICE_CHANNELS
+from asyncrl.config.devices import same_device, two_devices
+from asyncrl.config.schema import RunConfig
+from asyncrl.data.dataset import Purpose, RowSource, open_train, open_validation
+from asyncrl.errors import UserError
+from asyncrl.models.folder import check_weights, describe_folder, has_eyes
+from asyncrl.rewards.spec import check_rewards
+
+Side = Literal["learner", "rollout_server"]
+
+ROWS_LOOKED_AT = 64
+"""Of each data source, to tell whether it has images or videos."""
+
+
+def check_inputs(config: RunConfig, *sides: Side) -> None:
+    """What the named sides of a run, which start on this machine, will need. Raises UserError with the fix."""
+    described = _check_model(config)
+    _check_lengths(config, described)
+    if "learner" in sides:
+        _check_data(config, described, "rl")
+    if "rollout_server" in sides:
+        check_rewards(config.reward)
+    _check_devices(config, sides)
+    if "rollout_server" in sides and config.rollout.engine == "vllm":
+        _check_vllm(config)
+    check_weights(config.model)
+    _check_memory(config, sides)
+
+
+def check_sft_inputs(config: RunConfig) -> None:
+    """The same of a supervised warm start."""
+    _check_data(config, _check_model(config), "sft")
+    check_rewards(config.reward)
+    check_weights(config.model)
+
+
+def _check_model(config: RunConfig) -> dict[str, Any]:
+    """Returns the folder's config.json."""
+    described = describe_folder(config.model)
+    if config.model.lora.rank:
+        from asyncrl.models.adapter_targets import resolve_adapter
+
+        resolve_adapter(config.model)
+    return described
+
+
+def _check_lengths(config: RunConfig, described: Mapping[str, Any]) -> None:
+    text = described.get("text_config") or described
+    positions = text.get("max_position_embeddings") or described.get("max_position_embeddings")
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if isinstance(positions, int) and longest > positions:
+        raise UserError(
+            f"one sample may have {longest} tokens (data.max_prompt_length + data.max_response_length), but the model "
+            f"in {config.model.path} knows {positions} positions (max_position_embeddings). Lower one of the former"
+        )
+
+
+# --- data ----------------------------------------------------------------------------------------
+
+
+def _check_data(config: RunConfig, described: Mapping[str, Any], purpose: Purpose) -> None:
+    sources = [open_train(config.data, purpose), open_validation(config.data) if purpose == "rl" else None]
+    for rows in sources:
+        if rows is not None:
+            check_media(config, described, rows)
+
+
+def check_media(config: RunConfig, described: Mapping[str, Any], rows: RowSource) -> None:
+    """A model that reads text only is given nothing to look at."""
+    if has_eyes(described):
+        return
+    columns = {"data.image_key": config.data.image_key, "data.video_key": config.data.video_key}
+    for setting, column in columns.items():
+        row_id = _first_row_with(rows, column)
+        if row_id:
+            raise UserError(
+                f"row {row_id} has images or videos in column {column!r}, but the model in {config.model.path} has no "
+                "vision tower (no vision_config in config.json): it reads text only. Use a vision-language model, or "
+                f"set {setting} to a column that the data has not"
+            )
+
+
+def _first_row_with(rows: RowSource, key: str) -> str | None:
+    """Name of the first row that has something in this column."""
+    if key not in rows.columns:
+        return None
+    for index in range(min(len(rows), ROWS_LOOKED_AT)):
+        media = rows[index].get(key)
+        if media is not None and (not hasattr(media, "__len__") or len(media)):
+            return rows.row_id(index)
+    return None
+
+
+# --- devices -------------------------------------------------------------------------------------
+
+
+def _check_devices(config: RunConfig, sides: tuple[Side, ...]) -> None:
+    """Those that are named are there, in sync mode they are one, and a channel between devices can join them."""
+    names: dict[Side, str] = {"learner": config.learner.device, "rollout_server": config.rollout.device}
+    alike = names["learner"] == names["rollout_server"]
+    plain = all(name in ("auto", "cpu") for name in names.values()) and alike
+    if plain and config.rollout.weights_channel not in DEVICE_CHANNELS:
+        return
+    import torch
+
+    from asyncrl.models.loading import resolve_device
+    from asyncrl.weight_transfer.requirements import check_cuda, check_gpus
+
+    keys: dict[Side, str] = {"learner": "learner.device", "rollout_server": "rollout.device"}
+    for side in sides:
+        resolve_device(names[side], keys[side])
+        check_cuda(config, keys[side], names[side])
+    if len(sides) > 1:
+        check_gpus(config)
+    if config.trainer.mode == "sync" and not same_device(config, cuda=torch.cuda.is_available()):
+        raise UserError(two_devices(config))
+
+
+def _check_vllm(config: RunConfig) -> None:
+    """By the engine's own rules; vLLM itself is not imported."""
+    from rollout_server.engines.vllm_engine.settings import check_settings, on_cuda
+    from rollout_server.engines.vllm_engine.versions import check_installed
+
+    cuda = on_cuda(config)
+    check_settings(config, cuda=cuda)
+    check_installed(cuda=cuda)
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def _check_memory(config: RunConfig, sides: tuple[Side, ...]) -> None:
+    """Both halves of the plan, whichever side starts here: its numbers are one run's."""
+    if not config.gpu_memory.budget_gib:
+        return
+    from asyncrl.memory_plan.advice import check_plan, check_shared_memory
+
+    plan = check_plan(config)
+    if plan is not None and "learner" in sides:
+        check_shared_memory(plan)

@@ -1,0 +1,88 @@
+"""What a model folder must have, read from its small files: no weights, and no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config.model import ModelConfig
+from asyncrl.errors import UserError
+
+ADAPTER_CONFIG = "adapter_config.json"
+"""In a PEFT folder."""
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+
+
+def model_folder(config: ModelConfig) -> Path:
+    """Raises UserError where `model.path` is no Hugging Face model."""
+    folder = Path(config.path)
+    if (folder / "config.json").is_file():
+        return folder
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise UserError(
+            f"model.path is {config.path!r}, a folder with an adapter only. Name its base model, or merge the two: "
+            "asyncrl export RUN TARGET, without --adapter"
+        )
+    raise UserError(
+        f"model.path is {config.path!r}: there is no config.json in it. "
+        "Name a Hugging Face model folder (config.json, *.safetensors, tokenizer and processor files)"
+    )
+
+
+def describe_folder(config: ModelConfig) -> dict[str, Any]:
+    """The folder's config.json. Raises UserError unless tokenizer, chat template and image processor are there, too."""
+    folder = model_folder(config)
+    described = _read_json(folder / "config.json")
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        raise UserError(
+            f"{folder} has no tokenizer. Copy tokenizer.json and tokenizer_config.json from the original model into it"
+        )
+    if has_eyes(described) and not _has(folder, "preprocessor_config.json", key="image_processor"):
+        raise UserError(
+            f"{folder} has a vision model but no image processor. Copy preprocessor_config.json (or "
+            "processor_config.json) from the original model into the folder"
+        )
+    in_tokenizer = "chat_template" in _read_json(folder / "tokenizer_config.json", missing={})
+    if not in_tokenizer and not _has(folder, *_TEMPLATE_FILES, key="chat_template"):
+        raise UserError(
+            f"{folder} has no chat template: nobody knows how its prompts are written. Copy chat_template.jinja (or a "
+            "tokenizer_config.json that has one) from the original model, or of its instruction-tuned variant, into it"
+        )
+    return described
+
+
+def check_weights(config: ModelConfig) -> None:
+    """Raises UserError where there are none to load."""
+    folder = model_folder(config)
+    if not any(found for pattern in WEIGHTS for found in folder.glob(pattern)):
+        raise UserError(
+            f"{folder} has no weights (*.safetensors). Copy them from the original model; what `git clone` without "
+            "git-lfs leaves is not enough"
+        )
+
+
+def has_eyes(described: Mapping[str, Any]) -> bool:
+    """By the folder's config.json."""
+    return described.get("vision_config") is not None
+
+
+def _has(folder: Path, *files: str, key: str) -> bool:
+    """In a file of its own, or in processor_config.json."""
+    return any((folder / name).is_file() for name in files) or key in _read_json(
+        folder / "processor_config.json", missing={}
+    )
+
+
+def _read_json(file: Path, *, missing: dict[str, Any] | None = None) -> dict[str, Any]:
+    if missing is not None and not file.is_file():
+        return missing
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise UserError(f"cannot read {file}: {error}. Copy it from the original model again") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{file} holds no mapping. Copy it from the original model again")
+    return value
