@@ -2,7 +2,7 @@
 
 Reading order:
 
-1. `messages.py`: every message, as typed models. Start here.
+1. `messages/`: every message, as typed models. Start here.
 2. `errors.py`: what can be wrong with a message or a peer.
 3. `frames.py`, `codec.py`: how a message becomes ZeroMQ frames and back.
 4. `sockets.py`, `socket_options.py`, `reception.py`, `endpoints.py`: the learner's ROUTER, a server's DEALER,
