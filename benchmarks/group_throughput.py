@@ -46,7 +46,7 @@ from group_traffic import IMAGE_BYTES, KINDS, VOCABULARY, client_process, group,
 
 import learner.intake
 import learner.journal
-import protocol.sockets
+import protocol.sockets.learner
 from asyncrl.config.schema import Durability, RunConfig
 from learner.connections import ModelFacts
 from learner.exchange import Exchange
@@ -105,7 +105,7 @@ class PlainLearner:
     def _turn(self) -> None:
         arrived = 0
         peer = b""
-        while arrived < protocol.sockets.TURN_MESSAGES:
+        while arrived < protocol.sockets.learner.TURN_MESSAGES:
             try:
                 identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=self._copy)
             except zmq.Again:
@@ -273,7 +273,7 @@ def where_time_goes(arm: Arm, groups: int) -> dict[str, float]:
     parts = (
         (Exchange, "_receive_control", "other: receiving"),
         (LearnerSocket, "_take", "taking frames from the socket"),
-        (protocol.sockets, "read_frames", "decode"),
+        (protocol.sockets.learner, "read_frames", "decode"),
         (learner.intake.Intake, "accept", "verify"),
         (journal, "pack_frames", "pack"),
         (Segments, "append", "checksum, write to the segment"),
