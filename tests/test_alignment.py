@@ -466,27 +466,27 @@ class FakeConnections:
         return [message for _, message in self.sent if isinstance(message, Refusal)]
 
 
-class Held(TicketLedger):
-    """A ledger whose servers hold what a test says."""
-
-    held = 0
-
-    def held_by(self, server_id: str) -> int:
-        return self.held
-
-
 @pytest.fixture
 def items() -> list[PreparedTicket]:
     return [write_ticket(TicketSlot(number, number, version=0, bound=0)) for number in range(2)]
 
 
-def alignment_of(connections: FakeConnections, items: Sequence[PreparedTicket], deadline_s: float = 60.0) -> Alignment:
-    ledger = Held(Journal(None), prompts_per_step=1, bound=0, total_groups=1)
+def empty_ledger() -> TicketLedger:
+    return TicketLedger(Journal(None), prompts_per_step=1, bound=0, total_groups=1)
+
+
+def alignment_of(
+    connections: FakeConnections,
+    items: Sequence[PreparedTicket],
+    deadline_s: float = 60.0,
+    ledger: TicketLedger | None = None,
+) -> Alignment:
 
     def check(group: Group, ticket: Any, facts: Any, **_: Any) -> None:
         if not content.is_right(group.model_copy(update={"ticket_id": ticket.seed})):
             raise ProtocolError(ErrorCode.REFUSED_GROUP, f"row {ticket.prompt.row_id}: wrong")
 
+    ledger = ledger or empty_ledger()
     return Alignment(cast(Any, connections), ledger, items, check, limits=Limits(), deadline_s=deadline_s)
 
 
@@ -554,15 +554,14 @@ def test_a_reconnection_is_not_checked_again_and_a_new_process_is(items: list[Pr
 
 def test_a_server_that_still_holds_tickets_is_checked_when_they_are_done(items: list[PreparedTicket]) -> None:
     """Beside them, the parity rows would move the last bits of a training group."""
-    connections = FakeConnections("a")
-    alignment = alignment_of(connections, items)
+    connections, ledger = FakeConnections("a"), empty_ledger()
+    alignment = alignment_of(connections, items, ledger=ledger)
     connections.publish(0)
-    Held.held = 1
-    try:
-        alignment.work()
-        assert not connections.sent
-    finally:
-        Held.held = 0
+    ledger.issue([write_ticket(slot) for slot in ledger.admissible(0)])
+    ledger.out.assign([0], "a")
+    alignment.work()
+    assert not connections.sent
+    ledger.out.lose_server("a")
     alignment.work()
     assert len(connections.tickets_of("a")) == 2
 
