@@ -22,7 +22,7 @@ from learner.connections import ModelFacts
 from learner.device import DeviceTurns, first_turn
 from learner.engines import create_engine
 from learner.evaluation import Evaluation
-from learner.exchange import Exchange, wait_for
+from learner.exchange import Exchange
 from learner.ledger import TicketLedger
 from learner.parity import ParityJudge
 from learner.publication import open_publication, publish
@@ -39,6 +39,7 @@ from learner.start import (
 from learner.step import LearnerStep
 from learner.ticket_writer import TicketWriter
 from learner.tickets import ReceivedGroup
+from learner.waiting import wait_for
 from protocol.codec import MIB
 from protocol.faults import crash_point
 from protocol.lease import DeviceLease
