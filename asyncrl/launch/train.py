@@ -10,8 +10,9 @@ from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import Purpose, open_train, open_validation
 from asyncrl.errors import ExitCode, UserError
+from asyncrl.launch.display import Display
 from asyncrl.launch.model_checks import check_engine, check_images, check_model_folder
-from asyncrl.launch.panel import MISSING, Display, number
+from asyncrl.launch.panel import MISSING, number
 from asyncrl.launch.processes import JOURNAL_FILE, learner_service, server_services
 from asyncrl.launch.story import Story
 from asyncrl.launch.supervisor import Outcome, RestartPolicy, Supervisor
