@@ -17,7 +17,8 @@ from dataclasses import dataclass, field, replace
 
 from asyncrl.errors import BadStateError
 from learner.connections import SLOWEST_TURN_S, Connections, ServerState
-from learner.ledger import MAX_ATTEMPTS, TicketLedger
+from learner.ledger import TicketLedger
+from learner.outstanding import MAX_ATTEMPTS
 from learner.ticket_size import check_ticket_size
 from learner.ticket_writer import PARITY_IDS
 from learner.tickets import PreparedTicket, ReceivedGroup
@@ -128,7 +129,7 @@ class Alignment:
     def _begin(self, server_id: str, server: ServerState) -> None:
         if not self._tickets or (server_id, server.hello.session) in self._passed:
             server.aligned = True
-        elif self._connections.manifest is not None and not self._ledger.held_by(server_id):
+        elif self._connections.manifest is not None and not self._ledger.out.held_by(server_id):
             self._send(server_id, server, attempts=1)
 
     def _send(self, server_id: str, server: ServerState, *, attempts: int) -> None:

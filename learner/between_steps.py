@@ -10,10 +10,11 @@ from collections.abc import Callable
 from asyncrl.config.schema import RunConfig
 from learner.device import DeviceTurns, OwnDevice
 from learner.evaluation import Evaluation
-from learner.exchange import Exchange, wait_for
+from learner.exchange import Exchange
 from learner.ledger import TicketLedger
 from learner.parity import ParityJudge
 from learner.progress import Progress
+from learner.waiting import wait_for
 
 TellStatus = Callable[[str, str], None]
 """Given the phase, and what is waited for."""

@@ -120,7 +120,7 @@ class Connections:
         known = self.servers.get(hello.server_id)
         if known is not None and known.identity == identity:
             return
-        brought = self._ledger.reconcile(hello.server_id, hello.held_ticket_ids)
+        brought = self._ledger.out.reconcile(hello.server_id, hello.held_ticket_ids)
         back = f" with {brought} of its tickets" if brought else ""
         logger.info("%s is welcome%s (%s engine, pid %d)", hello.server_id, back, hello.engine, hello.pid)
         self.servers[hello.server_id] = ServerState(hello, identity)
@@ -195,7 +195,7 @@ class Connections:
         server = self.servers[server_id]
         server.heartbeat = beat
         idle = not (beat.groups_queued or beat.groups_running or beat.groups_unacknowledged)
-        if not idle or not self._ledger.held_by(server_id):
+        if not idle or not self._ledger.out.held_by(server_id):
             server.idle_since = None
         elif server.idle_since is None:
             server.idle_since = time.monotonic()
@@ -211,8 +211,8 @@ class Connections:
 
     def give_back(self, ticket_id: int, server_id: str, reason: str) -> None:
         """A ticket that this server failed at. What another server holds is not its to return."""
-        if self._ledger.holder(ticket_id) == server_id:
-            self._ledger.give_back(ticket_id, reason, servers=self.servers)
+        if self._ledger.out.holder(ticket_id) == server_id:
+            self._ledger.out.give_back(ticket_id, reason, servers=self.servers)
 
     def expel(self, muted: Muted) -> None:
         """A peer over its budget: what was entrusted to it goes to others; it may say hello again later."""
@@ -225,7 +225,7 @@ class Connections:
     def lose(self, server_id: str, reason: str, *, expected: bool = False) -> None:
         """Its tickets wait for another server."""
         del self.servers[server_id]
-        returned = self._ledger.lose_server(server_id)
+        returned = self._ledger.out.lose_server(server_id)
         level = logging.INFO if expected and not returned else logging.WARNING
         logger.log(level, "%s is gone: %s; %d tickets wait for another server", server_id, reason, returned)
 

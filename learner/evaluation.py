@@ -6,11 +6,12 @@ import logging
 from collections.abc import Callable
 
 from asyncrl.config.schema import RunConfig
-from learner.exchange import Exchange, wait_for
+from learner.exchange import Exchange
 from learner.ledger import TicketLedger
 from learner.progress import Progress
 from learner.reporting import Reporter
 from learner.ticket_writer import TicketWriter
+from learner.waiting import wait_for
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ trains and never touches a socket: it hands over published versions and evaluati
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections import Counter
@@ -28,6 +27,7 @@ from learner.intake import Intake
 from learner.journal import TicketSlot
 from learner.ledger import TicketLedger
 from learner.lending import Lending
+from learner.orders import Orders
 from learner.ports import open_ports
 from learner.tickets import PreparedTicket
 from learner.verification import verify_group
@@ -55,8 +55,6 @@ from protocol.weights import Publication
 
 logger = logging.getLogger(__name__)
 
-_LOOK_EVERY_S = 1.0
-"""How often a wait looks for its deadline."""
 POLL_S = 0.1
 """Longest time between two looks at heartbeats, at what the main thread has handed over, and at an idle socket: one
 that is found empty shows that whatever ZeroMQ holds is unfinished."""
@@ -85,13 +83,12 @@ class Exchange(threading.Thread):
         self._device_weights = device_weights
         self._version = version
         """Newest policy version that a server may have; ahead of the learner's while it makes steps again."""
-        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = False
         self._goodbye: str | None = None
         self._context = zmq.Context()
         self._ports = open_ports(config, self._context)
         self.control, self.weights = self._ports.control, self._ports.weights
-        self._waker, self._woken = _wake_up_pair(self._context)
+        self._orders = Orders(self._context)
         self._connections = Connections(config, run_id, self._ports, ledger, facts)
         if device_weights is not None:
             self._connections.device = device_weights.source
@@ -126,7 +123,7 @@ class Exchange(threading.Thread):
             self._version = manifest.version
             self._connections.publish(manifest)
 
-        self._order(order)
+        self._orders.give(order)
 
     def admit(self, version: int) -> None:
         """From now on, training tickets go out as far as the ledger admits them before `version`."""
@@ -134,29 +131,29 @@ class Exchange(threading.Thread):
         def order() -> None:
             self._handout.admitted = version
 
-        self._order(order)
+        self._orders.give(order)
 
     def dispatch(self, prepare: Callable[[], Iterable[PreparedTicket]]) -> None:
         """Prepare tickets on the exchange thread, then issue them all at once."""
-        self._order(lambda: self._handout.prepare(prepare))
+        self._orders.give(lambda: self._handout.prepare(prepare))
 
     def accept_server(self, check: ParityCheck) -> None:
         """Engine and learner agree."""
-        self._order(lambda: self.alignment.accept_server(check))
+        self._orders.give(lambda: self.alignment.accept_server(check))
 
     def repeat_parity(self, check: ParityCheck) -> None:
-        self._order(lambda: self.alignment.repeat(check))
+        self._orders.give(lambda: self.alignment.repeat(check))
 
     def refuse_server(self, check: ParityCheck, reason: str, fix: str) -> None:
-        self._order(lambda: self.alignment.refuse(check, reason, fix))
+        self._orders.give(lambda: self.alignment.refuse(check, reason, fix))
 
     def lend(self, fence: int) -> None:
         """The device is free: a server may take its lease under this fence or a larger one."""
-        self._order(lambda: self._lending.lend(fence))
+        self._orders.give(lambda: self._lending.lend(fence))
 
     def recall(self) -> None:
         """The server is to return the device's lease."""
-        self._order(self._lending.recall)
+        self._orders.give(self._lending.recall)
 
     @property
     def lease_returned(self) -> LeaseReturn | None:
@@ -171,21 +168,16 @@ class Exchange(threading.Thread):
             self._goodbye = reason
 
         if self.is_alive():
-            self._order(order)
+            self._orders.give(order)
             self.join(timeout=2 * PARTING_S)
         self._ports.close()
-        for socket in (self._woken, self._waker):
-            socket.close()
+        self._orders.close()
         self._context.term()  # returns when the goodbyes are on their way, or after the sockets' linger
 
     def check(self) -> None:
         """Raises what has ended the thread."""
         if self.failure is not None:
             raise self.failure
-
-    def _order(self, order: Callable[[], None]) -> None:
-        self._orders.put(order)
-        self._waker.send(b"")
 
     # --- the exchange thread --------------------------------------------------------------------
 
@@ -204,11 +196,11 @@ class Exchange(threading.Thread):
 
     def _exchange_until_stopped(self) -> None:
         poller = zmq.Poller()
-        for socket in (self.control.socket, self.weights.socket, self._woken):
+        for socket in (self.control.socket, self.weights.socket, self._orders.given):
             poller.register(socket, zmq.POLLIN)
         while not self._stopping:
             poller.poll(0 if self._handout.is_busy else round(POLL_S * 1000))
-            self._obey_orders()
+            self._orders.obey()
             self._receive_control()
             self._intake.keep()
             self._serve_weights()
@@ -234,12 +226,6 @@ class Exchange(threading.Thread):
         server_id = self._connections.at(identity)
         if server_id is not None:
             self._connections.lose(server_id, f"said goodbye ({message.reason})", expected=message.expected)
-
-    def _obey_orders(self) -> None:
-        while self._woken.poll(0):
-            self._woken.recv()
-        while not self._orders.empty():
-            self._orders.get_nowait()()
 
     def _receive_control(self) -> None:
         for received in self.control.turn():
@@ -315,47 +301,3 @@ class Exchange(threading.Thread):
             "rollout.weights_channel=auto"
         )
         return Error(code=ErrorCode.WRONG_CHANNEL, reason=reason, version=request.version)
-
-
-def wait_for(
-    exchange: Exchange,
-    ledger: TicketLedger,
-    satisfied: Callable[[], bool],
-    *,
-    timeout_s: float,
-    what: Callable[[], str],
-    progress: Callable[[], None] = lambda: None,
-    judge: Callable[[], None] | None = None,
-) -> None:
-    """Block until `satisfied`, calling `progress` about once a second, and `judge` when a parity check has come back.
-
-    Time in which this process was stopped does not count. Raises the exchange's failure, or BadStateError saying what
-    was waited for.
-    """
-    left = timeout_s
-    while True:
-        began = time.monotonic()
-        with ledger.changed:
-            exchange.check()
-            if satisfied():
-                return
-            if left <= 0:
-                raise BadStateError(f"waited {timeout_s:g} s for {what()}")
-            judging = judge is not None and exchange.alignment.has_complete
-            woken = judging or ledger.changed.wait(min(left, _LOOK_EVERY_S))
-        if judging and judge is not None:
-            judge()
-        if not woken:
-            progress()
-        left -= min(time.monotonic() - began, 2 * _LOOK_EVERY_S)
-
-
-def _wake_up_pair(context: zmq.Context[zmq.Socket[bytes]]) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-    """A connected pair inside the process: what one thread sends ends the other's poll."""
-    woken, waker = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
-    address = f"inproc://wake-{id(woken):x}"
-    woken.bind(address)
-    waker.connect(address)
-    for socket in (woken, waker):
-        socket.setsockopt(zmq.LINGER, 0)
-    return waker, woken

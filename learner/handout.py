@@ -89,15 +89,15 @@ class Handout:
         Tickets of before a restart wait until the learner has made its steps again and published: a server could only
         wait for those weights, and would give up.
         """
-        waiting = [item for item in self._ledger.waiting() if self.admitted is not None or not item.is_training]
+        waiting = [item for item in self._ledger.out.waiting() if self.admitted is not None or not item.is_training]
         if not waiting:
             return
         servers = self._connections.aligned
         shares = share_tickets(
             waiting,
-            held={server_id: self._ledger.held_by(server_id) for server_id in servers},
+            held={server_id: self._ledger.out.held_by(server_id) for server_id in servers},
             most={server_id: server.hello.max_groups for server_id, server in servers.items()},
-            may_try=lambda ticket_id, server_id: self._ledger.may_try(ticket_id, server_id, servers),
+            may_try=lambda ticket_id, server_id: self._ledger.out.may_try(ticket_id, server_id, servers),
         )
         alone = len(servers) == 1
         for server_id, share in shares.items():
@@ -110,5 +110,5 @@ class Handout:
             sent = chosen
         blobs = {digest: memoryview(data) for item in sent for digest, data in item.blobs.items()}
         if self._connections.send(server_id, Tickets(tickets=tuple(item.ticket for item in sent), blobs=blobs)):
-            self._ledger.assign([item.ticket.ticket_id for item in chosen], server_id)
+            self._ledger.out.assign([item.ticket.ticket_id for item in chosen], server_id)
             crash_point("tickets.sent")

@@ -40,7 +40,7 @@ class Intake:
         """`frames` are the group as it travelled; `version` is the newest policy version that the server may have."""
         if group.ticket_id in self._arrived:
             return
-        prepared = self._ledger.outstanding(group.ticket_id)
+        prepared = self._ledger.out.get(group.ticket_id)
         if prepared is None:
             self._answer_unawaited(server_id, group.ticket_id)
             return

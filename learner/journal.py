@@ -10,7 +10,6 @@ Payloads (the groups) are kept until a checkpoint holds their step; rows of cons
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,9 +17,17 @@ from pathlib import Path
 
 from asyncrl.config.schema import Durability
 from asyncrl.errors import BadStateError
-from asyncrl.telemetry.failure import find_no_room, is_disk_full
 from learner.group_payload import pack_frames, unpack_group
-from learner.journal_check import SCHEMA, find_damage, is_begun, scalar
+from learner.journal_check import check_journal, scalar
+from learner.journal_database import (
+    LOG_BYTES,
+    TRANSACTION_BYTES,
+    WAY_OUT,
+    database_bytes,
+    journal_name,
+    open_database,
+    telling,
+)
 from learner.journal_seal import CommitMark, ContentDigest
 from learner.segments import PLACE, Place, Segments
 from learner.write_ahead import LogCopier
@@ -29,31 +36,6 @@ from protocol.faults import crash_point
 from protocol.messages import Group
 
 JOURNAL_FILE = "journal.sqlite"
-PAGE_BYTES = 4096
-TRANSACTION_PAGES = 5
-"""About what a transaction adds to the write-ahead log."""
-LOG_BYTES = 16 << 20
-"""Added to the write-ahead log before it is copied into the file, beside the writing."""
-LONGEST_LOG_BYTES = 4 * LOG_BYTES
-"""A log that grows faster than it can be copied is copied by the writer, who then waits."""
-MIB = 1 << 20
-
-_SYNCHRONOUS = {"process": "NORMAL", "power": "FULL"}
-_TABLES = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
-CREATE TABLE ledger (name TEXT PRIMARY KEY, count INTEGER NOT NULL) WITHOUT ROWID;
-CREATE TABLE tickets (
-    ticket_id INTEGER PRIMARY KEY, position INTEGER NOT NULL UNIQUE, version INTEGER NOT NULL, bound INTEGER NOT NULL);
-CREATE TABLE groups (
-    ticket_id INTEGER PRIMARY KEY, segment INTEGER NOT NULL, offset INTEGER NOT NULL, length INTEGER NOT NULL,
-    checksum BLOB NOT NULL);
-CREATE TABLE consumption (
-    position INTEGER PRIMARY KEY, ticket_id INTEGER NOT NULL UNIQUE, version INTEGER NOT NULL,
-    bound INTEGER NOT NULL, step INTEGER NOT NULL);
-CREATE INDEX consumption_by_step ON consumption (step);
-CREATE TABLE again (position INTEGER PRIMARY KEY);
-CREATE TABLE seal (id INTEGER PRIMARY KEY CHECK (id = 0), commits INTEGER NOT NULL, digest BLOB NOT NULL);
-"""
 
 
 @dataclass(frozen=True)
@@ -101,19 +83,9 @@ class Journal:
         self._forgotten: list[Place] = []
         """By this transaction."""
         try:
-            with self._telling("opening"):
-                begun = self._check()
-                self._db = sqlite3.connect(path or ":memory:", isolation_level=None, check_same_thread=False)
-                self._db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
-                self._db.execute("PRAGMA journal_mode = WAL")
-                self._db.execute(f"PRAGMA synchronous = {_SYNCHRONOUS[durability]}")
-                self._db.execute(f"PRAGMA wal_autocheckpoint = {LONGEST_LOG_BYTES // PAGE_BYTES}")
-                self._db.execute("PRAGMA cell_size_check = ON")
-                # Some builds overwrite what is deleted, at three times the cost; nothing here is secret.
-                self._db.execute("PRAGMA secure_delete = OFF")
-                if not begun:
-                    empty = "INSERT INTO seal VALUES (0, 0, zeroblob(8));"
-                    self._db.executescript(f"BEGIN; {_TABLES} {empty} PRAGMA user_version = {SCHEMA}; COMMIT;")
+            with telling("opening", self.path):
+                begun = path is not None and self._mark is not None and check_journal(path, self._mark)
+                self._db = open_database(path, durability, begun=begun)
                 self._commits, digest = self._db.execute("SELECT commits, digest FROM seal").fetchone()
                 self._digest = ContentDigest(int.from_bytes(digest, "little"))
                 self._segments = Segments(
@@ -133,7 +105,7 @@ class Journal:
     def transaction(self) -> Iterator[None]:
         """All or nothing. What was written is durable, to the degree of `durability`, on return."""
         before = self._digest.value
-        with self._telling("writing"):
+        with telling("writing", self.path):
             if self._copier is not None:
                 self._copier.check()
             self._db.execute("BEGIN IMMEDIATE")
@@ -171,7 +143,7 @@ class Journal:
 
     def _copy_log(self) -> None:
         """Now and then, and where files wait to be deleted."""
-        self._uncopied_bytes += TRANSACTION_PAGES * PAGE_BYTES
+        self._uncopied_bytes += TRANSACTION_BYTES
         obsolete = self._segments.obsolete
         if self._copier is None or not (obsolete or self._uncopied_bytes >= LOG_BYTES):
             return
@@ -232,12 +204,12 @@ class Journal:
 
     def sync_groups(self) -> None:
         """Their bytes to the disk. May run beside all other methods: there may be much to write."""
-        with self._telling("flushing"):
+        with telling("flushing", self.path):
             self._segments.sync()
 
     def flush(self) -> None:
         """Copy the write-ahead log into the file, and it and the groups to the disk."""
-        with self._telling("flushing"), self._copier.paused() if self._copier is not None else nullcontext():
+        with telling("flushing", self.path), self._copier.paused() if self._copier is not None else nullcontext():
             self._segments.sync()
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
@@ -257,7 +229,7 @@ class Journal:
     # --- reading ------------------------------------------------------------------------------------
 
     def state(self) -> JournalState:
-        with self._telling("reading"):
+        with telling("reading", self.path):
             have_group = "ticket_id IN (SELECT ticket_id FROM groups)"
             return JournalState(
                 counters=dict(self._db.execute("SELECT name, count FROM ledger")),
@@ -269,17 +241,19 @@ class Journal:
 
     def consumed(self, step: int) -> tuple[TicketSlot, ...]:
         """What was taken for `step`, in the order of the batch."""
-        with self._telling("reading"):
+        with telling("reading", self.path):
             return self._slots("consumption WHERE step = ? ORDER BY ticket_id", (step,))
 
     def group(self, ticket_id: int) -> Group:
-        with self._telling("reading"):
+        with telling("reading", self.path):
             row = self._db.execute(f"SELECT {PLACE} FROM groups WHERE ticket_id = ?", (ticket_id,)).fetchone()
             payload = self._segments.read(Place(*row)) if row is not None else None
         if row is None:
-            raise BadStateError(f"{self._name}: the group of ticket {ticket_id} is missing. {self._way_out}")
+            raise BadStateError(f"{journal_name(self.path)}: the group of ticket {ticket_id} is missing. {WAY_OUT}")
         if payload is None:
-            raise BadStateError(f"{self._name}: the group of ticket {ticket_id} is damaged (checksum). {self._way_out}")
+            raise BadStateError(
+                f"{journal_name(self.path)}: the group of ticket {ticket_id} is damaged (checksum). {WAY_OUT}"
+            )
         return unpack_group(payload)
 
     def meta(self, key: str) -> str | None:
@@ -300,7 +274,7 @@ class Journal:
     @property
     def file_bytes(self) -> int:
         """Of the file, its write-ahead log and the files of groups."""
-        return sum(file.stat().st_size for file in self._files if file.exists()) + self._segments.file_bytes
+        return database_bytes(self.path) + self._segments.file_bytes
 
     def close(self) -> None:
         if self._copier is not None:
@@ -310,48 +284,6 @@ class Journal:
         self._delete_obsolete()
         if self._mark:
             self._mark.close()
-
-    # --- is it sound? ---------------------------------------------------------------------------------
-
-    def _check(self) -> bool:
-        """Whether there is a journal. Raises BadStateError with what is wrong with it, and leaves it as it is."""
-        if self.path is None or self._mark is None or not self.path.exists() or not is_begun(self.path, self._mark):
-            return False
-        if problem := find_damage(self.path, self._mark):
-            raise BadStateError(f"{self._name} {problem}. {self._way_out}")
-        return True
-
-    @contextmanager
-    def _telling(self, doing: str) -> Iterator[None]:
-        try:
-            yield
-        except (sqlite3.Error, UnicodeDecodeError) as problem:  # the latter: SQLite quotes a damaged text
-            code = getattr(problem, "sqlite_errorcode", 0)
-            if code & 0xFF == sqlite3.SQLITE_FULL:
-                raise BadStateError(f"{doing} {self._name}: {problem}. Nothing is lost") from problem
-            # SQLite tells no other reason for a write that failed, such as a quota.
-            if code == sqlite3.SQLITE_IOERR_WRITE and self.path and (full := find_no_room(self._files)):
-                raise BadStateError(f"{doing} {self._name}: {full.strerror}. Nothing is lost") from full
-            raise BadStateError(f"{doing} {self._name}: {problem}. {self._way_out}") from problem
-        except OSError as problem:  # of the groups' files
-            after = "Nothing is lost" if is_disk_full(problem) else self._way_out
-            raise BadStateError(f"{doing} {self._name}: {problem.strerror}. {after}") from problem
-
-    @property
-    def _files(self) -> tuple[Path, ...]:
-        """The database and its write-ahead log."""
-        return (self.path, self.path.with_name(self.path.name + "-wal")) if self.path else ()
-
-    @property
-    def _name(self) -> str:
-        return f"the journal {self.path or 'in memory'}"
-
-    @property
-    def _way_out(self) -> str:
-        return (
-            "Restore it from a backup, or start a new run from the newest checkpoint's model "
-            "(asyncrl export RUN TARGET, then model.path=TARGET)"
-        )
 
     def _slots(self, rest: str, values: tuple[int, ...] = ()) -> tuple[TicketSlot, ...]:
         rows = self._db.execute(f"SELECT ticket_id, position, version, bound FROM {rest}", values)

@@ -8,18 +8,27 @@ from contextlib import closing
 from pathlib import Path
 from urllib.parse import quote
 
+from asyncrl.errors import BadStateError
+from learner.journal_database import SCHEMA, WAY_OUT, journal_name
 from learner.journal_seal import CommitMark, ContentDigest
 from learner.segments import PLACE, Place, read_place, segment_path
 
-SCHEMA = 3
-"""Kept as SQLite's user_version. Raised by changes that make older journals unreadable."""
 _SMALLEST_BYTES = 512
 """Of any SQLite database."""
 _WAL_MODE_AT, _WAL_MODE = 18, b"\x02\x02"
 """Versions for writing and reading in the file's header. SQLite silently only reads what needs a newer one to write."""
 
 
-def is_begun(path: Path, mark: CommitMark) -> bool:
+def check_journal(path: Path, mark: CommitMark) -> bool:
+    """Whether there is a journal. Raises BadStateError with what is wrong with it, and leaves it as it is."""
+    if not path.exists() or not _is_begun(path, mark):
+        return False
+    if problem := _find_damage(path, mark):
+        raise BadStateError(f"{journal_name(path)} {problem}. {WAY_OUT}")
+    return True
+
+
+def _is_begun(path: Path, mark: CommitMark) -> bool:
     """False for the empty file of a run that died before its first commit."""
     if mark.read():
         return True
@@ -27,7 +36,7 @@ def is_begun(path: Path, mark: CommitMark) -> bool:
         return bool(scalar(db, "SELECT COUNT(*) FROM sqlite_master"))
 
 
-def find_damage(path: Path, mark: CommitMark) -> str | None:
+def _find_damage(path: Path, mark: CommitMark) -> str | None:
     """What is wrong with pages, indexes, rows, payloads, the account or the last commit. Raises sqlite3.Error, too."""
     marked = mark.read()  # before the rows: a learner that lives would write it after them
     if (size := path.stat().st_size) < _SMALLEST_BYTES:

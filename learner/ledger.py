@@ -22,13 +22,14 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 from asyncrl.config.learner import OnStale
 from asyncrl.errors import BadStateError
 from learner.journal import Journal, TicketSlot
+from learner.ledger_counts import LedgerCounts
 from learner.length_bias import LengthBias
+from learner.outstanding import OutstandingTickets
 from learner.staleness import crowded_deadline, has_fresh_tokens, within_bound
 from learner.tickets import PreparedTicket, ReceivedGroup
 from learner.verification import check_journaled
@@ -38,45 +39,8 @@ from protocol.messages import Group
 
 logger = logging.getLogger(__name__)
 
-MAX_ATTEMPTS = 3
-"""Failures of one ticket after which the run stops with the last reason."""
 STALE = "dropped_stale"
 """Name of the counter of dropped groups in the journal."""
-
-
-@dataclass
-class _Outstanding:
-    prepared: PreparedTicket
-    server_id: str | None = None
-    attempts: int = 0
-    failed_on: set[str] = field(default_factory=set)
-    issued_at: float = field(default_factory=time.monotonic)
-    withheld_until: float = 0.0
-    """A server that holds it from before our restart may come back with it until then."""
-
-    @property
-    def deadline(self) -> int:
-        """Its tokens are at least as new as the ticket."""
-        return self.prepared.slot.version + self.prepared.slot.bound
-
-
-@dataclass(frozen=True)
-class LedgerCounts:
-    """Training groups."""
-
-    issued: int
-    waiting: int
-    in_flight: int
-    buffered: int
-    trained: int
-    dropped: Mapping[str, int]
-    """By reason."""
-
-    @property
-    def residual(self) -> int:
-        """0, always; anything else is a lost or doubled group."""
-        known = self.waiting + self.in_flight + self.buffered + self.trained + sum(self.dropped.values())
-        return self.issued - known
 
 
 class TicketLedger:
@@ -98,7 +62,8 @@ class TicketLedger:
         self._per_step = prompts_per_step
         self._total = total_groups
         self._on_stale: OnStale = on_stale
-        self._out: dict[int, _Outstanding] = {}
+        self.out = OutstandingTickets(self.changed)
+        """Tickets whose groups are awaited, and who has them."""
         self._buffer: dict[int, ReceivedGroup] = {}
         self._evaluated: dict[int, ReceivedGroup] = {}
         self._version = 0
@@ -129,7 +94,7 @@ class TicketLedger:
             if training:
                 self._journal_issue([item.slot for item in training])
             for item in prepared:
-                self._out[item.ticket.ticket_id] = _Outstanding(item)
+                self.out.add(item)
 
     def _journal_issue(self, slots: list[TicketSlot]) -> None:
         positions = {slot.position for slot in slots}
@@ -145,16 +110,6 @@ class TicketLedger:
         self.journal.count(**deltas)
         self._counters.update(deltas)
 
-    def waiting(self) -> list[PreparedTicket]:
-        """Tickets with no server, oldest first."""
-        with self.changed:
-            now = time.monotonic()
-            return [
-                entry.prepared
-                for _, entry in sorted(self._out.items())
-                if entry.server_id is None and entry.withheld_until <= now
-            ]
-
     def batch_mates(self, tickets: Sequence[PreparedTicket]) -> list[PreparedTicket]:
         """On-policy: tickets whose groups are here already and were sampled in one batch with these.
 
@@ -165,37 +120,7 @@ class TicketLedger:
             versions = {item.slot.version for item in tickets if item.slot.bound == 0 and item.is_training}
             return [item.prepared for item in self._buffer.values() if item.slot.version in versions]
 
-    def assign(self, ticket_ids: Iterable[int], server_id: str) -> None:
-        with self.changed:
-            for ticket_id in ticket_ids:
-                self._out[ticket_id].server_id = server_id
-
-    def held_by(self, server_id: str) -> int:
-        with self.changed:
-            return sum(entry.server_id == server_id for entry in self._out.values())
-
-    def reconcile(self, server_id: str, held: Iterable[int]) -> int:
-        """A server (re)connects and says what it holds. What we thought it had and it has not waits again.
-
-        Returns how many tickets that nobody else works on it brought back.
-        """
-        with self.changed:
-            ids = set(held)
-            for ticket_id, entry in self._out.items():
-                if entry.server_id == server_id and ticket_id not in ids:
-                    entry.server_id = None
-            brought = [i for i in ids if i in self._out and self._out[i].server_id is None]
-            for ticket_id in brought:
-                self._out[ticket_id].server_id = server_id
-            return len(brought)
-
     # --- coming back ----------------------------------------------------------------------------
-
-    def outstanding(self, ticket_id: int) -> PreparedTicket | None:
-        """The ticket if its group is still awaited."""
-        with self.changed:
-            entry = self._out.get(ticket_id)
-            return entry.prepared if entry else None
 
     def was_issued(self, ticket_id: int) -> bool:
         """Whether this run has ever issued the training ticket: its group may be a duplicate."""
@@ -211,48 +136,11 @@ class TicketLedger:
                     for item in training:
                         self.journal.add_group(item.group.ticket_id, item.frames or encode(item.group))
             for item in received:
-                del self._out[item.ticket.ticket_id]
+                self.out.remove(item.ticket.ticket_id)
                 shelf = self._buffer if item.prepared.is_training else self._evaluated
                 shelf[item.ticket.ticket_id] = item
             self._drop_stale()
             self.changed.notify_all()
-
-    def holder(self, ticket_id: int) -> str | None:
-        """The server that has this ticket now."""
-        with self.changed:
-            entry = self._out.get(ticket_id)
-            return entry.server_id if entry else None
-
-    def give_back(self, ticket_id: int, reason: str, *, servers: Collection[str] = ()) -> None:
-        """Its holder failed at it. Another attempt, but not for ever once all `servers` (the living) have failed."""
-        with self.changed:
-            entry = self._out.get(ticket_id)
-            if entry is None:
-                return
-            if entry.server_id is not None:
-                entry.failed_on.add(entry.server_id)
-            entry.server_id = None
-            entry.attempts += 1
-            if entry.attempts >= MAX_ATTEMPTS and entry.failed_on.issuperset(servers):
-                row = entry.prepared.ticket.prompt.row_id
-                raise BadStateError(
-                    f"ticket {ticket_id} (row {row}) failed {entry.attempts} times: {reason}. "
-                    "See the logs of the rollout servers"
-                )
-
-    def may_try(self, ticket_id: int, server_id: str, servers: Collection[str]) -> bool:
-        """A server that failed at a ticket gets it again only when all `servers` have: one bad server ends no run."""
-        with self.changed:
-            failed_on = self._out[ticket_id].failed_on
-            return server_id not in failed_on or failed_on.issuperset(servers)
-
-    def lose_server(self, server_id: str) -> int:
-        """Its tickets wait for another server. Returns how many."""
-        with self.changed:
-            lost = [entry for entry in self._out.values() if entry.server_id == server_id]
-            for entry in lost:
-                entry.server_id = None
-            return len(lost)
 
     # --- consuming ------------------------------------------------------------------------------
 
@@ -282,16 +170,15 @@ class TicketLedger:
         """What the next step waits for: ticket id, server that holds it, seconds since it was issued."""
         with self.changed:
             now = time.monotonic()
-            ids = self._late(self._earliest()) or sorted(
-                i for i, entry in self._out.items() if entry.prepared.is_training
-            )
-            return [(i, self._out[i].server_id, now - self._out[i].issued_at) for i in ids]
+            out = self.out.training()
+            ids = self._late(self._earliest()) or sorted(out)
+            return [(i, out[i].server_id, now - out[i].issued_at) for i in ids]
 
     def _late(self, earliest: list[int]) -> list[int]:
         """Tickets out that must come before a step, lest more be due later than later steps can take (`wait`)."""
         if self._on_stale != "wait":
             return []
-        out = {i: entry.deadline for i, entry in self._out.items() if entry.prepared.is_training}
+        out = {i: entry.deadline for i, entry in self.out.training().items()}
         taken = set(earliest)
         left = [item.deadline for i, item in self._buffer.items() if i not in taken]
         crowded = crowded_deadline([*out.values(), *left], self._version, self._per_step)
@@ -353,7 +240,7 @@ class TicketLedger:
         with self.changed:
             until = time.monotonic() + withhold_s
             for slot in self._unfinished:
-                self._out[slot.ticket_id] = _Outstanding(write(slot), withheld_until=until)
+                self.out.add(write(slot), withheld_until=until)
             for slot in self._arrived_before:
                 self._buffer[slot.ticket_id] = _as_journaled(write(slot), self.journal.group(slot.ticket_id))
             self._unfinished = self._arrived_before = ()
@@ -388,8 +275,8 @@ class TicketLedger:
 
     def counts(self) -> LedgerCounts:
         with self.changed:
-            training = [entry for entry in self._out.values() if entry.prepared.is_training]
-            waiting = sum(entry.server_id is None for entry in training)
+            training = self.out.training()
+            waiting = sum(entry.server_id is None for entry in training.values())
             return LedgerCounts(
                 issued=self._counters["issued"],
                 waiting=waiting,

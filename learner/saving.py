@@ -9,9 +9,10 @@ from typing import Any
 from asyncrl.config.schema import RunConfig
 from learner.checkpoint import LearnerState, save_checkpoint
 from learner.engines.base import TrainEngine
-from learner.journal import MIB, Journal
+from learner.journal import Journal
 from learner.ledger import TicketLedger
 from learner.progress import Progress
+from protocol.codec import MIB
 
 logger = logging.getLogger(__name__)
 

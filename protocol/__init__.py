@@ -2,10 +2,10 @@
 
 Reading order:
 
-1. `messages.py`: every message, as typed models. Start here.
+1. `messages/`: every message, as typed models. Start here.
 2. `errors.py`: what can be wrong with a message or a peer.
 3. `frames.py`, `codec.py`: how a message becomes ZeroMQ frames and back.
-4. `sockets.py`, `socket_options.py`, `reception.py`, `endpoints.py`: the learner's ROUTER, a server's DEALER,
+4. `sockets/`, `socket_options.py`, `reception.py`, `endpoints.py`: the learner's ROUTER, a server's DEALER,
    how much they queue, and where they may bind.
 5. `curve.py`, `gate.py`: keys, and who gets through the handshake. `handshake.py`: who is welcome then.
 6. `peers.py`: what one peer may cost the learner.

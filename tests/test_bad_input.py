@@ -25,7 +25,8 @@ from safetensors.torch import load_file, save_file
 
 from asyncrl.cli import main as asyncrl
 from asyncrl.config.load import dump_config
-from asyncrl.config.schema import RewardConfig, RunConfig
+from asyncrl.config.reward import RewardConfig
+from asyncrl.config.schema import RunConfig
 from asyncrl.data.images import content_hash
 from asyncrl.errors import UserError
 from asyncrl.models.loading import load_model

@@ -20,7 +20,8 @@ from asyncrl.telemetry.failure import read_failure
 from learner.checkpoint import newest_checkpoint
 from learner.checkpoint_files import write_checksums
 from learner.group_payload import pack_frames
-from learner.journal import JOURNAL_FILE, PAGE_BYTES, Journal, JournalState, TicketSlot
+from learner.journal import JOURNAL_FILE, Journal, JournalState, TicketSlot
+from learner.journal_database import PAGE_BYTES
 from learner.start import find_start
 from protocol.codec import encode
 from tests.small_runs import PER_STEP, STEPS, assert_every_prompt_trained_once, failure_of, logs, small

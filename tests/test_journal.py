@@ -23,7 +23,8 @@ from asyncrl.config.schema import Durability
 from asyncrl.errors import BadStateError
 from asyncrl.telemetry.failure import describe_full_disk, is_disk_full
 from learner.group_payload import pack_frames
-from learner.journal import JOURNAL_FILE, PAGE_BYTES, Journal, TicketSlot
+from learner.journal import JOURNAL_FILE, Journal, TicketSlot
+from learner.journal_database import PAGE_BYTES
 from protocol.codec import encode
 from protocol.messages import FinishReason, Group, GroupTimings, TrajectoryRecord, TrajectoryStatus
 

@@ -15,7 +15,8 @@ import learner.journal
 import learner.segments
 from asyncrl.errors import BadStateError
 from learner.group_payload import pack_frames, unpack_group
-from learner.journal import PAGE_BYTES, Journal, TicketSlot
+from learner.journal import Journal, TicketSlot
+from learner.journal_database import PAGE_BYTES
 from learner.segments import segment_files
 from protocol.codec import encode
 from protocol.messages import FinishReason, Group, GroupTimings, TrajectoryRecord, TrajectoryStatus, Turn

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from asyncrl.launch.panel import Display, duration, render, sparkline
+from asyncrl.launch.display import Display
+from asyncrl.launch.panel import duration, render, sparkline
 from asyncrl.launch.story import Story
 from asyncrl.telemetry.recorder import RunRecorder
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from rich.console import Console
 
-from asyncrl.launch.panel import Display
+from asyncrl.launch.display import Display
 from asyncrl.launch.processes import Service
 from asyncrl.launch.story import Story
 from asyncrl.launch.supervisor import LONGEST_DELAY_S, Outcome, RestartPolicy, Supervisor

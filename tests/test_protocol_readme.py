@@ -1,4 +1,4 @@
-"""The tables of protocol/README.md say what messages.py and errors.py say."""
+"""The tables of protocol/README.md say what messages/ and errors.py say."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from protocol.codec import ALL_MODELS, Limits
 from protocol.errors import ErrorCode
 from protocol.peers import PeerLimits
 from protocol.socket_options import CHUNK_QUEUES, CONTROL_QUEUES
-from protocol.sockets import TURN_MESSAGES, TURN_S
+from protocol.sockets.learner import TURN_MESSAGES, TURN_S
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "protocol" / "README.md").read_text()

@@ -15,7 +15,8 @@ from asyncrl.config.learner import OnStale
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.prompt_facts import PromptFacts
 from learner.journal import Journal, TicketSlot
-from learner.ledger import MAX_ATTEMPTS, TicketLedger
+from learner.ledger import TicketLedger
+from learner.outstanding import MAX_ATTEMPTS
 from learner.tickets import PreparedTicket, ReceivedGroup
 from protocol.messages import (
     FinishReason,
@@ -119,7 +120,7 @@ def test_admission_capacity(max_staleness: int) -> None:
         expected = min((max_staleness + version + 1) * per_step, steps * per_step)
         assert ledger.counts().issued == expected
         assert not ledger.admissible(version), "nothing more before the next version"
-        for item in ledger.waiting()[:per_step]:
+        for item in ledger.out.waiting()[:per_step]:
             arrive(ledger, item)
         assert taken_ids(ledger) == list(range(version * per_step, (version + 1) * per_step))
     assert ledger.counts().trained == steps * per_step
@@ -151,7 +152,7 @@ def test_a_step_waits_for_tickets_that_would_become_stale() -> None:
         arrive(ledger, item)
     assert not ledger.ready()
     assert [ticket_id for ticket_id, _, _ in ledger.blockers()] == [0, 3]
-    ledger.assign([0], "server")
+    ledger.out.assign([0], "server")
     assert [server for _, server, _ in ledger.blockers()] == ["server", None]
     arrive(ledger, first[0])
     assert not ledger.ready()
@@ -289,14 +290,14 @@ def test_on_policy_a_batch_that_a_lost_server_began_is_sampled_again_as_a_whole(
 def test_a_lost_server_returns_its_tickets() -> None:
     ledger = make_ledger(4, 0, 10)
     items = issue(ledger, 0)
-    ledger.assign([0, 1], "a")
-    ledger.assign([2], "b")
-    assert (ledger.held_by("a"), ledger.held_by("b")) == (2, 1)
-    assert ids(ledger.waiting()) == [3]
+    ledger.out.assign([0, 1], "a")
+    ledger.out.assign([2], "b")
+    assert (ledger.out.held_by("a"), ledger.out.held_by("b")) == (2, 1)
+    assert ids(ledger.out.waiting()) == [3]
     arrive(ledger, items[0])
-    assert ledger.lose_server("a") == 1
-    assert ids(ledger.waiting()) == [1, 3]
-    assert ledger.held_by("a") == 0
+    assert ledger.out.lose_server("a") == 1
+    assert ids(ledger.out.waiting()) == [1, 3]
+    assert ledger.out.held_by("a") == 0
     counts = ledger.counts()
     assert (counts.waiting, counts.in_flight, counts.buffered, counts.residual) == (2, 1, 1, 0)
 
@@ -304,20 +305,20 @@ def test_a_lost_server_returns_its_tickets() -> None:
 def test_a_server_that_reconnects_keeps_what_it_holds_and_loses_what_it_does_not() -> None:
     ledger = make_ledger(4, 0, 10)
     issue(ledger, 0)
-    ledger.assign([0, 1], "a")
-    ledger.assign([2], "b")
-    assert ledger.reconcile("a", [1, 2, 3, 99]) == 1, "3 waited for somebody; 2 is with b; 99 is not ours"
-    assert (ledger.held_by("a"), ledger.held_by("b")) == (2, 1)
-    assert ids(ledger.waiting()) == [0]
+    ledger.out.assign([0, 1], "a")
+    ledger.out.assign([2], "b")
+    assert ledger.out.reconcile("a", [1, 2, 3, 99]) == 1, "3 waited for somebody; 2 is with b; 99 is not ours"
+    assert (ledger.out.held_by("a"), ledger.out.held_by("b")) == (2, 1)
+    assert ids(ledger.out.waiting()) == [0]
 
 
 def test_losing_servers_is_not_the_ticket_s_fault() -> None:
     ledger = make_ledger(1, 0, 10)
     issue(ledger, 0)
     for _ in range(MAX_ATTEMPTS + 2):
-        ledger.assign([0], "a")
-        ledger.lose_server("a")
-    assert ids(ledger.waiting()) == [0]
+        ledger.out.assign([0], "a")
+        ledger.out.lose_server("a")
+    assert ids(ledger.out.waiting()) == [0]
 
 
 def test_a_ticket_that_keeps_failing_stops_the_run() -> None:
@@ -325,12 +326,12 @@ def test_a_ticket_that_keeps_failing_stops_the_run() -> None:
     issue(ledger, 0)
     assert MAX_ATTEMPTS == 3
     for _ in range(2):
-        ledger.assign([0], "a")
-        ledger.give_back(0, "out of memory")
-        assert ids(ledger.waiting()) == [0]
-    ledger.give_back(99, "not ours")
+        ledger.out.assign([0], "a")
+        ledger.out.give_back(0, "out of memory")
+        assert ids(ledger.out.waiting()) == [0]
+    ledger.out.give_back(99, "not ours")
     with pytest.raises(BadStateError, match=r"ticket 0 \(row d:0\) failed 3 times: out of memory"):
-        ledger.give_back(0, "out of memory")
+        ledger.out.give_back(0, "out of memory")
 
 
 def test_evaluation_is_counted_apart() -> None:
@@ -344,16 +345,16 @@ def test_evaluation_is_counted_apart() -> None:
     assert ledger.counts().issued == 1
     assert [group.ticket.ticket_id for group in ledger.take_evaluation()] == [2**40, 2**40 + 1, 2**40 + 2]
     assert ledger.evaluation_arrived() == 0
-    assert ids(ledger.waiting()) == [0]
+    assert ids(ledger.out.waiting()) == [0]
     assert [ticket_id for ticket_id, _, _ in ledger.blockers()] == [0]
 
 
 def test_a_group_that_is_no_longer_awaited_is_known_as_a_duplicate() -> None:
     ledger = make_ledger(1, 0, 10)
     (item,) = issue(ledger, 0)
-    assert ledger.outstanding(0) is item
+    assert ledger.out.get(0) is item
     arrive(ledger, item)
-    assert ledger.outstanding(0) is None
+    assert ledger.out.get(0) is None
     assert ledger.was_issued(0)
     assert not ledger.was_issued(1)
 
@@ -367,7 +368,7 @@ def test_a_restart_continues_with_the_same_tickets_buffer_and_steps() -> None:
     again = restarted(ledger, 2, 2, 12)
     counts = again.counts()
     assert (counts.issued, counts.waiting, counts.buffered, counts.trained, counts.residual) == (6, 3, 1, 2, 0)
-    assert ids(again.waiting()) == [1, 3, 5]
+    assert ids(again.out.waiting()) == [1, 3, 5]
     assert again.last_step == 1
     repeated = again.take_again(1, prepared)
     assert positions(repeated) == positions(before) == [0, 2]
@@ -375,7 +376,7 @@ def test_a_restart_continues_with_the_same_tickets_buffer_and_steps() -> None:
     trained = positions(before)
     for version in range(1, 6):
         issue(again, version)
-        for item in again.waiting():
+        for item in again.out.waiting():
             arrive(again, item, version)
         trained += positions(step(again))
     assert sorted(trained) == list(range(12))
@@ -386,7 +387,7 @@ def test_after_a_restart_a_journaled_group_must_be_of_the_prompt_that_its_ticket
     """Else completions of one prompt would be trained under another, without a word."""
     ledger = make_ledger(2, 0, 4)
     issue(ledger, 0)
-    for item in ledger.waiting():
+    for item in ledger.out.waiting():
         arrive(ledger, item, 0)
 
     def rewritten(slot: TicketSlot) -> PreparedTicket:
@@ -408,9 +409,9 @@ def test_tickets_of_before_a_restart_are_withheld_for_their_servers() -> None:
     issue(ledger, 0)
     again = TicketLedger(ledger.journal, prompts_per_step=2, bound=0, total_groups=4)
     again.recover(prepared, withhold_s=60.0)
-    assert again.waiting() == []
-    assert again.reconcile("a", [1]) == 1
-    assert again.held_by("a") == 1
+    assert again.out.waiting() == []
+    assert again.out.reconcile("a", [1]) == 1
+    assert again.out.held_by("a") == 1
     again.recover(prepared, withhold_s=60.0)
     assert again.counts().issued == 2, "recovering twice changes nothing"
 
@@ -443,22 +444,22 @@ def test_nothing_is_lost_or_doubled(
         if ledger.version == steps:
             break
         choice = rng.choice(["issue", "assign", "receive", "receive", "lose", "fail", "restart", "step", "step"])
-        waiting = ledger.waiting()
+        waiting = ledger.out.waiting()
         if choice == "issue":
             issue(ledger, ledger.version)
         elif choice == "assign" and waiting:
-            ledger.assign(ids(rng.sample(waiting, rng.randint(1, len(waiting)))), rng.choice("ab"))
+            ledger.out.assign(ids(rng.sample(waiting, rng.randint(1, len(waiting)))), rng.choice("ab"))
         elif choice == "receive" and waiting:
             item = rng.choice(waiting)
             versions = sorted(rng.choices(range(item.ticket.min_version, ledger.version + 1), k=3))
             arrive(ledger, item, *versions)
         elif choice == "lose":
-            ledger.lose_server(rng.choice("ab"))
+            ledger.out.lose_server(rng.choice("ab"))
         elif choice == "fail" and waiting:
             ticket_id = rng.choice(waiting).ticket.ticket_id
             failures[ticket_id] = failures.get(ticket_id, 0) + 1
             if failures[ticket_id] < MAX_ATTEMPTS:
-                ledger.give_back(ticket_id, "scripted")
+                ledger.out.give_back(ticket_id, "scripted")
         elif choice == "restart" and rng.random() < 0.2:
             version = ledger.version
             ledger = TicketLedger(ledger.journal, **shape, on_stale=on_stale)
@@ -475,10 +476,10 @@ def test_nothing_is_lost_or_doubled(
         if on_stale == "wait":
             assert counts.dropped == {"stale": 0}
     while ledger.version < steps:  # whatever the dice left undone
-        ledger.lose_server("a")
-        ledger.lose_server("b")
+        ledger.out.lose_server("a")
+        ledger.out.lose_server("b")
         issue(ledger, ledger.version)
-        for item in ledger.waiting():
+        for item in ledger.out.waiting():
             arrive(ledger, item, ledger.version)
         if ledger.ready():
             consume()

@@ -35,8 +35,8 @@ from protocol.messages import Group, Prompt, Tickets
 from rollout_server.engines import create_engine
 from rollout_server.engines.base import Completion, GenerationRequest
 from rollout_server.engines.hf import HFEngine
+from tests.alignment_rig import Started, answer, learner_engine, parity_tickets, started, verify
 from tests.small_runs import logs, small
-from tests.test_alignment import Started, answer, learner_engine, parity_tickets, started, verify
 from tests.test_bad_input import png, write_rows
 from tests.tiny_families import Family, make_family
 from tests.two_processes import run_both

@@ -182,7 +182,7 @@ def test_a_server_that_never_reads_its_tickets_loses_them(rig: LearnerRig, peer:
         assert time.monotonic() < deadline
         peer.send(content.heartbeat(running=0))
         rig.turn()
-        if server is None and rig.ledger.held_by("peer"):
+        if server is None and rig.ledger.out.held_by("peer"):
             server = good_server(rig)
         time.sleep(0.05)
     assert server is not None

@@ -13,10 +13,12 @@ from pydantic import Field, model_validator
 
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.channel_rules import channel_problems
+from asyncrl.config.data import DataConfig
 from asyncrl.config.devices import device_problems
 from asyncrl.config.engine_rules import engine_problems
 from asyncrl.config.learner import LearnerConfig, OptimConfig
 from asyncrl.config.model import ModelConfig
+from asyncrl.config.reward import RewardConfig
 from asyncrl.config.rollout import RolloutConfig
 from asyncrl.config.sampling_rules import sampling_problems
 from asyncrl.config.section import Section
@@ -29,43 +31,6 @@ DEFAULT_LOGPROB_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.2}
 Durability = Literal["process", "power"]
 
 
-class DataConfig(Section):
-    train_files: tuple[str, ...]
-    """Parquet or JSONL files, image folders, or `org/name@split` of the `datasets` library."""
-    val_files: tuple[str, ...] = ()
-    """Held-out rows, never trained on; same kinds as train_files."""
-    prompt_key: str = "prompt"
-    """Column with the question: a string (which may contain `<image>` and `<video>`) or a list of chat messages."""
-    answer_key: str = "answer"
-    """Column with the reference answer, handed to the rewards."""
-    image_key: str = "images"
-    """Column with 0 to N images per row: paths, bytes or a list of either. A missing column means text only."""
-    video_key: str = "videos"
-    """Column with 0 to N videos per row, each a list of frames: paths or bytes of images, no video files."""
-    video_fps: float = Field(default=2.0, gt=0)
-    """Frames per second of the videos in video_key: places them in time for models that ask (Qwen2.5-VL, Qwen3-VL)."""
-    target_key: str = "target"
-    """Column with the demonstration that `asyncrl sft` imitates."""
-    image_dir: str = ""
-    """Base of relative image and frame paths; empty means the folder of the data file."""
-    format_prompt: str = ""
-    """Jinja template file for the question; it sees `content` and every column. Empty means the question as it is."""
-    system_prompt: str = ""
-    """System message before the question; empty means none."""
-    max_prompt_length: int = Field(default=2048, gt=0)
-    """Tokens, image tokens included. Longer prompts are refused by name or, with filter_overlong_prompts, left out."""
-    max_response_length: int = Field(default=512, gt=0)
-    """Most tokens sampled per completion."""
-    filter_overlong_prompts: bool = False
-    """Leave out rows over max_prompt_length (counted and named) instead of stopping."""
-    shuffle: bool = True
-    """Visit the training rows in a seeded random order, fresh each epoch."""
-    max_train_rows: int = Field(default=0, ge=0)
-    """Use only the first rows; 0 means all."""
-    max_val_rows: int = Field(default=0, ge=0)
-    """Use only the first rows; 0 means all."""
-
-
 class BatchConfig(Section):
     """The three batch numbers. Everything else derives from them."""
 
@@ -75,49 +40,6 @@ class BatchConfig(Section):
     """Completions sampled per prompt."""
     tokens_per_microbatch: int = Field(default=8192, gt=0)
     """Most packed tokens in one forward and backward pass; changes memory, never the result."""
-
-
-class RewardFunctionConfig(Section):
-    function: str
-    """Built-in name (see asyncrl/rewards/builtin.py) or `file.py:function`."""
-    weight: float = 1.0
-    """Of this component in the sum."""
-    name: str = ""
-    """Of the curve; empty means the function's own name."""
-    kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Extra keyword arguments of the function."""
-
-
-class RewardConfig(Section):
-    functions: tuple[RewardFunctionConfig, ...]
-    """Components; their weighted sum is the reward."""
-    accuracy: str = ""
-    """Component reported as held-out accuracy; empty means the first."""
-    timeout_s: float = Field(default=15.0, gt=0)
-    """Longest time for all components of one sample; then its worker is killed and the trajectory is `timed_out`."""
-    workers: int = Field(default=2, gt=0)
-    """Worker processes."""
-    memory_limit_mib: int = Field(default=2048, gt=0)
-    """Address space of one worker (each process that it starts gets the same)."""
-
-    @model_validator(mode="after")
-    def _known_accuracy(self) -> RewardConfig:
-        names = self.component_names
-        if not names:
-            raise ValueError("reward.functions is empty: name at least one, such as {function: exact_match}")
-        if len(set(names)) != len(names):
-            raise ValueError(f"two reward components have one name: {names}. Set `name` on one of them")
-        if self.accuracy and self.accuracy not in names:
-            raise ValueError(f"reward.accuracy is {self.accuracy!r}, but the components are {names}")
-        return self
-
-    @property
-    def component_names(self) -> tuple[str, ...]:
-        return tuple(component_name(function) for function in self.functions)
-
-    @property
-    def accuracy_component(self) -> str:
-        return self.accuracy or component_name(self.functions[0])
 
 
 class EvaluationConfig(Section):
@@ -331,8 +253,3 @@ class RunConfig(Section):
     @property
     def weights_endpoint(self) -> str:
         return f"tcp://{self.network.host}:{self.network.weights_port}"
-
-
-def component_name(function: RewardFunctionConfig) -> str:
-    """The curve's name: the given one, or what stands after the last `:` of the function."""
-    return function.name or function.function.rsplit(":", 1)[-1]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from asyncrl.config.schema import DataConfig
+from asyncrl.config.data import DataConfig
 from asyncrl.config.suggest import close_names, file_hint
 from asyncrl.data.tables import (
     HubTable,

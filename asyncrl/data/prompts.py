@@ -11,7 +11,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from asyncrl.config.schema import DataConfig
+from asyncrl.config.data import DataConfig
 from asyncrl.data.images import check_header, content_hash, load_image_bytes
 from asyncrl.data.videos import load_videos
 from asyncrl.errors import UserError

@@ -9,8 +9,9 @@ from pathlib import Path
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import ExitCode, UserError
+from asyncrl.launch.display import Display
 from asyncrl.launch.inputs import check_inputs
-from asyncrl.launch.panel import MISSING, Display, number
+from asyncrl.launch.panel import MISSING, number
 from asyncrl.launch.processes import JOURNAL_FILE, learner_service, server_services
 from asyncrl.launch.story import Story
 from asyncrl.launch.supervisor import Outcome, RestartPolicy, Supervisor

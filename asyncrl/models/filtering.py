@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from asyncrl.config.schema import DataConfig
+from asyncrl.config.data import DataConfig
 from asyncrl.data.dataset import RowSource
 from asyncrl.data.prompts import PromptRenderer
 from asyncrl.errors import UserError

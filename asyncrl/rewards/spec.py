@@ -17,7 +17,7 @@ from asyncrl.rewards.builtin import BUILTIN_REWARDS
 from asyncrl.rewards.failures import one_line
 
 if TYPE_CHECKING:
-    from asyncrl.config.schema import RewardConfig
+    from asyncrl.config.reward import RewardConfig
 
 
 def load_reward(function: str) -> Callable[..., Any]:

@@ -21,9 +21,10 @@ from benchmarks.staleness.workload import (
     Workload,
 )
 from learner.connections import ModelFacts
-from learner.exchange import Exchange, wait_for
+from learner.exchange import Exchange
 from learner.journal import Journal
 from learner.ledger import TicketLedger
+from learner.waiting import wait_for
 from protocol.endpoints import free_port
 from protocol.weights import Publication, Tensor
 from rollout_server.service import RolloutServer

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from asyncrl.config.schema import OptimConfig, RunConfig
+from asyncrl.config.learner import OptimConfig
+from asyncrl.config.schema import RunConfig
 from learner.engines.base import TrainEngine
 
 ENGINES = {"torch": "learner.engines.torch_engine:TorchEngine"}

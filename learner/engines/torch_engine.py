@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncrl.config.schema import OptimConfig, RunConfig
+from asyncrl.config.learner import OptimConfig
+from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models import shared_prefix
 from asyncrl.models.adapter_targets import resolve_adapter

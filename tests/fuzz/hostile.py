@@ -21,12 +21,11 @@ import zmq
 
 from protocol.codec import Limits, decode
 from protocol.curve import read_server_keys
-from protocol.errors import ProtocolError
+from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import (
     ChunkRequest,
     ControlFromLearner,
     Error,
-    ErrorCode,
     Goodbye,
     LeaseReturn,
     Message,

@@ -1,0 +1,134 @@
+"""What became of tickets: rollout server -> learner, and the answer to it."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from protocol.frames import Float32Array, Int32Array, Int32Matrix, UInt8Array
+from protocol.messages.wire import ContentHash, Many, PeerId, Seconds, Text, TicketId, Wire
+
+
+class TrajectoryStatus(StrEnum):
+    """How one trajectory ended. Only `finished` and `truncated` rows carry a score."""
+
+    FINISHED = "finished"
+    TRUNCATED = "truncated"
+    TIMED_OUT = "timed_out"
+    ERROR = "error"
+
+    @property
+    def is_scored(self) -> bool:
+        return self is TrajectoryStatus.FINISHED or self is TrajectoryStatus.TRUNCATED
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class Turn(Wire):
+    """Tokens `[start, end)` of the completion that one assistant message sampled."""
+
+    start: int = Field(ge=0)
+    end: int = Field(ge=0)
+
+
+class TrajectoryRecord(Wire):
+    """What is said once per trajectory; its tokens are in the group's columns."""
+
+    status: TrajectoryStatus
+    finish_reason: FinishReason
+    error_kind: Text = ""
+    """For `error` and `timed_out`: a short stable name like `reward_timeout`, `reward_exception`."""
+    error_message: Text = ""
+    rewards: dict[str, float] = Field(default_factory=dict)
+    """Each reward component before weighting."""
+    reward: float | None = None
+    """The weighted sum; None unless the status is scored."""
+    turns: Many[Turn]
+
+
+class GroupTimings(Wire):
+    """Seconds, measured on the server."""
+
+    queued_s: Seconds
+    generate_s: Seconds
+    reward_s: Seconds
+
+
+class Group(Wire):
+    """The trajectories of one ticket. Columns are flat over trajectories: `N = sum(lengths)`."""
+
+    type: Literal["group"] = "group"
+    ticket_id: TicketId
+    server_id: PeerId
+    prompt_ids: Int32Array
+    """[P] exact prompt token ids, image placeholders expanded."""
+    image_grids: Int32Matrix
+    """[images, 3] temporal, height, width in patches, in order of appearance."""
+    image_hashes: Many[ContentHash]
+    video_grids: Int32Matrix | None = None
+    """[videos, 3] as of images; None without videos."""
+    video_hashes: Many[ContentHash] = ()
+    """SHA-256 of the hexadecimal content hashes of each video's frames, in order."""
+    lengths: Int32Array
+    """[group_size] completion tokens of each trajectory."""
+    token_ids: Int32Array
+    """[N] completion token ids."""
+    loss_mask: UInt8Array
+    """[N] 1 on tokens that the policy sampled, 0 on what the environment put in."""
+    logprobs: Float32Array
+    """[N] behaviour log-probabilities of the sampled tokens."""
+    versions: Int32Array
+    """[N] policy version that sampled each token, stamped when it was decoded."""
+    kv_versions: Int32Array | None = None
+    """[N] oldest policy version in the key-value cache that the token was sampled from; None: equal to `versions`."""
+    trajectories: Many[TrajectoryRecord]
+    timings: GroupTimings
+
+    @model_validator(mode="after")
+    def _columns_agree(self) -> Group:
+        total = int(self.lengths.sum())
+        sizes = {
+            "token_ids": self.token_ids.size,
+            "loss_mask": self.loss_mask.size,
+            "logprobs": self.logprobs.size,
+            "versions": self.versions.size,
+        }
+        if self.kv_versions is not None:
+            sizes["kv_versions"] = self.kv_versions.size
+        wrong = {name: size for name, size in sizes.items() if size != total}
+        if wrong or (self.lengths.size and self.lengths.min() < 0):
+            raise ValueError(f"lengths add up to {total}, but {wrong}")
+        if self.lengths.size != len(self.trajectories):
+            raise ValueError(f"{self.lengths.size} lengths for {len(self.trajectories)} trajectories")
+        if self.image_grids.shape[0] != len(self.image_hashes) or self.image_grids.shape[1] != 3:
+            raise ValueError(f"image_grids {self.image_grids.shape} for {len(self.image_hashes)} images")
+        grids = (0, 3) if self.video_grids is None else self.video_grids.shape
+        if grids != (len(self.video_hashes), 3):
+            raise ValueError(f"video_grids {grids} for {len(self.video_hashes)} videos")
+        for length, record in zip(self.lengths.tolist(), self.trajectories, strict=True):
+            for turn in record.turns:
+                if turn.start > turn.end or turn.end > length:
+                    raise ValueError(f"a turn lies outside its {length} tokens: {record.turns}")
+        return self
+
+
+class Ack(Wire):
+    """These groups are safe with the learner; the server may forget them."""
+
+    type: Literal["ack"] = "ack"
+    ticket_ids: Many[TicketId]
+
+
+class TicketFailed(Wire):
+    """The server could not produce the group at all; the ticket returns to the learner."""
+
+    type: Literal["ticket_failed"] = "ticket_failed"
+    ticket_id: TicketId
+    error_kind: Text
+    error_message: Text

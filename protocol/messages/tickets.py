@@ -1,0 +1,125 @@
+"""Prompts and tickets: learner -> rollout server."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from protocol.frames import Blob
+from protocol.messages.wire import ContentHash, Many, TicketId, Version, Wire
+
+
+class TextPart(Wire):
+    type: Literal["text"] = "text"
+    text: str
+
+
+class ImagePart(Wire):
+    """Stands where an image belongs; the images of a prompt are used in order."""
+
+    type: Literal["image"] = "image"
+
+
+class VideoPart(Wire):
+    """Stands where a video belongs; the videos of a prompt are used in order."""
+
+    type: Literal["video"] = "video"
+
+
+ContentPart = Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]
+
+
+class Video(Wire):
+    """Frames that were chosen before; no side picks among them."""
+
+    frame_hashes: Annotated[Many[ContentHash], Field(min_length=1)]
+    """Content hash of each frame, an encoded image, in order."""
+    fps: float = Field(gt=0, allow_inf_nan=False)
+    """Frames per second, as they are here: it places them in time for models that want to know."""
+
+
+class ChatMessage(Wire):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: Many[ContentPart]
+
+
+class Prompt(Wire):
+    """One dataset row, rendered to messages."""
+
+    row_id: str
+    """Names the row in messages to the user: `<file or dataset>:<index>`."""
+    messages: Many[ChatMessage]
+    image_hashes: Many[ContentHash] = ()
+    """Content hash of each image in order of appearance; the bytes travel once per message."""
+    videos: Many[Video] = ()
+    """In order of appearance; their frames travel as images do."""
+    answer: Any = None
+    columns: dict[str, Any] = Field(default_factory=dict)
+    """The row's other columns, for the reward."""
+
+    @model_validator(mode="after")
+    def _one_placeholder_each(self) -> Prompt:
+        for kind, count in (("image", len(self.image_hashes)), ("video", len(self.videos))):
+            parts = sum(part.type == kind for message in self.messages for part in message.content)
+            if parts != count:
+                raise ValueError(f"row {self.row_id}: {parts} {kind} placeholders in the messages, {count} {kind}s")
+        return self
+
+    @property
+    def media_hashes(self) -> tuple[str, ...]:
+        """Of everything that travels with it: images, then the frames of videos."""
+        return (*self.image_hashes, *(digest for video in self.videos for digest in video.frame_hashes))
+
+
+class Sampling(Wire):
+    """The behaviour policy: softmax(logits / temperature), cut by min_p, then top_k, then top_p, and renormalised.
+
+    The log-probs of a group are of exactly this distribution.
+    """
+
+    temperature: float = Field(default=1.0, ge=0)
+    """0 means greedy decoding (evaluation only: log-probs are those of temperature 1)."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """The most probable tokens until their mass reaches this; 1 keeps all."""
+    top_k: int = Field(default=0, ge=0)
+    """So many most probable tokens; 0 keeps all."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Tokens of at least this fraction of the most probable one's probability; 0 keeps all."""
+    max_new_tokens: int = Field(gt=0)
+    stop_token_ids: Many[int]
+    banned_token_ids: Many[int] = ()
+    """Ids that can never be sampled: image and video placeholders and their fences."""
+
+    @property
+    def truncates(self) -> bool:
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+
+class TicketKind(StrEnum):
+    TRAIN = "train"
+    EVAL = "eval"
+    PARITY = "parity"
+    """To see whether engine and learner agree on log-probs: sampled like training, without rewards."""
+
+
+class Ticket(Wire):
+    ticket_id: TicketId
+    kind: TicketKind
+    prompt: Prompt
+    group_size: int = Field(gt=0)
+    seed: int = Field(ge=0)
+    """Together with the trajectory's index in the group, decides every random draw of it."""
+    min_version: Version
+    """The server may start the ticket only with weights of this version or newer."""
+    sampling: Sampling
+
+
+class Tickets(Wire):
+    """Permission to start these groups. All tickets of one message are admitted to the engine together."""
+
+    type: Literal["tickets"] = "tickets"
+    tickets: Many[Ticket]
+    blobs: dict[ContentHash, Blob] = Field(default_factory=dict)
+    """Encoded bytes (PNG, JPEG, ...) of images and frames by content hash, each once."""

@@ -1,0 +1,43 @@
+"""What every message is made of: its base, and the types of single values."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field
+
+PROTOCOL_MAJOR = 3
+"""Raised by changes that an older peer cannot read; peers of another major are refused."""
+PROTOCOL_MINOR = 0
+"""Raised by additions that an older peer may ignore."""
+
+T = TypeVar("T")
+Many = Annotated[tuple[T, ...], FailFast()]
+"""A list on the wire. Checking stops at its first mistake: a hostile header could make millions of them."""
+Version = Annotated[int, Field(ge=0, lt=2**31)]
+TicketId = Annotated[int, Field(ge=0, lt=2**63)]
+Seconds = Annotated[float, Field(allow_inf_nan=False)]
+ContentHash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+"""SHA-256 of encoded image bytes, in hexadecimal."""
+
+LONGEST_TEXT = 2000
+
+
+def printable(text: str, longest: int = LONGEST_TEXT) -> str:
+    """`text` on one line, without control characters, shortened to `longest`."""
+    if len(text) > longest:
+        text = text[: longest - 3] + "..."
+    return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
+
+
+Text = Annotated[str, AfterValidator(printable)]
+"""A sentence for people. It ends up in the other side's log, so a peer can fill or forge none."""
+PeerId = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x20\x7f]+$")]
+"""A name in logs and metrics: no spaces, no control characters."""
+Fingerprint = Annotated[str, Field(max_length=200)]
+
+
+class Wire(BaseModel):
+    """Base of everything on the wire: frozen, and unknown fields are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
