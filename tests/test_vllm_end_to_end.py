@@ -1,8 +1,10 @@
-"""The digits task with the real vLLM, by the command that a user types: two processes, live weight updates, images."""
+"""The digits task with the real vLLM, by the command that a user types: two processes, live weight updates, images; and
+the same two taking turns on one device."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -17,8 +19,10 @@ import pytest
 
 from asyncrl.config.schema import RunConfig
 from learner.journal import JOURNAL_FILE
+from protocol.lease import TRACE_FILE, USERS_FILE, DeviceLease, process_birth
 from tests.small_runs import logs
 from tests.test_end_to_end import lines
+from tests.test_sync import Pair
 from tests.two_processes import with_ports, write_config
 from tests.vllm_rig import MISSING
 
@@ -76,3 +80,68 @@ def test_the_digits_task_trains_through_vllm_and_its_reward_rises(
     assert any((run / "images").iterdir())
     with closing(sqlite3.connect(run / JOURNAL_FILE)) as db:
         assert db.execute("SELECT count(*) FROM consumption").fetchone() == (240,)
+
+
+# --- turns on one device ----------------------------------------------------------------------------------
+
+
+def turns_config(make_config: Callable[..., RunConfig], level: int) -> RunConfig:
+    config = make_config(
+        learner={"optim": {"lr": 3e-3, "weight_decay": 0.0}},
+        data={"val_files": []},
+        rollout={"engine": "vllm", "sleep_level": level},
+        trainer={"max_steps": 3, "samples_per_step": 1},
+    )
+    return with_ports(config)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_vllm_and_the_learner_take_turns_on_one_device(
+    make_config: Callable[..., RunConfig], tmp_path: Path, level: int
+) -> None:
+    run = tmp_path / "run"
+    file = write_config(turns_config(make_config, level), tmp_path / "config")
+    command = [sys.executable, "-m", "asyncrl", "sync", str(file)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}, timeout=120
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + (logs(run / "logs") if (run / "logs").exists() else "")
+    held = lines(run / TRACE_FILE)
+    assert [turn["fence"] for turn in held] == sorted(turn["fence"] for turn in held)
+    taken, returned = held[::2], held[1::2]
+    for begun, over in zip(taken, returned, strict=False):
+        assert (begun["event"], over["event"]) == ("taken", "returned")
+        assert (begun["fence"], begun["pid"]) == (over["fence"], over["pid"])
+    for over, begun in zip(returned, taken[1:], strict=False):
+        assert over["monotonic"] <= begun["monotonic"], "one after the other"
+        assert over["holder"] != begun["holder"]
+    assert sum(turn["holder"] == "rollout_server" for turn in taken) >= 3
+    steps = lines(run / "metrics.jsonl")
+    assert len(steps) == 3
+    assert all(step["wake_s/rollout"] > 0 and step["sleep_s/rollout"] > 0 for step in steps)
+    assert {step["sleep_bytes/rollout"] for step in steps} == {0}, "vLLM's CPU build only changes its state"
+    assert {step["staleness/max"] for step in steps} == {0}
+    assert all(step["logprob_diff_max"] < 1e-4 for step in steps)
+
+
+def test_the_device_of_a_killed_server_is_not_free_before_vllms_core_is_gone(
+    make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """On a GPU the core has the memory, not the server. It stands still here, to outlive the server for sure."""
+    run = tmp_path / "run"
+    config = turns_config(make_config, 1)
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"mode": "sync"})})
+    with Pair(config, run) as pair:
+        pair.wait_for(lambda: pair.has_it(pair.server, from_fence=4))
+        pair.learner.send_signal(signal.SIGSTOP)
+        (core,) = [int(line.split()[2]) for line in (run / USERS_FILE).read_text().splitlines()]
+        assert core in {process.pid for process in psutil.Process(pair.server.pid).children(recursive=True)}
+        os.kill(core, signal.SIGSTOP)
+        pair.server.kill()
+        pair.server.wait()
+        waiting, until = DeviceLease(run, "waiting"), time.monotonic() + 0.5
+        while time.monotonic() < until:
+            assert not waiting.try_take()
+        os.kill(core, signal.SIGCONT)  # it finds its server gone, and ends
+        pair.wait_for(waiting.try_take, timeout_s=15)
+        assert process_birth(core) is None

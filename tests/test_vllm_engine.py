@@ -141,6 +141,17 @@ def test_recorded_prompts_get_the_tokens_and_logprobs_of_the_hf_engine(fresh: Ri
         assert done.finish_reason is expected.finish_reason
 
 
+def test_truncation_changes_nothing_for_greedy_decoding_in_either_engine(fresh: Rig) -> None:
+    plain = fresh.request(QUESTION, picture(1), tokens=20)
+    cut = fresh.request(QUESTION, picture(1), tokens=20, top_k=2, top_p=0.5, min_p=0.1)
+    both = fresh.sample(plain, cut)
+    theirs = hf_greedy(fresh, [plain, cut])
+    for request in (plain, cut):
+        for done in (both[request.request_id, 0], theirs[request.request_id]):
+            assert done.token_ids.tolist() == both[plain.request_id, 0].token_ids.tolist()
+            assert np.abs(done.logprobs - both[plain.request_id, 0].logprobs).max() < FP32
+
+
 def test_logprobs_are_of_the_distribution_that_was_sampled_from(fresh: Rig) -> None:
     truncated: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "top_k": 50, "min_p": 0.01}
     requests = [

@@ -197,8 +197,11 @@ class DecodeBatch:
             row.kv_versions.append(row.kv_version)
 
     def _truncate(self, logprobs: torch.Tensor, sampling: Sequence[Sampling]) -> None:
-        """In place, and only the rows that ask for it: the others stay as they are, bit for bit."""
-        rows = [number for number, s in enumerate(sampling) if s.truncates]
+        """In place, and only the rows that ask for it: the others stay as they are, bit for bit.
+
+        Greedy decoding cuts nothing off: its log-probs are those of temperature 1, in the vllm engine, too.
+        """
+        rows = [number for number, s in enumerate(sampling) if s.truncates and s.temperature]
         if not rows:
             return
         columns = [[getattr(sampling[number], name) for number in rows] for name in ("top_k", "top_p", "min_p")]
