@@ -9,6 +9,7 @@ import logging
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -51,15 +52,22 @@ class DeviceWeights:
     """`keep` is called by the thread that trains, all else by the exchange."""
 
     def __init__(
-        self, publication: Publication, device: torch.device, total_bytes: int, *, host: str, deadline_s: float
+        self,
+        publication: Publication,
+        device: torch.device,
+        total_bytes: int,
+        *,
+        host: str,
+        deadline_s: float,
+        wanted: bool = False,
     ):
         self._publication = publication
         self._device = device
         self._host = host
         self._deadline_s = deadline_s
         self._guard = threading.Lock()
-        self._wanted = False
-        """Somebody has asked for a version: from then on each is kept as it is published."""
+        self._wanted = wanted
+        """Each version is kept as it is published; else from the first time on that somebody asks for one."""
         self._kept: tuple[int, torch.Tensor] | None = None
         self._transfers: dict[bytes, _Transfer] = {}
         """By connection, which has one at most."""
@@ -120,15 +128,20 @@ class DeviceWeights:
             self._wanted = True
             if self._kept is None or self._kept[0] != version:
                 # Of the first version that anybody asks for: the model itself may be a step further.
-                data = self._publication.read(version, 0, manifest.total_bytes)
                 try:
-                    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
+                    flat = self._from_file(manifest)
                 except torch.OutOfMemoryError as problem:
                     raise ProtocolError(ErrorCode.TOO_LARGE, _no_room(manifest.total_bytes)) from problem
                 if self._kept is not None and self._kept[0] > version:
                     return flat
                 self._kept = (version, flat)
             return self._kept[1]
+
+    def _from_file(self, manifest: WeightManifest) -> torch.Tensor:
+        data = self._publication.read(manifest.version, 0, manifest.total_bytes)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")  # and is not written
+            return torch.frombuffer(data, dtype=torch.uint8).to(self._device)
 
     def _send(self, transfer: _Transfer, listener: socket.socket) -> None:
         request, peers = transfer.request, f"transfer {transfer.request.nonce}"

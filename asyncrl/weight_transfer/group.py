@@ -119,7 +119,8 @@ class Group:
                     self.abort()
                     raise TransferError(f"waited {self._deadline_s:g} s for {self._peers}: {where}")
                 time.sleep(POLL_S)
-            work.wait()  # raises what went wrong; on CUDA the current stream waits
+            # Raises what went wrong. Without a deadline NCCL would only have the stream wait, and say nothing.
+            work.wait(timedelta(seconds=self._deadline_s))
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()
         except (RuntimeError, c10d.DistError) as problem:
