@@ -121,7 +121,7 @@ class DeviceWeights:
             self._kept = None
 
     def _version(self, version: int) -> torch.Tensor:
-        """[total_bytes] uint8 on the device. Raises ProtocolError VERSION_GONE, or WRONG_CHANNEL where there is no room."""
+        """[total_bytes] uint8 on the device. Raises ProtocolError: VERSION_GONE, WRONG_CHANNEL where there is no room."""
         manifest = self._publication.manifest(version)
         with self._guard:
             self._wanted = True
@@ -148,9 +148,8 @@ class DeviceWeights:
         try:
             listener = socket.create_server((self._host, 0), family=family)
         except OSError as problem:
-            raise ProtocolError(
-                ErrorCode.WRONG_CHANNEL, f"no port on {self._host} (network.host): {problem}"
-            ) from problem
+            reason = f"no port on {self._host} (network.host): {problem}"
+            raise ProtocolError(ErrorCode.WRONG_CHANNEL, reason) from problem
         port = listener.getsockname()[1]
         threading.Thread(target=self._send, args=(transfer, listener), name="send-weights", daemon=True).start()
         return port
