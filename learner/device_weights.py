@@ -121,7 +121,7 @@ class DeviceWeights:
             self._kept = None
 
     def _version(self, version: int) -> torch.Tensor:
-        """[total_bytes] uint8 on the device. Raises ProtocolError: VERSION_GONE, WRONG_CHANNEL where there is no room."""
+        """[total_bytes] uint8 on the device. Raises ProtocolError VERSION_GONE, or WRONG_CHANNEL: there is no room."""
         manifest = self._publication.manifest(version)
         with self._guard:
             self._wanted = True
