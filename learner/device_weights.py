@@ -9,6 +9,7 @@ import logging
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -32,7 +33,7 @@ from protocol.weights import Publication
 
 logger = logging.getLogger(__name__)
 
-MOST_TRANSFERS = 16
+MOST_TRANSFERS = 64
 """At a time. Each has a thread and a port."""
 
 
@@ -51,15 +52,22 @@ class DeviceWeights:
     """`keep` is called by the thread that trains, all else by the exchange."""
 
     def __init__(
-        self, publication: Publication, device: torch.device, total_bytes: int, *, host: str, deadline_s: float
+        self,
+        publication: Publication,
+        device: torch.device,
+        total_bytes: int,
+        *,
+        host: str,
+        deadline_s: float,
+        wanted: bool = False,
     ):
         self._publication = publication
         self._device = device
         self._host = host
         self._deadline_s = deadline_s
         self._guard = threading.Lock()
-        self._wanted = False
-        """Somebody has asked for a version: from then on each is kept as it is published."""
+        self._wanted = wanted
+        """Each version is kept as it is published; else from the first time on that somebody asks for one."""
         self._kept: tuple[int, torch.Tensor] | None = None
         self._transfers: dict[bytes, _Transfer] = {}
         """By connection, which has one at most."""
@@ -86,20 +94,19 @@ class DeviceWeights:
         self._expire()
         try:
             if len(self._transfers) >= MOST_TRANSFERS:
-                raise ProtocolError(ErrorCode.TOO_LARGE, f"{MOST_TRANSFERS} transfers are under way. Ask again later")
+                raise ProtocolError(ErrorCode.TOO_LARGE, f"{MOST_TRANSFERS} transfers are under way")
             if request.channel == "cuda_ipc" and self._device.type != "cuda":
                 raise ProtocolError(ErrorCode.WRONG_CHANNEL, "the learner's weights lie on a CPU, without cuda_ipc")
             transfer = _Transfer(request, self._version(request.version))
+            if request.channel == "cuda_ipc":
+                transfer.memory = share(transfer.flat)
+                port = 0
+            else:
+                port = self._start(transfer)
         except ProtocolError as error:
             return Error(code=error.code, reason=error.reason, version=request.version)
         self._transfers[identity] = transfer
-        if request.channel == "cuda_ipc":
-            transfer.memory = share(transfer.flat)
-            return TransferStart(version=request.version, nonce=request.nonce, memory=transfer.memory)
-        listener = socket.create_server((self._host, 0))
-        port = listener.getsockname()[1]
-        threading.Thread(target=self._send, args=(transfer, listener), name="send-weights", daemon=True).start()
-        return TransferStart(version=request.version, nonce=request.nonce, port=port)
+        return TransferStart(version=request.version, nonce=request.nonce, port=port, memory=transfer.memory)
 
     def end(self, identity: bytes, message: TransferEnd) -> None:
         transfer = self._transfers.get(identity)
@@ -114,21 +121,38 @@ class DeviceWeights:
             self._kept = None
 
     def _version(self, version: int) -> torch.Tensor:
-        """[total_bytes] uint8 on the device. Raises ProtocolError VERSION_GONE, or TOO_LARGE where there is no room."""
+        """[total_bytes] uint8 on the device. Raises ProtocolError VERSION_GONE, or WRONG_CHANNEL: there is no room."""
         manifest = self._publication.manifest(version)
         with self._guard:
             self._wanted = True
             if self._kept is None or self._kept[0] != version:
                 # Of the first version that anybody asks for: the model itself may be a step further.
-                data = self._publication.read(version, 0, manifest.total_bytes)
                 try:
-                    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
+                    flat = self._from_file(manifest)
                 except torch.OutOfMemoryError as problem:
-                    raise ProtocolError(ErrorCode.TOO_LARGE, _no_room(manifest.total_bytes)) from problem
+                    raise ProtocolError(ErrorCode.WRONG_CHANNEL, _no_room(manifest.total_bytes)) from problem
                 if self._kept is not None and self._kept[0] > version:
                     return flat
                 self._kept = (version, flat)
             return self._kept[1]
+
+    def _from_file(self, manifest: WeightManifest) -> torch.Tensor:
+        data = self._publication.read(manifest.version, 0, manifest.total_bytes)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")  # and is not written
+            return torch.frombuffer(data, dtype=torch.uint8).to(self._device)
+
+    def _start(self, transfer: _Transfer) -> int:
+        """The port at which its group meets, on our own address."""
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        try:
+            listener = socket.create_server((self._host, 0), family=family)
+        except OSError as problem:
+            reason = f"no port on {self._host} (network.host): {problem}"
+            raise ProtocolError(ErrorCode.WRONG_CHANNEL, reason) from problem
+        port = listener.getsockname()[1]
+        threading.Thread(target=self._send, args=(transfer, listener), name="send-weights", daemon=True).start()
+        return port
 
     def _send(self, transfer: _Transfer, listener: socket.socket) -> None:
         request, peers = transfer.request, f"transfer {transfer.request.nonce}"
@@ -161,7 +185,7 @@ class DeviceWeights:
         if transfer.memory is not None:
             settle(transfer.memory, self._device)
         if transfer.group is not None:
-            transfer.group.abort()
+            transfer.group.give_up()
 
 
 def _no_room(total_bytes: int) -> str:

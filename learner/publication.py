@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from asyncrl.config.channel_rules import DEVICE_CHANNELS
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
 from asyncrl.models.published import tensor_bytes
@@ -35,6 +36,7 @@ def open_device_weights(config: RunConfig, publication: Publication, engine: Tra
         total_bytes,
         host="0.0.0.0" if network.host == "*" else network.host,
         deadline_s=network.timeout_s,
+        wanted=config.rollout.weights_channel in DEVICE_CHANNELS,
     )
 
 

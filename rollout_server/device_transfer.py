@@ -89,6 +89,9 @@ async def _ask(
         message = await socket.recv(left_s)
         if isinstance(message, BadMessage):
             logger.warning("weights: %s", message.error)
+        elif isinstance(message, Error) and message.code is ErrorCode.TOO_LARGE:
+            await asyncio.sleep(RETRY_S)
+            raise TimeoutError(f"the learner is busy: {message.reason}")
         elif isinstance(message, Error) and message.version in (None, version):
             raise ProtocolError(message.code, message.reason)
         elif isinstance(message, TransferStart) and message.nonce == nonce:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,7 +35,6 @@ def test_a_server_that_dies_while_weights_arrive_is_replaced_and_the_run_finishe
         assert dies.wait(timeout=60) == -signal.SIGKILL, logs(run)
         trained = steps(run)
         assert 0 < len(trained) < 6
-        died = time.time()
         services.append(start("tests.gloo_server", file))
         assert [services[0].wait(timeout=60), services[2].wait(timeout=30)] == [0, 0], logs(run)
     finally:
@@ -46,7 +44,6 @@ def test_a_server_that_dies_while_weights_arrive_is_replaced_and_the_run_finishe
                 service.wait()
     assert_every_prompt_trained_once(run, steps=6)
     assert all(step["ledger_residual"] == 0 for step in steps(run))
-    assert time.time() - died < 40
     assert "weights over nccl" in (run / "tests.gloo_server.log").read_text()
 
 

@@ -38,13 +38,12 @@ class Group:
     def __init__(self, store: Any, rank: int, size: int, device: torch.device, deadline_s: float, peers: str):
         """All ranks have come when this returns. `peers` names the others in errors. Raises TransferError."""
         self._store = store
-        self._backend: Any = None
         self._rank = rank
         self._size = size
         self._device = device
         self._deadline_s = deadline_s
         self._peers = peers
-        self._aborted = False
+        self._given_up = False
         self._tell("here")
         self._await("here", "to join the group")
         try:
@@ -93,17 +92,15 @@ class Group:
         self._tell("arrived")
         self._await("arrived", "to say that all has arrived")
 
-    def abort(self) -> None:
-        """From any thread: it is over, and whoever is in `broadcast` gives up."""
-        self._aborted = True
-        if self._backend is not None:
-            self._backend.abort()
+    def give_up(self) -> None:
+        """From any thread, and at once: whoever is in `broadcast` gives up."""
+        self._given_up = True
 
     def __enter__(self) -> Group:
         return self
 
     def __exit__(self, *_exception: object) -> None:
-        self.abort()
+        self._backend.abort()
 
     def _one(self, bucket: torch.Tensor, start: int, total: int) -> None:
         options = c10d.BroadcastOptions()
@@ -113,13 +110,13 @@ class Group:
         try:
             work = self._backend.broadcast([bucket], options)
             while not work.is_completed():
-                if self._aborted:
+                if self._given_up:
                     raise TransferError(f"given up at {where}")
                 if time.monotonic() > deadline:
-                    self.abort()
                     raise TransferError(f"waited {self._deadline_s:g} s for {self._peers}: {where}")
                 time.sleep(POLL_S)
-            work.wait()  # raises what went wrong; on CUDA the current stream waits
+            # Raises what went wrong. Without a deadline NCCL would only have the stream wait, and say nothing.
+            work.wait(timedelta(seconds=self._deadline_s))
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()
         except (RuntimeError, c10d.DistError) as problem:
