@@ -26,7 +26,7 @@ from asyncrl.errors import UserError
 from asyncrl.evaluate import evaluate
 from asyncrl.models.base_weights import base_fingerprint
 from asyncrl.models.loading import load_model
-from asyncrl.models.lora import load_merged, read_adapter, write_adapter_folder
+from asyncrl.models.lora import ADAPTER_WEIGHTS, load_merged, read_adapter, write_adapter_folder
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import load_published, published_tensors
 from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs
@@ -95,6 +95,31 @@ def test_an_adapter_for_another_base_is_refused_before_loading(
     for take in (lambda: load_merged(config.model, folder), lambda: evaluate(config, folder)):
         with pytest.raises(UserError, match=r"was trained on other base weights .* Set model.path to"):
             take()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (".layers.0.", ".layers.7.", r"has a layer .*\.layers\.7\.\S+, \d+ wide, and here there is none"),
+        ("", "", r"has a layer model\.\S+, \d+ wide, and here it is \d+ wide. Set model.path to the model that it"),
+    ],
+)
+def test_an_adapter_of_other_layers_is_refused_whoever_made_it(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str, said: str
+) -> None:
+    """Without our metadata nothing says for which base it is, and PEFT only warns of layers that are not there."""
+    config = lora_config(make_config)
+    folder = write(config, made_up_adapter(config, 1), tmp_path / "adapter")
+    load_merged(config.model, folder)
+    tensors = load_file(folder / ADAPTER_WEIGHTS)
+    if old:
+        changed = {name.replace(old, new): tensor for name, tensor in tensors.items()}
+    else:  # twice as wide
+        changed = {name: torch.cat([t, t], 1 if "lora_A" in name else 0) for name, t in tensors.items()}
+    save_file(changed, folder / ADAPTER_WEIGHTS, {"format": "pt"})
+    monkeypatch.setattr("asyncrl.models.lora.load_model", lambda *_, **__: pytest.fail("weights were loaded"))
+    with pytest.raises(UserError, match=said):
+        load_merged(config.model, folder)
 
 
 def test_eval_takes_an_adapter_folder(make_config: MakeConfig, tmp_path: Path) -> None:

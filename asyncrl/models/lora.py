@@ -7,6 +7,7 @@ than a bf16 weight can show, and the engine then computes exactly what the learn
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,15 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.errors import UserError
 from asyncrl.models.base_weights import base_fingerprint
 from asyncrl.models.folder import ADAPTER_CONFIG
-from asyncrl.models.loading import load_model
+from asyncrl.models.loading import load_model, skeleton
 from asyncrl.models.published import tensor_bytes
 from protocol.messages import AdapterSpec
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 BASE_KEY = "base_fingerprint"
 """In the metadata of ADAPTER_WEIGHTS."""
+_PART = re.compile(r"base_model\.model\.(.*)\.lora_([AB])\.weight")
+"""A tensor in ADAPTER_WEIGHTS: of which layer, and which of the two."""
 SLOT = "policy"
 """PEFT's name of the one adapter in a model. Its tensors change with the version; engines that know adapters by name
 get a name of its own for each version, see `adapter_name`."""
@@ -99,8 +102,30 @@ def load_merged(config: ModelConfig, folder: Path) -> Any:
             f"the adapter in {folder} was trained on other base weights than those in {config.path}. Set model.path to "
             "the folder that the run was started with"
         )
+    _check_fits(config, folder)
     model = load_model(config, device=torch.device("cpu"))
     return PeftModel.from_pretrained(model, folder).merge_and_unload()
+
+
+def _check_fits(config: ModelConfig, folder: Path) -> None:
+    """An adapter from elsewhere does not say which base it is for, and PEFT passes over layers that are not there."""
+    from safetensors import safe_open
+
+    modules = dict(skeleton(config).named_modules())
+    with safe_open(folder / ADAPTER_WEIGHTS, "pt") as opened:
+        shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118 (no mapping)
+    for name, shape in shapes.items():
+        part = _PART.fullmatch(name)
+        if part is None:  # of another kind: PEFT knows
+            continue
+        side = 1 if part[2] == "A" else 0  # A reads what the layer reads, B writes what it writes
+        weight = getattr(modules.get(part[1]), "weight", None)
+        if weight is None or weight.shape[side] != shape[side]:
+            here = "there is none" if weight is None else f"it is {weight.shape[side]} wide"
+            raise UserError(
+                f"the adapter in {folder} is for another model than the one in {config.path}: it has a layer "
+                f"{part[1]}, {shape[side]} wide, and here {here}. Set model.path to the model that it was trained on"
+            )
 
 
 def _lora_config(spec: AdapterSpec) -> Any:
