@@ -10,8 +10,8 @@ import pytest
 
 from asyncrl.config.schema import RunConfig
 from tests.small_runs import failure_of, logs, small
-from tests.test_end_to_end import wait_until
 from tests.two_processes import start, with_ports, write_config
+from tests.waiting import exit_codes, wait_until
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -20,12 +20,7 @@ MakeConfig = Callable[..., RunConfig]
 def test_a_run_whose_only_server_is_misaligned_stops_with_the_numbers(make_config: MakeConfig, tmp_path: Path) -> None:
     run = tmp_path / "run"
     file = write_config(with_ports(small(make_config)), run)
-    services = [start("learner", file), start("tests.misaligned_server", file)]
-    try:
-        assert [service.wait(timeout=120) for service in services] == [3, 2], logs(run)
-    finally:
-        for service in services:
-            service.kill()
+    assert exit_codes([start("learner", file), start("tests.misaligned_server", file)]) == [3, 2], logs(run)
     for said in (failure_of(run).reason, (run / "tests.misaligned_server.log").read_text()):
         assert "differ by at most 0.01 nats, 0.01 on average" in said
         assert "row rl.parquet:" in said

@@ -26,6 +26,7 @@ from learner.start import find_start
 from protocol.codec import encode
 from tests.small_runs import PER_STEP, STEPS, assert_every_prompt_trained_once, failure_of, logs, small
 from tests.two_processes import run_both, start, with_ports, write_config
+from tests.waiting import exit_codes
 
 pytestmark = pytest.mark.slow
 
@@ -60,24 +61,13 @@ def infinite_gradient_at_step_two(tokens, config):
 def resume_both(run: Path, *overrides: str) -> tuple[int, int]:
     """Exit codes of a learner with --resume and a new server, on the run's own ports."""
     file = run / "config.yaml"
-    services = [start("learner", file, "--resume", *overrides), start("rollout_server", file)]
-    try:
-        codes = [service.wait(timeout=120) for service in services]
-    finally:
-        for service in services:
-            service.kill()
-            service.wait()
-    return codes[0], codes[1]
+    learner, server = exit_codes([start("learner", file, "--resume", *overrides), start("rollout_server", file)])
+    return learner, server
 
 
 def learner_alone(run: Path, *arguments: str) -> int:
     """Exit code of a learner that should not come as far as to need a server."""
-    learner = start("learner", run / "config.yaml", *arguments)
-    try:
-        return learner.wait(timeout=60)
-    finally:
-        learner.kill()
-        learner.wait()
+    return exit_codes([start("learner", run / "config.yaml", *arguments)], timeout_s=60)[0]
 
 
 # --- numbers ----------------------------------------------------------------------------------------

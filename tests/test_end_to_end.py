@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,9 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.evaluate import evaluate
 from asyncrl.models.loading import load_model
 from asyncrl.models.published import published_tensors
+from tests.small_runs import logs
 from tests.two_processes import run_both, start, with_ports, write_config
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -25,10 +26,6 @@ pytestmark = pytest.mark.slow
 def lines(path: Path) -> list[dict[str, Any]]:
     text = path.read_text()
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]  # the last may be half-written
-
-
-def logs(folder: Path) -> str:
-    return "\n".join(path.read_text()[-3000:] for path in sorted(folder.glob("*.log")))
 
 
 def weights(folder: Path, config: RunConfig) -> dict[str, torch.Tensor]:
@@ -150,10 +147,3 @@ def test_a_bad_row_stops_the_run_with_its_name_and_the_server_is_told(
     assert "error: row rows.jsonl:5" in learner
     assert "data.max_prompt_length" in learner
     assert "the learner says goodbye" in (tmp_path / "run" / "rollout_server.log").read_text()
-
-
-def wait_until(condition: Callable[[], bool], what: str, run: Path, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}\n{logs(run)}"
-        time.sleep(0.05)

@@ -18,6 +18,7 @@ from asyncrl.config.schema import RunConfig
 from learner.journal import JOURNAL_FILE
 from tests.small_runs import assert_every_prompt_trained_once, failure_of, logs, small
 from tests.two_processes import start, with_ports, write_config
+from tests.waiting import exit_codes
 
 pytestmark = pytest.mark.slow
 
@@ -46,26 +47,13 @@ def on_small_disk(disk: Path, kept: Path, size: str) -> list[str]:
 def on_full_disk(config: RunConfig, logs_in: Path, under: list[str]) -> None:
     """Run both services, the learner under a command that leaves it little room, until it stops with code 3."""
     file = write_config(with_ports(config), logs_in)
-    services = [start("learner", file, under=under), start("rollout_server", file)]
-    try:
-        codes = [service.wait(timeout=120) for service in services]
-    finally:
-        for service in services:
-            service.kill()
-            service.wait()
-    assert codes == [3, 0], logs(logs_in)
+    assert exit_codes([start("learner", file, under=under), start("rollout_server", file)]) == [3, 0], logs(logs_in)
 
 
 def continue_with_room(config: RunConfig, logs_in: Path) -> None:
     """Resume without the small disk, and finish."""
     file = logs_in / "config.yaml"
-    services = [start("learner", file, "--resume"), start("rollout_server", file)]
-    try:
-        assert [service.wait(timeout=120) for service in services] == [0, 0], logs(logs_in)
-    finally:
-        for service in services:
-            service.kill()
-            service.wait()
+    assert exit_codes([start("learner", file, "--resume"), start("rollout_server", file)]) == [0, 0], logs(logs_in)
     assert_every_prompt_trained_once(config.run_path, config.trainer.max_steps or 0)
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from asyncrl.launch.processes import LAST_LINES, Service, available_cores, service_environment
 from asyncrl.launch.supervisor import Outcome, RestartPolicy, Supervisor
+from tests.waiting import wait_until
 
 SLEEP = "import time; time.sleep(60)"
 IGNORE = (
@@ -40,13 +41,6 @@ def run(learner: Service, rollout: Service, policy: RestartPolicy = NEVER, **opt
     assert learner.code is not None
     assert rollout.code is not None
     return outcome, time.monotonic() - started
-
-
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
-        time.sleep(0.02)
 
 
 def is_gone(pid: int) -> bool:

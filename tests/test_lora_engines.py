@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from asyncrl.algorithms.reference_kl import reference_kl
-from asyncrl.errors import BadStateError, UserError
+from asyncrl.errors import UserError
 from asyncrl.models.loading import load_model
 from asyncrl.models.lora import adapter_name, add_adapter
 from asyncrl.models.processing import EncodedPrompt, PromptProcessor
@@ -21,11 +20,16 @@ from learner.engines.torch_engine import TorchEngine
 from learner.packing import Completion as Trained
 from learner.packing import TrainGroup, build_micro_batch, plan_micro_batches
 from learner.step import LearnerStep
-from rollout_server.engines import create_engine
 from rollout_server.engines.base import Completion, GenerationRequest
 from tests.adapters import CPU, MakeConfig, lora_config, made_up_adapter, merged, spec_of
 from tests.made_up_batch import KeepGradients, made_up_batch
-from tests.test_weight_updates import LENGTHS, _all, gaps, prompts, request_for, sample_with_updates
+from tests.test_weight_updates import (
+    LENGTHS,
+    gaps,
+    half_an_update_stops_the_engine,
+    prompts,
+    sample_with_updates,
+)
 
 __all__ = ["prompts"]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -242,24 +246,7 @@ def test_kept_caches_say_which_adapter_filled_them(make_config: MakeConfig, prom
 
 def test_a_half_loaded_adapter_ends_sampling(make_config: MakeConfig, prompts: tuple[EncodedPrompt, ...]) -> None:
     config = lora_config(make_config)
-    adapter = made_up_adapter(config, 1)
-
-    async def scenario() -> None:
-        engine = create_engine(config, PromptProcessor(config.model))
-        await engine.start()
-        task = asyncio.create_task(_all(engine, [request_for(config, prompts[0], 0, tokens=2000)]))
-        while not engine.usage.sequences_running:
-            await asyncio.sleep(0.001)
-        with pytest.raises(ValueError, match="tensors were not published"):
-            await engine.update_weights(1, list(adapter.items())[:3])
-        with pytest.raises(ValueError, match="tensors were not published"):
-            await task
-        with pytest.raises(BadStateError, match=r"the hf engine has stopped: .* not published"):
-            await _all(engine, [request_for(config, prompts[0], 1, tokens=2)])
-        assert engine.version == 0
-        await engine.close()
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    half_an_update_stops_the_engine(config, prompts[0], made_up_adapter(config, 1))
 
 
 def test_a_name_never_gets_other_tensors(make_config: MakeConfig) -> None:

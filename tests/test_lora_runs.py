@@ -27,7 +27,8 @@ from learner.service import Learner
 from protocol.weights import Publication
 from tests.adapters import CPU, MakeConfig, Weights, lora_config, spec_of
 from tests.conftest import DIGITS, run_script
-from tests.test_end_to_end import lines, logs
+from tests.small_runs import logs
+from tests.test_end_to_end import lines
 from tests.test_resume import assert_same_run, resume_config, run_killed
 from tests.two_processes import run_both, start, with_ports, write_config
 

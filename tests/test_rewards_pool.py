@@ -19,6 +19,7 @@ from asyncrl.config.reward import RewardConfig, RewardFunctionConfig
 from asyncrl.errors import BadStateError
 from asyncrl.rewards.pool import RewardPool, Score
 from asyncrl.rewards.sample import RewardSample
+from tests.waiting import wait_until
 
 FAULTS = str(Path(__file__).with_name("reward_faults.py"))
 RAISE_LINE = Path(FAULTS).read_text().splitlines().index('    return {}["missing"]') + 1
@@ -49,13 +50,6 @@ def child_processes() -> set[psutil.Process]:
 def config_of(*functions: str, workers: int = 1, timeout_s: float = 5.0) -> RewardConfig:
     chosen = tuple(RewardFunctionConfig(function=function) for function in functions)
     return RewardConfig(functions=chosen, workers=workers, timeout_s=timeout_s, memory_limit_mib=1024)
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, f"waited 10 s until {what}"
-        time.sleep(0.02)
 
 
 def sample_of(fault: str, **fields: Any) -> RewardSample:

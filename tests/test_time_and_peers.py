@@ -20,6 +20,7 @@ from protocol.messages import WeightManifest
 from rollout_server.held_version import HeldVersion
 from tests.small_runs import assert_every_prompt_trained_once, failure_of, logs, small
 from tests.two_processes import start, with_ports, write_config
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
@@ -50,13 +51,6 @@ def scripted(make_config: Callable[..., RunConfig], **sections: dict[str, Any]) 
     """Groups take half a second, so that there is time for things to go wrong."""
     slow = {"mean_length": 8, "length_sigma": 0.5, "seconds_per_token": 0.05}
     return small(make_config, rollout={"engine": "scripted", "engine_args": slow}, **sections)
-
-
-def wait_until(condition: Callable[[], bool], what: str, folder: Path, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}\n{logs(folder)}"
-        time.sleep(0.05)
 
 
 def steps_of(run: Path) -> int:

@@ -352,26 +352,30 @@ def test_draws_depend_on_seed_index_and_position_only(
 # --- failures -------------------------------------------------------------------------------------------
 
 
-def test_a_half_taken_update_stops_the_engine(make_config: MakeConfig, prompts: tuple[EncodedPrompt, ...]) -> None:
-    config = make_config()
+def half_an_update_stops_the_engine(config: RunConfig, prompt: EncodedPrompt, published: Weights) -> None:
+    """Of `published` only the first tensors arrive."""
 
     async def scenario() -> None:
         engine = HFEngine(config, PromptProcessor(config.model))
         await engine.start()
-        task = asyncio.create_task(_all(engine, [request_for(config, prompts[0], 0, tokens=2000)]))
+        task = asyncio.create_task(_all(engine, [request_for(config, prompt, 0, tokens=2000)]))
         while not engine.usage.sequences_running:
             await asyncio.sleep(0.001)
-        incomplete = list(initial_weights(config).items())[:3]
         with pytest.raises(ValueError, match="tensors were not published"):
-            await engine.update_weights(1, incomplete)
+            await engine.update_weights(1, list(published.items())[:3])
         with pytest.raises(ValueError, match="tensors were not published"):
             await task
         with pytest.raises(BadStateError, match=r"the hf engine has stopped: .* not published"):
-            await _all(engine, [request_for(config, prompts[0], 1, tokens=2)])
+            await _all(engine, [request_for(config, prompt, 1, tokens=2)])
         assert engine.version == 0
         await engine.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_a_half_taken_update_stops_the_engine(make_config: MakeConfig, prompts: tuple[EncodedPrompt, ...]) -> None:
+    config = make_config()
+    half_an_update_stops_the_engine(config, prompts[0], initial_weights(config))
 
 
 def test_a_failed_step_returns_its_requests_and_the_engine_goes_on(

@@ -36,6 +36,7 @@ from protocol.sockets import BadMessage, LearnerSocket, Received, ServerSocket
 from tests.fuzz import content
 from tests.fuzz.raw_peer import RawPeer, Withholder, frame, frame_head, message
 from tests.fuzz.rig import LearnerRig, small_config
+from tests.waiting import wait_until
 
 WAIT_S = 10.0
 LIMITS = Limits(max_message_bytes=1 * MIB)
@@ -76,13 +77,6 @@ def read_by_a_thread(sock: LearnerSocket) -> Iterator[list[Received | BadMessage
     finally:
         done.set()
         thread.join()
-
-
-def wait_until(satisfied: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not satisfied():
-        assert time.monotonic() < deadline, f"waited {WAIT_S:g} s for {what}"
-        time.sleep(0.01)
 
 
 def rss_mib() -> float:

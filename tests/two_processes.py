@@ -12,6 +12,7 @@ from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from protocol.endpoints import free_port
 from protocol.faults import VARIABLE
+from tests.waiting import exit_codes
 
 
 def with_ports(config: RunConfig) -> RunConfig:
@@ -42,12 +43,5 @@ def write_config(config: RunConfig, folder: Path) -> Path:
 def run_both(config: RunConfig, folder: Path, *, timeout_s: float = 120.0) -> tuple[int, int]:
     """Exit codes of learner and rollout server; both are gone on return."""
     file = write_config(with_ports(config), folder)
-    services = [start("learner", file), start("rollout_server", file)]
-    try:
-        codes = [service.wait(timeout=timeout_s) for service in services]
-    finally:
-        for service in services:
-            if service.poll() is None:
-                service.kill()
-                service.wait()
-    return codes[0], codes[1]
+    learner, server = exit_codes([start("learner", file), start("rollout_server", file)], timeout_s)
+    return learner, server
