@@ -164,6 +164,7 @@ def describe(folder: Path) -> str:
 def use_device_for(holder: int, folder: Path) -> None:
     """This process is about to touch the device for the process `holder`: its tenures do not end before this does."""
     line = f"{holder} {process_birth(holder)} {os.getpid()} {process_birth(os.getpid())}\n"
+    folder.mkdir(parents=True, exist_ok=True)
     fd = os.open(folder / USERS_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     try:
         os.write(fd, line.encode())

@@ -11,6 +11,7 @@ import asyncio
 import random
 from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,7 @@ from learner.tickets import PreparedTicket
 from learner.verification import verify_group
 from protocol.codec import Limits
 from protocol.messages import Ack, Goodbye, Group, Hello, Message, TicketFailed, WeightManifest, WeightsLoaded
+from rollout_server.held_version import HeldVersion
 from rollout_server.production import GroupProducer
 from rollout_server.service import RolloutServer
 
@@ -103,14 +105,15 @@ class SimulatedServer(RolloutServer):
         self.link: Any = link
         self.processor: Any = TextlessProcessor()
         self.engine: Any = ModelFreeEngine(self.config, self.processor)
-        self.receiver: Any = DelayedWeights(self.engine, lambda: random_numbers.uniform(*workload.weights_s))
+        weights: Any = DelayedWeights(self.engine, lambda: random_numbers.uniform(*workload.weights_s))
+        self.held_version = HeldVersion(self.config, weights, self.link, self.metrics, "", nullcontext)
         self.rewards: Any = OneForAll()
         self.producer = GroupProducer(self.engine, self.rewards, self.processor, link.server_id)
         self.producer.on_trajectory = self._observe_trajectory
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as self._tasks:
-            following = self._tasks.create_task(self._follow_weights())
+            following = self._tasks.create_task(self.held_version.follow())
             await self._receive()
             following.cancel()
 
