@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from asyncrl.config.schema import RunConfig
@@ -67,11 +68,11 @@ def compare(
 
 def _describe(batch: Batch, processor: PromptProcessor, row: int, column: int, learner: float) -> str:
     place = int(batch.row_start[row]) + column
-    tokens = torch.cat([torch.from_numpy(item.group.token_ids) for item in batch.received])
-    text = processor.tokenizer.decode([int(tokens[place])])
+    token = int(np.concatenate([item.group.token_ids for item in batch.received])[place])
+    text = processor.tokenizer.decode([token])
     engine = float(batch.behaviour_logprobs[place])
     return (
-        f"row {name_rows([row], batch)}, token {column} ({text!r}, id {int(tokens[place])}): engine {engine:.5f}, "
+        f"row {name_rows([row], batch)}, token {column} ({text!r}, id {token}): engine {engine:.5f}, "
         f"learner {learner:.5f}"
     )
 
