@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 MOST_TRANSFERS = 64
 """At a time. Each has a thread and a port."""
+ENDING_S = 5.0
 
 
 @dataclass
@@ -44,8 +45,8 @@ class _Transfer:
     """The version as it was asked for, whatever is published meanwhile."""
     began: float = field(default_factory=time.monotonic)
     memory: CudaMemory | None = None
-    group: Group | None = None
     over: bool = False
+    """The thread that sends it is to end."""
 
 
 class DeviceWeights:
@@ -71,6 +72,7 @@ class DeviceWeights:
         self._kept: tuple[int, torch.Tensor] | None = None
         self._transfers: dict[bytes, _Transfer] = {}
         """By connection, which has one at most."""
+        self._threads: list[threading.Thread] = []
         self.source: DeviceSource | None = None
         """What servers are told; nothing of a CPU, from which the other channels are faster."""
         if device.type == "cuda":
@@ -117,6 +119,8 @@ class DeviceWeights:
     def close(self) -> None:
         for identity in list(self._transfers):
             self._end(identity)
+        for thread in self._threads:
+            thread.join(ENDING_S)  # the process would crash at its end if one were in torch's code
         with self._guard:
             self._kept = None
 
@@ -151,17 +155,17 @@ class DeviceWeights:
             reason = f"no port on {self._host} (network.host): {problem}"
             raise ProtocolError(ErrorCode.WRONG_CHANNEL, reason) from problem
         port = listener.getsockname()[1]
-        threading.Thread(target=self._send, args=(transfer, listener), name="send-weights", daemon=True).start()
+        thread = threading.Thread(target=self._send, args=(transfer, listener), name="send-weights", daemon=True)
+        thread.start()
+        self._threads = [*(each for each in self._threads if each.is_alive()), thread]
         return port
 
     def _send(self, transfer: _Transfer, listener: socket.socket) -> None:
         request, peers = transfer.request, f"transfer {transfer.request.nonce}"
         try:
             size = 1 + request.receivers
-            with Group.host(listener, request.nonce, size, self._device, self._deadline_s, peers) as group:
-                transfer.group = group
-                if transfer.over:
-                    raise TransferError("the receiver has given up")
+            is_over = lambda: transfer.over  # noqa: E731
+            with Group.host(listener, request.nonce, size, self._device, self._deadline_s, peers, is_over) as group:
                 group.broadcast(transfer.flat)
         except TransferError as problem:
             level = logging.DEBUG if transfer.over else logging.WARNING
@@ -184,8 +188,6 @@ class DeviceWeights:
         transfer.over = True
         if transfer.memory is not None:
             settle(transfer.memory, self._device)
-        if transfer.group is not None:
-            transfer.group.give_up()
 
 
 def _no_room(total_bytes: int) -> str:

@@ -25,7 +25,7 @@ Weights = Mapping[str, torch.Tensor]
 
 
 class LearnerHalf:
-    def __init__(self, folder: Path, device: torch.device = CPU, *, deadline_s: float = 5.0):
+    def __init__(self, folder: Path, device: torch.device = CPU, *, deadline_s: float = 60.0):
         self.publication = Publication("device-channels", folder)
         self.device_weights = DeviceWeights(self.publication, device, 0, host="127.0.0.1", deadline_s=deadline_s)
 
@@ -90,7 +90,7 @@ def some_weights(seed: int, megabytes: int = 0) -> dict[str, torch.Tensor]:
     return weights
 
 
-def order_of(manifest: WeightManifest, port: int, nonce: str, deadline_s: float = 5.0) -> dict[str, Any]:
+def order_of(manifest: WeightManifest, port: int, nonce: str, deadline_s: float = 60.0) -> dict[str, Any]:
     """Of one receiver beside the learner."""
     tensors = [tensor.model_dump() for tensor in manifest.tensors]
     return {

@@ -24,7 +24,7 @@ def test_a_server_that_dies_while_weights_arrive_is_replaced_and_the_run_finishe
         make_config(
             trainer={"max_steps": 6, "samples_per_step": 0},
             data={"val_files": []},
-            network={"control_port": 0, "weights_port": 0, "heartbeat_s": 0.2, "timeout_s": 3.0},
+            network={"control_port": 0, "weights_port": 0, "heartbeat_s": 0.2, "timeout_s": 5.0},
         )
     )
     file = write_config(config, run)

@@ -46,7 +46,7 @@ def fetch(
     socket: Any = DirectSocket(learner)
 
     async def run() -> list[tuple[str, torch.Tensor]]:
-        await device_transfer.receive(socket, manifest, channel, staging, host="127.0.0.1", timeout_s=5.0)
+        await device_transfer.receive(socket, manifest, channel, staging, host="127.0.0.1", timeout_s=60.0)
         return list(staging.weights(manifest))
 
     try:
@@ -179,7 +179,7 @@ def test_a_receiver_that_never_comes_is_waited_for_until_the_deadline(
     learner.publish(1, some_weights(1))
     request = TransferRequest(version=1, nonce="nobody", channel="nccl", receivers=2)
     assert isinstance(learner.device_weights.answer(b"a", request), TransferStart)
-    wait_for(lambda: "waited up to 0.2 s for receiver 1 of transfer nobody to join the group" in caplog.text)
+    wait_for(lambda: "waited 0.2 s for receiver 1 of transfer nobody to join the group" in caplog.text)
     learner.close()
 
 
@@ -238,14 +238,15 @@ def test_a_learner_that_does_not_answer_is_named(learner: LearnerHalf) -> None:
         )
 
 
-def test_transfers_are_bounded_and_a_connection_has_one(tmp_path: Path) -> None:
+def test_transfers_are_bounded_and_a_connection_has_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("learner.device_weights.MOST_TRANSFERS", 4)
     learner = LearnerHalf(tmp_path, deadline_s=0.2)
     learner.publish(1, some_weights(1))
     request = TransferRequest(version=1, nonce="n", channel="nccl", receivers=1)
-    for _ in range(20):
+    for _ in range(6):
         assert isinstance(learner.device_weights.answer(b"same", request), TransferStart)
-    answers = [learner.device_weights.answer(str(number).encode(), request) for number in range(64)]
-    assert [isinstance(answer, TransferStart) for answer in answers] == [True] * 63 + [False]
+    answers = [learner.device_weights.answer(str(number).encode(), request) for number in range(4)]
+    assert [isinstance(answer, TransferStart) for answer in answers] == [True] * 3 + [False]
     assert isinstance(answers[-1], Error)
     assert answers[-1].code is ErrorCode.TOO_LARGE
     time.sleep(0.9)  # four deadlines: nobody said that they were over

@@ -35,15 +35,25 @@ class DamagedError(TransferError):
 class Group:
     """Rank 0 sends, all others receive; each waits `deadline_s` at most for any one thing."""
 
-    def __init__(self, store: Any, rank: int, size: int, device: torch.device, deadline_s: float, peers: str):
-        """All ranks have come when this returns. `peers` names the others in errors. Raises TransferError."""
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        device: torch.device,
+        deadline_s: float,
+        peers: str,
+        is_over: Callable[[], bool],
+    ):
+        """All ranks have come when this returns. `peers` names the others in errors; once `is_over()` whatever waits
+        gives up. Raises TransferError."""
         self._store = store
         self._rank = rank
         self._size = size
         self._device = device
         self._deadline_s = deadline_s
         self._peers = peers
-        self._given_up = False
+        self._is_over = is_over
         self._tell("here")
         self._await("here", "to join the group")
         try:
@@ -54,23 +64,41 @@ class Group:
 
     @classmethod
     def host(
-        cls, listener: socket.socket, nonce: str, size: int, device: torch.device, deadline_s: float, peers: str
+        cls,
+        listener: socket.socket,
+        nonce: str,
+        size: int,
+        device: torch.device,
+        deadline_s: float,
+        peers: str,
+        is_over: Callable[[], bool] = lambda: False,
     ) -> Group:
         """The learner's side. `listener` is bound, and is ours from now on."""
         address, port = listener.getsockname()[:2]
-        store = c10d.TCPStore(
-            "127.0.0.1" if address == "0.0.0.0" else address,
-            port,
-            is_master=True,
-            timeout=timedelta(seconds=deadline_s),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-        return cls(c10d.PrefixStore(nonce, store), _LEARNER, size, device, deadline_s, peers)
+        try:
+            store = c10d.TCPStore(
+                "127.0.0.1" if address == "0.0.0.0" else address,
+                port,
+                is_master=True,
+                timeout=timedelta(seconds=deadline_s),
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
+        except (RuntimeError, c10d.DistError) as problem:
+            raise TransferError(f"no store at port {port} ({_first_line(problem)})") from problem
+        return cls(c10d.PrefixStore(nonce, store), _LEARNER, size, device, deadline_s, peers, is_over)
 
     @classmethod
     def join(
-        cls, host: str, port: int, nonce: str, rank: int, size: int, device: torch.device, deadline_s: float
+        cls,
+        host: str,
+        port: int,
+        nonce: str,
+        rank: int,
+        size: int,
+        device: torch.device,
+        deadline_s: float,
+        is_over: Callable[[], bool] = lambda: False,
     ) -> Group:
         """A receiver's side."""
         peers = f"the learner at {host} port {port}"
@@ -80,7 +108,7 @@ class Group:
             store = c10d.TCPStore(host, port, is_master=False, timeout=deadline, wait_for_workers=False)
         except (OSError, RuntimeError, c10d.DistError) as problem:
             raise TransferError(f"no connection to {peers} ({_first_line(problem)})") from problem
-        return cls(c10d.PrefixStore(nonce, store), rank, size, device, deadline_s, peers)
+        return cls(c10d.PrefixStore(nonce, store), rank, size, device, deadline_s, peers, is_over)
 
     def broadcast(self, flat: torch.Tensor, moved: Callable[[int], None] = lambda nbytes: None) -> None:
         """Bytes from rank 0 into everybody's `flat`, bucket by bucket; `moved` is told how many are there."""
@@ -91,10 +119,6 @@ class Group:
         # A sender that leaves early could take with it what is still on its way.
         self._tell("arrived")
         self._await("arrived", "to say that all has arrived")
-
-    def give_up(self) -> None:
-        """From any thread, and at once: whoever is in `broadcast` gives up."""
-        self._given_up = True
 
     def __enter__(self) -> Group:
         return self
@@ -110,11 +134,7 @@ class Group:
         try:
             work = self._backend.broadcast([bucket], options)
             while not work.is_completed():
-                if self._given_up:
-                    raise TransferError(f"given up at {where}")
-                if time.monotonic() > deadline:
-                    raise TransferError(f"waited {self._deadline_s:g} s for {self._peers}: {where}")
-                time.sleep(POLL_S)
+                self._look_at_the_clock(deadline, f"{self._peers}: {where}")
             # Raises what went wrong. Without a deadline NCCL would only have the stream wait, and say nothing.
             work.wait(timedelta(seconds=self._deadline_s))
             if self._device.type == "cuda":
@@ -130,15 +150,22 @@ class Group:
     def _await(self, word: str, what: str) -> None:
         everybody = [f"{word}/{rank}" for rank in range(1, self._size)]
         for key in everybody if self._rank == _LEARNER else [f"{word}/all"]:
+            who = f"receiver {key.rpartition('/')[2]} of {self._peers}" if self._rank == _LEARNER else self._peers
+            deadline = time.monotonic() + self._deadline_s
             try:
-                self._store.wait([key], timedelta(seconds=self._deadline_s))
+                while not self._store.check([key]):
+                    self._look_at_the_clock(deadline, f"{who} {what}")
             except (RuntimeError, c10d.DistError) as problem:
-                who = f"receiver {key.rpartition('/')[2]} of {self._peers}" if self._rank == _LEARNER else self._peers
-                raise TransferError(
-                    f"waited up to {self._deadline_s:g} s for {who} {what} ({_first_line(problem)})"
-                ) from problem
+                raise TransferError(f"{self._peers} has gone ({_first_line(problem)})") from problem
         if self._rank == _LEARNER:
             self._set(f"{word}/all")
+
+    def _look_at_the_clock(self, deadline: float, what: str) -> None:
+        if self._is_over():
+            raise TransferError(f"given up, waiting for {what}")
+        if time.monotonic() > deadline:
+            raise TransferError(f"waited {self._deadline_s:g} s for {what}")
+        time.sleep(POLL_S)
 
     def _set(self, key: str) -> None:
         try:

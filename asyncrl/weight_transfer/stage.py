@@ -100,7 +100,8 @@ class Stage:
         flat = torch.empty(entries[-1].offset + entries[-1].nbytes, dtype=torch.uint8, device=self._device)
         if order.port:
             where = (order.host, order.port, order.nonce)
-            with Group.join(*where, rank, order.size, self._device, order.deadline_s) as group:
+            is_over = lambda: self._nonce != order.nonce  # noqa: E731
+            with Group.join(*where, rank, order.size, self._device, order.deadline_s, is_over) as group:
                 group.broadcast(flat, lambda nbytes: self._moved(order, nbytes))
         else:
             theirs = open_shared(CudaMemory.model_validate(order.memory), self._device)
