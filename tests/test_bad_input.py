@@ -284,7 +284,7 @@ def test_a_refused_learner_gives_everything_back(make_config: MakeConfig, key: s
     assert shared_files() == before
     assert not config.run_path.exists()
     learner = Learner(config)  # the other ports are free again
-    assert learner.total_steps == config.trainer.max_steps
+    assert learner.progress.total_steps == config.trainer.max_steps
     learner.exchange.stop("done")
     learner.publication.close()
     learner.reporter.close()
@@ -296,7 +296,7 @@ def test_a_run_has_the_steps_that_were_explained(make_config: MakeConfig) -> Non
     config = with_ports(make_config(trainer={"max_steps": 0, "total_epochs": 1}, batch={"prompts_per_step": 10}))
     learner = Learner(config)
     try:
-        assert learner.total_steps == config.total_steps(64) == 7
+        assert learner.progress.total_steps == config.total_steps(64) == 7
     finally:
         learner.exchange.stop("done")
         learner.publication.close()

@@ -35,6 +35,7 @@ from learner.tickets import PreparedTicket
 from learner.verification import verify_group
 from protocol.codec import Limits
 from protocol.messages import Ack, Goodbye, Group, Hello, Message, TicketFailed, WeightManifest, WeightsLoaded
+from rollout_server.held_version import HeldVersion
 from rollout_server.production import GroupProducer
 from rollout_server.service import RolloutServer
 
@@ -104,13 +105,14 @@ class SimulatedServer(RolloutServer):
         self.processor: Any = TextlessProcessor()
         self.engine: Any = ModelFreeEngine(self.config, self.processor)
         self.receiver: Any = DelayedWeights(self.engine, lambda: random_numbers.uniform(*workload.weights_s))
+        self.held_version = HeldVersion(self.config, self.receiver, self.link, self.metrics, "", self._on_device)
         self.rewards: Any = OneForAll()
         self.producer = GroupProducer(self.engine, self.rewards, self.processor, link.server_id)
         self.producer.on_trajectory = self._observe_trajectory
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as self._tasks:
-            following = self._tasks.create_task(self._follow_weights())
+            following = self._tasks.create_task(self.held_version.follow())
             await self._receive()
             following.cancel()
 
