@@ -6,10 +6,11 @@ import asyncio
 import logging
 import time
 from contextlib import AbstractAsyncContextManager, nullcontext
+from functools import partial
 
 import psutil
 
-from asyncrl.config.channel_rules import network_is_open
+from asyncrl.config.channel_rules import DEVICE_CHANNELS, network_is_open
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.base_weights import base_fingerprint
 from asyncrl.models.loading import folder_fingerprint
@@ -92,10 +93,10 @@ class RolloutServer:
         reason, expected = "stopped", True
         try:
             welcome = await self.link.connect()
-            channel = await self._channel(welcome)
+            channel, instead = await self._channels(welcome)
             logger.info("welcomed to run %s at version %d; weights over %s", welcome.run_id, welcome.version, channel)
             endpoint = f"tcp://{self.config.network.host}:{welcome.weights_port}"
-            self.receiver = WeightReceiver(self.config, self.engine, channel, endpoint)
+            self.receiver = WeightReceiver(self.config, self.engine, channel, endpoint, instead=instead)
             self.held_version = HeldVersion(
                 self.config, self.receiver, self.link, self.metrics, welcome.incarnation, self._on_device
             )
@@ -125,15 +126,19 @@ class RolloutServer:
             if hasattr(self, "receiver"):
                 self.receiver.close()
 
-    async def _channel(self, welcome: Welcome) -> Channel:
+    async def _channels(self, welcome: Welcome) -> tuple[Channel, Channel | None]:
+        """Which one, and which one where it fails."""
+        configured = self.config.rollout.weights_channel
         staging = self.engine.staging if welcome.device else None
-        return choose_channel(
-            self.config.rollout.weights_channel,
+        choose = partial(
+            choose_channel,
+            configured,
             same_host=welcome.host_id == self.link.host_id,
-            source=welcome.device,
-            devices=await staging.devices() if staging else (),
             open_network=network_is_open(self.config),
         )
+        channel = choose(source=welcome.device, devices=await staging.devices() if staging else ())
+        may_choose = configured == "auto" and channel in DEVICE_CHANNELS
+        return channel, choose(source=None, devices=()) if may_choose else None
 
     async def _receive(self) -> None:
         self._work: set[asyncio.Task[None]] = set()

@@ -3,6 +3,7 @@ memory to device memory."""
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import time
@@ -16,21 +17,45 @@ from protocol.codec import MIB
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import Channel, Chunk, Error, TransferStart, WeightManifest, WeightsLoaded
 from protocol.shm import check_manifest, open_shm
+from protocol.sockets import ServerSocket
 from protocol.transfer import fetch
 from rollout_server.device_transfer import receive
 from rollout_server.dialling import dial
 from rollout_server.engines.base import ArrivedWeights, InferenceEngine
 
+logger = logging.getLogger(__name__)
+
+MOST_FAILURES = 3
+"""Transfers between devices that fail in a row before a server that may choose takes another channel."""
+
 
 class WeightReceiver:
     """Fetches published versions and hands them to the engine."""
 
-    def __init__(self, config: RunConfig, engine: InferenceEngine, channel: Channel, endpoint: str):
+    def __init__(
+        self,
+        config: RunConfig,
+        engine: InferenceEngine,
+        channel: Channel,
+        endpoint: str,
+        *,
+        instead: Channel | None = None,
+    ):
+        """`instead` is the channel to go on with when transfers between devices fail again and again; None: no other,
+        since this one was asked for."""
         self._config = config
         self._engine = engine
+        self._endpoint = endpoint
+        self._instead: Channel | None = instead
+        self._failures = 0
+        self._socket: ServerSocket | None = None
+        self._use(channel)
+
+    def _use(self, channel: Channel) -> None:
+        self.close()
         self.channel: Channel = channel
         answers = {"zmq": (Chunk, Error), "nccl": (TransferStart, Error), "cuda_ipc": (TransferStart, Error)}
-        self._socket = dial(config, endpoint, answers[channel]) if channel in answers else None
+        self._socket = dial(self._config, self._endpoint, answers[channel]) if channel in answers else None
 
     async def load(self, manifest: WeightManifest) -> WeightsLoaded:
         """Put this version into the engine. Raises ProtocolError VERSION_GONE if the learner has moved on, and
@@ -69,17 +94,32 @@ class WeightReceiver:
         assert self.channel in ("nccl", "cuda_ipc")
         network = self._config.network
         try:
-            await receive(
-                self._socket,
-                manifest,
-                self.channel,
-                staging,
-                host=network.host,
-                timeout_s=network.timeout_s,
-            )
+            try:
+                await receive(
+                    self._socket,
+                    manifest,
+                    self.channel,
+                    staging,
+                    host=network.host,
+                    timeout_s=network.timeout_s,
+                )
+            except TimeoutError as problem:
+                self._count_failure(problem)
+                raise
+            self._failures = 0
             yield staging.weights(manifest)
         finally:
             staging.drop()
+
+    def _count_failure(self, problem: TimeoutError) -> None:
+        self._failures += 1
+        if self._instead is not None and self._failures == MOST_FAILURES:
+            logger.warning(
+                "%s failed %d times in a row, the last time with: %s. From now on weights come over %s; "
+                "rollout.weights_channel=%s would have gone on trying",
+                *(self.channel, self._failures, problem, self._instead, self.channel),
+            )
+            self._use(self._instead)
 
     def _check_that_it_fits(self, manifest: WeightManifest) -> None:
         """Before any memory is taken for it: the manifest is a stranger's word for what the model looks like."""
@@ -95,6 +135,7 @@ class WeightReceiver:
     def close(self) -> None:
         if self._socket is not None:
             self._socket.close()
+            self._socket = None
 
 
 @contextmanager

@@ -8,12 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
 from asyncrl.models.loading import fingerprint_of
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import TensorEntry, WeightManifest
+from rollout_server.staging import LocalStaging
 from rollout_server.weights import WeightReceiver
 
 GIB = 1 << 30
@@ -70,3 +72,30 @@ def test_a_manifest_that_contradicts_itself_is_malformed(make_config: Callable[.
     with pytest.raises(ProtocolError, match="differ from the layout") as caught:
         asyncio.run(receiver.load(manifest("weight", "float32", (2, 3), 24, total=256 * GIB)))
     assert caught.value.code is ErrorCode.MALFORMED
+
+
+@pytest.mark.parametrize("instead", ["zmq", None])
+def test_transfers_between_devices_that_fail_again_and_again_give_way_to_another_channel(
+    make_config: Callable[..., RunConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    instead: Any,
+) -> None:
+    """Unless that channel was asked for."""
+
+    async def fail(*_: Any, **__: Any) -> None:
+        raise TimeoutError("nccl: the learner's rank did not come")
+
+    monkeypatch.setattr("rollout_server.weights.receive", fail)
+    engine: Any = Engine()
+    engine.staging = LocalStaging(torch.device("cpu"))
+    receiver = WeightReceiver(make_config(), engine, "nccl", "tcp://127.0.0.1:9", instead=instead)
+    channels = []
+    for _ in range(3):
+        channels.append(receiver.channel)
+        with pytest.raises(TimeoutError, match="rank did not come"):
+            asyncio.run(receiver.load(manifest("weight", "float32", (2, 3), 24)))
+    receiver.close()
+    assert channels == ["nccl"] * 3
+    assert receiver.channel == (instead or "nccl")
+    assert ("From now on weights come over zmq" in caplog.text) == bool(instead)
