@@ -1,7 +1,7 @@
 """A model that woke up must say what it said before it slept: log-probs of a few fixed tokens.
 
-Where we move the tensors ourselves each is compared bit for bit on the way (`asyncrl/models/sleeping.py`); this asks the
-model as a whole, through the path that samples or trains, and vLLM, which moves its own.
+Where we move the tensors ourselves each is compared bit for bit on the way (`asyncrl/models/sleeping.py`); this asks
+the model as a whole, through the path that samples or trains, and vLLM, which moves its own.
 """
 
 from __future__ import annotations
