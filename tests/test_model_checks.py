@@ -173,6 +173,18 @@ NO_ENGINE_CAN: dict[str, tuple[Sections, str]] = {
         {"rollout": {"engine": "vllm", "logprobs": "raw"}},
         "rollout.logprobs is raw, but the vllm engine returns .* Set rollout.logprobs=processed",
     ),
+    "too cold": (
+        {"rollout": {"engine": "vllm", "temperature": 0.001}},
+        "rollout.temperature is 0.001; vllm samples no colder than 0.01 .* Set it to 0.01 or more",
+    ),
+    "too cold held-out rows": (
+        {"rollout": {"engine": "vllm"}, "evaluation": {"temperature": 0.005}},
+        r"evaluation.temperature is 0.005; vllm .* \(evaluation.temperature=0 is greedy\)",
+    ),
+    "a rank above all slots": (
+        {"rollout": {"engine": "vllm"}, "model": {"lora": {"rank": 513}}},
+        "model.lora.rank is 513, and vllm takes at most 512. Lower it, or set rollout.engine=hf",
+    ),
     "arguments that hf does not take": (
         {"rollout": {"engine_args": {"max_num_seqs": 4}}},
         r"rollout.engine_args has \['max_num_seqs'\], but the hf engine takes no arguments",
@@ -195,11 +207,6 @@ NOT_HERE: dict[str, tuple[Sections, str]] = {
     "more devices than there are": (
         {"rollout": {"engine": "vllm", "device": "cpu", "tensor_parallel_size": 64}},
         r"rollout.tensor_parallel_size is 64, but this machine has 1 device \(its CPU\). Set .*=1",
-    ),
-    "too cold": ({"rollout": {"engine": "vllm", "temperature": 0.001}}, "rollout.temperature is 0.001; vLLM samples"),
-    "too cold held-out rows": (
-        {"rollout": {"engine": "vllm"}, "evaluation": {"temperature": 0.005}},
-        r"evaluation.temperature is 0.005; vLLM .* \(evaluation.temperature=0 is greedy\)",
     ),
     "an argument that is not the user's": (
         {"rollout": {"engine": "vllm", "engine_args": {"dtype": "half"}}},

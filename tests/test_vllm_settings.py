@@ -109,21 +109,12 @@ def test_other_mistakes_are_refused_with_the_fix(make_config: MakeConfig, monkey
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     refused(r"tensor_parallel_size is 2, but this machine has 1 device \(its CPU\)", tensor_parallel_size=2)
     refused(r"is 4, but this machine has 2 CUDA device\(s\)", tensor_parallel_size=4, cuda=True)
-    refused("silently use that. Set it to 0.01 or more", temperature=0.001)
     refused("enable_chunked_prefill", engine_args={"enable_chunked_prefill": True})
     refused(r"load_format: dummy, weights that are nobody's policy", engine_args={"load_format": "dummy"})
-    refused(r"rollout.logprobs is raw: .* Set rollout.logprobs=processed", logprobs="raw")
     with pytest.raises(UserError, match=r"gpu_memory_utilisation, .* did you mean gpu_memory_utilization"):
         settings.check_known({"gpu_memory_utilisation": 0.5}, {"gpu_memory_utilization", "block_size"})
     with pytest.raises(UserError, match=r"heads are 16 wide, and vLLM on a CPU takes only \[32, 64\]"):
         settings.check_heads(SimpleNamespace(hidden_size=64, num_attention_heads=4), [32, 64])
-
-
-def test_adapters_at_sleep_level_2_are_refused_because_nobody_brings_the_base_back(make_config: MakeConfig) -> None:
-    lora: dict[str, Any] = {"lora": {"rank": 4}}
-    settings.check_settings(make_config(model=lora, rollout={"engine": "vllm"}), cuda=False)
-    with pytest.raises(UserError, match=r"would forget the base weights, too.* Set rollout.sleep_level=1"):
-        settings.check_settings(make_config(model=lora, rollout={"engine": "vllm", "sleep_level": 2}), cuda=False)
 
 
 @pytest.mark.parametrize("name", settings.MEMORY_SETTINGS)

@@ -7,6 +7,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from asyncrl.config.schema import RunConfig
 
+COLDEST_FOR_VLLM = 0.01
+"""It samples colder ones at this temperature, without a word; 0 is greedy."""
+LARGEST_RANK_FOR_VLLM = 512
+"""Of adapters: its largest slot."""
+
 
 def engine_problems(config: RunConfig) -> list[str]:
     """One line for each setting that the chosen engine would have to ignore, with its fix."""
@@ -27,6 +32,32 @@ def engine_problems(config: RunConfig) -> list[str]:
             f"rollout.logprobs is raw, but the {rollout.engine} engine returns those of the distribution it samples "
             "from. Set rollout.logprobs=processed"
         )
+    if rollout.engine == "vllm":
+        problems += _vllm_problems(config)
     if rollout.engine == "scripted" and config.alignment.rows:
         problems.append("rollout.engine=scripted makes up its log-probs: set alignment.rows=0")
     return problems
+
+
+def _vllm_problems(config: RunConfig) -> list[str]:
+    temperatures = {
+        "rollout.temperature": config.rollout.temperature,
+        "evaluation.temperature": config.evaluation.temperature,
+    }
+    problems = [f"{key} is {too_cold(value)}" for key, value in temperatures.items() if too_cold(value)]
+    if config.model.lora.rank > LARGEST_RANK_FOR_VLLM:
+        problems.append(
+            f"model.lora.rank is {config.model.lora.rank}, and vllm takes at most {LARGEST_RANK_FOR_VLLM}. Lower it, "
+            "or set rollout.engine=hf"
+        )
+    return problems
+
+
+def too_cold(temperature: float) -> str:
+    """Why vLLM cannot sample at this temperature, with the fix; empty if it can."""
+    if not 0 < temperature < COLDEST_FOR_VLLM:
+        return ""
+    return (
+        f"{temperature:g}; vllm samples no colder than {COLDEST_FOR_VLLM} and would silently use that. Set it to "
+        f"{COLDEST_FOR_VLLM} or more (evaluation.temperature=0 is greedy)"
+    )

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from asyncrl.config.engine_rules import LARGEST_RANK_FOR_VLLM
 from asyncrl.config.model import ModelConfig
 from asyncrl.errors import UserError
 from asyncrl.models.loading import CONNECTOR_NAMES, VISION_TOWER_NAMES, skeleton
@@ -26,19 +27,16 @@ from rollout_server.engines.vllm_engine.library import Library
 SLOT = 1
 """vLLM's number of the adapter. A number of its own for each version would let versions run side by side, but running
 sequences are to go on with the new one."""
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, LARGEST_RANK_FOR_VLLM)
 """Sizes of vLLM's slots."""
 
 
 def slot_arguments(spec: AdapterSpec) -> dict[str, Any]:
-    """Arguments of vLLM for one slot that the adapter fits in. Raises UserError for a rank above all."""
-    fitting = [rank for rank in RANKS if rank >= spec.rank]
-    if not fitting:
-        raise UserError(f"model.lora.rank is {spec.rank}, and vLLM takes at most {RANKS[-1]}. Lower it, or use hf")
+    """Arguments of vLLM for one slot that the adapter fits in; the configuration has no rank above all."""
     sees = {*VISION_TOWER_NAMES, *CONNECTOR_NAMES}
     return {
         "enable_lora": True,
-        "max_lora_rank": fitting[0],
+        "max_lora_rank": next(rank for rank in RANKS if rank >= spec.rank),
         "max_loras": 1,
         "max_cpu_loras": 1,
         "enable_tower_connector_lora": any(sees & set(name.split(".")) for name in spec.target_modules),

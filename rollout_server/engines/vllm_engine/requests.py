@@ -7,18 +7,19 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.config.engine_rules import too_cold
 from asyncrl.data.images import decode_image
 from asyncrl.errors import UserError
 from rollout_server.engines.base import GenerationRequest, VideoFrames
 from rollout_server.engines.vllm_engine.library import Library
 from rollout_server.engines.vllm_engine.outputs import check_alignment
-from rollout_server.engines.vllm_engine.settings import check_temperature
 
 
 def check_request(request: GenerationRequest, banned: tuple[int, ...], max_tokens: int) -> None:
     """Raises UserError for what this engine, which bans `banned` and has room for `max_tokens`, cannot honour."""
     sampling, row = request.sampling, request.prompt.row_id
-    check_temperature(f"the temperature of ticket {request.request_id}", sampling.temperature)
+    if problem := too_cold(sampling.temperature):
+        raise UserError(f"the temperature of ticket {request.request_id} is {problem}")
     if set(banned) != set(sampling.banned_token_ids):
         raise UserError(
             f"ticket {request.request_id} bans the token ids {sorted(sampling.banned_token_ids)}, and this engine bans "

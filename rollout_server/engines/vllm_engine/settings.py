@@ -20,8 +20,6 @@ from rollout_server.engines.vllm_engine.owner import LEASE_VARIABLE, OWNER_VARIA
 
 WORKER = "rollout_server.engines.vllm_engine.worker"
 """The module that vLLM's processes import; this process need not."""
-SMALLEST_TEMPERATURE = 0.01
-"""vLLM raises anything between 0 and this to it, without telling the caller."""
 CPU_KV_BLOCK = 128
 """Tokens of one block of vLLM's key-value cache on a CPU."""
 CPU_BATCH_TOKENS = 4096
@@ -92,18 +90,8 @@ def check_settings(config: RunConfig, *, cuda: bool) -> None:
     refused = [f"{name}. {fix}" for name, fix in NOT_YOURS.items() if name in rollout.engine_args]
     if refused:
         raise UserError(f"rollout.engine_args may not have {'; nor '.join(refused)}")
-    if config.model.lora.rank and rollout.sleep_level == 2:
-        raise UserError(
-            "rollout.sleep_level is 2 and model.lora.rank above 0: vLLM would forget the base weights, too, and only "
-            "adapters are published. Set rollout.sleep_level=1"
-        )
     if rollout.engine_args.get("load_format") == "dummy":
         raise UserError("rollout.engine_args has load_format: dummy, weights that are nobody's policy. Leave it out")
-    if rollout.logprobs == "raw":
-        raise UserError(
-            "rollout.logprobs is raw: vLLM's are then of the vocabulary with the placeholder ids that are never "
-            "sampled, and the learner's without. Set rollout.logprobs=processed"
-        )
     _check_budget(config)
     if not cuda and rollout.engine_args.get("enable_chunked_prefill"):
         raise UserError(
@@ -116,11 +104,6 @@ def check_settings(config: RunConfig, *, cuda: bool) -> None:
             f"rollout.tensor_parallel_size is {rollout.tensor_parallel_size}, but this machine has {devices} "
             f"{'CUDA device(s)' if cuda else 'device (its CPU)'}. Set rollout.tensor_parallel_size={devices}"
         )
-    for key, temperature in (
-        ("rollout.temperature", rollout.temperature),
-        ("evaluation.temperature", config.evaluation.temperature),
-    ):
-        check_temperature(key, temperature)
 
 
 def _check_budget(config: RunConfig) -> None:
@@ -129,14 +112,6 @@ def _check_budget(config: RunConfig) -> None:
         raise UserError(
             f"gpu_memory.budget_gib is {config.gpu_memory.budget_gib:g}, and rollout.engine_args has "
             f"{' and '.join(over)}, which would take vLLM out of that budget. Leave one of the two out"
-        )
-
-
-def check_temperature(key: str, temperature: float) -> None:
-    if 0 < temperature < SMALLEST_TEMPERATURE:
-        raise UserError(
-            f"{key} is {temperature:g}; vLLM samples no colder than {SMALLEST_TEMPERATURE} and would silently use "
-            f"that. Set it to {SMALLEST_TEMPERATURE} or more (evaluation.temperature=0 is greedy)"
         )
 
 
