@@ -26,6 +26,8 @@ from asyncrl.telemetry.metrics import MetricSet
 from protocol.messages import FinishReason, Sampling
 from rollout_server.engines.base import ArrivedWeights, Completion, GenerationRequest
 from rollout_server.engines.hf import HFEngine
+from rollout_server.engines.vllm_engine.engine import VLLMEngine
+from rollout_server.engines.vllm_engine.versions import argument_names
 from rollout_server.metrics import METRICS
 from tests.test_weight_updates import Weights, fresh_logits, gaps, initial_weights, moved
 from tests.vllm_rig import MISSING, Rig, changed, first
@@ -206,6 +208,24 @@ def test_a_banned_id_is_never_sampled_even_by_a_policy_that_wants_nothing_else(f
         assert not set(done.token_ids.tolist()) & set(banned)
         # All others are equally probable, to the last bit of the distribution: nothing was left for a banned one.
         np.testing.assert_allclose(done.logprobs, -np.log(head.shape[0] - len(banned)), atol=1e-5)
+
+
+def test_arguments_that_vllm_does_not_have_or_refuses_are_the_users_to_mend(
+    fresh: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first before vLLM is imported: its names are read from its source."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    assert argument_names() == {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+
+    def engine(**arguments: object) -> VLLMEngine:
+        rollout = fresh.config.rollout.model_copy(update={"engine_args": arguments})
+        return VLLMEngine(fresh.config.model_copy(update={"rollout": rollout}), fresh.processor)
+
+    with pytest.raises(UserError, match=r"has max_num_seq, which vLLM does not know; did you mean max_num_seqs"):
+        engine(max_num_seq=8)
+    with pytest.raises(UserError, match=r"(?s)vLLM refuses its arguments, .*rollout.engine_args: .*foo"):
+        fresh.run(engine(attention_backend="foo").start())
 
 
 def test_a_ticket_with_other_bans_or_over_the_length_is_refused(fresh: Rig) -> None:

@@ -127,12 +127,13 @@ def _check_devices(config: RunConfig, sides: tuple[Side, ...]) -> None:
 
 def _check_vllm(config: RunConfig) -> None:
     """By the engine's own rules; vLLM itself is not imported."""
-    from rollout_server.engines.vllm_engine.settings import check_settings, on_cuda
-    from rollout_server.engines.vllm_engine.versions import check_installed
+    from rollout_server.engines.vllm_engine.settings import check_known, check_settings, on_cuda
+    from rollout_server.engines.vllm_engine.versions import argument_names, check_installed
 
     cuda = on_cuda(config)
     check_settings(config, cuda=cuda)
     check_installed(cuda=cuda)
+    check_known(config.rollout.engine_args, argument_names())
 
 
 # --- memory --------------------------------------------------------------------------------------

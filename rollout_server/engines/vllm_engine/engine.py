@@ -23,13 +23,13 @@ from rollout_server.engines.base import ArrivedWeights, Completion, EngineUsage,
 from rollout_server.engines.vllm_engine.adapter import check_slot, fill_slot, no_adapter
 from rollout_server.engines.vllm_engine.outputs import to_completion
 from rollout_server.engines.vllm_engine.requests import check_request, sampling_params, to_engine_input
-from rollout_server.engines.vllm_engine.settings import check_settings, on_cuda
+from rollout_server.engines.vllm_engine.settings import check_known, check_settings, on_cuda
 from rollout_server.engines.vllm_engine.sleep import Asleep, fall_asleep, wake_up
 from rollout_server.engines.vllm_engine.staging import WorkerStaging
 from rollout_server.engines.vllm_engine.start import start_vllm
 from rollout_server.engines.vllm_engine.transfer import vision_entries, weight_update
 from rollout_server.engines.vllm_engine.usage import UsageMeter
-from rollout_server.engines.vllm_engine.versions import check_installed
+from rollout_server.engines.vllm_engine.versions import argument_names, check_installed
 from rollout_server.staging import Staging
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,7 @@ class VLLMEngine:
         self._cuda = on_cuda(config)
         check_settings(config, cuda=self._cuda)
         check_installed(cuda=self._cuda)
+        check_known(config.rollout.engine_args, argument_names())
         self._adapter = resolve_adapter(config.model)
         self._adapter_request: Any = None
         """vLLM's name of the adapter that new requests are sampled with; None: the model itself is trained."""

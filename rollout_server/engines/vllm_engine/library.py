@@ -9,7 +9,6 @@ class Library:
     """Raises ImportError or OSError."""
 
     def __init__(self) -> None:
-        from dataclasses import fields
 
         import vllm  # pyright: ignore[reportMissingImports]
         from vllm.config.weight_transfer import WeightTransferConfig  # pyright: ignore[reportMissingImports]
@@ -42,7 +41,6 @@ class Library:
         self.WeightTransferConfig = WeightTransferConfig
         self.WeightTransferInitRequest = WeightTransferInitRequest
         self.WeightTransferUpdateRequest = WeightTransferUpdateRequest
-        self.argument_names = {field.name for field in fields(AsyncEngineArgs)}
         self.cpu_head_sizes: list[int] = CPUAttentionBackend.get_supported_head_sizes()
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.errors import UserError
 from asyncrl.models.loading import model_folder
 from protocol.messages import AdapterSpec
 from rollout_server.engines.vllm_engine.adapter import slot_arguments
@@ -14,7 +15,6 @@ from rollout_server.engines.vllm_engine.library import Library, import_vllm
 from rollout_server.engines.vllm_engine.names import BACKEND
 from rollout_server.engines.vllm_engine.settings import (
     check_heads,
-    check_known,
     engine_arguments,
     engine_environment,
 )
@@ -37,14 +37,16 @@ def start_vllm(
         vllm = import_vllm()
         if not cuda:
             check_heads(text_config, vllm.cpu_head_sizes)
-        check_known(config.rollout.engine_args, vllm.argument_names)
         arguments = engine_arguments(config, cuda=cuda, text_config=text_config, banned=list(banned))
         if adapter is not None:
             arguments |= slot_arguments(adapter)
         logger.info("starting vLLM %s with %s", vllm.version, arguments)
         transfer = None if adapter else vllm.WeightTransferConfig(backend=BACKEND)
-        llm = vllm.AsyncEngine.from_engine_args(
-            vllm.AsyncEngineArgs(**arguments, weight_transfer_config=transfer),
-            stat_loggers=cast(Any, [lambda _config, _index=0: statistics]),
-        )
+        try:  # a failure within vLLM's own processes is no ValueError here
+            llm = vllm.AsyncEngine.from_engine_args(
+                vllm.AsyncEngineArgs(**arguments, weight_transfer_config=transfer),
+                stat_loggers=cast(Any, [lambda _config, _index=0: statistics]),
+            )
+        except ValueError as problem:
+            raise UserError(f"vLLM refuses its arguments, such as rollout.engine_args: {problem}") from problem
     return llm, vllm

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
 
 from asyncrl.errors import UserError
 
@@ -63,6 +66,21 @@ def installed(package: str, *, whole: bool = False) -> str | None:
     except PackageNotFoundError:
         return None
     return found if whole else found.partition("+")[0]
+
+
+def argument_names() -> set[str]:
+    """Of `AsyncEngineArgs` of the installed vLLM, read from its source: to import it takes ten seconds."""
+    spec = find_spec("vllm")
+    assert spec is not None, "check_installed has seen it"
+    assert spec.submodule_search_locations is not None
+    tree = ast.parse((Path(spec.submodule_search_locations[0]) / "engine" / "arg_utils.py").read_text())
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    return {
+        field.target.id
+        for name in ("EngineArgs", "AsyncEngineArgs")
+        for field in classes[name].body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    }
 
 
 def _place(cuda: bool) -> str:
