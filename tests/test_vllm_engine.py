@@ -224,7 +224,7 @@ def test_arguments_that_vllm_does_not_have_or_refuses_are_the_users_to_mend(
 
     with pytest.raises(UserError, match=r"has max_num_seq, which vLLM does not know; did you mean max_num_seqs"):
         engine(max_num_seq=8)
-    with pytest.raises(UserError, match=r"(?s)vLLM refuses its arguments, .*rollout.engine_args: .*foo"):
+    with pytest.raises(UserError, match=r"(?s)vLLM refuses its arguments, .*rollout.engine_args: .*'FOO'"):
         fresh.run(engine(attention_backend="foo").start())
 
 
