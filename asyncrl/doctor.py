@@ -62,12 +62,10 @@ def _planned(target: Path, overrides: Sequence[str]) -> RunConfig:
 
 def _stored_dtype(folder: Path) -> str:
     """Of the weights in the folder, as far as we train in it."""
-    from transformers import PreTrainedConfig
-
     from asyncrl.config.model import ModelConfig
-    from asyncrl.models.folder import model_folder
+    from asyncrl.models.folder import read_config
 
-    described, _ = PreTrainedConfig.get_config_dict(model_folder(ModelConfig(path=str(folder))))
+    described = read_config(ModelConfig(path=str(folder)))
     text = described.get("text_config") or {}
     names = [str(d.get(key)) for d in (described, text) for key in ("dtype", "torch_dtype")]
     return "bfloat16" if any("16" in name for name in names) else "float32"

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl.config.model import ModelConfig
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.images import content_hash
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
@@ -182,6 +183,32 @@ def test_text_goes_on_after_the_last_moment_of_a_video(
     tail = len(encoded.token_ids) - last - 1
     assert place[:, last + 1 :].tolist() == [list(range(after, after + tail))] * 3
     assert following == after + tail
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@pytest.mark.parametrize("tail", [0, 2])
+def test_the_first_new_token_stands_after_the_whole_prompt(
+    name: Family, padding: str, tail: int, tmp_path: Path
+) -> None:
+    """`rope_deltas` is what generate() adds to a token's number; it counts a long video's end already."""
+    model: Any = load_model(ModelConfig(path=str(make_family(name, tmp_path))), device=torch.device("cpu"))
+    types = torch.tensor([[0] * 3 + [2] * 9 * 4 + [0] * tail])
+    mask = torch.ones_like(types)
+    if padding != "none":
+        sides = (3, 0) if padding == "left" else (0, 3)
+        types, mask = (torch.nn.functional.pad(tensor, sides) for tensor in (types, mask))
+    positions, deltas = model.model.get_rope_index(
+        torch.full_like(types, 5),
+        mm_token_type_ids=types,
+        video_grid_thw=torch.tensor([[9, 4, 4]]),
+        attention_mask=mask,
+        **({"second_per_grid_ts": torch.tensor([1.0])} if name == "qwen2_5_vl" else {}),
+    )
+    real = positions[:, 0, mask[0].bool()]
+    end = 3 + 8 * (1 if name == "qwen2_vl" else 4)
+    assert real[:, 3 + 36 :].tolist() == [list(range(end + 1, end + 1 + tail))] * 3
+    assert int(deltas) + real.shape[1] == end + 1 + tail
 
 
 def test_packing_changes_nothing(make_config: MakeConfig, family: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
@@ -54,9 +55,8 @@ def refusal(plan: MemoryPlan) -> str:
 
 def advice(plan: MemoryPlan) -> list[str]:
     """Single changes with the peak that they lead to, largest first, and the first few that fit together."""
-    tried = [(change, make_plan(changed(plan.config, change), before=plan)) for change in _levers(plan.config)]
     useful = sorted(
-        (pair for pair in tried if pair[1].excess < plan.excess), key=lambda pair: (pair[1].excess, pair[1].peak)
+        (pair for pair in _tried(plan) if pair[1].excess < plan.excess), key=lambda pair: (pair[1].excess, pair[1].peak)
     )
     if not useful:
         return ["No setting changes that: use a smaller model or a larger device"]
@@ -70,6 +70,13 @@ def advice(plan: MemoryPlan) -> list[str]:
         if not fitting.excess:
             return [*lines, f"Together {_text(together)} fits: {gib(fitting.peak)}"]
     return [*lines, f"All of them together need {gib(fitting.peak)}: use a smaller model or a larger device"]
+
+
+def _tried(plan: MemoryPlan) -> Iterator[tuple[Change, MemoryPlan]]:
+    """Each change with the plan it leads to, but those that the model does not allow, such as adapters nowhere."""
+    for change in _levers(plan.config):
+        with suppress(UserError):
+            yield change, make_plan(changed(plan.config, change), before=plan)
 
 
 def _course(plan: MemoryPlan, other: MemoryPlan) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,6 +23,9 @@ from asyncrl.memory_plan.rehearsal import (
     rehearse_learner,
     scheduled_tokens,
 )
+from asyncrl.models.folder import read_config
+
+logger = logging.getLogger(__name__)
 
 GIB = 2**30
 CONTEXT_BYTES = GIB // 2
@@ -92,11 +97,14 @@ def make_plan(config: RunConfig, *, before: MemoryPlan | None = None) -> MemoryP
     if before is not None and _same_for_learner(config, before.config):
         learner = before.learner
     else:
-        learner = rehearse_learner(config, foreach=config.learner.device != "cpu")
+        learner = _learner_bytes(config)
     if before is not None and _same_for_engine(config, before.config):
         engine = before.engine
+    elif config.rollout.engine == "scripted":
+        engine = None
     else:
-        engine = None if config.rollout.engine == "scripted" else rehearse_engine(config)
+        with _named_failure(config):
+            engine = rehearse_engine(config)
     sharing = device_sharing(config)
     learning = Phase("learner awake", tuple(learner_lines(learner, config)))
     phases = [learning]
@@ -104,6 +112,27 @@ def make_plan(config: RunConfig, *, before: MemoryPlan | None = None) -> MemoryP
         sampling = Phase("engine awake", tuple(engine_lines(engine, config)))
         phases = _combine(learning, sampling, sharing)
     return MemoryPlan(config, learner, engine, sharing, tuple(phases), tuple(_host_lines(config, learner, engine)))
+
+
+def _learner_bytes(config: RunConfig) -> LearnerBytes:
+    with _named_failure(config):
+        return rehearse_learner(config, foreach=config.learner.device != "cpu")
+
+
+@contextmanager
+def _named_failure(config: RunConfig) -> Iterator[None]:
+    """A model's own code may read values, which the meta device has not, or do what no rehearsal foresaw."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as problem:
+        logger.debug("the rehearsal of %s failed", config.model.path, exc_info=True)
+        family = read_config(config.model).get("model_type", "a model without model_type")
+        raise UserError(
+            f"the plan of {family} ({config.model.path}) failed: {type(problem).__name__}: {problem}. Memory cannot be "
+            "planned for this model, leave gpu_memory.budget_gib at 0"
+        ) from problem
 
 
 def _same_for_learner(config: RunConfig, before: RunConfig) -> bool:
@@ -227,8 +256,7 @@ def vllm_memory_utilization(config: RunConfig, device_bytes: int) -> float:
     if sharing == "turns":
         learner = sum(line.nbytes for line in _context(config.learner.device, "learner"))
     elif sharing == "together":
-        phase = rehearse_learner(config, foreach=config.learner.device != "cpu")
-        learner = sum(line.nbytes for line in learner_lines(phase, config))
+        learner = sum(line.nbytes for line in learner_lines(_learner_bytes(config), config))
     budget = min(config.gpu_memory.budget_gib * GIB, device_bytes)
     share = math.floor((budget - learner) / config.rollout.servers / device_bytes * 1000) / 1000
     if share <= 0:

@@ -15,11 +15,13 @@ import torch
 from asyncrl.config.schema import RunConfig
 from asyncrl.memory_plan.adapters import with_adapters
 from asyncrl.memory_plan.attention import fused_attention
+from asyncrl.memory_plan.experts import grouped_experts
 from asyncrl.memory_plan.limits import PREFILL_TOKENS
 from asyncrl.memory_plan.live_bytes import LiveBytes, nbytes
 from asyncrl.memory_plan.shapes import META, meta_model, text_config
+from asyncrl.memory_plan.vision import image_features
 from asyncrl.models import shared_prefix
-from asyncrl.models.loading import freeze_vision_tower, special_token_ids
+from asyncrl.models.loading import freeze_vision_tower, has_vision, special_token_ids
 from asyncrl.models.processing import PLACEHOLDER_ID_NAMES
 from asyncrl.models.published import published_tensors
 from asyncrl.models.sampling_distribution import draw, entropies, gather_logprobs, sampling_logprobs
@@ -80,7 +82,7 @@ def rehearse_learner(config: RunConfig, *, foreach: bool = True) -> LearnerBytes
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     weights = nbytes([*model.parameters(), *model.buffers()])
     optimizer = torch.optim.AdamW(trained, foreach=foreach)
-    with LiveBytes("meta", known=[*model.parameters(), *model.buffers()]) as live, fused_attention():
+    with LiveBytes("meta", known=[*model.parameters(), *model.buffers()]) as live, fused_attention(), grouped_experts():
         for parameter in trained:  # gradients of an earlier micro-batch are there, as they are from the second one on
             parameter.grad = torch.empty_like(parameter)
         gradients = live.live
@@ -150,7 +152,7 @@ def rehearse_engine(config: RunConfig) -> EngineBytes:
     per_sequence = cache_bytes_per_token(model.config, config) * longest_sequence(config)
     cache = sequences * per_sequence
     weights = nbytes([*model.parameters(), *model.buffers()])
-    with LiveBytes("meta", known=[*model.parameters(), *model.buffers()]) as live, fused_attention():
+    with LiveBytes("meta", known=[*model.parameters(), *model.buffers()]) as live, fused_attention(), grouped_experts():
         if config.rollout.engine == "vllm":
             _forward_once(model, (1, scheduled_tokens(config)), scheduled_tokens(config))
             working = live.peak
@@ -253,21 +255,10 @@ def _embed(model: Any, shape: tuple[int, int], image_tokens: int, device: torch.
     """[R, P, D] embeddings of token ids, with images in the place of as many tokens where the model has eyes."""
     embedded = model.get_input_embeddings()(torch.zeros(shape, dtype=torch.long, device=device))
     image_tokens = min(image_tokens, shape[0] * shape[1])
-    vision = getattr(model.config, "vision_config", None)
-    if vision is None or image_tokens == 0:
+    if not has_vision(model.config) or image_tokens == 0:
         return embedded
-    side = vision.spatial_merge_size  # one token is side x side patches
-    height = math.isqrt(image_tokens)
-    grid = torch.tensor([[1, side * height, side * -(-image_tokens // height)]])
-    patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    pixels = torch.empty((int(grid.prod()), patch), device=device)
-    windows: dict[str, torch.Tensor] = {}
-    if getattr(vision, "window_size", 0):  # one window: the tensors of thousands are as large together
-        windows["window_index"] = torch.arange(int(grid.prod()) // side**2, device=device)
-        windows["cu_window_seqlens"] = torch.tensor([0, int(grid.prod())])
-    features = model.model.visual(pixels.type(model.dtype), grid_thw=grid, **windows).pooler_output
     places = torch.zeros(embedded.shape, dtype=torch.bool, device=device)
-    return embedded.masked_scatter(places, features)
+    return embedded.masked_scatter(places, image_features(model, image_tokens, device))
 
 
 def _decode(model: Any, embedded: torch.Tensor, attention_mask: torch.Tensor | None = None, **inputs: Any) -> Any:

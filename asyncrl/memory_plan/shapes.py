@@ -9,7 +9,7 @@ import torch
 from asyncrl.config.schema import RunConfig
 from asyncrl.models import shared_prefix
 from asyncrl.models.folder import model_folder
-from asyncrl.models.loading import has_vision, model_class
+from asyncrl.models.loading import has_vision, model_class, refuse_dropout
 
 META = torch.device("meta")
 
@@ -25,6 +25,8 @@ def meta_model(config: RunConfig, *, text_attention: str) -> Any:
     shared_prefix.register()
     remote = config.model.trust_remote_code
     hf_config = AutoConfig.from_pretrained(model_folder(config.model), trust_remote_code=remote)
+    if text_attention == shared_prefix.SHARED_PREFIX_ATTENTION:
+        refuse_dropout(hf_config, config.model)
     attention = {"text_config": text_attention, "vision_config": "sdpa"} if has_vision(hf_config) else text_attention
     dtype = getattr(torch, config.model.dtype)
     with META:

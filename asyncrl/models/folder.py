@@ -32,10 +32,15 @@ def model_folder(config: ModelConfig) -> Path:
     )
 
 
+def read_config(config: ModelConfig) -> dict[str, Any]:
+    """The folder's config.json, whatever else is there."""
+    return _read_json(model_folder(config) / "config.json")
+
+
 def describe_folder(config: ModelConfig) -> dict[str, Any]:
     """The folder's config.json. Raises UserError unless tokenizer, chat template and image processor are there, too."""
     folder = model_folder(config)
-    described = _read_json(folder / "config.json")
+    described = read_config(config)
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         raise UserError(
             f"{folder} has no tokenizer. Copy tokenizer.json and tokenizer_config.json from the original model into it"

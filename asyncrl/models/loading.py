@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,6 +15,7 @@ from asyncrl.config.devices import meant_device
 from asyncrl.config.model import ModelConfig
 from asyncrl.errors import UserError
 from asyncrl.models.folder import model_folder
+from asyncrl.models.shared_prefix import SHARED_PREFIX_ATTENTION
 from asyncrl.models.video_positions import place_text_after_videos
 from protocol.messages import AdapterSpec
 
@@ -21,6 +23,9 @@ VISION_TOWER_NAMES = ("visual", "vision_tower", "vision_model")
 """Attribute names under which transformers' VLMs keep the vision tower."""
 CONNECTOR_NAMES = ("merger", "connector", "multi_modal_projector")
 """Parts that map vision features to the language model; they stay trainable when the tower is frozen."""
+
+_DROPOUT = re.compile(r"^(?!summary_|classifier_|cls_).*(dropout|_pdrop$|drop_path|layer_?drop$)")
+"""Configuration keys of it, but of the heads that are not loaded."""
 
 
 def resolve_device(name: str, setting: str = "device") -> torch.device:
@@ -44,6 +49,8 @@ def load_model(config: ModelConfig, *, device: torch.device, text_attention: str
 
     folder = model_folder(config)
     hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+    if text_attention == SHARED_PREFIX_ATTENTION:
+        refuse_dropout(hf_config, config)
     attention = {"text_config": text_attention, "vision_config": "sdpa"} if has_vision(hf_config) else text_attention
     model = model_class(hf_config).from_pretrained(
         folder,
@@ -53,6 +60,22 @@ def load_model(config: ModelConfig, *, device: torch.device, text_attention: str
     )
     place_text_after_videos(model)
     return model.to(device)
+
+
+def refuse_dropout(hf_config: Any, config: ModelConfig) -> None:
+    """Raises UserError for a model that training would compute otherwise than generation does."""
+    parts = {"": hf_config} | {f"{name}.": getattr(hf_config, name, None) for name in ("text_config", "vision_config")}
+    found = [
+        f"{prefix}{key}={value:g}"
+        for prefix, part in parts.items()
+        for key, value in (part.to_dict() if part is not None else {}).items()
+        if _DROPOUT.search(key) and isinstance(value, int | float) and value > 0
+    ]
+    if found:
+        raise UserError(
+            f"the model in {config.path} is configured with dropout ({', '.join(found)}): its log-probs in training "
+            f"would differ from the engine's. Set {'it' if len(found) == 1 else 'them'} to 0 in its config.json"
+        )
 
 
 def freeze_vision_tower(model: nn.Module) -> int:

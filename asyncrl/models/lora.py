@@ -7,6 +7,7 @@ than a bf16 weight can show, and the engine then computes exactly what the learn
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,6 +23,8 @@ from asyncrl.models.folder import ADAPTER_CONFIG
 from asyncrl.models.loading import load_model, skeleton
 from asyncrl.models.published import tensor_bytes
 from protocol.messages import AdapterSpec
+
+logger = logging.getLogger(__name__)
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 BASE_KEY = "base_fingerprint"
@@ -93,18 +96,45 @@ def load_merged(config: ModelConfig, folder: Path) -> Any:
     Raises UserError before anything is loaded if the adapter was trained on another base.
     """
     from peft import PeftModel
+
+    _check_base(config, folder)
+    _check_fits(config, folder)
+    model = load_model(config, device=torch.device("cpu"))
+    return PeftModel.from_pretrained(model, folder).merge_and_unload()
+
+
+def _has_weights(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and any(folder.glob("model*.safetensors"))
+
+
+def _check_base(config: ModelConfig, folder: Path) -> None:
+    """By content: ours say whose they are, others name a folder that may be here. A mere name is worth a warning."""
     from safetensors import safe_open
 
     with safe_open(folder / ADAPTER_WEIGHTS, "pt") as opened:
         base = (opened.metadata() or {}).get(BASE_KEY)
-    if base and base != base_fingerprint(config):
+    named = json.loads((folder / ADAPTER_CONFIG).read_text()).get("base_model_name_or_path") or ""
+    here = ModelConfig(path=named) if named and _has_weights(Path(named)) else None
+    if base:
+        if base != base_fingerprint(config):
+            raise UserError(
+                f"the adapter in {folder} was trained on other base weights than those in {config.path}. Set "
+                "model.path to the folder that the run was started with"
+            )
+    elif here is None:
+        if named != config.path:
+            logger.warning(
+                "the adapter in %s says that it is for %s, and model.path is %s: nothing here tells whether these are "
+                "the same weights. On others its scores mean nothing",
+                folder,
+                named or "no base in particular",
+                config.path,
+            )
+    elif not Path(named).samefile(config.path) and base_fingerprint(here) != base_fingerprint(config):
         raise UserError(
-            f"the adapter in {folder} was trained on other base weights than those in {config.path}. Set model.path to "
-            "the folder that the run was started with"
+            f"the adapter in {folder} is for the model in {named}, which holds other weights than {config.path}. Set "
+            f"model.path={named}"
         )
-    _check_fits(config, folder)
-    model = load_model(config, device=torch.device("cpu"))
-    return PeftModel.from_pretrained(model, folder).merge_and_unload()
 
 
 def _check_fits(config: ModelConfig, folder: Path) -> None:

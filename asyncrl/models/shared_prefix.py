@@ -109,7 +109,11 @@ def shared_prefix_attention(
 ) -> tuple[torch.Tensor, None]:
     """query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D]."""
     assert shared_prefix is not None, "this model is prepared for packed groups: pass shared_prefix="
-    assert dropout == 0.0, "dropout would make log-probs differ from the engine's"
+    if dropout:
+        raise UserError(
+            f"this model's attention has dropout {dropout:g}: its log-probs would differ from the engine's. "
+            "Set its dropout to 0 in the model folder's config.json"
+        )
     if sliding_window is not None or softcap is not None:
         raise UserError(
             f"this model's attention uses sliding_window={sliding_window}, softcap={softcap}, which packed training "

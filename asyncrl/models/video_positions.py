@@ -21,21 +21,22 @@ def place_text_after_videos(model: Any) -> None:
 
     def get_rope_index(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         positions, deltas = original(*args, **kwargs)
-        types = kwargs.get("mm_token_type_ids")
+        types, mask = kwargs.get("mm_token_type_ids"), kwargs.get("attention_mask")
         if types is not None:
-            for row, kinds in enumerate(types.tolist()):
-                deltas[row] += _shift_after_videos(positions[:, row], kinds)
+            for row, kinds in enumerate(types):
+                real = torch.ones_like(kinds, dtype=torch.bool) if mask is None else mask[row].bool()
+                placed = positions[:, row, real]
+                last = placed.max()
+                _shift_after_videos(placed, kinds[real].tolist())
+                deltas[row] += placed.max() - last  # the next token stands after all of them
+                positions[:, row, real] = placed
         return positions, deltas
 
     inner.get_rope_index = get_rope_index
 
 
-def _shift_after_videos(positions: torch.Tensor, kinds: list[int]) -> int:
-    """[3, P] in place; `kinds` has 2 for the tokens of videos. Returns how far the last token has moved."""
-    moved = 0
+def _shift_after_videos(positions: torch.Tensor, kinds: list[int]) -> None:
+    """[3, P] in place; `kinds` has 2 for the tokens of videos."""
     for end, (before, after) in enumerate(pairwise(kinds), 1):
         if before == 2 and after != 2:
-            late = max(0, int(positions[:, :end].max()) + 1 - int(positions[:, end].min()))
-            positions[:, end:] += late
-            moved += late
-    return moved
+            positions[:, end:] += max(0, int(positions[:, :end].max()) + 1 - int(positions[:, end].min()))
