@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 MOST_TRANSFERS = 64
 """At a time. Each has a thread and a port."""
 ENDING_S = 5.0
+GIB = 1 << 30
+FIX = "Set rollout.weights_channel=shm (or zmq), or lower batch.tokens_per_microbatch"
 
 
 @dataclass
@@ -60,15 +62,19 @@ class DeviceWeights:
         *,
         host: str,
         deadline_s: float,
-        wanted: bool = False,
+        required: bool = False,
     ):
+        """`required`: rollout.weights_channel names a channel between devices. Else room for a copy is no must."""
         self._publication = publication
         self._device = device
         self._host = host
         self._deadline_s = deadline_s
         self._guard = threading.Lock()
-        self._wanted = wanted
+        self._required = required
+        self._wanted = required
         """Each version is kept as it is published; else from the first time on that somebody asks for one."""
+        self._given_up = ""
+        """Why nothing is sent any more."""
         self._kept: tuple[int, torch.Tensor] | None = None
         self._transfers: dict[bytes, _Transfer] = {}
         """By connection, which has one at most."""
@@ -80,15 +86,20 @@ class DeviceWeights:
             self.source = DeviceSource(uuid=uuid, total_bytes=total_bytes)
 
     def keep(self, manifest: WeightManifest, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy the published tensors, which the next step changes. Raises BadStateError where there is no room."""
-        if not self._wanted:
-            return
+        """Copy the published tensors, which the next step changes.
+
+        Without room for that, raises BadStateError if the copy is required; else nothing is sent from now on.
+        """
         with self._guard:
+            if not self._wanted:
+                return
             self._kept = None  # its memory first
             try:
                 self._kept = (manifest.version, pack(manifest.tensors, tensors, self._device))
             except torch.OutOfMemoryError as problem:
-                raise BadStateError(f"version {manifest.version}: {_no_room(manifest.total_bytes)}") from problem
+                if self._required:
+                    raise BadStateError(f"version {manifest.version}: {_no_room(manifest)}. {FIX}") from problem
+                self._give_up(manifest)
 
     def answer(self, identity: bytes, request: TransferRequest) -> TransferStart | Error:
         """Begin this connection's transfer; an earlier one of it is over."""
@@ -101,7 +112,7 @@ class DeviceWeights:
                 raise ProtocolError(ErrorCode.WRONG_CHANNEL, "the learner's weights lie on a CPU, without cuda_ipc")
             transfer = _Transfer(request, self._version(request.version))
             if request.channel == "cuda_ipc":
-                transfer.memory = share(transfer.flat)
+                transfer.memory = _shared(transfer.flat)
                 port = 0
             else:
                 port = self._start(transfer)
@@ -126,19 +137,28 @@ class DeviceWeights:
 
     def _version(self, version: int) -> torch.Tensor:
         """[total_bytes] uint8 on the device. Raises ProtocolError VERSION_GONE, or WRONG_CHANNEL: there is no room."""
-        manifest = self._publication.manifest(version)
         with self._guard:
+            if self._given_up:
+                raise ProtocolError(ErrorCode.WRONG_CHANNEL, self._given_up)
+            manifest = self._publication.manifest(version)
             self._wanted = True
             if self._kept is None or self._kept[0] != version:
                 # Of the first version that anybody asks for: the model itself may be a step further.
                 try:
                     flat = self._from_file(manifest)
                 except torch.OutOfMemoryError as problem:
-                    raise ProtocolError(ErrorCode.WRONG_CHANNEL, _no_room(manifest.total_bytes)) from problem
+                    if not self._required:
+                        self._give_up(manifest)
+                    raise ProtocolError(ErrorCode.WRONG_CHANNEL, _no_room(manifest)) from problem
                 if self._kept is not None and self._kept[0] > version:
                     return flat
                 self._kept = (version, flat)
             return self._kept[1]
+
+    def _give_up(self, manifest: WeightManifest) -> None:
+        """Training comes first, and the servers have other channels. A transfer that is under way goes on."""
+        self._wanted, self._kept, self._given_up = False, None, _no_room(manifest)
+        logger.warning("version %d: %s. From now on none is sent from there", manifest.version, self._given_up)
 
     def _from_file(self, manifest: WeightManifest) -> torch.Tensor:
         data = self._publication.read(manifest.version, 0, manifest.total_bytes)
@@ -190,8 +210,14 @@ class DeviceWeights:
             settle(transfer.memory, self._device)
 
 
-def _no_room(total_bytes: int) -> str:
-    return (
-        f"a copy of the weights to send ({total_bytes / (1 << 30):.1f} GiB) finds no room on the learner's device. Set "
-        "rollout.weights_channel=shm (or zmq), or lower batch.tokens_per_microbatch"
-    )
+def _shared(flat: torch.Tensor) -> CudaMemory:
+    """Raises ProtocolError where CUDA or torch's allocator, as this process is set up, shares no memory."""
+    try:
+        return share(flat)
+    except RuntimeError as problem:
+        reason = f"torch does not share the learner's device memory ({str(problem).partition(chr(10))[0]})"
+        raise ProtocolError(ErrorCode.WRONG_CHANNEL, reason) from problem
+
+
+def _no_room(manifest: WeightManifest) -> str:
+    return f"a copy of the weights to send ({manifest.total_bytes / GIB:.1f} GiB) finds no room on the learner's device"

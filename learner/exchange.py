@@ -297,7 +297,7 @@ class Exchange(threading.Thread):
         if self._device_weights is not None:
             return self._device_weights.answer(identity, request)
         reason = (
-            f"this learner sends nothing over {request.channel}: it shares its device, or trains adapters. Set "
-            "rollout.weights_channel=auto"
+            f"this learner sends nothing over {request.channel}: it shares its device, has a budget for its "
+            "memory (gpu_memory.budget_gib), or trains adapters"
         )
         return Error(code=ErrorCode.WRONG_CHANNEL, reason=reason, version=request.version)

@@ -25,8 +25,12 @@ def open_publication(run_id: str) -> Publication:
 
 
 def open_device_weights(config: RunConfig, publication: Publication, engine: TrainEngine) -> DeviceWeights | None:
-    """None where the device is lent while servers load (trainer.mode=sync), and for adapters, which are small."""
+    """None where the device is lent while servers load (trainer.mode=sync), for adapters, which are small, and where a
+    plan of the device's memory (gpu_memory.budget_gib) has no room for the versions."""
     if config.trainer.mode == "sync" or engine.adapter is not None:
+        return None
+    required = config.rollout.weights_channel in DEVICE_CHANNELS
+    if config.gpu_memory.budget_gib and not required:
         return None
     network = config.network
     total_bytes = sum(tensor.nbytes for _, tensor in engine.published_state())
@@ -36,7 +40,7 @@ def open_device_weights(config: RunConfig, publication: Publication, engine: Tra
         total_bytes,
         host="0.0.0.0" if network.host == "*" else network.host,
         deadline_s=network.timeout_s,
-        wanted=config.rollout.weights_channel in DEVICE_CHANNELS,
+        required=required,
     )
 
 

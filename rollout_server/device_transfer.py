@@ -34,8 +34,9 @@ async def receive(
 ) -> None:
     """Returns when every receiver has the version, verified.
 
-    Raises ProtocolError VERSION_GONE if the learner has moved on, and TimeoutError where the next attempt, a new
-    transfer from the beginning, may succeed.
+    Raises TimeoutError where the next attempt, a new transfer from the beginning, may succeed, and ProtocolError:
+    VERSION_GONE if the learner has moved on, WRONG_CHANNEL if it sends nothing over this one or one of the two has no
+    room, MALFORMED if what arrives is damaged.
     """
     for attempt in range(1, ATTEMPTS + 1):
         nonce = uuid.uuid4().hex[:12]

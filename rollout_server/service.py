@@ -34,7 +34,7 @@ from protocol.messages import (
     WeightManifest,
     Welcome,
 )
-from rollout_server.channels import choose_channel
+from rollout_server.channels import choose_channel, how_to_leave_room
 from rollout_server.device import SharedDevice
 from rollout_server.engines import create_engine
 from rollout_server.engines.base import Completion, EngineUsage
@@ -135,6 +135,7 @@ class RolloutServer:
             configured,
             same_host=welcome.host_id == self.link.host_id,
             open_network=network_is_open(self.config),
+            leave_room=how_to_leave_room(self.config),
         )
         channel = choose(source=welcome.device, devices=await staging.devices() if staging else ())
         may_choose = configured == "auto" and channel in DEVICE_CHANNELS

@@ -10,9 +10,9 @@ from typing import Protocol
 
 import torch
 
-from asyncrl.errors import BadStateError
 from asyncrl.weight_transfer.group import DamagedError, TransferError
 from asyncrl.weight_transfer.stage import Arrival, Stage, StageOrder, device_memory
+from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import WeightManifest
 from rollout_server.engines.base import ArrivedWeights
 
@@ -49,7 +49,7 @@ class Staging(Protocol):
         ...
 
     async def receive(self, order: StageOrder) -> None:
-        """Returns when all of them have it, verified. Raises TransferError, or BadStateError where there is no room."""
+        """Until all of them have it, verified. Raises TransferError, or without room ProtocolError WRONG_CHANNEL."""
         ...
 
     def weights(self, manifest: WeightManifest) -> ArrivedWeights:
@@ -94,10 +94,10 @@ async def until_arrived(order: StageOrder, look: Callable[[], Awaitable[list[Arr
         arrivals = await look()
         for number, arrival in enumerate(arrivals):
             if arrival.kind == "no_room":
-                raise BadStateError(
+                raise ProtocolError(
+                    ErrorCode.WRONG_CHANNEL,
                     f"version {order.version} ({total / GIB:.1f} GiB) finds no room beside the engine's model: "
-                    f"{arrival.problem}. Set rollout.weights_channel=shm or zmq, or leave room: for vllm lower "
-                    "gpu_memory_utilization in rollout.engine_args"
+                    f"{arrival.problem}",
                 )
             if arrival.problem:
                 failure = DamagedError if arrival.kind == "damaged" else TransferError

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import BadStateError
+from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.loading import fingerprint_of
 from protocol.codec import MIB
 from protocol.errors import ErrorCode, ProtocolError
@@ -26,7 +26,7 @@ from rollout_server.engines.base import ArrivedWeights, InferenceEngine
 logger = logging.getLogger(__name__)
 
 MOST_FAILURES = 3
-"""Transfers between devices that fail in a row before a server that may choose takes another channel."""
+"""Versions that do not arrive between devices, in a row, before a server that may choose takes another channel."""
 
 
 class WeightReceiver:
@@ -41,8 +41,8 @@ class WeightReceiver:
         *,
         instead: Channel | None = None,
     ):
-        """`instead` is the channel to go on with when transfers between devices fail again and again; None: no other,
-        since this one was asked for."""
+        """`instead` is the channel to go on with when transfers between devices cannot succeed, or fail again and
+        again; None: no other, since this one was asked for."""
         self._config = config
         self._engine = engine
         self._endpoint = endpoint
@@ -58,8 +58,8 @@ class WeightReceiver:
         self._socket = dial(self._config, self._endpoint, answers[channel]) if channel in answers else None
 
     async def load(self, manifest: WeightManifest) -> WeightsLoaded:
-        """Put this version into the engine. Raises ProtocolError VERSION_GONE if the learner has moved on, and
-        TimeoutError where it makes sense to try again."""
+        """Put this version into the engine. Raises ProtocolError VERSION_GONE if the learner has moved on, TimeoutError
+        where it makes sense to try again, and UserError where the channel that was asked for does not work."""
         self._check_that_it_fits(manifest)
         started = time.monotonic()
         arrive = {"shm": self._mapped, "zmq": self._pulled}.get(self.channel, self._transferred)
@@ -104,20 +104,32 @@ class WeightReceiver:
                     timeout_s=network.timeout_s,
                 )
             except TimeoutError as problem:
-                self._count_failure(problem)
+                self._fail(problem, str(problem))
                 raise
+            except ProtocolError as problem:
+                if problem.code is ErrorCode.VERSION_GONE:
+                    raise
+                self._fail(problem, problem.reason)
+                raise TimeoutError(f"version {manifest.version} did not arrive: {problem.reason}") from problem
             self._failures = 0
             yield staging.weights(manifest)
         finally:
             staging.drop()
 
-    def _count_failure(self, problem: TimeoutError) -> None:
+    def _fail(self, problem: TimeoutError | ProtocolError, reason: str) -> None:
+        """Take the other channel, when it is time. Raises UserError where there is none, and trying on is in vain."""
+        code = problem.code if isinstance(problem, ProtocolError) else None
+        if self._instead is None:
+            if code is None:
+                return
+            raise UserError(
+                f"rollout.weights_channel is {self.channel}, but {reason}. Set rollout.weights_channel=shm or zmq"
+            ) from problem
         self._failures += 1
-        if self._instead is not None and self._failures == MOST_FAILURES:
+        if code is ErrorCode.WRONG_CHANNEL or self._failures == MOST_FAILURES:
             logger.warning(
-                "%s failed %d times in a row, the last time with: %s. From now on weights come over %s; "
-                "rollout.weights_channel=%s would have gone on trying",
-                *(self.channel, self._failures, problem, self._instead, self.channel),
+                "%s: %s (failure %d in a row). From now on weights come over %s",
+                *(self.channel, reason, self._failures, self._instead),
             )
             self._use(self._instead)
 

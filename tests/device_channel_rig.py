@@ -63,6 +63,9 @@ class DirectSocket:
                 self.begun.append(answer.nonce)
             self._answers.put_nowait(answer)
 
+    def close(self) -> None:
+        pass
+
     async def recv(self, timeout_s: float) -> Message | None:
         try:
             async with asyncio.timeout(timeout_s):

@@ -1,4 +1,5 @@
-"""A rollout server that takes its weights over `nccl` without a GPU: `python -m tests.gloo_server --config C`."""
+"""A rollout server that takes its weights over `nccl` without a GPU, and where that does not work from shared memory:
+`python -m tests.gloo_server --config C`."""
 
 from __future__ import annotations
 
@@ -7,5 +8,6 @@ from rollout_server import service
 from rollout_server.__main__ import main
 
 if __name__ == "__main__":
-    service.choose_channel = lambda configured, **_facts: "nccl"
+    channels = iter(("nccl", "shm"))  # the one, and the one to go on with
+    service.choose_channel = lambda configured, **_facts: next(channels)
     run_service("rollout_server", main)

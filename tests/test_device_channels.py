@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.published import published_tensors
 from asyncrl.weight_transfer import cuda_ipc, flat, stage
 from asyncrl.weight_transfer.group import Group, TransferError
 from asyncrl.weight_transfer.stage import Arrival, Stage, StageOrder
+from learner.device_weights import DeviceWeights
 from protocol.codec import Limits, decode, encode
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import DeviceSource, Error, TransferRequest, TransferStart, WeightManifest
 from rollout_server import device_transfer
-from rollout_server.channels import choose_channel
+from rollout_server.channels import choose_channel, how_to_leave_room
 from rollout_server.staging import GIB, DeviceMemory, LocalStaging, until_arrived
 from tests.device_channel_rig import CPU, DirectSocket, LearnerHalf, Weights, order_of, some_weights, start_receiver
 
@@ -222,8 +225,9 @@ def test_a_receiver_that_stands_still_is_given_up_with_the_bytes_that_are_there(
     async def full() -> list[Arrival]:
         return [Arrival(problem="CUDA out of memory. Tried", kind="no_room")]
 
-    with pytest.raises(BadStateError, match=r"finds no room .*Set rollout.weights_channel=shm or zmq, or leave room"):
+    with pytest.raises(ProtocolError, match=r"version 3 .* finds no room .*CUDA out of memory") as caught:
         asyncio.run(until_arrived(StageOrder(**manifest_order), full))
+    assert caught.value.code is ErrorCode.WRONG_CHANNEL
 
 
 def test_a_learner_that_does_not_answer_is_named(learner: LearnerHalf) -> None:
@@ -320,6 +324,22 @@ def test_shared_memory_is_copied_and_verified_before_the_learner_is_let_go(
     assert not shared_memory["settled"]  # the receiver closes it itself
 
 
+def test_a_process_whose_memory_cannot_be_shared_says_so(
+    learner: LearnerHalf, shared_memory: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(storage: Any) -> Any:
+        raise RuntimeError("CUDA error: operation not supported\nCompile with ...")
+
+    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", refuse)
+    weights = some_weights(1)
+    manifest = learner.publish(1, weights)
+    learner.device_weights._device = torch.device("cuda")
+    learner.device_weights._kept = (1, flat.pack(manifest.tensors, weights.items(), CPU))
+    with pytest.raises(ProtocolError, match=r"memory \(CUDA error: operation not supported\)$") as caught:
+        fetch(learner, manifest, LocalStaging(CPU), channel="cuda_ipc")
+    assert caught.value.code is ErrorCode.WRONG_CHANNEL
+
+
 def test_a_receiver_that_was_killed_does_not_keep_the_learners_memory(
     tmp_path: Path, shared_memory: dict[str, Any]
 ) -> None:
@@ -355,8 +375,8 @@ def on(*uuids: str, free: int = ROOM) -> list[DeviceMemory]:
 
 
 def choose(configured: str = "auto", **changes: Any) -> str:
-    facts = {"same_host": True, "source": LEARNERS, "devices": on("gpu-1"), "open_network": True, **changes}
-    return choose_channel(configured, **facts)
+    facts = {"same_host": True, "source": LEARNERS, "devices": on("gpu-1"), "open_network": True, "leave_room": "move"}
+    return choose_channel(configured, **{**facts, **changes})
 
 
 @pytest.mark.parametrize(
@@ -388,11 +408,11 @@ def test_what_is_asked_for_is_taken(channel: str) -> None:
     ("configured", "facts", "told"),
     [
         ("shm", {"same_host": False}, "does not share memory with the learner"),
-        ("nccl", {"source": None}, "the learner sends none from device memory"),
+        ("nccl", {"source": None}, r"the learner sends none from device memory: .*\(gpu_memory.budget_gib\)"),
         ("nccl", {"devices": ()}, "the engine is not on a CUDA device"),
         ("nccl", {"devices": on("gpu-0")}, "NCCL refuses two processes on one"),
         ("nccl", {"open_network": False}, "NCCL encrypts nothing"),
-        ("nccl", {"devices": on("gpu-1", free=GIB)}, r"needs 4.5 GiB, and gpu-1 has 1.0 free .*gpu_memory_utilization"),
+        ("nccl", {"devices": on("gpu-1", free=GIB)}, r"needs 4.5 GiB, and gpu-1 has 1.0 free \(move\)"),
         ("cuda_ipc", {"devices": ()}, "the engine is not on a CUDA device"),
         (
             "cuda_ipc",
@@ -408,3 +428,64 @@ def test_a_channel_that_cannot_work_is_refused_with_the_fix(configured: str, fac
         UserError, match=f"(?s)weights_channel is {configured}, but .*{told}.*Set rollout.weights_channel"
     ):
         choose(configured, **facts)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "budget_gib", "told"),
+    [
+        ({"engine": "hf"}, 24, "lower rollout.max_concurrent_sequences"),
+        ({"engine": "vllm"}, 0, "lower gpu_memory_utilization in rollout.engine_args"),
+        ({"engine": "vllm"}, 24, "lower gpu_memory.budget_gib (24), of which vLLM takes its share"),
+    ],
+)
+def test_how_to_leave_room_is_something_that_this_configuration_accepts(
+    make_config: Callable[..., RunConfig], rollout: dict[str, Any], budget_gib: float, told: str
+) -> None:
+    assert how_to_leave_room(make_config(rollout=rollout, gpu_memory={"budget_gib": budget_gib})) == told
+
+
+# --- no room on the learner's device --------------------------------------------------------------------
+
+
+def no_room(*_: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+NO_ROOM = "a copy of the weights to send .* finds no room on the learner's device"
+
+
+def ask(learner: LearnerHalf, version: int) -> TransferStart | Error:
+    request = TransferRequest(version=version, nonce=f"v{version}", channel="nccl", receivers=1)
+    return learner.device_weights.answer(b"a", request)
+
+
+@pytest.mark.parametrize("when", ["at the first request", "at a later publication"])
+def test_a_learner_without_room_for_a_copy_trains_on_and_sends_nothing_from_there(
+    learner: LearnerHalf, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, when: str
+) -> None:
+    learner.publish(1, some_weights(1))
+    if when == "at the first request":
+        monkeypatch.setattr(learner.device_weights, "_from_file", no_room)
+    else:
+        assert isinstance(ask(learner, 1), TransferStart)
+        monkeypatch.setattr("learner.device_weights.pack", no_room)
+        learner.publish(2, some_weights(2))
+        assert learner.device_weights._kept is None
+    for version in (3, 4):
+        answer = ask(learner, learner.publication.versions[-1])
+        assert isinstance(answer, Error)
+        assert answer.code is ErrorCode.WRONG_CHANNEL
+        assert re.search(NO_ROOM, answer.reason)
+        learner.publish(version, some_weights(version))
+    assert caplog.text.count("From now on none is sent from there") == 1
+
+
+def test_a_learner_that_was_told_to_send_from_there_stops_without_room(
+    learner: LearnerHalf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner.device_weights = DeviceWeights(
+        learner.publication, CPU, 0, host="127.0.0.1", deadline_s=60.0, required=True
+    )
+    monkeypatch.setattr("learner.device_weights.pack", no_room)
+    with pytest.raises(BadStateError, match=rf"version 1: {NO_ROOM}. Set rollout.weights_channel=shm \(or zmq\), or"):
+        learner.publish(1, some_weights(1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.memory_plan import advice
 from asyncrl.memory_plan.advice import check_plan, check_shared_memory
-from asyncrl.memory_plan.limits import PREFILL_TOKENS
+from asyncrl.memory_plan.limits import NCCL_BYTES, PREFILL_TOKENS
 from asyncrl.memory_plan.live_bytes import LiveBytes, nbytes
 from asyncrl.memory_plan.plan import CONTEXT_BYTES, GIB, device_sharing, make_plan, vllm_memory_utilization
 from asyncrl.memory_plan.rehearsal import (
@@ -29,6 +30,7 @@ from asyncrl.memory_plan.rehearsal import (
     rehearse_engine,
     rehearse_learner,
 )
+from asyncrl.memory_plan.table import describe
 from asyncrl.models.loading import load_model
 from asyncrl.models.processing import EncodedPrompt
 from asyncrl.models.published import published_tensors
@@ -347,6 +349,71 @@ def test_train_refuses_a_run_over_its_budget_and_leaves_nothing_behind(
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
+# --- channels between devices --------------------------------------------------------------------
+
+ROLLOUT_DEVICE = {"nccl": "cuda:1", "cuda_ipc": "cuda:0"}
+
+
+def over_devices(make_config: MakeConfig, folder: Path, channel: str, where: str, **sections: Any) -> RunConfig:
+    """With the devices of channel `where`."""
+    rollout = {"device": ROLLOUT_DEVICE[where], "weights_channel": channel, **sections.pop("rollout", {})}
+    return planned(make_config, folder, learner={"device": "cuda:0"}, rollout=rollout, **sections)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize(
+    ("channel", "engine"),
+    [
+        ("nccl", {"engine": "hf"}),
+        ("nccl", {"engine": "vllm", "tensor_parallel_size": 2}),
+        ("cuda_ipc", {"engine": "hf"}),
+        ("cuda_ipc", {"engine": "vllm"}),
+    ],
+    ids=str,
+)
+def test_versions_in_device_memory_are_planned(
+    make_config: MakeConfig, small: Path, channel: str, engine: dict[str, Any], servers: int
+) -> None:
+    rollout = {**engine, "servers": servers}
+    plan, other = (
+        make_plan(over_devices(make_config, small, each, channel, rollout=rollout)) for each in (channel, "shm")
+    )
+    lines = {line.name: line.nbytes for phase in plan.phases for line in phase.lines}
+    version = plan.learner.published
+    wanted = {"weights that are sent": 2 * version, "weights that arrive": servers * version}
+    if channel == "nccl":
+        wanted |= {"NCCL of the learner": servers * NCCL_BYTES, "NCCL of the rollout server": servers * NCCL_BYTES}
+    assert {name: lines[name] for name in wanted} == wanted
+    more = [mine.nbytes - its.nbytes for mine, its in zip(plan.phases, other.phases, strict=True)]
+    assert len(more) == (2 if channel == "nccl" else 1)
+    assert sum(more) == sum(wanted.values())
+    assert all(part > 0 for part in more)
+    assert f"rollout.weights_channel={channel}" in describe(plan)
+    assert "weights that" not in describe(other)
+
+
+def test_auto_takes_no_device_memory_for_versions(make_config: MakeConfig, small: Path) -> None:
+    auto, shm = (make_plan(over_devices(make_config, small, each, "cuda_ipc")) for each in ("auto", "shm"))
+    assert auto.phases == shm.phases
+
+
+@pytest.mark.parametrize("channel", ["nccl", "cuda_ipc"])
+def test_a_budget_without_room_for_versions_is_refused_with_the_other_channel(
+    make_config: MakeConfig, hundred_million: Path, channel: str
+) -> None:
+    free = make_plan(over_devices(make_config, hundred_million, "shm", channel))
+    budget = {"budget_gib": free.peak / GIB + 0.01}
+    assert check_plan(over_devices(make_config, hundred_million, "shm", channel, gpu_memory=budget))
+    with pytest.raises(UserError, match="weights that are sent") as refused:
+        check_plan(over_devices(make_config, hundred_million, channel, channel, gpu_memory=budget))
+    text = str(refused.value)
+    assert re.search(r"\n  rollout.weights_channel=shm  .* -> ", text)
+    assert "rollout.weights_channel=shm" in text.splitlines()[-1]
+    for line in text.splitlines():  # what a device channel forbids comes with another channel
+        if "trainer.mode=sync" in line or "model.lora.rank" in line:
+            assert "rollout.weights_channel=shm" in line
+
+
 # --- vllm ----------------------------------------------------------------------------------------
 
 
@@ -358,6 +425,27 @@ def test_vllm_gets_what_the_budget_leaves(make_config: MakeConfig, small: Path) 
     devices["rollout"]["device"] = "cuda:1"
     apart = planned(make_config, small, gpu_memory={"budget_gib": 24}, **devices)
     assert vllm_memory_utilization(apart, 80 * GIB) == 0.3
+
+
+def test_vllm_leaves_the_versions_that_arrive_beside_it_their_part_of_the_budget(
+    make_config: MakeConfig, small: Path
+) -> None:
+    def share(channel: str) -> float:
+        rollout = {"engine": "vllm", "servers": 2}
+        budget = {"budget_gib": 24}
+        config = over_devices(make_config, small, channel, "nccl", rollout=rollout, gpu_memory=budget)
+        return vllm_memory_utilization(config, 80 * GIB)
+
+    beside = rehearse_learner(planned(make_config, small)).published + NCCL_BYTES
+    assert share("shm") == share("auto") == 0.15
+    assert share("nccl") == pytest.approx((12 - beside / GIB) / 80, abs=1e-3)
+
+
+def test_vllm_with_nothing_left_by_new_weights_is_refused(make_config: MakeConfig, small: Path) -> None:
+    rollout, budget = {"engine": "vllm"}, {"budget_gib": 0.25}
+    config = over_devices(make_config, small, "nccl", "nccl", rollout=rollout, gpu_memory=budget)
+    with pytest.raises(UserError, match=r"new weights take 0.5: nothing is left .* or rollout.weights_channel=shm$"):
+        vllm_memory_utilization(config, 80 * GIB)
 
 
 # --- what the engine keeps to --------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from asyncrl.config.schema import RunConfig
-from protocol.errors import ProtocolError
+from asyncrl.errors import UserError
 from protocol.messages import WeightsLoaded
 from rollout_server.weights import WeightReceiver
 from tests import test_weight_updates
@@ -136,7 +136,7 @@ def test_a_damaged_transfer_leaves_the_engine_as_it_was(rig: Rig, learner: Learn
         return answer(identity, request)
 
     learner.device_weights.answer = damaged
-    with pytest.raises(ProtocolError, match=r"have wrong checksums, first .*, after 2 transfers"):
+    with pytest.raises(UserError, match=r"have wrong checksums, first .*, after 2 transfers"):
         rig.run(load(rig, learner, moved(rig.initial, 4)))
     assert (greedy(rig), rig.engine.version) == (before, version)
     learner.device_weights.answer = answer

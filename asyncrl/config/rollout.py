@@ -39,7 +39,7 @@ class RolloutConfig(Section):
     """New weights under running sequences: `recompute` their KV cache, `keep` the old one, or `drain` them first."""
     weights_channel: Literal["auto", "shm", "zmq", "nccl", "cuda_ipc"] = "auto"
     """How weights arrive: mapped, over TCP, from GPU to GPU, or within one GPU; auto is the first that can work of
-    cuda_ipc, nccl, shm, zmq."""
+    cuda_ipc, nccl, shm, zmq, with gpu_memory.budget_gib of shm, zmq."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Passed to the engine as they are."""
 

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
+from asyncrl.config.channel_rules import DEVICE_CHANNELS
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.memory_plan.plan import GIB, MemoryPlan, changed, device_sharing, make_plan
@@ -91,10 +92,13 @@ def _course(plan: MemoryPlan, other: MemoryPlan) -> str:
 def _levers(config: RunConfig) -> Iterator[Change]:
     """What a user may change without changing the task."""
     batch, rollout = config.batch, config.rollout
+    other_channel = {"rollout.weights_channel": "shm"} if rollout.weights_channel in DEVICE_CHANNELS else {}
+    if other_channel:
+        yield other_channel
     if device_sharing(config) == "together":
-        yield {"trainer.mode": "sync"}
+        yield {"trainer.mode": "sync", **other_channel}  # neither this nor the next goes with a device channel
     if not config.model.lora.rank:
-        yield {"model.lora.rank": 16}
+        yield {"model.lora.rank": 16, **other_channel}
     if config.model.dtype == "float32":
         yield {"model.dtype": "bfloat16"}
     if not config.model.freeze_vision_tower and not config.model.lora.rank:

@@ -11,9 +11,11 @@ from typing import Literal
 
 import torch
 
+from asyncrl.config.channel_rules import DEVICE_CHANNELS
 from asyncrl.config.devices import same_device
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
+from asyncrl.memory_plan.limits import NCCL_BYTES
 from asyncrl.memory_plan.rehearsal import (
     EngineBytes,
     LearnerBytes,
@@ -32,6 +34,8 @@ CONTEXT_BYTES = GIB // 2
 """Of a process that has used the device: CUDA's context and the libraries' workspaces. An estimate."""
 ALLOCATOR_SHARE = 0.05
 """What torch's allocator loses to rounding and gaps, of the tensors that come and go. An estimate."""
+SENT_VERSIONS = 2
+"""In the learner's device memory, over a device channel: the newest, and one that is still being sent."""
 KEPT_PUBLICATIONS = 2
 """Policy versions in shared memory (protocol/weights.py)."""
 
@@ -106,10 +110,10 @@ def make_plan(config: RunConfig, *, before: MemoryPlan | None = None) -> MemoryP
         with _named_failure(config):
             engine = rehearse_engine(config)
     sharing = device_sharing(config)
-    learning = Phase("learner awake", tuple(learner_lines(learner, config)))
+    learning = Phase("learner awake", (*learner_lines(learner, config), *_sent(learner, config)))
     phases = [learning]
     if engine is not None:
-        sampling = Phase("engine awake", tuple(engine_lines(engine, config)))
+        sampling = Phase("engine awake", (*engine_lines(engine, config), *_received(learner, config)))
         phases = _combine(learning, sampling, sharing)
     return MemoryPlan(config, learner, engine, sharing, tuple(phases), tuple(_host_lines(config, learner, engine)))
 
@@ -190,6 +194,36 @@ def learner_lines(learner: LearnerBytes, config: RunConfig) -> list[Line]:
     ]
 
 
+def _sent(learner: LearnerBytes, config: RunConfig) -> list[Line]:
+    """What a device channel takes of the learner's device (docs/decisions/013)."""
+    channel = config.rollout.weights_channel
+    if channel not in DEVICE_CHANNELS:
+        return []
+    why = f"rollout.weights_channel={channel}: the newest version, and one that is still being sent"
+    return [Line("weights that are sent", SENT_VERSIONS * learner.published, why), *_nccl(config, "learner")]
+
+
+def _received(learner: LearnerBytes, config: RunConfig) -> list[Line]:
+    """And of an engine's: a whole version on each worker's, whatever part of the model is there."""
+    channel = config.rollout.weights_channel
+    if channel not in DEVICE_CHANNELS:
+        return []
+    why = f"rollout.weights_channel={channel}: a whole version, beside the model" + _servers(config)
+    arriving = config.rollout.servers * learner.published
+    return [Line("weights that arrive", arriving, why), *_nccl(config, "rollout server")]
+
+
+def _nccl(config: RunConfig, process: str) -> list[Line]:
+    """One group with each server."""
+    if config.rollout.weights_channel != "nccl":
+        return []
+    return [Line(f"NCCL of the {process}", config.rollout.servers * NCCL_BYTES, "an estimate" + _servers(config))]
+
+
+def _servers(config: RunConfig) -> str:
+    return f", {config.rollout.servers} servers" if config.rollout.servers > 1 else ""
+
+
 def count(parameters: int) -> str:
     """`3.98 billion`"""
     return f"{parameters / 1e9:.3g} billion" if parameters >= 1e9 else f"{parameters / 1e6:.3g} million"
@@ -207,10 +241,9 @@ def engine_lines(engine: EngineBytes, config: RunConfig) -> list[Line]:
     else:
         why = f"{sequences} sequences (rollout.max_concurrent_sequences) of {tokens} tokens"
         working = f"prefill of {prefilled_prompts(config)} prompts, or sampling"
-    servers = f", {copies} servers" if copies > 1 else ""
     cache = sequences * engine.cache_per_sequence
     return [
-        Line("weights", copies * engine.weights // parts, config.model.dtype + servers),
+        Line("weights", copies * engine.weights // parts, config.model.dtype + _servers(config)),
         Line("KV cache", copies * cache // parts, why),
         Line("working memory", copies * engine.working, working),
         Line("allocator", int(ALLOCATOR_SHARE * copies * engine.working), f"{ALLOCATOR_SHARE:.0%} of it, an estimate"),
@@ -248,21 +281,25 @@ def _engine_asleep(config: RunConfig, learner: LearnerBytes, engine: EngineBytes
 def vllm_memory_utilization(config: RunConfig, device_bytes: int) -> float:
     """vLLM's `gpu_memory_utilization`: the part of a whole device that the budget leaves to one engine.
 
-    `device_bytes` is the device's total memory. vLLM counts its own context in its share, so only what the learner
-    holds meanwhile is taken off.
+    `device_bytes` is the device's total memory. vLLM counts its own context in its share, but not what arrives beside
+    its model: that is taken off, and what the learner holds meanwhile.
     """
     sharing = device_sharing(config)
-    learner = 0
+    learner = arriving = 0
     if sharing == "turns":
         learner = sum(line.nbytes for line in _context(config.learner.device, "learner"))
-    elif sharing == "together":
-        learner = sum(line.nbytes for line in learner_lines(_learner_bytes(config), config))
+    elif sharing == "together" or config.rollout.weights_channel in DEVICE_CHANNELS:
+        rehearsed = _learner_bytes(config)
+        arriving = sum(line.nbytes for line in _received(rehearsed, config))
+        if sharing == "together":
+            learner = sum(line.nbytes for line in (*learner_lines(rehearsed, config), *_sent(rehearsed, config)))
     budget = min(config.gpu_memory.budget_gib * GIB, device_bytes)
-    share = math.floor((budget - learner) / config.rollout.servers / device_bytes * 1000) / 1000
+    share = math.floor((budget - learner - arriving) / config.rollout.servers / device_bytes * 1000) / 1000
     if share <= 0:
         raise UserError(
             f"gpu_memory.budget_gib is {config.gpu_memory.budget_gib:g}, of which the learner holds "
-            f"{learner / GIB:.1f} GiB while vLLM works: nothing is left for vLLM. Raise it, or use another device"
+            f"{learner / GIB:.1f} GiB while vLLM works, and new weights take {arriving / GIB:.1f}: nothing is left for "
+            f"vLLM. Raise it, or use another device{' or rollout.weights_channel=shm' if arriving else ''}"
         )
     return share
 
