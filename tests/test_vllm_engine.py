@@ -24,7 +24,7 @@ from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logpr
 from asyncrl.models.truncation import truncated_logprobs
 from asyncrl.telemetry.metrics import MetricSet
 from protocol.messages import FinishReason, Sampling
-from rollout_server.engines.base import ArrivedWeights, Completion, GenerationRequest
+from rollout_server.engines.base import ArrivedWeights, Completion, EngineDied, GenerationRequest
 from rollout_server.engines.hf import HFEngine
 from rollout_server.metrics import METRICS
 from tests.test_weight_updates import Weights, fresh_logits, gaps, initial_weights, moved
@@ -498,11 +498,11 @@ def test_a_half_loaded_update_ends_the_engine(fresh: Rig) -> None:
         part = manifest.model_copy(update={"tensors": manifest.tensors[: len(manifest.tensors) // 2]})
         with pytest.raises(Exception, match="the publication does not fill"):
             await fresh.engine.update_weights(manifest.version, ArrivedWeights(part, {}, manifest.shm_path))
-        with pytest.raises(BadStateError, match="the vllm engine has stopped"):
+        with pytest.raises(EngineDied, match="the vllm engine has stopped"):
             await task
-        with pytest.raises(BadStateError, match="the vllm engine has stopped"):
+        with pytest.raises(EngineDied, match="the vllm engine has stopped"):
             await fresh.complete([fresh.request("read", tokens=2)])
-        with pytest.raises(BadStateError, match="the vllm engine has stopped"):
+        with pytest.raises(EngineDied, match="the vllm engine has stopped"):
             await fresh.update(fresh.initial)
 
     fresh.run(scenario())

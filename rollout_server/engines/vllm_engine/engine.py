@@ -19,8 +19,9 @@ from asyncrl.errors import BadStateError
 from asyncrl.models.adapter_targets import resolve_adapter
 from asyncrl.models.loading import folder_fingerprint
 from asyncrl.models.processing import PromptProcessor
-from rollout_server.engines.base import ArrivedWeights, Completion, EngineUsage, GenerationRequest
+from rollout_server.engines.base import ArrivedWeights, Completion, EngineDied, EngineUsage, GenerationRequest
 from rollout_server.engines.vllm_engine.adapter import check_slot, fill_slot, no_adapter
+from rollout_server.engines.vllm_engine.library import DEAD
 from rollout_server.engines.vllm_engine.outputs import to_completion
 from rollout_server.engines.vllm_engine.requests import check_request, sampling_params, to_engine_input
 from rollout_server.engines.vllm_engine.settings import check_settings, on_cuda
@@ -113,6 +114,12 @@ class VLLMEngine:
     def usage(self) -> EngineUsage:
         return self._meter.usage
 
+    def check_alive(self) -> None:
+        if self._failure is not None:
+            raise EngineDied(f"the vllm engine has stopped: {self._failure}") from self._failure
+        if self._llm.errored:  # what waits for an answer of vLLM's core then, other than a completion, waits for ever
+            raise EngineDied(DEAD)
+
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
         for request in requests:
             check_request(request, self._processor.placeholder_ids, self._llm.vllm_config.model_config.max_model_len)
@@ -120,7 +127,7 @@ class VLLMEngine:
         await self._until(
             lambda: not self._is_asleep and not self._forgets, "for the engine to wake up and have weights"
         )
-        self._refuse_if_failed()
+        self.check_alive()
         tasks = [  # in work from here on, before any of them runs: the engine may not fall asleep in between
             self._begin(request, index, engine_input)
             for request, engine_input in zip(requests, inputs, strict=True)
@@ -152,26 +159,24 @@ class VLLMEngine:
         salted = {**engine_input, "cache_salt": f"version {submitted_version}"}
         params = sampling_params(request, index, self._vllm)
         last: Any = None
-        try:
+        with self._vllm.death_told():
             async for answer in self._llm.generate(salted, params, number, lora_request=self._adapter_request):
                 last = answer
-        except self._vllm.EngineDeadError as error:
-            raise BadStateError("vLLM's engine process has died; what it said last is in the server's log") from error
         output = last.outputs[0]
         if output.finish_reason not in ("stop", "length"):
-            self._refuse_if_failed()
+            self.check_alive()
             raise BadStateError(f"vLLM ended ticket {request.request_id} with {output.finish_reason!r}")
         keeps = self._config.rollout.weight_update == "keep"
         return to_completion(request, index, output, submitted_version if keeps else None)
 
     async def pause(self) -> None:
-        async with self._control:
+        async with self._in_control():
             self._paused = True
             if not self._is_asleep:
                 await self._llm.pause_generation(mode="keep", clear_cache=False)
 
     async def resume(self) -> None:
-        async with self._control:
+        async with self._in_control():
             self._paused = False
             if not self._is_asleep:
                 await self._llm.resume_generation()
@@ -182,8 +187,8 @@ class VLLMEngine:
         On a CPU vLLM changes its state only: no memory is freed there. Whoever calls vLLM's own `generate` while it
         sleeps waits for ever.
         """
-        async with self._control:
-            self._refuse_if_failed()
+        async with self._in_control():
+            self.check_alive()
             self._refuse_if_asleep("falls asleep")
             self._refuse_to_wait_for_paused()
             self._is_asleep = True
@@ -197,7 +202,7 @@ class VLLMEngine:
 
     async def wake(self) -> None:
         """After level 2 nothing is sampled before the next update. Raises BadStateError for a damaged model."""
-        async with self._control:
+        async with self._in_control():
             if not self._is_asleep:
                 return
             device = torch.device("cuda" if self._cuda else "cpu")
@@ -214,7 +219,7 @@ class VLLMEngine:
     @asynccontextmanager
     async def _at_rest(self) -> AsyncIterator[None]:
         """Nothing is computed meanwhile, for an update that is to come."""
-        async with self._control:
+        async with self._in_control():
             self._refuse_if_asleep("takes new weights")
             await self._llm.pause_generation(mode="keep", clear_cache=False)
             self._meter.update_begins()
@@ -224,6 +229,12 @@ class VLLMEngine:
                 if not self._paused:
                     await self._llm.resume_generation()
                 self._meter.update_ends()
+
+    @asynccontextmanager
+    async def _in_control(self) -> AsyncIterator[None]:
+        async with self._control:
+            with self._vllm.death_told():
+                yield
 
     async def _tell(self) -> None:
         async with self._changed:
@@ -249,8 +260,8 @@ class VLLMEngine:
 
     async def update_weights(self, version: int, weights: ArrivedWeights, /) -> None:
         """With `drain` this waits for the running sequences, and nothing new starts until then."""
-        async with self._control:
-            self._refuse_if_failed()
+        async with self._in_control():
+            self.check_alive()
             self._refuse_if_asleep("takes new weights")
             drains = self._config.rollout.weight_update == "drain"
             if drains:
@@ -293,7 +304,3 @@ class VLLMEngine:
             await self._llm.abort(list(self._meter.in_work))
         except self._vllm.EngineDeadError:
             logger.warning("vLLM's engine process has died in the update")
-
-    def _refuse_if_failed(self) -> None:
-        if self._failure is not None:
-            raise BadStateError(f"the vllm engine has stopped: {self._failure}") from self._failure
