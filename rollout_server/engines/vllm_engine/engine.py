@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from asyncrl.models.loading import folder_fingerprint
 from asyncrl.models.processing import PromptProcessor
 from rollout_server.engines.base import ArrivedWeights, Completion, EngineDied, EngineUsage, GenerationRequest
 from rollout_server.engines.vllm_engine.adapter import check_slot, fill_slot, no_adapter
+from rollout_server.engines.vllm_engine.changes import Changes
 from rollout_server.engines.vllm_engine.library import DEAD
 from rollout_server.engines.vllm_engine.outputs import to_completion
 from rollout_server.engines.vllm_engine.requests import check_request, sampling_params, to_engine_input
@@ -32,8 +32,6 @@ from rollout_server.engines.vllm_engine.transfer import vision_entries, weight_u
 from rollout_server.engines.vllm_engine.usage import UsageMeter
 from rollout_server.engines.vllm_engine.versions import check_installed
 from rollout_server.staging import Staging
-
-logger = logging.getLogger(__name__)
 
 SHUTDOWN_S = 10.0
 """What vLLM's processes get to end in order; then they are killed."""
@@ -71,7 +69,7 @@ class VLLMEngine:
         """Why this engine can sample no more."""
         self._control = asyncio.Lock()
         """Held by whoever pauses vLLM for something: updates, sleep and wake come one after another."""
-        self._changed = asyncio.Condition()
+        self._changes = Changes()
 
     async def start(self) -> None:
         self._starting = asyncio.ensure_future(asyncio.to_thread(self._start_vllm))
@@ -124,8 +122,10 @@ class VLLMEngine:
         for request in requests:
             check_request(request, self._processor.placeholder_ids, self._llm.vllm_config.model_config.max_model_len)
         inputs = await asyncio.gather(*(to_engine_input(request, self._llm, self._vllm) for request in requests))
-        await self._until(
-            lambda: not self._is_asleep and not self._forgets, "for the engine to wake up and have weights"
+        await self._changes.until(
+            lambda: not self._is_asleep and not self._forgets,
+            self._config.learner.wait_timeout_s,
+            "for the engine to wake up and have weights",
         )
         self.check_alive()
         tasks = [  # in work from here on, before any of them runs: the engine may not fall asleep in between
@@ -192,12 +192,18 @@ class VLLMEngine:
             self._refuse_if_asleep("falls asleep")
             self._refuse_to_wait_for_paused()
             self._is_asleep = True
-            await self._meter.idle.wait()
+            try:
+                await self._meter.idle.wait()
+            except asyncio.CancelledError:
+                self._is_asleep = False
+                await self._changes.tell()
+                raise
+            # From here on an interrupted sleep is one that `wake` ends, with nothing to compare with.
+            level = self._config.rollout.sleep_level
+            self._asleep, self._forgets = Asleep(None, 0), level == 2
             if self._paused:
                 await self._llm.resume_generation()
-            level = self._config.rollout.sleep_level
             self._asleep = await fall_asleep(self._llm, self._vllm, level, self._processor.placeholder_ids)
-            self._forgets = level == 2
             self._meter.sleep_bytes = self._asleep.freed_bytes
 
     async def wake(self) -> None:
@@ -214,7 +220,7 @@ class VLLMEngine:
             self._is_asleep = False
             if self._paused:
                 await self._llm.pause_generation(mode="keep", clear_cache=False)
-        await self._tell()
+        await self._changes.tell()
 
     @asynccontextmanager
     async def _at_rest(self) -> AsyncIterator[None]:
@@ -236,10 +242,6 @@ class VLLMEngine:
             with self._vllm.death_told():
                 yield
 
-    async def _tell(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
-
     def _refuse_if_asleep(self, before: str) -> None:
         if self._is_asleep:
             raise BadStateError(f"the vllm engine is asleep: wake it before it {before}")
@@ -249,14 +251,6 @@ class VLLMEngine:
             raise BadStateError(
                 f"{len(self._meter.in_work)} sequences cannot finish while the engine is paused: resume it first"
             )
-
-    async def _until(self, condition: Callable[[], bool], what: str) -> None:
-        deadline_s = self._config.learner.wait_timeout_s
-        try:
-            async with asyncio.timeout(deadline_s), self._changed:
-                await self._changed.wait_for(condition)
-        except TimeoutError:
-            raise BadStateError(f"waited {deadline_s:g} s (learner.wait_timeout_s) {what}") from None
 
     async def update_weights(self, version: int, weights: ArrivedWeights, /) -> None:
         """With `drain` this waits for the running sequences, and nothing new starts until then."""
@@ -278,7 +272,7 @@ class VLLMEngine:
             if not self._paused:
                 await self._llm.resume_generation()
             self._meter.update_ends()
-        await self._tell()
+        await self._changes.tell()
 
     async def _swap(self, version: int, weights: ArrivedWeights) -> None:
         """vLLM stands still meanwhile, and so the versions that it stamps are exact."""
@@ -300,7 +294,5 @@ class VLLMEngine:
     async def _fail(self, error: BaseException) -> None:
         """The model may hold tensors of two versions: it samples no more, and who waits is told."""
         self._failure = error if isinstance(error, Exception) else BadStateError("a weight update was interrupted")
-        try:
+        with suppress(self._vllm.EngineDeadError):
             await self._llm.abort(list(self._meter.in_work))
-        except self._vllm.EngineDeadError:
-            logger.warning("vLLM's engine process has died in the update")
