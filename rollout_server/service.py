@@ -12,6 +12,7 @@ import psutil
 
 from asyncrl.config.channel_rules import DEVICE_CHANNELS, network_is_open
 from asyncrl.config.schema import RunConfig
+from asyncrl.errors import BadStateError
 from asyncrl.models.base_weights import base_fingerprint
 from asyncrl.models.loading import folder_fingerprint
 from asyncrl.models.processing import PromptProcessor
@@ -37,7 +38,7 @@ from protocol.messages import (
 from rollout_server.channels import choose_channel, how_to_leave_room
 from rollout_server.device import SharedDevice
 from rollout_server.engines import create_engine
-from rollout_server.engines.base import Completion, EngineUsage
+from rollout_server.engines.base import Completion, EngineDied, EngineUsage
 from rollout_server.held_version import HeldVersion
 from rollout_server.link import LearnerLink
 from rollout_server.metrics import METRICS
@@ -115,8 +116,11 @@ class RolloutServer:
                 for task in [*background, *self._work]:
                     task.cancel()
         except ExceptionGroup as failures:
-            reason, expected = str(failures.exceptions[0]), False
-            raise failures.exceptions[0] from failures
+            first = failures.exceptions[0]
+            if isinstance(first, EngineDied) and isinstance(first.__cause__, BadStateError):
+                first = first.__cause__  # as if those who noticed it had not been quicker
+            reason, expected = str(first), False
+            raise first from failures
         except Exception as error:
             reason, expected = str(error), False
             raise
@@ -196,6 +200,8 @@ class RolloutServer:
                     self.metrics["generate_seconds"].observe(group.timings.generate_s)
                     waiting.discard(group.ticket_id)
                     self._held.pop(group.ticket_id, None)
+        except EngineDied:
+            raise  # they stay in work: our goodbye gives them back, and nobody counts it against them
         except Exception as error:
             logger.exception("tickets %s failed", sorted(waiting))
             for ticket_id in waiting:
@@ -209,6 +215,8 @@ class RolloutServer:
     async def _heartbeats(self) -> None:
         process = psutil.Process()
         while True:
+            if self._is_started:
+                self.engine.check_alive()
             usage = self.engine.usage if self._is_started else EngineUsage(0, 0.0, 0, 0)
             running = min(len(self._held), -(-usage.sequences_running // self.config.batch.group_size))
             beat = ServerHeartbeat(

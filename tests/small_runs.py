@@ -21,8 +21,9 @@ def failure_of(run: Path) -> Failure:
     return failure
 
 
-def logs(folder: Path) -> str:
-    return "\n".join(path.read_text()[-3000:] for path in sorted(folder.glob("*.log")))
+def logs(folder: Path, *, whole: bool = False) -> str:
+    """The ends of all of them, or all of all."""
+    return "\n".join(path.read_text()[0 if whole else -3000 :] for path in sorted(folder.glob("*.log")))
 
 
 def small(make_config: Callable[..., RunConfig], **sections: dict[str, Any]) -> RunConfig:

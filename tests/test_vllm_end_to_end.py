@@ -4,6 +4,7 @@ the same two taking turns on one device."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -20,7 +21,7 @@ import pytest
 from asyncrl.config.schema import RunConfig
 from learner.journal import JOURNAL_FILE
 from protocol.lease import TRACE_FILE, USERS_FILE, DeviceLease, process_birth
-from tests.small_runs import logs
+from tests.small_runs import assert_every_prompt_trained_once, logs, small
 from tests.test_end_to_end import lines
 from tests.test_sync import Pair
 from tests.two_processes import with_ports, write_config
@@ -80,6 +81,45 @@ def test_the_digits_task_trains_through_vllm_and_its_reward_rises(
     assert any((run / "images").iterdir())
     with closing(sqlite3.connect(run / JOURNAL_FILE)) as db:
         assert db.execute("SELECT count(*) FROM consumption").fetchone() == (240,)
+
+
+def test_a_core_that_dies_while_it_generates_is_a_crash_of_its_server(
+    make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """The launcher starts the server again, and no row is blamed."""
+    run, steps = tmp_path / "run", 10
+    config = small(
+        make_config,
+        learner={"max_staleness": 1},
+        data={"max_response_length": 64},
+        rollout={"engine": "vllm"},
+        trainer={"max_steps": steps},
+        launch={"restart_delay_s": 0.1},
+    )
+    command = [sys.executable, "-m", "asyncrl", "train", str(write_config(with_ports(config), tmp_path / "config"))]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    with (tmp_path / "out").open("w") as out:
+        train = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
+    try:
+        metrics, deadline = run / "metrics.jsonl", time.monotonic() + 60
+        while not (metrics.exists() and len(lines(metrics)) >= 2):
+            assert train.poll() is None, (tmp_path / "out").read_text()[-3000:]
+            assert time.monotonic() < deadline, (tmp_path / "out").read_text()[-3000:]
+            time.sleep(0.05)
+        (core,) = [p for p in psutil.Process(train.pid).children(recursive=True) if "EngineCore" in p.name()]
+        core.kill()
+        train.wait(timeout=60)
+    finally:
+        if train.poll() is None:
+            train.terminate()
+            train.wait(timeout=30)
+    said = (tmp_path / "out").read_text()
+    assert train.returncode == 0, said[-3000:] + logs(run / "logs")
+    assert "restart 1 of" in said
+    assert "restart 2 of" not in said
+    assert "EngineDied: vLLM's engine process has died" in logs(run / "logs", whole=True)
+    assert not re.search(r"tickets \[.*\] failed", logs(run / "logs", whole=True))
+    assert_every_prompt_trained_once(run, steps)
 
 
 # --- turns on one device ----------------------------------------------------------------------------------

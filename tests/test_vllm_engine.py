@@ -24,7 +24,7 @@ from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logpr
 from asyncrl.models.truncation import truncated_logprobs
 from asyncrl.telemetry.metrics import MetricSet
 from protocol.messages import FinishReason, Sampling
-from rollout_server.engines.base import ArrivedWeights, Completion, GenerationRequest
+from rollout_server.engines.base import ArrivedWeights, Completion, EngineDied, GenerationRequest
 from rollout_server.engines.hf import HFEngine
 from rollout_server.engines.vllm_engine.engine import VLLMEngine
 from rollout_server.engines.vllm_engine.versions import argument_names
@@ -491,10 +491,83 @@ def test_sleep_on_a_cpu_frees_nothing_and_says_so(fresh: Rig, monkeypatch: pytes
         assert method == "device_memory"
         return next(free)
 
-    monkeypatch.setattr(fresh.engine._llm, "collective_rpc", two_devices)
-    fresh.run(fresh.engine.sleep())
+    with monkeypatch.context() as patch:
+        patch.setattr(fresh.engine._llm, "collective_rpc", two_devices)
+        fresh.run(fresh.engine.sleep())
     assert fresh.engine.usage.sleep_bytes == 1500
     fresh.run(fresh.engine.wake())
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_without_room_to_wake_there_is_one_more_attempt(
+    fresh: Rig, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    """As the core reports it: the error's class is lost, its words are not."""
+    mib, order = 1 << 20, list[str]()
+    free = iter([4000 * mib, 3000 * mib])
+    wake_up, rpc = fresh.engine._llm.wake_up, fresh.engine._llm.collective_rpc
+
+    async def full(*_: Any) -> None:
+        order.append("wake_up")
+        if order.count("wake_up") <= failures:
+            raise Exception("Call to wake_up method failed: CUDA Error: out of memory at cumem_allocator.cpp:62")
+        await wake_up()
+
+    async def spied(method: str, *arguments: Any) -> Any:
+        if method == "device_memory":
+            return [("a", next(free))]
+        order.append(method)
+        return await rpc(method, *arguments)
+
+    fresh.run(fresh.engine.sleep())
+    fresh.engine._asleep = dataclasses.replace(fresh.engine._asleep, freed_bytes=5000 * mib)
+    with monkeypatch.context() as patch:
+        patch.setattr(fresh.engine._llm, "wake_up", full)
+        patch.setattr(fresh.engine._llm, "collective_rpc", spied)
+        if failures == 1:
+            fresh.run(fresh.engine.wake())
+        else:
+            said = r"the vllm engine cannot wake: it needs 5,000 MiB on cpu and got 1,000; 3,000 MiB are free"
+            with pytest.raises(BadStateError, match=said):
+                fresh.run(fresh.engine.wake())
+    assert order == ["wake_up", "free_caches", "wake_up"]
+    if failures == 2:
+        with pytest.raises(EngineDied, match="cannot wake"):
+            fresh.engine.check_alive()
+        fresh.engine._failure = None
+        fresh.run(fresh.engine.wake())
+    assert len(fresh.sample(fresh.request("read", tokens=2))) == 1
+
+
+def test_a_sleep_that_is_given_up_leaves_the_engine_awake_or_asleep(
+    fresh: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def while_it_waits_for_what_runs() -> None:
+        running = asyncio.create_task(fresh.complete([fresh.request("read", tokens=300)]))
+        while not fresh.engine._meter.in_work:
+            await asyncio.sleep(0.001)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(fresh.engine.sleep(), 0.05)
+        assert not running.done()
+        other = fresh.request("read", tokens=2)
+        assert len(await fresh.complete([other])) == 1
+        assert len(await running) == 1
+
+    async def while_vllm_falls_asleep() -> None:
+        async def never(**_: Any) -> None:
+            await asyncio.Event().wait()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(fresh.engine._llm, "sleep", never)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(fresh.engine.sleep(), 2)
+        with pytest.raises(BadStateError, match="wake it before it falls asleep"):
+            await fresh.engine.sleep()
+        await fresh.engine.wake()
+        assert len(await fresh.complete([fresh.request("read", tokens=2)])) == 1
+
+    fresh.run(while_it_waits_for_what_runs(), timeout_s=20)
+    fresh.run(while_vllm_falls_asleep(), timeout_s=20)
 
 
 def test_a_request_gives_up_when_nobody_wakes_the_engine(fresh: Rig) -> None:
@@ -518,11 +591,11 @@ def test_a_half_loaded_update_ends_the_engine(fresh: Rig) -> None:
         part = manifest.model_copy(update={"tensors": manifest.tensors[: len(manifest.tensors) // 2]})
         with pytest.raises(Exception, match="the publication does not fill"):
             await fresh.engine.update_weights(manifest.version, ArrivedWeights(part, {}, manifest.shm_path))
-        with pytest.raises(BadStateError, match="the vllm engine has stopped"):
+        with pytest.raises(EngineDied, match="the vllm engine has stopped"):
             await task
-        with pytest.raises(BadStateError, match="the vllm engine has stopped"):
+        with pytest.raises(EngineDied, match="the vllm engine has stopped"):
             await fresh.complete([fresh.request("read", tokens=2)])
-        with pytest.raises(BadStateError, match="the vllm engine has stopped"):
+        with pytest.raises(EngineDied, match="the vllm engine has stopped"):
             await fresh.update(fresh.initial)
 
     fresh.run(scenario())

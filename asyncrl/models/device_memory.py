@@ -13,8 +13,13 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Torch has a class of its own only for devices; the CPU's allocator says it in words."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+    """Torch has a class of its own only for devices; the CPU's allocator and vLLM's processes say it in words."""
+    said = str(error)
+    return (
+        isinstance(error, torch.OutOfMemoryError | MemoryError)
+        or "can't allocate memory" in said
+        or "out of memory" in said
+    )
 
 
 def free_caches(device: torch.device) -> None:

@@ -124,11 +124,16 @@ class Sleeper:
 
     def _no_room(self, got: int) -> BadStateError:
         needed = sum(item.size.numel() * item.tensor.element_size() for item in self._sleeping)
-        return BadStateError(
-            f"{self.owner} cannot wake: it needs {needed / MIB:,.0f} MiB on {self.device} and got {got / MIB:,.0f}; "
-            f"{free_bytes(self.device) / MIB:,.0f} MiB are free. Stop what else is on the device, or make both sides "
-            "smaller (`asyncrl doctor --plan`)"
-        )
+        return no_room_to_wake(self.owner, self.device, needed, got, free_bytes(self.device))
+
+
+def no_room_to_wake(owner: str, device: torch.device, needed: int, got: int, free: int) -> BadStateError:
+    """In bytes."""
+    return BadStateError(
+        f"{owner} cannot wake: it needs {needed / MIB:,.0f} MiB on {device} and got {got / MIB:,.0f}; "
+        f"{free / MIB:,.0f} MiB are free. Stop what else is on the device, or make both sides smaller "
+        "(`asyncrl doctor --plan`)"
+    )
 
 
 def bit_sums(tensors: Iterable[tuple[str, torch.Tensor]], into: dict[str, int]) -> Iterator[tuple[str, torch.Tensor]]:

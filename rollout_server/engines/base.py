@@ -18,6 +18,14 @@ if TYPE_CHECKING:
     from rollout_server.staging import Staging
 
 
+class EngineDied(Exception):
+    """It can sample no more: its process or thread has ended, or its model is a mixture of two versions.
+
+    No ticket is to blame: the server ends with it, and its tickets go to its successor. The cause, where it is known,
+    is the exception's.
+    """
+
+
 @dataclass(frozen=True)
 class VideoFrames:
     frames: tuple[bytes, ...]
@@ -124,6 +132,10 @@ class InferenceEngine(Protocol):
 
     @property
     def usage(self) -> EngineUsage: ...
+
+    def check_alive(self) -> None:
+        """Raises EngineDied if it has; so does whatever else is asked of it, or in work."""
+        ...
 
     def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
         """Admit the requests together and stream completions as they finish.

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from asyncrl.errors import BadStateError
 from asyncrl.memory_plan.limits import PREFILL_TOKENS
-from rollout_server.engines.base import Completion, EngineUsage, GenerationRequest
+from rollout_server.engines.base import Completion, EngineDied, EngineUsage, GenerationRequest
 from rollout_server.engines.decode_batch import DecodeBatch, DecodeRow
 
 logger = logging.getLogger(__name__)
@@ -66,14 +66,14 @@ class DecodeLoop:
         """`deliver` gets each completion, or one exception, on the decode thread. Returns the handles to abandon."""
         submitted = [replace(request) for request in requests]
         with self._wake_up:  # one lock hold: the decode thread sees all of them or none
-            self._refuse_if_failed()
+            self.check_alive()
             self._queue.extend((request, deliver) for request in submitted)
             self._wake_up.notify_all()
         return submitted
 
     def order(self, command: Command) -> None:
         with self._wake_up:
-            self._refuse_if_failed()
+            self.check_alive()
             self._commands.append(command)
             self._wake_up.notify_all()
 
@@ -123,9 +123,9 @@ class DecodeLoop:
             sleep_bytes=self.sleep_bytes,
         )
 
-    def _refuse_if_failed(self) -> None:
+    def check_alive(self) -> None:
         if self._failure is not None:
-            raise BadStateError(f"the hf engine has stopped: {self._failure}") from self._failure
+            raise EngineDied(f"the hf engine has stopped: {self._failure}") from self._failure
 
     # --- the decode thread's side -----------------------------------------------------------
 
@@ -137,10 +137,9 @@ class DecodeLoop:
         except Exception as error:
             logger.exception("the decode thread stops")
             reason = error
+        self.fail_running(reason, for_good=True)  # from here on `order` refuses
         with self._wake_up:
-            self._failure = self._failure or reason
             left, self._commands = list(self._commands), deque()
-        self.fail_running(reason)
         for command in left:
             command.done(reason)
 
@@ -229,13 +228,19 @@ class DecodeLoop:
             del self._deliver[key]
 
     def fail_running(self, error: Exception, *, for_good: bool = False) -> None:
-        """Hand the error to everyone who waits for a completion, and forget the sequences; `for_good`: take no more."""
+        """Hand the error to everyone who waits for a completion, and forget the sequences.
+
+        `for_good`: what they get is EngineDied, and no more is taken.
+        """
+        told = error
         with self._wake_up:
             waiting = {*self._deliver.values(), *(deliver for _, deliver in self._queue)}
             self._deliver.clear()
             self._queue.clear()
             self.batch = self._make_batch()
             if for_good:
-                self._failure = error
+                self._failure = self._failure or error
+                told = EngineDied(f"the hf engine has stopped: {self._failure}")
+                told.__cause__ = self._failure
         for deliver in waiting:
-            deliver(error)
+            deliver(told)

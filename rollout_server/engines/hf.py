@@ -87,6 +87,9 @@ class HFEngine:
     def usage(self) -> EngineUsage:
         return self._decoding.usage
 
+    def check_alive(self) -> None:
+        self._decoding.check_alive()
+
     # --- sampling ---------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:

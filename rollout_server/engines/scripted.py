@@ -76,6 +76,9 @@ class ScriptedEngine:
     def usage(self) -> EngineUsage:
         return EngineUsage(self._tokens, self._busy, self._sequences, 0)
 
+    def check_alive(self) -> None:
+        pass
+
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
         started = time.monotonic()
         tasks = [

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import torch
@@ -19,8 +18,10 @@ from asyncrl.errors import BadStateError
 from asyncrl.models.adapter_targets import resolve_adapter
 from asyncrl.models.loading import folder_fingerprint
 from asyncrl.models.processing import PromptProcessor
-from rollout_server.engines.base import ArrivedWeights, Completion, EngineUsage, GenerationRequest
+from rollout_server.engines.base import ArrivedWeights, Completion, EngineDied, EngineUsage, GenerationRequest
 from rollout_server.engines.vllm_engine.adapter import check_slot, fill_slot, no_adapter
+from rollout_server.engines.vllm_engine.changes import Changes
+from rollout_server.engines.vllm_engine.library import DEAD
 from rollout_server.engines.vllm_engine.outputs import to_completion
 from rollout_server.engines.vllm_engine.requests import check_request, sampling_params, to_engine_input
 from rollout_server.engines.vllm_engine.settings import check_known, check_settings, on_cuda
@@ -31,8 +32,6 @@ from rollout_server.engines.vllm_engine.transfer import vision_entries, weight_u
 from rollout_server.engines.vllm_engine.usage import UsageMeter
 from rollout_server.engines.vllm_engine.versions import argument_names, check_installed
 from rollout_server.staging import Staging
-
-logger = logging.getLogger(__name__)
 
 SHUTDOWN_S = 10.0
 """What vLLM's processes get to end in order; then they are killed."""
@@ -71,7 +70,7 @@ class VLLMEngine:
         """Why this engine can sample no more."""
         self._control = asyncio.Lock()
         """Held by whoever pauses vLLM for something: updates, sleep and wake come one after another."""
-        self._changed = asyncio.Condition()
+        self._changes = Changes()
 
     async def start(self) -> None:
         self._starting = asyncio.ensure_future(asyncio.to_thread(self._start_vllm))
@@ -114,14 +113,22 @@ class VLLMEngine:
     def usage(self) -> EngineUsage:
         return self._meter.usage
 
+    def check_alive(self) -> None:
+        if self._failure is not None:
+            raise EngineDied(f"the vllm engine has stopped: {self._failure}") from self._failure
+        if self._llm.errored:  # what waits for an answer of vLLM's core then, other than a completion, waits for ever
+            raise EngineDied(DEAD)
+
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
         for request in requests:
             check_request(request, self._processor.placeholder_ids, self._llm.vllm_config.model_config.max_model_len)
         inputs = await asyncio.gather(*(to_engine_input(request, self._llm, self._vllm) for request in requests))
-        await self._until(
-            lambda: not self._is_asleep and not self._forgets, "for the engine to wake up and have weights"
+        await self._changes.until(
+            lambda: not self._is_asleep and not self._forgets,
+            self._config.learner.wait_timeout_s,
+            "for the engine to wake up and have weights",
         )
-        self._refuse_if_failed()
+        self.check_alive()
         tasks = [  # in work from here on, before any of them runs: the engine may not fall asleep in between
             self._begin(request, index, engine_input)
             for request, engine_input in zip(requests, inputs, strict=True)
@@ -153,26 +160,24 @@ class VLLMEngine:
         salted = {**engine_input, "cache_salt": f"version {submitted_version}"}
         params = sampling_params(request, index, self._vllm)
         last: Any = None
-        try:
+        with self._vllm.death_told():
             async for answer in self._llm.generate(salted, params, number, lora_request=self._adapter_request):
                 last = answer
-        except self._vllm.EngineDeadError as error:
-            raise BadStateError("vLLM's engine process has died; what it said last is in the server's log") from error
         output = last.outputs[0]
         if output.finish_reason not in ("stop", "length"):
-            self._refuse_if_failed()
+            self.check_alive()
             raise BadStateError(f"vLLM ended ticket {request.request_id} with {output.finish_reason!r}")
         keeps = self._config.rollout.weight_update == "keep"
         return to_completion(request, index, output, submitted_version if keeps else None)
 
     async def pause(self) -> None:
-        async with self._control:
+        async with self._in_control():
             self._paused = True
             if not self._is_asleep:
                 await self._llm.pause_generation(mode="keep", clear_cache=False)
 
     async def resume(self) -> None:
-        async with self._control:
+        async with self._in_control():
             self._paused = False
             if not self._is_asleep:
                 await self._llm.resume_generation()
@@ -183,22 +188,28 @@ class VLLMEngine:
         On a CPU vLLM changes its state only: no memory is freed there. Whoever calls vLLM's own `generate` while it
         sleeps waits for ever.
         """
-        async with self._control:
-            self._refuse_if_failed()
+        async with self._in_control():
+            self.check_alive()
             self._refuse_if_asleep("falls asleep")
             self._refuse_to_wait_for_paused()
             self._is_asleep = True
-            await self._meter.idle.wait()
+            try:
+                await self._meter.idle.wait()
+            except asyncio.CancelledError:
+                self._is_asleep = False
+                await self._changes.tell()
+                raise
+            # From here on an interrupted sleep is one that `wake` ends, with nothing to compare with.
+            level = self._config.rollout.sleep_level
+            self._asleep, self._forgets = Asleep(None, 0), level == 2
             if self._paused:
                 await self._llm.resume_generation()
-            level = self._config.rollout.sleep_level
             self._asleep = await fall_asleep(self._llm, self._vllm, level, self._processor.placeholder_ids)
-            self._forgets = level == 2
             self._meter.sleep_bytes = self._asleep.freed_bytes
 
     async def wake(self) -> None:
         """After level 2 nothing is sampled before the next update. Raises BadStateError for a damaged model."""
-        async with self._control:
+        async with self._in_control():
             if not self._is_asleep:
                 return
             device = torch.device("cuda" if self._cuda else "cpu")
@@ -210,12 +221,12 @@ class VLLMEngine:
             self._is_asleep = False
             if self._paused:
                 await self._llm.pause_generation(mode="keep", clear_cache=False)
-        await self._tell()
+        await self._changes.tell()
 
     @asynccontextmanager
     async def _at_rest(self) -> AsyncIterator[None]:
         """Nothing is computed meanwhile, for an update that is to come."""
-        async with self._control:
+        async with self._in_control():
             self._refuse_if_asleep("takes new weights")
             await self._llm.pause_generation(mode="keep", clear_cache=False)
             self._meter.update_begins()
@@ -226,9 +237,11 @@ class VLLMEngine:
                     await self._llm.resume_generation()
                 self._meter.update_ends()
 
-    async def _tell(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+    @asynccontextmanager
+    async def _in_control(self) -> AsyncIterator[None]:
+        async with self._control:
+            with self._vllm.death_told():
+                yield
 
     def _refuse_if_asleep(self, before: str) -> None:
         if self._is_asleep:
@@ -240,18 +253,10 @@ class VLLMEngine:
                 f"{len(self._meter.in_work)} sequences cannot finish while the engine is paused: resume it first"
             )
 
-    async def _until(self, condition: Callable[[], bool], what: str) -> None:
-        deadline_s = self._config.learner.wait_timeout_s
-        try:
-            async with asyncio.timeout(deadline_s), self._changed:
-                await self._changed.wait_for(condition)
-        except TimeoutError:
-            raise BadStateError(f"waited {deadline_s:g} s (learner.wait_timeout_s) {what}") from None
-
     async def update_weights(self, version: int, weights: ArrivedWeights, /) -> None:
         """With `drain` this waits for the running sequences, and nothing new starts until then."""
-        async with self._control:
-            self._refuse_if_failed()
+        async with self._in_control():
+            self.check_alive()
             self._refuse_if_asleep("takes new weights")
             drains = self._config.rollout.weight_update == "drain"
             if drains:
@@ -268,7 +273,7 @@ class VLLMEngine:
             if not self._paused:
                 await self._llm.resume_generation()
             self._meter.update_ends()
-        await self._tell()
+        await self._changes.tell()
 
     async def _swap(self, version: int, weights: ArrivedWeights) -> None:
         """vLLM stands still meanwhile, and so the versions that it stamps are exact."""
@@ -290,11 +295,5 @@ class VLLMEngine:
     async def _fail(self, error: BaseException) -> None:
         """The model may hold tensors of two versions: it samples no more, and who waits is told."""
         self._failure = error if isinstance(error, Exception) else BadStateError("a weight update was interrupted")
-        try:
+        with suppress(self._vllm.EngineDeadError):
             await self._llm.abort(list(self._meter.in_work))
-        except self._vllm.EngineDeadError:
-            logger.warning("vLLM's engine process has died in the update")
-
-    def _refuse_if_failed(self) -> None:
-        if self._failure is not None:
-            raise BadStateError(f"the vllm engine has stopped: {self._failure}") from self._failure

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from asyncrl.errors import UserError
+from rollout_server.engines.base import EngineDied
+
+DEAD = "vLLM's engine process has died; what it said last is in the server's log"
 
 
 class Library:
@@ -42,6 +48,14 @@ class Library:
         self.WeightTransferInitRequest = WeightTransferInitRequest
         self.WeightTransferUpdateRequest = WeightTransferUpdateRequest
         self.cpu_head_sizes: list[int] = CPUAttentionBackend.get_supported_head_sizes()
+
+    @contextmanager
+    def death_told(self) -> Iterator[None]:
+        """vLLM's word for it, as ours."""
+        try:
+            yield
+        except self.EngineDeadError as error:
+            raise EngineDied(DEAD) from error
 
 
 def import_vllm() -> Library:

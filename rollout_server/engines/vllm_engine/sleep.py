@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from asyncrl.models.device_memory import is_out_of_memory
+from asyncrl.models.sleeping import no_room_to_wake
 from asyncrl.models.wake_parity import check_wake_parity, fixed_tokens
 from rollout_server.engines.vllm_engine.library import Library
 
@@ -34,11 +36,27 @@ async def fall_asleep(llm: Any, vllm: Library, level: int, special: Collection[i
 
 
 async def wake_up(llm: Any, vllm: Library, asleep: Asleep, special: Collection[int], device: torch.device) -> None:
-    """Raises BadStateError for a model that is not what it was."""
-    await llm.wake_up()
+    """Raises BadStateError where there is no room, or for a model that is not what it was."""
+    await _take_memory(llm, asleep, device)
     if asleep.before is not None:
         after = await fixed_logprobs(llm, vllm, special)
         check_wake_parity(OWNER, asleep.before, after, device)
+
+
+async def _take_memory(llm: Any, asleep: Asleep, device: torch.device) -> None:
+    """A second attempt, after caches were freed, is the last. It goes on where the first stopped."""
+    free = await free_device_bytes(llm)
+    for last in (False, True):
+        try:
+            await llm.wake_up()
+            return
+        except Exception as problem:  # from another process: of its class only the words are left
+            if not is_out_of_memory(problem):
+                raise
+            if last:
+                left = await free_device_bytes(llm)
+                raise no_room_to_wake(OWNER, device, asleep.freed_bytes, max(0, free - left), left) from problem
+        await llm.collective_rpc("free_caches")
 
 
 async def free_device_bytes(llm: Any) -> int:

@@ -32,6 +32,7 @@ from vllm.v1.sample.logits_processor.interface import (  # pyright: ignore[repor
     LogitsProcessor,
 )
 
+from asyncrl.models.device_memory import free_caches
 from asyncrl.weight_transfer.stage import Stage, StageOrder, device_memory
 from rollout_server.engines.vllm_engine.names import BACKEND, BANNED_KEY
 from rollout_server.engines.vllm_engine.owner import belong_to_owner
@@ -169,6 +170,9 @@ class WorkerExtension:
     def device_memory(self: Any) -> list[Any]:
         """`DeviceMemory` of this worker; empty on a CPU."""
         return list(device_memory(torch.device(self.device)) or ())
+
+    def free_caches(self: Any) -> None:
+        free_caches(torch.device(self.device))
 
     def weights_arrival(self: Any) -> list[Any]:
         """`Arrival` of what `StageInit` has begun."""
