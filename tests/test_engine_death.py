@@ -12,12 +12,16 @@ import pytest
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
 from asyncrl.models.processing import PromptProcessor
+from asyncrl.rewards.pool import RewardPool
 from learner.journal import TicketSlot
 from learner.ticket_writer import TicketWriter
 from protocol.messages import ServerHeartbeat, TicketFailed, Tickets, Welcome
 from rollout_server import service
 from rollout_server.engines.base import Completion, EngineDied, GenerationRequest
+from rollout_server.engines.decode_loop import DecodeLoop
+from rollout_server.engines.hf import HFEngine
 from rollout_server.engines.scripted import ScriptedEngine
+from rollout_server.production import GroupProducer
 
 
 class DyingEngine(ScriptedEngine):
@@ -25,6 +29,7 @@ class DyingEngine(ScriptedEngine):
 
     died: EngineDied | None = None
     tells = True
+    cause: Exception | None = None
 
     def check_alive(self) -> None:
         if self.died:
@@ -37,8 +42,6 @@ class DyingEngine(ScriptedEngine):
             await asyncio.Event().wait()
         self.check_alive()
         yield  # type: ignore[misc]
-
-    cause: Exception | None = None
 
 
 class Link:
@@ -78,6 +81,13 @@ class Link:
         pass
 
 
+def written(config: RunConfig, processor: PromptProcessor, count: int) -> Tickets:
+    writer = TicketWriter(config, processor, (1,))
+    made = [writer.write(TicketSlot(number, number, version=0, bound=0)) for number in range(count)]
+    blobs: dict[str, Any] = {digest: blob for one in made for digest, blob in one.blobs.items()}
+    return Tickets(tickets=tuple(one.ticket for one in made), blobs=blobs)
+
+
 @pytest.mark.parametrize("tells", [True, False])
 @pytest.mark.parametrize(
     ("cause", "raised"), [(None, EngineDied), (BadStateError("its process has died: damaged"), BadStateError)]
@@ -90,10 +100,8 @@ def test_a_dead_engine_ends_its_server_and_its_tickets_go_back(
     raised: type[Exception],
 ) -> None:
     config = make_config(rollout={"engine": "scripted"}, network={"heartbeat_s": 0.1})
-    writer = TicketWriter(config, PromptProcessor(config.model), (1,))
-    written = [writer.write(TicketSlot(number, number, version=0, bound=0)) for number in range(2)]
-    blobs: dict[str, Any] = {digest: blob for one in written for digest, blob in one.blobs.items()}
-    link = Link(Tickets(tickets=tuple(one.ticket for one in written), blobs=blobs))
+    tickets = written(config, PromptProcessor(config.model), 2)
+    link = Link(tickets)
     monkeypatch.setattr(service, "LearnerLink", lambda *_, **__: link)
     monkeypatch.setattr(service.HeldVersion, "at_least", lambda *_: nullcontext())
     monkeypatch.setattr(DyingEngine, "tells", tells)
@@ -104,6 +112,38 @@ def test_a_dead_engine_ends_its_server_and_its_tickets_go_back(
         asyncio.run(asyncio.wait_for(service.RolloutServer(config).run(), 20))
     assert link.farewell["expected"] is False
     assert "its process has died" in link.farewell["reason"]
-    assert sorted(link.farewell["unfinished"]) == sorted(one.ticket.ticket_id for one in written)
+    assert sorted(link.farewell["unfinished"]) == sorted(ticket.ticket_id for ticket in tickets.tickets)
     assert not [message for message in link.sent if isinstance(message, TicketFailed)]
     assert [message for message in link.sent if isinstance(message, ServerHeartbeat)]
+
+
+def test_an_hf_engine_whose_thread_ends_has_died(
+    make_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is in work, waits between two steps, or comes later, is told the same."""
+    config = make_config()
+    processor = PromptProcessor(config.model)
+
+    def broken(loop: DecodeLoop) -> None:
+        raise RuntimeError("an error nobody foresaw")
+
+    async def scenario() -> None:
+        engine = HFEngine(config, processor)
+        await engine.start()
+        engine.check_alive()
+        monkeypatch.setattr(DecodeLoop, "_take_admissible", broken)
+        message = written(config, processor, 1)
+        requests = GroupProducer(engine, RewardPool(config.reward), processor, "s")._requests(
+            message.tickets, message.blobs
+        )
+        said = "the hf engine has stopped: an error nobody foresaw"
+        for _ in range(2):
+            with pytest.raises(EngineDied, match=said):
+                await anext(aiter(engine.generate(requests)))
+        with pytest.raises(EngineDied, match=said):
+            engine.check_alive()
+        with pytest.raises(EngineDied, match=said):
+            await engine.update_weights(1, ())
+        await engine.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))

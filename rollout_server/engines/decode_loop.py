@@ -125,7 +125,12 @@ class DecodeLoop:
 
     def check_alive(self) -> None:
         if self._failure is not None:
-            raise EngineDied(f"the hf engine has stopped: {self._failure}") from self._failure
+            raise self._death()
+
+    def _death(self) -> EngineDied:
+        death = EngineDied(f"the hf engine has stopped: {self._failure}")
+        death.__cause__ = self._failure
+        return death
 
     # --- the decode thread's side -----------------------------------------------------------
 
@@ -141,7 +146,7 @@ class DecodeLoop:
         with self._wake_up:
             left, self._commands = list(self._commands), deque()
         for command in left:
-            command.done(reason)
+            command.done(self._death())
 
     def _decode_until_closed(self) -> None:
         while True:
@@ -240,7 +245,6 @@ class DecodeLoop:
             self.batch = self._make_batch()
             if for_good:
                 self._failure = self._failure or error
-                told = EngineDied(f"the hf engine has stopped: {self._failure}")
-                told.__cause__ = self._failure
+                told = self._death()
         for deliver in waiting:
             deliver(told)
