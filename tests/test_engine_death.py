@@ -128,7 +128,7 @@ def test_an_hf_engine_whose_thread_ends_has_died(
         raise RuntimeError("an error nobody foresaw")
 
     async def scenario() -> None:
-        engine = HFEngine(config, processor)
+        engine: Any = HFEngine(config, processor)
         await engine.start()
         engine.check_alive()
         monkeypatch.setattr(DecodeLoop, "_take_admissible", broken)
