@@ -31,7 +31,9 @@ def check_inputs(config: RunConfig, *sides: Side) -> None:
         check_rewards(config.reward)
     _check_devices(config, sides)
     if "rollout_server" in sides and config.rollout.engine == "vllm":
-        _check_vllm(config)
+        from rollout_server.engines.vllm_engine.settings import check_vllm  # the engine's own rules
+
+        check_vllm(config)
     check_weights(config.model)
     _check_memory(config, sides)
 
@@ -123,17 +125,6 @@ def _check_devices(config: RunConfig, sides: tuple[Side, ...]) -> None:
         check_gpus(config)
     if config.trainer.mode == "sync" and not same_device(config, cuda=torch.cuda.is_available()):
         raise UserError(two_devices(config))
-
-
-def _check_vllm(config: RunConfig) -> None:
-    """By the engine's own rules; vLLM itself is not imported."""
-    from rollout_server.engines.vllm_engine.settings import check_known, check_settings, on_cuda
-    from rollout_server.engines.vllm_engine.versions import argument_names, check_installed
-
-    cuda = on_cuda(config)
-    check_settings(config, cuda=cuda)
-    check_installed(cuda=cuda)
-    check_known(config.rollout.engine_args, argument_names())
 
 
 # --- memory --------------------------------------------------------------------------------------

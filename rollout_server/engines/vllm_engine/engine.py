@@ -24,13 +24,12 @@ from rollout_server.engines.vllm_engine.changes import Changes
 from rollout_server.engines.vllm_engine.library import DEAD
 from rollout_server.engines.vllm_engine.outputs import to_completion
 from rollout_server.engines.vllm_engine.requests import check_request, sampling_params, to_engine_input
-from rollout_server.engines.vllm_engine.settings import check_known, check_settings, on_cuda
+from rollout_server.engines.vllm_engine.settings import check_vllm
 from rollout_server.engines.vllm_engine.sleep import Asleep, fall_asleep, wake_up
 from rollout_server.engines.vllm_engine.staging import WorkerStaging
 from rollout_server.engines.vllm_engine.start import start_vllm
 from rollout_server.engines.vllm_engine.transfer import vision_entries, weight_update
 from rollout_server.engines.vllm_engine.usage import UsageMeter
-from rollout_server.engines.vllm_engine.versions import argument_names, check_installed
 from rollout_server.staging import Staging
 
 SHUTDOWN_S = 10.0
@@ -42,10 +41,7 @@ class VLLMEngine:
 
     def __init__(self, config: RunConfig, processor: PromptProcessor):
         """Raises UserError for whatever is known to go wrong before vLLM is even imported."""
-        self._cuda = on_cuda(config)
-        check_settings(config, cuda=self._cuda)
-        check_installed(cuda=self._cuda)
-        check_known(config.rollout.engine_args, argument_names())
+        self._cuda = check_vllm(config)
         self._adapter = resolve_adapter(config.model)
         self._adapter_request: Any = None
         """vLLM's name of the adapter that new requests are sampled with; None: the model itself is trained."""

@@ -17,6 +17,7 @@ from asyncrl.memory_plan.plan import vllm_memory_utilization
 from asyncrl.models.loading import resolve_device
 from rollout_server.engines.vllm_engine.names import BANNED_KEY
 from rollout_server.engines.vllm_engine.owner import LEASE_VARIABLE, OWNER_VARIABLE
+from rollout_server.engines.vllm_engine.versions import argument_names, check_installed
 
 WORKER = "rollout_server.engines.vllm_engine.worker"
 """The module that vLLM's processes import; this process need not."""
@@ -82,6 +83,15 @@ def on_cuda(config: RunConfig) -> bool:
             f"Set rollout.device=cuda and the environment variable CUDA_VISIBLE_DEVICES={device.index}"
         )
     return device.type == "cuda"
+
+
+def check_vllm(config: RunConfig) -> bool:
+    """Whether vLLM will use CUDA. Raises UserError for whatever is known to go wrong before it is even imported."""
+    cuda = on_cuda(config)
+    check_settings(config, cuda=cuda)
+    check_installed(cuda=cuda)
+    check_known(config.rollout.engine_args, argument_names())
+    return cuda
 
 
 def check_settings(config: RunConfig, *, cuda: bool) -> None:
