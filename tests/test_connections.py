@@ -3,40 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from typing import Any
 
 import pytest
 
 from learner.connections import SLOWEST_TURN_S, Connections, ModelFacts, ServerState
-from protocol.sockets import Delivery
 from tests.fuzz import content
 from tests.fuzz.rig import small_config
-
-
-class Ports:
-    """Sends everything nowhere."""
-
-    control: Any
-
-    def __init__(self) -> None:
-        self.control = self
-
-    def send(self, identity: bytes, message: object) -> Delivery:
-        return Delivery.SENT
-
-    def take_rejections(self) -> Counter[str]:
-        return Counter()
-
-
-class Ledger:
-    """No ticket is out."""
-
-    def __init__(self) -> None:
-        self.out = self
-
-    def lose_server(self, server_id: str) -> int:
-        return 0
+from tests.unconnected import Ledger, Ports
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import asyncio
 import io
 import os
 import subprocess
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,13 +44,13 @@ from protocol.messages import (
     WeightsLoaded,
     Welcome,
 )
-from protocol.sockets import Delivery
 from rollout_server.device import SharedDevice
 from rollout_server.engines.base import EngineUsage
 from rollout_server.metrics import METRICS
 from tests.fuzz import content
 from tests.fuzz.rig import write_ticket
 from tests.tiny import ROOT
+from tests.unconnected import Ledger, Ports
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -61,34 +60,6 @@ def returned(fence: int) -> LeaseReturn:
 
 
 # --- the learner's side -------------------------------------------------------------------------------
-
-
-class Ports:
-    """Keeps what is sent."""
-
-    def __init__(self) -> None:
-        self.control: Any = self
-        self.sent: list[tuple[bytes, Any]] = []
-
-    def send(self, identity: bytes, message: Any) -> Delivery:
-        self.sent.append((identity, message))
-        return Delivery.SENT
-
-    def take_rejections(self) -> Counter[str]:
-        return Counter()
-
-
-class Ledger:
-    """No ticket is out."""
-
-    def __init__(self) -> None:
-        self.out = self
-
-    def lose_server(self, server_id: str) -> int:
-        return 0
-
-    def reconcile(self, server_id: str, held: Any) -> int:
-        return 0
 
 
 @pytest.fixture

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from protocol.messages import WeightsLoaded
 from rollout_server.weights import WeightReceiver
 from tests import test_weight_updates
 from tests.device_channel_rig import DirectSocket, LearnerHalf
 from tests.test_weight_updates import Weights, initial_weights
-from tests.vllm_rig import MISSING, Rig
+from tests.vllm_rig import MISSING, Rig, vllm_config
 
 pytestmark = [
     pytest.mark.slow,
@@ -27,20 +26,12 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def rig(tiny_model: Path, digits_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    config = RunConfig.model_validate(
-        {
-            "run_dir": str(tmp_path_factory.mktemp("vllm") / "run"),
-            "model": {"path": str(tiny_model), "dtype": "bfloat16"},
-            "data": {
-                "train_files": [str(digits_data / "rl.parquet")],
-                "max_prompt_length": 128,
-                "max_response_length": 384,
-            },
-            "batch": {"group_size": 4, "tokens_per_microbatch": 512},
-            "rollout": {"engine": "vllm", "max_concurrent_sequences": 32, "cpu_threads": 1},
-            "reward": {"functions": [{"function": "exact_match"}]},
-            "network": {"timeout_s": 10},
-        }
+    config = vllm_config(
+        tiny_model,
+        digits_data,
+        tmp_path_factory.mktemp("vllm") / "run",
+        model={"dtype": "bfloat16"},
+        network={"timeout_s": 10},
     )
     made = Rig(config, initial_weights(config))
     yield made

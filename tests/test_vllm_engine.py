@@ -30,7 +30,7 @@ from rollout_server.engines.vllm_engine.engine import VLLMEngine
 from rollout_server.engines.vllm_engine.versions import argument_names
 from rollout_server.metrics import METRICS
 from tests.test_weight_updates import Weights, fresh_logits, gaps, initial_weights, moved
-from tests.vllm_rig import MISSING, Rig, changed, first
+from tests.vllm_rig import MISSING, Rig, changed, first, vllm_config
 
 pytestmark = [
     pytest.mark.slow,
@@ -51,21 +51,7 @@ def picture(seed: int, width: int = 56, height: int = 28) -> bytes:
 
 @pytest.fixture(scope="module")
 def config(tiny_model: Path, digits_data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "run_dir": str(tmp_path_factory.mktemp("vllm") / "run"),
-            "model": {"path": str(tiny_model)},
-            "data": {
-                "train_files": [str(digits_data / "rl.parquet")],
-                "max_prompt_length": 128,
-                "max_response_length": 384,
-            },
-            "batch": {"group_size": 4, "tokens_per_microbatch": 512},
-            "rollout": {"engine": "vllm", "max_concurrent_sequences": 32, "cpu_threads": 1},
-            "reward": {"functions": [{"function": "exact_match"}]},
-            "learner": {"wait_timeout_s": 60},
-        }
-    )
+    return vllm_config(tiny_model, digits_data, tmp_path_factory.mktemp("vllm") / "run", learner={"wait_timeout_s": 60})
 
 
 @pytest.fixture(scope="module")

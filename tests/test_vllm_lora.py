@@ -14,7 +14,7 @@ from rollout_server.engines.vllm_engine.adapter import check_slot, slot_argument
 from tests.adapters import made_up_adapter, merged, spec_of
 from tests.test_vllm_engine import FP32, QUESTION, gap_to, picture
 from tests.test_weight_updates import gaps, initial_weights
-from tests.vllm_rig import MISSING, Rig
+from tests.vllm_rig import MISSING, Rig, vllm_config
 
 pytestmark = [
     pytest.mark.slow,
@@ -26,23 +26,12 @@ pytestmark = [
 def rig(
     request: pytest.FixtureRequest, tiny_model: Path, digits_data: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Rig]:
-    config = RunConfig.model_validate(
-        {
-            "run_dir": str(tmp_path_factory.mktemp("vllm") / "run"),
-            "model": {
-                "path": str(tiny_model),
-                "freeze_vision_tower": False,
-                "lora": {"rank": 4, "vision_tower": request.param},
-            },
-            "data": {
-                "train_files": [str(digits_data / "rl.parquet")],
-                "max_prompt_length": 128,
-                "max_response_length": 128,
-            },
-            "batch": {"group_size": 4, "tokens_per_microbatch": 512},
-            "rollout": {"engine": "vllm", "max_concurrent_sequences": 32, "cpu_threads": 1},
-            "reward": {"functions": [{"function": "exact_match"}]},
-        }
+    config = vllm_config(
+        tiny_model,
+        digits_data,
+        tmp_path_factory.mktemp("vllm") / "run",
+        max_response_length=128,
+        model={"freeze_vision_tower": False, "lora": {"rank": 4, "vision_tower": request.param}},
     )
     made = Rig(config, made_up_adapter(config, 1))
     yield made

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.schema import RunConfig
 from tests.test_vllm_engine import FP32, gap_to
 from tests.test_weight_updates import initial_weights, moved
 from tests.tiny import make_tiny_model
-from tests.vllm_rig import MISSING, Rig
+from tests.vllm_rig import MISSING, Rig, vllm_config
 
 pytestmark = [
     pytest.mark.slow,
@@ -34,19 +33,12 @@ def make_tied_model(folder: Path) -> Path:
 
 
 def test_an_update_of_tied_weights_reaches_the_output_layer(tmp_path: Path, digits_data: Path) -> None:
-    config = RunConfig.model_validate(
-        {
-            "run_dir": str(tmp_path / "run"),
-            "model": {"path": str(make_tied_model(tmp_path / "model"))},
-            "data": {
-                "train_files": [str(digits_data / "rl.parquet")],
-                "max_prompt_length": 128,
-                "max_response_length": 64,
-            },
-            "batch": {"group_size": 4, "tokens_per_microbatch": 512},
-            "rollout": {"engine": "vllm", "max_concurrent_sequences": 8, "cpu_threads": 1},
-            "reward": {"functions": [{"function": "exact_match"}]},
-        }
+    config = vllm_config(
+        make_tied_model(tmp_path / "model"),
+        digits_data,
+        tmp_path / "run",
+        max_response_length=64,
+        rollout={"max_concurrent_sequences": 8},
     )
     weights = initial_weights(config)
     assert not [name for name in weights if "lm_head" in name]

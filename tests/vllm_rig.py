@@ -24,6 +24,25 @@ MISSING = importlib.util.find_spec("vllm") is None
 T = TypeVar("T")
 
 
+def vllm_config(
+    model: Path, data: Path, run: Path, /, *, max_response_length: int = 384, **sections: dict[str, Any]
+) -> RunConfig:
+    """Of an engine for tests; `sections` add to what each of theirs has here."""
+    base: dict[str, dict[str, Any]] = {
+        "model": {"path": str(model)},
+        "data": {
+            "train_files": [str(data / "rl.parquet")],
+            "max_prompt_length": 128,
+            "max_response_length": max_response_length,
+        },
+        "batch": {"group_size": 4, "tokens_per_microbatch": 512},
+        "rollout": {"engine": "vllm", "max_concurrent_sequences": 32, "cpu_threads": 1},
+        "reward": {"functions": [{"function": "exact_match"}]},
+    }
+    merged = {name: base.get(name, {}) | sections.get(name, {}) for name in base | sections}
+    return RunConfig.model_validate({"run_dir": str(run), **merged})
+
+
 class Rig:
     """`engine` and what a learner would have. Private parts of the engine are changed where a test needs a mode of its
     own: a start takes long."""
