@@ -10,14 +10,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from asyncrl.errors import UserError
+from asyncrl.errors import BadStateError, ExitCode, UserError
 
 if TYPE_CHECKING:
+    from asyncrl.config.schema import RunConfig
     from asyncrl.launch.inputs import Side
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 done, 1 failed, 2 a mistake that the message says how to mend, 130 interrupted."""
+    """Exit codes: 0 done, 1 failed, 2 a mistake that the message says how to mend, 3 bad
+    state, 130 interrupted."""
     parser = _parser()
     # argparse fills `overrides` before it meets the next option; what follows that option arrives as `rest`.
     arguments, rest = parser.parse_known_args(argv)
@@ -27,9 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.overrides += rest
     try:
         return arguments.handler(arguments)
-    except UserError as error:
+    except (UserError, BadStateError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return ExitCode.USER_ERROR if isinstance(error, UserError) else ExitCode.BAD_STATE
     except KeyboardInterrupt:
         return 130
 
@@ -51,6 +53,11 @@ def _parser() -> argparse.ArgumentParser:
     _command(commands, "rollout", _rollout, "the rollout server alone")
     learn = _command(commands, "learn", _learn, "the learner alone")
     learn.add_argument("--resume", action="store_true", help="continue run_dir from its newest checkpoint")
+    learn.add_argument(
+        "--unattended",
+        action="store_true",
+        help="begin, or continue what run_dir holds: what a restarted container needs. After bad state it refuses",
+    )
     evaluate = _command(commands, "eval", _eval, "score a model folder on data.val_files with plain transformers")
     evaluate.add_argument("--model", type=Path, required=True, help="Hugging Face folder, or a PEFT folder")
 
@@ -66,6 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("words", nargs="*", metavar="CONFIG key=value", help="check this configuration, too")
     doctor.add_argument("--plan", metavar="TARGET", help="memory table of a model folder or configuration, no weights")
     doctor.set_defaults(handler=_doctor)
+    health = commands.add_parser("health", help="exit code 0 if the service behind a metrics endpoint does its work")
+    health.add_argument("url", metavar="URL", help="such as http://127.0.0.1:9101/metrics")
+    health.set_defaults(handler=_health)
     keys = commands.add_parser("keys", help="make key pairs for learner and rollout servers on several machines")
     keys.add_argument("folder", type=Path, metavar="DIR", help="becomes network.keys_dir")
     keys.add_argument("--server", metavar="NAME", help="only one more server's pair, which can be withdrawn alone")
@@ -130,17 +140,28 @@ def _rollout(arguments: argparse.Namespace) -> int:
 
 
 def _learn(arguments: argparse.Namespace) -> int:
-    _check(arguments, "learner")
-    flags = ["--resume"] if arguments.resume else []
+    config = _check(arguments, "learner")
+    resume = arguments.resume
+    if arguments.unattended and not resume:
+        from asyncrl.launch.unattended import next_attempt
+
+        attempt = next_attempt(config)
+        if attempt == "nothing":
+            print(f"the run in {config.run_dir} is finished")
+            return 0
+        resume = attempt == "continue"
+    flags = ["--resume"] if resume else []
     _become("learner", "--config", str(arguments.config), *flags, *arguments.overrides)
 
 
-def _check(arguments: argparse.Namespace, side: Side) -> None:
+def _check(arguments: argparse.Namespace, side: Side) -> RunConfig:
     """Mistakes are told before anything heavy is loaded."""
     from asyncrl.config.load import load_config
     from asyncrl.launch.inputs import check_inputs
 
-    check_inputs(load_config(arguments.config, arguments.overrides), side)
+    config = load_config(arguments.config, arguments.overrides)
+    check_inputs(config, side)
+    return config
 
 
 def _become(module: str, *arguments: str) -> NoReturn:
@@ -187,6 +208,14 @@ def _doctor(arguments: argparse.Namespace) -> int:
         print(doctor.memory_table(Path(arguments.plan), overrides))
         return 0
     return doctor.examine(files[0] if files else None, overrides)
+
+
+def _health(arguments: argparse.Namespace) -> int:
+    from asyncrl.health import ailments
+
+    found = ailments(arguments.url)
+    print("\n".join(found) or "well")
+    return 1 if found else 0
 
 
 def _keys(arguments: argparse.Namespace) -> int:

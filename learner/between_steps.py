@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.telemetry.waits import WaitClock
 from learner.device import DeviceTurns, OwnDevice
 from learner.evaluation import Evaluation
 from learner.exchange import Exchange
@@ -32,6 +33,7 @@ class BetweenSteps:
         device: DeviceTurns | OwnDevice,
         judge: ParityJudge,
         evaluation: Evaluation,
+        waits: WaitClock,
         tell: TellStatus,
     ):
         self._config = config
@@ -41,34 +43,38 @@ class BetweenSteps:
         self._device = device
         self._judge = judge
         self._evaluation = evaluation
+        self._waits = waits
         self._tell = tell
 
     def wait_for_server(self) -> None:
         self._tell("waiting", "the first rollout server")
-        wait_for(
-            self._exchange,
-            self._ledger,
-            lambda: bool(self._exchange.servers),
-            timeout_s=self._config.network.start_timeout_s,
-            what=lambda: f"a rollout server at {self._config.control_endpoint} (network.start_timeout_s)",
-        )
+        with self._waits.waiting("server"):
+            wait_for(
+                self._exchange,
+                self._ledger,
+                lambda: bool(self._exchange.servers),
+                timeout_s=self._config.network.start_timeout_s,
+                what=lambda: f"a rollout server at {self._config.control_endpoint} (network.start_timeout_s)",
+            )
 
     def wait_for_batch(self) -> None:
         """The device is ours on return."""
         self._device.lend()
-        wait_for(
-            self._exchange,
-            self._ledger,
-            lambda: self._ledger.ready() and not self._exchange.alignment.holds_step,
-            timeout_s=self._config.learner.wait_timeout_s,
-            what=lambda: f"{self._describe_wait()} (learner.wait_timeout_s)",
-            judge=self._judge_servers,
-            progress=lambda: self._tell("training", self._describe_wait()),
-        )
+        with self._waits.waiting("groups"):
+            wait_for(
+                self._exchange,
+                self._ledger,
+                lambda: self._ledger.ready() and not self._exchange.alignment.holds_step,
+                timeout_s=self._config.learner.wait_timeout_s,
+                what=lambda: f"{self._describe_wait()} (learner.wait_timeout_s)",
+                judge=self._judge_servers,
+                progress=lambda: self._tell("training", self._describe_wait()),
+            )
         self.take_device_back()
 
     def take_device_back(self) -> None:
-        self._device.take_back(lambda: self._tell("waiting", f"the device: {self._device.who}"))
+        with self._waits.waiting("device"):
+            self._device.take_back(lambda: self._tell("waiting", f"the device: {self._device.who}"))
 
     def _describe_wait(self) -> str:
         counts = self._ledger.counts()
@@ -104,7 +110,8 @@ class BetweenSteps:
             self.admit_unless_evaluating()
             self._tell("evaluating", f"{self._evaluation.num_rows} held-out rows")
             self._device.lend()
-            self._evaluation.run(step, version, self._judge_servers)
+            with self._waits.waiting("evaluation"):
+                self._evaluation.run(step, version, self._judge_servers)
         self._exchange.admit(version)
 
     def admit_unless_evaluating(self) -> None:

@@ -86,7 +86,7 @@ class Connections:
         self._ledger = ledger
         self._facts = facts
         self._beat_at = 0.0
-        self._looked_at = float("inf")
+        self.looked_at = float("inf")
 
     @property
     def aligned(self) -> dict[str, ServerState]:
@@ -180,8 +180,8 @@ class Connections:
 
     def _forgive_own_silence(self, now: float) -> None:
         """After a turn that took very long (the process was stopped), what servers said meanwhile is still unread."""
-        stalled_s = now - self._looked_at - min(SLOWEST_TURN_S, self._network.timeout_s / 2)
-        self._looked_at = now
+        stalled_s = now - self.looked_at - min(SLOWEST_TURN_S, self._network.timeout_s / 2)
+        self.looked_at = now
         if stalled_s <= 0:
             return
         logger.warning("this learner stood still for %.0f s", stalled_s)

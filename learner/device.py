@@ -39,6 +39,7 @@ class OwnDevice:
     """Of a learner that shares none: it is always ours, and nothing has to be done for that."""
 
     is_shared = False
+    is_lent = False
     who = "the learner"
 
     def lend(self) -> None: ...
@@ -63,6 +64,10 @@ class DeviceTurns:
         self._seconds = {"sleep_s/learner": 0.0, "wake_s/learner": 0.0, "asleep_s/learner": 0.0}
         """Since the last report."""
         self._moved_bytes = 0
+
+    @property
+    def is_lent(self) -> bool:
+        return self._lease.fence is None
 
     @property
     def who(self) -> str:

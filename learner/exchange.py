@@ -116,6 +116,16 @@ class Exchange(threading.Thread):
     def errors(self) -> Counter[str]:
         return self._connections.errors
 
+    @property
+    def looked_at(self) -> float:
+        """When this thread last looked at its sockets, in monotonic seconds."""
+        return self._connections.looked_at
+
+    @property
+    def published_bytes(self) -> int:
+        """Of the versions that servers may still fetch."""
+        return self._publication.nbytes
+
     def announce(self, manifest: WeightManifest) -> None:
         """Every server is told of this version before any ticket that needs it."""
 

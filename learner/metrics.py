@@ -1,96 +1,47 @@
-"""Every metric of the learner: the table behind its Prometheus endpoint and behind docs/metrics.md."""
+"""Every metric of the learner: the table behind its Prometheus endpoint, docs/metrics.md and the dashboards."""
 
 from __future__ import annotations
 
-from asyncrl.algorithms.diagnostics import QUANTILES
-from asyncrl.telemetry.metrics import Metric
+from functools import partial
 
+from asyncrl.algorithms.diagnostics import QUANTILES
+from asyncrl.telemetry import metrics as kinds
+
+PREFIX = "asyncrl_learner_"
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1200.0)
 STALENESS = (0, 1, 2, 3, 4, 6, 8, 16)
 
 
-def _gauge(name: str, unit: str, help: str, healthy: str, *labels: str) -> Metric:
-    return Metric(name=f"asyncrl_learner_{name}", kind="gauge", unit=unit, help=help, healthy=healthy, labels=labels)
+def _gauge(name: str, *rest: str) -> kinds.Metric:
+    return kinds.gauge(PREFIX + name, *rest)
 
 
-METRICS = (
+def _counter(name: str, *rest: str) -> kinds.Metric:
+    return kinds.counter(PREFIX + name, *rest)
+
+
+_seconds = partial(kinds.histogram, unit="seconds", buckets=SECONDS)
+_versions = partial(kinds.histogram, unit="versions", buckets=STALENESS)
+
+PROGRESS = (
     _gauge("policy_version", "versions", "Weight publications so far.", "rises with every step"),
-    Metric(
-        name="asyncrl_learner_steps_total",
-        kind="counter",
-        unit="steps",
-        help="Learner steps made by this process.",
-        healthy="rises steadily",
-    ),
-    Metric(
-        name="asyncrl_learner_tokens_total",
-        kind="counter",
-        unit="tokens",
-        help="Completion tokens trained on.",
-        healthy="rises steadily",
-    ),
-    Metric(
-        name="asyncrl_learner_token_staleness_versions",
-        kind="histogram",
-        unit="versions",
-        buckets=STALENESS,
-        help="Per trained token: the learner's version when consumed minus the version that sampled it.",
-        healthy="never above learner.max_staleness",
-    ),
-    Metric(
-        name="asyncrl_learner_group_staleness_versions",
-        kind="histogram",
-        unit="versions",
-        buckets=STALENESS,
-        help="Per trained group: staleness of its oldest token.",
-        healthy="never above learner.max_staleness",
-    ),
-    Metric(
-        name="asyncrl_learner_step_seconds",
-        kind="histogram",
-        unit="seconds",
-        buckets=SECONDS,
-        help="One step from the end of the last, waiting included.",
-        healthy="steady",
-    ),
-    Metric(
-        name="asyncrl_learner_wait_seconds",
-        kind="histogram",
-        unit="seconds",
-        buckets=SECONDS,
-        help="Part of a step spent waiting for groups.",
-        healthy="small when rollout keeps up",
-    ),
-    Metric(
-        name="asyncrl_learner_publish_seconds",
-        kind="histogram",
-        unit="seconds",
-        buckets=SECONDS,
-        help="Writing one policy version for the servers.",
-        healthy="small against a step",
-    ),
-    _gauge("publish_bytes", "bytes", "Size of one published version.", "constant"),
-    _gauge(
-        "groups",
-        "groups",
-        "Training groups by state of the ledger: issued = trained + dropped + buffered + in_flight + waiting.",
-        "buffered above 0",
-        "state",
-    ),
-    _gauge("mean_length", "tokens", "Mean trajectory length of groups by state.", "equal", "state"),
-    _gauge("staleness_bound", "versions", "Bound that tickets are issued under.", "constant, or moving slowly"),
-    _gauge("length_bias", "ratio", "Mean trained length over that of all trained or dropped, minus 1.", "near 0"),
-    _gauge("journal_bytes", "bytes", "Size of the journal, its write-ahead log and its groups.", "bounded"),
-    _gauge("ledger_residual_groups", "groups", "Issued groups that are in no state.", "0, always"),
-    _gauge("parity_max", "nats", "Largest |log-prob of learner - engine| as a server joined.", "below 0.001", "server"),
-    _gauge("parity_mean", "nats", "Mean of the same.", "below 0.0001, or 0.03 in bfloat16", "server"),
-    _gauge("servers", "servers", "Welcomed rollout servers.", "as many as were started"),
-    _gauge("idle_ratio", "ratio", "Share of the last step spent waiting for groups.", "below 0.2"),
+    _gauge("total_steps", "steps", "Steps of the whole run.", "constant"),
+    _gauge("step", "steps", "Steps of the run so far, those before a restart included.", "rises steadily"),
+    _counter("steps", "steps", "Learner steps made by this process.", "rises steadily"),
+    _counter("tokens", "tokens", "Completion tokens trained on.", "rises steadily"),
+    _counter("trajectories", "trajectories", "Trajectories consumed, by status.", "finished dominates", "status"),
+    _counter("groups_consumed", "groups", "Groups consumed by steps.", "rises steadily"),
+    _gauge("mfu", "ratio", "Model FLOP/s of the last step's learning over the device's peak.", "steady; 0.2 to 0.5"),
+)
+"""Model FLOPs utilisation: 6 x parameters x tokens (Chowdhery et al. 2022, appendix B), 8 x with recomputation."""
+
+LEARNING = (
     _gauge(
         "reward", "score", "Mean of the last batch, by component; `mean` is the weighted sum.", "rises", "component"
     ),
     _gauge("accuracy", "ratio", "Mean of the accuracy component in the last batch.", "rises"),
     _gauge("held_out_accuracy", "ratio", "Of the last evaluation.", "rises with accuracy"),
+    _gauge("held_out_reward", "score", "Mean reward of the last evaluation.", "rises with reward"),
     _gauge("rows", "trajectories", "Trajectories of the last batch by status.", "finished dominates", "status"),
     _gauge("zero_variance_groups", "groups", "Groups of the last batch that teach nothing.", "below half"),
     _gauge("completion_tokens", "tokens", "Mean completion length of the last batch.", "no sudden change"),
@@ -99,6 +50,20 @@ METRICS = (
     _gauge("learning_rate", "rate", "Of the last step.", "follows the schedule"),
     _gauge("entropy", "nats", "Mean entropy per trained token.", "falls slowly, never to 0"),
     _gauge("reference_kl", "nats", "k3 estimate of KL(learner || reference) per token.", "rises slowly"),
+)
+
+OFF_POLICYNESS = (
+    _versions(
+        f"{PREFIX}token_staleness_versions",
+        help="Per trained token: the learner's version when consumed minus the version that sampled it.",
+        healthy="never above learner.max_staleness",
+    ),
+    _versions(
+        f"{PREFIX}group_staleness_versions",
+        help="Per trained group: staleness of its oldest token.",
+        healthy="never above learner.max_staleness",
+    ),
+    _gauge("staleness_bound", "versions", "Bound that tickets are issued under.", "constant, or moving slowly"),
     _gauge("effective_sample_size", "ratio", "Of the raw token ratios learner/behaviour.", "above 0.9"),
     _gauge("mismatch_kl", "nats", "k3 estimate of KL(behaviour || learner) per token.", "below 0.01"),
     _gauge("mismatch_kl_k1", "nats", "k1 estimate of the same; may be negative.", "close to mismatch_kl"),
@@ -108,6 +73,8 @@ METRICS = (
     _gauge("clip_fraction", "ratio", "Tokens whose gradient the policy loss clips.", "below 0.3"),
     _gauge("mask_fraction", "ratio", "Tokens that the correction and its masks drop.", "below 0.1"),
     _gauge("truncation_fraction", "ratio", "Tokens whose correction weight is cut to its cap.", "below 0.05"),
+    _gauge("parity_max", "nats", "Largest |log-prob of learner - engine| as a server joined.", "below 0.001", "server"),
+    _gauge("parity_mean", "nats", "Mean of the same.", "below 0.0001, or 0.03 in bfloat16", "server"),
     *(
         _gauge(f"{name}_by_staleness", unit, f"{name} of the last batch by token staleness.", healthy, "staleness")
         for name, unit, healthy in (
@@ -123,13 +90,86 @@ METRICS = (
             ("truncation_fraction", "ratio", "below 0.05"),
         )
     ),
+)
+
+TIME = (
+    _seconds(f"{PREFIX}step_seconds", help="One step from the end of the last, waiting included.", healthy="steady"),
+    _seconds(
+        f"{PREFIX}wait_seconds",
+        help="Part of a step spent waiting for groups.",
+        healthy="small when rollout keeps up",
+    ),
+    _seconds(
+        f"{PREFIX}learn_seconds", help="Part of a step from the batch to the new weights.", healthy="most of a step"
+    ),
+    _counter(
+        "waiting_seconds", "seconds", "Time that the main thread stood still, by what for.", "groups least", "for"
+    ),
+    _gauge("idle_ratio", "ratio", "Share of the last step spent waiting for groups.", "below 0.2"),
+)
+
+LEDGER = (
+    _gauge(
+        "groups",
+        "groups",
+        "Training groups by state of the ledger: issued = trained + dropped + buffered + in_flight + waiting.",
+        "buffered above 0",
+        "state",
+    ),
+    _gauge("ledger_residual_groups", "groups", "Issued groups that are in no state.", "0, always"),
+    _gauge("mean_length", "tokens", "Mean trajectory length of groups by state.", "equal", "state"),
+    _gauge("length_bias", "ratio", "Mean trained length over that of all trained or dropped, minus 1.", "near 0"),
+    _gauge("oldest_ticket_seconds", "seconds", "Age of the oldest group that a step waits for.", "below a step or two"),
+)
+
+WEIGHTS = (
+    _seconds(
+        f"{PREFIX}publish_seconds", help="Writing one policy version for the servers.", healthy="small against a step"
+    ),
+    _gauge("publish_bytes", "bytes", "Size of one published version.", "constant"),
+)
+
+MEMORY = (
+    _gauge("rss_bytes", "bytes", "Resident memory of the learner process.", "flat after the first steps"),
+    _gauge(
+        "device_bytes",
+        "bytes",
+        "Memory of its device by state (allocated, reserved, free), as seen last in each phase (awake, asleep).",
+        "free above 0; asleep allocated near 0",
+        "state",
+        "phase",
+    ),
+    _gauge("shared_memory_bytes", "bytes", "Published versions in shared memory.", "two versions"),
+    _gauge("shared_memory_free_bytes", "bytes", "Left in /dev/shm.", "above one version"),
+    _gauge("journal_bytes", "bytes", "Size of the journal, its write-ahead log and its groups.", "bounded"),
+    _gauge("disk_free_bytes", "bytes", "Left on the file system of the run directory.", "above a few checkpoints"),
+)
+
+DEVICE_TURNS = (
     _gauge("lease_fence", "turns", "Of its newest turn on the device (trainer.mode=sync).", "rises by two a step"),
     _gauge("asleep_seconds", "seconds", "Part of the last step asleep.", "as long as the server's turns"),
     _gauge("sleep_seconds", "seconds", "Part of the last step spent falling asleep.", "small against a step"),
     _gauge("wake_seconds", "seconds", "Part of the last step spent waking up.", "small against a step"),
     _gauge("sleep_bytes", "bytes", "What left the device at the newest falling asleep.", "constant"),
-    _gauge("rss_bytes", "bytes", "Resident memory of the learner process.", "flat after the first steps"),
-    _gauge("errors", "errors", "Unusable messages, refused groups, failed tickets.", "0", "kind"),
+)
+
+HEALTH = (
+    _gauge("servers", "servers", "Welcomed rollout servers.", "as many as were started"),
+    _gauge("pulse_age_seconds", "seconds", "Since the exchange thread last looked at its sockets.", "below 5"),
+    _gauge("stopped", "runs", "1 once the run has stopped, by kind (finished, bad_state, ...).", "finished", "kind"),
+    _counter("errors", "errors", "Unusable messages, refused groups, failed tickets, lost servers.", "0", "kind"),
+)
+
+METRICS = (
+    *PROGRESS,
+    *LEARNING,
+    *OFF_POLICYNESS,
+    *TIME,
+    *LEDGER,
+    *WEIGHTS,
+    *MEMORY,
+    *DEVICE_TURNS,
+    *HEALTH,
 )
 
 GAUGE_OF_RECORD = {

@@ -1,4 +1,4 @@
-"""What the learner tells the outside: Prometheus, metrics.jsonl, sampled completions, and the live status."""
+"""What the learner writes into its run directory: metrics.jsonl, sampled completions, and the live status."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from typing import Any
 import numpy as np
 import psutil
 
-from asyncrl.algorithms.diagnostics import STALENESS_BUCKETS
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.rewards.presentation import plain_text
-from asyncrl.telemetry.metrics import MetricSet
 from asyncrl.telemetry.recorder import RunRecorder
 from learner.batch import Batch
 from learner.exchange import Exchange
+from learner.exporting import LearnerExporter
 from learner.ledger import TicketLedger
-from learner.metrics import GAUGE_OF_RECORD, GAUGE_OF_STALENESS_RECORD, METRICS, QUANTILE_OF_RECORD
 from learner.tickets import ReceivedGroup
 from protocol.lease import read_tenure
 from protocol.messages import WeightManifest
@@ -26,11 +24,16 @@ from protocol.messages import WeightManifest
 
 class Reporter:
     def __init__(
-        self, config: RunConfig, exchange: Exchange, ledger: TicketLedger, processor: PromptProcessor, total_steps: int
+        self,
+        config: RunConfig,
+        exchange: Exchange,
+        ledger: TicketLedger,
+        processor: PromptProcessor,
+        exporter: LearnerExporter,
+        total_steps: int,
     ):
         self.config = config
-        self.metrics = MetricSet(METRICS, "learner")
-        self.metrics.serve(config.telemetry.host, config.telemetry.learner_port)
+        self.exporter = exporter
         self.recorder = RunRecorder(config.run_path)  # after what may fail: it makes the run directory
         self._exchange = exchange
         self._ledger = ledger
@@ -81,7 +84,7 @@ class Reporter:
         record |= self._ledger.length_bias()
         record["rss_gib"] = self._process.memory_info().rss / 2**30
         self.recorder.step(record)
-        self._export(version, record, batch)
+        self.exporter.step(step, version, record, batch)
         self._sample(step, batch.received[: self.config.trainer.samples_per_step])
 
     def _rollout_usage(self) -> dict[str, float]:
@@ -100,59 +103,11 @@ class Reporter:
                 self._server_usage[server_id] = (beat.uptime_s, beat.busy_s, beat.tokens_generated)
         return {"idle/rollout": float(np.mean(idle)), "tokens_per_s/rollout": rate} if idle else {}
 
-    def _export(self, version: int, record: Mapping[str, float], batch: Batch) -> None:
-        m = self.metrics
-        m["policy_version"].set(version + 1)
-        m["steps_total"].inc()
-        m["tokens_total"].inc(record["tokens"])
-        sampled = np.concatenate([item.group.loss_mask for item in batch.received]).astype(bool)
-        m["token_staleness_versions"].observe_counts(version - batch.versions[sampled])
-        oldest = [item.group.versions.min() for item in batch.received if item.group.versions.size]
-        m["group_staleness_versions"].observe_counts(version - np.asarray(oldest))
-        for name in ("step", "wait", "publish"):
-            m[f"{name}_seconds"].observe(record[f"{name}_s"])
-        counts = self._ledger.counts()
-        for state in ("issued", "waiting", "in_flight", "buffered", "trained"):
-            m["groups"].labels(state=state).set(getattr(counts, state))
-        for reason, dropped in counts.dropped.items():
-            m["groups"].labels(state=f"dropped_{reason}").set(dropped)
-        for state in ("trained", "dropped", "buffered"):
-            if f"length/{state}" in record:
-                m["mean_length"].labels(state=state).set(record[f"length/{state}"])
-        m["journal_bytes"].set(self._ledger.journal.file_bytes)
-        m["ledger_residual_groups"].set(counts.residual)
-        m["servers"].set(len(self._exchange.servers))
-        m["rss_bytes"].set(self._process.memory_info().rss)
-        for name, gauge in GAUGE_OF_RECORD.items():
-            if name in record:
-                m[gauge].set(record[name])
-        for name, value in record.items():
-            section, _, part = name.partition("/")
-            if section == "reward" and part != "std":
-                m["reward"].labels(component=part).set(value)
-            elif section == "rows":
-                m["rows"].labels(status=part).set(value)
-        self._export_off_policyness(record)
-        for kind, count in self._exchange.errors.items():
-            m["errors"].labels(kind=kind).set(count)
-
-    def _export_off_policyness(self, record: Mapping[str, float]) -> None:
-        """Ratio quantiles, and diagnostics by staleness; NaN where the last batch has no such tokens."""
-        for name, quantile in QUANTILE_OF_RECORD.items():
-            self.metrics["ratio"].labels(quantile=quantile).set(record.get(name, float("nan")))
-        for name, gauge in GAUGE_OF_STALENESS_RECORD.items():
-            for bucket in STALENESS_BUCKETS:
-                value = record.get(f"staleness_{bucket}/{name}", float("nan"))
-                self.metrics[gauge].labels(staleness=bucket).set(value)
-
     def published(self, manifest: WeightManifest) -> None:
-        self.metrics["policy_version"].set(manifest.version)
-        self.metrics["publish_bytes"].set(manifest.total_bytes)
+        self.exporter.published(manifest)
 
     def parity(self, server_id: str, largest: float, mean: float) -> None:
-        """Differences of log-probs at the check of a server that joins."""
-        self.metrics["parity_max"].labels(server=server_id).set(largest)
-        self.metrics["parity_mean"].labels(server=server_id).set(mean)
+        self.exporter.parity(server_id, largest, mean)
 
     def evaluated(self, step: int, version: int, received: Sequence[ReceivedGroup]) -> dict[str, Any]:
         """Accuracy and reward of a whole evaluation. Rows that could not be scored are counted apart."""
@@ -169,7 +124,7 @@ class Reporter:
             "errors": len(records) - len(scored),
         }
         self.recorder.evaluation(result)
-        self.metrics["held_out_accuracy"].set(result["accuracy"])
+        self.exporter.evaluated(result["accuracy"], result["reward"])
         return result
 
     def _sample(self, step: int, received: Sequence[ReceivedGroup]) -> None:
@@ -203,9 +158,6 @@ class Reporter:
                 },
                 shown,
             )
-
-    def close(self) -> None:
-        self.metrics.close()
 
 
 def _device(config: RunConfig) -> dict[str, Any]:

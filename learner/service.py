@@ -14,6 +14,7 @@ from asyncrl.models.base_weights import base_fingerprint
 from asyncrl.models.loading import architecture_fingerprint, stop_token_ids
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.telemetry.failure import is_disk_full
+from asyncrl.telemetry.waits import WaitClock
 from asyncrl.weight_transfer.requirements import check_cuda
 from learner.adaptive_staleness import ADAPTIVE_STALENESS, adaptive_staleness
 from learner.batch import describe_batch, make_batch
@@ -24,6 +25,7 @@ from learner.device import DeviceTurns, OwnDevice, first_turn
 from learner.engines import create_engine
 from learner.evaluation import Evaluation
 from learner.exchange import Exchange
+from learner.exporting import LearnerExporter
 from learner.ledger import TicketLedger
 from learner.parity import ParityJudge
 from learner.progress import Progress
@@ -110,6 +112,8 @@ class Learner:
         self.journal = start.journal or begin_journal(config, self._resources)
         if start.journal is None:
             self._resources.callback(lambda: forget_run(self.journal) if self._goodbye == COULD_NOT_START else None)
+        self.exporter = LearnerExporter(config.telemetry)
+        self._resources.callback(self.exporter.close)  # the last but the journal: a scrape is to see how a run ended
         self.run_id = sign_journal(
             start,
             self.journal,
@@ -149,13 +153,23 @@ class Learner:
     def _arrange(self) -> None:
         """Who works with what has been opened."""
         config = self.config
-        self.reporter = Reporter(config, self.exchange, self.ledger, self.processor, self.progress.total_steps)
-        self._resources.callback(self.reporter.close)
+        total_steps = self.progress.total_steps
+        self.reporter = Reporter(config, self.exchange, self.ledger, self.processor, self.exporter, total_steps)
         self.judge = ParityJudge(config, self.exchange, self.engine, self.processor, self.reporter)
         self.device = DeviceTurns(config, self._lease, self.engine, self.exchange) if self._lease else OwnDevice()
         evaluation = Evaluation(config, self.exchange, self.ledger, self.writer, self.reporter)
+        waits, device = WaitClock(), self.device
         self.between = BetweenSteps(
-            config, self.progress, self.exchange, self.ledger, self.device, self.judge, evaluation, self._status
+            config, self.progress, self.exchange, self.ledger, device, self.judge, evaluation, waits, self._status
+        )
+        self.exporter.watch(
+            self.exchange,
+            self.ledger,
+            waits,
+            device=self.engine.device,
+            is_asleep=lambda: device.is_lent,
+            run_path=config.run_path,
+            total_steps=total_steps,
         )
         names = {"run_id": self.run_id, "architecture": self.architecture, "base": self.base}
         self.saver = Saver(config, self.engine, self.processor.processor, self.ledger, self.journal, **names)
@@ -177,20 +191,18 @@ class Learner:
             self._save()
             self.engine.export(self.processor.processor, self.config.run_path / "export")
             logger.info("finished: the model is in %s", self.config.run_path / "export")
-            self._goodbye = "the run is finished"
-            self._status("finished")
+            self._end("finished", "finished", "the run is finished")
         except KeyboardInterrupt:
-            self._goodbye = "the learner was interrupted"
-            self._last_status("interrupted")
+            self._end("interrupted", "interrupted", "the learner was interrupted")
             raise
         except (BadStateError, UserError) as error:
-            self._goodbye = "the learner failed"
-            self._last_status("failed", str(error))
+            kind = "bad_state" if isinstance(error, BadStateError) else "user_error"
+            self._end("failed", kind, "the learner failed", str(error))
             raise
         except Exception as error:
-            if is_disk_full(error):  # ends the run like a bad state
-                self._goodbye = "the learner's disk is full"
-            self._last_status("failed", f"{type(error).__name__}: {error}")
+            full = is_disk_full(error)  # ends the run like a bad state; after a crash servers wait for the next learner
+            goodbye = "the learner's disk is full" if full else None
+            self._end("failed", "disk_full" if full else "crash", goodbye, f"{type(error).__name__}: {error}")
             raise
         finally:
             self._resources.close()
@@ -279,8 +291,10 @@ class Learner:
 
     # --- what is said -------------------------------------------------------------------------------
 
-    def _last_status(self, phase: str, why: str = "") -> None:
+    def _end(self, phase: str, kind: str, goodbye: str | None, why: str = "") -> None:
         """A disk without room must not take the place of the reason."""
+        self._goodbye = goodbye
+        self.exporter.stopped(kind)
         try:
             self._status(phase, why)
         except OSError as problem:

@@ -120,6 +120,12 @@ class Publication:
         with self._guard:
             return tuple(sorted(self._snapshots))
 
+    @property
+    def nbytes(self) -> int:
+        """Of all versions that can still be read."""
+        with self._guard:
+            return sum(snapshot.view.nbytes for snapshot in self._snapshots.values())
+
     def read(self, version: int, offset: int, nbytes: int) -> memoryview:
         """A read-only view. Raises ProtocolError: VERSION_GONE, or MALFORMED for a range outside."""
         snapshot = self._snapshot(version)

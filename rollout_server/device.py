@@ -15,12 +15,12 @@ from contextlib import asynccontextmanager
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
-from asyncrl.telemetry.metrics import MetricSet
 from protocol.errors import ErrorCode
 from protocol.faults import crash_point
 from protocol.lease import POLL_S, DeviceLease, LeaseError, StaleFence
 from protocol.messages import Error, LeaseReturn
 from rollout_server.engines.base import InferenceEngine
+from rollout_server.exporting import ServerExporter
 from rollout_server.link import LearnerLink
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ HOLDER = "rollout_server"
 class SharedDevice:
     """Belongs to the event loop. Fences only grow: of grants and recalls the largest number of each counts."""
 
-    def __init__(self, config: RunConfig, engine: InferenceEngine, link: LearnerLink, metrics: MetricSet):
+    def __init__(self, config: RunConfig, engine: InferenceEngine, link: LearnerLink, exporter: ServerExporter):
         self.is_loaded = False
         """The engine has been started."""
         self.on_asleep = lambda: None
@@ -39,7 +39,7 @@ class SharedDevice:
         self._config = config
         self._engine = engine
         self._link = link
-        self._metrics = metrics
+        self._exporter = exporter
         self._lease = DeviceLease(config.run_path, HOLDER)
         self._granted = 0
         self._over = 0
@@ -53,6 +53,10 @@ class SharedDevice:
         self._asleep_s = 0.0
 
     # --- what the learner says ------------------------------------------------------------------
+
+    @property
+    def is_awake(self) -> bool:
+        return self._awake.is_set()
 
     def grant(self, fence: int) -> Error | None:
         """The answer to a grant that has been overtaken, else None."""
@@ -76,7 +80,7 @@ class SharedDevice:
         self._granted = self._over = self._lease.fence or 0
 
     def _stale(self, reason: str) -> Error:
-        self._metrics["stale_fences_total"].inc()
+        self._exporter.stale_fence()
         return Error(code=ErrorCode.STALE_FENCE, reason=reason)
 
     # --- turns ------------------------------------------------------------------------------------
@@ -136,7 +140,7 @@ class SharedDevice:
             raise
         except LeaseError as error:
             raise BadStateError(str(error)) from error
-        self._metrics["lease_fence"].set(fence)
+        self._exporter.turn_began(fence)
 
     async def _wake(self) -> float:
         started = time.monotonic()
@@ -150,8 +154,7 @@ class SharedDevice:
         self._asleep_s += started - self._slept_at
         self._awake.set()
         took = time.monotonic() - started
-        self._metrics["asleep_seconds"].set(self._asleep_s)
-        self._metrics["wake_seconds"].set(took)
+        self._exporter.woke(took, self._asleep_s)
         return took
 
     async def _turn_is_over(self, fence: int) -> None:
@@ -175,6 +178,5 @@ class SharedDevice:
         crash_point("server.asleep")
         self._slept_at = time.monotonic()
         took = self._slept_at - started
-        self._metrics["sleep_seconds"].set(took)
-        self._metrics["sleep_bytes"].set(self._engine.usage.sleep_bytes)
+        self._exporter.slept(took, self._engine.usage.sleep_bytes)
         return took

@@ -9,9 +9,9 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
-from asyncrl.telemetry.metrics import MetricSet
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import WeightManifest, Welcome
+from rollout_server.exporting import ServerExporter
 from rollout_server.link import LearnerLink
 from rollout_server.weights import WeightReceiver
 
@@ -26,7 +26,7 @@ class HeldVersion:
         config: RunConfig,
         receiver: WeightReceiver,
         link: LearnerLink,
-        metrics: MetricSet,
+        exporter: ServerExporter,
         incarnation: str,
         on_device: Callable[[], AbstractAsyncContextManager[None]],
     ):
@@ -34,7 +34,7 @@ class HeldVersion:
         self._config = config
         self._receiver = receiver
         self._link = link
-        self._metrics = metrics
+        self._exporter = exporter
         self._incarnation = incarnation
         self._on_device = on_device
         self._version = -1
@@ -86,6 +86,11 @@ class HeldVersion:
                 f"the newest that did is {self._version} (-1: none)"
             ) from None
 
+    @property
+    def is_behind(self) -> bool:
+        """A newer version has been announced."""
+        return self._newest is not None and self._newest.version > self._version
+
     async def follow(self) -> None:
         """Until cancelled. Versions in between are skipped."""
         while True:
@@ -117,5 +122,4 @@ class HeldVersion:
             self._version = loaded.version
             self._changed.notify_all()
         await self._link.send(loaded)
-        self._metrics["policy_version"].set(loaded.version)
-        self._metrics["weight_load_seconds"].observe(loaded.transfer_s + loaded.load_s)
+        self._exporter.loaded(loaded, manifest.total_bytes)

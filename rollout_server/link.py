@@ -104,6 +104,11 @@ class LearnerLink:
         return self._missed
 
     @property
+    def heard_at(self) -> float:
+        """When the learner was heard last, in monotonic seconds."""
+        return self._heard_at
+
+    @property
     def host_id(self) -> str:
         return self._hello.host_id
 

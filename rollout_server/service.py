@@ -8,16 +8,13 @@ import time
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 
-import psutil
-
 from asyncrl.config.channel_rules import DEVICE_CHANNELS, network_is_open
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
 from asyncrl.models.base_weights import base_fingerprint
-from asyncrl.models.loading import folder_fingerprint
+from asyncrl.models.loading import folder_fingerprint, resolve_device
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.rewards.pool import RewardPool
-from asyncrl.telemetry.metrics import MetricSet
 from asyncrl.weight_transfer.requirements import check_cuda
 from protocol.errors import ErrorCode
 from protocol.faults import crash_point
@@ -31,17 +28,16 @@ from protocol.messages import (
     Ticket,
     TicketFailed,
     Tickets,
-    TrajectoryRecord,
     WeightManifest,
     Welcome,
 )
 from rollout_server.channels import choose_channel, how_to_leave_room
 from rollout_server.device import SharedDevice
 from rollout_server.engines import create_engine
-from rollout_server.engines.base import Completion, EngineDied, EngineUsage
+from rollout_server.engines.base import EngineDied, EngineUsage
+from rollout_server.exporting import ServerExporter, ServerState
 from rollout_server.held_version import HeldVersion
 from rollout_server.link import LearnerLink
-from rollout_server.metrics import METRICS
 from rollout_server.production import GroupProducer
 from rollout_server.sampling_contract import check_sampling
 from rollout_server.weights import WeightReceiver
@@ -52,8 +48,7 @@ logger = logging.getLogger(__name__)
 class RolloutServer:
     def __init__(self, config: RunConfig):
         self.config = config
-        self.metrics = MetricSet(METRICS, "rollout")
-        self.metrics.include("vllm:")
+        self.exporter = ServerExporter(self.config.telemetry)
         self._started = time.monotonic()
         self._held: dict[int, Ticket] = {}
         self.device: SharedDevice | None = None
@@ -62,7 +57,7 @@ class RolloutServer:
     async def run(self) -> None:
         """Returns when the learner says goodbye or this task is cancelled. Raises what stopped it otherwise."""
         check_cuda(self.config, "rollout.device", self.config.rollout.device)
-        self.metrics.serve(self.config.telemetry.host, self.config.telemetry.rollout_port)
+        self.exporter.serve(lambda: resolve_device(self.config.rollout.device))
         self.processor = PromptProcessor(self.config.model)
         self.engine = create_engine(self.config, self.processor)
         self.rewards = RewardPool(self.config.reward)
@@ -72,7 +67,7 @@ class RolloutServer:
         finally:
             await self.rewards.close()
             await self.engine.close()
-            self.metrics.close()
+            self.exporter.close()
 
     async def _fingerprint(self) -> str:
         """Of the model; where the device is shared, nothing is loaded before our first turn."""
@@ -90,8 +85,8 @@ class RolloutServer:
             base_fingerprint=base_fingerprint(self.config.model) if self.config.model.lora.rank else "",
         )
         if self.config.trainer.mode == "sync":
-            self.device = SharedDevice(self.config, self.engine, self.link, self.metrics)
-        reason, expected = "stopped", True
+            self.device = SharedDevice(self.config, self.engine, self.link, self.exporter)
+        reason, expected, ended = "stopped", True, "interrupted"
         try:
             welcome = await self.link.connect()
             channel, instead = await self._channels(welcome)
@@ -99,12 +94,12 @@ class RolloutServer:
             endpoint = f"tcp://{self.config.network.host}:{welcome.weights_port}"
             self.receiver = WeightReceiver(self.config, self.engine, channel, endpoint, instead=instead)
             self.held_version = HeldVersion(
-                self.config, self.receiver, self.link, self.metrics, welcome.incarnation, self._on_device
+                self.config, self.receiver, self.link, self.exporter, welcome.incarnation, self._on_device
             )
             if self.device and self.config.rollout.sleep_level == 2:
                 self.device.on_asleep = self.held_version.forget
             self.producer = GroupProducer(self.engine, self.rewards, self.processor, self.link.server_id)
-            self.producer.on_trajectory = self._observe_trajectory
+            self.producer.on_trajectory = self.exporter.trajectory
             async with asyncio.TaskGroup() as self._tasks:
                 background = [
                     self._tasks.create_task(self._heartbeats()),
@@ -113,18 +108,20 @@ class RolloutServer:
                 if self.device:
                     background.append(self._tasks.create_task(self.device.take_turns()))
                 await self._receive()
+                ended = "finished"
                 for task in [*background, *self._work]:
                     task.cancel()
         except ExceptionGroup as failures:
             first = failures.exceptions[0]
             if isinstance(first, EngineDied) and isinstance(first.__cause__, BadStateError):
                 first = first.__cause__  # as if those who noticed it had not been quicker
-            reason, expected = str(first), False
+            reason, expected, ended = str(first), False, "failed"
             raise first from failures
         except Exception as error:
-            reason, expected = str(error), False
+            reason, expected, ended = str(error), False, "failed"
             raise
         finally:
+            self.exporter.stopped(ended)
             await self.link.goodbye(reason, expected=expected, unfinished=tuple(self._held))
             self.link.close()
             if hasattr(self, "receiver"):
@@ -196,8 +193,7 @@ class RolloutServer:
                 crash_point("ticket.started")
                 async for group in self.producer.produce(message.tickets, message.blobs):
                     await self.link.send_group(group)
-                    self.metrics["groups_total"].inc()
-                    self.metrics["generate_seconds"].observe(group.timings.generate_s)
+                    self.exporter.produced(group)
                     waiting.discard(group.ticket_id)
                     self._held.pop(group.ticket_id, None)
         except EngineDied:
@@ -207,13 +203,13 @@ class RolloutServer:
             for ticket_id in waiting:
                 self._held.pop(ticket_id, None)
                 kind, text = type(error).__name__, str(error)[:1000]
+                self.exporter.failed(kind)
                 await self.link.send(TicketFailed(ticket_id=ticket_id, error_kind=kind, error_message=text))
 
     def _on_device(self) -> AbstractAsyncContextManager[None]:
         return self.device.in_use() if self.device else nullcontext()
 
     async def _heartbeats(self) -> None:
-        process = psutil.Process()
         while True:
             if self._is_started:
                 self.engine.check_alive()
@@ -230,8 +226,8 @@ class RolloutServer:
             )
             await self.link.send(beat)
             await self.link.resend_overdue()
-            self._export(beat, process.memory_info().rss)
-            self.metrics["update_pause_seconds"].set(usage.update_pause_s)
+            asleep = self.device is not None and not self.device.is_awake
+            self.exporter.beat(ServerState(usage, beat, self.link.heard_at, self._waiting_for(asleep), asleep))
             await asyncio.sleep(self.config.network.heartbeat_s)
 
     @property
@@ -239,17 +235,10 @@ class RolloutServer:
         """False before our first turn on a shared device."""
         return self.device is None or self.device.is_loaded
 
-    def _export(self, beat: ServerHeartbeat, rss_bytes: int) -> None:
-        self.metrics["held_groups"].labels(state="queued").set(beat.groups_queued)
-        self.metrics["held_groups"].labels(state="running").set(beat.groups_running)
-        self.metrics["held_groups"].labels(state="unacknowledged").set(beat.groups_unacknowledged)
-        self.metrics["tokens_generated"].set(beat.tokens_generated)
-        self.metrics["busy_seconds"].set(beat.busy_s)
-        self.metrics["idle_ratio"].set(1 - beat.busy_s / max(beat.uptime_s, 1e-9))
-        self.metrics["rss_bytes"].set(rss_bytes)
-
-    def _observe_trajectory(self, completion: Completion, record: TrajectoryRecord) -> None:
-        self.metrics["trajectories_total"].labels(status=str(record.status)).inc()
-        self.metrics["completion_tokens"].observe(len(completion.token_ids))
-        if record.error_kind:
-            self.metrics["reward_errors_total"].labels(kind=record.error_kind).inc()
+    def _waiting_for(self, asleep: bool) -> str:
+        """What an engine without work would wait for."""
+        if self.link.learner_is_silent:
+            return "learner"
+        if asleep:
+            return "device"
+        return "weights" if self._held and self.held_version.is_behind else "tickets"

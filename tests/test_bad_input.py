@@ -288,7 +288,7 @@ def test_a_refused_learner_gives_everything_back(make_config: MakeConfig, key: s
     assert learner.progress.total_steps == config.trainer.max_steps
     learner.exchange.stop("done")
     learner.publication.close()
-    learner.reporter.close()
+    learner.exporter.close()
 
 
 def test_a_run_has_the_steps_that_were_explained(make_config: MakeConfig) -> None:
@@ -301,7 +301,7 @@ def test_a_run_has_the_steps_that_were_explained(make_config: MakeConfig) -> Non
     finally:
         learner.exchange.stop("done")
         learner.publication.close()
-        learner.reporter.close()
+        learner.exporter.close()
 
 
 def shared_files() -> set[str]:

@@ -19,7 +19,6 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.launch.panel import render
 from asyncrl.launch.story import Story
-from asyncrl.telemetry.metrics import MetricSet
 from asyncrl.telemetry.recorder import RunRecorder
 from learner.connections import Connections, ModelFacts, ServerState
 from learner.device import DeviceTurns, first_turn
@@ -46,7 +45,7 @@ from protocol.messages import (
 )
 from rollout_server.device import SharedDevice
 from rollout_server.engines.base import EngineUsage
-from rollout_server.metrics import METRICS
+from rollout_server.exporting import ServerExporter
 from tests.fuzz import content
 from tests.fuzz.rig import write_ticket
 from tests.tiny import ROOT
@@ -281,8 +280,8 @@ class Server:
         self.engine, self.link = Engine(), Link()
         engine: Any = self.engine
         link: Any = self.link
-        self.metrics = MetricSet(METRICS, "rollout")
-        self.device = SharedDevice(config, engine, link, self.metrics)
+        self.exporter = ServerExporter(config.telemetry)
+        self.device = SharedDevice(config, engine, link, self.exporter)
         self.learner = DeviceLease(config.run_path, "learner")
 
     async def until(self, satisfied: Callable[[], bool]) -> None:
@@ -296,7 +295,8 @@ class Server:
 
     @property
     def stale(self) -> float:
-        return self.metrics.registry.get_sample_value("asyncrl_rollout_stale_fences_total") or 0.0
+        registry = self.exporter.registry
+        return registry.get_sample_value("asyncrl_rollout_stale_fences_total") or 0.0
 
 
 def play(config: RunConfig, scene: Callable[[Server], Any]) -> None:

@@ -142,6 +142,8 @@ class TelemetryConfig(Section):
     starts take the ports after this one."""
     host: str = "127.0.0.1"
     """Address of the Prometheus endpoints."""
+    linger_s: float = Field(default=0.0, ge=0)
+    """The endpoints answer this long after the end, so that a scrape sees it: a few of Prometheus' intervals."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Least severe message in the logs of both processes."""
 

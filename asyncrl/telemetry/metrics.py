@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 from wsgiref.simple_server import WSGIServer
@@ -47,6 +47,22 @@ class Metric:
     """Upper bounds of a histogram, rising; infinity is added."""
 
 
+def gauge(name: str, unit: str, help: str, healthy: str, *labels: str) -> Metric:
+    return Metric(name=name, kind="gauge", unit=unit, help=help, healthy=healthy, labels=labels)
+
+
+def counter(name: str, unit: str, help: str, healthy: str, *labels: str) -> Metric:
+    return Metric(name=f"{name}_total", kind="counter", unit=unit, help=help, healthy=healthy, labels=labels)
+
+
+def histogram(
+    name: str, unit: str, buckets: Sequence[float], help: str, healthy: str, labels: tuple[str, ...] = ()
+) -> Metric:
+    return Metric(
+        name=name, kind="histogram", unit=unit, help=help, healthy=healthy, labels=labels, buckets=tuple(buckets)
+    )
+
+
 class MetricSet:
     """Prometheus objects of one service, in a registry of their own.
 
@@ -60,6 +76,8 @@ class MetricSet:
         self._prefix = f"asyncrl_{service}_"
         self._metrics: dict[str, Counter | Gauge | Histogram] = {}
         self._endpoint: tuple[WSGIServer, threading.Thread] | None = None
+        self._raised: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        self._refresh = _Refresh(self.registry)  # first: it is asked first
         for metric in table:
             self._metrics[self._short(metric.name)] = self._build(metric)
         ProcessCollector(registry=self.registry)
@@ -95,6 +113,18 @@ class MetricSet:
         except KeyError as error:
             raise AttributeError(error.args[0]) from None
 
+    def raise_to(self, name: str, total: float, **labels: str) -> None:
+        """Let a counter stand at a total that something else counts. One that fell has begun again from 0."""
+        key = (name, tuple(sorted(labels.items())))
+        before = self._raised.get(key, 0.0)
+        counter = self[name].labels(**labels) if labels else self[name]
+        counter.inc(total - before if total >= before else total)
+        self._raised[key] = total
+
+    def before_scrape(self, refresh: Callable[[], None]) -> None:
+        """Called on the endpoint's thread before each answer: for what is cheap to look at and changes all the time."""
+        self._refresh.call = refresh
+
     def include(self, prefix: str) -> None:
         """Answer, too, with what a library keeps in prometheus_client's own registry under names of this prefix.
 
@@ -126,6 +156,21 @@ class MetricSet:
         server.shutdown()
         server.server_close()
         thread.join(STOP_DEADLINE_S)
+
+
+class _Refresh(Collector):
+    """Has no metrics: being collected is the occasion."""
+
+    def __init__(self, registry: CollectorRegistry):
+        self.call: Callable[[], None] = lambda: None
+        registry.register(self)
+
+    def describe(self) -> Iterator[Family]:
+        return iter(())
+
+    def collect(self) -> Iterator[Family]:
+        self.call()
+        return iter(())
 
 
 class _OfALibrary(Collector):

@@ -104,6 +104,14 @@ class RunRecorder:
             write_atomically(path, data, durable=False)
 
 
+def read_status(run_dir: Path) -> dict[str, Any]:
+    """What the run said of itself last; empty before it says anything."""
+    try:
+        return json.loads((run_dir / STATUS_FILE).read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+
+
 def image_extension(data: bytes) -> str:
     """By the first bytes: png, jpg, webp, or bin for everything else."""
     if data.startswith(b"\x89PNG\r\n\x1a\n"):

@@ -106,10 +106,10 @@ class SimulatedServer(RolloutServer):
         self.processor: Any = TextlessProcessor()
         self.engine: Any = ModelFreeEngine(self.config, self.processor)
         weights: Any = DelayedWeights(self.engine, lambda: random_numbers.uniform(*workload.weights_s))
-        self.held_version = HeldVersion(self.config, weights, self.link, self.metrics, "", nullcontext)
+        self.held_version = HeldVersion(self.config, weights, self.link, self.exporter, "", nullcontext)
         self.rewards: Any = OneForAll()
         self.producer = GroupProducer(self.engine, self.rewards, self.processor, link.server_id)
-        self.producer.on_trajectory = self._observe_trajectory
+        self.producer.on_trajectory = self.exporter.trajectory
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as self._tasks:

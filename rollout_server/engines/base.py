@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import nan
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -85,6 +86,8 @@ class EngineUsage:
     """Seconds in which running sequences stood still for a weight update."""
     sleep_bytes: int = 0
     """That left the device when the engine fell asleep last."""
+    kv_cache_ratio: float = nan
+    """Share of the key-value cache in use; NaN for an engine whose cache has no fixed size."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ class UsageMeter:
 
     def __init__(self) -> None:
         self._tokens = self._running = self._waiting = 0
-        self._busy_s = self._update_pause_s = 0.0
+        self._busy_s = self._update_pause_s = self._kv_cache_ratio = 0.0
         self._busy_since = 0.0
         self._paused_at: float | None = None
         self._resumed = False
@@ -28,7 +28,15 @@ class UsageMeter:
     @property
     def usage(self) -> EngineUsage:
         busy_s = self._busy_s + (time.monotonic() - self._busy_since if self.in_work else 0.0)
-        return EngineUsage(self._tokens, busy_s, self._running, self._waiting, self._update_pause_s, self.sleep_bytes)
+        return EngineUsage(
+            self._tokens,
+            busy_s,
+            self._running,
+            self._waiting,
+            self._update_pause_s,
+            self.sleep_bytes,
+            self._kv_cache_ratio,
+        )
 
     def begin(self, number: str) -> None:
         """A sequence is submitted."""
@@ -62,6 +70,8 @@ class UsageMeter:
         if scheduler_stats is not None and self.in_work:  # a step may be reported after its requests were dropped
             self._running = scheduler_stats.num_running_reqs
             self._waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+        if scheduler_stats is not None:
+            self._kv_cache_ratio = scheduler_stats.kv_cache_usage
         if iteration_stats is None:
             return
         self._tokens += iteration_stats.num_generation_tokens

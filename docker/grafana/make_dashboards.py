@@ -1,0 +1,366 @@
+"""Write docker/grafana/dashboards/*.json from the tables below, with Grafana's own types; a test compares them.
+
+    python docker/grafana/make_dashboards.py
+
+What a panel means and what is healthy comes from the tables of metrics (learner/metrics.py, rollout_server/metrics.py).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from grafana_foundation_sdk.builders.common import VizLegendOptions, VizTooltipOptions
+from grafana_foundation_sdk.builders.dashboard import Dashboard, Row
+from grafana_foundation_sdk.builders.prometheus import Dataquery
+from grafana_foundation_sdk.builders.stat import Panel as Stat
+from grafana_foundation_sdk.builders.timeseries import Panel as TimeSeries
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.common import GraphDrawStyle, LegendDisplayMode, LegendPlacement, TooltipDisplayMode
+from grafana_foundation_sdk.models.dashboard import DashboardCursorSync, DataSourceRef
+
+from learner.metrics import METRICS as LEARNER
+from rollout_server.metrics import METRICS as ROLLOUT
+
+FOLDER = Path(__file__).parent / "dashboards"
+PROMETHEUS = DataSourceRef(type_val="prometheus", uid="asyncrl-prometheus")
+REFRESH = "10s"
+WINDOW = "$__rate_interval"
+COLUMNS, WIDTH, HEIGHT, STAT_HEIGHT = 24, 8, 8, 4
+TABLE = {metric.name: metric for metric in (*LEARNER, *ROLLOUT)}
+_NAME = re.compile(r"asyncrl_(?:learner|rollout)_[a-z0-9_]+")
+
+
+@dataclass(frozen=True)
+class Chart:
+    title: str
+    unit: str
+    """A unit of Grafana's: short, percentunit, s, bytes, ..."""
+    queries: tuple[tuple[str, str], ...]
+    """PromQL, and the legend of its series."""
+    stat: bool = False
+    """One large number instead of curves."""
+    logarithmic: bool = False
+
+
+def chart(title: str, unit: str, *queries: tuple[str, str], **options: bool) -> Chart:
+    return Chart(title, unit, queries, **options)
+
+
+def rate(metric: str, by: str = "") -> str:
+    return f"sum{f' by ({by})' if by else ''} (rate({metric}[{WINDOW}]))"
+
+
+def quantiles(metric: str, *values: float, by: str = "") -> tuple[tuple[str, str], ...]:
+    labels = f"le, {by}" if by else "le"
+    legend = f" {{{{{by}}}}}" if by else ""
+    return tuple(
+        (f"histogram_quantile({q}, sum by ({labels}) (rate({metric}_bucket[{WINDOW}])))", f"p{round(q * 100)}{legend}")
+        for q in values
+    )
+
+
+L, R = "asyncrl_learner_", "asyncrl_rollout_"
+
+DASHBOARDS: dict[str, tuple[str, dict[str, tuple[Chart, ...]]]] = {
+    "learning": (
+        "Is it learning?",
+        {
+            "Now": (
+                chart("Step", "short", (f"max({L}step)", "step"), stat=True),
+                chart("Of the run", "percentunit", (f"max({L}step) / max({L}total_steps)", "done"), stat=True),
+                chart(
+                    "Time left",
+                    "s",
+                    (f"(max({L}total_steps) - max({L}step)) / (sum(rate({L}steps_total[15m])) > 0)", "left"),
+                    stat=True,
+                ),
+                chart("Reward", "short", (f'max({L}reward{{component="mean"}})', "reward"), stat=True),
+                chart("Held-out accuracy", "percentunit", (f"max({L}held_out_accuracy)", "accuracy"), stat=True),
+                chart("Policy version", "short", (f"max({L}policy_version)", "version"), stat=True),
+            ),
+            "Reward": (
+                chart("Reward by component", "short", (f"{L}reward", "{{component}}")),
+                chart(
+                    "Accuracy: in training and held out",
+                    "percentunit",
+                    (f"{L}accuracy", "training"),
+                    (f"{L}held_out_accuracy", "held out"),
+                ),
+                chart("Groups that teach nothing", "short", (f"{L}zero_variance_groups", "zero variance")),
+            ),
+            "Policy": (
+                chart("Entropy per token", "short", (f"{L}entropy", "nats")),
+                chart("KL to the reference", "short", (f"{L}reference_kl", "nats")),
+                chart("Loss", "short", (f"{L}loss", "loss")),
+                chart("Gradient norm before clipping", "short", (f"{L}grad_norm", "norm"), logarithmic=True),
+                chart("Learning rate", "sci", (f"{L}learning_rate", "rate")),
+                chart(
+                    "Completion length",
+                    "short",
+                    (f"{L}completion_tokens", "mean of a batch"),
+                    *quantiles(f"{R}completion_tokens", 0.5, 0.99),
+                ),
+            ),
+            "Off-policyness": (
+                chart(
+                    "Effective sample size",
+                    "percentunit",
+                    (f"{L}effective_sample_size", "all"),
+                    (f"{L}effective_sample_size_by_staleness", "staleness {{staleness}}"),
+                ),
+                chart(
+                    "KL(behaviour || learner) per token",
+                    "short",
+                    (f"{L}mismatch_kl", "k3"),
+                    (f"{L}mismatch_kl_k1", "k1"),
+                    (f"{L}mismatch_kl_by_staleness", "staleness {{staleness}}"),
+                    logarithmic=True,
+                ),
+                chart(
+                    "Raw ratio learner/behaviour",
+                    "short",
+                    (f"{L}ratio", "quantile {{quantile}}"),
+                    (f"{L}ratio_max", "max"),
+                    logarithmic=True,
+                ),
+                chart(
+                    "Clipped, masked, truncated",
+                    "percentunit",
+                    (f"{L}clip_fraction", "clipped"),
+                    (f"{L}mask_fraction", "masked"),
+                    (f"{L}truncation_fraction", "truncated"),
+                ),
+                chart(
+                    "Largest difference of log-probs",
+                    "short",
+                    (f"{L}logprob_diff_max", "learner - engine"),
+                    (f"{L}parity_max", "{{server}} as it joined"),
+                    logarithmic=True,
+                ),
+                chart(
+                    "Token staleness",
+                    "short",
+                    *quantiles(f"{L}token_staleness_versions", 0.5, 0.99),
+                    (f"{L}staleness_bound", "bound"),
+                ),
+            ),
+        },
+    ),
+    "pipeline": (
+        "Is the pipeline healthy?",
+        {
+            "Now": (
+                chart("Ledger residual", "short", (f"max({L}ledger_residual_groups)", "must be 0"), stat=True),
+                chart("Rollout servers", "short", (f"max({L}servers)", "servers"), stat=True),
+                chart("Learner idle", "percentunit", (f"max({L}idle_ratio)", "idle"), stat=True),
+                chart("Servers idle", "percentunit", (f"avg({R}idle_ratio)", "idle"), stat=True),
+                chart("Version lag", "short", (f"max({L}policy_version) - min({R}policy_version)", "lag"), stat=True),
+                chart(
+                    "Errors in an hour",
+                    "short",
+                    (f"sum(increase({L}errors_total[1h])) + sum(increase({R}errors_total[1h]))", "errors"),
+                    stat=True,
+                ),
+            ),
+            "Ledger": (
+                chart(
+                    "Groups: buffered, in flight, waiting",
+                    "short",
+                    (f'{L}groups{{state=~"buffered|in_flight|waiting"}}', "{{state}}"),
+                ),
+                chart("Trained and dropped", "short", (f'{L}groups{{state=~"trained|dropped.*"}}', "{{state}}")),
+                chart(
+                    "Length: trained, dropped, buffered",
+                    "short",
+                    (f"{L}mean_length", "{{state}}"),
+                    (f"{L}length_bias", "bias"),
+                ),
+            ),
+            "Waiting": (
+                chart(
+                    "Learner: what it waits for", "percentunit", (rate(f"{L}waiting_seconds_total", "for"), "{{for}}")
+                ),
+                chart(
+                    "Servers: what they wait for",
+                    "percentunit",
+                    (rate(f"{R}waiting_seconds_total", "for, instance"), "{{for}} {{instance}}"),
+                ),
+                chart("Oldest group that a step waits for", "s", (f"{L}oldest_ticket_seconds", "age")),
+            ),
+            "Trajectories": (
+                chart(
+                    "By how they ended", "short", (rate(f"{R}trajectories_total", "status"), "{{status}} per second")
+                ),
+                chart("Failed rewards", "short", (rate(f"{R}reward_errors_total", "kind"), "{{kind}} per second")),
+                chart("Groups held by servers", "short", (f"sum by (state) ({R}held_groups)", "{{state}}")),
+                chart("Generation of a group", "s", *quantiles(f"{R}generate_seconds", 0.5, 0.99)),
+                chart("Scoring of a group", "s", *quantiles(f"{R}reward_seconds", 0.5, 0.99)),
+                chart(
+                    "Errors",
+                    "short",
+                    (rate(f"{L}errors_total", "kind"), "learner: {{kind}}"),
+                    (rate(f"{R}errors_total", "kind"), "server: {{kind}}"),
+                ),
+            ),
+            "Weights": (
+                chart(
+                    "Policy version by process",
+                    "short",
+                    (f"{L}policy_version", "learner"),
+                    (f"{R}policy_version", "{{instance}}"),
+                ),
+                chart("Publishing a version", "s", *quantiles(f"{L}publish_seconds", 0.5, 0.99)),
+                chart("Transfer, load and pause", "s", *quantiles(f"{R}weight_seconds", 0.99, by="phase")),
+            ),
+            "Life": (
+                chart(
+                    "Silence",
+                    "s",
+                    (f"{L}pulse_age_seconds", "learner's exchange"),
+                    (f"{R}pulse_age_seconds", "{{instance}}"),
+                    (f"{R}learner_silence_seconds", "learner, as {{instance}} hears it"),
+                ),
+                chart("Up", "short", ('up{job=~"learner|rollout_server"}', "{{job}} {{instance}}")),
+                chart(
+                    "Restarts in an hour",
+                    "short",
+                    ('changes(process_start_time_seconds{job=~"learner|rollout_server"}[1h])', "{{job}} {{instance}}"),
+                ),
+            ),
+        },
+    ),
+    "resources": (
+        "Memory and throughput",
+        {
+            "Now": (
+                chart("Sampled tokens/s", "short", (rate(f"{R}tokens_total"), "all servers"), stat=True),
+                chart("Trained tokens/s", "short", (rate(f"{L}tokens_total"), "learner"), stat=True),
+                chart("Groups/s", "short", (rate(f"{L}groups_consumed_total"), "consumed"), stat=True),
+                chart("Trajectories/s", "short", (rate(f"{L}trajectories_total"), "consumed"), stat=True),
+                chart(
+                    "Seconds a step",
+                    "s",
+                    (f"sum(rate({L}step_seconds_sum[15m])) / sum(rate({L}step_seconds_count[15m]))", "mean"),
+                    stat=True,
+                ),
+                chart("Disk left", "bytes", (f"min({L}disk_free_bytes)", "free"), stat=True),
+            ),
+            "Throughput": (
+                chart(
+                    "Tokens per second",
+                    "short",
+                    (rate(f"{R}tokens_total", "instance"), "sampled, {{instance}}"),
+                    (rate(f"{L}tokens_total"), "trained"),
+                ),
+                chart(
+                    "A step",
+                    "s",
+                    *(
+                        (
+                            f"sum(rate({L}{part}_seconds_sum[{WINDOW}]))"
+                            f" / sum(rate({L}{part}_seconds_count[{WINDOW}]))",
+                            part,
+                        )
+                        for part in ("step", "wait", "learn", "publish")
+                    ),
+                ),
+                chart("Model FLOPs utilisation", "percentunit", (f"{L}mfu", "learner")),
+                chart("Engine busy", "percentunit", (rate(f"{R}busy_seconds_total", "instance"), "{{instance}}")),
+                chart("Sequences decoded", "short", (f"{R}sequences_running", "{{instance}}")),
+                chart("Weight bytes received", "Bps", (rate(f"{R}weight_bytes_total", "instance"), "{{instance}}")),
+            ),
+            "Memory": (
+                chart("Resident", "bytes", (f"{L}rss_bytes", "learner"), (f"{R}rss_bytes", "{{instance}}")),
+                chart("Device, learner", "bytes", (f"{L}device_bytes", "{{state}}, {{phase}}")),
+                chart("Device, servers", "bytes", (f"{R}device_bytes", "{{state}}, {{phase}} {{instance}}")),
+                chart("Key-value cache in use", "percentunit", (f"{R}kv_cache_ratio", "{{instance}}")),
+                chart(
+                    "Shared memory",
+                    "bytes",
+                    (f"{L}shared_memory_bytes", "published"),
+                    (f"{L}shared_memory_free_bytes", "free"),
+                ),
+                chart(
+                    "Disk", "bytes", (f"{L}journal_bytes", "journal"), (f"{L}disk_free_bytes", "free"), logarithmic=True
+                ),
+            ),
+            "One device for both": (
+                chart("Turns", "short", (f"{L}lease_fence", "learner's fence"), (f"{R}lease_fence", "server's fence")),
+                chart(
+                    "Falling asleep, waking up",
+                    "s",
+                    (f"{L}sleep_seconds", "learner sleeps"),
+                    (f"{L}wake_seconds", "learner wakes"),
+                    (f"{R}sleep_seconds", "server sleeps"),
+                    (f"{R}wake_seconds", "server wakes"),
+                ),
+                chart("What leaves the device", "bytes", (f"{L}sleep_bytes", "learner"), (f"{R}sleep_bytes", "server")),
+            ),
+        },
+    ),
+}
+
+
+def describe(queries: tuple[tuple[str, str], ...]) -> str:
+    """Meaning and healthy values of the metrics that a panel shows, from their tables. Raises KeyError for others."""
+    found: dict[str, str] = {}
+    for expression, _ in queries:
+        for name in _NAME.findall(expression):
+            base = re.sub(r"_(bucket|sum|count)$", "", name)
+            metric = TABLE.get(name) or TABLE[base]
+            found[metric.name] = f"{metric.help} Healthy: {metric.healthy}. (`{metric.name}`)"
+    return "\n\n".join(found.values())
+
+
+def panel(chart: Chart) -> Stat | TimeSeries:
+    if chart.stat:
+        built = Stat().height(STAT_HEIGHT).span(COLUMNS // 6)
+    else:
+        built = (
+            TimeSeries()
+            .height(HEIGHT)
+            .span(WIDTH)
+            .draw_style(GraphDrawStyle.LINE)
+            .fill_opacity(8)
+            .line_width(2)
+            .legend(
+                VizLegendOptions()
+                .display_mode(LegendDisplayMode.LIST)
+                .placement(LegendPlacement.BOTTOM)
+                .show_legend(True)
+            )
+            .tooltip(VizTooltipOptions().mode(TooltipDisplayMode.MULTI))
+        )
+    built = built.title(chart.title).description(describe(chart.queries)).unit(chart.unit).datasource(PROMETHEUS)
+    for number, (expression, legend) in enumerate(chart.queries):
+        query = Dataquery().expr(expression).legend_format(legend).ref_id(chr(ord("A") + number))
+        built = built.with_target(query)
+    return built
+
+
+def dashboard(uid: str) -> str:
+    """JSON."""
+    title, rows = DASHBOARDS[uid]
+    built = (
+        Dashboard(f"asyncrl: {title}")
+        .uid(f"asyncrl-{uid}")
+        .tags(["asyncrl"])
+        .refresh(REFRESH)
+        .time("now-1h", "now")
+        .timezone("browser")
+        .tooltip(DashboardCursorSync.CROSSHAIR)
+        .readonly()
+    )
+    for name, charts in rows.items():
+        built = built.with_row(Row(name))
+        for one in charts:
+            built = built.with_panel(panel(one))
+    return JSONEncoder(sort_keys=True, indent=2).encode(built.build()) + "\n"
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for uid in DASHBOARDS:
+        (FOLDER / f"{uid}.json").write_text(dashboard(uid))

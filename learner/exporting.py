@@ -1,0 +1,160 @@
+"""What Prometheus sees of the learner: at the end of each step, and, of what changes all the time, at each scrape."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from math import nan
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+
+from asyncrl.algorithms.diagnostics import STALENESS_BUCKETS
+from asyncrl.config.schema import TelemetryConfig
+from asyncrl.models.device_facts import memory_by_state
+from asyncrl.telemetry.metrics import MetricSet
+from asyncrl.telemetry.waits import WaitClock
+from learner.batch import Batch
+from learner.exchange import Exchange
+from learner.ledger import TicketLedger
+from learner.metrics import GAUGE_OF_RECORD, GAUGE_OF_STALENESS_RECORD, METRICS, QUANTILE_OF_RECORD
+from protocol.endpoints import SHARED_MEMORY
+from protocol.messages import WeightManifest
+
+
+class LearnerExporter:
+    """Methods whose names begin with `_look` run on the endpoint's thread."""
+
+    def __init__(self, config: TelemetryConfig):
+        """Raises UserError where the endpoint's port is taken."""
+        self._linger_s = config.linger_s
+        self._is_stopped = False
+        self._metrics = MetricSet(METRICS, "learner")
+        for name in ("mfu", "held_out_accuracy", "held_out_reward"):
+            self._metrics[name].set(nan)
+        self._metrics["errors_total"].labels(kind="other")  # so that there is a series before the first one
+        self._metrics.serve(config.host, config.learner_port)
+
+    def watch(
+        self,
+        exchange: Exchange,
+        ledger: TicketLedger,
+        waits: WaitClock,
+        *,
+        device: torch.device,
+        is_asleep: Callable[[], bool],
+        run_path: Path,
+        total_steps: int,
+    ) -> None:
+        """From now on each scrape looks at these."""
+        self._exchange = exchange
+        self._ledger = ledger
+        self._waits = waits
+        self._device = device
+        self._is_asleep = is_asleep
+        self._run_path = run_path
+        self._process = psutil.Process()
+        self._metrics["total_steps"].set(total_steps)
+        self._metrics.before_scrape(self._look)
+
+    # --- at the end of a step ------------------------------------------------------------------------
+
+    def step(self, step: int, version: int, record: Mapping[str, float], batch: Batch) -> None:
+        """`version` is the one that consumed the batch."""
+        m = self._metrics
+        m["step"].set(step)
+        m["policy_version"].set(version + 1)
+        m["steps_total"].inc()
+        m["tokens_total"].inc(record["tokens"])
+        m["groups_consumed_total"].inc(len(batch.received))
+        sampled = np.concatenate([item.group.loss_mask for item in batch.received]).astype(bool)
+        m["token_staleness_versions"].observe_counts(version - batch.versions[sampled])
+        oldest = [item.group.versions.min() for item in batch.received if item.group.versions.size]
+        m["group_staleness_versions"].observe_counts(version - np.asarray(oldest))
+        for name in ("step", "wait", "learn", "publish"):
+            m[f"{name}_seconds"].observe(record[f"{name}_s"])
+        for name, gauge in GAUGE_OF_RECORD.items():
+            if name in record:
+                m[gauge].set(record[name])
+        for name, value in record.items():
+            section, _, part = name.partition("/")
+            if section == "reward" and part != "std":
+                m["reward"].labels(component=part).set(value)
+            elif section == "rows":
+                m["rows"].labels(status=part).set(value)
+                m["trajectories_total"].labels(status=part).inc(value)
+        self._off_policyness(record)
+
+    def _off_policyness(self, record: Mapping[str, float]) -> None:
+        """Ratio quantiles, and diagnostics by staleness; NaN where the last batch has no such tokens."""
+        for name, quantile in QUANTILE_OF_RECORD.items():
+            self._metrics["ratio"].labels(quantile=quantile).set(record.get(name, nan))
+        for name, gauge in GAUGE_OF_STALENESS_RECORD.items():
+            for bucket in STALENESS_BUCKETS:
+                value = record.get(f"staleness_{bucket}/{name}", nan)
+                self._metrics[gauge].labels(staleness=bucket).set(value)
+
+    def published(self, manifest: WeightManifest) -> None:
+        self._metrics["policy_version"].set(manifest.version)
+        self._metrics["publish_bytes"].set(manifest.total_bytes)
+
+    def parity(self, server_id: str, largest: float, mean: float) -> None:
+        """Differences of log-probs at the check of a server that joins."""
+        self._metrics["parity_max"].labels(server=server_id).set(largest)
+        self._metrics["parity_mean"].labels(server=server_id).set(mean)
+
+    def evaluated(self, accuracy: float, reward: float) -> None:
+        self._metrics["held_out_accuracy"].set(accuracy)
+        self._metrics["held_out_reward"].set(reward)
+
+    def stopped(self, kind: str) -> None:
+        """The run is over, or this process gives it up."""
+        self._metrics["stopped"].labels(kind=kind).set(1)
+        self._is_stopped = True
+
+    # --- at a scrape ---------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        self._look_at_ledger()
+        self._look_at_memory()
+        m = self._metrics
+        m["servers"].set(len(self._exchange.servers))
+        m["pulse_age_seconds"].set(max(0.0, time.monotonic() - self._exchange.looked_at))
+        for what, seconds in self._waits.totals().items():
+            m.raise_to("waiting_seconds_total", seconds, **{"for": what})
+        for kind, count in self._exchange.errors.copy().items():
+            m.raise_to("errors_total", count, kind=kind)
+
+    def _look_at_ledger(self) -> None:
+        m, counts = self._metrics, self._ledger.counts()
+        for state in ("issued", "waiting", "in_flight", "buffered", "trained"):
+            m["groups"].labels(state=state).set(getattr(counts, state))
+        for reason, dropped in counts.dropped.items():
+            m["groups"].labels(state=f"dropped_{reason}").set(dropped)
+        m["ledger_residual_groups"].set(counts.residual)
+        bias = self._ledger.length_bias()
+        for state in ("trained", "dropped", "buffered"):
+            m["mean_length"].labels(state=state).set(bias.get(f"length/{state}", nan))
+        m["length_bias"].set(bias.get("length_bias", nan))
+        blockers = self._ledger.blockers()
+        m["oldest_ticket_seconds"].set(blockers[0][2] if blockers else 0.0)
+
+    def _look_at_memory(self) -> None:
+        m, phase = self._metrics, "asleep" if self._is_asleep() else "awake"
+        m["rss_bytes"].set(self._process.memory_info().rss)
+        for state, nbytes in memory_by_state(self._device).items():
+            m["device_bytes"].labels(state=state, phase=phase).set(nbytes)
+        m["shared_memory_bytes"].set(self._exchange.published_bytes)
+        if SHARED_MEMORY.is_dir():
+            m["shared_memory_free_bytes"].set(shutil.disk_usage(SHARED_MEMORY).free)
+        m["journal_bytes"].set(self._ledger.journal.file_bytes)
+        m["disk_free_bytes"].set(shutil.disk_usage(self._run_path).free)
+
+    def close(self) -> None:
+        """After `telemetry.linger_s`, so that a scrape sees how the run ended."""
+        if self._is_stopped:
+            time.sleep(self._linger_s)
+        self._metrics.close()
