@@ -17,7 +17,7 @@ from pathlib import Path
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, ExitCode, RunTakenError, UserError
-from asyncrl.telemetry.failure import describe_full_disk, is_disk_full, release, reserve, save_failure
+from asyncrl.telemetry.failure import describe_full_disk, kind_of, release, reserve, save_failure
 from asyncrl.telemetry.logs import configure_logging
 
 logger = logging.getLogger(__name__)
@@ -60,13 +60,13 @@ def _run(name: str, main: Callable[[RunConfig, bool], None], config: RunConfig, 
             save_failure(config.run_path, name, str(error), kind="user_error")
         raise
     except Exception as error:
-        full = is_disk_full(error)
-        if not full and not isinstance(error, BadStateError):
+        kind = kind_of(error)
+        if kind is None:
             raise
-        reason = describe_full_disk(error, config.run_path) if full else str(error)
+        reason = describe_full_disk(error, config.run_path) if kind == "disk_full" else str(error)
         logger.error("the run stops: %s", reason, exc_info=not isinstance(error, BadStateError))
         print(f"error: {reason}", file=sys.stderr)
-        save_failure(config.run_path, name, reason, kind="disk_full" if full else "bad_state")
+        save_failure(config.run_path, name, reason, kind=kind)
         return ExitCode.BAD_STATE
     finally:
         release(config.run_path, name)

@@ -17,6 +17,10 @@ class BadStateError(Exception):
     """The run cannot go on honestly (NaN loss, protocol violation). It stops with this as its saved reason."""
 
 
+class WaitTimeoutError(BadStateError):
+    """Something that has to come did not, within its deadline: a server, a group, weights. It may, another time."""
+
+
 class ExitCode(IntEnum):
     FINISHED = 0
     CRASHED = 1
@@ -24,5 +28,5 @@ class ExitCode(IntEnum):
     USER_ERROR = 2
     """The user can mend it: the log's last `error:` line says how."""
     BAD_STATE = 3
-    """Another attempt would meet the same: the reason is in failure.json."""
+    """The reason is in failure.json. Another attempt would meet the same, unless its kind is `timed_out`."""
     INTERRUPTED = 130

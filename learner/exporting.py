@@ -14,7 +14,7 @@ import torch
 
 from asyncrl.algorithms.diagnostics import STALENESS_BUCKETS
 from asyncrl.config.schema import TelemetryConfig
-from asyncrl.models.device_facts import memory_by_state
+from asyncrl.models.device_facts import memory_by_state, peak_flops
 from asyncrl.telemetry.metrics import MetricSet
 from asyncrl.telemetry.waits import WaitClock
 from learner.batch import Batch
@@ -86,6 +86,7 @@ class LearnerExporter:
             elif section == "rows":
                 m["rows"].labels(status=part).set(value)
                 m["trajectories_total"].labels(status=part).inc(value)
+        m["mfu"].set(record["model_flops_per_s"] / peak_flops(self._device))
         self._off_policyness(record)
 
     def _off_policyness(self, record: Mapping[str, float]) -> None:

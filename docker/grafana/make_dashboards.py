@@ -266,6 +266,7 @@ DASHBOARDS: dict[str, tuple[str, dict[str, tuple[Chart, ...]]]] = {
                         for part in ("step", "wait", "learn", "publish")
                     ),
                 ),
+                chart("Model FLOPs of the learner", "flops", (f"{L}model_flops", "learning")),
                 chart("Model FLOPs utilisation", "percentunit", (f"{L}mfu", "learner")),
                 chart("Engine busy", "percentunit", (rate(f"{R}busy_seconds_total", "instance"), "{{instance}}")),
                 chart("Sequences decoded", "short", (f"{R}sequences_running", "{{instance}}")),
