@@ -1,7 +1,8 @@
 """How both services start: arguments, configuration, logging, and what an exit code means.
 
 0 finished, 1 crashed (the launcher starts the service again), 2 the user can mend it (the last line says how), 3 bad
-state (not started again), 130 interrupted. The reason of 2 and 3 is in failure.json, where there is a run directory.
+state (not started again), 4 a rollout server whose learner left before the end, 130 interrupted. The reason of 2 and
+3 is in failure.json, where there is a run directory.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import BadStateError, ExitCode, RunTakenError, UserError
+from asyncrl.errors import BadStateError, ExitCode, LearnerLeftError, RunTakenError, UserError
 from asyncrl.telemetry.failure import describe_full_disk, kind_of, release, reserve, save_failure
 from asyncrl.telemetry.logs import configure_logging
 
@@ -43,6 +44,9 @@ def _guarded(name: str, main: Callable[[RunConfig, bool], None], arguments: argp
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return ExitCode.USER_ERROR
+    except LearnerLeftError as error:
+        logger.info("the learner left before the end of the run (%s). Start this server again when it continues", error)
+        return ExitCode.LEARNER_LEFT
     except KeyboardInterrupt:
         logger.info("interrupted")
         return ExitCode.INTERRUPTED
@@ -53,7 +57,7 @@ def _run(name: str, main: Callable[[RunConfig, bool], None], config: RunConfig, 
     try:
         reserve(config.run_path, name)
         main(config, resume)
-    except RunTakenError:
+    except (RunTakenError, LearnerLeftError):
         raise
     except UserError as error:
         if config.run_path.is_dir():  # a run that could not begin leaves nothing behind

@@ -21,6 +21,10 @@ class WaitTimeoutError(BadStateError):
     """Something that has to come did not, within its deadline: a server, a group, weights. It may, another time."""
 
 
+class LearnerLeftError(Exception):
+    """The learner said goodbye to this server before the run was finished. Nothing is wrong here."""
+
+
 class ExitCode(IntEnum):
     FINISHED = 0
     CRASHED = 1
@@ -29,4 +33,6 @@ class ExitCode(IntEnum):
     """The user can mend it: the log's last `error:` line says how."""
     BAD_STATE = 3
     """The reason is in failure.json. Another attempt would meet the same, unless its kind is `timed_out`."""
+    LEARNER_LEFT = 4
+    """Of a rollout server: it is needed again when the learner continues the run."""
     INTERRUPTED = 130

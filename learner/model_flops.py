@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-
-from torch import nn
+from typing import Any
 
 from asyncrl.models.loading import CONNECTOR_NAMES, VISION_TOWER_NAMES
 from learner.packing import TrainGroup
@@ -21,7 +20,8 @@ class ModelFlops:
     proximal and reference log-probs) is no useful work. A packed prompt counts once, whatever its group's size.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: Any):
+        """`model`: of Hugging Face."""
         embedding = model.get_input_embeddings().weight
         head = model.get_output_embeddings().weight
         trained: Counter[str] = Counter()

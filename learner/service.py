@@ -52,6 +52,7 @@ from protocol.lease import DeviceLease
 logger = logging.getLogger(__name__)
 
 COULD_NOT_START = "the learner could not start"
+FINISHED = "the run is finished"
 LONG_CATCH_UP_S = 60.0
 """Making steps again for longer than this ends in a checkpoint, whatever trainer.save_freq is."""
 RECONNECTION_S = 4.0
@@ -147,7 +148,7 @@ class Learner:
             parity_tickets=self.parity_tickets,
             device_weights=self.device_weights,
         )
-        self._resources.callback(lambda: self.exchange.stop(self._goodbye))
+        self._resources.callback(lambda: self.exchange.stop(self._goodbye, run_is_finished=self._goodbye == FINISHED))
         self._arrange()
         if start.journal:
             self.reporter.recorder.truncate_after(self.progress.step, evaluations_after=self.ledger.last_step)
@@ -193,7 +194,7 @@ class Learner:
             self._save()
             self.engine.export(self.processor.processor, self.config.run_path / "export")
             logger.info("finished: the model is in %s", self.config.run_path / "export")
-            self._end("finished", "finished", "the run is finished")
+            self._end("finished", "finished", FINISHED)
         except KeyboardInterrupt:
             self._end("interrupted", "interrupted", "the learner was interrupted")
             raise

@@ -55,7 +55,7 @@ def reserve(run_dir: Path, service: str) -> None:
     earlier = read_failure(run_dir)
     if earlier and earlier.service == service:
         clear_failure(run_dir)
-    if run_dir.is_dir():
+    if run_dir.is_dir() and os.access(run_dir, os.W_OK):  # a server may see the run of its learner read-only
         _reserved(run_dir, service).write_bytes(b" " * _RESERVED_BYTES)
 
 
