@@ -36,7 +36,10 @@ def resolved(*profiles: str, **environment: str) -> dict[str, Any]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return yaml.safe_load(done.stdout)
+    found = yaml.safe_load(done.stdout)
+    services = found["services"].items()  # older versions print those of other profiles, too
+    chosen = {name: one for name, one in services if not one.get("profiles") or set(profiles) & set(one["profiles"])}
+    return {**found, "services": chosen}
 
 
 def seconds(text: str) -> float:

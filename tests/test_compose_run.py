@@ -143,7 +143,7 @@ def _queries() -> list[tuple[str, str]]:
 
 def _assert_every_panel_shows_something(prometheus: Prometheus, at: float) -> None:
     queries = _queries()
-    assert len(queries) > 90
+    assert len(queries) > 100
     assert [(title, query) for title, query in queries if not prometheus.query(query, at)] == []
 
 
