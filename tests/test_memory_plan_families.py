@@ -194,7 +194,7 @@ def test_what_no_rehearsal_foresaw_is_refused_by_name(
     assert refused.value.__cause__ is not None
     assert any(record.exc_info for record in caplog.records if record.name == planning.__name__)
     assert asyncrl(["doctor", "--plan", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("error: the plan of mamba")
+    assert capsys.readouterr().err.startswith("error: memory cannot be planned for models of the family mamba")
 
 
 @pytest.mark.parametrize("text", ["{}", '{"model_type": "no such"}', "{", "[]"])
