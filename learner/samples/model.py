@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -80,21 +80,21 @@ class TrajectoryDetail:
     status: str
     finish_reason: str
     reward: float | None
-    rewards: Mapping[str, float]
-    """Components before weighting."""
     advantage: float | None
     error: str
-    tokens: tuple[str, ...]
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Components before weighting."""
+    tokens: tuple[str, ...] = ()
     """Their texts: together, the completion. A character of several tokens stands at the last of them."""
-    token_ids: np.ndarray
-    logprobs: np.ndarray
+    token_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
     """Of the engine that sampled it."""
-    learner_logprobs: np.ndarray | None
+    learner_logprobs: np.ndarray | None = None
     """Of the learner at the step, to three digits of the difference; NaN where nothing was trained; None: not known."""
-    versions: np.ndarray
-    loss_mask: np.ndarray
+    versions: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    loss_mask: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))
     """1 on tokens that the policy sampled."""
-    masked: np.ndarray
+    masked: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
     """bool: dropped by the correction."""
 
 

@@ -10,17 +10,18 @@ from __future__ import annotations
 import sqlite3
 import threading
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-from asyncrl.config.data import DataConfig
 from asyncrl.errors import UserError
 from learner.journal import JOURNAL_FILE
 from learner.journal_reader import JournalReader, read_only_uri
 from learner.samples import query as queries
-from learner.samples.details import group_detail, row_detail
+from learner.samples.dataset import RunRows
+from learner.samples.details import NOT_KEPT, read_prompt, read_trained_tokens, trajectory_details
 from learner.samples.images import SampleImages
-from learner.samples.journaled import index_journaled
+from learner.samples.journaled import index_journaled, prompt_of_row
 from learner.samples.model import Page, SampleDetail, SampleQuery
 from learner.samples.tables import INDEX_FILE, SCHEMA, TABLES, insert_groups, remove_groups
 from learner.samples.texts import TokenTexts
@@ -41,11 +42,12 @@ class SampleStore:
         journal = self.run_dir / JOURNAL_FILE
         if not journal.is_file():
             raise UserError(f"there is no run in {self.run_dir}: it has no {JOURNAL_FILE}")
-        config = _read_config(self.run_dir)
+        config = read_run_config(self.run_dir)
         self._lock = threading.RLock()
         self._journal = JournalReader(journal)
-        self.texts = TokenTexts(self.run_dir, str((config.get("model") or {}).get("path") or ""))
-        self._images = SampleImages(self.run_dir, DataConfig.model_validate(config["data"]) if config else None)
+        self.texts = TokenTexts(self.run_dir, config)
+        self._rows = RunRows(self.run_dir, config)
+        self._images = SampleImages(self.run_dir, self._rows)
         self._db = sqlite3.connect(":memory:", uri=True, isolation_level=None, check_same_thread=False)
         self._db.executescript(TABLES)
         self._index = self.run_dir / INDEX_FILE
@@ -124,9 +126,26 @@ class SampleStore:
             queries.read_row(self._db, source, ticket_id, number, has_payload=group is not None)
             for number in range(size)
         )
-        if group is None:
-            return row_detail(self._db, source, rows, self._images)
-        return group_detail(self._db, source, rows, self._images, group, self.texts)
+        prompt, server_id = read_prompt(self._db, source, ticket_id)
+        tokens = None
+        if group is not None:
+            tokens = read_trained_tokens(self._db, source, group)
+            slot = self._journal.slot(ticket_id)
+            if not prompt.row_id and slot is not None:
+                prompt = prompt_of_row(group, self.texts, self._rows, slot.position) or prompt
+        return SampleDetail(
+            ticket_id=ticket_id,
+            step=rows[0].step,
+            server_id=server_id,
+            row_id=prompt.row_id,
+            prompt=prompt.messages[-1]["content"],
+            messages=prompt.messages,
+            images=self._images.of(prompt),
+            answer=prompt.answer,
+            rows=rows,
+            trajectories=trajectory_details(rows, group, tokens, self.texts),
+            problem=NOT_KEPT if group is None else self.texts.problem,
+        )
 
     # --- what the index does not have -------------------------------------------------------------------
 
@@ -204,7 +223,7 @@ class SampleStore:
             self._journal.close()
 
 
-def _read_config(run_dir: Path) -> dict:
+def read_run_config(run_dir: Path) -> dict[str, Any]:
     """The run's own, unchecked: it may be of another version. Empty where there is none."""
     file = run_dir / CONFIG_FILE
     return yaml.safe_load(file.read_text(encoding="utf-8")) or {} if file.is_file() else {}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -15,11 +17,12 @@ TOKENIZER_FILE = "tokenizer.json"
 class TokenTexts:
     """Where there is no tokenizer, a token's text is its number."""
 
-    def __init__(self, run_dir: Path, model_path: str):
+    def __init__(self, run_dir: Path, config: Mapping[str, Any]):
+        """`config` is the content of the run's config.yaml; empty if there is none."""
         newest_first = sorted(run_dir.glob(f"checkpoints/step-*/model/{TOKENIZER_FILE}"), reverse=True)
         self._places = [run_dir / "export" / TOKENIZER_FILE, *newest_first]
-        if model_path:
-            self._places.append(Path(model_path) / TOKENIZER_FILE)
+        if config:
+            self._places.append(Path(config["model"]["path"]) / TOKENIZER_FILE)
 
     @cached_property
     def _tokenizer(self) -> Tokenizer | None:
