@@ -5,11 +5,13 @@ ticket, group or consumption rows *and* the ledger's counters, and commits after
 a process that is killed at any moment leaves an account that adds up. The primary key of `consumption` is the
 position in the data order: the database itself refuses to train a prompt twice.
 
-Payloads (the groups) are kept until a checkpoint holds their step; rows of consumption stay: 40 bytes a group.
+Payloads (the groups) are needed until a checkpoint holds their step, and the newest of the others are kept for those
+who want to look at them; rows of consumption stay: 40 bytes a group.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -72,8 +74,10 @@ class Journal:
     Every method raises BadStateError when the file is damaged or the disk is full.
     """
 
-    def __init__(self, path: Path | None, durability: Durability = "process"):
+    def __init__(self, path: Path | None, durability: Durability = "process", *, saved_step: int = 0):
+        """A checkpoint of `saved_step` is safe: the groups up to it may be damaged or missing."""
         self.path = path
+        self._saved_step = saved_step
         self._mark = CommitMark(path) if path else None
         self._copier = LogCopier(path, before=lambda: self._segments.sync()) if path else None
         self._uncopied_bytes = 0
@@ -82,15 +86,18 @@ class Journal:
         """Groups of this transaction, in pieces."""
         self._forgotten: list[Place] = []
         """By this transaction."""
+        self._superfluous: deque[tuple[int, int]]
+        """Steps that a checkpoint holds and whose groups are kept nevertheless, and the groups' bytes; oldest first."""
         try:
             with telling("opening", self.path):
-                begun = path is not None and self._mark is not None and check_journal(path, self._mark)
+                begun = path is not None and self._mark is not None and check_journal(path, self._mark, saved_step)
                 self._db = open_database(path, durability, begun=begun)
                 self._commits, digest = self._db.execute("SELECT commits, digest FROM seal").fetchone()
                 self._digest = ContentDigest(int.from_bytes(digest, "little"))
                 self._segments = Segments(
                     path, (Place(*row) for row in self._db.execute(f"SELECT {PLACE} FROM groups"))
                 )
+                self._superfluous = deque(self._bytes_of_steps(0, saved_step))
             if self._segments.obsolete:
                 self.flush()  # a process that was killed left them: the transaction that forgot them must stay
                 self._delete_obsolete()
@@ -194,13 +201,33 @@ class Journal:
         self._db.executemany("DELETE FROM tickets WHERE ticket_id = ?", [(s.ticket_id,) for s in slots])
         self._digest.remove("tickets", _ticket_rows(slots))
 
-    def forget_payloads(self, step: int) -> None:
-        """A checkpoint of `step` is safe: nobody will ask for the groups of its steps again."""
-        with self.transaction():
-            self._remove_payloads(
-                "ticket_id IN (SELECT ticket_id FROM consumption WHERE step <= ?)",
-                [(step,)],
-            )
+    def forget_payloads(self, step: int, *, keep_bytes: int = 0) -> int:
+        """A checkpoint of `step` is safe: no restart will ask for the groups of its steps again. So many bytes of the
+        newest of them stay nevertheless, in whole steps. Returns the first step whose groups are there.
+        """
+        with telling("reading", self.path):
+            superfluous = [*self._superfluous, *self._bytes_of_steps(self._saved_step, step)]
+        room = keep_bytes
+        kept = deque[tuple[int, int]]()
+        while superfluous and room >= superfluous[-1][1]:
+            kept.appendleft(superfluous.pop())
+            room -= kept[0][1]
+        if superfluous:
+            with self.transaction():
+                self._remove_payloads(
+                    "ticket_id IN (SELECT ticket_id FROM consumption WHERE step BETWEEN ? AND ?)",
+                    [(superfluous[0][0], superfluous[-1][0])],
+                )
+        self._superfluous, self._saved_step = kept, max(step, self._saved_step)
+        return kept[0][0] if kept else self._saved_step + 1
+
+    def _bytes_of_steps(self, after: int, last: int) -> list[tuple[int, int]]:
+        """Steps and the bytes of their groups, as far as they are there."""
+        return self._db.execute(
+            "SELECT step, SUM(length) FROM consumption JOIN groups USING (ticket_id) WHERE step > ? AND step <= ? "
+            "GROUP BY step ORDER BY step",
+            (after, last),
+        ).fetchall()
 
     def sync_groups(self) -> None:
         """Their bytes to the disk. May run beside all other methods: there may be much to write."""
@@ -218,7 +245,7 @@ class Journal:
             path.unlink(missing_ok=True)
         self._segments.obsolete = []
 
-    def _remove_payloads(self, where: str, parameters: Iterable[tuple[int]]) -> None:
+    def _remove_payloads(self, where: str, parameters: Iterable[tuple[int, ...]]) -> None:
         for values in parameters:
             removed = self._db.execute(
                 f"DELETE FROM groups WHERE {where} RETURNING ticket_id, {PLACE}", values
@@ -268,8 +295,13 @@ class Journal:
 
     @property
     def payload_bytes(self) -> int:
-        """Of the groups that are kept."""
+        """Of the groups that are there."""
         return self._segments.live_bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """Of the groups that a restart needs, since no checkpoint holds their steps."""
+        return self.payload_bytes - sum(size for _, size in self._superfluous)
 
     @property
     def file_bytes(self) -> int:

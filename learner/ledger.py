@@ -266,10 +266,10 @@ class TicketLedger:
         with self.changed:
             self.journal.flush()
 
-    def forget_payloads(self, step: int) -> None:
-        """A checkpoint holds the steps up to this one."""
+    def forget_payloads(self, step: int, *, keep_bytes: int = 0) -> int:
+        """A checkpoint holds the steps up to this one. See `Journal.forget_payloads`."""
         with self.changed:
-            self.journal.forget_payloads(step)
+            return self.journal.forget_payloads(step, keep_bytes=keep_bytes)
 
     # --- account ------------------------------------------------------------------------------------
 

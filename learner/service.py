@@ -148,13 +148,15 @@ class Learner:
         self._resources.callback(lambda: self.exchange.stop(self._goodbye))
         self._arrange()
         if start.journal:
-            self.reporter.recorder.truncate_after(self.progress.step, evaluations_after=self.ledger.last_step)
+            self.reporter.truncate_after(self.progress.step, made_again=self.ledger.last_step)
+            self.saver.forget_groups(self.progress.step)  # if the last process died after its checkpoint
 
     def _arrange(self) -> None:
         """Who works with what has been opened."""
         config = self.config
         total_steps = self.progress.total_steps
         self.reporter = Reporter(config, self.exchange, self.ledger, self.processor, self.exporter, total_steps)
+        self._resources.callback(self.reporter.samples.close)
         self.judge = ParityJudge(config, self.exchange, self.engine, self.processor, self.reporter)
         self.device = DeviceTurns(config, self._lease, self.engine, self.exchange) if self._lease else OwnDevice()
         evaluation = Evaluation(config, self.exchange, self.ledger, self.writer, self.reporter)
@@ -172,7 +174,9 @@ class Learner:
             total_steps=total_steps,
         )
         names = {"run_id": self.run_id, "architecture": self.architecture, "base": self.base}
-        self.saver = Saver(config, self.engine, self.processor.processor, self.ledger, self.journal, **names)
+        self.saver = Saver(
+            config, self.engine, self.processor.processor, self.ledger, self.journal, self.reporter.samples, **names
+        )
 
     def run(self) -> None:
         """Train to the last step and export.
@@ -268,7 +272,7 @@ class Learner:
             "tokens_per_s/learner": values["tokens"] / step_s,
             **self.device.report(),
         }
-        self.reporter.step(self.progress.step, version, values, batch)
+        self.reporter.step(self.progress.step, version, values, batch, self.step.trained)
         self.judge.watch(self.progress.step, values)
         self._status("training" if publish else "catching up")
 

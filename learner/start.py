@@ -64,7 +64,7 @@ def find_start(config: RunConfig, *, resume: bool, resources: ExitStack) -> Star
         raise UserError(f"--resume: there is no run in {config.run_path}. Start without --resume")
     resources.callback(os.close, lock_run(config.run_path))
     state = read_state(checkpoint) if checkpoint else None
-    return StartingPoint(_open_journal(config, resources), checkpoint, state)
+    return StartingPoint(_open_journal(config, resources, state.step if state else 0), checkpoint, state)
 
 
 def begin_journal(config: RunConfig, resources: ExitStack) -> Journal:
@@ -74,8 +74,8 @@ def begin_journal(config: RunConfig, resources: ExitStack) -> Journal:
     return _open_journal(config, resources)
 
 
-def _open_journal(config: RunConfig, resources: ExitStack) -> Journal:
-    journal = Journal(config.run_path / JOURNAL_FILE, config.trainer.durability)
+def _open_journal(config: RunConfig, resources: ExitStack, saved_step: int = 0) -> Journal:
+    journal = Journal(config.run_path / JOURNAL_FILE, config.trainer.durability, saved_step=saved_step)
     resources.callback(journal.close)
     return journal
 
