@@ -301,6 +301,7 @@ def test_a_bad_address_is_answered_with_a_reason(server: InspectServer, path: st
         ("[::1]:80", 200),
         ("evil.example", 421),
         ("127.0.0.1.evil.example", 421),
+        ("[::1", 421),
     ],
 )
 def test_a_web_site_cannot_read_samples_by_its_own_name(server: InspectServer, host: str, status: int) -> None:

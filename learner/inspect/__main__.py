@@ -19,6 +19,7 @@ from learner.inspect.listing import print_listing, tab_separated
 from learner.inspect.query import FILTERS, ORDERS, STATUSES, read_query
 from learner.inspect.records import detail_record, row_record
 from learner.samples import SampleQuery, SampleStore
+from learner.samples.rebuild import rebuild_index
 
 WEB_PORT = 7610
 
@@ -26,6 +27,8 @@ WEB_PORT = 7610
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
+        if arguments.reindex:
+            print(f"{rebuild_index(arguments.run_dir)} groups added to the index", file=sys.stderr)
         with closing(SampleStore(arguments.run_dir)) as store:
             return _inspect(arguments, store)
     except (UserError, BadStateError) as error:
@@ -58,6 +61,11 @@ def _parser() -> argparse.ArgumentParser:
     shown.add_argument("--ticket", type=_count, metavar="ID", help="one group: prompt, images, and every token")
     shown.add_argument("--colour", choices=COLOURINGS, default=COLOURINGS[0], help="what the tokens' colours tell")
     shown.add_argument("--json", action="store_true", help="one JSON object per line")
+    shown.add_argument(
+        "--reindex",
+        action="store_true",
+        help="first list what the journal holds and the index does not; not while it trains",
+    )
     web = parser.add_argument_group("in a browser")
     web.add_argument("--web", type=_port, nargs="?", const=WEB_PORT, metavar="PORT", help=f"default port: {WEB_PORT}")
     web.add_argument("--host", default="127.0.0.1", help="address to listen on; others than loopback show all to all")

@@ -22,7 +22,7 @@ PICTURE_COLUMNS, PICTURE_LINES = 64, 24
 
 
 def _graded(levels: str, colour: str) -> dict[str, str]:
-    styles = (colour, f"bold {colour}", f"black on {colour}", f"bold reverse {colour}")
+    styles = (colour, f"bold {colour}", f"#000000 on {colour}", f"bold underline #ffffff on {colour}")
     return dict(zip(levels, styles, strict=True))
 
 
@@ -49,7 +49,9 @@ def print_group(console: Console, detail: SampleDetail, colouring: Colouring) ->
             console.print(Text(""), Rule(title, align="left", style="dim"), *(Padding(p, (0, 0, 0, 2)) for p in parts))
         else:
             console.print(Text(""), title, *parts, sep="\n", soft_wrap=True)
-    console.print(Text(""), _legend(colouring), soft_wrap=not console.is_terminal)
+    console.print(
+        Text(""), _legend(colouring, console.color_system is not None), sep="\n", soft_wrap=not console.is_terminal
+    )
 
 
 def _heading(detail: SampleDetail, console: Console) -> Iterator[ConsoleRenderable]:
@@ -79,7 +81,7 @@ def _picture(image: SampleImage, console: Console) -> Text:
 def _title(row: SampleRow, trajectory: TrajectoryDetail) -> Text:
     parts = [
         Text.assemble((f"{row.ticket_id}.{row.trajectory}", "bold")),
-        Text.assemble("reward ", reward_text(trajectory.reward)),
+        Text.assemble("reward ", reward_text(row)),
         *(Text(f"{visible(name)} {number(value)}", "dim") for name, value in trajectory.rewards.items()),
         *([Text(f"advantage {number(trajectory.advantage)}")] if trajectory.advantage is not None else []),
         status_text(row.status),
@@ -134,9 +136,9 @@ def _largest(trajectory: TrajectoryDetail) -> Iterator[Text]:
             )
 
 
-def _legend(colouring: Colouring) -> Text:
+def _legend(colouring: Colouring, colours: bool) -> Text:
     entries = [
-        Text.assemble((f"{level} ", "dim"), (meaning, STYLES[colouring].get(level, "")))
+        Text.assemble(("" if colours else f"{level} ", "dim"), (meaning, STYLES[colouring].get(level, "")))
         for level, meaning in LEGENDS[colouring]
     ]
     return Text.assemble((f"{TITLES[colouring]}:  ", "dim"), Text("   ").join(entries))

@@ -69,7 +69,7 @@ def _table(rows: Sequence[SampleRow], beginnings: Sequence[str], width: int) -> 
         table.add_row(
             MISSING if row.step is None else str(row.step),
             f"{row.ticket_id}.{row.trajectory}",
-            reward_text(row.reward),
+            reward_text(row),
             str(row.length),
             str(row.staleness),
             difference_text(row.logprob_diff_max),
@@ -80,9 +80,11 @@ def _table(rows: Sequence[SampleRow], beginnings: Sequence[str], width: int) -> 
     return table
 
 
-def reward_text(reward: float | None) -> Text:
-    style = "dim" if reward is None else "green" if reward > 0 else "red" if reward < 0 else ""
-    return Text(number(reward), style)
+def reward_text(row: SampleRow) -> Text:
+    """Green and red are what the learner makes of it: more likely, or less."""
+    advantage = row.advantage or 0.0
+    style = "dim" if row.reward is None else "green" if advantage > 0 else "red" if advantage < 0 else ""
+    return Text(number(row.reward), style)
 
 
 def difference_text(value: float | None) -> Text:

@@ -96,10 +96,9 @@ class _Handler(BaseHTTPRequestHandler):
         if not self._is_named_rightly():
             self._fail(HTTPStatus.MISDIRECTED_REQUEST, "this server is not reached by that name")
             return
-        address = urlsplit(self.path)
-        words = dict(parse_qsl(address.query))
+        path, _, query = self.path.partition("?")
         try:
-            self._answer(address.path.split("/")[1:], words)
+            self._answer(path.split("/")[1:], dict(parse_qsl(query)))
         except UserError as error:
             self._fail(HTTPStatus.BAD_REQUEST, str(error))
         except BadStateError as error:
@@ -109,11 +108,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _is_named_rightly(self) -> bool:
         """A web site whose name is made to lead here sends its own name: browsers must not hand it our samples."""
-        name = (urlsplit(f"//{self.headers.get('Host', '')}").hostname or "").lower()
-        if name in ("localhost", self.server.host.lower()):
-            return True
         try:
-            ipaddress.ip_address(name)
+            name = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
+            if name not in ("localhost", self.server.host.lower()):
+                ipaddress.ip_address(name)
         except ValueError:
             return False
         return True

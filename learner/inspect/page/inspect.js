@@ -91,7 +91,8 @@
 
   // --- the list ---
 
-  const rewardClass = (reward) => (reward === null ? "soft" : reward > 0 ? "good" : reward < 0 ? "bad" : "");
+  // Green and red are what the learner makes of it: more likely, or less.
+  const rewardClass = ({ reward, advantage }) => (reward === null ? "soft" : advantage > 0 ? "good" : advantage < 0 ? "bad" : "");
   const nameOf = (row) => `${row.ticket_id}.${row.trajectory}`;
 
   function listRow(row) {
@@ -102,7 +103,7 @@
     if (row.logprob_diff_max !== null) about.push(element("span", { class: row.logprob_diff_max > 0.5 ? "warn" : "" }, `Δ ${number(row.logprob_diff_max, 3)}`));
     const wrote = row.error || row.completion;
     return element("li", {}, element("a", { href: addressWith({ sample: nameOf(row) }), "data-sample": nameOf(row) },
-      element("span", { class: `reward ${rewardClass(row.reward)}` }, number(row.reward, 2)),
+      element("span", { class: `reward ${rewardClass(row)}` }, number(row.reward, 2)),
       element("span", { class: "text", title: visible(row.prompt, false) }, wrote ? visible(wrote, false) : visible(row.prompt, false)),
       element("span", { class: "soft" }, row.step === null ? "waiting" : String(row.step)),
       element("span", { class: "about" }, ...about.map((fact) => (typeof fact === "string" ? element("span", {}, fact) : fact)),
@@ -141,17 +142,17 @@
     byId("previous").disabled = pageNumber() === 1;
     byId("next").disabled = last >= found.total;
     if (chosen() === null && found.rows.length) go({ sample: nameOf(found.rows[0]) }, true);
-    markRow();
+    markRow("center");
     await showGroup();
   }
 
-  function markRow() {
+  function markRow(block = "nearest") {
     const now = chosen();
     for (const link of byId("list").querySelectorAll("a")) {
       const here = now !== null && (now.trajectory === null ? link.dataset.sample.split(".")[0] === now.ticket : link.dataset.sample === `${now.ticket}.${now.trajectory}`);
       if (here) {
         link.setAttribute("aria-current", "true");
-        link.scrollIntoView({ block: "nearest" });
+        link.scrollIntoView({ block });
       } else link.removeAttribute("aria-current");
     }
   }
@@ -212,7 +213,7 @@
     const style = one.status === "truncated" ? "warn" : "bad";
     const card = element("article", { class: isChosen ? "completion chosen" : "completion", "aria-label": `Completion ${one.trajectory}`, "data-trajectory": one.trajectory },
       element("header", {}, element("span", { class: "name" }, `${group.ticket_id}.${one.trajectory}`),
-        element("span", { class: `score ${rewardClass(one.reward)}` }, `reward ${number(one.reward, 2)}`),
+        element("span", { class: `score ${rewardClass(one)}` }, `reward ${number(one.reward, 2)}`),
         element("span", { class: "parts" }, ...Object.entries(one.rewards).map(([name, value]) => element("span", {}, `${visible(name)} ${number(value, 2)}`))),
         element("span", { class: one.status === "finished" ? "soft" : `chip ${style}` }, one.status.replace("_", " ")),
         element("span", { class: "facts" }, ...facts.map((fact) => element("span", {}, fact)))));
@@ -255,7 +256,7 @@
     rewards.forEach((reward, i) => {
       const one = group.trajectories[i], size = Math.max(1, 24 * Math.abs(reward) / span);
       const bar = svg("rect", { x: 9 * i + 1, width: 7, y: reward > 0 ? zero - size : zero, height: size, rx: 1,
-        class: one.reward === null ? "absent" : reward > 0 ? "up" : "down" });
+        class: rewardClass(one) || "soft" });
       const place = svg("rect", { x: 9 * i, width: 9, y: 0, height: 26, class: "place" });
       place.append(svg("title", {}));
       place.firstChild.textContent = `${group.ticket_id}.${one.trajectory}: reward ${number(one.reward, 2)}`;
