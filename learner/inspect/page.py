@@ -19,7 +19,7 @@ def _style() -> str:
 
 @cache
 def _script() -> str:
-    return "\n".join([piece("tokens.js"), _read("inspect.js")])
+    return "\n".join([piece("tokens.js"), *(_read(name) for name in ("address.js", "group.js", "inspect.js"))])
 
 
 def page() -> str:
