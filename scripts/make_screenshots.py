@@ -14,6 +14,7 @@ import sys
 import threading
 from contextlib import closing
 from pathlib import Path
+from urllib.parse import urlencode
 
 from playwright.sync_api import Browser, sync_playwright
 
@@ -21,6 +22,7 @@ from learner.inspect.server import InspectServer
 from learner.samples import SampleQuery, SampleRow, SampleStore
 
 WIDTH, HEIGHT = 1360, 860
+PAGE_ROWS = 50
 LOOKED_AT = 5000
 """Of the newest samples: the most telling one of them is shown."""
 
@@ -39,29 +41,44 @@ def main() -> None:
         InspectServer(store, arguments.run_dir, "127.0.0.1", 0) as server,
     ):
         sample = most_telling(store)
+        address = f"{server.url}?{place_of(store, sample)}"
         threading.Thread(target=server.serve_forever, daemon=True).start()
         with sync_playwright() as started:
             flags = ["--no-sandbox"] if os.geteuid() == 0 else []
             browser = started.chromium.launch(executable_path=chromium, args=flags)
             for theme in ("light", "dark"):
                 target = arguments.folder / ("inspect.png" if theme == "light" else "inspect-dark.png")
-                take(browser, server.url, sample, theme, target)
+                take(browser, address, theme, target)
                 print(f"{target}: {target.stat().st_size / 1000:.0f} kB")
             browser.close()
         server.shutdown()
 
 
 def most_telling(store: SampleStore) -> SampleRow:
-    """Where learner and engine differ most."""
+    """Where learner and engine differ most, near the top of its group."""
     rows = store.find(SampleQuery(), limit=LOOKED_AT).rows
-    return max((row for row in rows if row.has_payload), key=lambda row: row.logprob_diff_max or 0.0)
+    near_the_top = (row for row in rows if row.has_payload and row.trajectory in (1, 2))
+    return max(near_the_top, key=lambda row: row.logprob_diff_max or 0.0)
 
 
-def take(browser: Browser, url: str, sample: SampleRow, theme: str, target: Path) -> None:
+def place_of(store: SampleStore, sample: SampleRow) -> str:
+    """The address of the list's page that holds it, and of the sample itself."""
+    assert sample.step is not None
+    rows = store.find(SampleQuery(steps=(sample.step, sample.step)), limit=LOOKED_AT).rows
+    return urlencode(
+        {
+            "step": sample.step,
+            "page": rows.index(sample) // PAGE_ROWS + 1,
+            "sample": f"{sample.ticket_id}.{sample.trajectory}",
+        }
+    )
+
+
+def take(browser: Browser, address: str, theme: str, target: Path) -> None:
     page = browser.new_page(
         viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="dark" if theme == "dark" else "light"
     )
-    page.goto(f"{url}?step={sample.step}&order=newest&sample={sample.ticket_id}.{sample.trajectory}")
+    page.goto(address)
     page.wait_for_selector(".completion.chosen")
     page.wait_for_load_state("networkidle")
     page.eval_on_selector("#group", "group => { group.scrollTop = 0; }")

@@ -81,7 +81,7 @@ const Tokens = (() => {
     if (sampled) {
       const share = its === null ? "" : ` (${(100 * Math.exp(its)).toPrecision(3)} %)`;
       rows.push(["engine log-prob", number(its) + share], ["learner log-prob", ours === null ? "not measured" : number(ours)],
-        ["difference", ours === null || its === null ? "–" : number(ours - its)],
+        ["difference", ours === null || its === null ? "–" : (ours > its ? "+" : "") + number(ours - its)],
         ["policy version", behind > 0 ? `${completion.versions[i]} (${behind} behind)` : String(completion.versions[i])]);
     }
     rows.push(["mask", part[completion.levels.mask[i]]]);
