@@ -83,8 +83,8 @@ class Recorded:
         else:
             missing = sorted(set(range(self.begin_before(step) + 1, step + 1)) - self._kept())
             why = (
-                f"it would begin at {self.beginning(step)}, and the groups of steps {spans(missing)} are not kept any more "
-                "(trainer.keep_samples_gib)"
+                f"it would begin at {self.beginning(step)}, and the groups of steps {spans(missing)} are not kept "
+                "any more (trainer.keep_samples_gib)"
             )
         can = f"These can be made again: {spans(possible)}" if possible else "No step of it can"
         raise UserError(f"step {step} of {self.run_dir} cannot be made again: {why}. {can}")
@@ -165,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--step", type=int, required=True)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="to see what another setting would change")
-    parsed = parser.parse_args(arguments)
+    parsed = parser.parse_intermixed_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     try:
         run = Recorded.open(parsed.run_dir, parsed.overrides)
