@@ -20,6 +20,7 @@ NOT_OF_THE_STEP = {
     "learn_s",
     "publish_s",
     "publish_bytes",
+    "model_flops_per_s",
     "cpu_threads",
     "ledger_residual",
     "length_bias",

@@ -11,7 +11,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.loading import stop_token_ids
 from asyncrl.models.processing import PromptProcessor
-from asyncrl.telemetry.failure import is_disk_full
+from asyncrl.telemetry.failure import kind_of
 from asyncrl.telemetry.waits import WaitClock
 from asyncrl.weight_transfer.requirements import check_cuda
 from learner.between_steps import BetweenSteps
@@ -21,6 +21,7 @@ from learner.evaluation import Evaluation
 from learner.exchange import Exchange
 from learner.exporting import LearnerExporter
 from learner.ledger import TicketLedger
+from learner.model_flops import ModelFlops
 from learner.parity import ParityJudge
 from learner.publication import open_device_weights, open_publication, publish
 from learner.reporting import Reporter
@@ -44,6 +45,7 @@ from protocol.lease import DeviceLease
 logger = logging.getLogger(__name__)
 
 COULD_NOT_START = "the learner could not start"
+FINISHED = "the run is finished"
 LONG_CATCH_UP_S = 60.0
 """Making steps again for longer than this ends in a checkpoint, whatever trainer.save_freq is."""
 RECONNECTION_S = 4.0
@@ -86,6 +88,7 @@ class Learner:
         self.parity_tickets = self.writer.write_parity()
         self.training = Training(config, self.processor, self.writer.num_train_rows, start.checkpoint, start.state)
         self.progress, self.engine = self.training.progress, self.training.engine
+        self.flops = ModelFlops(self.engine.unwrap_model())
 
     def _open(self, start: StartingPoint) -> None:
         """Lock, journal, shared memory, sockets, metrics endpoint: all of them, or none where one cannot be had."""
@@ -127,7 +130,7 @@ class Learner:
             parity_tickets=self.parity_tickets,
             device_weights=self.device_weights,
         )
-        self._resources.callback(lambda: self.exchange.stop(self._goodbye))
+        self._resources.callback(lambda: self.exchange.stop(self._goodbye, run_is_finished=self._goodbye == FINISHED))
         self._arrange()
         if start.journal:
             self.reporter.truncate_after(self.progress.step, made_again=self.ledger.last_step)
@@ -177,18 +180,17 @@ class Learner:
             self._save()
             self.engine.export(self.processor.processor, self.config.run_path / "export")
             logger.info("finished: the model is in %s", self.config.run_path / "export")
-            self._end("finished", "finished", "the run is finished")
+            self._end("finished", "finished", FINISHED)
         except KeyboardInterrupt:
             self._end("interrupted", "interrupted", "the learner was interrupted")
             raise
         except (BadStateError, UserError) as error:
-            kind = "bad_state" if isinstance(error, BadStateError) else "user_error"
-            self._end("failed", kind, "the learner failed", str(error))
+            self._end("failed", kind_of(error) or "crash", "the learner failed", str(error))
             raise
         except Exception as error:
-            full = is_disk_full(error)  # ends the run like a bad state; after a crash servers wait for the next learner
-            goodbye = "the learner's disk is full" if full else None
-            self._end("failed", "disk_full" if full else "crash", goodbye, f"{type(error).__name__}: {error}")
+            kind = kind_of(error)  # a full disk ends the run; after a crash servers wait for the next learner
+            goodbye = "the learner's disk is full" if kind else None
+            self._end("failed", kind or "crash", goodbye, f"{type(error).__name__}: {error}")
             raise
         finally:
             self._resources.close()
@@ -245,6 +247,7 @@ class Learner:
             "step_s": step_s,
             "wait_s": waited - started,
             "learn_s": learned - waited,
+            "model_flops_per_s": self.flops.of(batch.train_groups) / (learned - waited),
             "publish_s": published - learned,
             "publish_bytes": float(published_bytes),
             "idle/learner": (waited - started) / step_s,
