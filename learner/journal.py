@@ -11,10 +11,8 @@ who want to look at them; rows of consumption stay: 40 bytes a group.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.config.schema import Durability
@@ -31,6 +29,8 @@ from learner.journal_database import (
     telling,
 )
 from learner.journal_seal import CommitMark, ContentDigest
+from learner.journal_state import JournalState, TicketSlot
+from learner.retention import SavedSteps
 from learner.segments import PLACE, Place, Segments
 from learner.write_ahead import LogCopier
 from protocol.codec import Frame
@@ -38,34 +38,6 @@ from protocol.faults import crash_point
 from protocol.messages import Group
 
 JOURNAL_FILE = "journal.sqlite"
-
-
-@dataclass(frozen=True)
-class TicketSlot:
-    """A ticket without its prompt: everything that cannot be derived from the data."""
-
-    ticket_id: int
-    position: int
-    """Place in the data order."""
-    version: int
-    """The learner's policy version when it was issued."""
-    bound: int
-    """Staleness bound that it was issued under, in versions."""
-
-
-@dataclass(frozen=True)
-class JournalState:
-    """What a learner that starts finds."""
-
-    counters: dict[str, int]
-    waiting: tuple[TicketSlot, ...]
-    """Issued, and no group of theirs is here."""
-    buffered: tuple[TicketSlot, ...]
-    """Their groups are here and not consumed."""
-    again: tuple[int, ...]
-    """Positions whose group was dropped and that must be issued again."""
-    last_step: int
-    """The newest step whose groups have been taken; 0 if none."""
 
 
 class Journal:
@@ -77,7 +49,6 @@ class Journal:
     def __init__(self, path: Path | None, durability: Durability = "process", *, saved_step: int = 0):
         """A checkpoint of `saved_step` is safe: the groups up to it may be damaged or missing."""
         self.path = path
-        self._saved_step = saved_step
         self._mark = CommitMark(path) if path else None
         self._copier = LogCopier(path, before=lambda: self._segments.sync()) if path else None
         self._uncopied_bytes = 0
@@ -86,8 +57,6 @@ class Journal:
         """Groups of this transaction, in pieces."""
         self._forgotten: list[Place] = []
         """By this transaction."""
-        self._superfluous: deque[tuple[int, int]]
-        """Steps that a checkpoint holds and whose groups are kept nevertheless, and the groups' bytes; oldest first."""
         try:
             with telling("opening", self.path):
                 begun = path is not None and self._mark is not None and check_journal(path, self._mark, saved_step)
@@ -97,7 +66,8 @@ class Journal:
                 self._segments = Segments(
                     path, (Place(*row) for row in self._db.execute(f"SELECT {PLACE} FROM groups"))
                 )
-                self._superfluous = deque(self._bytes_of_steps(0, saved_step))
+                self._saved = SavedSteps(self._db)
+                self._saved.add_until(saved_step)
             if self._segments.obsolete:
                 self.flush()  # a process that was killed left them: the transaction that forgot them must stay
                 self._delete_obsolete()
@@ -206,28 +176,13 @@ class Journal:
         newest of them stay nevertheless, in whole steps. Returns the first step whose groups are there.
         """
         with telling("reading", self.path):
-            superfluous = [*self._superfluous, *self._bytes_of_steps(self._saved_step, step)]
-        room = keep_bytes
-        kept = deque[tuple[int, int]]()
-        while superfluous and room >= superfluous[-1][1]:
-            kept.appendleft(superfluous.pop())
-            room -= kept[0][1]
-        if superfluous:
+            self._saved.add_until(step)
+        if beyond := self._saved.beyond(keep_bytes):
             with self.transaction():
-                self._remove_payloads(
-                    "ticket_id IN (SELECT ticket_id FROM consumption WHERE step BETWEEN ? AND ?)",
-                    [(superfluous[0][0], superfluous[-1][0])],
-                )
-        self._superfluous, self._saved_step = kept, max(step, self._saved_step)
-        return kept[0][0] if kept else self._saved_step + 1
-
-    def _bytes_of_steps(self, after: int, last: int) -> list[tuple[int, int]]:
-        """Steps and the bytes of their groups, as far as they are there."""
-        return self._db.execute(
-            "SELECT step, SUM(length) FROM consumption JOIN groups USING (ticket_id) WHERE step > ? AND step <= ? "
-            "GROUP BY step ORDER BY step",
-            (after, last),
-        ).fetchall()
+                taken = "SELECT ticket_id FROM consumption WHERE step BETWEEN ? AND ?"
+                self._remove_payloads(f"ticket_id IN ({taken})", [beyond])
+            self._saved.remove_until(beyond[1])
+        return self._saved.first
 
     def sync_groups(self) -> None:
         """Their bytes to the disk. May run beside all other methods: there may be much to write."""
@@ -301,7 +256,7 @@ class Journal:
     @property
     def needed_bytes(self) -> int:
         """Of the groups that a restart needs, since no checkpoint holds their steps."""
-        return self.payload_bytes - sum(size for _, size in self._superfluous)
+        return self.payload_bytes - self._saved.total_bytes
 
     @property
     def file_bytes(self) -> int:

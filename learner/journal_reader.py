@@ -10,8 +10,8 @@ from urllib.parse import quote
 
 from asyncrl.errors import BadStateError
 from learner.group_payload import unpack_group
-from learner.journal import TicketSlot
 from learner.journal_database import SCHEMA, WAY_OUT, telling
+from learner.journal_state import TicketSlot
 from learner.segments import PLACE, Place, read_place, segment_path
 from protocol.messages import Group
 
@@ -19,9 +19,12 @@ from protocol.messages import Group
 class JournalReader:
     """For one thread at a time. Every method raises BadStateError where the file is damaged."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, *, untouched: bool = False):
+        """`untouched`: SQLite puts no files beside one that nobody writes. Then nobody may begin to."""
         self.path = path
-        self._db = open_to_read(path)
+        self._db = sqlite3.connect(
+            read_only_uri(path, untouched), uri=True, isolation_level=None, check_same_thread=False
+        )
         with telling("reading", path):
             (found,) = self._db.execute("PRAGMA user_version").fetchone()
         if found != SCHEMA:
@@ -114,12 +117,9 @@ class JournalReader:
 CONSUMED = "SELECT ticket_id, position, version, bound FROM consumption WHERE step = ? ORDER BY ticket_id"
 
 
-def open_to_read(path: Path) -> sqlite3.Connection:
-    return sqlite3.connect(read_only_uri(path), uri=True, isolation_level=None, check_same_thread=False)
-
-
-def read_only_uri(path: Path) -> str:
-    """Where nobody writes, without the two files that SQLite else puts beside: the folder may be an archive."""
+def read_only_uri(path: Path, untouched: bool = False) -> str:
+    """Untouched, too, where nothing can be written: the run may be an archive."""
     log = path.with_name(path.name + "-wal")
-    lonely = not log.exists() and not os.access(path.parent, os.W_OK)
-    return f"file:{quote(str(path.absolute()))}?mode=ro{'&immutable=1' if lonely else ''}"
+    has_log = log.exists() and log.stat().st_size > 0
+    immutable = not has_log and (untouched or not os.access(path.parent, os.W_OK))
+    return f"file:{quote(str(path.absolute()))}?mode=ro{'&immutable=1' if immutable else ''}"

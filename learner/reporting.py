@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+import torch
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.processing import PromptProcessor
@@ -91,6 +92,7 @@ class Reporter:
         counts = self._ledger.counts()
         record["ledger_residual"] = counts.residual
         record |= self._ledger.length_bias()
+        record["cpu_threads"] = torch.get_num_threads()  # the last bits of a sum depend on it
         record["rss_gib"] = self._process.memory_info().rss / 2**30
         self.recorder.step(record)
         self.exporter.step(step, version, record, batch)
