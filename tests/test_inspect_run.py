@@ -48,6 +48,12 @@ def test_every_sample_of_a_run_can_be_looked_at(make_config: Callable[..., RunCo
     ]
     assert [row["reward"] for row in of_step] == sorted(row["reward"] for row in rows if row["step"] == 2)
 
+    cut = subprocess.run(
+        f"'{sys.executable}' -m asyncrl inspect '{run}' --json --limit 100 | head -n 1",
+        shell=True, capture_output=True, text=True, env=ENVIRONMENT, timeout=60,
+    )  # fmt: skip
+    assert (cut.stdout.count("\n"), cut.stderr) == (1, "")
+
     ticket = of_step[0]["ticket_id"]
     shown = asyncrl("inspect", run, "--ticket", str(ticket), "--colour", "version")
     assert "versions 1 (tokens 1 to" in shown

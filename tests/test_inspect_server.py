@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.client import HTTPConnection
@@ -107,3 +108,10 @@ def test_a_port_that_is_taken_is_named(server: InspectServer, tmp_path: Path) ->
     port = server.server_address[1]
     with pytest.raises(UserError, match=f"port {port}"):
         InspectServer(MadeUpStore(), tmp_path, "127.0.0.1", port)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_silent_connection_is_closed(server: InspectServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.RequestHandlerClass, "timeout", 0.1)
+    with socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=10) as silent:
+        silent.sendall(b"GET / HTTP/1.1\r\nHost: loc")
+        assert silent.recv(100) == b""

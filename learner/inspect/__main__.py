@@ -30,7 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.reindex:
             print(f"{rebuild_index(arguments.run_dir)} groups added to the index", file=sys.stderr)
         with closing(SampleStore(arguments.run_dir)) as store:
-            return _inspect(arguments, store)
+            _inspect(arguments, store)
+            sys.stdout.flush()
+            return 0
     except (UserError, BadStateError) as error:
         print(f"error: {error}", file=sys.stderr)
         return ExitCode.USER_ERROR if isinstance(error, UserError) else ExitCode.BAD_STATE
@@ -72,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _inspect(arguments: argparse.Namespace, store: SampleStore) -> int:
+def _inspect(arguments: argparse.Namespace, store: SampleStore) -> None:
     words = {name: getattr(arguments, name) for name in FILTERS}
     query = read_query(words)
     if arguments.web is not None:
@@ -83,7 +85,6 @@ def _inspect(arguments: argparse.Namespace, store: SampleStore) -> int:
         _show_group(arguments, store)
     else:
         _show_list(arguments, store, query)
-    return 0
 
 
 def _show_group(arguments: argparse.Namespace, store: SampleStore) -> None:
