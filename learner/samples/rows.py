@@ -60,7 +60,15 @@ class PromptText:
         content = "\0".join((self.row_id, messages, self.answer, media)).encode(errors="surrogatepass")
         text = self.messages[-1]["content"]
         prompt_id = xxhash.xxh3_64_intdigest(content) >> 1
-        return prompt_id, self.row_id, _storable(text), _storable(text.casefold()), messages, self.answer, media
+        return (
+            prompt_id,
+            _storable(self.row_id),
+            _storable(text),
+            _storable(text.casefold()),
+            messages,
+            self.answer,
+            media,
+        )
 
     @classmethod
     def from_row(cls, row_id: str, messages: str, answer: str, media: str) -> PromptText:
@@ -126,13 +134,13 @@ def index_group(
 def _extremes(group: Group, version: int, differences: np.ndarray | None) -> tuple[list[int], list[float | None]]:
     """Of each trajectory: versions that its oldest sampled token is behind, largest absolute difference."""
     size = len(group.trajectories)
-    owner = np.repeat(np.arange(size), group.lengths)
-    sampled = group.loss_mask == 1
-    oldest = np.full(size, version, np.int64)
-    np.minimum.at(oldest, owner[sampled], group.versions[sampled])
-    largest = np.full(size, np.nan)
-    if differences is not None:
-        np.fmax.at(largest, owner, np.abs(differences))
+    oldest, largest = np.full(size, version, np.int64), np.full(size, np.nan)
+    some = np.flatnonzero(group.lengths)
+    if some.size:
+        starts = (np.cumsum(group.lengths) - group.lengths)[some]
+        oldest[some] = np.minimum.reduceat(np.where(group.loss_mask == 1, group.versions, version), starts)
+        if differences is not None:
+            largest[some] = np.fmax.reduceat(np.abs(differences), starts)
     return (version - oldest).tolist(), _or_none(largest)
 
 

@@ -59,6 +59,8 @@ class SampleStore:
         """Device and inode of the file that is."""
         self._problem = ""
         """What is wrong with the index."""
+        self._refused = 0
+        """When the file that this is said of was written, in nanoseconds."""
         self._left_out = 0
         """Groups that neither the index nor the memory has."""
         self._seen: tuple[int, ...] = ()
@@ -91,6 +93,8 @@ class SampleStore:
         """What the user should know about the index: of the last `find` or `detail`."""
         notices = [self._problem] if self._problem else []
         if self._left_out:
+            if not self._attached and not self._problem:
+                notices.append(f"there is no {self._index}")
             notices.append(
                 f"{self._left_out} older groups of the journal are not in {self._index}, and are not shown. To add "
                 f"them: asyncrl inspect {self.run_dir} --reindex"
@@ -179,8 +183,6 @@ class SampleStore:
         wanted = self._journal.kept_after(last)
         newest = sorted(wanted, reverse=True)[:MOST_IN_MEMORY]
         self._left_out = len(wanted) - len(newest)
-        if not self._attached and not self._problem and self._left_out:
-            self._problem = f"there is no {self._index}"
         version = self._journal.last_step()
         for ticket_id in [i for i, step in self._fresh.items() if i not in wanted or wanted[i][1] != step]:
             remove_groups(self._db, "ticket_id = ?", (ticket_id,))
@@ -202,10 +204,10 @@ class SampleStore:
         try:
             status = self._index.stat()
         except FileNotFoundError:
-            found = None
+            found, written = None, 0
         else:
-            found = (status.st_dev, status.st_ino)
-        if found == self._attached or (self._problem and found):
+            found, written = (status.st_dev, status.st_ino), status.st_mtime_ns
+        if found == self._attached or (found and written == self._refused):
             return
         self._detach()
         self._problem = ""
@@ -223,6 +225,7 @@ class SampleStore:
 
     def _give_up_index(self, problem: object) -> None:
         self._detach()
+        self._refused = self._index.stat().st_mtime_ns
         self._problem = (
             f"{self._index} cannot be read: {problem}. What the journal holds is shown instead. To make it anew: "
             f"asyncrl inspect {self.run_dir} --reindex"
