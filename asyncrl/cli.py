@@ -67,6 +67,15 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--checkpoint", type=int, metavar="STEP", help="of which step; default: the newest")
     export.add_argument("--adapter", action="store_true", help="of a LoRA run the adapter alone, as a PEFT folder")
     export.set_defaults(handler=_export)
+    # Without a prefix of options all words are arguments, and learner.inspect reads them itself.
+    inspect = commands.add_parser("inspect", help="look at any sample of a run", prefix_chars="\0", add_help=False)
+    inspect.add_argument("words", nargs="*")
+    inspect.set_defaults(handler=_inspect)
+    replay = commands.add_parser("replay", help="make a learner step again from the journal, and compare")
+    replay.add_argument("run_dir", type=Path, metavar="RUN")
+    replay.add_argument("--step", type=int, required=True, metavar="N")
+    replay.add_argument("overrides", nargs="*", metavar="key=value", help="see what another setting would change")
+    replay.set_defaults(handler=_replay)
     doctor = commands.add_parser(
         "doctor", help="what this machine has, what is wrong with it, and what a run will need"
     )
@@ -193,6 +202,14 @@ def _export(arguments: argparse.Namespace) -> int:
 
     print(export_checkpoint(arguments.run_dir, there[step], arguments.target, keep_adapter=arguments.adapter))
     return 0
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    _become("learner.inspect", *arguments.words)
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    _become("learner.replay", str(arguments.run_dir), "--step", str(arguments.step), *arguments.overrides)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -5,14 +5,14 @@ ticket, group or consumption rows *and* the ledger's counters, and commits after
 a process that is killed at any moment leaves an account that adds up. The primary key of `consumption` is the
 position in the data order: the database itself refuses to train a prompt twice.
 
-Payloads (the groups) are kept until a checkpoint holds their step; rows of consumption stay: 40 bytes a group.
+Payloads (the groups) are needed until a checkpoint holds their step, and the newest of the others are kept for those
+who want to look at them; rows of consumption stay: 40 bytes a group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.config.schema import Durability
@@ -29,6 +29,8 @@ from learner.journal_database import (
     telling,
 )
 from learner.journal_seal import CommitMark, ContentDigest
+from learner.journal_state import JournalState, TicketSlot
+from learner.retention import SavedSteps
 from learner.segments import PLACE, Place, Segments
 from learner.write_ahead import LogCopier
 from protocol.codec import Frame
@@ -38,41 +40,14 @@ from protocol.messages import Group
 JOURNAL_FILE = "journal.sqlite"
 
 
-@dataclass(frozen=True)
-class TicketSlot:
-    """A ticket without its prompt: everything that cannot be derived from the data."""
-
-    ticket_id: int
-    position: int
-    """Place in the data order."""
-    version: int
-    """The learner's policy version when it was issued."""
-    bound: int
-    """Staleness bound that it was issued under, in versions."""
-
-
-@dataclass(frozen=True)
-class JournalState:
-    """What a learner that starts finds."""
-
-    counters: dict[str, int]
-    waiting: tuple[TicketSlot, ...]
-    """Issued, and no group of theirs is here."""
-    buffered: tuple[TicketSlot, ...]
-    """Their groups are here and not consumed."""
-    again: tuple[int, ...]
-    """Positions whose group was dropped and that must be issued again."""
-    last_step: int
-    """The newest step whose groups have been taken; 0 if none."""
-
-
 class Journal:
     """Not thread-safe: the ledger's lock guards it. `path` None keeps it in memory (tests, simulations).
 
     Every method raises BadStateError when the file is damaged or the disk is full.
     """
 
-    def __init__(self, path: Path | None, durability: Durability = "process"):
+    def __init__(self, path: Path | None, durability: Durability = "process", *, saved_step: int = 0):
+        """A checkpoint of `saved_step` is safe: the groups up to it may be damaged or missing."""
         self.path = path
         self._mark = CommitMark(path) if path else None
         self._copier = LogCopier(path, before=lambda: self._segments.sync()) if path else None
@@ -84,13 +59,15 @@ class Journal:
         """By this transaction."""
         try:
             with telling("opening", self.path):
-                begun = path is not None and self._mark is not None and check_journal(path, self._mark)
+                begun = path is not None and self._mark is not None and check_journal(path, self._mark, saved_step)
                 self._db = open_database(path, durability, begun=begun)
                 self._commits, digest = self._db.execute("SELECT commits, digest FROM seal").fetchone()
                 self._digest = ContentDigest(int.from_bytes(digest, "little"))
                 self._segments = Segments(
                     path, (Place(*row) for row in self._db.execute(f"SELECT {PLACE} FROM groups"))
                 )
+                self._saved = SavedSteps(self._db)
+                self._saved.add_until(saved_step)
             if self._segments.obsolete:
                 self.flush()  # a process that was killed left them: the transaction that forgot them must stay
                 self._delete_obsolete()
@@ -194,13 +171,18 @@ class Journal:
         self._db.executemany("DELETE FROM tickets WHERE ticket_id = ?", [(s.ticket_id,) for s in slots])
         self._digest.remove("tickets", _ticket_rows(slots))
 
-    def forget_payloads(self, step: int) -> None:
-        """A checkpoint of `step` is safe: nobody will ask for the groups of its steps again."""
-        with self.transaction():
-            self._remove_payloads(
-                "ticket_id IN (SELECT ticket_id FROM consumption WHERE step <= ?)",
-                [(step,)],
-            )
+    def forget_payloads(self, step: int, *, keep_bytes: int = 0) -> int:
+        """A checkpoint of `step` is safe: no restart will ask for the groups of its steps again. So many bytes of the
+        newest of them stay nevertheless, in whole steps. Returns the first step whose groups are there.
+        """
+        with telling("reading", self.path):
+            self._saved.add_until(step)
+        if beyond := self._saved.beyond(keep_bytes):
+            with self.transaction():
+                taken = "SELECT ticket_id FROM consumption WHERE step BETWEEN ? AND ?"
+                self._remove_payloads(f"ticket_id IN ({taken})", [beyond])
+            self._saved.remove_until(beyond[1])
+        return self._saved.first
 
     def sync_groups(self) -> None:
         """Their bytes to the disk. May run beside all other methods: there may be much to write."""
@@ -218,7 +200,7 @@ class Journal:
             path.unlink(missing_ok=True)
         self._segments.obsolete = []
 
-    def _remove_payloads(self, where: str, parameters: Iterable[tuple[int]]) -> None:
+    def _remove_payloads(self, where: str, parameters: Iterable[tuple[int, ...]]) -> None:
         for values in parameters:
             removed = self._db.execute(
                 f"DELETE FROM groups WHERE {where} RETURNING ticket_id, {PLACE}", values
@@ -268,8 +250,13 @@ class Journal:
 
     @property
     def payload_bytes(self) -> int:
-        """Of the groups that are kept."""
+        """Of the groups that are there."""
         return self._segments.live_bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """Of the groups that a restart needs, since no checkpoint holds their steps."""
+        return self.payload_bytes - self._saved.total_bytes
 
     @property
     def file_bytes(self) -> int:

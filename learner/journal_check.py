@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sqlite3
 from contextlib import closing
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from urllib.parse import quote
 
@@ -19,11 +21,14 @@ _WAL_MODE_AT, _WAL_MODE = 18, b"\x02\x02"
 """Versions for writing and reading in the file's header. SQLite silently only reads what needs a newer one to write."""
 
 
-def check_journal(path: Path, mark: CommitMark) -> bool:
-    """Whether there is a journal. Raises BadStateError with what is wrong with it, and leaves it as it is."""
+def check_journal(path: Path, mark: CommitMark, saved_step: int = 0) -> bool:
+    """Whether there is a journal. Raises BadStateError with what is wrong with it, and leaves it as it is.
+
+    Not looked at are the groups of steps up to `saved_step`: a checkpoint holds them, and there may be many.
+    """
     if not path.exists() or not _is_begun(path, mark):
         return False
-    if problem := _find_damage(path, mark):
+    if problem := _find_damage(path, mark, saved_step):
         raise BadStateError(f"{journal_name(path)} {problem}. {WAY_OUT}")
     return True
 
@@ -36,7 +41,7 @@ def _is_begun(path: Path, mark: CommitMark) -> bool:
         return bool(scalar(db, "SELECT COUNT(*) FROM sqlite_master"))
 
 
-def _find_damage(path: Path, mark: CommitMark) -> str | None:
+def _find_damage(path: Path, mark: CommitMark, saved_step: int) -> str | None:
     """What is wrong with pages, indexes, rows, payloads, the account or the last commit. Raises sqlite3.Error, too."""
     marked = mark.read()  # before the rows: a learner that lives would write it after them
     if (size := path.stat().st_size) < _SMALLEST_BYTES:
@@ -53,7 +58,7 @@ def _find_damage(path: Path, mark: CommitMark) -> str | None:
             or _page_problem(db)
             or _commit_problem(db, marked, mark.path)
             or _row_problem(db)
-            or _payload_problem(db, path)
+            or _payload_problem(db, path, saved_step)
             or _account_problem(db)
         )
 
@@ -101,15 +106,17 @@ def _row_problem(db: sqlite3.Connection) -> str | None:
     return None
 
 
-def _payload_problem(db: sqlite3.Connection, path: Path) -> str | None:
-    for (number,) in db.execute("SELECT DISTINCT segment FROM groups").fetchall():
+def _payload_problem(db: sqlite3.Connection, path: Path, saved_step: int) -> str | None:
+    saved = "SELECT 1 FROM consumption WHERE consumption.ticket_id = groups.ticket_id AND step <= ?"
+    query = f"SELECT ticket_id, {PLACE} FROM groups WHERE NOT EXISTS ({saved}) ORDER BY segment, offset"
+    for number, rows in groupby(db.execute(query, (saved_step,)), key=itemgetter(1)):
         file = segment_path(path, number)
         try:
             fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             return f"is damaged: {file} with its groups is missing"
         try:
-            for ticket_id, *place in db.execute(f"SELECT ticket_id, {PLACE} FROM groups WHERE segment = ?", (number,)):
+            for ticket_id, *place in rows:
                 if read_place(fd, Place(*place)) is None:
                     return (
                         f"is damaged: the group of ticket {ticket_id} in {file} does not have its checksum. If the "

@@ -25,17 +25,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from asyncrl.config.learner import OnStale
-from asyncrl.errors import BadStateError
 from learner.journal import Journal, TicketSlot
+from learner.journaled_batch import as_journaled, batch_again, read_batch
 from learner.ledger_counts import LedgerCounts
 from learner.length_bias import LengthBias
 from learner.outstanding import OutstandingTickets
 from learner.staleness import crowded_deadline, has_fresh_tokens, within_bound
 from learner.tickets import PreparedTicket, ReceivedGroup
-from learner.verification import check_journaled
 from protocol.codec import encode
 from protocol.faults import crash_point
-from protocol.messages import Group
 
 logger = logging.getLogger(__name__)
 
@@ -242,34 +240,25 @@ class TicketLedger:
             for slot in self._unfinished:
                 self.out.add(write(slot), withheld_until=until)
             for slot in self._arrived_before:
-                self._buffer[slot.ticket_id] = _as_journaled(write(slot), self.journal.group(slot.ticket_id))
+                self._buffer[slot.ticket_id] = as_journaled(write(slot), self.journal.group(slot.ticket_id))
             self._unfinished = self._arrived_before = ()
 
     def take_again(self, step: int, write: Callable[[TicketSlot], PreparedTicket]) -> list[ReceivedGroup]:
         """The batch that `step` took before the restart, as it was. Raises as `recover` does."""
         with self.changed:
-            slots = self.journal.consumed(step)
-            groups = [self.journal.group(slot.ticket_id) for slot in slots]
-        if len(slots) != self._per_step:
-            raise BadStateError(
-                f"the journal holds {len(slots)} groups of step {step}, expected {self._per_step}: "
-                "it belongs to another checkpoint"
-            )
-        written = [write(slot) for slot in slots]  # without the lock: reading images takes its time
-        return [
-            within_bound(_as_journaled(*item), self._version, self._on_stale)
-            for item in zip(written, groups, strict=True)
-        ]
+            groups = read_batch(self.journal, step, self._per_step)
+        # Without the lock: reading images takes its time.
+        return batch_again(groups, write, self._version, self._on_stale)
 
     def flush_journal(self) -> None:
         self.journal.sync_groups()  # most of it without the lock: groups go on arriving
         with self.changed:
             self.journal.flush()
 
-    def forget_payloads(self, step: int) -> None:
-        """A checkpoint holds the steps up to this one."""
+    def forget_payloads(self, step: int, *, keep_bytes: int = 0) -> int:
+        """A checkpoint holds the steps up to this one. See `Journal.forget_payloads`."""
         with self.changed:
-            self.journal.forget_payloads(step)
+            return self.journal.forget_payloads(step, keep_bytes=keep_bytes)
 
     # --- account ------------------------------------------------------------------------------------
 
@@ -290,8 +279,3 @@ class TicketLedger:
         """See learner/length_bias.py."""
         with self.changed:
             return self.lengths.report(self._buffer.values())
-
-
-def _as_journaled(prepared: PreparedTicket, group: Group) -> ReceivedGroup:
-    check_journaled(group, prepared.ticket, prepared.facts)
-    return ReceivedGroup(prepared, group)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+import torch
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.processing import PromptProcessor
@@ -17,6 +18,8 @@ from learner.batch import Batch
 from learner.exchange import Exchange
 from learner.exporting import LearnerExporter
 from learner.ledger import TicketLedger
+from learner.samples.index import SampleIndex
+from learner.samples.rows import TrainedBatch
 from learner.tickets import ReceivedGroup
 from protocol.lease import read_tenure
 from protocol.messages import WeightManifest
@@ -35,12 +38,19 @@ class Reporter:
         self.config = config
         self.exporter = exporter
         self.recorder = RunRecorder(config.run_path)  # after what may fail: it makes the run directory
+        self.samples = SampleIndex(config.run_path)
         self._exchange = exchange
         self._ledger = ledger
         self._processor = processor
         self._total_steps = total_steps
         self._process = psutil.Process()
         self._server_usage: dict[str, tuple[float, float, int]] = {}
+
+    def truncate_after(self, step: int, *, made_again: int) -> None:
+        """Forget what was written past the step that the run resumes from. Steps up to `made_again` will be, exactly:
+        their evaluations need not, and their samples are still those of these steps."""
+        self.recorder.truncate_after(step, evaluations_after=made_again)
+        self.samples.truncate_after(made_again)
 
     @property
     def evaluated_steps(self) -> set[int]:
@@ -76,16 +86,18 @@ class Reporter:
             device=_device(self.config),
         )
 
-    def step(self, step: int, version: int, values: Mapping[str, float], batch: Batch) -> None:
+    def step(self, step: int, version: int, values: Mapping[str, float], batch: Batch, trained: TrainedBatch) -> None:
         """One finished learner step; `version` is the one that consumed the batch."""
         record = {"step": step, "version": version + 1, "time": time.time(), **values, **self._rollout_usage()}
         counts = self._ledger.counts()
         record["ledger_residual"] = counts.residual
         record |= self._ledger.length_bias()
+        record["cpu_threads"] = torch.get_num_threads()  # the last bits of a sum depend on it
         record["rss_gib"] = self._process.memory_info().rss / 2**30
         self.recorder.step(record)
         self.exporter.step(step, version, record, batch)
         self._sample(step, batch.received[: self.config.trainer.samples_per_step])
+        self.samples.write(step, version, batch.received, trained)
 
     def _rollout_usage(self) -> dict[str, float]:
         """Idle ratio and token rate of the servers since the last step, from their heartbeats."""

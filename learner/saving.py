@@ -12,9 +12,12 @@ from learner.engines.base import TrainEngine
 from learner.journal import Journal
 from learner.ledger import TicketLedger
 from learner.progress import Progress
+from learner.samples.index import SampleIndex
 from protocol.codec import MIB
 
 logger = logging.getLogger(__name__)
+
+GIB = 1024 * MIB
 
 
 class Saver:
@@ -25,6 +28,7 @@ class Saver:
         processor: Any,
         ledger: TicketLedger,
         journal: Journal,
+        samples: SampleIndex,
         *,
         run_id: str,
         architecture: str,
@@ -36,6 +40,7 @@ class Saver:
         self._processor = processor
         self._ledger = ledger
         self._journal = journal
+        self._samples = samples
         self._run_id = run_id
         self._architecture = architecture
         self._base = base
@@ -47,9 +52,9 @@ class Saver:
 
     def _journal_is_full(self) -> bool:
         limit = self._config.trainer.journal_limit_mib
-        if self._journal.payload_bytes <= limit * MIB:
+        if self._journal.needed_bytes <= limit * MIB:
             return False
-        logger.info("the journal's groups take over %d MiB (trainer.journal_limit_mib): writing a checkpoint", limit)
+        logger.info("groups of over %d MiB await a checkpoint (trainer.journal_limit_mib): writing one", limit)
         return True
 
     def save(self, progress: Progress, controllers: Mapping[str, dict[str, int]]) -> None:
@@ -68,5 +73,11 @@ class Saver:
         folder = save_checkpoint(
             self._config.run_path, self._engine, self._processor, state, self._config.trainer.save_limit
         )
-        self._ledger.forget_payloads(progress.step)
+        self.forget_groups(progress.step)
         logger.info("checkpoint %s", folder)
+
+    def forget_groups(self, step: int) -> None:
+        """A checkpoint holds the steps up to this one: of their groups, those within trainer.keep_samples_gib stay."""
+        keep_bytes = int(self._config.trainer.keep_samples_gib * GIB)
+        first = self._ledger.forget_payloads(step, keep_bytes=keep_bytes)
+        self._samples.forget_tokens(first)

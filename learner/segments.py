@@ -46,6 +46,7 @@ class Segments:
         """`places`: of all groups that the journal names."""
         self._journal = journal
         self._fds: dict[int, int] = {}
+        """Of the current file; in memory, of all. Others are opened when they are asked for: there may be thousands."""
         self._ends: dict[int, int] = {}
         """Where the last group of each file ends that has been committed."""
         self._groups: Counter[int] = Counter()
@@ -70,8 +71,7 @@ class Segments:
             if not self._groups[number]:
                 self.obsolete.append(path)
                 continue
-            self._fds[number] = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            os.ftruncate(self._fds[number], self._ends[number])
+            os.truncate(path, self._ends[number])
             self._unsynced.add(number)
             self._new_names = True
 
@@ -110,6 +110,9 @@ class Segments:
         self._fds[self._current], self._ends[self._current] = fd, 0
         if before is not None and not self._groups[before]:
             self._discard(before)
+        elif before is not None and self._journal is not None:
+            with self._guard:
+                os.close(self._fds.pop(before))
 
     def settle(self, added: Sequence[Place], forgotten: Sequence[Place]) -> None:
         """The transaction that named and forgot these is committed."""
@@ -138,7 +141,8 @@ class Segments:
         del self._ends[number], self._groups[number]
         with self._guard:
             self._unsynced.discard(number)
-            os.close(self._fds.pop(number))
+            if number in self._fds:
+                os.close(self._fds.pop(number))
         if self._journal is not None:
             self.obsolete.append(segment_path(self._journal, number))
 
@@ -147,10 +151,9 @@ class Segments:
         with self._syncing:
             unsynced = sorted(self._unsynced)
             for number in unsynced:
-                with self._guard:
-                    if number not in self._fds:
-                        continue
-                    fd = os.dup(self._fds[number])
+                fd = self._open(number)
+                if fd is None:  # discarded since
+                    continue
                 try:
                     self._unsynced.discard(number)  # before the syncing: what is appended meanwhile is noted again
                     os.fdatasync(fd)
@@ -162,8 +165,25 @@ class Segments:
 
     def read(self, place: Place) -> bytes | None:
         """None where the bytes are not those that were written."""
-        fd = self._fds.get(place.segment)
-        return None if fd is None else read_place(fd, place)
+        fd = self._open(place.segment)
+        if fd is None:
+            return None
+        try:
+            return read_place(fd, place)
+        finally:
+            os.close(fd)
+
+    def _open(self, number: int) -> int | None:
+        """A descriptor of the caller's own; None where the file is not there."""
+        with self._guard:
+            if number in self._fds:
+                return os.dup(self._fds[number])
+        if self._journal is None:
+            return None
+        try:
+            return os.open(segment_path(self._journal, number), os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
 
     def close(self) -> None:
         for fd in self._fds.values():

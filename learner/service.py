@@ -4,32 +4,25 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from math import nan
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.models.base_weights import base_fingerprint
-from asyncrl.models.loading import architecture_fingerprint, stop_token_ids
+from asyncrl.models.loading import stop_token_ids
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.telemetry.failure import kind_of
 from asyncrl.telemetry.waits import WaitClock
 from asyncrl.weight_transfer.requirements import check_cuda
-from learner.adaptive_staleness import ADAPTIVE_STALENESS, adaptive_staleness
-from learner.batch import describe_batch, make_batch
 from learner.between_steps import BetweenSteps
-from learner.checkpoint import check_adapter, restore_engine
 from learner.connections import ModelFacts
 from learner.device import DeviceTurns, OwnDevice, first_turn
-from learner.engines import create_engine
 from learner.evaluation import Evaluation
 from learner.exchange import Exchange
 from learner.exporting import LearnerExporter
 from learner.ledger import TicketLedger
 from learner.model_flops import ModelFlops
 from learner.parity import ParityJudge
-from learner.progress import Progress
 from learner.publication import open_device_weights, open_publication, publish
 from learner.reporting import Reporter
 from learner.saving import Saver
@@ -43,9 +36,9 @@ from learner.start import (
     lasting_settings,
     sign_journal,
 )
-from learner.step import LearnerStep
 from learner.ticket_writer import TicketWriter
 from learner.tickets import ReceivedGroup
+from learner.training import Training
 from protocol.faults import crash_point
 from protocol.lease import DeviceLease
 
@@ -93,21 +86,9 @@ class Learner:
         """Load everything that can be wrong before anything is written or any socket is bound."""
         self.writer = TicketWriter(config, self.processor, stop_token_ids(config.model, self.processor.tokenizer))
         self.parity_tickets = self.writer.write_parity()
-        self.progress = Progress(config.total_steps(self.writer.num_train_rows))
-        updates = self.progress.total_steps * config.algorithm.updates_per_batch
-        self.engine = create_engine(config, config.learner.optim, updates)
-        adapter = self.engine.adapter
-        self.base = base_fingerprint(config.model) if adapter else ""
-        if start.checkpoint and start.state:
-            check_adapter(start.checkpoint, start.state, adapter, self.base)
-        self.engine.prepare()
-        self.architecture = architecture_fingerprint(self.engine.unwrap_model(), adapter)
-        if start.checkpoint and start.state:
-            restore_engine(start.checkpoint, self.engine, start.state, self.architecture)
-            self.progress.step, self.progress.version = start.state.step, start.state.version
-        self.step = LearnerStep(self.engine, config)
+        self.training = Training(config, self.processor, self.writer.num_train_rows, start.checkpoint, start.state)
+        self.progress, self.engine = self.training.progress, self.training.engine
         self.flops = ModelFlops(self.engine.unwrap_model())
-        self.adaptive = adaptive_staleness(config.learner, start.state.controllers if start.state else {})
 
     def _open(self, start: StartingPoint) -> None:
         """Lock, journal, shared memory, sockets, metrics endpoint: all of them, or none where one cannot be had."""
@@ -120,13 +101,14 @@ class Learner:
         self.run_id = sign_journal(
             start,
             self.journal,
-            lasting_settings(config, self.writer, self.processor) | adapter_settings(self.engine.adapter, self.base),
+            lasting_settings(config, self.writer, self.processor)
+            | adapter_settings(self.engine.adapter, self.training.base),
             self.engine.published_state(),
         )
         self.ledger = TicketLedger(
             self.journal,
             prompts_per_step=config.batch.prompts_per_step,
-            bound=self.adaptive.bound if self.adaptive else config.largest_staleness,
+            bound=self.training.bound,
             total_groups=self.progress.total_steps * config.batch.prompts_per_step,
             on_stale=config.learner.on_stale,
         )
@@ -143,7 +125,7 @@ class Learner:
             ledger=self.ledger,
             write_ticket=self.writer.write,
             publication=self.publication,
-            facts=ModelFacts(self.architecture, self.processor.fingerprint, vocabulary, self.base),
+            facts=ModelFacts(self.training.architecture, self.processor.fingerprint, vocabulary, self.training.base),
             version=max(self.progress.version, self.ledger.last_step),
             parity_tickets=self.parity_tickets,
             device_weights=self.device_weights,
@@ -151,13 +133,15 @@ class Learner:
         self._resources.callback(lambda: self.exchange.stop(self._goodbye, run_is_finished=self._goodbye == FINISHED))
         self._arrange()
         if start.journal:
-            self.reporter.recorder.truncate_after(self.progress.step, evaluations_after=self.ledger.last_step)
+            self.reporter.truncate_after(self.progress.step, made_again=self.ledger.last_step)
+            self.saver.forget_groups(self.progress.step)  # if the last process died after its checkpoint
 
     def _arrange(self) -> None:
         """Who works with what has been opened."""
         config = self.config
         total_steps = self.progress.total_steps
         self.reporter = Reporter(config, self.exchange, self.ledger, self.processor, self.exporter, total_steps)
+        self._resources.callback(self.reporter.samples.close)
         self.judge = ParityJudge(config, self.exchange, self.engine, self.processor, self.reporter)
         self.device = DeviceTurns(config, self._lease, self.engine, self.exchange) if self._lease else OwnDevice()
         evaluation = Evaluation(config, self.exchange, self.ledger, self.writer, self.reporter)
@@ -174,8 +158,10 @@ class Learner:
             run_path=config.run_path,
             total_steps=total_steps,
         )
-        names = {"run_id": self.run_id, "architecture": self.architecture, "base": self.base}
-        self.saver = Saver(config, self.engine, self.processor.processor, self.ledger, self.journal, **names)
+        names = {"run_id": self.run_id, "architecture": self.training.architecture, "base": self.training.base}
+        self.saver = Saver(
+            config, self.engine, self.processor.processor, self.ledger, self.journal, self.reporter.samples, **names
+        )
 
     def run(self) -> None:
         """Train to the last step and export.
@@ -246,13 +232,10 @@ class Learner:
     def _learn(self, groups: Sequence[ReceivedGroup], started: float, *, publish: bool) -> None:
         version = self.progress.version
         waited = time.monotonic()
-        batch = make_batch(groups, self.processor)
-        values = describe_batch(batch, version, self.config.reward.accuracy_component) | self.step(batch, version)
+        batch, values = self.training.learn(groups)
         learned = time.monotonic()
         crash_point("step.trained")
-        values |= self._adapt_staleness(values)
-        self.progress.step += 1
-        self.progress.version += 1
+        self.ledger.bound = self.training.bound
         self.ledger.advance(self.progress.version)
         published_bytes = 0
         if publish:
@@ -271,16 +254,9 @@ class Learner:
             "tokens_per_s/learner": values["tokens"] / step_s,
             **self.device.report(),
         }
-        self.reporter.step(self.progress.step, version, values, batch)
+        self.reporter.step(self.progress.step, version, values, batch, self.training.step.trained)
         self.judge.watch(self.progress.step, values)
         self._status("training" if publish else "catching up")
-
-    def _adapt_staleness(self, values: Mapping[str, float]) -> dict[str, float]:
-        """The bound of the tickets that are issued from now on."""
-        if self.adaptive and self.adaptive.observe(values.get("ess", nan), values.get("mismatch_kl_k3", nan)):
-            logger.info("max_staleness moves from %d to %d", self.ledger.bound, self.adaptive.bound)
-            self.ledger.bound = self.adaptive.bound
-        return {"staleness/bound": float(self.ledger.bound)}
 
     def _publish(self) -> int:
         """Bytes of the version."""
@@ -290,7 +266,7 @@ class Learner:
         return manifest.total_bytes
 
     def _save(self) -> None:
-        self.saver.save(self.progress, {ADAPTIVE_STALENESS: self.adaptive.state()} if self.adaptive else {})
+        self.saver.save(self.progress, self.training.controllers())
 
     # --- what is said -------------------------------------------------------------------------------
 

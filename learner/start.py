@@ -20,6 +20,7 @@ from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import tensor_bytes
 from learner.checkpoint import LearnerState, newest_checkpoint, read_state
 from learner.journal import JOURNAL_FILE, Journal
+from learner.journal_reader import JournalReader
 from learner.run_lock import LOCK_FILE, lock_run
 from learner.ticket_writer import TicketWriter
 from protocol.lease import DeviceLease
@@ -64,7 +65,7 @@ def find_start(config: RunConfig, *, resume: bool, resources: ExitStack) -> Star
         raise UserError(f"--resume: there is no run in {config.run_path}. Start without --resume")
     resources.callback(os.close, lock_run(config.run_path))
     state = read_state(checkpoint) if checkpoint else None
-    return StartingPoint(_open_journal(config, resources), checkpoint, state)
+    return StartingPoint(_open_journal(config, resources, state.step if state else 0), checkpoint, state)
 
 
 def begin_journal(config: RunConfig, resources: ExitStack) -> Journal:
@@ -74,8 +75,8 @@ def begin_journal(config: RunConfig, resources: ExitStack) -> Journal:
     return _open_journal(config, resources)
 
 
-def _open_journal(config: RunConfig, resources: ExitStack) -> Journal:
-    journal = Journal(config.run_path / JOURNAL_FILE, config.trainer.durability)
+def _open_journal(config: RunConfig, resources: ExitStack, saved_step: int = 0) -> Journal:
+    journal = Journal(config.run_path / JOURNAL_FILE, config.trainer.durability, saved_step=saved_step)
     resources.callback(journal.close)
     return journal
 
@@ -119,12 +120,18 @@ def sign_journal(
             f"--resume of {journal.path}: {'; '.join(changed)}. Resume with the same values, or start a new run from "
             f"the checkpoint's model: {EXPORT.format(run=journal.path.parent)}"
         )
-    if start.checkpoint is None and journal.meta("model") != _digest(model):
+    if start.checkpoint is None:
+        check_initial_model(journal, model)
+    return run_id
+
+
+def check_initial_model(journal: Journal | JournalReader, model: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Where there is no checkpoint to begin at. Raises UserError if the run began with another model."""
+    if journal.meta("model") != _digest(model):
         raise UserError(
             f"{journal.path} began with another model than model.path holds now, and there is no checkpoint to "
-            "continue from. Put the initial model back, or start a new run"
+            "begin at. Put the initial model back, or start a new run"
         )
-    return run_id
 
 
 def lasting_settings(config: RunConfig, writer: TicketWriter, processor: PromptProcessor) -> dict[str, float | str]:

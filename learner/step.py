@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -31,6 +31,7 @@ from learner.bad_numbers import name_parameters, name_rows, not_finite_tokens
 from learner.batch import Batch
 from learner.engines.base import TokenOutputs, TrainEngine
 from learner.packing import MicroBatch, TrainGroup, build_micro_batch, plan_micro_batches
+from learner.samples.rows import TrainedBatch
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,9 @@ class _MicroLoss:
 class LearnerStep:
     """The algorithm, bound to an engine. Calling it with a batch makes one step and returns its metrics."""
 
+    trained: TrainedBatch
+    """Each row and token of the last batch: what its metrics summarise."""
+
     def __init__(self, engine: TrainEngine, config: RunConfig):
         self.engine = engine
         self.config = config
@@ -90,7 +94,9 @@ class LearnerStep:
                 raise BadStateError(f"{where}: {error}. {self._blame(groups, prepared)}") from error
             for name, value in {"loss": loss, **taken}.items():
                 metrics[name].append(value)
-        return {name: float(np.mean(values)) for name, values in metrics.items()} | _report(seen)
+        joined = {name: torch.cat(parts).numpy() for name, parts in seen.items()}
+        self.trained = _trained(joined, prepared)
+        return {name: float(np.mean(values)) for name, values in metrics.items()} | _report(joined)
 
     def _prepare(self, batch: Batch, version: int, num_updates: int) -> _Prepared:
         algorithm = self.config.algorithm
@@ -255,6 +261,7 @@ def _remember(
     """
     learner = part.outputs.logprobs.detach() if prepared.proximal is None else part.tokens.proximal_logprobs
     values: dict[str, torch.Tensor] = {
+        "index": part.index,
         "learner": learner,
         "behaviour": part.tokens.behaviour_logprobs,
         "staleness": prepared.version - torch.from_numpy(prepared.batch.versions)[part.index],
@@ -270,10 +277,21 @@ def _remember(
         seen[name].append(value.cpu())
 
 
-def _report(seen: dict[str, list[torch.Tensor]]) -> dict[str, float]:
-    if not seen:
+def _trained(joined: Mapping[str, np.ndarray], prepared: _Prepared) -> TrainedBatch:
+    """The remembered tokens in the batch's flat columns."""
+    tokens = len(prepared.batch.behaviour_logprobs)
+    logprobs, masked = np.full(tokens, np.nan, np.float32), np.zeros(tokens, bool)
+    if joined:
+        logprobs[joined["index"]] = joined["learner"]
+        masked[joined["index"]] = joined["mask_fraction"] > 0
+    return TrainedBatch(prepared.advantages.numpy(), logprobs, masked)
+
+
+def _report(joined: Mapping[str, np.ndarray]) -> dict[str, float]:
+    if not joined:
         return {}
-    joined = {name: torch.cat(parts).numpy() for name, parts in seen.items()}
+    joined = dict(joined)
+    del joined["index"]
     learner, behaviour, staleness = (joined.pop(name) for name in ("learner", "behaviour", "staleness"))
     clipped = [values for name, values in joined.items() if name.startswith("clip_fraction")]
     joined["clip_fraction"] = np.sum(clipped, axis=0) if clipped else np.zeros_like(learner)

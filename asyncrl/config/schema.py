@@ -77,7 +77,9 @@ class TrainerConfig(Section):
     durability: Durability = "process"
     """What an acknowledged group survives: the death of the `process`, or also loss of `power` (a disk sync each)."""
     journal_limit_mib: int = Field(default=2048, gt=0)
-    """Groups kept for a restart; above it a checkpoint is written, whatever save_freq is."""
+    """Groups that only the next checkpoint will hold; above it one is written, whatever save_freq is."""
+    keep_samples_gib: float = Field(default=8.0, ge=0)
+    """Groups kept after their checkpoint, for `asyncrl inspect` and `asyncrl replay`; the oldest go first."""
     seed: int = Field(default=1, ge=0)
     """Decides data order, sampling and initial states."""
     samples_per_step: int = Field(default=2, ge=0)

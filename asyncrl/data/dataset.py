@@ -94,6 +94,13 @@ class RowSource:
         table, place = self._find(index)
         return f"{table.name}:{place}"
 
+    def places_of(self, row_id: str) -> list[int]:
+        """Rows of this id: several where files of one name lie in several folders."""
+        name, _, place = row_id.rpartition(":")
+        starts = zip(self._tables, [0, *self._ends], strict=False)
+        found = [start + int(place) for table, start in starts if table.name == name and int(place) < len(table)]
+        return [index for index in found if index < self._length]
+
     def _find(self, index: int) -> tuple[Table, int]:
         if not 0 <= index < self._length:
             raise IndexError(f"row {index} of {self._length}")

@@ -1,0 +1,187 @@
+"""`python -m learner.replay RUN --step N`: make a step of a run again, and compare.
+
+From the newest checkpoint before it, or the initial model, the steps up to N are made of the journal's groups, by what
+makes them again after a restart. Nothing is written, and a learner may be at work beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from asyncrl.config.load import load_config
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import BadStateError, ExitCode, UserError
+from asyncrl.models.export import ADAPTER_FOLDER, MODEL_FOLDER
+from asyncrl.models.loading import load_model, stop_token_ids
+from asyncrl.models.lora import read_adapter
+from asyncrl.models.processing import PromptProcessor
+from asyncrl.models.published import published_tensors
+from asyncrl.telemetry.jsonl import JsonlTail
+from asyncrl.telemetry.recorder import METRICS_FILE
+from learner.checkpoint import checkpoint_folder, list_checkpoints, read_state
+from learner.comparison import Comparison, compare_numbers, compare_weights
+from learner.journal import JOURNAL_FILE
+from learner.journal_reader import JournalReader
+from learner.journaled_batch import batch_again, read_batch
+from learner.samples.store import CONFIG_FILE
+from learner.start import check_initial_model
+from learner.ticket_writer import TicketWriter
+from learner.training import Training
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What is there of a run to make its steps of."""
+
+    run_dir: Path
+    journal: JournalReader
+    config: RunConfig
+    metrics: dict[int, dict[str, float | None]]
+    """Lines of metrics.jsonl by step."""
+    checkpoints: dict[int, Path]
+
+    @classmethod
+    def open(cls, run_dir: Path, overrides: Sequence[str]) -> Recorded:
+        """Raises UserError where there is no run."""
+        for name in (JOURNAL_FILE, CONFIG_FILE):
+            if not (run_dir / name).is_file():
+                raise UserError(f"there is no {name} in {run_dir}: a step is made again in the run's own directory")
+        config = load_config(run_dir / CONFIG_FILE, [*overrides, f"run_dir={run_dir}"])
+        lines, _ = JsonlTail(run_dir / METRICS_FILE).new_records()
+        checkpoints = {int(path.name.removeprefix("step-")): path for path in list_checkpoints(run_dir)}
+        journal = JournalReader(run_dir / JOURNAL_FILE, untouched=True)
+        return cls(run_dir, journal, config, {int(line["step"]): line for line in lines}, checkpoints)
+
+    def begin_before(self, step: int) -> int:
+        """Step of the checkpoint that `step` is made from; 0: the initial model."""
+        return max((number for number in self.checkpoints if number < step), default=0)
+
+    def beginning(self, step: int) -> str:
+        start = self.begin_before(step)
+        return f"the checkpoint of step {start}" if start else "the initial model"
+
+    def check(self, step: int) -> None:
+        """Raises UserError unless everything for the step is there."""
+        possible = self._possible()
+        if step in possible:
+            return
+        last = self.journal.last_step()
+        if not 1 <= step <= last:
+            why = f"it has trained {last} steps"
+        elif step not in self.metrics:
+            why = f"{METRICS_FILE} has no line of it to compare with"
+        else:
+            missing = sorted(set(range(self.begin_before(step) + 1, step + 1)) - self._kept())
+            why = (
+                f"it would begin at {self.beginning(step)}, and the groups of steps {spans(missing)} are not kept "
+                "any more (trainer.keep_samples_gib)"
+            )
+        can = f"These can be made again: {spans(possible)}" if possible else "No step of it can"
+        raise UserError(f"step {step} of {self.run_dir} cannot be made again: {why}. {can}")
+
+    def _kept(self) -> set[int]:
+        """Steps whose groups are all there."""
+        size = self.config.batch.prompts_per_step
+        return {step for step, groups in self.journal.kept_steps().items() if groups == size}
+
+    def _possible(self) -> list[int]:
+        kept, possible = self._kept(), []
+        reached = 0
+        """The newest step that can be made from the last checkpoint that was passed."""
+        for step in range(1, self.journal.last_step() + 1):
+            if step - 1 in self.checkpoints:
+                reached = step - 1
+            if reached == step - 1 and step in kept:
+                reached = step
+                if step in self.metrics:
+                    possible.append(step)
+        return possible
+
+
+def spans(steps: Sequence[int]) -> str:
+    """1 to 3, 5"""
+    parts: list[list[int]] = []
+    for step in steps:
+        if parts and step == parts[-1][-1] + 1:
+            parts[-1][1:] = [step]
+        else:
+            parts.append([step])
+    return ", ".join(" to ".join(map(str, part)) for part in parts)
+
+
+def replay(run: Recorded, step: int) -> Iterator[Comparison]:
+    """Each step from the checkpoint to this one, compared. Raises UserError where something for it is missing."""
+    run.check(step)
+    start = run.begin_before(step)
+    torch.manual_seed(run.config.trainer.seed)  # as a learner does that starts
+    checkpoint = run.checkpoints.get(start)
+    state = read_state(checkpoint) if checkpoint else None
+    config = run.config
+    processor = PromptProcessor(config.model)
+    if checkpoint and state and not state.adapter:
+        model = config.model.model_copy(update={"path": str(checkpoint / MODEL_FOLDER)})
+        config = config.model_copy(update={"model": model})
+    writer = TicketWriter(config, processor, stop_token_ids(config.model, processor.tokenizer))
+    training = Training(config, processor, writer.num_train_rows, checkpoint, state)
+    if checkpoint is None:
+        check_initial_model(run.journal, training.engine.published_state())
+    size, device = config.batch.prompts_per_step, training.engine.device
+    while training.progress.step < step:
+        number = training.progress.step + 1
+        recorded = run.metrics.get(number, {})
+        if threads := recorded.get("cpu_threads"):
+            torch.set_num_threads(int(threads))
+        version = training.progress.version
+        groups = read_batch(run.journal, number, size)
+        _, values = training.learn(batch_again(groups, writer.write, version, config.learner.on_stale))
+        compared = Comparison(number, device.type, config.model.dtype, compare_numbers(recorded, values))
+        if number in run.checkpoints and number == step:
+            saved = _saved_weights(config, checkpoint_folder(run.run_dir, number), device)
+            compared = compared.with_weights(compare_weights(saved, dict(training.engine.published_state())))
+        yield compared
+
+
+def _saved_weights(config: RunConfig, checkpoint: Path, device: torch.device) -> dict[str, torch.Tensor]:
+    state = read_state(checkpoint)
+    if state.adapter:
+        return read_adapter(checkpoint / ADAPTER_FOLDER)
+    model = config.model.model_copy(update={"path": str(checkpoint / MODEL_FOLDER)})
+    return dict(published_tensors(load_model(model, device=device)))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 equal, 1 different; 2 and 3 as of every service."""
+    parser = argparse.ArgumentParser(prog="asyncrl replay", description="Make a learner step again, and compare.")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--step", type=int, required=True)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="to see what another setting would change")
+    parsed = parser.parse_intermixed_args(arguments)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    try:
+        run = Recorded.open(parsed.run_dir, parsed.overrides)
+        with closing(run.journal):
+            compared = list(replay(run, parsed.step))
+    except (UserError, BadStateError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return ExitCode.USER_ERROR if isinstance(error, UserError) else ExitCode.BAD_STATE
+    *before, last = compared
+    print(f"step {parsed.step} of {parsed.run_dir}, from {run.beginning(parsed.step)}")
+    differing = [c.step for c in before if not c.is_equal]
+    if before:
+        print(f"steps between: {spans([c.step for c in before])}; {spans(differing) or 'none'} differ")
+    print(last.table())
+    return 0 if last.is_equal and not differing else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""Make an index of what the journal holds: where there was none, or it was damaged, or it lacks some steps."""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+from pathlib import Path
+
+from asyncrl.errors import UserError
+from learner.journal import JOURNAL_FILE
+from learner.journal_reader import JournalReader
+from learner.run_lock import lock_run
+from learner.samples.dataset import RunRows
+from learner.samples.index import open_index
+from learner.samples.journaled import prompt_of_row, prompt_of_tokens
+from learner.samples.rows import IndexedGroup, index_group
+from learner.samples.store import read_run_config
+from learner.samples.tables import INDEX_FILE, insert_groups
+from learner.samples.texts import TokenTexts
+
+_TOGETHER = 256
+"""Groups of one transaction."""
+
+
+def rebuild_index(run_dir: Path) -> int:
+    """Add the kept groups that were trained and are not in it; returns how many. What only a step knows (advantages,
+    the learner's log-probs) stays unknown. Raises UserError while a learner works on the run.
+    """
+    file = run_dir / JOURNAL_FILE
+    if not file.is_file():
+        raise UserError(f"there is no run in {run_dir}: it has no {JOURNAL_FILE}")
+    lock = lock_run(run_dir)
+    try:
+        with closing(JournalReader(file)) as journal, closing(open_index(run_dir / INDEX_FILE)) as db:
+            config = read_run_config(run_dir)
+            texts, rows = TokenTexts(run_dir, config), RunRows(run_dir, config)
+            there = {ticket_id for (ticket_id,) in db.execute("SELECT ticket_id FROM groups")}
+            missing = [
+                (rows.row_at(slot.position) or 0, slot, step)
+                for ticket_id, (slot, step) in journal.kept_after(0).items()
+                if step is not None and ticket_id not in there
+            ]
+            missing.sort(key=lambda item: item[0])  # neighbours in the data file are read together
+            added = 0
+            for start in range(0, len(missing), _TOGETHER):
+                groups: list[IndexedGroup] = []
+                for _, slot, step in missing[start : start + _TOGETHER]:
+                    group = journal.find_group(slot.ticket_id)
+                    if group is not None and step is not None:
+                        prompt = prompt_of_row(group, texts, rows, slot.position) or prompt_of_tokens(group, texts)
+                        groups.append(index_group(group, prompt, step=step, version=step - 1))
+                with db:
+                    db.execute("BEGIN")
+                    insert_groups(db, groups)
+                added += len(groups)
+            return added
+    finally:
+        os.close(lock)

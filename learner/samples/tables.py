@@ -1,0 +1,51 @@
+"""The index's SQLite tables: what lists and filters need of every sample, and what the journal does not hold."""
+
+from __future__ import annotations
+
+import sqlite3
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from learner.samples.rows import IndexedGroup
+
+INDEX_FILE = "samples.sqlite"
+SCHEMA = 1
+"""Kept as SQLite's user_version. The index is derived data: one of another schema is made anew."""
+NOT_TRAINED = 1 << 62
+"""As a step: later than any."""
+TABLES = f"""
+CREATE TABLE prompts (
+    prompt_id INTEGER PRIMARY KEY, row_id TEXT NOT NULL, text TEXT NOT NULL, folded TEXT NOT NULL,
+    messages TEXT NOT NULL, answer TEXT NOT NULL, media TEXT NOT NULL);
+CREATE TABLE groups (
+    ticket_id INTEGER PRIMARY KEY, step INTEGER NOT NULL, prompt_id INTEGER NOT NULL, server_id TEXT NOT NULL);
+CREATE INDEX groups_by_step ON groups (step);
+CREATE TABLE trained_tokens (ticket_id INTEGER PRIMARY KEY, differences BLOB NOT NULL, masked BLOB);
+CREATE TABLE trajectories (
+    ticket_id INTEGER NOT NULL, trajectory INTEGER NOT NULL, step INTEGER NOT NULL, prompt_id INTEGER NOT NULL,
+    status TEXT NOT NULL, finish_reason TEXT NOT NULL, reward REAL, advantage REAL, length INTEGER NOT NULL,
+    staleness INTEGER NOT NULL, logprob_diff_max REAL, error TEXT NOT NULL,
+    PRIMARY KEY (ticket_id, trajectory)) WITHOUT ROWID;
+CREATE INDEX newest ON trajectories (step DESC, ticket_id DESC, trajectory);
+CREATE INDEX best ON trajectories (reward DESC, step DESC, ticket_id DESC, trajectory);
+CREATE INDEX stalest ON trajectories (staleness DESC, step DESC, ticket_id DESC, trajectory);
+CREATE INDEX longest ON trajectories (length DESC, step DESC, ticket_id DESC, trajectory);
+PRAGMA user_version = {SCHEMA};
+"""
+
+
+def insert_groups(db: sqlite3.Connection, groups: list[IndexedGroup]) -> None:
+    """In the caller's transaction. What is there of these tickets is replaced."""
+    for group in groups:
+        db.execute("INSERT OR IGNORE INTO prompts VALUES (?, ?, ?, ?, ?, ?, ?)", group.prompt)
+        db.execute("INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?)", group.group)
+        db.executemany(f"INSERT OR REPLACE INTO trajectories VALUES ({', '.join('?' * 12)})", group.trajectories)
+        if group.trained_tokens is not None:
+            db.execute("INSERT OR REPLACE INTO trained_tokens VALUES (?, ?, ?)", group.trained_tokens)
+
+
+def remove_groups(db: sqlite3.Connection, where: str, values: tuple[int, ...]) -> int:
+    """How many there were. Prompts stay: another group may have them."""
+    for table in ("trained_tokens", "trajectories"):
+        db.execute(f"DELETE FROM {table} WHERE ticket_id IN (SELECT ticket_id FROM groups WHERE {where})", values)
+    return db.execute(f"DELETE FROM groups WHERE {where}", values).rowcount
