@@ -82,7 +82,7 @@ def _run(what: str, findings: Findings[T], tell: Callable[[Finding], None]) -> T
     return None
 
 
-_BROKEN = "the message names what stands in the way; if it is none of yours, it is a defect of asyncrl doctor"
+_BROKEN = "if the message names nothing of yours, this is a defect of asyncrl: report it with the message"
 
 
 def _late_fix(what: str) -> str:

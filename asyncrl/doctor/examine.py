@@ -14,13 +14,13 @@ from asyncrl.doctor.devices import Device, find_devices
 from asyncrl.doctor.examination import Examination
 from asyncrl.doctor.findings import Finding, Findings
 from asyncrl.doctor.machine import find_machine
+from asyncrl.doctor.model import find_model
 from asyncrl.doctor.network import find_network
 from asyncrl.doctor.ports import find_ports
 from asyncrl.doctor.report import Report
 from asyncrl.doctor.run_dir import find_disk, find_run_dir
 from asyncrl.doctor.versions import find_versions
-from asyncrl.launch.inputs import check_devices, check_engine, check_lengths, check_media, check_model
-from asyncrl.models.folder import check_weights
+from asyncrl.launch.inputs import check_media
 
 PLAN_S = DATA_S = 300.0
 """Of a very large model or data set."""
@@ -54,7 +54,7 @@ def _examine_run(examination: Examination, config: RunConfig, devices: Sequence[
     check("ports", find_ports(config))
     check("network", find_network(config))
     check("run_dir", find_run_dir(config))
-    described = check("model", _model(config))
+    described = check("model", find_model(config))
     if described is not None:
         _examine_memory(examination, config, devices)
     rows = check("training data", _rows(config, held_out=False, described=described), deadline_s=DATA_S)
@@ -65,17 +65,6 @@ def _examine_run(examination: Examination, config: RunConfig, devices: Sequence[
         from asyncrl.doctor.rewards import deadline_s, find_rewards
 
         check("reward", find_rewards(config, rows), deadline_s=deadline_s(config))
-
-
-def _model(config: RunConfig) -> Findings[dict[str, Any]]:
-    described = check_model(config)
-    check_lengths(config, described)
-    check_weights(config.model)
-    check_devices(config, ("learner", "rollout_server"))
-    check_engine(config)
-    kind = described.get("model_type", "of no stated type")
-    yield Finding("model", f"{config.model.path}: {kind}, engine {config.rollout.engine}, mode {config.trainer.mode}")
-    return described
 
 
 def _examine_memory(examination: Examination, config: RunConfig, devices: Sequence[Device]) -> None:

@@ -11,6 +11,7 @@ Verdict = Literal["ok", "note", "warning", "problem"]
 """`note`: a fact that nobody judges. `problem`: a run would fail, or be worth nothing."""
 T = TypeVar("T")
 _SENTENCE_END = re.compile(r"(?<=[^.])[.?] (?=[A-Z])")
+_FULL_STOP = re.compile(r"(?<!\.)\.$")
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ def problem(what: str, error: Exception) -> Finding:
 def split_fix(text: str) -> tuple[str, str]:
     """At the end of the first sentence; the fix is empty where there is only one."""
     parts = _SENTENCE_END.split(text, maxsplit=1)
-    return parts[0].rstrip("."), parts[1].rstrip(".") if len(parts) > 1 else ""
+    value, fix = (_FULL_STOP.sub("", part) for part in (parts if len(parts) > 1 else (*parts, "")))
+    return value, fix
 
 
 def size(nbytes: float) -> str:

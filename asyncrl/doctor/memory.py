@@ -67,9 +67,9 @@ def _on_host(plan: MemoryPlan, phases: Sequence[Phase]) -> Finding:
 
 def _too_large(plan: MemoryPlan, what: str, value: str, room: int) -> Finding:
     """With the settings that would bring it under `room`, if any would."""
-    bounded = changed(plan.config, {"gpu_memory.budget_gib": max(room, 1) / GIB})
-    lines = advice(replace(plan, config=bounded))
-    return Finding(what, value, "problem", lines[-1].rstrip("."), tuple(lines[:-1]))
+    *lines, last = advice(replace(plan, config=changed(plan.config, {"gpu_memory.budget_gib": max(room, 1) / GIB})))
+    fix = last if last.startswith("Together") else "no setting makes it fit: use a smaller model, or a larger device"
+    return Finding(what, value, "problem", fix, tuple(lines))
 
 
 def _budget(plan: MemoryPlan) -> Finding:
@@ -77,9 +77,9 @@ def _budget(plan: MemoryPlan) -> Finding:
     if not budget:
         return Finding("memory budget", "none (gpu_memory.budget_gib=0); the table: asyncrl doctor --plan", "note")
     if plan.excess:
-        value = f"gpu_memory.budget_gib={budget:g}, and the run needs {size(plan.peak)}"
-        lines = advice(plan)
-        return Finding("memory budget", value, "problem", lines[-1], tuple(lines[:-1]))
+        return _too_large(
+            plan, "memory budget", f"gpu_memory.budget_gib={budget:g}, and the run needs {size(plan.peak)}", plan.budget
+        )
     return Finding("memory budget", f"{size(plan.peak)} of gpu_memory.budget_gib={budget:g}")
 
 
