@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser(
         "doctor", help="what this machine has, what is wrong with it, and what a run will need"
     )
-    doctor.add_argument("words", nargs="*", metavar="CONFIG key=value", help="check this configuration, too")
+    doctor.add_argument("overrides", nargs="*", metavar="CONFIG key=value", help="check this configuration, too")
     doctor.add_argument("--plan", metavar="TARGET", help="memory table of a model folder or configuration, no weights")
     doctor.add_argument("--quick", action="store_true", help="everything but the trial, a real run of two tiny steps")
     doctor.add_argument("--json", action="store_true", help="for scripts; the exit code is 1 if there is a problem")
@@ -198,8 +198,8 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    overrides = [word for word in arguments.words if "=" in word]
-    files = [Path(word) for word in arguments.words if "=" not in word]
+    overrides = [word for word in arguments.overrides if "=" in word]
+    files = [Path(word) for word in arguments.overrides if "=" not in word]
     if len(files) > 1 or (files and arguments.plan) or (overrides and not files and not arguments.plan):
         raise UserError(
             "expected: asyncrl doctor [CONFIG [key=value ...]], or asyncrl doctor --plan TARGET [key=value ...]"

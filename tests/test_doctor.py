@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import re
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,15 +17,15 @@ from asyncrl.cli import main as asyncrl
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_train
-from asyncrl.doctor import examination, machine
+from asyncrl.data.prompts import PromptRenderer
+from asyncrl.doctor import examination, machine, network, trial
 from asyncrl.doctor.examination import Examination
 from asyncrl.doctor.findings import Finding, Findings, problem, split_fix
 from asyncrl.doctor.network import find_network, is_local
 from asyncrl.doctor.ports import find_ports
-from asyncrl.doctor.prompts import Look, find_prompts, find_twins
+from asyncrl.doctor.prompts import Look, Purpose, find_prompts, find_twins
 from asyncrl.doctor.rewards import find_rewards
 from asyncrl.doctor.run_dir import find_run_dir
-from asyncrl.doctor.trial import smallest
 from asyncrl.errors import UserError
 from asyncrl.launch.processes import JOURNAL_FILE, LOCK_FILE
 from asyncrl.models.processing import PromptProcessor
@@ -83,20 +84,31 @@ def test_a_configuration_that_cannot_be_read_is_the_users_mistake(
     make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write_config(make_config(), tmp_path / "config")
-    assert asyncrl(["doctor", str(file), "batch.group_sise=4"]) == 2
+    assert asyncrl(["doctor", str(file), "--quick", "batch.group_sise=4"]) == 2
     assert "batch.group_size" in capsys.readouterr().err
     assert asyncrl(["doctor", str(tmp_path / "nowhere.yaml")]) == 2
     assert asyncrl(["doctor", str(file), str(file)]) == 2
 
 
-def test_what_depends_on_a_missing_model_is_not_told_again(
-    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+MISTAKES = {
+    "template": (
+        "data.format_prompt=no.jinja",
+        r"template +data.format_prompt is 'no.jinja', but there is no such file",
+    ),
+    "reward": ("reward.functions=[{function: no.py:f}]", r"reward +reward file .*no.py does not exist"),
+    "model": ("model.path=no", r"model +model.path is 'no'.*Fix: Name a Hugging Face model folder"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_one_mistake_is_one_problem(
+    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    file = write_config(small(make_config, model={"path": "nowhere"}), tmp_path / "config")
-    assert asyncrl(["doctor", str(file)]) == 1
+    override, expected = MISTAKES[name]
+    assert asyncrl(["doctor", str(write_config(make_config(), tmp_path / "config")), override]) == 1
     printed = capsys.readouterr().out
     assert printed.count("PROBLEM") == 1
-    assert re.search(r"PROBLEM model +model.path is 'nowhere'.*Fix: Name a Hugging Face model folder", printed)
+    assert re.search(rf"PROBLEM {expected}", printed)
     assert "not made: 1 problem(s). Fix: solve the problems above first" in printed
 
 
@@ -214,12 +226,26 @@ def test_keys_and_addresses(make_config: MakeConfig, tmp_path: Path) -> None:
     assert not is_local("192.0.2.1")  # of no machine (RFC 5737)
 
 
+def test_whether_a_learner_answers(make_config: MakeConfig) -> None:
+    with socket.socket() as learner:
+        learner.bind(("127.0.0.1", 0))
+        learner.listen()
+        control, weights = learner.getsockname()[1], free_port()
+        config = make_config(network={"control_port": control, "weights_port": weights})
+        answers, silent = all_of(network._learner(config))
+    assert (answers.verdict, answers.value) == ("ok", f"127.0.0.1:{control} answers")
+    assert silent.verdict == "warning"
+    assert f"nobody answers at port {weights}: [Errno 111] Connection refused" in silent.value
+
+
 # --- data ---------------------------------------------------------------------------------------------
 
 
-def look_at(config: RunConfig, purpose: str = "training") -> tuple[dict[str, Finding], Look]:
+def look_at(config: RunConfig, purpose: Purpose = "training") -> tuple[dict[str, Finding], Look]:
     told: list[Finding] = []
-    findings = find_prompts(config.data, open_train(config.data), purpose, PromptProcessor(config.model))
+    findings = find_prompts(
+        config.data, open_train(config.data), purpose, PromptRenderer(config.data), PromptProcessor(config.model)
+    )
     look = Examination(lambda finding, seconds: told.append(finding)).check("prompts", findings)
     assert look is not None
     return {finding.what: finding for finding in told}, look
@@ -276,7 +302,7 @@ def rewards_of(make_config: MakeConfig, tmp_path: Path, body: str, **reward: Any
     file.write_text(f"import time\ndef score(sample):\n    {body}\n")
     functions = [{"function": f"{file}:score"}]
     config = make_config(reward={"functions": functions, "workers": 1, **reward})
-    return all_of(find_rewards(config, open_train(config.data)))
+    return all_of(find_rewards(config, open_train(config.data), PromptRenderer(config.data)))
 
 
 def test_what_a_reward_gives_for_the_answer_and_for_nothing(make_config: MakeConfig, tmp_path: Path) -> None:
@@ -306,12 +332,12 @@ def test_a_trial_differs_in_size_alone(make_config: MakeConfig, tmp_path: Path) 
         algorithm={"updates_per_batch": 2},
         network={"host": "192.0.2.1", "insecure": True},
     )
-    trial = smallest(config, tmp_path / "trial")
-    assert (trial.batch.prompts_per_step, trial.batch.group_size, trial.data.max_response_length) == (2, 2, 32)
-    assert (trial.data.max_train_rows, trial.data.max_val_rows, trial.network.host) == (256, 4, "127.0.0.1")
+    tiny = trial.smallest(config, tmp_path / "trial")
+    assert (tiny.batch.prompts_per_step, tiny.batch.group_size, tiny.data.max_response_length) == (2, 2, 32)
+    assert (tiny.data.max_train_rows, tiny.data.max_val_rows, tiny.network.host) == (256, 4, "127.0.0.1")
     for section in ("model", "algorithm", "learner", "rollout", "reward", "alignment", "gpu_memory"):
-        assert getattr(trial, section) == getattr(config, section)
-    assert load_config(write_config(trial, tmp_path / "config")) == trial
+        assert getattr(tiny, section) == getattr(config, section)
+    assert load_config(write_config(tiny, tmp_path / "config")) == tiny
 
 
 @pytest.mark.slow
@@ -329,6 +355,19 @@ def test_a_trial_runs_the_real_thing_and_leaves_nothing(
     assert ("sleep and wake" in found) == (mode == "sync")
     assert re.match(r"\d finished, \d truncated, 0 failed", found["completions"])
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_trial_that_takes_too_long_is_stopped(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "BEYOND_START_S", 0.5)
+    began = time.monotonic()
+    _, late = all_of(trial.find_by_trial(make_config(network={"start_timeout_s": 0.1})))
+    assert time.monotonic() - began < trial.STOP_S
+    assert late.verdict == "problem"
+    assert late.value.startswith("not done after 0.6 s; it said last: ")
+    (folder,) = tmp_path.glob("asyncrl-trial-*")
+    assert late.fix == f"look into {folder}: trial.log and run/logs"
 
 
 @pytest.mark.slow

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import RowSource, open_train, open_validation
+from asyncrl.data.prompts import PromptRenderer
 from asyncrl.doctor.devices import Device, find_devices
 from asyncrl.doctor.examination import Examination
 from asyncrl.doctor.findings import Finding, Findings
@@ -22,6 +23,7 @@ from asyncrl.doctor.run_dir import find_disk, find_run_dir
 from asyncrl.doctor.versions import find_versions
 from asyncrl.launch.inputs import check_media
 
+T = TypeVar("T")
 PLAN_S = DATA_S = 300.0
 """Of a very large model or data set."""
 
@@ -57,14 +59,7 @@ def _examine_run(examination: Examination, config: RunConfig, devices: Sequence[
     described = check("model", find_model(config))
     if described is not None:
         _examine_memory(examination, config, devices)
-    rows = check("training data", _rows(config, held_out=False, described=described), deadline_s=DATA_S)
-    held_out = check("held-out data", _rows(config, held_out=True, described=described), deadline_s=DATA_S)
-    if rows is not None and described is not None:
-        _examine_prompts(examination, config, rows, held_out)
-    if rows is not None:
-        from asyncrl.doctor.rewards import deadline_s, find_rewards
-
-        check("reward", find_rewards(config, rows), deadline_s=deadline_s(config))
+    _examine_data(examination, config, described)
 
 
 def _examine_memory(examination: Examination, config: RunConfig, devices: Sequence[Device]) -> None:
@@ -85,21 +80,43 @@ def _rows(config: RunConfig, *, held_out: bool, described: dict[str, Any] | None
     return rows
 
 
-def _examine_prompts(examination: Examination, config: RunConfig, rows: RowSource, held_out: RowSource | None) -> None:
+def _examine_data(examination: Examination, config: RunConfig, described: dict[str, Any] | None) -> None:
+    check = examination.check
+    rows = check("training data", _rows(config, held_out=False, described=described), deadline_s=DATA_S)
+    held_out = check("held-out data", _rows(config, held_out=True, described=described), deadline_s=DATA_S)
+    renderer = check("template", _loaded(lambda: PromptRenderer(config.data)))
+    if rows is None or renderer is None:
+        return
+    if described is not None:
+        _examine_prompts(examination, config, rows, held_out, renderer)
+    from asyncrl.doctor.rewards import deadline_s, find_rewards
+
+    check("reward", find_rewards(config, rows, renderer), deadline_s=deadline_s(config))
+
+
+def _examine_prompts(
+    examination: Examination,
+    config: RunConfig,
+    rows: RowSource,
+    held_out: RowSource | None,
+    renderer: PromptRenderer,
+) -> None:
     from asyncrl.doctor.prompts import find_prompts, find_twins
     from asyncrl.models.processing import PromptProcessor
 
-    def load() -> Findings[PromptProcessor]:
-        yield from ()
-        return PromptProcessor(config.model)
-
-    processor = examination.check("processor", load())
+    check, data = examination.check, config.data
+    processor = check("processor", _loaded(lambda: PromptProcessor(config.model)))
     if processor is None:
         return
-    looks = [
-        examination.check("prompts", find_prompts(config.data, source, purpose, processor), deadline_s=DATA_S)
-        for source, purpose in ((rows, "training"), (held_out, "held-out"))
-        if source is not None
-    ]
-    if len(looks) == 2 and looks[0] is not None and looks[1] is not None:
-        examination.check("held-out is apart", find_twins(looks[0], looks[1]))
+    train = check("prompts", find_prompts(data, rows, "training", renderer, processor), deadline_s=DATA_S)
+    if held_out is None:
+        return
+    twins = check("prompts", find_prompts(data, held_out, "held-out", renderer, processor), deadline_s=DATA_S)
+    if train is not None and twins is not None:
+        check("held-out is apart", find_twins(train, twins))
+
+
+def _loaded(load: Callable[[], T]) -> Findings[T]:
+    """Nothing is said of what can be loaded."""
+    yield from ()
+    return load()

@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from asyncrl.models.processing import EncodedPrompt, PromptProcessor
 
 LOOK_S = 10.0
 """Spent on each data source; small ones are looked at whole."""
+Purpose = Literal["training", "held-out"]
 _BARS = 8
 _BAR_WIDTH = 32
 _NAMED = 3
@@ -32,9 +34,6 @@ _ROW = re.compile(r"^row \S+?(?=[,:] | has )(, (?:image|video) \d+)?:? ?")
 class Look:
     """At the rows of one data source."""
 
-    rows: RowSource
-    purpose: str
-    """`training` or `held-out`."""
     lengths: dict[str, int] = field(default_factory=dict)
     """Tokens by row."""
     refused: dict[str, list[tuple[str, str]]] = field(default_factory=lambda: defaultdict(list))
@@ -52,8 +51,10 @@ class Look:
         return len(self.lengths) + sum(map(len, self.refused.values()))
 
 
-def find_prompts(config: DataConfig, rows: RowSource, purpose: str, processor: PromptProcessor) -> Findings[Look]:
-    look = _look_at(config, rows, purpose, processor)
+def find_prompts(
+    config: DataConfig, rows: RowSource, purpose: Purpose, renderer: PromptRenderer, processor: PromptProcessor
+) -> Findings[Look]:
+    look = _look_at(config, rows, renderer, processor)
     counted = f"{look.seen:,} of {len(rows):,} {purpose} rows"
     yield Finding(f"{purpose} rows", f"{len(rows):,} with columns {', '.join(rows.columns)}; {counted} looked at")
     if look.example is not None and purpose == "training":
@@ -83,9 +84,9 @@ def find_twins(train: Look, held_out: Look) -> Findings[None]:
     yield Finding("held-out is apart", value, "warning", "take them out of one of data.train_files and data.val_files")
 
 
-def _look_at(config: DataConfig, rows: RowSource, purpose: str, processor: PromptProcessor) -> Look:
+def _look_at(config: DataConfig, rows: RowSource, renderer: PromptRenderer, processor: PromptProcessor) -> Look:
     """The first row, and then others in random order for as long as there is time."""
-    renderer, look = PromptRenderer(config), Look(rows, purpose)
+    look = Look()
     until = time.monotonic() + LOOK_S
     for index in _visits(len(rows)):
         if time.monotonic() > until:

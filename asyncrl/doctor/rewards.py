@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from asyncrl.config.schema import RunConfig
@@ -16,6 +16,8 @@ from asyncrl.rewards.pool import RewardPool, Score
 from asyncrl.rewards.presentation import sample_of
 
 ROWS = 3
+ROWS_TRIED = 100
+"""Those that cannot be rendered do not count."""
 _WORKER_START_S = 90.0
 NOTHING = "nothing"
 
@@ -28,8 +30,8 @@ def deadline_s(config: RunConfig) -> float:
     return _WORKER_START_S + 3 * ROWS * (config.reward.timeout_s + 5)
 
 
-def find_rewards(config: RunConfig, rows: RowSource) -> Findings[None]:
-    scored = asyncio.run(_score(config, list(_completions(config, rows))))
+def find_rewards(config: RunConfig, rows: RowSource, renderer: PromptRenderer) -> Findings[None]:
+    scored = asyncio.run(_score(config, list(_completions(config, rows, renderer))))
     failed: dict[str, Score] = {}
     for completion, scores in scored.items():
         for score in scores:
@@ -40,6 +42,9 @@ def find_rewards(config: RunConfig, rows: RowSource) -> Findings[None]:
         fix = "mend the function: a trajectory that it fails on is left out of training, never scored 0"
         yield Finding("reward", value, "problem", fix)
         return  # the others are of the same function
+    if not scored:
+        yield Finding("reward", "was loaded, but there is no row to score", "note")
+        return
     for name in config.reward.component_names:
         yield Finding("reward", f"{name}: {_values(scored, name)}")
     weighted = {completion: [score.reward for score in scores] for completion, scores in scored.items()}
@@ -50,10 +55,12 @@ def find_rewards(config: RunConfig, rows: RowSource) -> Findings[None]:
         yield Finding("reward", value, "warning", fix)
 
 
-def _completions(config: RunConfig, rows: RowSource):
-    """(row, what the completion is, the completion)"""
-    renderer, found = PromptRenderer(config.data), 0
-    for index in range(len(rows)):
+def _completions(
+    config: RunConfig, rows: RowSource, renderer: PromptRenderer
+) -> Iterator[tuple[RenderedPrompt, str, str]]:
+    """A row, what the completion is, and the completion."""
+    found = 0
+    for index in range(min(len(rows), ROWS_TRIED)):
         row, row_id = rows[index], rows.row_id(index)
         try:
             rendered = renderer.render(row, row_id)

@@ -37,7 +37,7 @@ def find_run_dir(config: RunConfig) -> Findings[None]:
     try:
         check_run_dir(config, resume=False)
     except UserError as error:
-        value, fix = split_fix(str(error))
+        value, fix = split_fix(str(error).removeprefix("run_dir "))
         yield Finding("run_dir", value, "warning" if is_resumable(path) else "problem", fix)
     else:
         yield Finding("run_dir", f"{path} is free, and {folder} can be written")

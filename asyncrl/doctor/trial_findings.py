@@ -36,7 +36,7 @@ def _parity(config: RunConfig, steps: list[Record], servers: list[Record]) -> Fi
     if found:
         value = f"engine and learner differ by at most {max(found):.2g} nats a token; {limit:g} is accepted"
         return Finding("log-prob parity", value)
-    largest = max(step["logprob_diff_max"] or 0.0 for step in steps)
+    largest = max(step.get("logprob_diff_max") or 0.0 for step in steps)
     if not config.alignment.rows:
         value = f"is not checked (alignment.rows=0); in the trial's steps they differ by up to {largest:.2g} nats"
         return Finding("log-prob parity", value, "warning", "set alignment.rows=2: it costs a second at the start")
