@@ -43,7 +43,7 @@ def _device_index(phase: Phase, meant: dict[str, str]) -> int | None:
 
 
 def _on_device(plan: MemoryPlan, phase: Phase, index: int, device: Device) -> Finding:
-    what, value = f"memory cuda:{index}", f"{phase.name} needs {size(phase.nbytes)} of {size(device.total)}"
+    what, value = f"memory cuda:{index}", f"{phase.name}: {size(phase.nbytes)} of {size(device.total)}"
     if phase.nbytes > device.total:
         return _too_large(plan, what, value, device.total)
     if phase.nbytes > device.free:
