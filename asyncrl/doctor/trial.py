@@ -18,6 +18,7 @@ from asyncrl.doctor.findings import Finding, Findings, split_fix
 from asyncrl.doctor.network import is_local
 from asyncrl.doctor.run_dir import nearest_folder
 from asyncrl.doctor.trial_findings import find_in_run
+from asyncrl.errors import ExitCode
 from asyncrl.memory_plan.plan import changed
 from asyncrl.telemetry.failure import read_failure
 
@@ -123,7 +124,9 @@ def _failed(config: RunConfig, folder: Path, code: int | None, deadline_s: float
     saved = read_failure(config.run_path)
     head, *more = (errors[-1] if errors else saved.reason if saved else _ending(lines)).splitlines()
     value, fix = split_fix(head)
-    if code is None:
+    if code == ExitCode.CRASHED:
+        fix = ""  # that of a run that could go on
+    elif code is None:
         value, fix = f"not done after {deadline_s:g} s; it said last: {lines[-1] if lines else 'nothing'}", ""
     kept = f"look into {folder}: {LOG} and run{os.sep}logs"
     return Finding("trial", value, "problem", f"{fix}; {kept}" if fix else kept, (*more, *lines[-10:]))
