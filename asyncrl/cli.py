@@ -79,8 +79,10 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser(
         "doctor", help="what this machine has, what is wrong with it, and what a run will need"
     )
-    doctor.add_argument("words", nargs="*", metavar="CONFIG key=value", help="check this configuration, too")
+    doctor.add_argument("overrides", nargs="*", metavar="CONFIG key=value", help="check this configuration, too")
     doctor.add_argument("--plan", metavar="TARGET", help="memory table of a model folder or configuration, no weights")
+    doctor.add_argument("--quick", action="store_true", help="everything but the trial, a real run of two tiny steps")
+    doctor.add_argument("--json", action="store_true", help="for scripts; the exit code is 1 if there is a problem")
     doctor.set_defaults(handler=_doctor)
     health = commands.add_parser("health", help="exit code 0 if the service behind a metrics endpoint does its work")
     health.add_argument("url", metavar="URL", help="such as http://127.0.0.1:9101/metrics")
@@ -213,18 +215,20 @@ def _replay(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from asyncrl import doctor
-
-    overrides = [word for word in arguments.words if "=" in word]
-    files = [Path(word) for word in arguments.words if "=" not in word]
+    overrides = [word for word in arguments.overrides if "=" in word]
+    files = [Path(word) for word in arguments.overrides if "=" not in word]
     if len(files) > 1 or (files and arguments.plan) or (overrides and not files and not arguments.plan):
         raise UserError(
             "expected: asyncrl doctor [CONFIG [key=value ...]], or asyncrl doctor --plan TARGET [key=value ...]"
         )
     if arguments.plan:
-        print(doctor.memory_table(Path(arguments.plan), overrides))
+        from asyncrl.doctor.plan_table import memory_table
+
+        print(memory_table(Path(arguments.plan), overrides))
         return 0
-    return doctor.examine(files[0] if files else None, overrides)
+    from asyncrl.doctor.examine import examine
+
+    return examine(files[0] if files else None, overrides, quick=arguments.quick, as_json=arguments.json)
 
 
 def _health(arguments: argparse.Namespace) -> int:

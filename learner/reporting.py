@@ -22,7 +22,7 @@ from learner.samples.index import SampleIndex
 from learner.samples.rows import TrainedBatch
 from learner.tickets import ReceivedGroup
 from protocol.lease import read_tenure
-from protocol.messages import WeightManifest
+from protocol.messages import WeightManifest, WeightsLoaded
 
 
 class Reporter:
@@ -45,6 +45,7 @@ class Reporter:
         self._total_steps = total_steps
         self._process = psutil.Process()
         self._server_usage: dict[str, tuple[float, float, int]] = {}
+        self._parity: dict[str, dict[str, float]] = {}
 
     def truncate_after(self, step: int, *, made_again: int) -> None:
         """Forget what was written past the step that the run resumes from. Steps up to `made_again` will be, exactly:
@@ -64,6 +65,8 @@ class Reporter:
                 "version": beat.version if beat else 0,
                 "queued": beat.groups_queued if beat else 0,
                 "running": beat.groups_running if beat else 0,
+                "weights": _arrival(server.loaded),
+                "parity": self._parity.get(server_id, {}),
             }
             for server_id, server in list(self._exchange.servers.items())
             for beat in [server.heartbeat]
@@ -119,6 +122,7 @@ class Reporter:
         self.exporter.published(manifest)
 
     def parity(self, server_id: str, largest: float, mean: float) -> None:
+        self._parity[server_id] = {"largest": largest, "mean": mean}
         self.exporter.parity(server_id, largest, mean)
 
     def evaluated(self, step: int, version: int, received: Sequence[ReceivedGroup]) -> dict[str, Any]:
@@ -170,6 +174,13 @@ class Reporter:
                 },
                 shown,
             )
+
+
+def _arrival(loaded: WeightsLoaded | None) -> dict[str, Any]:
+    """How a server's newest weights came; empty before it has any."""
+    if loaded is None:
+        return {}
+    return {"channel": loaded.channel, "transfer_s": loaded.transfer_s, "load_s": loaded.load_s}
 
 
 def _device(config: RunConfig) -> dict[str, Any]:
