@@ -349,8 +349,11 @@ def test_an_index_is_not_made_anew_under_a_learner(run: MadeUpRun) -> None:
         rebuild_index(run.folder)
 
 
-def test_a_learner_begins_a_damaged_index_anew(run: MadeUpRun, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_learner_begins_a_damaged_index_anew(run: MadeUpRun, caplog: pytest.LogCaptureFixture, is_open: bool) -> None:
     run.index.close()
+    if is_open:
+        run.index.truncate_after(9)
     damage(run.folder / INDEX_FILE)
     run.consume(5, 3)
     run.report(5, 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ PRAGMA user_version = {SCHEMA};
 """
 
 
-def insert_groups(db: sqlite3.Connection, groups: list[IndexedGroup]) -> None:
+def insert_groups(db: sqlite3.Connection, groups: Sequence[IndexedGroup]) -> None:
     """In the caller's transaction. What is there of these tickets is replaced."""
     for group in groups:
         db.execute("INSERT OR IGNORE INTO prompts VALUES (?, ?, ?, ?, ?, ?, ?)", group.prompt)
