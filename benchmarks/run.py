@@ -48,6 +48,8 @@ def main() -> None:
     print("\n## Groups: decoded, verified, journaled, acknowledged\n", flush=True)
     run("benchmarks/group_throughput.py")
     run("benchmarks/journal_cost.py")
+    print("\n## Samples of a large journal, looked at\n", flush=True)
+    run("benchmarks/inspect_journal.py", "--gib", "1")
     print("\n## Asynchronous against synchronous\n", flush=True)
     run("benchmarks/async_speedup.py", "--model", str(model), "--data", str(data))
 

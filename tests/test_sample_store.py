@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from learner.samples.texts import TokenTexts
 from learner.step import LearnerStep
 from protocol.codec import encode
 from tests.made_up_batch import KeepGradients, made_up_batch
+from tests.tiny import ROOT
 
 EVERYTHING = 1000
 FIRST = 3
@@ -349,8 +351,11 @@ def test_an_index_is_not_made_anew_under_a_learner(run: MadeUpRun) -> None:
         rebuild_index(run.folder)
 
 
-def test_a_learner_begins_a_damaged_index_anew(run: MadeUpRun, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_learner_begins_a_damaged_index_anew(run: MadeUpRun, caplog: pytest.LogCaptureFixture, is_open: bool) -> None:
     run.index.close()
+    if is_open:
+        run.index.truncate_after(9)
     damage(run.folder / INDEX_FILE)
     run.consume(5, 3)
     run.report(5, 3)
@@ -435,3 +440,14 @@ def test_a_step_hands_out_what_its_metrics_summarise(make_config: Callable[..., 
     assert 0 < step.trained.masked[trained].mean() == pytest.approx(values["mask_fraction"])
     assert not step.trained.masked[~trained].any()
     assert step.trained.advantages.shape == (16,)
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_looking_runs() -> None:
+    """Its table from a journal of 30 MiB; `--gib 10` is what its figures are of."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "inspect_journal.py"), "--gib", "0.03", "--repeats", "1"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "| from the start of Python to the first page |" in done.stdout
+    assert "| index of a step of 32 x 8 samples |" in done.stdout

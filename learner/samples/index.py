@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+from asyncrl.telemetry.failure import find_no_room
 from learner.samples.rows import IndexedGroup, PromptText, TrainedBatch, index_group
 from learner.samples.tables import INDEX_FILE, SCHEMA, TABLES, insert_groups, remove_groups
 from learner.tickets import ReceivedGroup
@@ -34,33 +36,50 @@ class SampleIndex:
             prompt = PromptText.of(item.ticket.prompt)
             groups.append(index_group(item.group, prompt, step=step, version=version, trained=part))
             row, token = row + rows, token + tokens
-        with self._db:
-            self._db.execute("BEGIN")
-            insert_groups(self._db, groups)
+        try:
+            self._insert(groups)
+        except sqlite3.DatabaseError as problem:
+            if not _is_useless(problem):
+                raise
+            self.close()
+            _remove(self._path, problem)
+            self._insert(groups)
+
+    def _insert(self, groups: Sequence[IndexedGroup]) -> None:
+        with self._transaction() as db:
+            insert_groups(db, groups)
 
     def truncate_after(self, step: int) -> None:
         """Forget what was trained later: the run goes on from there, with other groups."""
         if self._path.exists():
-            with self._db:
-                self._db.execute("BEGIN")
-                dropped = remove_groups(self._db, "step > ?", (step,))
+            with self._transaction() as db:
+                dropped = remove_groups(db, "step > ?", (step,))
             if dropped:
                 logger.info("resuming after step %d: dropped %d later groups of %s", step, dropped, self._path.name)
 
     def forget_tokens(self, before_step: int) -> None:
         """The journal keeps no groups of earlier steps: nobody can look at their tokens any more."""
         if self._path.exists():
-            with self._db:
-                self._db.execute(
+            with self._transaction() as db:
+                db.execute(
                     "DELETE FROM trained_tokens WHERE ticket_id IN (SELECT ticket_id FROM groups WHERE step < ?)",
                     (before_step,),
                 )
 
-    @property
-    def _db(self) -> sqlite3.Connection:
-        if self._open is None:
-            self._open = open_index(self._path)
-        return self._open
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        """Raises OSError where there is no room: SQLite tells no reason but that it could not write."""
+        try:
+            if self._open is None:
+                self._open = open_index(self._path)
+            with self._open as db:
+                db.execute("BEGIN")
+                yield db
+        except sqlite3.Error as problem:
+            files = [self._path, self._path.with_name(f"{self._path.name}-wal")]
+            if getattr(problem, "sqlite_errorcode", 0) == sqlite3.SQLITE_IOERR_WRITE and (full := find_no_room(files)):
+                raise full from problem
+            raise
 
     def close(self) -> None:
         if self._open is not None:
@@ -73,15 +92,27 @@ def open_index(path: Path) -> sqlite3.Connection:
     try:
         return _open(path)
     except sqlite3.DatabaseError as problem:
-        if getattr(problem, "sqlite_errorcode", sqlite3.SQLITE_SCHEMA) not in _USELESS:
+        if not _is_useless(problem):
             raise
-        logger.warning("%s cannot be used (%s): it is begun anew, without the samples of earlier steps", path, problem)
-        for name in (path.name, f"{path.name}-wal", f"{path.name}-shm"):
-            path.with_name(name).unlink(missing_ok=True)
+        _remove(path, problem)
         return _open(path)
 
 
-_USELESS = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_SCHEMA)
+def _is_useless(problem: sqlite3.DatabaseError) -> bool:
+    code = getattr(problem, "sqlite_errorcode", sqlite3.SQLITE_SCHEMA)  # the latter: our own finding
+    return code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_SCHEMA)
+
+
+def _remove(path: Path, problem: sqlite3.DatabaseError) -> None:
+    logger.warning(
+        "%s cannot be used (%s): it is begun anew. When the run is over, asyncrl inspect %s --reindex adds the samples "
+        "of earlier steps",
+        path,
+        problem,
+        path.parent,
+    )
+    for name in (path.name, f"{path.name}-wal", f"{path.name}-shm"):
+        path.with_name(name).unlink(missing_ok=True)
 
 
 def _open(path: Path) -> sqlite3.Connection:

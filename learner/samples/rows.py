@@ -12,7 +12,7 @@ import xxhash
 
 from asyncrl.rewards.presentation import plain_text
 from learner.samples.tables import NOT_TRAINED
-from protocol.messages import Group, Prompt
+from protocol.messages import Group, Prompt, TrajectoryRecord
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def index_group(
             length,
             staleness[number],
             largest[number],
-            _storable(": ".join(filter(None, (record.error_kind, record.error_message)))),
+            _error(record) if record.error_kind else "",
         )
         for number, (record, length) in enumerate(zip(group.trajectories, group.lengths.tolist(), strict=True))
     ]
@@ -129,6 +129,10 @@ def index_group(
         with np.errstate(over="ignore"):  # infinite then, which is what it looks like
             tokens = (group.ticket_id, differences.astype(np.float16).tobytes(), masked)
     return IndexedGroup(prompt_row, (group.ticket_id, at, prompt_row[0], group.server_id), rows, tokens)
+
+
+def _error(record: TrajectoryRecord) -> str:
+    return _storable(": ".join(filter(None, (record.error_kind, record.error_message))))
 
 
 def _extremes(group: Group, version: int, differences: np.ndarray | None) -> tuple[list[int], list[float | None]]:

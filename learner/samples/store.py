@@ -75,7 +75,7 @@ class SampleStore:
             try:
                 return self._find(query, limit, offset)
             except sqlite3.DatabaseError as problem:
-                if not self._attached or problem.sqlite_errorcode == sqlite3.SQLITE_ERROR:  # the latter is our mistake
+                if not self._attached or not _is_of_the_file(problem):
                     raise
                 self._give_up_index(problem)
                 return self._find(query, limit, offset)
@@ -113,7 +113,7 @@ class SampleStore:
             try:
                 return self._detail(ticket_id)
             except sqlite3.DatabaseError as problem:
-                if not self._attached or problem.sqlite_errorcode == sqlite3.SQLITE_ERROR:  # the latter is our mistake
+                if not self._attached or not _is_of_the_file(problem):
                     raise
                 self._give_up_index(problem)
                 return self._detail(ticket_id)
@@ -248,3 +248,8 @@ def read_run_config(run_dir: Path) -> dict[str, Any]:
     """The run's own, unchecked: it may be of another version. Empty where there is none."""
     file = run_dir / CONFIG_FILE
     return yaml.safe_load(file.read_text(encoding="utf-8")) or {} if file.is_file() else {}
+
+
+def _is_of_the_file(problem: sqlite3.DatabaseError) -> bool:
+    """And no mistake in a statement."""
+    return getattr(problem, "sqlite_errorcode", sqlite3.SQLITE_ERROR) != sqlite3.SQLITE_ERROR

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -34,14 +35,18 @@ PRAGMA user_version = {SCHEMA};
 """
 
 
-def insert_groups(db: sqlite3.Connection, groups: list[IndexedGroup]) -> None:
+def insert_groups(db: sqlite3.Connection, groups: Sequence[IndexedGroup]) -> None:
     """In the caller's transaction. What is there of these tickets is replaced."""
-    for group in groups:
-        db.execute("INSERT OR IGNORE INTO prompts VALUES (?, ?, ?, ?, ?, ?, ?)", group.prompt)
-        db.execute("INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?)", group.group)
-        db.executemany(f"INSERT OR REPLACE INTO trajectories VALUES ({', '.join('?' * 12)})", group.trajectories)
-        if group.trained_tokens is not None:
-            db.execute("INSERT OR REPLACE INTO trained_tokens VALUES (?, ?, ?)", group.trained_tokens)
+    rows = (row for group in groups for row in group.trajectories)
+    tokens = [group.trained_tokens for group in groups if group.trained_tokens is not None]
+    db.executemany(f"INSERT OR IGNORE INTO prompts VALUES ({_marks(7)})", [group.prompt for group in groups])
+    db.executemany(f"INSERT OR REPLACE INTO groups VALUES ({_marks(4)})", [group.group for group in groups])
+    db.executemany(f"INSERT OR REPLACE INTO trajectories VALUES ({_marks(12)})", rows)
+    db.executemany(f"INSERT OR REPLACE INTO trained_tokens VALUES ({_marks(3)})", tokens)
+
+
+def _marks(columns: int) -> str:
+    return ", ".join("?" * columns)
 
 
 def remove_groups(db: sqlite3.Connection, where: str, values: tuple[int, ...]) -> int:
