@@ -8,10 +8,13 @@ from typing import Any
 
 import numpy as np
 import psutil
+import torch
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.models.device_facts import device_name
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.rewards.presentation import plain_text
+from asyncrl.telemetry.environment import record_start
 from asyncrl.telemetry.recorder import RunRecorder
 from learner.batch import Batch
 from learner.exchange import Exchange
@@ -20,6 +23,8 @@ from learner.ledger import TicketLedger
 from learner.tickets import ReceivedGroup
 from protocol.lease import read_tenure
 from protocol.messages import WeightManifest
+
+ENDINGS = ("finished", "interrupted", "failed")
 
 
 class Reporter:
@@ -45,6 +50,10 @@ class Reporter:
     @property
     def evaluated_steps(self) -> set[int]:
         return self.recorder.evaluated_steps()
+
+    def started(self, step: int, device: torch.device) -> None:
+        """This process, after `step`."""
+        record_start(self.config.run_path, step, device_name(device))
 
     def status(self, phase: str, step: int, version: int, waiting_for: str = "") -> None:
         counts = self._ledger.counts()
@@ -75,6 +84,8 @@ class Reporter:
             errors=dict(self._exchange.errors),
             device=_device(self.config),
         )
+        if phase in ENDINGS:
+            self._write_timeline()
 
     def step(self, step: int, version: int, values: Mapping[str, float], batch: Batch) -> None:
         """One finished learner step; `version` is the one that consumed the batch."""
@@ -86,6 +97,10 @@ class Reporter:
         self.recorder.step(record)
         self.exporter.step(step, version, record, batch)
         self._sample(step, batch.received[: self.config.trainer.samples_per_step])
+        self._write_timeline()
+
+    def _write_timeline(self) -> None:
+        self.recorder.timeline(self._exchange.timeline.take())
 
     def _rollout_usage(self) -> dict[str, float]:
         """Idle ratio and token rate of the servers since the last step, from their heartbeats."""
@@ -100,6 +115,9 @@ class Reporter:
             if elapsed > 0:
                 idle.append(max(0.0, 1 - (beat.busy_s - busy) / elapsed))
                 rate += (beat.tokens_generated - tokens) / elapsed
+                more = {"engine": server.hello.engine, "version": beat.version, "busy_s": round(beat.busy_s - busy, 3)}
+                more["tokens"] = beat.tokens_generated - tokens
+                self._exchange.timeline.ended(server_id, "usage", elapsed, **more)
                 self._server_usage[server_id] = (beat.uptime_s, beat.busy_s, beat.tokens_generated)
         return {"idle/rollout": float(np.mean(idle)), "tokens_per_s/rollout": rate} if idle else {}
 

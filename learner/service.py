@@ -14,6 +14,7 @@ from asyncrl.models.base_weights import base_fingerprint
 from asyncrl.models.loading import architecture_fingerprint, stop_token_ids
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.telemetry.failure import is_disk_full
+from asyncrl.telemetry.timeline import LEARNER
 from asyncrl.telemetry.waits import WaitClock
 from asyncrl.weight_transfer.requirements import check_cuda
 from learner.adaptive_staleness import ADAPTIVE_STALENESS, adaptive_staleness
@@ -180,6 +181,7 @@ class Learner:
         Says goodbye to the servers unless this is a crash: then they wait for the learner that comes next.
         """
         try:
+            self.reporter.started(self.progress.step, self.engine.device)
             self.exchange.start()
             self._make_steps_again()
             self.between.wait_for_server()
@@ -287,7 +289,8 @@ class Learner:
         return manifest.total_bytes
 
     def _save(self) -> None:
-        self.saver.save(self.progress, {ADAPTIVE_STALENESS: self.adaptive.state()} if self.adaptive else {})
+        with self.exchange.timeline.doing(LEARNER, "saving"):
+            self.saver.save(self.progress, {ADAPTIVE_STALENESS: self.adaptive.state()} if self.adaptive else {})
 
     # --- what is said -------------------------------------------------------------------------------
 
