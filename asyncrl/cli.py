@@ -67,6 +67,12 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--checkpoint", type=int, metavar="STEP", help="of which step; default: the newest")
     export.add_argument("--adapter", action="store_true", help="of a LoRA run the adapter alone, as a PEFT folder")
     export.set_defaults(handler=_export)
+    report = commands.add_parser("report", help="write an HTML page about a run, or about several side by side")
+    report.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN")
+    report.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="default: RUN/report.html; of several: report.html"
+    )
+    report.set_defaults(handler=_report)
     doctor = commands.add_parser(
         "doctor", help="what this machine has, what is wrong with it, and what a run will need"
     )
@@ -192,6 +198,13 @@ def _export(arguments: argparse.Namespace) -> int:
     from asyncrl.models.export import export_checkpoint
 
     print(export_checkpoint(arguments.run_dir, there[step], arguments.target, keep_adapter=arguments.adapter))
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from asyncrl.report.write import write_report
+
+    write_report(arguments.run_dirs, arguments.output)
     return 0
 
 

@@ -1,0 +1,123 @@
+"""Samples as cards: what was shown, what was asked, and what each completion got for its answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncrl.report.markup import count, figure, text
+from asyncrl.report.pictures import Picture, Pictures
+from asyncrl.report.run import SAMPLES_FILE, Run, number
+from asyncrl.report.sample_choice import Choice, choose, completions_of
+
+MAX_IMAGES = 4
+MAX_COMPLETIONS = 8
+FOLDED_FROM = 420
+"""Characters: a longer text is folded after as many."""
+MAX_CHARACTERS = 8000
+LABELS = {
+    "good": "best of its time",
+    "bad": "worst of its time",
+    "truncated": "truncated",
+    "timed_out": "timed out",
+    "error": "error",
+}
+MAGNIFIED_BELOW = 200
+"""Pixels: a smaller image is shown larger, with its pixels as they are."""
+
+
+def samples(run: Run) -> str:
+    """HTML; a sentence where there are none."""
+    steps = [int(step["step"]) for step in run.steps]
+    try:
+        chosen = choose(run.path / SAMPLES_FILE, min(steps, default=0), max(steps, default=0))
+    except OSError:
+        return f'<p class="empty">There is no {SAMPLES_FILE}: trainer.samples_per_step is 0, or no step was made.</p>'
+    if not chosen.choices:
+        return f'<p class="empty">{SAMPLES_FILE} holds no sample.</p>'
+    pictures = Pictures(run.path)
+    cards = "".join(_card(choice, pictures) for choice in chosen.choices)
+    broken = f", {count(chosen.broken, 'line')} could not be read" if chosen.broken else ""
+    about = (
+        f"{len(chosen.choices)} of {chosen.recorded:,} recorded groups: the best and the worst of each sixth of the run, "
+        f"and such as were cut off or failed{broken}."
+    )
+    present = [label for label in LABELS if any(label in choice.labels for choice in chosen.choices)]
+    buttons = "".join(f'<button data-filter="{label}">{LABELS[label]}</button>' for label in present)
+    filters = f'<p class="filters"><button data-filter="" class="on">all</button>{buttons}</p>'
+    return f'<p class="about">{about}</p>{filters}<div class="cards">{cards}</div>'
+
+
+def _card(choice: Choice, pictures: Pictures) -> str:
+    sample = choice.sample
+    completions = completions_of(sample)
+    rewards = [reward for c in completions if (reward := number(c.get("reward"))) is not None]
+    mean = sum(rewards) / len(rewards) if rewards else None
+    tags = "".join(f'<span class="tag t-{label}">{LABELS[label]}</span>' for label in choice.labels)
+    ordered = sorted(completions, key=lambda c: _rank(c, choice.labels))
+    rows = "".join(_completion(c) for c in ordered[:MAX_COMPLETIONS])
+    if len(ordered) > MAX_COMPLETIONS:
+        rows += f'<p class="note">and {len(ordered) - MAX_COMPLETIONS} more</p>'
+    answer = sample.get("answer")
+    told = f'<p class="answer"><span>answer</span> {_long(answer)}</p>' if answer not in (None, "") else ""
+    return (
+        f'<article class="card" data-labels="{" ".join(choice.labels)}"><header><b>step {sample["step"]:.0f}</b>{tags}'
+        f'<span class="mean">mean reward {figure(mean)}</span><span class="row">{text(sample.get("row_id", ""))}</span>'
+        f'</header><div class="asked">{_images(sample, pictures)}<div><p class="prompt">'
+        f'{_long(sample.get("prompt", ""))}</p>{told}</div></div><div class="completions">{rows}</div></article>'
+    )
+
+
+def _rank(completion: dict[str, Any], labels: list[str]) -> tuple[bool, float]:
+    """What the card is shown for comes first, then the best."""
+    reward = number(completion.get("reward"))
+    return completion.get("status") not in labels, -reward if reward is not None else float("inf")
+
+
+def _images(sample: dict[str, Any], pictures: Pictures) -> str:
+    named = [*_list(sample.get("images")), *_list(sample.get("videos"))]
+    if not named:
+        return ""
+    shown = "".join(_image(pictures.get(digest)) for digest in named[:MAX_IMAGES])
+    more = f'<span class="none">{len(named) - MAX_IMAGES} more</span>' if len(named) > MAX_IMAGES else ""
+    return f'<div class="images">{shown}{more}</div>'
+
+
+def _image(picture: Picture) -> str:
+    if not picture.uri:
+        return f'<span class="none">no image: {text(picture.problem)}</span>'
+    small = max(picture.width, picture.height) < MAGNIFIED_BELOW
+    size = f"{picture.width} × {picture.height}"
+    return f'<img class="{"small" if small else "large"}" src="{picture.uri}" alt="{size}" title="{size} pixels">'
+
+
+def _completion(completion: dict[str, Any]) -> str:
+    reward = number(completion.get("reward"))
+    rewards = completion.get("rewards")
+    parts = rewards if isinstance(rewards, dict) else {}
+    split = " ".join(f"{text(name)} <b>{figure(number(value))}</b>" for name, value in list(parts.items())[:8])
+    status = str(completion.get("status", ""))
+    chip = f'<span class="tag t-{status}">{LABELS[status]}</span>' if status in LABELS else ""
+    length = number(completion.get("length"))
+    tokens = f"{length:.0f} tokens" if length is not None else ""
+    error = completion.get("error")
+    told = f'<p class="error">{_long(error)}</p>' if error else ""
+    tone = "none" if reward is None else "plus" if reward > 0 else "zero"
+    return (
+        f'<div class="completion"><span class="reward r-{tone}">{figure(reward)}</span><div><div class="wrote">'
+        f'{_long(completion.get("text", "")) or "<i>nothing</i>"}</div>{told}<p class="facts">{chip}{split}'
+        f"<span>{tokens}</span></p></div></div>"
+    )
+
+
+def _long(value: Any) -> str:
+    """Escaped; what is long is folded, what is very long is cut."""
+    words = str(value)
+    cut = f"… [{len(words) - MAX_CHARACTERS:,} more characters]" if len(words) > MAX_CHARACTERS else ""
+    if len(words) <= FOLDED_FROM * 1.3:
+        return text(words)
+    head, rest = text(words[:FOLDED_FROM]), text(words[FOLDED_FROM:MAX_CHARACTERS] + cut)
+    return f"{head}<details><summary>{len(words) - FOLDED_FROM:,} more characters</summary>{rest}</details>"
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
