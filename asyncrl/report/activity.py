@@ -1,4 +1,4 @@
-"""Who did what, second by second: lanes of activities that exclude each other, from metrics.jsonl and timeline.jsonl."""
+"""Who did what, second by second: lanes of activities that exclude each other."""
 
 from __future__ import annotations
 

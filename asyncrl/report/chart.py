@@ -65,7 +65,8 @@ def line_chart(
         return ""
     drawn = [(Curve(c.name, thin(c.points), c.style), colour) for c, colour in drawn]
     numbers = [y for curve, _ in drawn for _, y in curve.points if y is not None]
-    logarithmic = logarithmic and (positive := [y for y in numbers if y > 0]) != []
+    positive = [y for y in numbers if y > 0]
+    logarithmic = logarithmic and bool(positive)
     low, high = (min(positive), max(positive)) if logarithmic else (min(numbers), max(numbers))
     if not logarithmic:
         low, high = min(low, floor if floor is not None else low), max(high, ceiling if ceiling is not None else high)

@@ -1,4 +1,4 @@
-"""The page of several runs: their figures side by side, their curves on top of each other, their settings' differences."""
+"""The page of several runs: figures side by side, curves on top of each other, and where their settings differ."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def page_of_many(runs: Sequence[Run]) -> str:
 def _names(runs: Sequence[Run]) -> list[str]:
     """As short as tells them apart."""
     paths = [run.path.resolve() for run in runs]
-    for length in range(2, max(len(path.parts) for path in paths) + 1):
+    for length in range(1, max(len(path.parts) for path in paths) + 1):
         names = [str(Path(*path.parts[-length:])) for path in paths]
         if len(set(names)) == len(names):
             return names
@@ -52,7 +52,7 @@ def _figures(runs: Sequence[Run], names: Sequence[str]) -> str:
     machines = [describe(run) for run in runs]
     for name in dict.fromkeys(name for machine in machines for name in machine):
         values = [machine.get(name, "-") for machine in machines]
-        if len(set(values)) > 1:
+        if len({value for value, machine in zip(values, machines, strict=True) if machine}) > 1:
             rows.append((name, values))
     head = "".join(f'<th><i class="line c-{i % NUM_COLOURS}"></i>{text(name)}</th>' for i, name in enumerate(names))
     body = "".join(
@@ -127,7 +127,9 @@ def _off_policyness(runs: Sequence[Run], names: Sequence[str]) -> Iterator[str]:
     yield line_chart(
         "KL of behaviour and learner", _overlay(runs, names, _key("mismatch_kl_k3")), unit="nats per token"
     )
-    yield line_chart("Clipped", _overlay(runs, names, _key("clip_fraction")), unit="of the tokens", show=share)
+    yield line_chart(
+        "Clipped", _overlay(runs, names, _key("clip_fraction")), unit="of the tokens", floor=0.0, show=share
+    )
 
 
 def _pipeline(runs: Sequence[Run], names: Sequence[str]) -> Iterator[str]:

@@ -28,10 +28,10 @@ def configuration(run: Run) -> str:
         elif key.default is not REQUIRED and _plain(key.default) != value:
             rows.append((path, value, _shown(_plain(key.default)), key.text))
         elif key.default is REQUIRED:
-            rows.append((path, value, "none", key.text))
+            rows.append((path, value, "", key.text))
     body = "".join(
-        f'<tr><td class="key">{text(path)}</td><td class="value">{text(_shown(value))}</td><td>{text(default)}</td>'
-        f"<td>{text(meaning)}</td></tr>"
+        f'<tr><td class="key">{text(path)}</td><td class="value">{text(_shown(value))}</td><td class="default">'
+        f"{text(default)}</td><td>{text(meaning)}</td></tr>"
         for path, value, default, meaning in rows
     )
     table = (
@@ -81,7 +81,12 @@ def _known() -> dict[str, Key]:
     known: dict[str, Key] = {}
     for key in iter_keys():
         before, item, _ = key.path.partition(".N.")
-        known[before] = Key(before, "list", REQUIRED, "A list; see below.") if item else key
+        place = place_at(tuple(before.split("."))) if item else None
+        if place and place.field:
+            default = place.field.get_default(call_default_factory=True)
+            known[before] = Key(before, "list", default, (place.field.description or "").strip())
+        else:
+            known[before] = key
     return known
 
 

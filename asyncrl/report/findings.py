@@ -263,7 +263,9 @@ def _staleness(run: Run) -> Iterator[Finding]:
             )
         else:
             advice = "Servers are too slow, or the bound is too low: add servers, or raise learner.max_staleness."
-        yield Finding("warning", "Samples are as stale as they may be", str(stretch), advice)
+        mean, bound = _mean(run.values("staleness/mean")), run.last("staleness/bound")
+        value = f"mean {figure(mean)} of at most {figure(bound)} versions; at the bound in {stretch}"
+        yield Finding("warning", "Samples are as stale as they may be", value, advice)
 
 
 # --- does anybody wait ---------------------------------------------------------------------------

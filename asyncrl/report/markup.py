@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from datetime import datetime
 from typing import Any
 
@@ -22,14 +23,14 @@ def _code(character: str) -> str:
 
 
 def figure(value: float | None) -> str:
-    """About four digits: 0.9312, 12.4, 13,200, 4.6 M, 2.1e-05."""
+    """About four digits: 0.9312, 12.4, 13,200, 4.6 M, 2.1e-5."""
     if value is None:
         return "-"
     size = abs(value)
     if size == 0:
         return "0"
     if size < 1e-3:
-        return f"{value:.1e}"
+        return re.sub(r"e-0", "e-", f"{value:.2g}")
     if size >= 1e15:
         return f"{value:.2e}"
     for unit, name in ((1e12, " T"), (1e9, " G"), (1e6, " M")):
@@ -39,17 +40,19 @@ def figure(value: float | None) -> str:
         return f"{value:,.0f}"
     if value == int(value):
         return f"{value:.0f}"
-    return f"{value:.4f}" if size < 1 else f"{value:.4g}"
+    return f"{value:.4f}".rstrip("0") if size < 1 else f"{value:.4g}"
 
 
 def share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0%}" if 0.0995 <= abs(value) or value == 0 else f"{value:.1%}"
+    return "-" if value is None else f"{value:.0%}" if abs(value) >= 0.0995 or value == 0 else f"{value:.1%}"
 
 
 def duration(seconds: float | None) -> str:
-    """3.2 s, 4 min 05 s, 2 h 13 min, 3 d 04 h."""
+    """7.5 ms, 3.2 s, 4 min 05 s, 2 h 13 min, 3 d 04 h."""
     if seconds is None:
         return "-"
+    if 0 < seconds < 0.1:
+        return f"{seconds * 1000:.2g} ms"
     if seconds < 60:
         return f"{seconds:.3g} s" if seconds < 9.95 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -70,7 +70,7 @@ def _head(run: Run, found: list[Finding]) -> str:
     )
     ending = run.ending or "unknown"
     return (
-        f'<header class="top"><h1>{text(run.name)}<span class="ending e-{_anchor(ending)[:20]}">{text(ending)}</span></h1>'
+        f'<header class="top"><h1>{text(run.name)}<span class="ending e-{text(ending)}">{text(ending)}</span></h1>'
         f'<p class="what">{text(_what(run))}</p><div class="facts-row">{facts}</div>'
         f'<p class="verdict v-{tone}">{text(sentence)}</p></header>'
     )
@@ -138,8 +138,8 @@ def _pace(run: Run) -> str:
 
 def _health(run: Run, found: list[Finding]) -> str:
     rows = "".join(
-        f'<tr class="f-{finding.level}"><td><span class="level">{finding.level}</span></td><td><b>{text(finding.what)}</b>'
-        f"</td><td>{text(finding.value)}</td><td>{text(finding.advice)}</td></tr>"
+        f'<tr class="f-{finding.level}"><td><span class="level">{finding.level}</span></td>'
+        f"<td>{text(finding.what)}</td><td>{text(finding.value)}</td><td>{text(finding.advice)}</td></tr>"
         for finding in found
     )
     table = f'<table class="findings"><tbody>{rows}</tbody></table>' if rows else ""

@@ -198,10 +198,11 @@ def _status(path: Path, missing: list[str]) -> Record:
 def _configuration(path: Path, missing: list[str]) -> tuple[str, Record]:
     try:
         text = path.read_text(errors="replace")
-        parsed = yaml.safe_load(text)
     except OSError as problem:
         missing.append(f"{path.name} is not there ({problem.strerror}).")
         return "", {}
+    try:
+        parsed = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as problem:
         missing.append(f"{path.name} is no YAML: {str(problem).splitlines()[0]}")
         return text, {}

@@ -26,7 +26,7 @@ class Choice:
 @dataclass(frozen=True)
 class Chosen:
     choices: list[Choice]
-    """By step."""
+    """The best and the worst of each period, then by status."""
     recorded: int
     """Samples in the file."""
     broken: int
@@ -55,11 +55,14 @@ def choose(file: Path, first: int, last: int) -> Chosen:
         for status in {str(c.get("status")) for c in completions} & by_status.keys():
             _keep_spread(by_status[status], sample)
     chosen: dict[int, Choice] = {}
-    good = [(sample, "good") for _, sample in best.values()]
-    bad = [(sample, "bad") for period, (mean, sample) in worst.items() if mean < best[period][0]]
-    for sample, label in [*good, *bad, *((s, status) for status in STATUSES for s in by_status[status])]:
+    found: list[tuple[Record, str]] = []
+    for period in sorted(best):
+        found.append((best[period][1], "good"))
+        if worst[period][0] < best[period][0]:
+            found.append((worst[period][1], "bad"))
+    for sample, label in [*found, *((s, status) for status in STATUSES for s in by_status[status])]:
         chosen.setdefault(id(sample), Choice(sample)).labels.append(label)
-    return Chosen(sorted(chosen.values(), key=lambda choice: choice.sample["step"]), recorded, broken)
+    return Chosen(list(chosen.values()), recorded, broken)
 
 
 def completions_of(sample: Record) -> list[dict[str, Any]]:

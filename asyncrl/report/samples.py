@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from typing import Any
 
 from asyncrl.report.markup import count, figure, text
 from asyncrl.report.pictures import Picture, Pictures
-from asyncrl.report.run import SAMPLES_FILE, Run, number
+from asyncrl.report.run import SAMPLES_FILE, Record, Run, number
 from asyncrl.report.sample_choice import Choice, choose, completions_of
 
 MAX_IMAGES = 4
@@ -14,6 +16,8 @@ MAX_COMPLETIONS = 8
 FOLDED_FROM = 420
 """Characters: a longer text is folded after as many."""
 MAX_CHARACTERS = 8000
+TOLD = ("text", "reward", "rewards", "status", "error", "length")
+"""Completions that agree in these are shown once."""
 LABELS = {
     "good": "best of its time",
     "bad": "worst of its time",
@@ -35,11 +39,12 @@ def samples(run: Run) -> str:
     if not chosen.choices:
         return f'<p class="empty">{SAMPLES_FILE} holds no sample.</p>'
     pictures = Pictures(run.path)
-    cards = "".join(_card(choice, pictures) for choice in chosen.choices)
+    scale = _scale(chosen.choices)
+    cards = "".join(_card(choice, pictures, scale) for choice in chosen.choices)
     broken = f", {count(chosen.broken, 'line')} could not be read" if chosen.broken else ""
     about = (
-        f"{len(chosen.choices)} of {chosen.recorded:,} recorded groups: the best and the worst of each sixth of the run, "
-        f"and such as were cut off or failed{broken}."
+        f"{len(chosen.choices)} of {chosen.recorded:,} recorded groups: the best and the worst of each sixth of the "
+        f"run, and such as were cut off or failed{broken}."
     )
     present = [label for label in LABELS if any(label in choice.labels for choice in chosen.choices)]
     buttons = "".join(f'<button data-filter="{label}">{LABELS[label]}</button>' for label in present)
@@ -47,16 +52,30 @@ def samples(run: Run) -> str:
     return f'<p class="about">{about}</p>{filters}<div class="cards">{cards}</div>'
 
 
-def _card(choice: Choice, pictures: Pictures) -> str:
+def _rewards(sample: Record) -> list[float]:
+    return [reward for c in completions_of(sample) if (reward := number(c.get("reward"))) is not None]
+
+
+def _scale(choices: Sequence[Choice]) -> tuple[float, float]:
+    """Lowest and highest reward of all that is shown."""
+    rewards = [reward for choice in choices for reward in _rewards(choice.sample)]
+    return min(rewards, default=0.0), max(rewards, default=0.0)
+
+
+def _card(choice: Choice, pictures: Pictures, scale: tuple[float, float]) -> str:
     sample = choice.sample
     completions = completions_of(sample)
-    rewards = [reward for c in completions if (reward := number(c.get("reward"))) is not None]
+    rewards = _rewards(sample)
     mean = sum(rewards) / len(rewards) if rewards else None
     tags = "".join(f'<span class="tag t-{label}">{LABELS[label]}</span>' for label in choice.labels)
-    ordered = sorted(completions, key=lambda c: _rank(c, choice.labels))
-    rows = "".join(_completion(c) for c in ordered[:MAX_COMPLETIONS])
-    if len(ordered) > MAX_COMPLETIONS:
-        rows += f'<p class="note">and {len(ordered) - MAX_COMPLETIONS} more</p>'
+    same: dict[str, list[Record]] = {}
+    for completion in sorted(completions, key=lambda c: _rank(c, choice.labels)):
+        same.setdefault(json.dumps([completion.get(key) for key in TOLD], sort_keys=True), []).append(completion)
+    shown = list(same.values())[:MAX_COMPLETIONS]
+    rows = "".join(_completion(alike[0], len(alike), scale) for alike in shown)
+    more = len(completions) - sum(len(alike) for alike in shown)
+    if more:
+        rows += f'<p class="note">and {more} more</p>'
     answer = sample.get("answer")
     told = f'<p class="answer"><span>answer</span> {_long(answer)}</p>' if answer not in (None, "") else ""
     return (
@@ -67,13 +86,13 @@ def _card(choice: Choice, pictures: Pictures) -> str:
     )
 
 
-def _rank(completion: dict[str, Any], labels: list[str]) -> tuple[bool, float]:
+def _rank(completion: Record, labels: list[str]) -> tuple[bool, float]:
     """What the card is shown for comes first, then the best."""
     reward = number(completion.get("reward"))
     return completion.get("status") not in labels, -reward if reward is not None else float("inf")
 
 
-def _images(sample: dict[str, Any], pictures: Pictures) -> str:
+def _images(sample: Record, pictures: Pictures) -> str:
     named = [*_list(sample.get("images")), *_list(sample.get("videos"))]
     if not named:
         return ""
@@ -90,7 +109,7 @@ def _image(picture: Picture) -> str:
     return f'<img class="{"small" if small else "large"}" src="{picture.uri}" alt="{size}" title="{size} pixels">'
 
 
-def _completion(completion: dict[str, Any]) -> str:
+def _completion(completion: Record, times: int, scale: tuple[float, float]) -> str:
     reward = number(completion.get("reward"))
     rewards = completion.get("rewards")
     parts = rewards if isinstance(rewards, dict) else {}
@@ -101,12 +120,21 @@ def _completion(completion: dict[str, Any]) -> str:
     tokens = f"{length:.0f} tokens" if length is not None else ""
     error = completion.get("error")
     told = f'<p class="error">{_long(error)}</p>' if error else ""
-    tone = "none" if reward is None else "plus" if reward > 0 else "zero"
+    alike = f'<span class="times">{times} times</span>' if times > 1 else ""
     return (
-        f'<div class="completion"><span class="reward r-{tone}">{figure(reward)}</span><div><div class="wrote">'
-        f'{_long(completion.get("text", "")) or "<i>nothing</i>"}</div>{told}<p class="facts">{chip}{split}'
-        f"<span>{tokens}</span></p></div></div>"
+        f'<div class="completion"><span class="reward r-{_tone(reward, scale)}">{figure(reward)}</span><div>'
+        f'<div class="wrote">{_long(completion.get("text", "")) or "<i>nothing</i>"}</div>{told}<p class="facts">{chip}{split}'
+        f"<span>{tokens}</span>{alike}</p></div></div>"
     )
+
+
+def _tone(reward: float | None, scale: tuple[float, float]) -> str:
+    """Which third of the range it is in."""
+    low, high = scale
+    if reward is None or high <= low:
+        return "none"
+    place = (reward - low) / (high - low)
+    return "low" if place < 1 / 3 else "high" if place > 2 / 3 else "middle"
 
 
 def _long(value: Any) -> str:

@@ -6,6 +6,7 @@ import json
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from asyncrl.report.activity import DEVICE_TURNS, LEARNER_ACTIVITIES, SERVER_ACTIVITIES, Lane, Spans, clip, lanes
 from asyncrl.report.chart import ticks
@@ -114,7 +115,7 @@ def _overview(run: Run, shown: Sequence[Lane], axis: TimeAxis, window: tuple[int
             f'<rect class="window" x="{x0:.1f}" y="0" width="{max(x1 - x0, 2):.1f}" height="{bottom + 3}"><title>'
             "shown below</title></rect>"
         )
-    slices = {"x": [round(axis.px((a + b) / 2), 1) for a, b in zip(edges, edges[1:], strict=False)], "l": data}
+    slices = {"x": [round(axis.px((a + b) / 2), 1) for a, b in pairwise(edges)], "l": data}
     steps = [(axis.px(t), int(s["step"])) for s in run.steps if (t := number(s.get("time"))) is not None]
     slices["step"] = _steps_at(slices["x"], steps)
     payload = text(json.dumps(slices, separators=(",", ":")))
@@ -162,12 +163,11 @@ def _pause(axis: TimeAxis, index: int, bottom: int) -> str:
 
 def _clock(axis: TimeAxis, running_s: float, bottom: int) -> list[str]:
     """Running time, in a unit that fits."""
-    unit, name = next(
-        (u, n) for u, n in ((86400, "d"), (3600, "h"), (60, "min"), (1, "s")) if running_s > 2 * u or u == 1
-    )
+    units = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+    unit, name = next((seconds, name) for seconds, name in units if running_s > 2 * seconds or seconds == 1)
+    marks = [(axis.px(axis.at(t * unit)), t) for t in ticks(0.0, running_s / unit, 8)]
     return [
-        f'<text class="tick" x="{axis.px(axis.at(t * unit)):.1f}" y="{bottom + 15}" text-anchor="middle">{t:g} {name}</text>'
-        for t in ticks(0.0, running_s / unit, 8)
+        f'<text class="tick" x="{x:.1f}" y="{bottom + 15}" text-anchor="middle">{t:g} {name}</text>' for x, t in marks
     ]
 
 

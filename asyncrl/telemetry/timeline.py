@@ -1,7 +1,7 @@
 """Who did what, and when: spans of wall-clock time that become lines of timeline.jsonl.
 
-A line is `{"who": "learner", "what": "saving", "since": ..., "until": ...}`, times in Unix seconds, with more keys where
-a span has more to say. The seconds of a learner's steps are not here: they are in metrics.jsonl.
+A line is `{"who": "learner", "what": "saving", "since": ..., "until": ...}`, times in Unix seconds, with more
+keys where a span has more to say. The seconds of a learner's steps are not here: they are in metrics.jsonl.
 """
 
 from __future__ import annotations
