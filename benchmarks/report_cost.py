@@ -26,7 +26,7 @@ from PIL import Image
 
 SAMPLES_PER_STEP, GROUP_SIZE, STEP_S = 2, 8, 90.0
 SERVERS = ("gpu-node-1", "gpu-node-2")
-BEGAN = 1_800_000_000.0
+BEGAN = 1_700_000_000.0
 LIMIT_S, LIMIT_BYTES = 20.0, 20e6
 IMAGES = 200
 """Rows come back after an epoch."""

@@ -15,8 +15,10 @@ def environment(run: Run) -> str:
         return '<p class="empty">This run has not recorded its environment.</p>'
     latest = run.starts[-1]
     rows = "".join(f"<dt>{text(name)}</dt><dd>{text(value)}</dd>" for name, value in _facts(latest))
-    servers = {str(s["who"]): str(s.get("engine", "")) for s in run.spans if s["what"] == "usage"}
-    rows += "".join(f"<dt>rollout server</dt><dd>{text(name)}, {text(e)} engine</dd>" for name, e in servers.items())
+    servers = {str(s["who"]): str(s.get("engine", "unknown")) for s in run.spans if s["what"] == "usage"}
+    rows += "".join(
+        f"<dt>rollout server</dt><dd>{text(name)} ({text(engine)} engine)</dd>" for name, engine in servers.items()
+    )
     return f'<dl class="facts">{rows}</dl>{_starts(run) if len(run.starts) > 1 else ""}'
 
 

@@ -67,11 +67,12 @@ class Pictures:
             return Picture("", problem=problem.strerror or "unreadable")
         except UserError:
             return Picture("", problem="damaged, or no image")
+        width, height = image.size
         small, kind = _shrink(image, data)
         if len(small) > self._left:
-            return Picture("", image.width, image.height, "left out: the page has its fill of images")
+            return Picture("", width, height, "left out: the page has its fill of images")
         self._left -= len(small)
-        return Picture(f"data:{kind};base64,{base64.b64encode(small).decode()}", image.width, image.height)
+        return Picture(f"data:{kind};base64,{base64.b64encode(small).decode()}", width, height)
 
 
 def _shrink(image: Image.Image, data: bytes) -> tuple[bytes, str]:

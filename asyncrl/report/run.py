@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +22,8 @@ from asyncrl.telemetry.recorder import (
 )
 
 CONFIG_FILE = "config.yaml"
+LARGEST = 1e100
+"""Beyond it a number is as good as infinite; its square and sums of it are not."""
 Record = dict[str, Any]
 Points = list[tuple[float, float | None]]
 """Step and value; None where it was written down as no number."""
@@ -127,14 +128,14 @@ def read_run(path: Path) -> Run:
 
 
 def number(value: Any) -> float | None:
-    """A finite number, or None for everything else that a file may hold."""
+    """A number that can be reckoned with, or None for everything else that a file may hold."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
         value = float(value)
     except OverflowError:
         return None
-    return value if math.isfinite(value) else None
+    return value if abs(value) < LARGEST else None  # false for NaN
 
 
 def read_lines(path: Path) -> tuple[list[Record], int]:

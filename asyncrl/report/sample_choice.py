@@ -36,31 +36,31 @@ def choose(file: Path, first: int, last: int) -> Chosen:
     """Reads the file once, and keeps no more than what may be shown. Raises OSError."""
     best: dict[int, tuple[float, Record]] = {}
     worst: dict[int, tuple[float, Record]] = {}
-    by_status: dict[str, list[Record]] = {status: [] for status in STATUSES}
+    by_status: dict[str, dict[int, Record]] = {status: {} for status in STATUSES}
     recorded = broken = 0
     for sample in _samples(file):
         if sample is None:
             broken += 1
             continue
         recorded += 1
-        completions = completions_of(sample)
+        completions, period = completions_of(sample), _period(sample["step"], first, last)
         rewards = [reward for c in completions if (reward := number(c.get("reward"))) is not None]
         if rewards:
-            period = _period(sample["step"], first, last)
             mean = sum(rewards) / len(rewards)
             if period not in best or mean >= best[period][0]:
                 best[period] = (mean, sample)
             if period not in worst or mean <= worst[period][0]:
                 worst[period] = (mean, sample)
         for status in {str(c.get("status")) for c in completions} & by_status.keys():
-            _keep_spread(by_status[status], sample)
+            by_status[status].setdefault(period, sample)
     chosen: dict[int, Choice] = {}
     found: list[tuple[Record, str]] = []
     for period in sorted(best):
         found.append((best[period][1], "good"))
         if worst[period][0] < best[period][0]:
             found.append((worst[period][1], "bad"))
-    for sample, label in [*found, *((s, status) for status in STATUSES for s in by_status[status])]:
+    failed = [(sample, status) for status in STATUSES for sample in _spread(list(by_status[status].values()))]
+    for sample, label in [*found, *failed]:
         chosen.setdefault(id(sample), Choice(sample)).labels.append(label)
     return Chosen(list(chosen.values()), recorded, broken)
 
@@ -87,11 +87,7 @@ def _period(step: float, first: int, last: int) -> int:
     return min(PERIODS - 1, max(0, int((step - first) * PERIODS / (last - first + 1))))
 
 
-def _keep_spread(kept: list[Record], sample: Record) -> None:
-    """The first, the newest, and what lies between them."""
-    if len(kept) < PER_STATUS:
-        kept.append(sample)
-    elif sample["step"] - kept[-1]["step"] > kept[-1]["step"] - kept[-2]["step"]:
-        kept[-2:] = [kept[-1], sample]
-    else:
-        kept[-1] = sample
+def _spread(samples: list[Record]) -> list[Record]:
+    """The first, the last, and what lies between them."""
+    places = {i * (len(samples) - 1) // (PER_STATUS - 1) for i in range(PER_STATUS)}
+    return [samples[i] for i in sorted(places)] if samples else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from asyncrl.report.markup import count, figure, text
@@ -16,6 +17,8 @@ MAX_COMPLETIONS = 8
 FOLDED_FROM = 420
 """Characters: a longer text is folded after as many."""
 MAX_CHARACTERS = 8000
+MAX_OPEN_CHARACTERS = 1300
+"""Of the completions of one card that are not folded; two are shown in any case."""
 TOLD = ("text", "reward", "rewards", "status", "error", "length")
 """Completions that agree in these are shown once."""
 LABELS = {
@@ -68,14 +71,7 @@ def _card(choice: Choice, pictures: Pictures, scale: tuple[float, float]) -> str
     rewards = _rewards(sample)
     mean = sum(rewards) / len(rewards) if rewards else None
     tags = "".join(f'<span class="tag t-{label}">{LABELS[label]}</span>' for label in choice.labels)
-    same: dict[str, list[Record]] = {}
-    for completion in sorted(completions, key=lambda c: _rank(c, choice.labels)):
-        same.setdefault(json.dumps([completion.get(key) for key in TOLD], sort_keys=True), []).append(completion)
-    shown = list(same.values())[:MAX_COMPLETIONS]
-    rows = "".join(_completion(alike[0], len(alike), scale) for alike in shown)
-    more = len(completions) - sum(len(alike) for alike in shown)
-    if more:
-        rows += f'<p class="note">and {more} more</p>'
+    rows = _completions(completions, choice.labels, scale)
     answer = sample.get("answer")
     told = f'<p class="answer"><span>answer</span> {_long(answer)}</p>' if answer not in (None, "") else ""
     return (
@@ -83,6 +79,24 @@ def _card(choice: Choice, pictures: Pictures, scale: tuple[float, float]) -> str
         f'<span class="mean">mean reward {figure(mean)}</span><span class="row">{text(sample.get("row_id", ""))}</span>'
         f'</header><div class="asked">{_images(sample, pictures)}<div><p class="prompt">'
         f'{_long(sample.get("prompt", ""))}</p>{told}</div></div><div class="completions">{rows}</div></article>'
+    )
+
+
+def _completions(completions: Sequence[Record], labels: list[str], scale: tuple[float, float]) -> str:
+    """Alike ones once; what would make the card long is folded."""
+    same: dict[str, list[Record]] = {}
+    for completion in sorted(completions, key=lambda c: _rank(c, labels)):
+        same.setdefault(json.dumps([completion.get(key) for key in TOLD], sort_keys=True), []).append(completion)
+    shown = list(same.values())[:MAX_COMPLETIONS]
+    rows = [_completion(alike[0], len(alike), scale) for alike in shown]
+    lengths = accumulate(min(FOLDED_FROM, len(str(alike[0].get("text", "")))) for alike in shown)
+    fit = max(2, sum(length <= MAX_OPEN_CHARACTERS for length in lengths))
+    folded = f"<summary>{count(len(rows) - fit, 'more completion')}</summary>{''.join(rows[fit:])}"
+    more = len(completions) - sum(len(alike) for alike in shown)
+    return (
+        "".join(rows[:fit])
+        + (f"<details>{folded}</details>" if rows[fit:] else "")
+        + (f'<p class="note">and {more:,} that are not on this page</p>' if more else "")
     )
 
 
@@ -123,8 +137,8 @@ def _completion(completion: Record, times: int, scale: tuple[float, float]) -> s
     alike = f'<span class="times">{times} times</span>' if times > 1 else ""
     return (
         f'<div class="completion"><span class="reward r-{_tone(reward, scale)}">{figure(reward)}</span><div>'
-        f'<div class="wrote">{_long(completion.get("text", "")) or "<i>nothing</i>"}</div>{told}<p class="facts">{chip}{split}'
-        f"<span>{tokens}</span>{alike}</p></div></div>"
+        f'<div class="wrote">{_long(completion.get("text", "")) or "<i>nothing</i>"}</div>{told}'
+        f'<p class="facts">{chip}{split}<span>{tokens}</span>{alike}</p></div></div>'
     )
 
 
