@@ -85,6 +85,7 @@ class Reporter:
             device=_device(self.config),
         )
         if phase in ENDINGS:
+            self._rollout_usage()
             self._write_timeline()
 
     def step(self, step: int, version: int, values: Mapping[str, float], batch: Batch) -> None:
