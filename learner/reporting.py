@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.models.device_facts import device_name
+from asyncrl.models.device_facts import device_name, memory_by_state
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.rewards.presentation import plain_text
 from asyncrl.telemetry.environment import record_start
@@ -45,6 +45,7 @@ class Reporter:
         self._processor = processor
         self._total_steps = total_steps
         self._process = psutil.Process()
+        self._device = torch.device("cpu")
         self._server_usage: dict[str, tuple[float, float, int]] = {}
 
     @property
@@ -53,6 +54,7 @@ class Reporter:
 
     def started(self, step: int, device: torch.device) -> None:
         """This process, after `step`."""
+        self._device = device
         record_start(self.config.run_path, step, device_name(device))
 
     def status(self, phase: str, step: int, version: int, waiting_for: str = "") -> None:
@@ -95,6 +97,8 @@ class Reporter:
         record["ledger_residual"] = counts.residual
         record |= self._ledger.length_bias()
         record["rss_gib"] = self._process.memory_info().rss / 2**30
+        if self._device.type == "cuda":
+            record |= {f"device_gib/{state}": n / 2**30 for state, n in memory_by_state(self._device).items()}
         self.recorder.step(record)
         self.exporter.step(step, version, record, batch)
         self._sample(step, batch.received[: self.config.trainer.samples_per_step])

@@ -133,7 +133,10 @@ def test_a_pause_between_two_learners_is_drawn_short(tmp_path: Path) -> None:
     (run / "environment.json").write_text(json.dumps({"starts": starts}))
     read = read_run(run)
     drawn = timeline(read)
-    assert "stopped 24 h 00 min" in drawn
+    assert drawn.count("stopped 24 h 00 min") == 2  # in the whole run, and in the steps around its middle
+    widths = [float(width) for width in re.findall(r'class="a-learning" [^>]*width="([\d.]+)"', drawn)]
+    assert len(widths) == 20
+    assert min(widths) > 20
     assert read.busy_s == pytest.approx(400, abs=15)
 
 

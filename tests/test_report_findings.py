@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from asyncrl.report.findings import LIMITS, NOT_IN_A_RUN_DIRECTORY, findings, verdict
+from asyncrl.report.findings import findings, verdict
+from asyncrl.report.limits import LIMITS, NOT_IN_A_RUN_DIRECTORY
 from asyncrl.report.run import Run, read_run
 from tests import made_up_run as made
 

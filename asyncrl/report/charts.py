@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from asyncrl.report.chart import Curve, line_chart, stack_chart
-from asyncrl.report.findings import LIMITS
+from asyncrl.report.limits import LIMITS
 from asyncrl.report.markup import duration, share
 from asyncrl.report.run import Run, number
 from asyncrl.report.series import moving_mean

@@ -4,44 +4,17 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from asyncrl.report.limits import LIMITS, RESTARTS, SERVERS_IDLE, TRUNCATED, ZERO_VARIANCE
 from asyncrl.report.markup import count, duration, figure, share
 from asyncrl.report.run import Record, Run, number
 from asyncrl.report.series import slope
 from asyncrl.report.stretches import long_enough, longest
 
 Level = Literal["critical", "warning", "info"]
-
-
-@dataclass(frozen=True)
-class Limit:
-    value: float
-    hold_s: float = 0.0
-    """How long it has to be beyond the value."""
-
-
-LIMITS = {
-    "LedgerResidual": Limit(0.0),
-    "LearnerSilent": Limit(30.0, 60.0),
-    "StalenessAtBound": Limit(0.9, 600.0),
-    "EffectiveSampleSizeCollapse": Limit(0.5, 300.0),
-    "MismatchKl": Limit(0.05, 300.0),
-    "EntropyCollapse": Limit(0.02, 600.0),
-    "RewardHacking": Limit(0.05, 600.0),
-    "RewardsFail": Limit(0.05, 300.0),
-    "LearnerStarves": Limit(0.8, 1800.0),
-    "DiskFilling": Limit(2e9, 300.0),
-}
-"""By the alert in docker/prometheus/alerts.yml that watches for the same; a test compares the numbers."""
-NOT_IN_A_RUN_DIRECTORY = ("NoLearner", "RolloutServerSilent", "NoRolloutServer", "SharedMemorySmall")
-"""Alerts about what only a live run can be asked. `RunStopped` and `NotANumber` need no limit."""
-SERVERS_IDLE = 0.8
-TRUNCATED = 0.25
-ZERO_VARIANCE = 0.5
-RESTARTS = 3
 
 
 @dataclass(frozen=True)
@@ -54,9 +27,14 @@ class Finding:
 
 def findings(run: Run) -> list[Finding]:
     """The gravest first."""
-    found = [finding for check in CHECKS for finding in check(run)]
+    found = [finding for check in CHECKS.values() for finding in check(run)]
     order: list[Level] = ["critical", "warning", "info"]
     return sorted(found, key=lambda finding: order.index(finding.level))
+
+
+def quiet(run: Run) -> list[str]:
+    """What was looked at, and is as it should be."""
+    return [name for name, check in CHECKS.items() if not list(check(run))]
 
 
 def verdict(run: Run, found: list[Finding]) -> tuple[str, str]:
@@ -83,11 +61,10 @@ def _stopped(run: Run) -> Iterator[Finding]:
     if run.failure:
         at = f" after step {run.failure.step}" if run.failure.step is not None else ""
         kind = run.failure.kind.replace("_", " ") if isinstance(run.failure.kind, str) else "failed"
-        advice = "Mend the cause, then continue with --resume."
-        if run.failure.kind == "bad_state":
-            advice = f"The log of the {run.failure.service} has the moment before. {advice}"
-        value = f"{run.failure.service}: {kind}{at}"
-        yield Finding("critical", "The run stopped", value, f"{run.failure.reason} {advice}")
+        value = f"{run.failure.service}, {kind}{at}: {run.failure.reason}"
+        log = "logs/learner.log" if run.failure.service == "learner" else "the rollout server's log"
+        advice = f"Mend the cause, then continue with --resume; {log} has the moment before."
+        yield Finding("critical", "The run stopped", value, advice)
     elif run.ending == "failed":
         value = str(run.status.get("waiting_for") or "no reason was saved")
         yield Finding("critical", "The learner failed", value, "Look at logs/learner.log; --resume continues.")
@@ -126,14 +103,13 @@ def _disk(run: Run) -> Iterator[Finding]:
 
 
 def _residual(run: Run) -> Iterator[Finding]:
-    wrong = [step for step in run.steps if abs(number(step.get("ledger_residual")) or 0.0) > LIMITS[RESIDUAL].value]
+    wrong = [
+        step for step in run.steps if abs(number(step.get("ledger_residual")) or 0.0) > LIMITS["LedgerResidual"].value
+    ]
     if wrong:
         value = f"{figure(number(wrong[-1]['ledger_residual']))} groups, first at step {wrong[0]['step']:.0f}"
         advice = "Samples were lost or counted twice. Keep the run directory: this is a defect to report."
         yield Finding("critical", "The ledger does not balance", value, advice)
-
-
-RESIDUAL = "LedgerResidual"
 
 
 def _not_a_number(run: Run) -> Iterator[Finding]:
@@ -286,26 +262,27 @@ def _servers_idle(run: Run) -> Iterator[Finding]:
         yield Finding("info", "The rollout servers are idle", f"{share(idle)} of their time", advice)
 
 
-CHECKS = (
-    _stopped,
-    _silent,
-    _residual,
-    _not_a_number,
-    _reward_hacking,
-    _entropy,
-    _effective_sample_size,
-    _mismatch,
-    _staleness,
-    _rewards_fail,
-    _disk,
-    _restarts,
-    _errors,
-    _learner_starves,
-    _servers_idle,
-    _truncated,
-    _zero_variance,
-    _not_evaluated,
-)
+CHECKS: dict[str, Callable[[Run], Iterator[Finding]]] = {
+    "its end": _stopped,
+    "silence": _silent,
+    "the ledger": _residual,
+    "numbers that are none": _not_a_number,
+    "reward against held-out accuracy": _reward_hacking,
+    "entropy": _entropy,
+    "effective sample size": _effective_sample_size,
+    "mismatch of learner and engine": _mismatch,
+    "staleness": _staleness,
+    "failing rewards": _rewards_fail,
+    "disk space": _disk,
+    "restarts": _restarts,
+    "errors": _errors,
+    "a starving learner": _learner_starves,
+    "idle servers": _servers_idle,
+    "cut-off completions": _truncated,
+    "groups that teach nothing": _zero_variance,
+    "evaluation": _not_evaluated,
+}
+"""By what they look at."""
 
 
 def _below(key: str, limit: float):

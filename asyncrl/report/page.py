@@ -11,7 +11,7 @@ from importlib.resources import files
 from asyncrl.report.charts import groups
 from asyncrl.report.configuration import configuration
 from asyncrl.report.environment import environment
-from asyncrl.report.findings import CHECKS, Finding, findings, verdict
+from asyncrl.report.findings import Finding, findings, quiet, verdict
 from asyncrl.report.markup import count, duration, figure, moment, text
 from asyncrl.report.run import Run, number
 from asyncrl.report.samples import samples
@@ -143,7 +143,6 @@ def _health(run: Run, found: list[Finding]) -> str:
         for finding in found
     )
     table = f'<table class="findings"><tbody>{rows}</tbody></table>' if rows else ""
-    quiet = len(CHECKS) - len({finding.what for finding in found})
-    said = f'<p class="note">{quiet} of {len(CHECKS)} checks found nothing.</p>' if run.steps else ""
+    said = f'<p class="note">Nothing was found about {text(", ".join(quiet(run)))}.</p>' if run.steps else ""
     missing = "".join(f"<li>{text(sentence)}</li>" for sentence in run.missing)
     return table + said + (f'<ul class="missing">{missing}</ul>' if missing else "")

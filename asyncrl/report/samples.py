@@ -131,7 +131,7 @@ def _completion(completion: Record, times: int, scale: tuple[float, float]) -> s
     status = str(completion.get("status", ""))
     chip = f'<span class="tag t-{status}">{LABELS[status]}</span>' if status in LABELS else ""
     length = number(completion.get("length"))
-    tokens = f"{length:.0f} tokens" if length is not None else ""
+    tokens = count(round(length), "token") if length is not None else ""
     error = completion.get("error")
     told = f'<p class="error">{_long(error)}</p>' if error else ""
     alike = f'<span class="times">{times} times</span>' if times > 1 else ""

@@ -69,10 +69,14 @@ def timeline(run: Run) -> str:
     note = f"<p class='note'>{more} more rollout servers are not shown.</p>" if more else ""
     axis = TimeAxis(_active(drawn))
     window = _middle(run)
+    known = clip(axis.active, *window[2:]) if window else []
     parts = [_legend(shown), "<h3>The whole run</h3>", _overview(run, shown, axis, window)]
     if window:
         first, last, since, until = window
-        parts += [f"<h3>Steps {first:,} to {last:,}</h3>", _detail(run, shown, since, until)]
+        parts += [
+            f"<h3>Steps {first:,} to {last:,}</h3>",
+            _detail(run, shown, TimeAxis(clip(axis.active, since, until))),
+        ]
     return "".join(parts) + note
 
 
@@ -180,8 +184,8 @@ def _steps_at(xs: Sequence[float], steps: Sequence[tuple[float, int]]) -> list[i
 # --- a few steps ---------------------------------------------------------------------------------
 
 
-def _detail(run: Run, shown: Sequence[Lane], since: float, until: float) -> str:
-    axis = TimeAxis([(since, until)])
+def _detail(run: Run, shown: Sequence[Lane], axis: TimeAxis) -> str:
+    since, until = axis.active[0][0], axis.active[-1][1]
     bottom = _top(len(shown)) - GAP
     body = []
     for row, lane in enumerate(shown):
@@ -194,6 +198,7 @@ def _detail(run: Run, shown: Sequence[Lane], since: float, until: float) -> str:
                     f'<rect class="a-{_slug(what)}" x="{x0:.1f}" y="{_top(row)}" width="{max(x1 - x0, 0.6):.1f}" '
                     f'height="{LANE}" data-tip="{said}"/>'
                 )
+    body += [_pause(axis, i, bottom) for i in range(len(axis.pauses))]
     for step in run.steps:
         at = number(step.get("time"))
         if at is None or not since < at <= until + 1e-6:
