@@ -140,6 +140,14 @@ def test_a_pause_between_two_learners_is_drawn_short(tmp_path: Path) -> None:
     assert read.busy_s == pytest.approx(400, abs=15)
 
 
+def test_steps_that_say_no_more_than_their_time_have_no_detail(tmp_path: Path) -> None:
+    run = made.make_run(tmp_path / "run")
+    made.lines(run / "metrics.jsonl", [{"step": n, "time": made.BEGAN + 1e6 + n, "step_s": 1.0} for n in range(9)])
+    drawn = timeline(read_run(run))
+    assert "The whole run" in drawn
+    assert "Steps" not in drawn
+
+
 def test_the_axis_leaves_out_pauses() -> None:
     axis = TimeAxis([(0.0, 50.0), (1000.0, 1050.0)])
     assert axis.px(50.0) < axis.px(1000.0) < axis.px(1050.0)

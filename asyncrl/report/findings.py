@@ -151,9 +151,7 @@ def _entropy(run: Run) -> Iterator[Finding]:
     stretch = longest(run, _below("entropy", limit.value))
     if stretch and long_enough(stretch, limit.hold_s):
         value = f"below {limit.value:g} nats per token in {stretch}; lowest {figure(min(run.values('entropy')))}"
-        advice = (
-            "The policy hardly explores: raise clip_ratio_high or entropy_coeff, lower the learning rate, or stop here."
-        )
+        advice = "The policy hardly explores: raise clip_ratio_high or entropy_coeff, lower the learning rate, or stop."
         yield Finding("warning", "Entropy collapsed", value, advice)
 
 

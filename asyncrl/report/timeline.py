@@ -71,12 +71,8 @@ def timeline(run: Run) -> str:
     window = _middle(run)
     known = clip(axis.active, *window[2:]) if window else []
     parts = [_legend(shown), "<h3>The whole run</h3>", _overview(run, shown, axis, window)]
-    if window:
-        first, last, since, until = window
-        parts += [
-            f"<h3>Steps {first:,} to {last:,}</h3>",
-            _detail(run, shown, TimeAxis(clip(axis.active, since, until))),
-        ]
+    if window and known:
+        parts += [f"<h3>Steps {window[0]:,} to {window[1]:,}</h3>", _detail(run, shown, TimeAxis(known))]
     return "".join(parts) + note
 
 
