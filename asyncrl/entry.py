@@ -1,7 +1,8 @@
 """How both services start: arguments, configuration, logging, and what an exit code means.
 
 0 finished, 1 crashed (the launcher starts the service again), 2 the user can mend it (the last line says how), 3 bad
-state (not started again), 130 interrupted. The reason of 2 and 3 is in failure.json, where there is a run directory.
+state (not started again), 4 a rollout server whose learner left before the end, 130 interrupted. The reason of 2 and
+3 is in failure.json, where there is a run directory.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from pathlib import Path
 
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import BadStateError, ExitCode, RunTakenError, UserError
-from asyncrl.telemetry.failure import describe_full_disk, is_disk_full, release, reserve, save_failure
+from asyncrl.errors import BadStateError, ExitCode, LearnerLeftError, RunTakenError, UserError
+from asyncrl.telemetry.failure import describe_full_disk, kind_of, release, reserve, save_failure
 from asyncrl.telemetry.logs import configure_logging
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,9 @@ def _guarded(name: str, main: Callable[[RunConfig, bool], None], arguments: argp
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return ExitCode.USER_ERROR
+    except LearnerLeftError as error:
+        logger.info("the learner left before the end of the run (%s). Start this server again when it continues", error)
+        return ExitCode.LEARNER_LEFT
     except KeyboardInterrupt:
         logger.info("interrupted")
         return ExitCode.INTERRUPTED
@@ -53,20 +57,20 @@ def _run(name: str, main: Callable[[RunConfig, bool], None], config: RunConfig, 
     try:
         reserve(config.run_path, name)
         main(config, resume)
-    except RunTakenError:
+    except (RunTakenError, LearnerLeftError):
         raise
     except UserError as error:
         if config.run_path.is_dir():  # a run that could not begin leaves nothing behind
             save_failure(config.run_path, name, str(error), kind="user_error")
         raise
     except Exception as error:
-        full = is_disk_full(error)
-        if not full and not isinstance(error, BadStateError):
+        kind = kind_of(error)
+        if kind is None:
             raise
-        reason = describe_full_disk(error, config.run_path) if full else str(error)
+        reason = describe_full_disk(error, config.run_path) if kind == "disk_full" else str(error)
         logger.error("the run stops: %s", reason, exc_info=not isinstance(error, BadStateError))
         print(f"error: {reason}", file=sys.stderr)
-        save_failure(config.run_path, name, reason, kind="disk_full" if full else "bad_state")
+        save_failure(config.run_path, name, reason, kind=kind)
         return ExitCode.BAD_STATE
     finally:
         release(config.run_path, name)

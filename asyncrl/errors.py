@@ -17,6 +17,14 @@ class BadStateError(Exception):
     """The run cannot go on honestly (NaN loss, protocol violation). It stops with this as its saved reason."""
 
 
+class WaitTimeoutError(BadStateError):
+    """Something that has to come did not, within its deadline: a server, a group, weights. It may, another time."""
+
+
+class LearnerLeftError(Exception):
+    """The learner said goodbye to this server before the run was finished. Nothing is wrong here."""
+
+
 class ExitCode(IntEnum):
     FINISHED = 0
     CRASHED = 1
@@ -24,5 +32,7 @@ class ExitCode(IntEnum):
     USER_ERROR = 2
     """The user can mend it: the log's last `error:` line says how."""
     BAD_STATE = 3
-    """Another attempt would meet the same: the reason is in failure.json."""
+    """The reason is in failure.json. Another attempt would meet the same, unless its kind is `timed_out`."""
+    LEARNER_LEFT = 4
+    """Of a rollout server: it is needed again when the learner continues the run."""
     INTERRUPTED = 130

@@ -1,10 +1,14 @@
 #!/usr/bin/env bash
-# What the demo's services need before they start: data, a warm start, and keys. What is there already is kept.
+# What the demo's services need before they start: keys, data, a warm start. What is there already is kept.
 #
-#     docker/prepare_demo.sh FOLDER KEYS
+#     docker/prepare_demo.sh FOLDER KEYS [full|quick]
 set -euo pipefail
 cd "$(dirname "$0")/.."
-FOLDER="$1" KEYS="$2"
+FOLDER="$1" KEYS="$2" SIZE="${3:-full}"
 
 [ -f "$KEYS/learner.secret" ] || asyncrl keys "$KEYS"
-[ -d "$FOLDER/sft/export" ] || python examples/digits/prepare.py --folder "$FOLDER"
+if [ ! -f "$FOLDER/config.yaml" ]; then # written last
+  rm -rf "$FOLDER"
+  if [ "$SIZE" = quick ]; then OPTIONS=--quick; else OPTIONS=; fi
+  exec python examples/digits/prepare.py --folder "$FOLDER" $OPTIONS
+fi

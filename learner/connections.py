@@ -229,5 +229,5 @@ class Connections:
         level = logging.INFO if expected and not returned else logging.WARNING
         logger.log(level, "%s is gone: %s; %d tickets wait for another server", server_id, reason, returned)
 
-    def say_goodbye(self, reason: str) -> None:
-        self.send_to_all(Goodbye(reason=reason))
+    def say_goodbye(self, reason: str, *, run_is_finished: bool) -> None:
+        self.send_to_all(Goodbye(reason=reason, expected=run_is_finished))

@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import BadStateError
+from asyncrl.errors import BadStateError, WaitTimeoutError
 from asyncrl.telemetry.timeline import LEARNER
 from learner.engines.base import TrainEngine
 from learner.exchange import Exchange
 from protocol.faults import crash_point
-from protocol.lease import POLL_S, DeviceLease, LeaseError, describe
+from protocol.lease import POLL_S, DeviceLease, LeaseError, LeaseTimeout, describe
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +136,8 @@ def _take(lease: DeviceLease, wait_s: float, setting: str, waiting: Callable[[],
                 waiting()
             time.sleep(POLL_S)
     except LeaseError as error:
-        raise BadStateError(str(error)) from error
+        kind = WaitTimeoutError if isinstance(error, LeaseTimeout) else BadStateError
+        raise kind(str(error)) from error
 
 
 def _who(lease: DeviceLease) -> str:

@@ -88,6 +88,7 @@ class Exchange(threading.Thread):
         """Newest policy version that a server may have; ahead of the learner's while it makes steps again."""
         self._stopping = False
         self._goodbye: str | None = None
+        self._run_is_finished = False
         self._context = zmq.Context()
         self._ports = open_ports(config, self._context)
         self.control, self.weights = self._ports.control, self._ports.weights
@@ -173,12 +174,13 @@ class Exchange(threading.Thread):
         """What the server last said of its turn."""
         return self._lending.returned
 
-    def stop(self, reason: str | None) -> None:
+    def stop(self, reason: str | None, *, run_is_finished: bool = False) -> None:
         """End the thread, and say goodbye to every server unless `reason` is None: then they wait for our return."""
 
         def order() -> None:
             self._stopping = True
             self._goodbye = reason
+            self._run_is_finished = run_is_finished
 
         if self.is_alive():
             self._orders.give(order)
@@ -224,7 +226,7 @@ class Exchange(threading.Thread):
 
     def _part(self, reason: str) -> None:
         """Say goodbye and wait for each server's: closing the socket at once could take ours back."""
-        self._connections.say_goodbye(reason)
+        self._connections.say_goodbye(reason, run_is_finished=self._run_is_finished)
         deadline = time.monotonic() + PARTING_S
         while self.servers and time.monotonic() < deadline:
             self.control.socket.poll(round(POLL_S * 1000))

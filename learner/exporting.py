@@ -14,7 +14,7 @@ import torch
 
 from asyncrl.algorithms.diagnostics import STALENESS_BUCKETS
 from asyncrl.config.schema import TelemetryConfig
-from asyncrl.models.device_facts import memory_by_state
+from asyncrl.models.device_facts import memory_by_state, peak_flops
 from asyncrl.telemetry.metrics import MetricSet
 from asyncrl.telemetry.waits import WaitClock
 from learner.batch import Batch
@@ -31,7 +31,7 @@ class LearnerExporter:
     def __init__(self, config: TelemetryConfig):
         """Raises UserError where the endpoint's port is taken."""
         self._linger_s = config.linger_s
-        self._is_stopped = False
+        self._lingers = False
         self._metrics = MetricSet(METRICS, "learner")
         for name in ("mfu", "held_out_accuracy", "held_out_reward"):
             self._metrics[name].set(nan)
@@ -86,6 +86,7 @@ class LearnerExporter:
             elif section == "rows":
                 m["rows"].labels(status=part).set(value)
                 m["trajectories_total"].labels(status=part).inc(value)
+        m["mfu"].set(record["model_flops_per_s"] / peak_flops(self._device))
         self._off_policyness(record)
 
     def _off_policyness(self, record: Mapping[str, float]) -> None:
@@ -113,7 +114,7 @@ class LearnerExporter:
     def stopped(self, kind: str) -> None:
         """The run is over, or this process gives it up."""
         self._metrics["stopped"].labels(kind=kind).set(1)
-        self._is_stopped = True
+        self._lingers = kind != "interrupted"
 
     # --- at a scrape ---------------------------------------------------------------------------------
 
@@ -154,7 +155,7 @@ class LearnerExporter:
         m["disk_free_bytes"].set(shutil.disk_usage(self._run_path).free)
 
     def close(self) -> None:
-        """After `telemetry.linger_s`, so that a scrape sees how the run ended."""
-        if self._is_stopped:
+        """After `telemetry.linger_s`, so that a scrape sees how it ended; whoever interrupts it does not wait."""
+        if self._lingers:
             time.sleep(self._linger_s)
         self._metrics.close()

@@ -31,9 +31,9 @@ PROGRESS = (
     _counter("tokens", "tokens", "Completion tokens trained on.", "rises steadily"),
     _counter("trajectories", "trajectories", "Trajectories consumed, by status.", "finished dominates", "status"),
     _counter("groups_consumed", "groups", "Groups consumed by steps.", "rises steadily"),
-    _gauge("mfu", "ratio", "Model FLOP/s of the last step's learning over the device's peak.", "steady; 0.2 to 0.5"),
+    _gauge("model_flops", "FLOP/s", "Of the last step's learning: parameters x tokens x 6, or less.", "steady"),
+    _gauge("mfu", "ratio", "The same over the device's peak, of devices whose peak is known.", "steady; 0.2 to 0.5"),
 )
-"""Model FLOPs utilisation: 6 x parameters x tokens (Chowdhery et al. 2022, appendix B), 8 x with recomputation."""
 
 LEARNING = (
     _gauge(
@@ -190,6 +190,7 @@ GAUGE_OF_RECORD = {
     "mask_fraction": "mask_fraction",
     "truncation_fraction": "truncation_fraction",
     "idle/learner": "idle_ratio",
+    "model_flops_per_s": "model_flops",
     "length_bias": "length_bias",
     "staleness/bound": "staleness_bound",
     "lease_fence": "lease_fence",

@@ -13,7 +13,7 @@ from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.base_weights import base_fingerprint
 from asyncrl.models.loading import architecture_fingerprint, stop_token_ids
 from asyncrl.models.processing import PromptProcessor
-from asyncrl.telemetry.failure import is_disk_full
+from asyncrl.telemetry.failure import kind_of
 from asyncrl.telemetry.timeline import LEARNER
 from asyncrl.telemetry.waits import WaitClock
 from asyncrl.weight_transfer.requirements import check_cuda
@@ -28,6 +28,7 @@ from learner.evaluation import Evaluation
 from learner.exchange import Exchange
 from learner.exporting import LearnerExporter
 from learner.ledger import TicketLedger
+from learner.model_flops import ModelFlops
 from learner.parity import ParityJudge
 from learner.progress import Progress
 from learner.publication import open_device_weights, open_publication, publish
@@ -52,6 +53,7 @@ from protocol.lease import DeviceLease
 logger = logging.getLogger(__name__)
 
 COULD_NOT_START = "the learner could not start"
+FINISHED = "the run is finished"
 LONG_CATCH_UP_S = 60.0
 """Making steps again for longer than this ends in a checkpoint, whatever trainer.save_freq is."""
 RECONNECTION_S = 4.0
@@ -105,6 +107,7 @@ class Learner:
             restore_engine(start.checkpoint, self.engine, start.state, self.architecture)
             self.progress.step, self.progress.version = start.state.step, start.state.version
         self.step = LearnerStep(self.engine, config)
+        self.flops = ModelFlops(self.engine.unwrap_model())
         self.adaptive = adaptive_staleness(config.learner, start.state.controllers if start.state else {})
 
     def _open(self, start: StartingPoint) -> None:
@@ -146,7 +149,7 @@ class Learner:
             parity_tickets=self.parity_tickets,
             device_weights=self.device_weights,
         )
-        self._resources.callback(lambda: self.exchange.stop(self._goodbye))
+        self._resources.callback(lambda: self.exchange.stop(self._goodbye, run_is_finished=self._goodbye == FINISHED))
         self._arrange()
         if start.journal:
             self.reporter.recorder.truncate_after(self.progress.step, evaluations_after=self.ledger.last_step)
@@ -193,18 +196,17 @@ class Learner:
             self._save()
             self.engine.export(self.processor.processor, self.config.run_path / "export")
             logger.info("finished: the model is in %s", self.config.run_path / "export")
-            self._end("finished", "finished", "the run is finished")
+            self._end("finished", "finished", FINISHED)
         except KeyboardInterrupt:
             self._end("interrupted", "interrupted", "the learner was interrupted")
             raise
         except (BadStateError, UserError) as error:
-            kind = "bad_state" if isinstance(error, BadStateError) else "user_error"
-            self._end("failed", kind, "the learner failed", str(error))
+            self._end("failed", kind_of(error) or "crash", "the learner failed", str(error))
             raise
         except Exception as error:
-            full = is_disk_full(error)  # ends the run like a bad state; after a crash servers wait for the next learner
-            goodbye = "the learner's disk is full" if full else None
-            self._end("failed", "disk_full" if full else "crash", goodbye, f"{type(error).__name__}: {error}")
+            kind = kind_of(error)  # a full disk ends the run; after a crash servers wait for the next learner
+            goodbye = "the learner's disk is full" if kind else None
+            self._end("failed", kind or "crash", goodbye, f"{type(error).__name__}: {error}")
             raise
         finally:
             self._resources.close()
@@ -264,6 +266,7 @@ class Learner:
             "step_s": step_s,
             "wait_s": waited - started,
             "learn_s": learned - waited,
+            "model_flops_per_s": self.flops.of(batch.train_groups) / (learned - waited),
             "publish_s": published - learned,
             "publish_bytes": float(published_bytes),
             "idle/learner": (waited - started) / step_s,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from asyncrl.errors import BadStateError
+from asyncrl.errors import WaitTimeoutError
 from learner.exchange import Exchange
 from learner.ledger import TicketLedger
 
@@ -25,8 +25,8 @@ def wait_for(
 ) -> None:
     """Block until `satisfied`, calling `progress` about once a second, and `judge` when a parity check has come back.
 
-    Time in which this process was stopped does not count. Raises the exchange's failure, or BadStateError saying what
-    was waited for.
+    Time in which this process was stopped does not count. Raises the exchange's failure, or WaitTimeoutError saying
+    what was waited for.
     """
     left = timeout_s
     while True:
@@ -36,7 +36,7 @@ def wait_for(
             if satisfied():
                 return
             if left <= 0:
-                raise BadStateError(f"waited {timeout_s:g} s for {what()}")
+                raise WaitTimeoutError(f"waited {timeout_s:g} s for {what()}")
             judging = judge is not None and exchange.alignment.has_complete
             woken = judging or ledger.changed.wait(min(left, _LOOK_EVERY_S))
         if judging and judge is not None:

@@ -14,10 +14,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import BadStateError
+from asyncrl.errors import BadStateError, WaitTimeoutError
 from protocol.errors import ErrorCode
 from protocol.faults import crash_point
-from protocol.lease import POLL_S, DeviceLease, LeaseError, StaleFence
+from protocol.lease import POLL_S, DeviceLease, LeaseError, LeaseTimeout, StaleFence
 from protocol.messages import Error, LeaseReturn
 from rollout_server.engines.base import InferenceEngine
 from rollout_server.exporting import ServerExporter
@@ -139,7 +139,8 @@ class SharedDevice:
         except StaleFence:
             raise
         except LeaseError as error:
-            raise BadStateError(str(error)) from error
+            kind = WaitTimeoutError if isinstance(error, LeaseTimeout) else BadStateError
+            raise kind(str(error)) from error
         self._exporter.turn_began(fence)
 
     async def _wake(self) -> float:

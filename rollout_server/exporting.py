@@ -41,7 +41,7 @@ class ServerExporter:
         self._beat_at = time.monotonic()
         self._state: ServerState | None = None
         self._waited: dict[str, float] = {}
-        self._stopped = False
+        self._lingers = False
         self._process = psutil.Process()
 
     @property
@@ -101,7 +101,7 @@ class ServerExporter:
 
     def stopped(self, kind: str) -> None:
         self._metrics["stopped"].labels(kind=kind).set(1)
-        self._stopped = True
+        self._lingers = kind != "interrupted"
 
     # --- at a scrape ---------------------------------------------------------------------------------
 
@@ -132,7 +132,7 @@ class ServerExporter:
             m["device_bytes"].labels(state=name, phase=phase).set(nbytes)
 
     def close(self) -> None:
-        """After `telemetry.linger_s`, so that a scrape sees how the server ended."""
-        if self._stopped:
+        """After `telemetry.linger_s`, so that a scrape sees how it ended; whoever interrupts it does not wait."""
+        if self._lingers:
             time.sleep(self._config.linger_s)
         self._metrics.close()

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import BadStateError
+from asyncrl.errors import WaitTimeoutError
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import WeightManifest, Welcome
 from rollout_server.exporting import ServerExporter
@@ -81,7 +81,7 @@ class HeldVersion:
             async with asyncio.timeout(deadline_s), self._changed:
                 await self._changed.wait_for(lambda: self._version >= version)
         except TimeoutError:
-            raise BadStateError(
+            raise WaitTimeoutError(
                 f"weights of version {version} did not arrive within {deadline_s:g} s; "
                 f"the newest that did is {self._version} (-1: none)"
             ) from None

@@ -14,7 +14,7 @@ from typing import get_args
 import zmq.asyncio
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import BadStateError, UserError
+from asyncrl.errors import BadStateError, UserError, WaitTimeoutError
 from protocol.endpoints import host_id
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.faults import crash_point
@@ -199,7 +199,7 @@ class LearnerLink:
     def _check_silence(self, silent_s: float) -> None:
         limit_s = self._config.network.reconnect_timeout_s
         if silent_s > limit_s:
-            raise BadStateError(
+            raise WaitTimeoutError(
                 f"the learner at {self._config.control_endpoint} has been gone for {silent_s:.0f} s "
                 f"(network.reconnect_timeout_s = {limit_s:g})"
             )

@@ -10,7 +10,7 @@ from functools import partial
 
 from asyncrl.config.channel_rules import DEVICE_CHANNELS, network_is_open
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import BadStateError
+from asyncrl.errors import BadStateError, LearnerLeftError
 from asyncrl.models.base_weights import base_fingerprint
 from asyncrl.models.loading import folder_fingerprint, resolve_device
 from asyncrl.models.processing import PromptProcessor
@@ -55,7 +55,7 @@ class RolloutServer:
         """Where it is shared with the learner; None: it is ours alone."""
 
     async def run(self) -> None:
-        """Returns when the learner says goodbye or this task is cancelled. Raises what stopped it otherwise."""
+        """Returns when the run is finished. Raises what stopped it otherwise: LearnerLeftError, too."""
         check_cuda(self.config, "rollout.device", self.config.rollout.device)
         self.exporter.serve(lambda: resolve_device(self.config.rollout.device))
         self.processor = PromptProcessor(self.config.model)
@@ -107,8 +107,8 @@ class RolloutServer:
                 ]
                 if self.device:
                     background.append(self._tasks.create_task(self.device.take_turns()))
-                await self._receive()
-                ended = "finished"
+                farewell = await self._receive()
+                reason, ended = farewell.reason, "finished" if farewell.expected else "learner_left"
                 for task in [*background, *self._work]:
                     task.cancel()
         except ExceptionGroup as failures:
@@ -120,6 +120,9 @@ class RolloutServer:
         except Exception as error:
             reason, expected, ended = str(error), False, "failed"
             raise
+        else:
+            if not farewell.expected:
+                raise LearnerLeftError(farewell.reason)
         finally:
             self.exporter.stopped(ended)
             await self.link.goodbye(reason, expected=expected, unfinished=tuple(self._held))
@@ -142,7 +145,8 @@ class RolloutServer:
         may_choose = configured == "auto" and channel in DEVICE_CHANNELS
         return channel, choose(source=None, devices=()) if may_choose else None
 
-    async def _receive(self) -> None:
+    async def _receive(self) -> Goodbye:
+        """Until that."""
         self._work: set[asyncio.Task[None]] = set()
         while True:
             message = await self.link.next_message()
@@ -157,7 +161,7 @@ class RolloutServer:
                 await self._obey_lease(message)
             elif isinstance(message, Goodbye):
                 logger.info("the learner says goodbye: %s", message.reason)
-                return
+                return message
 
     async def _obey_lease(self, message: LeaseGrant | LeaseRecall) -> None:
         if self.device is None:

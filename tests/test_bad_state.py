@@ -86,7 +86,7 @@ def test_a_loss_or_gradient_that_is_not_finite_stops_the_run_and_another_loss_co
     run, file = tmp_path / "run", tmp_path / "losses.py"
     file.write_text(BAD_LOSSES)
     config = small(make_config, algorithm={"policy_loss": f"{file}:{loss}"})
-    assert run_both(config, run) == (3, 0), logs(run)
+    assert run_both(config, run) == (3, 4), logs(run)
     failure = failure_of(run)
     assert (failure.service, failure.kind, failure.step) == ("learner", "bad_state", 1)
     assert "step 2 (policy version 1), update 1 of 1" in failure.reason

@@ -92,6 +92,12 @@ def test_a_whole_run_tells_its_story_in_plain_lines_and_is_exported(
     assert main(["train", str(config)]) == 2, "a second run would overwrite it"
     assert "Continue it with --resume" in capsys.readouterr().err
 
+    made_with = (run / "config.yaml").read_bytes()
+    resumed = start("train", str(run / "config.yaml"), "--resume", "batch.group_size=2")
+    printed, _ = resumed.communicate(timeout=120)
+    assert (resumed.returncode, "batch.group_size" in printed) == (2, True), printed
+    assert (run / "config.yaml").read_bytes() == made_with, "a refused --resume changes nothing"
+
     assert main(["export", str(run), str(tmp_path / "copy"), "--checkpoint", "2"]) == 2
     assert "has those of [3]" in capsys.readouterr().err
     assert main(["export", str(run), str(tmp_path / "copy")]) == 0

@@ -126,7 +126,7 @@ def test_a_late_second_server_shares_the_work_and_both_endpoints_can_be_scraped(
                 assert name in answer.read().decode()
         services[0].terminate()
         codes = [service.wait(timeout=60) for service in services]
-        assert codes == [130, 0, 0], logs(run) + logs(tmp_path / "second")
+        assert codes == [130, 4, 4], logs(run) + logs(tmp_path / "second")
     finally:
         for service in services:
             service.kill()
@@ -142,7 +142,7 @@ def test_a_bad_row_stops_the_run_with_its_name_and_the_server_is_told(
     rows.write_text("".join(json.dumps(row) + "\n" for row in bad))
     config = make_config(data={"train_files": [str(rows)], "val_files": [], "shuffle": False})
     codes = run_both(config, tmp_path / "run")
-    assert codes == (2, 0), logs(tmp_path / "run")
+    assert codes == (2, 4), logs(tmp_path / "run")
     learner = (tmp_path / "run" / "learner.log").read_text()
     assert "error: row rows.jsonl:5" in learner
     assert "data.max_prompt_length" in learner

@@ -47,7 +47,7 @@ def on_small_disk(disk: Path, kept: Path, size: str) -> list[str]:
 def on_full_disk(config: RunConfig, logs_in: Path, under: list[str]) -> None:
     """Run both services, the learner under a command that leaves it little room, until it stops with code 3."""
     file = write_config(with_ports(config), logs_in)
-    assert exit_codes([start("learner", file, under=under), start("rollout_server", file)]) == [3, 0], logs(logs_in)
+    assert exit_codes([start("learner", file, under=under), start("rollout_server", file)]) == [3, 4], logs(logs_in)
 
 
 def continue_with_room(config: RunConfig, logs_in: Path) -> None:

@@ -248,6 +248,15 @@ def test_phases_follow_who_shares_a_device(make_config: MakeConfig, small: Path)
     assert turns["learner awake"] == apart["learner awake"] + CONTEXT_BYTES, "the sleeper's context stays"
 
 
+def test_each_of_several_servers_has_a_context(make_config: MakeConfig, small: Path) -> None:
+    def contexts(servers: int) -> int:
+        rollout = {"device": "cuda:1", "servers": servers}
+        (_, engine) = make_plan(planned(make_config, small, learner={"device": "cuda:0"}, rollout=rollout)).phases
+        return sum(line.nbytes for line in engine.lines if line.name.startswith("context"))
+
+    assert [contexts(1), contexts(3)] == [CONTEXT_BYTES, 3 * CONTEXT_BYTES]
+
+
 @pytest.mark.parametrize(("learner", "rollout"), [("cuda", "cuda:0"), ("auto", "cuda"), ("cuda:0", "auto")])
 def test_one_device_under_two_names_is_shared(make_config: MakeConfig, learner: str, rollout: str) -> None:
     config = make_config(learner={"device": learner}, rollout={"device": rollout})

@@ -122,6 +122,36 @@ def test_a_missing_chat_template_is_named(
 
 
 @pytest.mark.parametrize("command", ["train", "rollout", "learn"])
+@pytest.mark.parametrize("part", ["", "text_config"])
+def test_quantised_weights_are_named(
+    make_config: MakeConfig,
+    tiny_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    part: str,
+) -> None:
+    folder = copy_without(tiny_model, tmp_path / "model")
+    described = json.loads((folder / "config.json").read_text())
+    (described[part] if part else described)["quantization_config"] = {"quant_method": "awq", "bits": 4}
+    (folder / "config.json").write_text(json.dumps(described))
+    message = refused(command, make_config(model={"path": str(folder)}), tmp_path, capsys)
+    assert "are quantised (awq). Use the original model" in message
+    assert asyncrl(["doctor", "--plan", str(folder)]) == 2
+    assert "are quantised (awq)" in capsys.readouterr().err
+
+
+def test_a_configuration_whose_parts_are_no_mappings_is_named(
+    make_config: MakeConfig, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copy_without(tiny_model, tmp_path / "model")
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**described, "text_config": [1]}))
+    assert "text_config in" in refused("train", make_config(model={"path": str(folder)}), tmp_path, capsys)
+    assert asyncrl(["doctor", "--plan", str(folder)]) == 2
+
+
+@pytest.mark.parametrize("command", ["train", "rollout", "learn"])
 def test_missing_weights_are_named(
     make_config: MakeConfig, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from PIL import Image
@@ -212,6 +213,40 @@ def test_arguments_that_vllm_does_not_have_or_refuses_are_the_users_to_mend(
         engine(max_num_seq=8)
     with pytest.raises(UserError, match=r"(?s)vLLM refuses its arguments, .*rollout.engine_args: .*'FOO'"):
         fresh.run(engine(attention_backend="foo").start())
+
+
+class DiesAsItsStartEnds(VLLMEngine):
+    async def _take_version_0(self) -> None:
+        newest_core().kill()
+        await super()._take_version_0()
+
+
+def newest_core() -> psutil.Process:
+    cores = [child for child in psutil.Process().children(recursive=True) if "EngineCore" in child.name()]
+    return max(cores, key=lambda core: core.create_time())
+
+
+def test_a_core_that_dies_as_its_start_ends_is_told_at_once(fresh: Rig) -> None:
+    engine = DiesAsItsStartEnds(fresh.config, fresh.processor)
+    with pytest.raises(EngineDied, match="engine process has died"):
+        fresh.run(engine.start(), timeout_s=60)
+    fresh.run(engine.close(), timeout_s=60)
+
+
+def test_a_core_that_dies_without_work_is_told_at_the_next_look(fresh: Rig) -> None:
+    engine = VLLMEngine(fresh.config, fresh.processor)
+    fresh.run(engine.start())
+    engine.check_alive()
+
+    async def until_told() -> None:
+        while True:
+            engine.check_alive()
+            await asyncio.sleep(0.05)
+
+    newest_core().kill()
+    with pytest.raises(EngineDied, match="engine process has died"):
+        fresh.run(until_told(), timeout_s=30)
+    fresh.run(engine.close(), timeout_s=60)
 
 
 def test_a_ticket_with_other_bans_or_over_the_length_is_refused(fresh: Rig) -> None:

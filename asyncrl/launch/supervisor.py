@@ -119,7 +119,7 @@ class Supervisor:
                 self.restarts[service.name] += 1
                 service.start()
             return None
-        if code == ExitCode.FINISHED:
+        if code in (ExitCode.FINISHED, ExitCode.LEARNER_LEFT):
             # A server in order: it was told goodbye. By a learner that comes back, it is needed again.
             if self._learner_comes_back():
                 self._due[service.name] = self._due.get(self.learner.name, 0.0)

@@ -19,6 +19,7 @@ from asyncrl.telemetry.failure import FAILURE_FILE, clear_failure, read_failure
 from asyncrl.telemetry.jsonl import write_atomically
 from protocol.endpoints import free_port, port_is_free
 
+CONFIG_FILE = "config.yaml"
 PORTS = (
     ("network", "control_port"),
     ("network", "weights_port"),
@@ -32,6 +33,7 @@ def train(config: RunConfig, *, resume: bool) -> int:
     check_run_dir(config, resume=resume)
     check_inputs(config, "learner", "rollout_server")
     config = resolve_ports(config)
+    before = read_config_bytes(config) if resume else None
     file = write_config(config)
     clear_failure(config.run_path)
     services = [learner_service(config, file, resume=resume), *server_services(config, file)]
@@ -41,6 +43,8 @@ def train(config: RunConfig, *, resume: bool) -> int:
     with Display(Story(config.run_path, since=time.time())) as display:
         supervisor = Supervisor(*services, policy=policy, tell=display.note)
         outcome = supervisor.run(display.tick)
+    if before is not None and not display.story.status:  # the learner refused to resume with this configuration
+        write_atomically(file, before)
     if supervisor.restarts:
         counts = ", ".join(f"{name} {count}" for name, count in sorted(supervisor.restarts.items()))
         print(f"started again: {counts}", flush=True)
@@ -105,13 +109,19 @@ def _check_fixed_ports(config: RunConfig) -> None:
 
 def write_config(config: RunConfig) -> Path:
     """The resolved configuration, as both services read it."""
-    file = config.run_path / "config.yaml"
+    file = config.run_path / CONFIG_FILE
     try:
         config.run_path.mkdir(parents=True, exist_ok=True)
         write_atomically(file, dump_config(config).encode())
     except OSError as error:
         raise UserError(f"cannot write {file}: {error.strerror}. Set another run_dir=...") from None
     return file
+
+
+def read_config_bytes(config: RunConfig) -> bytes | None:
+    """What the run has been made with so far; None where its configuration is gone."""
+    file = config.run_path / CONFIG_FILE
+    return file.read_bytes() if file.is_file() else None
 
 
 def report(config: RunConfig, outcome: Outcome, story: Story) -> int:

@@ -98,6 +98,7 @@ def make_plan(config: RunConfig, *, before: MemoryPlan | None = None) -> MemoryP
 
     Of the plan `before`, of a configuration that differs little, what would be the same is taken over.
     """
+    read_config(config.model)  # refuses what can be planned and not trained
     if before is not None and _same_for_learner(config, before.config):
         learner = before.learner
     else:
@@ -134,8 +135,9 @@ def _named_failure(config: RunConfig) -> Iterator[None]:
         logger.debug("the rehearsal of %s failed", config.model.path, exc_info=True)
         family = read_config(config.model).get("model_type", "a model without model_type")
         raise UserError(
-            f"the plan of {family} ({config.model.path}) failed: {type(problem).__name__}: {problem}. Memory cannot be "
-            "planned for this model, leave gpu_memory.budget_gib at 0"
+            f"memory cannot be planned for models of the family {family} ({config.model.path}): a rehearsal without "
+            f"weights failed ({type(problem).__name__}: {' '.join(str(problem).split())[:200]}). It may be trained all "
+            "the same: leave gpu_memory.budget_gib at 0, and try it with a small batch.tokens_per_microbatch"
         ) from problem
 
 
@@ -170,9 +172,9 @@ def _only_context(other: Phase) -> list[Line]:
     return [line for line in other.lines if line.name.startswith("context")]
 
 
-def _context(device: str, process: str) -> list[Line]:
+def _context(device: str, process: str, copies: int = 1) -> list[Line]:
     """`auto` is planned as a GPU, even here where there may be none yet."""
-    return [] if device == "cpu" else [Line(f"context of the {process}", CONTEXT_BYTES, "an estimate")]
+    return [] if device == "cpu" else [Line(f"context of the {process}", copies * CONTEXT_BYTES, "an estimate")]
 
 
 def learner_lines(learner: LearnerBytes, config: RunConfig) -> list[Line]:
@@ -247,7 +249,7 @@ def engine_lines(engine: EngineBytes, config: RunConfig) -> list[Line]:
         Line("KV cache", copies * cache // parts, why),
         Line("working memory", copies * engine.working, working),
         Line("allocator", int(ALLOCATOR_SHARE * copies * engine.working), f"{ALLOCATOR_SHARE:.0%} of it, an estimate"),
-        *_context(config.rollout.device, "rollout server"),
+        *_context(config.rollout.device, "rollout server", copies),
     ]
 
 

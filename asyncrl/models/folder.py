@@ -33,8 +33,14 @@ def model_folder(config: ModelConfig) -> Path:
 
 
 def read_config(config: ModelConfig) -> dict[str, Any]:
-    """The folder's config.json, whatever else is there."""
-    return _read_json(model_folder(config) / "config.json")
+    """The folder's config.json, whatever else is there. Raises UserError where its weights are quantised."""
+    file = model_folder(config) / "config.json"
+    described = _read_json(file)
+    for part in ("text_config", "vision_config"):
+        if not isinstance(described.get(part) or {}, dict):
+            raise UserError(f"{part} in {file} is no mapping. Copy it from the original model again")
+    _refuse_quantised(file.parent, described)
+    return described
 
 
 def describe_folder(config: ModelConfig) -> dict[str, Any]:
@@ -57,6 +63,17 @@ def describe_folder(config: ModelConfig) -> dict[str, Any]:
             "tokenizer_config.json that has one) from the original model, or of its instruction-tuned variant, into it"
         )
     return described
+
+
+def _refuse_quantised(folder: Path, described: Mapping[str, Any]) -> None:
+    """Neither side can train or publish such weights."""
+    found = described.get("quantization_config") or (described.get("text_config") or {}).get("quantization_config")
+    if found:
+        method = found.get("quant_method", "unknown") if isinstance(found, dict) else found
+        raise UserError(
+            f"the weights in {folder} are quantised ({method}). Use the original model, in float32 or bfloat16; "
+            "model.lora.rank=16 saves the memory of gradients and optimiser"
+        )
 
 
 def check_weights(config: ModelConfig) -> None:

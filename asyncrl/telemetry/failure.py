@@ -20,12 +20,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from asyncrl.errors import BadStateError, UserError, WaitTimeoutError
 from asyncrl.telemetry.recorder import STATUS_FILE
 
 logger = logging.getLogger(__name__)
 
 FAILURE_FILE = "failure.json"
-Kind = Literal["bad_state", "disk_full", "user_error"]
+Kind = Literal["bad_state", "disk_full", "timed_out", "user_error"]
 _RESERVED_BYTES = 8192
 _PROBE_BYTES = 65536
 """What must fit if there is room: more than any page of a database."""
@@ -54,7 +55,7 @@ def reserve(run_dir: Path, service: str) -> None:
     earlier = read_failure(run_dir)
     if earlier and earlier.service == service:
         clear_failure(run_dir)
-    if run_dir.is_dir():
+    if run_dir.is_dir() and os.access(run_dir, os.W_OK):  # a server may see the run of its learner read-only
         _reserved(run_dir, service).write_bytes(b" " * _RESERVED_BYTES)
 
 
@@ -102,6 +103,18 @@ def clear_failure(run_dir: Path) -> None:
     """A run that starts, new or resumed, has not failed."""
     with suppress(FileNotFoundError, NotADirectoryError):
         (run_dir / FAILURE_FILE).unlink()
+
+
+def kind_of(error: BaseException) -> Kind | None:
+    """None for a crash: anything unforeseen."""
+    if is_disk_full(error):
+        return "disk_full"
+    kinds: dict[type[Exception], Kind] = {
+        WaitTimeoutError: "timed_out",
+        BadStateError: "bad_state",
+        UserError: "user_error",
+    }
+    return next((kind for known, kind in kinds.items() if isinstance(error, known)), None)
 
 
 def is_disk_full(error: BaseException) -> bool:

@@ -11,13 +11,19 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from grafana_foundation_sdk.builders.common import VizLegendOptions, VizTooltipOptions
+from grafana_foundation_sdk.builders.common import ScaleDistributionConfig, VizLegendOptions, VizTooltipOptions
 from grafana_foundation_sdk.builders.dashboard import Dashboard, Row
 from grafana_foundation_sdk.builders.prometheus import Dataquery
 from grafana_foundation_sdk.builders.stat import Panel as Stat
 from grafana_foundation_sdk.builders.timeseries import Panel as TimeSeries
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
-from grafana_foundation_sdk.models.common import GraphDrawStyle, LegendDisplayMode, LegendPlacement, TooltipDisplayMode
+from grafana_foundation_sdk.models.common import (
+    GraphDrawStyle,
+    LegendDisplayMode,
+    LegendPlacement,
+    ScaleDistribution,
+    TooltipDisplayMode,
+)
 from grafana_foundation_sdk.models.dashboard import DashboardCursorSync, DataSourceRef
 
 from learner.metrics import METRICS as LEARNER
@@ -81,14 +87,24 @@ DASHBOARDS: dict[str, tuple[str, dict[str, tuple[Chart, ...]]]] = {
                 chart("Policy version", "short", (f"max({L}policy_version)", "version"), stat=True),
             ),
             "Reward": (
-                chart("Reward by component", "short", (f"{L}reward", "{{component}}")),
+                chart(
+                    "Reward by component",
+                    "short",
+                    (f"{L}reward", "{{component}}"),
+                    (f"{L}held_out_reward", "held out"),
+                ),
                 chart(
                     "Accuracy: in training and held out",
                     "percentunit",
                     (f"{L}accuracy", "training"),
                     (f"{L}held_out_accuracy", "held out"),
                 ),
-                chart("Groups that teach nothing", "short", (f"{L}zero_variance_groups", "zero variance")),
+                chart(
+                    "Rows of a batch, and groups that teach nothing",
+                    "short",
+                    (f"{L}rows", "{{status}}"),
+                    (f"{L}zero_variance_groups", "groups without variance"),
+                ),
             ),
             "Policy": (
                 chart("Entropy per token", "short", (f"{L}entropy", "nats")),
@@ -123,6 +139,7 @@ DASHBOARDS: dict[str, tuple[str, dict[str, tuple[Chart, ...]]]] = {
                     "short",
                     (f"{L}ratio", "quantile {{quantile}}"),
                     (f"{L}ratio_max", "max"),
+                    (f"{L}ratio_p99_by_staleness", "p99, staleness {{staleness}}"),
                     logarithmic=True,
                 ),
                 chart(
@@ -144,6 +161,16 @@ DASHBOARDS: dict[str, tuple[str, dict[str, tuple[Chart, ...]]]] = {
                     "short",
                     *quantiles(f"{L}token_staleness_versions", 0.5, 0.99),
                     (f"{L}staleness_bound", "bound"),
+                ),
+                chart("Oldest token of a group", "short", *quantiles(f"{L}group_staleness_versions", 0.5, 0.99)),
+                chart("Tokens by staleness", "short", (f"{L}tokens_by_staleness", "{{staleness}} versions")),
+                chart(
+                    "Clipped, masked and truncated by staleness",
+                    "percentunit",
+                    *(
+                        (f"{L}{what}_fraction_by_staleness", f"{what}, {{{{staleness}}}}")
+                        for what in ("clip", "mask", "truncation")
+                    ),
                 ),
             ),
         },
@@ -212,7 +239,13 @@ DASHBOARDS: dict[str, tuple[str, dict[str, tuple[Chart, ...]]]] = {
                     (f"{R}policy_version", "{{instance}}"),
                 ),
                 chart("Publishing a version", "s", *quantiles(f"{L}publish_seconds", 0.5, 0.99)),
-                chart("Transfer, load and pause", "s", *quantiles(f"{R}weight_seconds", 0.99, by="phase")),
+                chart("Transfer and load", "s", *quantiles(f"{R}weight_seconds", 0.99, by="phase")),
+                chart(
+                    "Pause of running sequences",
+                    "percentunit",
+                    (rate(f"{R}update_pause_seconds_total", "instance"), "{{instance}}"),
+                ),
+                chart("Size of a version", "bytes", (f"{L}publish_bytes", "published")),
             ),
             "Life": (
                 chart(
@@ -266,9 +299,11 @@ DASHBOARDS: dict[str, tuple[str, dict[str, tuple[Chart, ...]]]] = {
                         for part in ("step", "wait", "learn", "publish")
                     ),
                 ),
+                chart("Model FLOPs of the learner", "flops", (f"{L}model_flops", "learning")),
                 chart("Model FLOPs utilisation", "percentunit", (f"{L}mfu", "learner")),
                 chart("Engine busy", "percentunit", (rate(f"{R}busy_seconds_total", "instance"), "{{instance}}")),
                 chart("Sequences decoded", "short", (f"{R}sequences_running", "{{instance}}")),
+                chart("Groups per second", "short", (rate(f"{R}groups_total", "instance"), "produced, {{instance}}")),
                 chart("Weight bytes received", "Bps", (rate(f"{R}weight_bytes_total", "instance"), "{{instance}}")),
             ),
             "Memory": (
@@ -295,6 +330,12 @@ DASHBOARDS: dict[str, tuple[str, dict[str, tuple[Chart, ...]]]] = {
                     (f"{L}wake_seconds", "learner wakes"),
                     (f"{R}sleep_seconds", "server sleeps"),
                     (f"{R}wake_seconds", "server wakes"),
+                ),
+                chart(
+                    "Asleep",
+                    "s",
+                    (f"{L}asleep_seconds", "learner, of a step"),
+                    (f"{rate(f'{R}asleep_seconds_total', 'instance')}", "server, per second"),
                 ),
                 chart("What leaves the device", "bytes", (f"{L}sleep_bytes", "learner"), (f"{R}sleep_bytes", "server")),
             ),
@@ -333,6 +374,8 @@ def panel(chart: Chart) -> Stat | TimeSeries:
             )
             .tooltip(VizTooltipOptions().mode(TooltipDisplayMode.MULTI))
         )
+        if chart.logarithmic:
+            built = built.scale_distribution(ScaleDistributionConfig().type(ScaleDistribution.LOG).log(10))
     built = built.title(chart.title).description(describe(chart.queries)).unit(chart.unit).datasource(PROMETHEUS)
     for number, (expression, legend) in enumerate(chart.queries):
         query = Dataquery().expr(expression).legend_format(legend).ref_id(chr(ord("A") + number))

@@ -11,23 +11,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 
-HERE = Path(__file__).parent
-CONFIGS = HERE.parent.parent / "configs"
-
-
-def run(title: str, *command: str) -> float:
-    """Run one stage in the foreground; returns its seconds. A failing stage ends the demo with its exit code."""
-    print(f"\n== {title}", flush=True)
-    started = time.monotonic()
-    code = subprocess.call([sys.executable, *command])
-    if code:
-        sys.exit(code)
-    return time.monotonic() - started
+from prepare import prepare, run
 
 
 def next_folder() -> Path:
@@ -48,25 +34,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=0, help="GRPO steps; default: the configuration's")
     arguments = parser.parse_args()
     folder: Path = arguments.folder or next_folder()
-    seed = str(arguments.seed)
-    data = [f"data.train_files=[{folder}/data/rl.parquet]", f"data.val_files=[{folder}/data/eval.parquet]"]
-    sft, grpo = folder / "sft", folder / "grpo"
+    grpo = folder / "grpo"
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-    seconds = {
-        "data": run("handwritten digits", str(HERE / "make_data.py"), "--out", str(folder / "data"), "--seed", seed),
-        "model": run("a small Qwen2-VL", str(HERE / "make_model.py"), "--out", str(folder / "model"), "--seed", seed),
-        "sft": run(
-            "supervised warm start (asyncrl sft)",
-            *("-m", "asyncrl", "sft", str(CONFIGS / "digits_sft.yaml")),
-            *(f"run_dir={sft}", f"model.path={folder}/model", f"trainer.seed={seed}"),
-            *(f"data.train_files=[{folder}/data/sft.parquet]", data[1]),
-        ),
-    }
+    seconds = prepare(folder, arguments.seed)
     steps = [f"trainer.max_steps={arguments.steps}"] if arguments.steps else []
-    train = ["-m", "asyncrl", "train", str(CONFIGS / "digits_grpo.yaml")]
-    overrides = [f"run_dir={grpo}", f"model.path={sft}/export", f"trainer.seed={seed}", *data, *steps]
-    seconds["grpo"] = run("asynchronous GRPO (asyncrl train)", *train, *overrides)
+    train = ["-m", "asyncrl", "train", str(folder / "config.yaml")]
+    seconds["grpo"] = run("asynchronous GRPO (asyncrl train)", *train, *steps)
     check = ["-m", "asyncrl", "eval", str(grpo / "config.yaml"), "--model", str(grpo / "export")]
     seconds["check"] = run("the exported folder with plain transformers (asyncrl eval)", *check)
     before, *_, after = evaluations(grpo)

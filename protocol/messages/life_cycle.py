@@ -97,7 +97,7 @@ class LearnerHeartbeat(Wire):
 
 
 class Goodbye(Wire):
-    """The sender stops. `expected` tells an orderly end from a failure."""
+    """The sender stops. `expected`: of a server, it is no failure; of a learner, the run is finished."""
 
     type: Literal["goodbye"] = "goodbye"
     reason: Text

@@ -20,6 +20,7 @@ from asyncrl.models.loading import folder_fingerprint
 from asyncrl.models.processing import PromptProcessor
 from rollout_server.engines.base import ArrivedWeights, Completion, EngineDied, EngineUsage, GenerationRequest
 from rollout_server.engines.vllm_engine.adapter import check_slot, fill_slot, no_adapter
+from rollout_server.engines.vllm_engine.answers import answered
 from rollout_server.engines.vllm_engine.changes import Changes
 from rollout_server.engines.vllm_engine.library import DEAD
 from rollout_server.engines.vllm_engine.outputs import to_completion
@@ -71,13 +72,17 @@ class VLLMEngine:
     async def start(self) -> None:
         self._starting = asyncio.ensure_future(asyncio.to_thread(self._start_vllm))
         self._llm = await asyncio.shield(self._starting)
+        with self._vllm.death_told():
+            await answered(self._llm, self._take_version_0())
+        receivers = self._llm.vllm_config.parallel_config.world_size
+        self.staging = WorkerStaging(self._llm, self._vllm, receivers, self._at_rest)
+
+    async def _take_version_0(self) -> None:
         if self._adapter is not None:
             none = no_adapter(self._config.model, self._adapter)
             self._adapter_request = await fill_slot(self._llm, self._vllm, self._adapter, 0, none.items())
             await check_slot(self._llm)
         await self._llm.update_weight_version(str(self._version))
-        receivers = self._llm.vllm_config.parallel_config.world_size
-        self.staging = WorkerStaging(self._llm, self._vllm, receivers, self._at_rest)
 
     def _start_vllm(self) -> Any:
         self._fingerprint = folder_fingerprint(self._config.model)

@@ -10,6 +10,7 @@ from typing import Any
 from asyncrl.weight_transfer.stage import Arrival, StageOrder
 from protocol.messages import WeightManifest
 from rollout_server.engines.base import ArrivedWeights
+from rollout_server.engines.vllm_engine.answers import answered
 from rollout_server.engines.vllm_engine.library import Library
 from rollout_server.staging import DeviceMemory, StagedWeights, until_arrived
 
@@ -27,7 +28,7 @@ class WorkerStaging:
         self._at_rest = at_rest
 
     async def devices(self) -> Sequence[DeviceMemory]:
-        found = await self._llm.collective_rpc("device_memory")
+        found = await answered(self._llm, self._llm.collective_rpc("device_memory"))
         return [DeviceMemory(*device) for device in found if device]
 
     async def receive(self, order: StageOrder) -> None:

@@ -1,0 +1,134 @@
+"""docker-compose.yml, .env and the Dockerfile: what can be wrong with them without a container running."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from asyncrl.config.load import load_config
+from tests.compose_services import COMPOSE, ROOT, resolved, seconds
+
+DOCKERFILE = ROOT / "docker" / "Dockerfile"
+OURS = {"prepare", "learner", "rollout_server", "learner_gpu", "rollout_server_gpu"}
+needs_compose = pytest.mark.skipif(COMPOSE is None, reason="docker-compose is not installed")
+
+
+@pytest.fixture(scope="module")
+def services() -> dict[str, dict[str, Any]]:
+    return resolved("cpu", "gpu")["services"]
+
+
+@needs_compose
+def test_each_profile_has_what_it_needs(services: dict[str, dict[str, Any]]) -> None:
+    assert set(resolved("cpu")["services"]) == {"prepare", "learner", "rollout_server", "prometheus", "grafana"}
+    assert set(resolved("gpu")["services"]) == {"learner_gpu", "rollout_server_gpu", "prometheus", "grafana"}
+    assert set(services) == OURS | {"prometheus", "grafana"}
+
+
+@needs_compose
+def test_nobody_is_root_and_nobody_has_privileges(services: dict[str, dict[str, Any]]) -> None:
+    for name, service in services.items():
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert not service.get("privileged"), name
+        if name != "grafana":  # its image is of user 472
+            assert int(service["user"].partition(":")[0]) > 0, name
+
+
+@needs_compose
+def test_crashes_start_again_and_every_stop_has_time_for_a_checkpoint(services: dict[str, dict[str, Any]]) -> None:
+    for name in OURS - {"prepare"}:
+        service = services[name]
+        assert re.fullmatch(r"on-failure:\d+", service["restart"]), "a finished run stays finished"
+        assert seconds(service["stop_grace_period"]) >= 60
+        assert service["init"] is True
+        assert service["logging"]["options"], "logs of days are bounded"
+
+
+@needs_compose
+def test_health_checks_ask_the_port_that_the_service_serves_and_prometheus_scrapes(
+    services: dict[str, dict[str, Any]],
+) -> None:
+    scraped = {}
+    for job in yaml.safe_load((ROOT / "docker/prometheus/prometheus.yml").read_text())["scrape_configs"]:
+        for found in job["dns_sd_configs"]:
+            scraped |= dict.fromkeys(found["names"], found["port"])
+    for name in OURS - {"prepare"}:
+        service = services[name]
+        (setting,) = (word for word in service["command"] if re.match(r"telemetry\.\w+_port=", word))
+        port = int(setting.partition("=")[2])
+        known = {name, *(service["networks"]["asyncrl"] or {}).get("aliases", ())}
+        assert {scraped[each] for each in known if each in scraped} == {port}, name
+        assert service["healthcheck"]["test"] == ["CMD", "asyncrl", "health", f"http://127.0.0.1:{port}/metrics"]
+
+
+@needs_compose
+def test_commands_are_of_the_cli_and_agree_with_each_other(services: dict[str, dict[str, Any]]) -> None:
+    networks = set()
+    for name in OURS - {"prepare"}:
+        program, command, file, *rest = services[name]["command"]
+        assert (program, file) == ("asyncrl", "/runs/demo/config.yaml")
+        flags = [word for word in rest if word.startswith("--")]
+        assert flags == (["--unattended"] if command == "learn" else [])
+        shown = subprocess.run(
+            [sys.executable, "-m", "asyncrl", command, "--help"], capture_output=True, text=True, check=True
+        )
+        assert all(flag in shown.stdout for flag in flags)
+        overrides = [word for word in rest if "=" in word]
+        config = load_config(ROOT / "configs" / "digits_grpo.yaml", overrides)
+        networks.add((config.control_endpoint, config.weights_endpoint, config.network.keys_dir))
+    assert networks == {("tcp://learner:7601", "tcp://learner:7602", "/run/secrets/keys")}
+
+
+@needs_compose
+def test_servers_read_what_the_learner_publishes_and_write_nothing(services: dict[str, dict[str, Any]]) -> None:
+    for learner, server in (("learner", "rollout_server"), ("learner_gpu", "rollout_server_gpu")):
+        assert services[learner]["ipc"] == "shareable"
+        assert services[server]["ipc"] == f"service:{learner}"
+        assert services[learner]["shm_size"]
+    assert "runs:/runs:ro" in services["rollout_server"]["volumes"]
+    assert "keys:/run/secrets/keys:ro" in services["rollout_server"]["volumes"]
+    targets = {secret["target"] for secret in services["rollout_server_gpu"]["secrets"]}
+    assert targets == {"keys/learner.public", "keys/server.secret"}, "not the learner's secret"
+
+
+@needs_compose
+def test_only_dashboards_are_published_and_only_on_this_machine(services: dict[str, dict[str, Any]]) -> None:
+    published = {name: service["ports"] for name, service in services.items() if "ports" in service}
+    assert set(published) == {"prometheus", "grafana"}
+    assert all(str(port).startswith("127.0.0.1:") for ports in published.values() for port in ports)
+
+
+def test_every_variable_is_explained_in_dot_env() -> None:
+    text = re.sub(r"#.*$", "", (ROOT / "docker-compose.yml").read_text(), flags=re.MULTILINE)
+    used = set(re.findall(r"\$\{([A-Z_]+)", text))
+    explained = set(re.findall(r"^#? ?([A-Z_]+)=", (ROOT / ".env").read_text(), re.MULTILINE))
+    assert used - explained == set()
+    assert explained - used == {"COMPOSE_PROFILES"}
+
+
+def test_the_images_are_lean_and_copy_what_is_there() -> None:
+    text = DOCKERFILE.read_text()
+    for source in re.findall(r"^COPY ((?:\S+ )+)\S+$", text, re.MULTILINE):
+        for name in source.split():
+            assert (ROOT / name).exists(), name
+    learner, rollout = text.split("FROM base AS learner")[1].split("FROM base AS rollout")
+    assert "WITH_VLLM" not in learner
+    assert "deepspeed" not in rollout
+    for stage in (learner, rollout):
+        assert re.findall(r"^USER (\S+)$", stage, re.MULTILINE) == ["1000:1000"]
+
+
+def test_the_dockerfile_has_no_findings() -> None:
+    hadolint = shutil.which("hadolint", path=str(Path(sys.executable).parent)) or shutil.which("hadolint")
+    if hadolint is None:
+        pytest.skip("hadolint is not installed")
+    done = subprocess.run([hadolint, str(DOCKERFILE)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout

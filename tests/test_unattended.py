@@ -1,0 +1,138 @@
+"""What a service that is started again by a machine does, and what a health check says of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import BadStateError, UserError, WaitTimeoutError
+from asyncrl.health import LONGEST_PULSE_S, ailments
+from asyncrl.launch.processes import JOURNAL_FILE
+from asyncrl.launch.unattended import next_attempt
+from asyncrl.telemetry.failure import Kind, kind_of, read_failure, reserve, save_failure
+from asyncrl.telemetry.recorder import RunRecorder
+from asyncrl.telemetry.waits import WaitClock
+
+
+def _begun(config: RunConfig) -> Path:
+    config.run_path.mkdir(parents=True, exist_ok=True)
+    (config.run_path / JOURNAL_FILE).touch()
+    return config.run_path
+
+
+def test_it_begins_continues_and_ends(make_config: Callable[..., RunConfig]) -> None:
+    config = make_config()
+    assert next_attempt(config) == "begin"
+    run = _begun(config)
+    assert next_attempt(config) == "continue"
+    RunRecorder(run).status(phase="interrupted")
+    assert next_attempt(config) == "continue"
+    RunRecorder(run).status(phase="finished")
+    assert next_attempt(config) == "nothing"
+
+
+@pytest.mark.parametrize("kind", ["timed_out", "disk_full", "user_error"])
+def test_it_tries_again_what_another_time_may_mend(make_config: Callable[..., RunConfig], kind: Kind) -> None:
+    config = make_config()
+    save_failure(_begun(config), "learner", "waited 5 s for a rollout server", kind=kind)
+    assert next_attempt(config) == "continue"
+
+
+def test_it_does_not_try_again_after_bad_state(make_config: Callable[..., RunConfig]) -> None:
+    config = make_config()
+    save_failure(_begun(config), "learner", "the loss is nan", kind="bad_state")
+    with pytest.raises(BadStateError, match=r"the loss is nan.*--resume"):
+        next_attempt(config)
+
+
+def test_failures_have_kinds() -> None:
+    full = OSError(28, "No space left on device")
+    known = [WaitTimeoutError("w"), BadStateError("b"), UserError("u"), full, RuntimeError("r")]
+    assert [kind_of(error) for error in known] == ["timed_out", "bad_state", "user_error", "disk_full", None]
+
+
+def test_a_service_that_may_not_write_into_the_run_directory_starts_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # as of a volume that is mounted read-only
+    reserve(tmp_path, "rollout_server")
+    assert list(tmp_path.iterdir()) == []
+    assert read_failure(tmp_path) is None
+
+
+# --- health ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _endpoint(text: str) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/metrics"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+WELL = (
+    "# HELP asyncrl_learner_step s\nasyncrl_learner_step 3.0\nasyncrl_learner_pulse_age_seconds 0.2\n"
+    "asyncrl_learner_ledger_residual_groups 0.0\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ("", []),
+        ('asyncrl_learner_stopped{kind="finished"} 1.0\n', []),
+        ('asyncrl_learner_stopped{kind="bad_state"} 1.0\n', ["it has stopped"]),
+        (f"asyncrl_learner_pulse_age_seconds {LONGEST_PULSE_S + 1}\n", ["has not looked at its sockets for 61 s"]),
+        ("asyncrl_learner_ledger_residual_groups 2.0\n", ["residual is not 0"]),
+        ("asyncrl_rollout_learner_silence_seconds 90.0\n", ["the learner has been silent for 90 s"]),
+    ],
+)
+def test_health_names_what_is_wrong(more: str, says: list[str]) -> None:
+    with _endpoint(WELL + more) as url:
+        found = ailments(url)
+    assert len(found) == len(says)
+    assert all(text in ailment for text, ailment in zip(says, found, strict=True)), found
+
+
+def test_health_of_nothing_and_of_something_else() -> None:
+    with _endpoint("hello") as url:
+        assert "not as a service of asyncrl" in ailments(url)[0]
+    assert "does not answer" in ailments(url)[0]
+
+
+# --- waiting -----------------------------------------------------------------------------------------
+
+
+def test_a_wait_inside_another_counts_for_itself_alone_and_a_wait_that_goes_on_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    clock = WaitClock()
+    with clock.waiting("groups"):
+        now += 3
+        with clock.waiting("device"):
+            now += 5
+            assert clock.totals() == {"groups": 3, "device": 5}
+        now += 1
+    now += 10
+    assert clock.totals() == {"groups": 4, "device": 5}
