@@ -76,6 +76,12 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument("--step", type=int, required=True, metavar="N")
     replay.add_argument("overrides", nargs="*", metavar="key=value", help="see what another setting would change")
     replay.set_defaults(handler=_replay)
+    report = commands.add_parser("report", help="write an HTML page about a run, or about several side by side")
+    report.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN")
+    report.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="default: RUN/report.html; of several: report.html"
+    )
+    report.set_defaults(handler=_report)
     doctor = commands.add_parser(
         "doctor", help="what this machine has, what is wrong with it, and what a run will need"
     )
@@ -208,6 +214,13 @@ def _export(arguments: argparse.Namespace) -> int:
 
 def _inspect(arguments: argparse.Namespace) -> int:
     _become("learner.inspect", *arguments.words)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from asyncrl.report.write import write_report
+
+    write_report(arguments.run_dirs, arguments.output)
+    return 0
 
 
 def _replay(arguments: argparse.Namespace) -> int:

@@ -11,8 +11,10 @@ import psutil
 import torch
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.models.device_facts import device_name, memory_by_state
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.rewards.presentation import plain_text
+from asyncrl.telemetry.environment import record_start
 from asyncrl.telemetry.recorder import RunRecorder
 from learner.batch import Batch
 from learner.exchange import Exchange
@@ -23,6 +25,8 @@ from learner.samples.rows import TrainedBatch
 from learner.tickets import ReceivedGroup
 from protocol.lease import read_tenure
 from protocol.messages import WeightManifest, WeightsLoaded
+
+ENDINGS = ("finished", "interrupted", "failed")
 
 
 class Reporter:
@@ -44,6 +48,7 @@ class Reporter:
         self._processor = processor
         self._total_steps = total_steps
         self._process = psutil.Process()
+        self._device = torch.device("cpu")
         self._server_usage: dict[str, tuple[float, float, int]] = {}
         self._parity: dict[str, dict[str, float]] = {}
 
@@ -56,6 +61,11 @@ class Reporter:
     @property
     def evaluated_steps(self) -> set[int]:
         return self.recorder.evaluated_steps()
+
+    def started(self, step: int, device: torch.device) -> None:
+        """This process, after `step`."""
+        self._device = device
+        record_start(self.config.run_path, step, device_name(device))
 
     def status(self, phase: str, step: int, version: int, waiting_for: str = "") -> None:
         counts = self._ledger.counts()
@@ -88,6 +98,9 @@ class Reporter:
             errors=dict(self._exchange.errors),
             device=_device(self.config),
         )
+        if phase in ENDINGS:
+            self._rollout_usage()
+            self._write_timeline()
 
     def step(self, step: int, version: int, values: Mapping[str, float], batch: Batch, trained: TrainedBatch) -> None:
         """One finished learner step; `version` is the one that consumed the batch."""
@@ -97,10 +110,16 @@ class Reporter:
         record |= self._ledger.length_bias()
         record["cpu_threads"] = torch.get_num_threads()  # the last bits of a sum depend on it
         record["rss_gib"] = self._process.memory_info().rss / 2**30
+        if self._device.type == "cuda":
+            record |= {f"device_gib/{state}": n / 2**30 for state, n in memory_by_state(self._device).items()}
         self.recorder.step(record)
         self.exporter.step(step, version, record, batch)
         self._sample(step, batch.received[: self.config.trainer.samples_per_step])
         self.samples.write(step, version, batch.received, trained)
+        self._write_timeline()
+
+    def _write_timeline(self) -> None:
+        self.recorder.timeline(self._exchange.timeline.take())
 
     def _rollout_usage(self) -> dict[str, float]:
         """Idle ratio and token rate of the servers since the last step, from their heartbeats."""
@@ -115,6 +134,9 @@ class Reporter:
             if elapsed > 0:
                 idle.append(max(0.0, 1 - (beat.busy_s - busy) / elapsed))
                 rate += (beat.tokens_generated - tokens) / elapsed
+                more = {"engine": server.hello.engine, "version": beat.version, "busy_s": round(beat.busy_s - busy, 3)}
+                more["tokens"] = beat.tokens_generated - tokens
+                self._exchange.timeline.ended(server_id, "usage", elapsed, **more)
                 self._server_usage[server_id] = (beat.uptime_s, beat.busy_s, beat.tokens_generated)
         return {"idle/rollout": float(np.mean(idle)), "tokens_per_s/rollout": rate} if idle else {}
 
