@@ -40,6 +40,7 @@ class Reporter:
         self._processor = processor
         self._total_steps = total_steps
         self._process = psutil.Process()
+        self._began = time.monotonic()
         self._server_usage: dict[str, tuple[float, float, int]] = {}
 
     @property
@@ -78,7 +79,9 @@ class Reporter:
 
     def step(self, step: int, version: int, values: Mapping[str, float], batch: Batch) -> None:
         """One finished learner step; `version` is the one that consumed the batch."""
-        record = {"step": step, "version": version + 1, "time": time.time(), **values, **self._rollout_usage()}
+        uptime_s = time.monotonic() - self._began
+        record = {"step": step, "version": version + 1, "time": time.time(), "uptime_s": uptime_s, **values}
+        record |= self._rollout_usage()
         counts = self._ledger.counts()
         record["ledger_residual"] = counts.residual
         record |= self._ledger.length_bias()

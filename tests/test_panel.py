@@ -14,8 +14,10 @@ import pytest
 from rich.console import Console
 
 from asyncrl.launch.display import Display
-from asyncrl.launch.panel import duration, render, sparkline
+from asyncrl.launch.glyphs import Glyphs, slice_means
+from asyncrl.launch.panel import RunPanel
 from asyncrl.launch.story import Story
+from asyncrl.launch.wording import duration
 from asyncrl.telemetry.recorder import RunRecorder
 
 
@@ -66,7 +68,7 @@ def text_of(folder: Path, width: int = 110) -> str:
     story = Story(folder)
     story.refresh()
     with console.capture() as capture:
-        console.print(render(story))
+        console.print(RunPanel(story))
     return re.sub(r"\x1b\[[0-9;]*m", "", capture.get())  # our own colours
 
 
@@ -171,7 +173,6 @@ def test_the_story_follows_a_growing_and_a_cut_file(tmp_path: Path) -> None:
     recorder.step({"step": 6, "step_s": 2.0})
     story.refresh()
     assert [step["step"] for step in story.steps] == [1, 2, 3, 4, 5, 6]
-    assert story.seconds_left() == (100 - 6) * 2.0
     recorder.truncate_after(3, evaluations_after=3)
     story.refresh()
     assert [step["step"] for step in story.steps] == [1, 2, 3]
@@ -180,10 +181,11 @@ def test_the_story_follows_a_growing_and_a_cut_file(tmp_path: Path) -> None:
 
 
 def test_a_sparkline_shows_the_course_in_few_characters() -> None:
-    assert sparkline([]) == ""
-    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
-    assert len(sparkline(list(range(1000)), width=20)) == 20
-    assert set(sparkline([0.5] * 10)) == {"▁"}
+    glyphs = Glyphs.of("utf-8")
+    assert glyphs.sparkline([]) == ""
+    assert glyphs.sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert slice_means([float(n) for n in range(1000)], 4) == [124.5, 374.5, 624.5, 874.5]
+    assert set(glyphs.sparkline([0.5] * 10)) == {"▁"}
 
 
 def test_durations_are_said_in_words() -> None:
