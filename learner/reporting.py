@@ -13,6 +13,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.rewards.presentation import plain_text
 from asyncrl.telemetry.recorder import RunRecorder
+from asyncrl.telemetry.trackers import open_trackers
 from learner.batch import Batch
 from learner.exchange import Exchange
 from learner.exporting import LearnerExporter
@@ -34,7 +35,9 @@ class Reporter:
     ):
         self.config = config
         self.exporter = exporter
-        self.recorder = RunRecorder(config.run_path)  # after what may fail: it makes the run directory
+        self.recorder = RunRecorder(
+            config.run_path, open_trackers(config, exchange.errors)
+        )  # after what may fail: it makes the run directory
         self._exchange = exchange
         self._ledger = ledger
         self._processor = processor
