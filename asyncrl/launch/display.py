@@ -18,7 +18,7 @@ from asyncrl.launch.story import Story
 from asyncrl.launch.wording import MISSING, number, time_left
 
 PLAIN_EVERY_STEPS = 20
-REFRESH_S = 0.5
+REFRESH_S = 1.0
 STUCK_S = 60.0
 """Without a step; plain lines then say what is waited for, each time after twice as long."""
 

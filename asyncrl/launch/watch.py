@@ -21,7 +21,7 @@ def watch(run_dir: Path) -> int:
     with Display(Story(run_dir), from_the_start=True) as display:
         while not _is_over(display.story):
             display.tick()
-            time.sleep(REFRESH_S / 2)
+            time.sleep(REFRESH_S / 4)
     return ExitCode.FINISHED if display.story.phase == "finished" else ExitCode.CRASHED
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.telemetry.jsonl import JsonlTail, drop_unfinished_line, keep_steps, write_atomically
+from asyncrl.telemetry.latest import LatestFile
 from asyncrl.telemetry.trackers import Trackers
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ class RunRecorder:
         self._trackers = trackers
         self._run_dir.mkdir(parents=True, exist_ok=True)
         self._status: dict[str, Any] = {}
+        self._status_file = LatestFile(self._run_dir / STATUS_FILE)
         self._warned: set[str] = set()
         for name in (METRICS_FILE, EVALUATIONS_FILE, SAMPLES_FILE):
             drop_unfinished_line(self._run_dir / name)
@@ -59,10 +61,20 @@ class RunRecorder:
             self._trackers.sample(sample, images)
 
     def status(self, **fields: Any) -> None:
-        """Replace these fields of status.json; the others stay as they were said last by this process."""
+        """Replace these fields of status.json; the others stay as they were said last by this process.
+
+        A new phase is in the file on return, everything else a moment later.
+        """
+        is_new_phase = (
+            "phase" not in self._status or fields.get("phase", self._status["phase"]) != self._status["phase"]
+        )
         self._status.update(fields, time=time.time())
         text = json.dumps(self._finite(STATUS_FILE, self._status), ensure_ascii=False)
-        write_atomically(self._run_dir / STATUS_FILE, text.encode(errors="backslashreplace"), durable=False)
+        data = text.encode(errors="backslashreplace")
+        if is_new_phase:
+            self._status_file.write(data)
+        else:
+            self._status_file.write_soon(data)
 
     def truncate_after(self, step: int, *, evaluations_after: int) -> None:
         """Forget what was written past the step that a run resumes from. Images stay: they are named by content.
