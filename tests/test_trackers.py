@@ -128,6 +128,7 @@ def history_of(file: Path) -> list[dict[str, Any]]:
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("wandb")
+    monkeypatch.setattr("asyncrl.telemetry.trackers.running.CLOSE_S", 60.0)  # a busy machine
     for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
@@ -143,6 +144,7 @@ def test_wandb_offline_is_one_run_with_each_step_once_over_a_resume(tmp_path: Pa
     recorder = recorder_of(run, "wandb", errors=errors)
     recorder.evaluation({"step": 0, "accuracy": 0.25, "rows": 16})
     record_steps(recorder, 1, 4)
+    recorder.evaluation({"step": 4, "accuracy": 0.5, "rows": 16})
     recorder.close()
     resumed = recorder_of(run, "wandb", errors=errors)
     resumed.truncate_after(2, evaluations_after=4)

@@ -41,6 +41,8 @@ class TrackedRun:
     """The step that this process goes on from, if there was one before it: what came later is made again."""
     told: int = 0
     """The last step that an earlier process told of."""
+    evaluations: tuple[Mapping[str, Any], ...] = ()
+    """Of steps after `resumed_after`, told by an earlier process: they are not made again."""
 
 
 class Tracker(Protocol):
@@ -52,3 +54,13 @@ class Tracker(Protocol):
     def evaluation(self, step: int, results: Mapping[str, float]) -> None: ...
     def samples(self, step: int, samples: Sequence[Sample]) -> None: ...
     def close(self) -> None: ...
+
+
+def numbers(record: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
+    """A line's step, and everything else in it that is a number, but for the clock's."""
+    values = {k: float(value) for k, value in record.items() if _is_number(value) and k not in ("step", "time")}
+    return int(record["step"]), values
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or (hasattr(value, "item") and getattr(value, "ndim", 0) == 0)

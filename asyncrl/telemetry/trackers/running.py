@@ -8,12 +8,12 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.errors import UserError
-from asyncrl.telemetry.trackers.base import Sample, TrackedRun, Tracker
+from asyncrl.telemetry.trackers.base import Sample, TrackedRun, Tracker, numbers
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import RunConfig, TelemetryConfig
@@ -81,19 +81,17 @@ class Trackers:
         self._workers: list[_Worker] | None = None
         self._samples: list[Sample] = []
 
-    def resume(self, after: int, told: int, evaluations: list[dict[str, Any]]) -> None:
-        """Before anything else. `evaluations` of later steps stay: they are not made again."""
-        self._run = replace(self._run, resumed_after=after, told=told)
-        for evaluation in evaluations:
-            self.evaluation(evaluation)
+    def resume(self, after: int, told: int, evaluations: Sequence[Mapping[str, Any]]) -> None:
+        """Before anything else; the arguments are those of TrackedRun."""
+        self._run = replace(self._run, resumed_after=after, told=told, evaluations=tuple(evaluations))
 
     def step(self, record: Mapping[str, Any]) -> None:
         self._pass_samples_on()
-        step, metrics = _numbers(record)
+        step, metrics = numbers(record)
         self._call(lambda tracker: tracker.step(step, metrics))
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
-        step, results = _numbers(record)
+        step, results = numbers(record)
         self._call(lambda tracker: tracker.evaluation(step, results))
 
     def sample(self, record: Mapping[str, Any], images: Mapping[str, bytes]) -> None:
@@ -171,13 +169,3 @@ class _Worker:
         if not self._is_told:
             self._is_told = True
             logger.warning("%s misses something of this run, which goes on: %s (said once)", self._name, why)
-
-
-def _numbers(record: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
-    """A line's step, and everything else in it that is a number, but for the clock's."""
-    values = {k: float(value) for k, value in record.items() if _is_number(value) and k not in ("step", "time")}
-    return int(record["step"]), values
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) or (hasattr(value, "item") and getattr(value, "ndim", 0) == 0)

@@ -15,7 +15,7 @@ from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from asyncrl.telemetry.trackers.base import Sample, TrackedRun
+from asyncrl.telemetry.trackers.base import Sample, TrackedRun, numbers
 
 FOLDER = "tensorboard"
 FLUSH_S = 10
@@ -28,6 +28,8 @@ class TensorBoardTracker:
         if run.resumed_after is not None:
             # TensorBoard forgets this step and later ones of the files before this one: they are made again.
             self._event(run.resumed_after + 1, session_log=SessionLog(status=SessionLog.START))
+            for evaluation in run.evaluations:
+                self.evaluation(*numbers(evaluation))
         self._event(0, summary=text_pb("configuration", _fenced(yaml.safe_dump(dict(run.config), sort_keys=False))))
         self._event(0, summary=hparams_pb(dict(_flat(run.config))))
 

@@ -32,7 +32,12 @@ class WandbTracker:
             mode=mode,  # pyright: ignore[reportArgumentType]  # what W&B does not know it refuses itself
             config=dict(run.config),
             settings=wandb.Settings(
-                silent=True, console="off", disable_git=True, disable_code=True, finish_timeout=finish_s
+                silent=True,
+                console="off",
+                disable_git=True,
+                disable_code=True,
+                finish_timeout=finish_s,
+                finish_timeout_raises=True,
             ),
         )
 
