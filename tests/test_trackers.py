@@ -21,6 +21,7 @@ from asyncrl.config.schema import RunConfig, TelemetryConfig
 from asyncrl.errors import UserError
 from asyncrl.telemetry.recorder import RunRecorder
 from asyncrl.telemetry.trackers import OPENERS, Sample, TrackedRun, Tracker, Trackers, check_trackers
+from tests.waiting import wait_until
 
 CONFIG = {"learner": {"optim": {"lr": 1e-4}, "max_staleness": 2}, "data": {"train_files": ["a.parquet"]}}
 
@@ -155,6 +156,10 @@ def test_wandb_offline_is_one_run_with_each_step_once_over_a_resume(tmp_path: Pa
 
     files = sorted(run.glob("wandb/offline-run-*/run-*.wandb"))
     assert len(files) == 2, "one of each process"
+    for file in files:  # W&B's own process writes them
+        wait_until(
+            lambda file=file: [r.HasField("exit") for r in wandb_records(file)][-1:] == [True], f"the end of {file}"
+        )
     histories = [history_of(file) for file in files]
     assert [[line["step"] for line in history] for history in histories] == [[0, 1, 2, 3, 4], [5, 6]]
     assert histories[0][0]["held_out/accuracy"] == 0.25
