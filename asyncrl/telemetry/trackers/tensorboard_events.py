@@ -30,7 +30,9 @@ class TensorBoardTracker:
             self._event(run.resumed_after + 1, session_log=SessionLog(status=SessionLog.START))
             for evaluation in run.evaluations:
                 self.evaluation(*numbers(evaluation))
-        self._event(0, summary=text_pb("configuration", _fenced(yaml.safe_dump(dict(run.config), sort_keys=False))))
+        self._event(
+            0, summary=text_pb("configuration", _fenced(str(yaml.safe_dump(dict(run.config), sort_keys=False))))
+        )
         self._event(0, summary=hparams_pb(dict(_flat(run.config))))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -12,7 +12,7 @@ import wandb
 from asyncrl.telemetry.trackers.base import Sample, TrackedRun
 
 ID_FILE = "wandb-id"
-COLUMNS = ["step", "row", "image", "prompt", "answer", "completion", "reward", "status"]
+COLUMNS = ("step", "row", "image", "prompt", "answer", "completion", "reward", "status")
 
 
 class WandbTracker:
@@ -51,7 +51,7 @@ class WandbTracker:
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
         if step <= self._told:
             return
-        table = wandb.Table(columns=COLUMNS)
+        table = wandb.Table(columns=list(COLUMNS))
         for sample in samples:
             record, pictures = sample.record, sample.pictures()
             shown = wandb.Image(pictures[0]) if pictures else None
