@@ -15,6 +15,7 @@ NOT_OF_THE_STEP = {
     "step",
     "version",
     "time",
+    "uptime_s",
     "step_s",
     "wait_s",
     "learn_s",

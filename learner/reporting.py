@@ -16,6 +16,7 @@ from asyncrl.models.processing import PromptProcessor
 from asyncrl.rewards.presentation import plain_text
 from asyncrl.telemetry.environment import record_start
 from asyncrl.telemetry.recorder import RunRecorder
+from asyncrl.telemetry.trackers import open_trackers
 from learner.batch import Batch
 from learner.exchange import Exchange
 from learner.exporting import LearnerExporter
@@ -41,7 +42,8 @@ class Reporter:
     ):
         self.config = config
         self.exporter = exporter
-        self.recorder = RunRecorder(config.run_path)  # after what may fail: it makes the run directory
+        # After what may fail: it makes the run directory.
+        self.recorder = RunRecorder(config.run_path, open_trackers(config, exchange.errors))
         self.samples = SampleIndex(config.run_path)
         self._exchange = exchange
         self._ledger = ledger
@@ -49,8 +51,13 @@ class Reporter:
         self._total_steps = total_steps
         self._process = psutil.Process()
         self._device = torch.device("cpu")
+        self._began = time.monotonic()
         self._server_usage: dict[str, tuple[float, float, int]] = {}
         self._parity: dict[str, dict[str, float]] = {}
+
+    def close(self) -> None:
+        self.samples.close()
+        self.recorder.close()
 
     def truncate_after(self, step: int, *, made_again: int) -> None:
         """Forget what was written past the step that the run resumes from. Steps up to `made_again` will be, exactly:
@@ -104,7 +111,9 @@ class Reporter:
 
     def step(self, step: int, version: int, values: Mapping[str, float], batch: Batch, trained: TrainedBatch) -> None:
         """One finished learner step; `version` is the one that consumed the batch."""
-        record = {"step": step, "version": version + 1, "time": time.time(), **values, **self._rollout_usage()}
+        uptime_s = time.monotonic() - self._began
+        record = {"step": step, "version": version + 1, "time": time.time(), "uptime_s": uptime_s, **values}
+        record |= self._rollout_usage()
         counts = self._ledger.counts()
         record["ledger_residual"] = counts.residual
         record |= self._ledger.length_bias()

@@ -142,7 +142,7 @@ class Learner:
         config = self.config
         total_steps = self.progress.total_steps
         self.reporter = Reporter(config, self.exchange, self.ledger, self.processor, self.exporter, total_steps)
-        self._resources.callback(self.reporter.samples.close)
+        self._resources.callback(self.reporter.close)
         self.judge = ParityJudge(config, self.exchange, self.engine, self.processor, self.reporter)
         self.device = DeviceTurns(config, self._lease, self.engine, self.exchange) if self._lease else OwnDevice()
         evaluation = Evaluation(config, self.exchange, self.ledger, self.writer, self.reporter)

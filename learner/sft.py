@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,6 +24,7 @@ from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.filtering import usable_rows
 from asyncrl.models.processing import PromptProcessor, check_prompt_length
 from asyncrl.telemetry.recorder import RunRecorder
+from asyncrl.telemetry.trackers import open_trackers
 from learner.engines import create_engine
 from learner.packing import Completion, TrainGroup, build_micro_batch, plan_micro_batches
 
@@ -45,7 +47,7 @@ class SupervisedRun:
         self.steps = config.sft.steps or math.ceil(len(self.usable) / config.sft.rows_per_step)
         self.engine = create_engine(config, config.sft.optim, self.steps)
         self.engine.prepare()
-        self.recorder = RunRecorder(config.run_path)
+        self.recorder = RunRecorder(config.run_path, open_trackers(config, Counter()))
 
     def run(self) -> None:
         started = time.monotonic()
@@ -97,7 +99,11 @@ def main(config: RunConfig, resume: bool) -> None:
     if config.learner.cpu_threads:
         torch.set_num_threads(config.learner.cpu_threads)
     torch.manual_seed(config.trainer.seed)
-    SupervisedRun(config).run()
+    run = SupervisedRun(config)
+    try:
+        run.run()
+    finally:
+        run.recorder.close()
 
 
 if __name__ == "__main__":

@@ -185,7 +185,7 @@ def test_an_unknown_key_is_refused_with_what_was_meant(minimal: Path, tmp_path: 
 
 
 def test_a_setting_without_counterpart_says_why(minimal: Path) -> None:
-    assert "a run is named by its folder" in refusal(minimal, "trainer.project_name=first")
+    assert "a run is named by its folder" in refusal(minimal, "trainer.experiment_name=first")
 
 
 def test_every_alias_names_a_real_key() -> None:

@@ -17,7 +17,7 @@ from asyncrl.cli import main
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.launch.panel import render
+from asyncrl.launch.panel import RunPanel
 from asyncrl.launch.story import Story
 from asyncrl.telemetry.recorder import RunRecorder
 from asyncrl.telemetry.timeline import Timeline
@@ -485,7 +485,7 @@ def test_the_panel_says_who_has_the_device(tmp_path: Path) -> None:
     story.refresh()
     console = Console(file=io.StringIO(), width=110)
     with console.capture() as shown:
-        console.print(render(story))
+        console.print(RunPanel(story))
     assert "held by rollout_server   turn 12" in shown.get()
 
 

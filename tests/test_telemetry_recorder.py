@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ import numpy as np
 import pytest
 
 from asyncrl.telemetry.jsonl import JsonlTail, write_atomically
-from asyncrl.telemetry.recorder import RunRecorder
+from asyncrl.telemetry.recorder import RunRecorder, read_status
+from tests.waiting import wait_until
 
 PNG = b"\x89PNG\r\n\x1a\n" + b"pixels"
 
@@ -119,10 +122,35 @@ def test_readers_of_the_status_never_see_a_part(tmp_path: Path) -> None:
 def test_the_status_keeps_what_was_said_before(tmp_path: Path) -> None:
     recorder = RunRecorder(tmp_path)
     recorder.status(phase="training", step=3)
+    assert read_status(tmp_path)["step"] == 3
     recorder.status(step=4)
-    status = json.loads((tmp_path / "status.json").read_text())
-    assert (status["phase"], status["step"]) == ("training", 4)
+    wait_until(lambda: read_status(tmp_path)["step"] == 4, "the newest status", timeout_s=5)
+    status = read_status(tmp_path)
+    assert status["phase"] == "training"
     assert status["time"] > 0
+
+
+def test_the_newest_status_wins_however_fast_they_come(tmp_path: Path) -> None:
+    recorder = RunRecorder(tmp_path)
+    for step in range(500):
+        recorder.status(phase="training", step=step)
+    recorder.status(phase="finished")
+    assert read_status(tmp_path)["phase"] == "finished"
+    time.sleep(0.05)
+    assert (read_status(tmp_path)["phase"], read_status(tmp_path)["step"]) == ("finished", 499), "no older one after it"
+
+
+def test_a_status_that_cannot_be_written_is_not_silent(tmp_path: Path) -> None:
+    recorder = RunRecorder(tmp_path / "run")
+    recorder.status(phase="training", step=0)
+    shutil.rmtree(tmp_path / "run")
+
+    def say() -> bool:
+        recorder.status(step=1)
+        return False
+
+    with pytest.raises(OSError, match=r"status\.json"):
+        wait_until(say, "the error of the write before", timeout_s=5)
 
 
 def test_a_failed_write_leaves_the_old_content(tmp_path: Path) -> None:

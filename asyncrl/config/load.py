@@ -6,6 +6,7 @@ written: relative ones are relative to the current working directory, not to the
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from pydantic import ValidationError
 from asyncrl.config import keys, yaml_text
 from asyncrl.config.conform import conform, split_names
 from asyncrl.config.schema import RunConfig
-from asyncrl.config.suggest import file_hint, known_paths, suggestion
+from asyncrl.config.suggest import close_names, file_hint, known_paths, suggestion
 from asyncrl.errors import UserError
 
 _short = reprlib.Repr()
@@ -91,7 +92,10 @@ class _Draft:
             self.report(place, f"is empty: expected {expected}. Leave it out to get the default")
         else:
             quotes = " in quotes" if expected == "text" and isinstance(detail["input"], int | float) else ""
-            self.report(place, f"is {_short.repr(detail['input'])}: expected {expected or detail['msg']}{quotes}")
+            meant = _meant(detail)
+            self.report(
+                place, f"is {_short.repr(detail['input'])}: expected {expected or detail['msg']}{quotes}{meant}"
+            )
 
     def _origin(self, place: keys.Path) -> str:
         """Where the value was given: of the place itself or the nearest thing around it, or empty for defaults."""
@@ -160,6 +164,14 @@ def _container(place: keys.Path, given: Any) -> Any:
         default = found.field.get_default(call_default_factory=True)
         return list(default) if isinstance(default, tuple | list) else []
     return split_names(given) if isinstance(given, str) else given
+
+
+def _meant(detail: Any) -> str:
+    """A half sentence for a misspelt name out of a few."""
+    if detail["type"] != "literal_error":
+        return ""
+    close = close_names(str(detail["input"]), re.findall(r"'([^']*)'", detail["ctx"]["expected"]))
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _field(place: keys.Path) -> Any:

@@ -136,6 +136,9 @@ class LaunchConfig(Section):
     """A service that ran this long before it crashed has all its restarts again."""
 
 
+Tracker = Literal["tensorboard", "wandb"]
+
+
 class TelemetryConfig(Section):
     learner_port: int = Field(default=9101, ge=0, le=65535)
     """Prometheus endpoint of the learner; 0 lets `asyncrl train` pick a free port."""
@@ -148,6 +151,13 @@ class TelemetryConfig(Section):
     """The endpoints answer this long after the end, so that a scrape sees it: a few of Prometheus' intervals."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Least severe message in the logs of both processes."""
+    trackers: tuple[Tracker, ...] = ()
+    """Other programs that show the run, each an extra: `tensorboard` (in run_dir/tensorboard), `wandb` (offline in
+    run_dir/wandb where there is no key; WANDB_MODE decides)."""
+    project: str = "asyncrl"
+    """W&B project; the run is named after run_dir."""
+    samples_every_steps: int = Field(default=20, gt=0)
+    """How often trackers show the samples of a step with their images; samples.jsonl has those of all steps."""
 
 
 class RunConfig(Section):

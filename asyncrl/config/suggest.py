@@ -74,8 +74,11 @@ ALIASES = {
     "trainer.default_local_dir": "run_dir",
     "trainer.outputs_dir": "run_dir",
     "trainer.save_checkpoint_path": "run_dir",
+    "trainer.project_name": "telemetry.project",
+    "trainer.logger": "telemetry.trackers",
     # TRL and Hugging Face
     "output_dir": "run_dir",
+    "report_to": "telemetry.trackers",
     "model_name_or_path": "model.path",
     "torch_dtype": "model.dtype",
     "dataset_name": "data.train_files",
@@ -120,7 +123,6 @@ ABSENT = {
     "trainer.nnodes": "the learner runs on one machine; rollout servers may run elsewhere (network.host)",
     "gradient_accumulation_steps": "it follows from batch.prompts_per_step and batch.tokens_per_microbatch",
     "trainer.experiment_name": "a run is named by its folder, run_dir",
-    "trainer.project_name": "a run is named by its folder, run_dir",
 }
 """Keys of other frameworks that have no counterpart here, and what to know instead."""
 

@@ -2,40 +2,53 @@
 
 from __future__ import annotations
 
+import io
+import sys
 import time
 from contextlib import AbstractContextManager
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.live import Live
 
-from asyncrl.launch.panel import MISSING, duration, number, render
+from asyncrl.launch.alerts import alerts
+from asyncrl.launch.glyphs import Glyphs
+from asyncrl.launch.panel import RunPanel
 from asyncrl.launch.story import Story
+from asyncrl.launch.wording import MISSING, number, time_left
 
 PLAIN_EVERY_STEPS = 20
-REFRESH_S = 0.5
-FULL_LINES = 32
-"""Of a terminal that has room for the panel with its blank lines, some values in two lines."""
+REFRESH_S = 1.0
+STUCK_S = 60.0
+"""Without a step; plain lines then say what is waited for, each time after twice as long."""
 
 
 class Display(AbstractContextManager["Display"]):
     """Shows the story while a run goes on. Call `tick` often; it is cheap."""
 
-    def __init__(self, story: Story, console: Console | None = None):
+    def __init__(self, story: Story, console: Console | None = None, *, from_the_start: bool = False):
+        """Plain lines tell what is new; `from_the_start` also what was there before."""
         self.story = story
-        self.console = console or Console()
+        self.console = console or _console()
+        self._glyphs = Glyphs.of(self.console.encoding)
+        self._from_the_start = from_the_start
         self._live: Live | None = None
+        self._size = self.console.size
         self._refreshed_at = 0.0
         self._told_step = 0
         self._told_evaluations: list[dict[str, Any]] = []
+        self._told_alerts: set[str] = set()
+        self._last_step = 0
+        self._new_step_at = time.monotonic()
+        self._stuck_s = STUCK_S
 
     def __enter__(self) -> Display:
-        if self.console.is_terminal:
-            self._live = Live(self._panel(), console=self.console, auto_refresh=False)
-            self._live.start()
-        # What is there already was told by the run that this one resumes.
         self.story.refresh()
-        self._told_step, self._told_evaluations = self.story.latest.get("step", 0), self.story.evaluations
+        if self.console.is_terminal and not self.console.is_dumb_terminal:
+            self._live = Live(RunPanel(self.story), console=self.console, auto_refresh=False)
+            self._live.start()
+        if not self._from_the_start:  # it was told by the run that this one resumes
+            self._told_step, self._told_evaluations = self.story.latest.get("step", 0), self.story.evaluations
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -59,36 +72,71 @@ class Display(AbstractContextManager["Display"]):
     def _show(self, last: bool = False) -> None:
         self._refreshed_at = time.monotonic()
         self.story.refresh()
-        if self._live:
-            self._live.update(self._panel(), refresh=True)
-        else:
+        if self._live is None:
             self._tell(last)
+            return
+        if self.console.size != self._size:  # the terminal has broken the old frame's lines elsewhere
+            self._size = self.console.size
+            self.console.clear()
+        self._live.refresh()
 
-    def _panel(self) -> RenderableType:
-        return render(self.story, compact=self.console.height < FULL_LINES)
+    # --- plain lines -------------------------------------------------------------------------------
 
     def _tell(self, last: bool) -> None:
-        """Plain lines: every evaluation, and the first step, the last one and one now and then between them."""
-        step = self.story.latest
-        if step.get("step", 0) < self._told_step:  # a resumed learner cuts back to its checkpoint
+        """Every evaluation and warning, the first step, the last one and one now and then, and long waits."""
+        step = self.story.latest.get("step", 0)
+        if step < self._told_step:  # a resumed learner cuts back to its checkpoint
             self._told_step = 0
         for evaluation in self.story.evaluations:
-            if evaluation in self._told_evaluations:
-                continue
-            line = f"step {evaluation.get('step')}: held-out accuracy {number(evaluation.get('accuracy'))}"
-            rows, errors = evaluation.get("rows", MISSING), evaluation.get("errors", MISSING)
-            self._print(f"{line} over {rows} rows, {errors} without a score")
+            if evaluation not in self._told_evaluations:
+                self._print(_evaluation_line(evaluation))
         self._told_evaluations = self.story.evaluations
         pause = 1 if last or self._told_step == 0 else PLAIN_EVERY_STEPS
-        if step.get("step", 0) >= self._told_step + pause:
-            self._told_step = step["step"]
-            self._print(
-                f"step {step['step']} of {self.story.status.get('total_steps', '?')}: "
-                f"reward {number(step.get('reward/mean'))}, staleness {number(step.get('staleness/mean'), 1)}, "
-                f"entropy {number(step.get('entropy'))}, {number(step.get('step_s'), 2)} s per step, "
-                f"idle learner {number(self.story.last('idle/learner'), 2)} "
-                f"rollout {number(self.story.last('idle/rollout'), 2)}, {duration(self.story.seconds_left())} left"
-            )
+        if step >= self._told_step + pause:
+            self._told_step = step
+            self._print(_step_line(self.story))
+        self._tell_alerts()
+        self._tell_wait(step)
+
+    def _tell_alerts(self) -> None:
+        """As each begins."""
+        now = alerts(self.story)
+        for name in now.keys() - self._told_alerts:
+            self._print(f"warning: {now[name]}")
+        self._told_alerts = set(now)
+
+    def _tell_wait(self, step: int) -> None:
+        now = time.monotonic()
+        if step != self._last_step or self.story.has_ended:
+            self._last_step, self._new_step_at, self._stuck_s = step, now, STUCK_S
+        elif now - self._new_step_at >= self._stuck_s:
+            waiting = self.story.status.get("waiting_for") or "nothing that the learner has said"
+            self._print(f"step {step}: no other for {self._stuck_s:.0f} s, {self.story.phase}, waiting for {waiting}")
+            self._stuck_s *= 2
 
     def _print(self, line: str) -> None:
-        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(self._glyphs.line(line), markup=False, highlight=False, soft_wrap=True)
+
+
+def _console() -> Console:
+    """Of standard output. FORCE_COLOR in the environment does not make a terminal of a file."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # whatever is printed, a run does not end by it
+    return Console(force_terminal=None if sys.stdout.isatty() else False)
+
+
+def _evaluation_line(evaluation: dict[str, Any]) -> str:
+    rows, errors = evaluation.get("rows", MISSING), evaluation.get("errors", MISSING)
+    accuracy = number(evaluation.get("accuracy"))
+    return f"step {evaluation.get('step')}: held-out accuracy {accuracy} over {rows} rows, {errors} without a score"
+
+
+def _step_line(story: Story) -> str:
+    step = story.latest
+    return (
+        f"step {step['step']} of {story.status.get('total_steps', '?')}: "
+        f"reward {number(step.get('reward/mean'))}, staleness {number(step.get('staleness/mean'), 1)}, "
+        f"entropy {number(step.get('entropy'))}, {number(step.get('step_s'), 2)} s per step, "
+        f"idle learner {number(story.last('idle/learner'), 2)} rollout {number(story.last('idle/rollout'), 2)}, "
+        f"{time_left(story) or 'time left unknown'}"
+    )

@@ -14,6 +14,7 @@ from asyncrl.data.dataset import Purpose, RowSource, open_train, open_validation
 from asyncrl.errors import UserError
 from asyncrl.models.folder import check_weights, describe_folder, has_eyes
 from asyncrl.rewards.spec import check_rewards
+from asyncrl.telemetry.trackers import check_trackers
 
 Side = Literal["learner", "rollout_server"]
 
@@ -26,6 +27,7 @@ def check_inputs(config: RunConfig, *sides: Side) -> None:
     described = check_model(config)
     check_lengths(config, described)
     if "learner" in sides:
+        check_trackers(config.telemetry)
         _check_data(config, described, "rl")
     if "rollout_server" in sides:
         check_rewards(config.reward)
@@ -38,6 +40,7 @@ def check_inputs(config: RunConfig, *sides: Side) -> None:
 
 def check_sft_inputs(config: RunConfig) -> None:
     """The same of a supervised warm start."""
+    check_trackers(config.telemetry)
     _check_data(config, check_model(config), "sft")
     check_rewards(config.reward)
     check_weights(config.model)

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from asyncrl.launch.pace import seconds_per_step
 from asyncrl.telemetry.jsonl import JsonlTail
 from asyncrl.telemetry.recorder import EVALUATIONS_FILE, METRICS_FILE, SAMPLES_FILE, STATUS_FILE
+
+STEPS_KEPT = 512
+NEWEST_SAMPLES_BYTES = 2 << 20
+"""Of a file that may be gigabytes: two samples are shown."""
+ENDED = ("finished", "failed", "interrupted")
 
 
 @dataclass
@@ -20,6 +27,9 @@ class Story:
     since: float = 0.0
     """Unix time. An older status is an earlier process' and says nothing about this one."""
     steps: list[dict[str, Any]] = field(default_factory=list)
+    """The last of them."""
+    rewards: list[tuple[int, float]] = field(default_factory=list)
+    """Step and mean reward of all of them."""
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     good: dict[str, Any] = field(default_factory=dict)
     """The newest sample's prompt with its best completion, if that scored."""
@@ -31,11 +41,18 @@ class Story:
     def __post_init__(self) -> None:
         self._steps = JsonlTail(self.run_dir / METRICS_FILE)
         self._evaluations = JsonlTail(self.run_dir / EVALUATIONS_FILE)
-        self._samples = JsonlTail(self.run_dir / SAMPLES_FILE)
+        self._samples = JsonlTail(self.run_dir / SAMPLES_FILE, newest_bytes=NEWEST_SAMPLES_BYTES)
 
     def refresh(self) -> None:
-        self.steps = _extended(self.steps, self._steps)
-        self.evaluations = _extended(self.evaluations, self._evaluations)
+        steps, restarted = self._steps.new_records()
+        if restarted:
+            self.steps, self.rewards = [], []
+        self.steps = (self.steps + steps)[-STEPS_KEPT:]
+        for step in steps:
+            if step.get("reward/mean") is not None:
+                self.rewards.append((step.get("step", 0), step["reward/mean"]))
+        evaluations, restarted = self._evaluations.new_records()
+        self.evaluations = evaluations if restarted else self.evaluations + evaluations
         for sample in self._samples.new_records()[0]:
             self._remember(sample)
         with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
@@ -60,16 +77,23 @@ class Story:
         """The newest value that is there; slow numbers are not in every step."""
         return next((step[key] for step in reversed(self.steps[-50:]) if step.get(key) is not None), None)
 
+    def mean(self, key: str, count: int) -> float | None:
+        """Of the last `count` steps; None where not all of them have it."""
+        values = [step[key] for step in self.steps[-count:] if step.get(key) is not None]
+        return sum(values) / count if len(values) == count else None
+
+    @property
+    def phase(self) -> str:
+        return str(self.status.get("phase", "starting"))
+
+    @property
+    def has_ended(self) -> bool:
+        return self.phase in ENDED
+
     def seconds_left(self) -> float | None:
-        """From the median pace of the last steps of this process."""
-        total, recent = self.status.get("total_steps"), self.steps[-30:]
-        if not total or len(recent) < 3:
+        """At the pace of the steps so far; None where that is not known yet, or the run has ended."""
+        total, pace = self.status.get("total_steps"), seconds_per_step(self.steps)
+        if not total or pace is None or self.has_ended:
             return None
-        paces = sorted(step["step_s"] for step in recent if step.get("step_s") is not None)
-        return (total - self.latest.get("step", 0)) * paces[len(paces) // 2] if paces else None
-
-
-def _extended(records: list[dict[str, Any]], tail: JsonlTail) -> list[dict[str, Any]]:
-    """With what was appended; from the start again where a resumed run has cut the file back."""
-    new, restarted = tail.new_records()
-    return new if restarted else records + new
+        of_this_step = min(max(0.0, time.time() - self.latest["time"]), pace)
+        return max(0.0, (total - self.latest["step"]) * pace - of_this_step)

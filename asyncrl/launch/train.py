@@ -12,10 +12,10 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import ExitCode, UserError
 from asyncrl.launch.display import Display
 from asyncrl.launch.inputs import check_inputs
-from asyncrl.launch.panel import MISSING, number
 from asyncrl.launch.processes import JOURNAL_FILE, learner_service, server_services
 from asyncrl.launch.story import Story
 from asyncrl.launch.supervisor import Outcome, RestartPolicy, Supervisor
+from asyncrl.launch.wording import MISSING, number
 from asyncrl.telemetry.failure import FAILURE_FILE, clear_failure, read_failure
 from asyncrl.telemetry.jsonl import write_atomically
 from protocol.endpoints import free_port, port_is_free

@@ -67,10 +67,14 @@ def _step(line: bytes) -> float | None:
 
 
 class JsonlTail:
-    """Follows a file that another process appends to. Every finished line is handed out once."""
+    """Follows a file that another process appends to. Every finished line is handed out once.
 
-    def __init__(self, path: Path):
+    Of what is there already, no more than about the `newest_bytes`, where that is given.
+    """
+
+    def __init__(self, path: Path, newest_bytes: int | None = None):
         self._path = path
+        self._newest_bytes = newest_bytes
         self._offset = 0
         self._inode = 0
 
@@ -83,8 +87,8 @@ class JsonlTail:
         with file:
             status = os.fstat(file.fileno())
             restarted = self._inode != 0 and (status.st_ino != self._inode or status.st_size < self._offset)
-            if restarted:
-                self._offset = 0
+            if restarted or self._inode == 0:
+                self._offset = 0 if self._newest_bytes is None else max(0, status.st_size - self._newest_bytes)
             self._inode = status.st_ino
             file.seek(self._offset)
             data = file.read()

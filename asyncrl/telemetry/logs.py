@@ -19,6 +19,7 @@ NOISY_LIBRARIES = (
     "torch",
     "transformers",
     "urllib3",
+    "wandb",
 )
 """Their warnings are shown, their chatter is not."""
 

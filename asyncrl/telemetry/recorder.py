@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl.telemetry.jsonl import drop_unfinished_line, keep_steps, write_atomically
+from asyncrl.telemetry.jsonl import JsonlTail, drop_unfinished_line, keep_steps, write_atomically
+from asyncrl.telemetry.latest import LatestFile
+from asyncrl.telemetry.trackers import Trackers
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +31,12 @@ class RunRecorder:
     Every line is flushed to the system at once, so a killed process loses none of them.
     """
 
-    def __init__(self, run_dir: Path):
+    def __init__(self, run_dir: Path, trackers: Trackers | None = None):
         self._run_dir = Path(run_dir)
+        self._trackers = trackers
         self._run_dir.mkdir(parents=True, exist_ok=True)
         self._status: dict[str, Any] = {}
+        self._status_file = LatestFile(self._run_dir / STATUS_FILE)
         self._warned: set[str] = set()
         for name in (METRICS_FILE, EVALUATIONS_FILE, SAMPLES_FILE, TIMELINE_FILE):
             drop_unfinished_line(self._run_dir / name)
@@ -40,16 +44,22 @@ class RunRecorder:
     def step(self, metrics: Mapping[str, float]) -> None:
         """One line of metrics.jsonl; must contain `step`. Numbers that are not finite become null, with a warning."""
         self._append(METRICS_FILE, metrics)
+        if self._trackers:
+            self._trackers.step(metrics)
 
     def evaluation(self, evaluation: Mapping[str, Any]) -> None:
         """One line of evaluations.jsonl; must contain `step`."""
         self._append(EVALUATIONS_FILE, evaluation)
+        if self._trackers:
+            self._trackers.evaluation(evaluation)
 
     def sample(self, sample: Mapping[str, Any], images: Mapping[str, bytes]) -> None:
         """One line of samples.jsonl; must contain `step`. Images (encoded bytes by hash) are stored once."""
         for image_hash, data in images.items():
             self._store_image(image_hash, data)
         self._append(SAMPLES_FILE, sample)
+        if self._trackers:
+            self._trackers.sample(sample, images)
 
     def timeline(self, spans: Sequence[Mapping[str, Any]]) -> None:
         """Lines of timeline.jsonl. A resumed run keeps them all: the time was spent."""
@@ -58,25 +68,47 @@ class RunRecorder:
             file.write(text.encode(errors="backslashreplace"))
 
     def status(self, **fields: Any) -> None:
-        """Replace these fields of status.json; the others stay as they were said last by this process."""
+        """Replace these fields of status.json; the others stay as they were said last by this process.
+
+        A new phase is in the file on return, everything else a moment later.
+        """
+        is_new_phase = (
+            "phase" not in self._status or fields.get("phase", self._status["phase"]) != self._status["phase"]
+        )
         self._status.update(fields, time=time.time())
         text = json.dumps(self._finite(STATUS_FILE, self._status), ensure_ascii=False)
-        write_atomically(self._run_dir / STATUS_FILE, text.encode(errors="backslashreplace"), durable=False)
+        data = text.encode(errors="backslashreplace")
+        if is_new_phase:
+            self._status_file.write(data)
+        else:
+            self._status_file.write_soon(data)
 
     def truncate_after(self, step: int, *, evaluations_after: int) -> None:
         """Forget what was written past the step that a run resumes from. Images stay: they are named by content.
 
         Steps up to `evaluations_after` will be made again, exactly; their evaluations need not.
         """
+        told = max((int(line["step"]) for line in self._lines(METRICS_FILE)), default=0)
         for name, last in ((METRICS_FILE, step), (SAMPLES_FILE, step), (EVALUATIONS_FILE, evaluations_after)):
             dropped = keep_steps(self._run_dir / name, last)
             if dropped:
                 logger.info("resuming after step %d: dropped %d later lines of %s", last, dropped, name)
+        if self._trackers:
+            later = [evaluation for evaluation in self._lines(EVALUATIONS_FILE) if evaluation["step"] > step]
+            self._trackers.resume(step, told, later)
 
     def evaluated_steps(self) -> set[int]:
         """Steps whose evaluation is recorded."""
-        file = self._run_dir / EVALUATIONS_FILE
-        return {int(json.loads(line)["step"]) for line in file.read_bytes().splitlines()} if file.exists() else set()
+        return {int(evaluation["step"]) for evaluation in self._lines(EVALUATIONS_FILE)}
+
+    def close(self) -> None:
+        """Give trackers the time to write what they have."""
+        if self._trackers:
+            self._trackers.close()
+
+    def _lines(self, name: str) -> list[dict[str, Any]]:
+        """Those with a step."""
+        return [line for line in JsonlTail(self._run_dir / name).new_records()[0] if "step" in line]
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
         if "step" not in record:

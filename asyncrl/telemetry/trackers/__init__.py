@@ -1,0 +1,12 @@
+"""Other programs that show a run: TensorBoard and Weights & Biases, each behind the same four methods.
+
+To add one: a class that is a `Tracker`, its name in `Tracker` of asyncrl/config/schema.py and in `OPENERS`, and its
+package in an extra of the same name.
+"""
+
+from __future__ import annotations
+
+from asyncrl.telemetry.trackers.base import Sample, TrackedRun, Tracker
+from asyncrl.telemetry.trackers.running import OPENERS, Trackers, check_trackers, open_trackers
+
+__all__ = ["OPENERS", "Sample", "TrackedRun", "Tracker", "Trackers", "check_trackers", "open_trackers"]

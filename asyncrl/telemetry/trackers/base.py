@@ -1,0 +1,66 @@
+"""What every tracker is, and what it is told."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+LARGEST_EDGE = 512
+"""Pixels of a picture that is shown; the file in images/ is as the model saw it."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One group: its line of samples.jsonl, and its pictures, encoded."""
+
+    record: Mapping[str, Any]
+    images: tuple[bytes, ...] = ()
+
+    def pictures(self) -> list[Image.Image]:
+        from PIL import Image
+
+        shown = [Image.open(io.BytesIO(data)).convert("RGB") for data in self.images]
+        for picture in shown:
+            picture.thumbnail((LARGEST_EDGE, LARGEST_EDGE))
+        return shown
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    run_path: Path
+    project: str
+    config: Mapping[str, Any]
+    """Hyperparameters: the resolved configuration, by section."""
+    resumed_after: int | None = None
+    """The step that this process goes on from, if there was one before it: what came later is made again."""
+    told: int = 0
+    """The last step that an earlier process told of."""
+    evaluations: tuple[Mapping[str, Any], ...] = ()
+    """Of steps after `resumed_after`, told by an earlier process: they are not made again."""
+
+
+class Tracker(Protocol):
+    """Opened with a TrackedRun, whose hyperparameters it shows. All calls come from one thread, in order of time; one
+    that raises is counted, and the run goes on.
+    """
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def evaluation(self, step: int, results: Mapping[str, float]) -> None: ...
+    def samples(self, step: int, samples: Sequence[Sample]) -> None: ...
+    def close(self) -> None: ...
+
+
+def numbers(record: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
+    """A line's step, and everything else in it that is a number, but for the clock's."""
+    values = {k: float(value) for k, value in record.items() if _is_number(value) and k not in ("step", "time")}
+    return int(record["step"]), values
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or (hasattr(value, "item") and getattr(value, "ndim", 0) == 0)

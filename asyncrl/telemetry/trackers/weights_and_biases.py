@@ -1,0 +1,84 @@
+"""Weights & Biases: online where there is a key, else offline in `<run_dir>/wandb`, to be sent by `wandb sync`."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import wandb
+
+from asyncrl.telemetry.trackers.base import Sample, TrackedRun
+
+ID_FILE = "wandb-id"
+COLUMNS = ("step", "row", "image", "prompt", "answer", "completion", "reward", "status")
+
+
+class WandbTracker:
+    def __init__(self, run: TrackedRun, *, finish_s: float):
+        self._told = run.told
+        # Pictures of an offline run wait here: with the run, and not in a home that a container may not have.
+        os.environ.setdefault("WANDB_DATA_DIR", str((run.run_path / "wandb").absolute()))
+        mode = os.environ.get("WANDB_MODE")
+        if not mode:
+            mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
+        self._run = wandb.init(
+            project=run.project,
+            name=str(run.run_path),
+            id=_run_id(run.run_path),
+            resume="allow",
+            dir=str(run.run_path),
+            mode=mode,  # pyright: ignore[reportArgumentType]  # what W&B does not know it refuses itself
+            config=dict(run.config),
+            settings=wandb.Settings(
+                silent=True,
+                console="off",
+                disable_git=True,
+                disable_code=True,
+                finish_timeout=finish_s,
+                finish_timeout_raises=True,
+            ),
+        )
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step > self._told:  # those made again from the journal are the same
+            self._log(step, metrics)
+
+    def evaluation(self, step: int, results: Mapping[str, float]) -> None:
+        self._log(step, {f"held_out/{name}": value for name, value in results.items()})
+
+    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+        if step <= self._told:
+            return
+        table = wandb.Table(columns=list(COLUMNS))
+        for sample in samples:
+            record, pictures = sample.record, sample.pictures()
+            shown = wandb.Image(pictures[0]) if pictures else None
+            for completion in record.get("completions", ()):
+                table.add_data(
+                    step,
+                    record.get("row_id"),
+                    shown,
+                    record.get("prompt"),
+                    record.get("answer"),
+                    completion.get("text"),
+                    completion.get("reward"),
+                    completion.get("status"),
+                )
+        self._log(step, {"samples": table})
+
+    def _log(self, step: int, values: Mapping[str, object]) -> None:
+        """W&B refuses a step below its own, which a resumed run has: its last one and 1."""
+        self._run.log({**values, "step": step}, step=max(step, self._run.step))
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _run_id(run_path: Path) -> str:
+    """One for all processes of a run."""
+    file = run_path / ID_FILE
+    if not file.exists():
+        file.write_text(uuid.uuid4().hex[:12])
+    return file.read_text()
