@@ -16,7 +16,7 @@ from protocol.endpoints import free_port
 
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-NEEDS = ("gpu", "docker", "cluster", "network")
+NEEDS = ("gpu", "docker", "cluster", "network", "browser")
 RUN_BY_CI = ("make demo", "make test")
 """As such, by .ci/run and by the demo job: they make environments and take minutes."""
 BLOCK_TIMEOUT_S = 120

@@ -73,9 +73,17 @@ def run_node(folder: Path, node: int, **variables: str) -> tuple[int, list[str]]
     calls.touch()
     environment = {
         **os.environ,
-        **{"ASYNCRL": str(stand_in), "CONFIG": "my.yaml", "LEARNER_NODE": "node-a", "CALLS": str(calls)},
-        **{"CONTROL_PORT": "7601", "WEIGHTS_PORT": "7602", "KEYS": "keys", "FIRST_METRICS_PORT": "9102"},
-        **{"SLURM_NODEID": str(node), "SLURM_GPUS_ON_NODE": "3", **variables},
+        "ASYNCRL": str(stand_in),
+        "CONFIG": "my.yaml",
+        "LEARNER_NODE": "node-a",
+        "CALLS": str(calls),
+        "CONTROL_PORT": "7601",
+        "WEIGHTS_PORT": "7602",
+        "KEYS": "keys",
+        "FIRST_METRICS_PORT": "9102",
+        "SLURM_NODEID": str(node),
+        "SLURM_GPUS_ON_NODE": "3",
+        **variables,
     }
     command = ["bash", str(SLURM / "node.sh"), "run_dir=runs/mine"]
     code = subprocess.run(command, env=environment, timeout=20, check=False).returncode

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -254,3 +255,18 @@ def test_defaults_of_theirs_differ_from_ours() -> None:
     assert ours.data.max_prompt_length != 512
     assert ours.model.freeze_vision_tower
     assert not ours.learner.gradient_checkpointing
+
+
+def test_the_tables_of_the_documentation_name_keys_that_exist() -> None:
+    """docs/migration.md: the second column is ours; the first, of RLLaVA and EasyR1, is known to the importer."""
+    page = (HERE.parent / "docs" / "migration.md").read_text()
+    known = {*known_paths(), "reward.functions"}
+    rows = [
+        [re.findall(r"`([^`]+)`", cell) for cell in line.split("|")[1:3]] for line in page.splitlines() if "|" in line
+    ]
+    assert len(rows) > 50
+    for _, ours in rows:
+        assert all(key in known or key.startswith("rollout.engine_args.") for key in ours), ours
+    theirs = [key for keys, _ in rows for key in keys if "." in key]
+    assert len(theirs) > 25
+    assert set(theirs) <= set(RULES)
