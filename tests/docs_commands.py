@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +21,9 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 NEEDS = ("gpu", "docker", "cluster", "network", "browser")
 RUN_BY_CI = ("make demo", "make test")
 """As such, by .ci/run and by the demo job: they make environments and take minutes."""
-BLOCK_TIMEOUT_S = 120
+BLOCK_TIMEOUT_S = 300
+TOO_LONG = 124
+"""Exit code of a block that was still running then, as of timeout(1)."""
 _FENCE = re.compile(r"(?:^<!-- needs: (?P<needs>[\w ]+) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
 _SHELL = re.compile(r"^\s*(?:\$ )?(?:\.venv/bin/)?(?:asyncrl|make|docker|python3?|pip|sbatch|kubectl) ", re.M)
 _DEMO_STEPS = 3
@@ -77,8 +81,8 @@ def prepare(folder: Path, model: Path, data: Path) -> None:
         *("learner.cpu_threads=1", "rollout.cpu_threads=1", "network.heartbeat_s=0.2", "data.max_val_rows=4"),
         *("network.control_port=0", "network.weights_port=0", "telemetry.learner_port=0", "telemetry.rollout_port=0"),
     ]
-    done = run(folder, f"asyncrl train configs/digits_grpo.yaml {' '.join(small)}\n")
-    assert done.returncode == 0, done.stdout
+    code, printed = run(folder, f"asyncrl train configs/digits_grpo.yaml {' '.join(small)}\n")
+    assert code == 0, printed
 
 
 def copy_for_page(prepared: Path, folder: Path) -> None:
@@ -92,8 +96,11 @@ def copy_for_page(prepared: Path, folder: Path) -> None:
     config.write_text(dump_config(load_config(config, ports)))
 
 
-def run(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
-    """A block as bash runs it: it ends at the first command that fails."""
+def run(folder: Path, text: str) -> tuple[int, str]:
+    """A block as bash runs it: it ends at the first command that fails. Returns its exit code and what it printed.
+
+    Whatever it started ends with it.
+    """
     environment = {
         **os.environ,
         "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
@@ -102,17 +109,26 @@ def run(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
         "HF_HUB_OFFLINE": "1",
         "COLUMNS": "100",
     }
-    return subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", text],
-        cwd=folder,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=BLOCK_TIMEOUT_S,
-        check=False,
-    )
+    output = folder / "output.txt"
+    with output.open("w") as file:
+        process = subprocess.Popen(
+            ["bash", "-euo", "pipefail", "-c", text],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(BLOCK_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            code = TOO_LONG
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)  # the launcher stops its services, which have sessions of theirs
+            process.wait()
+    return code, output.read_text()
 
 
 def run_page(prepared: Path, folder: Path, page: Path) -> list[tuple[Block, int, str, float]]:
@@ -123,8 +139,8 @@ def run_page(prepared: Path, folder: Path, page: Path) -> list[tuple[Block, int,
         if block.needs or not block.runnable.strip():
             continue
         started = time.monotonic()
-        done = run(folder, block.runnable)
-        results.append((block, done.returncode, done.stdout, time.monotonic() - started))
-        if done.returncode:
+        code, printed = run(folder, block.runnable)
+        results.append((block, code, printed, time.monotonic() - started))
+        if code:
             break
     return results
