@@ -17,10 +17,11 @@ from asyncrl.config.load import dump_config, load_config
 from protocol.endpoints import free_port
 
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", ROOT / "docker" / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 NEEDS = ("gpu", "docker", "cluster", "network", "browser")
-RUN_BY_CI = ("make demo", "make test")
-"""As such, by .ci/run and by the demo job: they make environments and take minutes."""
+AS_SUCH = ("make demo", "make test")
+"""Not run here: they make environments and take minutes. `make test` is what .ci/run runs, and `prepare` goes through the
+stages of `make demo` in small."""
 BLOCK_TIMEOUT_S = 300
 TOO_LONG = 124
 """Exit code of a block that was still running then, as of timeout(1)."""
@@ -43,8 +44,8 @@ class Block:
 
     @property
     def runnable(self) -> str:
-        """Without what CI runs as such; a comment stays a comment."""
-        return "\n".join(line for line in self.text.splitlines() if not line.startswith(RUN_BY_CI)) + "\n"
+        """Without AS_SUCH; a comment stays a comment."""
+        return "\n".join(line for line in self.text.splitlines() if not line.startswith(AS_SUCH)) + "\n"
 
 
 def blocks(page: Path) -> list[Block]:

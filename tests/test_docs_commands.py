@@ -1,7 +1,8 @@
-"""Every command in README.md and docs/*.md is run, or says what it needs; every name that they mention exists.
+"""Every command in README.md, docker/README.md and docs/*.md is run, or says what it needs; every name that they mention exists.
 
 A block of commands is a ```bash fence. `<!-- needs: gpu -->` on the line before it (or docker, cluster, network) marks
-what cannot run here: such a block is only read. `make demo` and `make test` are run by CI as such, not here.
+what cannot run here: such a block is only read. `make demo` and `make test` are not run
+here: see AS_SUCH.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import pytest
 from asyncrl.cli import _parser
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.suggest import known_paths
-from tests.docs_commands import NEEDS, PAGES, ROOT, RUN_BY_CI, Block, blocks, prepare, run_page
+from tests.docs_commands import AS_SUCH, NEEDS, PAGES, ROOT, Block, blocks, prepare, run_page
 
 COMMANDS = {
     name for action in _parser()._actions if isinstance(action, argparse._SubParsersAction) for name in action.choices
@@ -35,7 +36,9 @@ def test_the_commands_of_the_documentation_run(tmp_path: Path, tiny_model: Path,
     prepared.mkdir()
     prepare(prepared, tiny_model, digits_data)
     with ThreadPoolExecutor(2) as pool:
-        pages = list(pool.map(lambda page: run_page(prepared, tmp_path / page.stem, page), WITH_COMMANDS))
+        pages = list(
+            pool.map(lambda page: run_page(prepared, tmp_path / f"{page.parent.name}-{page.stem}", page), WITH_COMMANDS)
+        )
     results = [result for page in pages for result in page]
     for block, code, _, seconds in results:
         print(f"{block.name}: {seconds:.1f} s, exit code {code}")
@@ -71,7 +74,7 @@ def _asyncrl_commands(text: str) -> list[list[str]]:
     return [words[1:] for words in lines if words and Path(words[0]).name == "asyncrl"]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_names_in_the_text_exist(page: Path) -> None:
     """`asyncrl COMMAND`, `make TARGET` and `section.key` between backticks."""
     if page.name == "migration.md":
@@ -103,9 +106,9 @@ def _is_a_place(name: str, places: set[str]) -> bool:
     return is_file or name in places or name.startswith((*FREE_MAPPINGS, "reward.functions"))
 
 
-def test_what_is_left_to_ci_is_there() -> None:
+def test_what_is_not_run_here_is_there() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    assert all(re.search(rf"^{command.split()[1]}:", makefile, re.M) for command in RUN_BY_CI)
+    assert all(re.search(rf"^{command.split()[1]}:", makefile, re.M) for command in AS_SUCH)
     assert "make test" in (ROOT / ".ci" / "run").read_text()
 
 
