@@ -1,8 +1,7 @@
-"""Every command in README.md, docker/README.md and docs/*.md is run, or says what it needs; every name that they mention exists.
+"""Every command of the documentation is run, or says what it needs; every name that the pages mention exists.
 
-A block of commands is a ```bash fence. `<!-- needs: gpu -->` on the line before it (or docker, cluster, network) marks
-what cannot run here: such a block is only read. `make demo` and `make test` are not run
-here: see AS_SUCH.
+A block of commands is a ```bash fence. `<!-- needs: gpu -->` on the line before it (or one of NEEDS) marks what cannot
+run here: such a block is only read. `make demo` and `make test` are not run here, see AS_SUCH.
 """
 
 from __future__ import annotations
