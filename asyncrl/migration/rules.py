@@ -60,7 +60,7 @@ ALGORITHM: dict[str, Rule] = {
     "algorithm.norm_adv_by_std_in_grpo": same("algorithm.norm_adv_by_std"),
     "algorithm.gamma": only(1.0, _NO_CRITIC, text="nothing is discounted"),
     "algorithm.lam": only(1.0, _NO_CRITIC, text="nothing is discounted"),
-    "algorithm.disable_kl": only(True, "see algorithm.kl_coef", text="no KL term"),
+    "algorithm.disable_kl": part_of("the KL coefficient"),
     "algorithm.use_kl_loss": part_of("the KL coefficient"),
     "algorithm.kl_penalty": part_of("the KL coefficient"),
     "algorithm.kl_coef": derived.kl_in_easyr1,
