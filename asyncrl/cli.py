@@ -100,6 +100,10 @@ def _parser() -> argparse.ArgumentParser:
     keys.add_argument("folder", type=Path, metavar="DIR", help="becomes network.keys_dir")
     keys.add_argument("--server", metavar="NAME", help="only one more server's pair, which can be withdrawn alone")
     keys.set_defaults(handler=_keys)
+    imported = commands.add_parser("import-config", help="a configuration of RLLaVA or EasyR1, as one of ours")
+    imported.add_argument("source", type=Path, metavar="FILE", help="their YAML file, or the script that starts it")
+    imported.add_argument("-o", dest="out", type=Path, metavar="OUT", help="write OUT, and tell of each key")
+    imported.set_defaults(handler=_import_config)
     reference = commands.add_parser("config-reference", help="print every configuration key as Markdown")
     reference.set_defaults(handler=_config_reference)
     return parser
@@ -272,6 +276,12 @@ def _keys(arguments: argparse.Namespace) -> int:
     print("\n".join(f"wrote {path}" for path in written))
     print(copying_advice(folder, server))
     return 0
+
+
+def _import_config(arguments: argparse.Namespace) -> int:
+    from asyncrl.migration.command import import_config
+
+    return import_config(arguments.source, arguments.out)
 
 
 def _config_reference(_: argparse.Namespace) -> int:

@@ -1,0 +1,66 @@
+"""`asyncrl import-config FILE [-o OUT]`."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from asyncrl.config.load import load_config
+from asyncrl.errors import ExitCode, UserError
+from asyncrl.migration.adapter import adapter_text
+from asyncrl.migration.derived import reward_call
+from asyncrl.migration.importing import Import, translate
+from asyncrl.migration.theirs import read_theirs
+from asyncrl.migration.writing import account, as_yaml
+
+
+def import_config(source: Path, out: Path | None) -> int:
+    """Prints the configuration, or with `out` writes it and prints the account. Exit code 2: something is missing."""
+    done = translate(read_theirs(source))
+    if out is None:
+        done = replace(done, missing=(*done.missing, *_adapter_needed(done), *_problems(as_yaml(done))))
+        print(as_yaml(done), end="")
+    else:
+        adapter = out.with_name(f"{out.stem}_reward.py")
+        for path in (out, adapter):
+            if path.exists():
+                raise UserError(f"{path} exists already. Name another file with -o")
+        done = _with_adapter(done, adapter)
+        done = replace(done, missing=(*done.missing, *_problems(as_yaml(done))))
+        out.write_text(as_yaml(done), encoding="utf-8")
+        print("\n".join([f"wrote {out}", *account(done)]))
+        if not done.missing:
+            print(f"it loads. Next: asyncrl doctor {out}")
+    return ExitCode.USER_ERROR if done.missing else ExitCode.FINISHED
+
+
+def _with_adapter(done: Import, path: Path) -> Import:
+    """Writes the file between their reward function and ours, and names it in the settings."""
+    entries = done.settings.get("reward.functions")
+    if not entries:
+        return done
+    [entry] = entries
+    path.write_text(adapter_text(entry["function"], path, reward_call(done.theirs.values)), encoding="utf-8")
+    functions = [{**entry, "function": f"{path}:overall"}]
+    return replace(done, settings={**done.settings, "reward.functions": functions})
+
+
+def _adapter_needed(done: Import) -> list[str]:
+    needed = "reward.functions" in done.settings
+    return (
+        ["reward.functions: their function is called in another way. With -o an adapter is written"] if needed else []
+    )
+
+
+def _problems(text: str) -> list[str]:
+    """What `load_config` says to it, a line each; what is already known to be missing does not come twice."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.yaml"
+        path.write_text(text, encoding="utf-8")
+        try:
+            load_config(path)
+        except UserError as error:
+            lines = [line.removeprefix("- ") for line in str(error).splitlines()[1:]]
+            return [line.split(" [")[0] for line in lines if " is missing" not in line]
+    return []

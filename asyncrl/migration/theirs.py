@@ -1,0 +1,156 @@
+"""What another framework's configuration says: a YAML file, or the shell script that starts it with `key=value`."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from asyncrl.config import yaml_text
+from asyncrl.config.suggest import file_hint
+from asyncrl.errors import UserError
+
+Framework = Literal["RLLaVA", "EasyR1"]
+
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)
+_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::-([^}]*))?\}|(\w+))")
+_MODULE = re.compile(r"(rllava|verl)\.")
+_WORKER = "worker."
+"""EasyR1 keeps actor, rollout, reference and reward below it; RLLaVA does not."""
+
+
+@dataclass
+class Theirs:
+    """Their settings under dotted names, without EasyR1's `worker.`."""
+
+    framework: Framework
+    values: dict[str, Any]
+    launcher: dict[str, str] = field(default_factory=dict)
+    """Flags of torchrun and the like, which are no keys."""
+    sources: list[str] = field(default_factory=list)
+    """The files that were read."""
+
+    def spelled(self, key: str) -> str:
+        """The key as their own files write it."""
+        below = self.framework == "EasyR1" and key.split(".")[0] in ("actor", "rollout", "ref", "reward", "critic")
+        return _WORKER + key if below else key
+
+
+def read_theirs(path: Path) -> Theirs:
+    """A YAML file, or a shell script with the YAML file that it names. UserError where it is neither."""
+    if not path.is_file():
+        raise UserError(f"there is no file {path}: {file_hint(path)}")
+    if path.suffix not in (".sh", ".bash"):
+        values = _read_yaml(path)
+        return _of_framework(values, "", {}, [str(path)])
+    command = _training_command(path)
+    values = _read_yaml(command.config) if command.config else {}
+    for key, text in command.overrides.items():
+        value, _, problems = yaml_text.parse(text, f"{path}: {key}")
+        values[key] = text if problems else value
+        for inner in [known for known in values if known.startswith(key + ".")]:
+            del values[inner]
+    sources = [str(path), *([str(command.config)] if command.config else [])]
+    return _of_framework(values, command.module, command.flags, sources)
+
+
+def _of_framework(values: dict[str, Any], module: str, flags: dict[str, str], sources: list[str]) -> Theirs:
+    sections = {key.split(".")[0] for key in values}
+    if "actor_rollout_ref" in sections:
+        raise UserError(
+            f"{sources[0]} is a configuration of verl itself (it has actor_rollout_ref). Only those of RLLaVA and "
+            "EasyR1 are read; docs/migration.md has tables to go by"
+        )
+    if "worker" in sections or module.startswith("verl."):
+        framework: Framework = "EasyR1"
+    elif sections & {"actor", "rollout"} or module.startswith("rllava."):
+        framework = "RLLaVA"
+    else:
+        raise UserError(
+            f"{sources[0]} looks like neither RLLaVA's configuration (sections actor, rollout) nor EasyR1's (section "
+            f"worker): it has {', '.join(sorted(sections)) or 'nothing'}"
+        )
+    return Theirs(framework, {key.removeprefix(_WORKER): value for key, value in values.items()}, flags, sources)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    value, _, problems = yaml_text.parse(path.read_text(encoding="utf-8"), str(path))
+    if problems or not isinstance(value, dict):
+        raise UserError("\n".join(problems) or f"{path} holds no configuration")
+    return dict(_flat(value))
+
+
+def _flat(value: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, inner in value.items():
+        if isinstance(inner, dict) and inner:
+            yield from _flat(inner, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", inner
+
+
+@dataclass(frozen=True)
+class _Command:
+    module: str
+    config: Path | None
+    overrides: dict[str, str]
+    flags: dict[str, str]
+
+
+def _training_command(path: Path) -> _Command:
+    """The one command of a script that starts `-m rllava...` or `-m verl...`."""
+    variables: dict[str, str] = {}
+    for words in _commands(path):
+        while words and (words[0] == "export" or _ASSIGNMENT.fullmatch(words[0])):
+            match = _ASSIGNMENT.fullmatch(words.pop(0))
+            if match:
+                variables[match[1]] = _expanded(match[2], variables)
+        module = next((word for word in words if _MODULE.match(word)), "")
+        if module:
+            start = words.index(module)
+            return _parsed(path, module, words[:start], words[start + 1 :], variables)
+    raise UserError(f"{path} starts neither `-m rllava...` nor `-m verl...`. Name the YAML file that it uses instead")
+
+
+def _parsed(path: Path, module: str, before: list[str], after: list[str], variables: dict[str, str]) -> _Command:
+    config, overrides = None, {}
+    for word in (_expanded(word, variables) for word in after):
+        override = _OVERRIDE.fullmatch(word)
+        if override:
+            overrides[override[1]] = override[2]
+        elif word.startswith("config="):
+            config = _config_file(path, word.removeprefix("config="))
+    flags = {name: value for name, _, value in (word.partition("=") for word in before) if name.startswith("--")}
+    return _Command(module, config, overrides, flags)
+
+
+def _commands(path: Path) -> Iterator[list[str]]:
+    """Words of each command, quoted line breaks and continued lines put together."""
+    pending = ""
+    for line in path.read_text(encoding="utf-8").replace("\\\n", " ").splitlines():
+        pending = f"{pending}\n{line}" if pending else line
+        try:
+            words = shlex.split(pending, comments=True)
+        except ValueError:  # a quotation goes on in the next line
+            continue
+        pending = ""
+        if words:
+            yield words
+    if pending:
+        raise UserError(f"{path}: a quotation mark is never closed, from {pending.splitlines()[0]!r} on")
+
+
+def _expanded(text: str, variables: dict[str, str]) -> str:
+    """With the script's own variables; others stay as they are written."""
+    return _VARIABLE.sub(lambda match: variables.get(match[1] or match[3], match[2] or match[0]), text)
+
+
+def _config_file(script: Path, name: str) -> Path:
+    """Scripts name it from the root of their repository: here, or one of the script's folders."""
+    for folder in (Path(), *script.absolute().parents):
+        if (folder / name).is_file():
+            return folder / name
+    raise UserError(f"{script} uses {name}, which is neither here nor beside the script. Run this in their repository")

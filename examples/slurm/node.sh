@@ -1,0 +1,27 @@
+#!/bin/bash
+# What train.sbatch runs on each node: on the first the learner with GPU 0, on every GPU left a rollout server.
+set -euo pipefail
+network=(network.host="$LEARNER_NODE" network.control_port="$CONTROL_PORT" network.weights_port="$WEIGHTS_PORT"
+  network.keys_dir="$KEYS")
+servers=()
+learner=""
+trap 'kill -TERM $learner "${servers[@]}" 2>/dev/null || true' TERM INT EXIT
+
+if [ "${SLURM_NODEID:-0}" = 0 ]; then
+  CUDA_VISIBLE_DEVICES=0 "$ASYNCRL" learn "$CONFIG" --unattended "${network[@]}" "$@" &
+  learner=$!
+fi
+for ((gpu = ${learner:+1}+0; gpu < ${SLURM_GPUS_ON_NODE:-1}; gpu++)); do
+  CUDA_VISIBLE_DEVICES="$gpu" "$ASYNCRL" rollout "$CONFIG" "${network[@]}" \
+    telemetry.rollout_port="$((FIRST_METRICS_PORT + gpu))" "$@" &
+  servers+=($!)
+done
+
+# On the first node the learner's exit code: 0 finished, 1 crashed, 2 a mistake to mend, 3 bad state (failure.json).
+if [ -n "$learner" ]; then
+  wait "$learner"
+fi
+# A server that crashes is missed by nobody: its work goes to others. One that is misconfigured ends the job.
+for server in "${servers[@]}"; do
+  wait "$server" || [ $? != 2 ]
+done

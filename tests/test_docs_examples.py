@@ -1,0 +1,118 @@
+"""The files in examples/slurm and examples/kubernetes: what can be known of them without a cluster."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from asyncrl.config.suggest import known_paths
+from asyncrl.errors import ExitCode
+
+ROOT = Path(__file__).parent.parent
+SLURM = ROOT / "examples" / "slurm"
+KUBERNETES = ROOT / "examples" / "kubernetes" / "asyncrl.yaml"
+STAND_IN = """#!/bin/bash
+echo "$CUDA_VISIBLE_DEVICES $*" >> "$CALLS"
+[ "$1" = learn ] && exit "${LEARNER_CODE:-0}"
+[ -n "${SERVER_CODE:-}" ] && exit "$SERVER_CODE"
+sleep 30 & wait $!
+"""
+
+
+def documents() -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(KUBERNETES.read_text()))
+
+
+def container(document: dict[str, Any]) -> dict[str, Any]:
+    [only] = document["spec"]["template"]["spec"]["containers"]
+    return only
+
+
+def test_the_manifest_has_a_service_a_learner_and_servers() -> None:
+    service, learner, servers = documents()
+    assert [document["kind"] for document in (service, learner, servers)] == ["Service", "Job", "Job"]
+    assert service["spec"]["clusterIP"] == "None"
+    labels = learner["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"].items() <= labels.items()
+    assert {port["port"] for port in service["spec"]["ports"]} == {7601, 7602, 9101}
+    assert f"network.host={service['metadata']['name']}" in container(servers)["command"]
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_jobs_do_not_repeat_what_cannot_succeed(number: int) -> None:
+    document = documents()[number]
+    rule = document["spec"]["podFailurePolicy"]["rules"][0]
+    assert rule["onExitCodes"]["values"] == [ExitCode.USER_ERROR, ExitCode.BAD_STATE]
+    assert rule["onExitCodes"]["containerName"] == container(document)["name"]
+    assert document["spec"]["template"]["spec"]["restartPolicy"] == "Never", "podFailurePolicy asks for it"
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_containers_name_keys_that_exist_and_mount_what_they_declare(number: int) -> None:
+    document = documents()[number]
+    spec = document["spec"]["template"]["spec"]
+    overrides = [word for word in container(document)["command"] if "=" in word]
+    assert {word.partition("=")[0] for word in overrides} <= set(known_paths())
+    assert {mount["name"] for mount in container(document)["volumeMounts"]} == {one["name"] for one in spec["volumes"]}
+    assert spec["securityContext"]["runAsNonRoot"]
+    secret = next(volume["secret"] for volume in spec["volumes"] if volume["name"] == "keys")
+    assert secret["defaultMode"] & 0o007 == 0, "asyncrl refuses a secret key that everybody can read"
+
+
+def run_node(folder: Path, node: int, **variables: str) -> tuple[int, list[str]]:
+    """Exit code of node.sh with a stand-in for asyncrl, and what was started."""
+    stand_in = folder / "asyncrl"
+    stand_in.write_text(STAND_IN)
+    stand_in.chmod(0o755)
+    calls = folder / f"calls-{node}"
+    calls.touch()
+    environment = {
+        **os.environ,
+        "ASYNCRL": str(stand_in),
+        "CONFIG": "my.yaml",
+        "LEARNER_NODE": "node-a",
+        "CALLS": str(calls),
+        "CONTROL_PORT": "7601",
+        "WEIGHTS_PORT": "7602",
+        "KEYS": "keys",
+        "FIRST_METRICS_PORT": "9102",
+        "SLURM_NODEID": str(node),
+        "SLURM_GPUS_ON_NODE": "3",
+        **variables,
+    }
+    command = ["bash", str(SLURM / "node.sh"), "run_dir=runs/mine"]
+    code = subprocess.run(command, env=environment, timeout=20, check=False).returncode
+    return code, sorted(calls.read_text().splitlines())
+
+
+def test_the_first_node_has_the_learner_and_its_exit_code(tmp_path: Path) -> None:
+    code, calls = run_node(tmp_path, 0, LEARNER_CODE="3", SERVER_CODE="0")
+    network = "network.host=node-a network.control_port=7601 network.weights_port=7602 network.keys_dir=keys"
+    assert code == 3
+    assert f"0 learn my.yaml --unattended {network} run_dir=runs/mine" in calls
+    assert set(calls) <= {
+        f"0 learn my.yaml --unattended {network} run_dir=runs/mine",
+        f"1 rollout my.yaml {network} telemetry.rollout_port=9103 run_dir=runs/mine",
+        f"2 rollout my.yaml {network} telemetry.rollout_port=9104 run_dir=runs/mine",
+    }
+
+
+def test_other_nodes_have_a_server_per_gpu(tmp_path: Path) -> None:
+    code, calls = run_node(tmp_path, 1, SERVER_CODE="1")
+    assert code == 0, "a server that crashes is missed by nobody"
+    assert [call.split()[:2] for call in calls] == [["0", "rollout"], ["1", "rollout"], ["2", "rollout"]]
+    assert run_node(tmp_path, 1, SERVER_CODE="2")[0] != 0, "one that is misconfigured ends the job"
+
+
+def test_slurm_scripts_are_bash_and_name_keys_that_exist() -> None:
+    for script in (SLURM / "train.sbatch", SLURM / "node.sh"):
+        subprocess.run(["bash", "-n", str(script)], check=True)
+        for word in script.read_text().split():
+            name, equals, _ = word.lstrip("(").partition("=")
+            if equals and name.startswith(("network.", "telemetry.")):
+                assert name in known_paths(), word
