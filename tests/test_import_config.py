@@ -67,6 +67,7 @@ def test_an_rllava_configuration_keeps_its_meaning() -> None:
         "algorithm.kl_loss_coef": 0.01,  # their default, which has a reference policy here thanks to LoRA
         "rollout.engine_args.gpu_memory_utilization": 0.4,
         "trainer.save_freq": 0,
+        "telemetry.trackers": ["tensorboard"],
         "run_dir": "runs/qwen2_vl_2b",
     }
     assert {key: settings[key] for key in expected} == expected

@@ -154,6 +154,12 @@ def data_files(ours: str) -> Rule:
     return rule
 
 
+def trackers(value: Any, _: Values) -> Outcome:
+    chosen = [name for name in value if name in ("tensorboard", "wandb")]
+    text = "metrics.jsonl and Prometheus' endpoints are always there, and others are not"
+    return Outcome("translated", {"telemetry.trackers": chosen}, text)
+
+
 def kept_checkpoints(value: Any, _: Values) -> Outcome:
     if value > 0:
         return Outcome("taken over", {"trainer.save_limit": value})
