@@ -29,7 +29,7 @@ NOT_OF_THE_STEP = {
     "rss_gib",
 }
 """Recorded with each step, and no result of it."""
-_NOT_OF_THE_STEP = ("idle/", "tokens_per_s/", "length/", "sleep_", "wake_", "asleep_")
+_NOT_OF_THE_STEP = ("idle/", "tokens_per_s/", "length/", "sleep_", "wake_", "asleep_", "device_gib/")
 """Beginnings of such names."""
 Verdict = Literal["equal", "differs", "within tolerance"]
 
