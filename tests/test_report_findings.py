@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from asyncrl.report.findings import findings, verdict
-from asyncrl.report.limits import LIMITS, NOT_IN_A_RUN_DIRECTORY
 from asyncrl.report.run import Run, read_run
+from asyncrl.telemetry.limits import LIMITS, NOT_IN_A_RUN_DIRECTORY, STARVES_AT_BOUND
 from tests import made_up_run as made
 
 ALERTS = Path(__file__).parent.parent / "docker" / "prometheus" / "alerts.yml"
@@ -46,6 +46,7 @@ def test_the_limits_are_those_of_the_alerts() -> None:
         numbers = [float(number) for number in re.findall(r"(?:[<>*]|!=) (\d[\d.e]*)", expression)]
         assert limit.value in numbers, f"{name}: {limit.value} is not in {expression}"
         assert limit.hold_s == int(wait[:-1]) * SECONDS[wait[-1]], f"{name}: for {wait}"
+    assert f"idle_ratio) > {STARVES_AT_BOUND}" in rules["StalenessAtBound"]["expr"]
 
 
 def sick(key: str, value: Any, first: int = 20, last: int = 40) -> Change:

@@ -12,13 +12,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from asyncrl.launch.story import Story
+from asyncrl.telemetry.limits import LIMITS, STARVES_AT_BOUND
 
 STEPS = 10
 """Over which a condition has to hold."""
 LONG = 30
 """The same of what is normal for a while."""
-SILENT_S = 90.0
-SMALL_DISK_BYTES = 2e9
+SILENT_S = LIMITS["LearnerSilent"].value + LIMITS["LearnerSilent"].hold_s
+SMALL_DISK_BYTES = LIMITS["DiskFilling"].value
 
 
 def alerts(story: Story) -> dict[str, str]:
@@ -26,6 +27,10 @@ def alerts(story: Story) -> dict[str, str]:
     if story.has_ended:
         return {}
     return {name: words for name, condition in CONDITIONS.items() if (words := condition(story))}
+
+
+def _limit(alert: str) -> float:
+    return LIMITS[alert].value
 
 
 def _ledger_residual(story: Story) -> str:
@@ -53,23 +58,36 @@ def _staleness_at_bound(story: Story) -> str:
     """While the learner waits. Servers that are ahead of it fill its buffer to the bound, too, and nothing is wrong."""
     mean, bound = story.mean("staleness/mean", STEPS), story.latest.get("staleness/bound")
     idle = story.mean("idle/learner", STEPS)
-    slow = mean is not None and bound and mean > 0.9 * bound and idle is not None and idle > 0.2
+    if mean is None or idle is None or not bound:
+        return ""
+    slow = mean > _limit("StalenessAtBound") * bound and idle > STARVES_AT_BOUND
     return "tokens are as stale as they may be, and the learner waits: servers are too slow" if slow else ""
 
 
 def _ess(story: Story) -> str:
-    ess = story.mean("ess", STEPS)
-    return f"effective sample size {ess:.0%}: a few tokens decide the gradient" if ess is not None and ess < 0.5 else ""
+    ess = _below(story, "ess", "EffectiveSampleSizeCollapse")
+    return "" if ess is None else f"effective sample size {ess:.0%}: a few tokens decide the gradient"
 
 
 def _mismatch_kl(story: Story) -> str:
-    nats = story.mean("mismatch_kl_k3", STEPS)
-    return f"learner and engine disagree: {nats:.3f} nats per token" if nats is not None and nats > 0.05 else ""
+    nats = _above(story, "mismatch_kl_k3", "MismatchKl")
+    return "" if nats is None else f"learner and engine disagree: {nats:.3f} nats per token"
 
 
 def _entropy(story: Story) -> str:
-    nats = story.mean("entropy", STEPS)
-    return f"entropy {nats:.3f} nats per token: hardly any exploration" if nats is not None and nats < 0.02 else ""
+    nats = _below(story, "entropy", "EntropyCollapse")
+    return "" if nats is None else f"entropy {nats:.3f} nats per token: hardly any exploration"
+
+
+def _below(story: Story, key: str, alert: str) -> float | None:
+    """The mean of the last steps, if it is."""
+    mean = story.mean(key, STEPS)
+    return mean if mean is not None and mean < _limit(alert) else None
+
+
+def _above(story: Story, key: str, alert: str, steps: int = STEPS) -> float | None:
+    mean = story.mean(key, steps)
+    return mean if mean is not None and mean > _limit(alert) else None
 
 
 def _reward_hacking(story: Story) -> str:
@@ -79,7 +97,11 @@ def _reward_hacking(story: Story) -> str:
     best = max(scored, key=lambda evaluation: evaluation["accuracy"])
     fallen = best["accuracy"] - scored[-1]["accuracy"]
     rises = _slope([reward for step, reward in story.rewards if step > best.get("step", 0)]) > 0
-    return f"held-out fell by {fallen:.2f} while reward rises: look at samples" if fallen > 0.05 and rises else ""
+    return (
+        f"held-out fell by {fallen:.2f} while reward rises: look at samples"
+        if fallen > _limit("RewardHacking") and rises
+        else ""
+    )
 
 
 def _slope(values: Sequence[float]) -> float:
@@ -91,7 +113,7 @@ def _slope(values: Sequence[float]) -> float:
 def _rewards_fail(story: Story) -> str:
     rows = [sum(_rows(step).values()) for step in story.steps[-STEPS:]]
     failed = [_rows(step).get("rows/error", 0.0) for step in story.steps[-STEPS:]]
-    return "more than one trajectory in twenty fails" if sum(failed) > 0.05 * sum(rows) else ""
+    return "more than one trajectory in twenty fails" if sum(failed) > _limit("RewardsFail") * sum(rows) else ""
 
 
 def _rows(step: dict[str, Any]) -> dict[str, float]:
@@ -100,8 +122,8 @@ def _rows(step: dict[str, Any]) -> dict[str, float]:
 
 
 def _starves(story: Story) -> str:
-    idle = story.mean("idle/learner", LONG)
-    return f"the learner waits {idle:.0%} of its time: add rollout servers" if idle is not None and idle > 0.8 else ""
+    idle = _above(story, "idle/learner", "LearnerStarves", LONG)
+    return "" if idle is None else f"the learner waits {idle:.0%} of its time: add rollout servers"
 
 
 def _disk(story: Story) -> str:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from asyncrl.report.chart import Curve, line_chart, stack_chart
-from asyncrl.report.limits import LIMITS
 from asyncrl.report.markup import duration, share
 from asyncrl.report.run import Run, number
 from asyncrl.report.series import moving_mean
+from asyncrl.telemetry.limits import LIMITS
 
 NOISY_FROM = 60
 """Points: from here on a noisy curve gets a moving mean."""

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from asyncrl.report.limits import LIMITS, RESTARTS, SERVERS_IDLE, TRUNCATED, ZERO_VARIANCE
+from asyncrl.report.limits import RESTARTS, SERVERS_IDLE, TRUNCATED, ZERO_VARIANCE
 from asyncrl.report.markup import count, duration, figure, share
 from asyncrl.report.run import Record, Run, number
 from asyncrl.report.series import slope
 from asyncrl.report.stretches import long_enough, longest
+from asyncrl.telemetry.limits import LIMITS
 
 Level = Literal["critical", "warning", "info"]
 
