@@ -67,16 +67,28 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--checkpoint", type=int, metavar="STEP", help="of which step; default: the newest")
     export.add_argument("--adapter", action="store_true", help="of a LoRA run the adapter alone, as a PEFT folder")
     export.set_defaults(handler=_export)
+    # Without a prefix of options all words are arguments, and learner.inspect reads them itself.
+    inspect = commands.add_parser("inspect", help="look at any sample of a run", prefix_chars="\0", add_help=False)
+    inspect.add_argument("words", nargs="*")
+    inspect.set_defaults(handler=_inspect)
     replay = commands.add_parser("replay", help="make a learner step again from the journal, and compare")
     replay.add_argument("run_dir", type=Path, metavar="RUN")
     replay.add_argument("--step", type=int, required=True, metavar="N")
     replay.add_argument("overrides", nargs="*", metavar="key=value", help="see what another setting would change")
     replay.set_defaults(handler=_replay)
+    report = commands.add_parser("report", help="write an HTML page about a run, or about several side by side")
+    report.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN")
+    report.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="default: RUN/report.html; of several: report.html"
+    )
+    report.set_defaults(handler=_report)
     doctor = commands.add_parser(
         "doctor", help="what this machine has, what is wrong with it, and what a run will need"
     )
-    doctor.add_argument("words", nargs="*", metavar="CONFIG key=value", help="check this configuration, too")
+    doctor.add_argument("overrides", nargs="*", metavar="CONFIG key=value", help="check this configuration, too")
     doctor.add_argument("--plan", metavar="TARGET", help="memory table of a model folder or configuration, no weights")
+    doctor.add_argument("--quick", action="store_true", help="everything but the trial, a real run of two tiny steps")
+    doctor.add_argument("--json", action="store_true", help="for scripts; the exit code is 1 if there is a problem")
     doctor.set_defaults(handler=_doctor)
     health = commands.add_parser("health", help="exit code 0 if the service behind a metrics endpoint does its work")
     health.add_argument("url", metavar="URL", help="such as http://127.0.0.1:9101/metrics")
@@ -200,23 +212,36 @@ def _export(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _inspect(arguments: argparse.Namespace) -> int:
+    _become("learner.inspect", *arguments.words)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from asyncrl.report.write import write_report
+
+    write_report(arguments.run_dirs, arguments.output)
+    return 0
+
+
 def _replay(arguments: argparse.Namespace) -> int:
     _become("learner.replay", str(arguments.run_dir), "--step", str(arguments.step), *arguments.overrides)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from asyncrl import doctor
-
-    overrides = [word for word in arguments.words if "=" in word]
-    files = [Path(word) for word in arguments.words if "=" not in word]
+    overrides = [word for word in arguments.overrides if "=" in word]
+    files = [Path(word) for word in arguments.overrides if "=" not in word]
     if len(files) > 1 or (files and arguments.plan) or (overrides and not files and not arguments.plan):
         raise UserError(
             "expected: asyncrl doctor [CONFIG [key=value ...]], or asyncrl doctor --plan TARGET [key=value ...]"
         )
     if arguments.plan:
-        print(doctor.memory_table(Path(arguments.plan), overrides))
+        from asyncrl.doctor.plan_table import memory_table
+
+        print(memory_table(Path(arguments.plan), overrides))
         return 0
-    return doctor.examine(files[0] if files else None, overrides)
+    from asyncrl.doctor.examine import examine
+
+    return examine(files[0] if files else None, overrides, quick=arguments.quick, as_json=arguments.json)
 
 
 def _health(arguments: argparse.Namespace) -> int:

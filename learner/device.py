@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, WaitTimeoutError
+from asyncrl.telemetry.timeline import LEARNER
 from learner.engines.base import TrainEngine
 from learner.exchange import Exchange
 from protocol.faults import crash_point
@@ -103,6 +104,7 @@ class DeviceTurns:
         _take(self._lease, self._config.learner.wait_timeout_s, "learner.wait_timeout_s", look)
         crash_point("learner.waking")
         taken = time.monotonic()
+        self._exchange.timeline.ended(LEARNER, "asleep", taken - self._lent_at)
         self._engine.wake()
         self._seconds["wake_s/learner"] += time.monotonic() - taken
         self._seconds["asleep_s/learner"] += taken - self._lent_at

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.telemetry.timeline import LEARNER
 from learner.exchange import Exchange
 from learner.ledger import TicketLedger
 from learner.progress import Progress
@@ -41,6 +42,10 @@ class Evaluation:
 
     def run(self, step: int, version: int, judge: Callable[[], None]) -> None:
         """Score every held-out row with `version`; the caller waits, and judges servers that join meanwhile."""
+        with self._exchange.timeline.doing(LEARNER, "evaluating"):
+            self._run(step, version, judge)
+
+    def _run(self, step: int, version: int, judge: Callable[[], None]) -> None:
         rows = self.num_rows
         self._exchange.dispatch(lambda: (self._writer.write_evaluation(index, version) for index in range(rows)))
         while (arrived := self._ledger.evaluation_arrived()) < rows:

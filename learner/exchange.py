@@ -19,6 +19,7 @@ import zmq
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
+from asyncrl.telemetry.timeline import Timeline
 from learner.alignment import Alignment, ParityCheck
 from learner.connections import Connections, ModelFacts, ServerState
 from learner.device_weights import DeviceWeights
@@ -29,6 +30,7 @@ from learner.ledger import TicketLedger
 from learner.lending import Lending
 from learner.orders import Orders
 from learner.ports import open_ports
+from learner.server_spans import note
 from learner.tickets import PreparedTicket
 from learner.verification import verify_group
 from protocol.errors import ErrorCode
@@ -78,6 +80,7 @@ class Exchange(threading.Thread):
     ):
         super().__init__(name="exchange", daemon=True)
         self.failure: Exception | None = None
+        self.timeline = Timeline()
         self._ledger = ledger
         self._publication = publication
         self._device_weights = device_weights
@@ -260,6 +263,7 @@ class Exchange(threading.Thread):
             return
         server = self.servers[server_id]
         server.heard_at = time.monotonic()
+        note(self.timeline, server_id, message)
         if server.refused and not isinstance(message, Goodbye):
             return
         if isinstance(message, Group) and self.alignment.awaits(server_id, message.ticket_id):

@@ -11,8 +11,10 @@ import psutil
 import torch
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.models.device_facts import device_name, memory_by_state
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.rewards.presentation import plain_text
+from asyncrl.telemetry.environment import record_start
 from asyncrl.telemetry.recorder import RunRecorder
 from learner.batch import Batch
 from learner.exchange import Exchange
@@ -22,7 +24,9 @@ from learner.samples.index import SampleIndex
 from learner.samples.rows import TrainedBatch
 from learner.tickets import ReceivedGroup
 from protocol.lease import read_tenure
-from protocol.messages import WeightManifest
+from protocol.messages import WeightManifest, WeightsLoaded
+
+ENDINGS = ("finished", "interrupted", "failed")
 
 
 class Reporter:
@@ -44,7 +48,9 @@ class Reporter:
         self._processor = processor
         self._total_steps = total_steps
         self._process = psutil.Process()
+        self._device = torch.device("cpu")
         self._server_usage: dict[str, tuple[float, float, int]] = {}
+        self._parity: dict[str, dict[str, float]] = {}
 
     def truncate_after(self, step: int, *, made_again: int) -> None:
         """Forget what was written past the step that the run resumes from. Steps up to `made_again` will be, exactly:
@@ -56,6 +62,11 @@ class Reporter:
     def evaluated_steps(self) -> set[int]:
         return self.recorder.evaluated_steps()
 
+    def started(self, step: int, device: torch.device) -> None:
+        """This process, after `step`."""
+        self._device = device
+        record_start(self.config.run_path, step, device_name(device))
+
     def status(self, phase: str, step: int, version: int, waiting_for: str = "") -> None:
         counts = self._ledger.counts()
         servers = [
@@ -64,6 +75,8 @@ class Reporter:
                 "version": beat.version if beat else 0,
                 "queued": beat.groups_queued if beat else 0,
                 "running": beat.groups_running if beat else 0,
+                "weights": _arrival(server.loaded),
+                "parity": self._parity.get(server_id, {}),
             }
             for server_id, server in list(self._exchange.servers.items())
             for beat in [server.heartbeat]
@@ -85,6 +98,9 @@ class Reporter:
             errors=dict(self._exchange.errors),
             device=_device(self.config),
         )
+        if phase in ENDINGS:
+            self._rollout_usage()
+            self._write_timeline()
 
     def step(self, step: int, version: int, values: Mapping[str, float], batch: Batch, trained: TrainedBatch) -> None:
         """One finished learner step; `version` is the one that consumed the batch."""
@@ -94,10 +110,16 @@ class Reporter:
         record |= self._ledger.length_bias()
         record["cpu_threads"] = torch.get_num_threads()  # the last bits of a sum depend on it
         record["rss_gib"] = self._process.memory_info().rss / 2**30
+        if self._device.type == "cuda":
+            record |= {f"device_gib/{state}": n / 2**30 for state, n in memory_by_state(self._device).items()}
         self.recorder.step(record)
         self.exporter.step(step, version, record, batch)
         self._sample(step, batch.received[: self.config.trainer.samples_per_step])
         self.samples.write(step, version, batch.received, trained)
+        self._write_timeline()
+
+    def _write_timeline(self) -> None:
+        self.recorder.timeline(self._exchange.timeline.take())
 
     def _rollout_usage(self) -> dict[str, float]:
         """Idle ratio and token rate of the servers since the last step, from their heartbeats."""
@@ -112,6 +134,9 @@ class Reporter:
             if elapsed > 0:
                 idle.append(max(0.0, 1 - (beat.busy_s - busy) / elapsed))
                 rate += (beat.tokens_generated - tokens) / elapsed
+                more = {"engine": server.hello.engine, "version": beat.version, "busy_s": round(beat.busy_s - busy, 3)}
+                more["tokens"] = beat.tokens_generated - tokens
+                self._exchange.timeline.ended(server_id, "usage", elapsed, **more)
                 self._server_usage[server_id] = (beat.uptime_s, beat.busy_s, beat.tokens_generated)
         return {"idle/rollout": float(np.mean(idle)), "tokens_per_s/rollout": rate} if idle else {}
 
@@ -119,6 +144,7 @@ class Reporter:
         self.exporter.published(manifest)
 
     def parity(self, server_id: str, largest: float, mean: float) -> None:
+        self._parity[server_id] = {"largest": largest, "mean": mean}
         self.exporter.parity(server_id, largest, mean)
 
     def evaluated(self, step: int, version: int, received: Sequence[ReceivedGroup]) -> dict[str, Any]:
@@ -170,6 +196,13 @@ class Reporter:
                 },
                 shown,
             )
+
+
+def _arrival(loaded: WeightsLoaded | None) -> dict[str, Any]:
+    """How a server's newest weights came; empty before it has any."""
+    if loaded is None:
+        return {}
+    return {"channel": loaded.channel, "transfer_s": loaded.transfer_s, "load_s": loaded.load_s}
 
 
 def _device(config: RunConfig) -> dict[str, Any]:

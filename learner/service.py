@@ -12,6 +12,7 @@ from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.loading import stop_token_ids
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.telemetry.failure import kind_of
+from asyncrl.telemetry.timeline import LEARNER
 from asyncrl.telemetry.waits import WaitClock
 from asyncrl.weight_transfer.requirements import check_cuda
 from learner.between_steps import BetweenSteps
@@ -169,6 +170,7 @@ class Learner:
         Says goodbye to the servers unless this is a crash: then they wait for the learner that comes next.
         """
         try:
+            self.reporter.started(self.progress.step, self.engine.device)
             self.exchange.start()
             self._make_steps_again()
             self.between.wait_for_server()
@@ -266,7 +268,8 @@ class Learner:
         return manifest.total_bytes
 
     def _save(self) -> None:
-        self.saver.save(self.progress, self.training.controllers())
+        with self.exchange.timeline.doing(LEARNER, "saving"):
+            self.saver.save(self.progress, self.training.controllers())
 
     # --- what is said -------------------------------------------------------------------------------
 

@@ -20,7 +20,15 @@ FORBIDDEN = {
     "rollout_server": {"learner", "deepspeed"},
 }
 MAY_START_SERVICES = ("asyncrl/cli.py", "asyncrl/launch/")
-TORCH_FREE = ("protocol/", "asyncrl/config/", "asyncrl/data/", "asyncrl/rewards/", "asyncrl/telemetry/")
+TORCH_FREE = (
+    "protocol/",
+    "asyncrl/config/",
+    "asyncrl/data/",
+    "asyncrl/rewards/",
+    "asyncrl/telemetry/",
+    "asyncrl/pages/",
+    "learner/inspect/",
+)
 SERIALISERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 
 

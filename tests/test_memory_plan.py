@@ -499,45 +499,6 @@ def test_doctor_prints_the_table_of_a_folder_and_of_a_configuration(
         assert line in table
 
 
-def test_doctor_describes_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    assert asyncrl(["doctor"]) == 0
-    printed = capsys.readouterr().out
-    for name in ("python", "torch", "transformers", "vllm", "libzmq", "cores", "memory", "cuda"):
-        assert f"\n{name} " in f"\n{printed}"
-
-
-def test_doctor_warns_of_small_shared_memory(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from asyncrl import doctor
-
-    docker = type("Usage", (), {"free": 64 << 20, "total": 64 << 20})()
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: docker)
-    assert asyncrl(["doctor"]) == 0
-    assert "warning: /dev/shm has 64 MiB free" in capsys.readouterr().out
-
-
-def test_doctor_warns_of_other_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncrl import doctor
-
-    versions: dict[str, str] = {"asyncrl": "0.1.0", "torch": "2.9.0"}
-    monkeypatch.setattr(doctor, "installed_version", versions.get)
-    monkeypatch.setattr(doctor, "requires", lambda package: ["torch==2.13.0", "vllm>=0.22; extra == 'rollout-vllm'"])
-    (warning,) = doctor._version_warnings()
-    assert warning == "torch is 2.9.0, asyncrl needs ==2.13.0. pip install 'torch==2.13.0'"
-
-
-def test_doctor_checks_a_configuration(
-    make_config: MakeConfig, small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "config.yaml"
-    file.write_text(dump_config(planned(make_config, small)))
-    assert asyncrl(["doctor", str(file)]) == 0
-    assert "fit together" in capsys.readouterr().out
-    assert asyncrl(["doctor", str(file), "model.path=nowhere"]) == 2
-    assert "model.path" in capsys.readouterr().err
-
-
 def test_live_bytes_counts_what_is_alive_and_no_views() -> None:
     with LiveBytes("cpu") as live:
         kept = torch.empty(1000)

@@ -188,13 +188,13 @@ def test_what_no_rehearsal_foresaw_is_refused_by_name(
 ) -> None:
     mamba = transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=128)
     config = planned(make_config, tmp_path, mamba, gpu_memory={"budget_gib": 1})
-    said = r"the plan of mamba \(.*\) failed: \w+: .* leave gpu_memory.budget_gib at 0"
+    said = r"cannot be planned for models of the family mamba \(.*\(\w+: .* leave gpu_memory.budget_gib at 0"
     with caplog.at_level(logging.DEBUG, logger=planning.__name__), pytest.raises(UserError, match=said) as refused:
         check_plan(config)
     assert refused.value.__cause__ is not None
     assert any(record.exc_info for record in caplog.records if record.name == planning.__name__)
     assert asyncrl(["doctor", "--plan", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("error: the plan of mamba")
+    assert capsys.readouterr().err.startswith("error: memory cannot be planned for models of the family mamba")
 
 
 @pytest.mark.parametrize("text", ["{}", '{"model_type": "no such"}', "{", "[]"])

@@ -20,6 +20,7 @@ from asyncrl.errors import BadStateError, UserError
 from asyncrl.launch.panel import render
 from asyncrl.launch.story import Story
 from asyncrl.telemetry.recorder import RunRecorder
+from asyncrl.telemetry.timeline import Timeline
 from learner.connections import Connections, ModelFacts, ServerState
 from learner.device import DeviceTurns, first_turn
 from learner.engines.torch_engine import TorchEngine
@@ -201,6 +202,7 @@ class Sleepy:
 
     def __init__(self) -> None:
         self.told: list[Any] = []
+        self.timeline = Timeline()
 
     def sleep(self) -> int:
         self.told.append("sleep")
@@ -238,6 +240,7 @@ def test_the_learner_sleeps_before_it_lends_and_wakes_after_it_has_the_device(ma
     server.give_up()
     turns.take_back(lambda: None)
     assert both.told == ["sleep", 2, "recall", "recall", "wake"]
+    assert [(span["who"], span["what"]) for span in both.timeline.take()] == [("learner", "asleep")]
     report = turns.report()
     assert (report["lease_fence"], report["sleep_bytes/learner"]) == (3, 42)
     assert report["asleep_s/learner"] > 0.3

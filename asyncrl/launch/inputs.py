@@ -23,29 +23,27 @@ ROWS_LOOKED_AT = 64
 
 def check_inputs(config: RunConfig, *sides: Side) -> None:
     """What the named sides of a run, which start on this machine, will need. Raises UserError with the fix."""
-    described = _check_model(config)
-    _check_lengths(config, described)
+    described = check_model(config)
+    check_lengths(config, described)
     if "learner" in sides:
         _check_data(config, described, "rl")
     if "rollout_server" in sides:
         check_rewards(config.reward)
-    _check_devices(config, sides)
-    if "rollout_server" in sides and config.rollout.engine == "vllm":
-        from rollout_server.engines.vllm_engine.settings import check_vllm  # the engine's own rules
-
-        check_vllm(config)
+    check_devices(config, sides)
+    if "rollout_server" in sides:
+        check_engine(config)
     check_weights(config.model)
     _check_memory(config, sides)
 
 
 def check_sft_inputs(config: RunConfig) -> None:
     """The same of a supervised warm start."""
-    _check_data(config, _check_model(config), "sft")
+    _check_data(config, check_model(config), "sft")
     check_rewards(config.reward)
     check_weights(config.model)
 
 
-def _check_model(config: RunConfig) -> dict[str, Any]:
+def check_model(config: RunConfig) -> dict[str, Any]:
     """Returns the folder's config.json."""
     described = describe_folder(config.model)
     if config.model.lora.rank:
@@ -55,7 +53,7 @@ def _check_model(config: RunConfig) -> dict[str, Any]:
     return described
 
 
-def _check_lengths(config: RunConfig, described: Mapping[str, Any]) -> None:
+def check_lengths(config: RunConfig, described: Mapping[str, Any]) -> None:
     text = described.get("text_config") or described
     positions = text.get("max_position_embeddings") or described.get("max_position_embeddings")
     longest = config.data.max_prompt_length + config.data.max_response_length
@@ -105,7 +103,7 @@ def _first_row_with(rows: RowSource, key: str) -> str | None:
 # --- devices -------------------------------------------------------------------------------------
 
 
-def _check_devices(config: RunConfig, sides: tuple[Side, ...]) -> None:
+def check_devices(config: RunConfig, sides: tuple[Side, ...]) -> None:
     """Those that are named are there, in sync mode they are one, and a channel between devices can join them."""
     names: dict[Side, str] = {"learner": config.learner.device, "rollout_server": config.rollout.device}
     alike = names["learner"] == names["rollout_server"]
@@ -125,6 +123,14 @@ def _check_devices(config: RunConfig, sides: tuple[Side, ...]) -> None:
         check_gpus(config)
     if config.trainer.mode == "sync" and not same_device(config, cuda=torch.cuda.is_available()):
         raise UserError(two_devices(config))
+
+
+def check_engine(config: RunConfig) -> None:
+    """What the inference engine itself would refuse."""
+    if config.rollout.engine == "vllm":
+        from rollout_server.engines.vllm_engine.settings import check_vllm  # the engine's own rules
+
+        check_vllm(config)
 
 
 # --- memory --------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from asyncrl.config.load import dump_config
@@ -92,19 +93,25 @@ def resolve_ports(config: RunConfig) -> RunConfig:
 def _check_fixed_ports(config: RunConfig) -> None:
     """A port that was asked for must be free, and asked for once."""
     owners: dict[int, str] = {}
+    for name, setting, host, port in fixed_ports(config):
+        if port in owners:
+            raise UserError(f"{owners[port]} and {name} are both {port}. Set one of them to 0 or another port")
+        if not port_is_free(host, port):
+            raise UserError(
+                f"port {port} on {host} is in use by another process. Set {setting} to another port, or to 0 "
+                "to take a free one"
+            )
+        owners[port] = name
+
+
+def fixed_ports(config: RunConfig) -> Iterator[tuple[str, str, str, int]]:
+    """Whose each port is, the setting that names it, its address and its number; those that are 0 are left out."""
     for section, key in PORTS:
         host, first = getattr(config, section).host, getattr(getattr(config, section), key)
         servers = config.rollout.servers if key == "rollout_port" else 1
         for port in range(first, first + servers) if first else ():
             name = f"{section}.{key}" + (f" + {port - first} (rollout.servers)" if port > first else "")
-            if port in owners:
-                raise UserError(f"{owners[port]} and {name} are both {port}. Set one of them to 0 or another port")
-            if not port_is_free(host, port):
-                raise UserError(
-                    f"port {port} on {host} is in use by another process. Set {section}.{key} to another port, or to 0 "
-                    "to take a free one"
-                )
-            owners[port] = name
+            yield name, f"{section}.{key}", host, port
 
 
 def write_config(config: RunConfig) -> Path:
@@ -159,4 +166,5 @@ def _why(config: RunConfig, outcome: Outcome) -> str:
     if outcome.gave_up:
         restarts = config.launch.max_restarts
         limit = f" once more after {restarts} restarts (launch.max_restarts)" if restarts else ""
-    return f"{service.ending()}{limit}; the last lines of {service.log}:\n{service.last_words()}"
+    fix = "Continue with --resume, and raise launch.max_restarts to have it started again"
+    return f"{service.ending()}{limit}. {fix}; the last lines of {service.log}:\n{service.last_words()}"

@@ -35,6 +35,10 @@ def memory_by_state(device: torch.device) -> dict[str, int]:
     }
 
 
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def peak_flops(device: torch.device) -> float:
     """NaN for a device that is not in the table."""
     if device.type != "cuda":

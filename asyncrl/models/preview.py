@@ -1,11 +1,11 @@
-"""What the model will see of the first row: the end of `--dry-run`."""
+"""What the model will see of a row: the end of `--dry-run`, and part of `asyncrl doctor`."""
 
 from __future__ import annotations
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_train
-from asyncrl.data.prompts import PromptRenderer
-from asyncrl.models.processing import PromptProcessor, check_prompt_length
+from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
+from asyncrl.models.processing import EncodedPrompt, PromptProcessor, check_prompt_length
 
 
 def preview_prompt(config: RunConfig) -> str:
@@ -16,18 +16,25 @@ def preview_prompt(config: RunConfig) -> str:
     encoded = processor.encode(rendered.prompt, rendered.blobs)
     limit = config.data.max_prompt_length
     check_prompt_length(encoded, limit)
+    lines = describe_prompt(processor, rendered, encoded, limit)
+    return "\n".join([f"first prompt ({rendered.prompt.row_id}):", *(f"  {line}" for line in lines)])
+
+
+def describe_prompt(
+    processor: PromptProcessor, rendered: RenderedPrompt, encoded: EncodedPrompt, limit: int
+) -> list[str]:
+    """Text, answer, tokens, and the grid of each image and video."""
     seen = "images and videos" if encoded.video_hashes else "images"
     lines = [
-        f"first prompt ({rendered.prompt.row_id}):",
-        *(f"  | {line}" for line in processor.render(rendered.prompt).splitlines()),
-        f"  answer: {rendered.prompt.answer!r}",
-        f"  tokens: {len(encoded.token_ids)} of at most {limit}, {encoded.media_tokens} for {seen}",
-        f"  images: {len(encoded.image_hashes)}",
+        *(f"| {line}" for line in processor.render(rendered.prompt).splitlines()),
+        f"answer: {rendered.prompt.answer!r}",
+        f"tokens: {len(encoded.token_ids)} of at most {limit}, {encoded.media_tokens} for {seen}",
+        f"images: {len(encoded.image_hashes)}",
     ]
     for (t, h, w), digest in zip(encoded.image_grids.tolist(), encoded.image_hashes, strict=True):
-        lines.append(f"    {digest[:12]}: {t} x {h} x {w} patches")
+        lines.append(f"  {digest[:12]}: {t} x {h} x {w} patches")
     if encoded.video_hashes:
-        lines.append(f"  videos: {len(encoded.video_hashes)}")
+        lines.append(f"videos: {len(encoded.video_hashes)}")
     for (t, h, w), video in zip(encoded.video_grids.tolist(), rendered.prompt.videos, strict=True):
-        lines.append(f"    {len(video.frame_hashes)} frames at {video.fps:g} per second: {t} x {h} x {w} patches")
-    return "\n".join(lines)
+        lines.append(f"  {len(video.frame_hashes)} frames at {video.fps:g} per second: {t} x {h} x {w} patches")
+    return lines

@@ -7,7 +7,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 STATUS_FILE = "status.json"
+TIMELINE_FILE = "timeline.jsonl"
 IMAGES_FOLDER = "images"
 
 
@@ -33,7 +34,7 @@ class RunRecorder:
         self._run_dir.mkdir(parents=True, exist_ok=True)
         self._status: dict[str, Any] = {}
         self._warned: set[str] = set()
-        for name in (METRICS_FILE, EVALUATIONS_FILE, SAMPLES_FILE):
+        for name in (METRICS_FILE, EVALUATIONS_FILE, SAMPLES_FILE, TIMELINE_FILE):
             drop_unfinished_line(self._run_dir / name)
 
     def step(self, metrics: Mapping[str, float]) -> None:
@@ -49,6 +50,12 @@ class RunRecorder:
         for image_hash, data in images.items():
             self._store_image(image_hash, data)
         self._append(SAMPLES_FILE, sample)
+
+    def timeline(self, spans: Sequence[Mapping[str, Any]]) -> None:
+        """Lines of timeline.jsonl. A resumed run keeps them all: the time was spent."""
+        text = "".join(json.dumps(self._finite(TIMELINE_FILE, span), ensure_ascii=False) + "\n" for span in spans)
+        with (self._run_dir / TIMELINE_FILE).open("ab") as file:
+            file.write(text.encode(errors="backslashreplace"))
 
     def status(self, **fields: Any) -> None:
         """Replace these fields of status.json; the others stay as they were said last by this process."""

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from asyncrl.errors import UserError
@@ -22,13 +24,15 @@ from learner.samples.dataset import RunRows
 from learner.samples.details import NOT_KEPT, read_prompt, read_trained_tokens, trajectory_details
 from learner.samples.images import SampleImages
 from learner.samples.journaled import index_journaled, prompt_of_row
-from learner.samples.model import Page, SampleDetail, SampleQuery
+from learner.samples.model import Page, SampleDetail, SampleQuery, SampleRow
 from learner.samples.tables import INDEX_FILE, SCHEMA, TABLES, insert_groups, remove_groups
 from learner.samples.texts import TokenTexts
 
 CONFIG_FILE = "config.yaml"
 MOST_IN_MEMORY = 500
 """Groups that are indexed for one who looks; more are for `asyncrl inspect RUN --reindex`."""
+BEGINNING = 64
+"""Tokens of a completion that a list shows."""
 FRESH, WRITTEN = "main", "written"
 """Names of the database in memory and of the index."""
 
@@ -152,6 +156,20 @@ class SampleStore:
             trajectories=trajectory_details(rows, group, tokens, self.texts),
             problem=NOT_KEPT if group is None else self.texts.problem,
         )
+
+    def beginnings(self, rows: Sequence[SampleRow]) -> tuple[str, ...]:
+        """The first words of each completion; empty where its tokens are not kept."""
+        found: dict[tuple[int, int], str] = {}
+        with self._lock:
+            for ticket_id in dict.fromkeys(row.ticket_id for row in rows if row.has_payload):
+                group = self._journal.find_group(ticket_id)
+                if group is None:
+                    continue
+                starts = np.cumsum(group.lengths) - group.lengths
+                for number in (row.trajectory for row in rows if row.ticket_id == ticket_id):
+                    first, length = int(starts[number]), min(int(group.lengths[number]), BEGINNING)
+                    found[ticket_id, number] = self.texts.plain(group.token_ids[first : first + length])
+        return tuple(found.get((row.ticket_id, row.trajectory), "") for row in rows)
 
     # --- what the index does not have -------------------------------------------------------------------
 

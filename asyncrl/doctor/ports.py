@@ -1,0 +1,46 @@
+"""Are the ports of the configuration free, and who holds those that are not?"""
+
+from __future__ import annotations
+
+import psutil
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.doctor.findings import Finding, Findings
+from asyncrl.launch.train import PORTS, fixed_ports
+from protocol.endpoints import port_is_free
+
+
+def find_ports(config: RunConfig) -> Findings[None]:
+    owners: dict[int, str] = {}
+    free: list[int] = []
+    for name, setting, host, port in fixed_ports(config):
+        if port in owners:
+            fix = f"set {setting} to another port, or to 0"
+            yield Finding("ports", f"{owners[port]} and {name} are both {port}", "problem", fix)
+        elif not port_is_free(host, port):
+            value = f"port {port} ({name}) on {host} is held by {_holder(port)}"
+            fix = f"stop that process, or set {setting} to another port (0 takes a free one)"
+            yield Finding("ports", value, "problem", fix)
+        else:
+            free.append(port)
+        owners.setdefault(port, name)
+    if free:
+        yield Finding("ports", f"{', '.join(map(str, free))} are free" if len(free) > 1 else f"{free[0]} is free")
+    chosen = [f"{section}.{key}" for section, key in PORTS if not getattr(getattr(config, section), key)]
+    if chosen:
+        yield Finding("ports", f"chosen when the run starts: {', '.join(chosen)}", "note")
+
+
+def _holder(port: int) -> str:
+    """As far as this user may see."""
+    try:
+        connections = psutil.net_connections(kind="tcp")
+    except psutil.AccessDenied:
+        connections = []
+    for one in connections:
+        if one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == port and one.pid:
+            try:
+                return f"{psutil.Process(one.pid).name()} (process {one.pid})"
+            except psutil.Error:
+                return f"process {one.pid}"
+    return "another process, which this user cannot see"

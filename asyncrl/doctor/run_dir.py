@@ -1,0 +1,82 @@
+"""Is the run directory free and writable, and has its disk room for what the run will write?"""
+
+from __future__ import annotations
+
+import fcntl
+import resource
+import shutil
+import tempfile
+from pathlib import Path
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.doctor.findings import Finding, Findings, size, split_fix
+from asyncrl.errors import UserError
+from asyncrl.launch.processes import LOCK_FILE
+from asyncrl.launch.train import check_run_dir, is_resumable
+from asyncrl.memory_plan.plan import MemoryPlan
+
+MIB = 2**20
+
+
+def find_run_dir(config: RunConfig) -> Findings[None]:
+    path = config.run_path
+    folder = nearest_folder(path)
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b" ")
+            file.flush()
+    except OSError as error:
+        value = f"nothing can be written in {folder}: {error.strerror}"
+        yield Finding("run_dir", value, "problem", "set run_dir to a folder that you may write, on a disk with room")
+        return
+    holder = _learner_in(path)
+    if holder:
+        value = f"a learner (process {holder}) works in {path}"
+        yield Finding("run_dir", value, "problem", "wait for its end, stop it, or set another run_dir=...")
+        return
+    try:
+        check_run_dir(config, resume=False)
+    except UserError as error:
+        value, fix = split_fix(str(error).removeprefix("run_dir "))
+        yield Finding("run_dir", value, "warning" if is_resumable(path) else "problem", fix)
+    else:
+        yield Finding("run_dir", f"{path} is free, and {folder} can be written")
+
+
+def find_disk(config: RunConfig, plan: MemoryPlan) -> Findings[None]:
+    folder = nearest_folder(config.run_path)
+    learner, trainer = plan.learner, config.trainer
+    model = learner.published if config.model.lora.rank else learner.weights
+    checkpoint = model + learner.moments
+    kept = trainer.save_limit + 1  # the new one is whole before the oldest goes
+    needed = kept * checkpoint + learner.weights + trainer.journal_limit_mib * MIB
+    free = shutil.disk_usage(folder).free
+    value = (
+        f"{size(free)} free in {folder}; the run writes up to {size(needed)}: {kept} checkpoints of "
+        f"{size(checkpoint)}, a journal of {size(trainer.journal_limit_mib * MIB)}, an export; and images of samples"
+    )
+    fix = "make room, set run_dir on a larger disk, or lower trainer.save_limit and trainer.journal_limit_mib"
+    yield Finding("disk of run_dir", value, "problem", fix) if free < needed else Finding("disk of run_dir", value)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    largest = max(learner.moments, model)
+    if limit != resource.RLIM_INFINITY and limit < largest:
+        value = f"this process may write files of {size(limit)}, and a checkpoint has one of {size(largest)}"
+        yield Finding("file sizes", value, "problem", "raise the limit: ulimit -f unlimited")
+
+
+def nearest_folder(path: Path) -> Path:
+    """The path, or what there is above it."""
+    return next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+
+
+def _learner_in(path: Path) -> str:
+    """The process that holds the learner's lock; empty where none does."""
+    file = path / LOCK_FILE
+    if not file.is_file():
+        return ""
+    with file.open() as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return lock.read(64).strip() or "unknown"
+    return ""

@@ -1,0 +1,137 @@
+"""`python -m learner.inspect RUN`, which `asyncrl inspect` becomes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+from rich.console import Console
+
+from asyncrl.errors import BadStateError, ExitCode, UserError
+from asyncrl.pages.token_levels import COLOURINGS
+from learner.inspect.group import print_group
+from learner.inspect.listing import print_listing, tab_separated
+from learner.inspect.query import FILTERS, ORDERS, STATUSES, read_query
+from learner.inspect.records import detail_record, row_record
+from learner.samples import SampleQuery, SampleStore
+from learner.samples.rebuild import rebuild_index
+
+WEB_PORT = 7610
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    try:
+        if arguments.reindex:
+            print(f"{rebuild_index(arguments.run_dir)} groups added to the index", file=sys.stderr)
+        with closing(SampleStore(arguments.run_dir)) as store:
+            _inspect(arguments, store)
+            sys.stdout.flush()
+            return 0
+    except (UserError, BadStateError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return ExitCode.USER_ERROR if isinstance(error, UserError) else ExitCode.BAD_STATE
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="asyncrl inspect",
+        description="Look at the samples of a run, also while it goes on: a list, or with --ticket one group in full. "
+        "All given filters must hold. Ranges are inclusive: 3, 1-5, <0.5, >=1; write a negative one as --reward=-1-0.",
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="the run's folder")
+    filters = parser.add_argument_group("filters")
+    filters.add_argument("--step", default="", metavar="A[-B]", help="learner steps that trained on them")
+    filters.add_argument("--reward", default="", metavar="LOW-HIGH", help="or a bound, such as '<0.5'")
+    filters.add_argument("--status", default="", metavar="STATUS,...", help=f"of {', '.join(STATUSES)}")
+    filters.add_argument("--staleness", default="", metavar="A[-B]", help="of the oldest token, in policy versions")
+    filters.add_argument("--prompt", default="", metavar="TEXT", help="which the prompt contains, in either case")
+    shown = parser.add_argument_group("what is shown")
+    shown.add_argument("--order", default="", choices=ORDERS, help=f"which come first; default: {ORDERS[0]}")
+    shown.add_argument("--limit", type=_positive, default=20, metavar="N", help="samples of a list; default: 20")
+    shown.add_argument("--offset", type=_count, default=0, metavar="N", help="samples to pass over")
+    shown.add_argument("--ticket", type=_count, metavar="ID", help="one group: prompt, images, and every token")
+    shown.add_argument("--colour", choices=COLOURINGS, default=COLOURINGS[0], help="what the tokens' colours tell")
+    shown.add_argument("--json", action="store_true", help="one JSON object per line")
+    shown.add_argument(
+        "--reindex",
+        action="store_true",
+        help="first list what the journal holds and the index does not; not while it trains",
+    )
+    web = parser.add_argument_group("in a browser")
+    web.add_argument("--web", type=_port, nargs="?", const=WEB_PORT, metavar="PORT", help=f"default port: {WEB_PORT}")
+    web.add_argument("--host", default="127.0.0.1", help="address to listen on; others than loopback show all to all")
+    return parser
+
+
+def _inspect(arguments: argparse.Namespace, store: SampleStore) -> None:
+    words = {name: getattr(arguments, name) for name in FILTERS}
+    query = read_query(words)
+    if arguments.web is not None:
+        from learner.inspect.server import serve
+
+        serve(store, arguments.run_dir, arguments.host, arguments.web, words, arguments.ticket)
+    elif arguments.ticket is not None:
+        _show_group(arguments, store)
+    else:
+        _show_list(arguments, store, query)
+
+
+def _show_group(arguments: argparse.Namespace, store: SampleStore) -> None:
+    detail = store.detail(arguments.ticket)
+    if arguments.json:
+        print(json.dumps(detail_record(detail)))
+    else:
+        print_group(_console(), detail, arguments.colour)
+
+
+def _show_list(arguments: argparse.Namespace, store: SampleStore, query: SampleQuery) -> None:
+    page = store.find(query, limit=arguments.limit, offset=arguments.offset)
+    beginnings = store.beginnings(page.rows)
+    for notice in store.notices:
+        print(f"note: {notice}", file=sys.stderr)
+    console = _console()
+    if arguments.json:
+        for row, beginning in zip(page.rows, beginnings, strict=True):
+            print(json.dumps(row_record(row, beginning)))
+    elif console.is_terminal:
+        print_listing(console, page, beginnings, arguments.offset)
+    else:
+        print("\n".join(tab_separated(page.rows, beginnings)))
+
+
+def _console() -> Console:
+    return Console(highlight=False, markup=False, emoji=False)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 2**62:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    value = _count(text)
+    if not value:
+        raise argparse.ArgumentTypeError("0 samples are none")
+    return value
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port (0 to 65535). RUN stands before --web")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

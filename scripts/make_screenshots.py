@@ -1,0 +1,93 @@
+"""Pictures of `asyncrl inspect` for the documentation, from a real run.
+
+    python scripts/make_screenshots.py RUN [--folder docs/images]
+
+Needs playwright (of the dev extra) and Debian's chromium.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import threading
+from contextlib import closing
+from pathlib import Path
+from urllib.parse import urlencode
+
+from playwright.sync_api import Browser, sync_playwright
+
+from learner.inspect.server import InspectServer
+from learner.samples import SampleQuery, SampleRow, SampleStore
+
+WIDTH, HEIGHT = 1360, 860
+PAGE_ROWS = 50
+LOOKED_AT = 5000
+"""Of the newest samples: the most telling one of them is shown."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--folder", type=Path, default=Path("docs/images"))
+    arguments = parser.parse_args()
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        sys.exit("there is no chromium: apt-get install chromium")
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    with (
+        closing(SampleStore(arguments.run_dir)) as store,
+        InspectServer(store, arguments.run_dir, "127.0.0.1", 0) as server,
+    ):
+        sample = most_telling(store)
+        address = f"{server.url}?{place_of(store, sample)}"
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with sync_playwright() as started:
+            flags = ["--no-sandbox"] if os.geteuid() == 0 else []
+            browser = started.chromium.launch(executable_path=chromium, args=flags)
+            for theme in ("light", "dark"):
+                target = arguments.folder / ("inspect.png" if theme == "light" else "inspect-dark.png")
+                take(browser, address, theme, target)
+                print(f"{target}: {target.stat().st_size / 1000:.0f} kB")
+            browser.close()
+        server.shutdown()
+
+
+def most_telling(store: SampleStore) -> SampleRow:
+    """Where learner and engine differ most, near the top of its group."""
+    rows = store.find(SampleQuery(), limit=LOOKED_AT).rows
+    near_the_top = (row for row in rows if row.has_payload and row.trajectory in (1, 2))
+    return max(near_the_top, key=lambda row: row.logprob_diff_max or 0.0)
+
+
+def place_of(store: SampleStore, sample: SampleRow) -> str:
+    """The address of the list's page that holds it, and of the sample itself."""
+    assert sample.step is not None
+    rows = store.find(SampleQuery(steps=(sample.step, sample.step)), limit=LOOKED_AT).rows
+    return urlencode(
+        {
+            "step": sample.step,
+            "page": rows.index(sample) // PAGE_ROWS + 1,
+            "sample": f"{sample.ticket_id}.{sample.trajectory}",
+        }
+    )
+
+
+def take(browser: Browser, address: str, theme: str, target: Path) -> None:
+    page = browser.new_page(
+        viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="dark" if theme == "dark" else "light"
+    )
+    page.goto(address)
+    page.wait_for_selector(".completion.chosen")
+    page.wait_for_load_state("networkidle")
+    page.eval_on_selector("#group", "group => { group.scrollTop = 0; }")
+    strongest = page.query_selector(".completion.chosen .tokens :is([data-diff=d], [data-diff='4'], [data-diff=c])")
+    if strongest is not None and strongest.is_visible():
+        strongest.hover()
+    page.screenshot(path=target)
+    page.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""`asyncrl doctor`: every check names what it finds, none hangs, and one that fails hides no other."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import re
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.cli import main as asyncrl
+from asyncrl.config.schema import RunConfig
+from asyncrl.doctor import examination, machine, network
+from asyncrl.doctor.devices import Device
+from asyncrl.doctor.examination import Examination
+from asyncrl.doctor.findings import Finding, Findings, problem, split_fix
+from asyncrl.doctor.memory import find_memory
+from asyncrl.doctor.network import find_network, is_local
+from asyncrl.doctor.ports import find_ports
+from asyncrl.doctor.run_dir import find_run_dir
+from asyncrl.errors import UserError
+from asyncrl.launch.processes import JOURNAL_FILE, LOCK_FILE
+from asyncrl.memory_plan.plan import GIB
+from protocol.curve import LEARNER_SECRET, make_keys
+from protocol.endpoints import free_port
+from tests.small_runs import small
+from tests.two_processes import write_config
+
+MakeConfig = Callable[..., RunConfig]
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def test_it_describes_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    asyncrl(["doctor"])
+    printed = capsys.readouterr().out
+    for name in ("python", "asyncrl", "packages", "libzmq", "cores", "memory", "shared memory", "disk", "devices"):
+        assert re.search(rf"^(ok|-|WARNING)\s+{name}\s", printed, re.MULTILINE), printed
+
+
+def test_a_good_configuration_has_no_problem(
+    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_config(small(make_config, network={"control_port": free_port()}), tmp_path / "config")
+    before = sorted(tmp_path.rglob("*"))
+    assert asyncrl(["doctor", str(file), "--quick", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["problems"] == 0
+    found = {finding["what"]: finding for finding in told["findings"]}
+    assert {"ports", "run_dir", "model", "host memory", "room to publish", "disk of run_dir", "training rows"} <= set(
+        found
+    )
+    assert found["example"]["details"][0] == "| <|im_start|>user"
+    assert "64 of 64 training rows looked at" in found["training rows"]["value"]
+    assert [bar.split()[:2] for bar in found["prompt lengths"]["details"]] == [["30", "32"], ["31", "0"], ["32", "32"]]
+    assert found["trial"]["value"] == "not made (--quick)"
+    assert all(
+        set(finding) == {"what", "value", "verdict", "fix", "details", "seconds"} for finding in told["findings"]
+    )
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_configuration_that_cannot_be_read_is_the_users_mistake(
+    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_config(make_config(), tmp_path / "config")
+    assert asyncrl(["doctor", str(file), "--quick", "batch.group_sise=4"]) == 2
+    assert "batch.group_size" in capsys.readouterr().err
+    assert asyncrl(["doctor", str(tmp_path / "nowhere.yaml")]) == 2
+    assert asyncrl(["doctor", str(file), str(file)]) == 2
+
+
+MISTAKES = {
+    "template": (
+        "data.format_prompt=no.jinja",
+        r"template +data.format_prompt is 'no.jinja', but there is no such file",
+    ),
+    "reward": ("reward.functions=[{function: no.py:f}]", r"reward +reward file .*no.py does not exist"),
+    "model": ("model.path=no", r"model +model.path is 'no'.*Fix: Name a Hugging Face model folder"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_one_mistake_is_one_problem(
+    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    override, expected = MISTAKES[name]
+    assert asyncrl(["doctor", str(write_config(make_config(), tmp_path / "config")), override]) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("PROBLEM") == 1
+    assert re.search(rf"PROBLEM {expected}", printed)
+    assert "not made: 1 problem(s). Fix: solve the problems above first" in printed
+
+
+def test_it_warns_of_small_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    docker = type("Usage", (), {"free": 64 << 20, "total": 64 << 20})()
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: docker)
+    (found,) = [finding for finding in list(machine.find_machine()) if finding.what == "shared memory"]
+    assert (found.verdict, found.value[:26]) == ("warning", "/dev/shm has 64.0 MiB free")
+    assert "--shm-size=8g" in found.fix
+
+
+# --- how checks are run -----------------------------------------------------------------------------
+
+
+def examined(findings: Findings[Any], deadline_s: float = 5.0) -> tuple[list[Finding], Any]:
+    told: list[Finding] = []
+    return told, Examination(lambda finding, seconds: told.append(finding)).check("it", findings, deadline_s=deadline_s)
+
+
+def test_a_check_that_hangs_is_given_up() -> None:
+    def hang() -> Findings[int]:
+        yield Finding("it", "begins")
+        time.sleep(60)
+        return 1
+
+    began = time.monotonic()
+    told, product = examined(hang(), 0.2)
+    assert time.monotonic() - began < 5
+    assert product is None
+    assert [finding.verdict for finding in told] == ["ok", "problem"]
+    assert told[1].value == "was not done after 0.2 s"
+
+
+@pytest.mark.parametrize(
+    ("error", "value", "fix"),
+    [
+        (UserError("a port is taken. Set another"), "a port is taken", "Set another"),
+        (ZeroDivisionError("by 0"), "could not be checked: ZeroDivisionError: by 0", examination._BROKEN),
+    ],
+)
+def test_what_a_check_raises_is_a_problem(error: Exception, value: str, fix: str) -> None:
+    def fail() -> Findings[None]:
+        yield Finding("it", "begins")
+        raise error
+
+    told, _ = examined(fail())
+    assert told[1] == Finding("it", value, "problem", fix)
+
+
+def test_our_messages_are_split_where_the_fix_begins() -> None:
+    assert split_fix("it has 1.5 GiB free. Make room. Or not.") == ("it has 1.5 GiB free", "Make room. Or not")
+    assert split_fix("no column 'a'. Did you mean b?") == ("no column 'a'", "Did you mean b?")
+    assert split_fix("a single sentence") == ("a single sentence", "")
+    several = problem("it", UserError("2 problems in it:\n- one. Mend it\n- two"))
+    assert (several.value, several.fix, several.details) == ("2 problems in it: one", "Mend it", ("- two",))
+
+
+# --- run directory, ports, network --------------------------------------------------------------------
+
+
+def test_a_run_directory_that_is_taken(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config()
+    (found,) = list(find_run_dir(config))
+    assert found.verdict == "ok"
+    config.run_path.mkdir()
+    (config.run_path / "other.txt").touch()
+    (found,) = list(find_run_dir(config))
+    assert (found.verdict, found.fix) == (
+        "problem",
+        "There is no run in it to --resume: remove it, or set another run_dir=...",
+    )
+    (config.run_path / JOURNAL_FILE).touch()
+    (found,) = list(find_run_dir(config))
+    assert (found.verdict, found.fix[:26]) == ("warning", "Continue it with --resume,")
+
+
+def test_a_learner_at_work_is_named(make_config: MakeConfig) -> None:
+    from learner import run_lock
+
+    assert run_lock.LOCK_FILE == LOCK_FILE
+    config = make_config()
+    config.run_path.mkdir()
+    with (config.run_path / LOCK_FILE).open("w+") as lock:
+        lock.write("123\n")
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (found,) = list(find_run_dir(config))
+    assert found.value == f"a learner (process 123) works in {config.run_path}"
+    assert found.verdict == "problem"
+
+
+def test_a_folder_that_cannot_be_written(make_config: MakeConfig) -> None:
+    (found,) = list(find_run_dir(make_config().model_copy(update={"run_dir": "/proc/self/run"})))
+    assert (found.verdict, found.value[:32]) == ("problem", "nothing can be written in /proc/")
+
+
+def test_one_port_for_two(make_config: MakeConfig) -> None:
+    port = free_port()
+    found = list(find_ports(make_config(network={"control_port": port, "weights_port": port})))
+    assert found[0].value == f"network.control_port and network.weights_port are both {port}"
+    assert found[0].fix == "set network.weights_port to another port, or to 0"
+    assert found[1].value == f"{port} is free"
+
+
+def test_keys_and_addresses(make_config: MakeConfig, tmp_path: Path) -> None:
+    public = make_config(network={"host": "0.0.0.0"})
+    (found,) = list(find_network(public))
+    assert (found.verdict, found.fix[:28]) == ("problem", "Make keys with `asyncrl keys")
+    keys = tmp_path / "keys"
+    make_keys(keys)
+    config = make_config(network={"host": "0.0.0.0", "keys_dir": str(keys)})
+    assert [f.verdict for f in list(find_network(config))] == ["ok", "ok"]
+    (keys / LEARNER_SECRET).chmod(0o644)
+    assert "chmod 600" in next(f for f in list(find_network(config)) if f.verdict == "problem").fix
+    assert not is_local("192.0.2.1")  # of no machine (RFC 5737)
+
+
+def test_whether_a_learner_answers(make_config: MakeConfig) -> None:
+    with socket.socket() as learner:
+        learner.bind(("127.0.0.1", 0))
+        learner.listen()
+        control, weights = learner.getsockname()[1], free_port()
+        config = make_config(network={"control_port": control, "weights_port": weights})
+        answers, silent = list(network._learner(config))
+    assert (answers.verdict, answers.value) == ("ok", f"127.0.0.1:{control} answers")
+    assert silent.verdict == "warning"
+    assert f"nobody answers at port {weights}: [Errno 111] Connection refused" in silent.value
+
+
+# --- memory -------------------------------------------------------------------------------------------
+
+
+def test_the_plan_is_compared_with_the_devices_that_are_there(make_config: MakeConfig) -> None:
+    config = make_config(learner={"device": "cuda:0"}, rollout={"device": "cuda:0"})
+    large, held = Device("large", 80 * GIB, 79 * GIB), Device("held", 80 * GIB, GIB // 2)
+    for device, verdict in ((large, "ok"), (held, "warning"), (Device("small", GIB, GIB), "problem")):
+        found = {finding.what: finding for finding in find_memory(config, (device,))}
+        assert found["memory cuda:0"].verdict == verdict
+        assert found["memory cuda:0"].value.startswith("learner and engine at the same time: 1.")
+        assert found["host memory"].verdict == "ok"
+    assert "of which 512.0 MiB are free now" in {f.what: f for f in find_memory(config, (held,))}["memory cuda:0"].value
+
+
+def test_a_budget_that_is_too_small_names_what_helps(make_config: MakeConfig) -> None:
+    config = make_config(gpu_memory={"budget_gib": 1.05}, learner={"device": "cuda:0"}, rollout={"device": "cuda:0"})
+    found = {f.what: f for f in find_memory(config, (Device("large", 80 * GIB, 79 * GIB),))}["memory budget"]
+    assert found.verdict == "problem"
+    assert re.fullmatch(r"Together .* fits: 1.0 GiB", found.fix)

@@ -1,0 +1,86 @@
+"""The doctor's trial: a real run, small, that ends in time and leaves nothing unless it fails."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from asyncrl.cli import main as asyncrl
+from asyncrl.config.load import load_config
+from asyncrl.config.schema import RunConfig
+from asyncrl.doctor import trial
+from tests.two_processes import write_config
+
+MakeConfig = Callable[..., RunConfig]
+
+
+def test_a_trial_differs_in_size_alone(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config(
+        data={"max_response_length": 500, "filter_overlong_prompts": True},
+        batch={"prompts_per_step": 8, "tokens_per_microbatch": 4096},
+        algorithm={"updates_per_batch": 2},
+        network={"host": "192.0.2.1", "insecure": True},
+    )
+    tiny = trial.smallest(config, tmp_path / "trial")
+    assert (tiny.batch.prompts_per_step, tiny.batch.group_size, tiny.data.max_response_length) == (2, 2, 32)
+    assert (tiny.data.max_train_rows, tiny.data.max_val_rows, tiny.network.host) == (256, 4, "127.0.0.1")
+    for section in ("model", "algorithm", "learner", "rollout", "reward", "alignment", "gpu_memory"):
+        assert getattr(tiny, section) == getattr(config, section)
+    assert load_config(write_config(tiny, tmp_path / "config")) == tiny
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_trial_runs_the_real_thing_and_leaves_nothing(
+    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: str
+) -> None:
+    file = write_config(make_config(trainer={"mode": mode}), tmp_path / "config")
+    before = sorted(tmp_path.rglob("*"))
+    assert asyncrl(["doctor", str(file), "--json"]) == 0
+    found = {finding["what"]: finding["value"] for finding in json.loads(capsys.readouterr().out)["findings"]}
+    assert found["trial"].startswith("2 steps of 1 x 2 completions")
+    assert re.match(r"engine and learner differ by at most \S+ nats a token; 0.001", found["log-prob parity"])
+    assert re.match(r"0.\d MiB written in \S+ s, over shm in \S+ s, into the engine in \S+ s", found["weight push"])
+    assert ("sleep and wake" in found) == (mode == "sync")
+    assert re.match(r"\d finished, \d truncated, 0 failed", found["completions"])
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_trial_that_takes_too_long_is_stopped(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "BEYOND_START_S", 0.5)
+    began = time.monotonic()
+    _, late = list(trial.find_by_trial(make_config(network={"start_timeout_s": 0.1})))
+    assert time.monotonic() - began < trial.STOP_S
+    assert late.verdict == "problem"
+    assert late.value.startswith("not done after 0.6 s; it said last: ")
+    (folder,) = tmp_path.glob("asyncrl-trial-*")
+    assert late.fix == f"look into {folder}: trial.log and run/logs"
+
+
+@pytest.mark.slow
+def test_a_trial_that_goes_wrong_is_kept_and_named(
+    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A reward that only fails on what a policy says."""
+    reward = tmp_path / "my_reward.py"
+    reward.write_text(
+        "def score(sample):\n    if sample.completion in ('', sample.answer, sample.columns['target']):\n"
+        "        return 1.0 * len(sample.completion)\n    raise RuntimeError('what is this?')\n"
+    )
+    config = make_config(reward={"functions": [{"function": f"{reward}:score"}]})
+    assert asyncrl(["doctor", str(write_config(config, tmp_path / "config"))]) == 1
+    printed = capsys.readouterr().out
+    (line,) = [line for line in printed.splitlines() if line.startswith("PROBLEM")]
+    assert re.match(r"PROBLEM \S+ .*RuntimeError: what is this\? \(my_reward.py:4 in score\).*\. Fix: \S+", line), (
+        printed
+    )
+    (folder,) = tmp_path.glob("asyncrl-trial-*")
+    assert str(folder) in printed
+    assert (folder / "trial.log").is_file()

@@ -1,0 +1,145 @@
+"""What is written down of who did what, and of what a learner ran on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from asyncrl.telemetry.environment import MAX_STARTS, describe_environment, read_starts, record_start
+from asyncrl.telemetry.recorder import TIMELINE_FILE, RunRecorder
+from asyncrl.telemetry.timeline import MAX_PENDING, Timeline, merge
+
+
+class Clock:
+    def __init__(self, now: float = 1000.0):
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_overlapping_spans_of_one_activity_become_one() -> None:
+    clock = Clock()
+    timeline = Timeline(clock)
+    timeline.ended("server", "generating", 2.0, ago_s=1.0)  # 997 to 999
+    timeline.ended("server", "generating", 3.0)  # 997 to 1000
+    timeline.ended("server", "scoring", 0.5)
+    lines = sorted(timeline.take(), key=lambda line: line["what"])
+    assert lines == [
+        {"who": "server", "what": "generating", "since": 997.0, "until": 1000.0},
+        {"who": "server", "what": "scoring", "since": 999.5, "until": 1000.0},
+    ]
+    assert timeline.take() == []
+
+
+def test_what_was_taken_is_not_told_again() -> None:
+    clock = Clock()
+    timeline = Timeline(clock)
+    timeline.ended("server", "generating", 5.0)
+    timeline.take()
+    clock.now = 1002.0
+    timeline.ended("server", "generating", 6.0)  # began before the first take
+    assert timeline.take() == [{"who": "server", "what": "generating", "since": 1000.0, "until": 1002.0}]
+
+
+def test_spans_with_more_to_say_stay_apart() -> None:
+    timeline = Timeline(Clock())
+    for version in (1, 2):
+        timeline.ended("server", "loading", 1.0, version=version)
+    assert [line["version"] for line in timeline.take()] == [1, 2]
+
+
+def test_an_activity_that_fails_has_a_span_too() -> None:
+    timeline = Timeline()
+
+    def save() -> None:
+        with timeline.doing("learner", "saving"):
+            raise ValueError("no room")
+
+    with pytest.raises(ValueError, match="no room"):
+        save()
+    (line,) = timeline.take()
+    assert (line["who"], line["what"]) == ("learner", "saving")
+
+
+def test_a_long_wait_for_a_reader_takes_bounded_memory() -> None:
+    clock = Clock()
+    timeline = Timeline(clock)
+    for _ in range(3 * MAX_PENDING):
+        clock.now += 1.0
+        timeline.ended("server", "generating", 0.5)
+    lines = timeline.take()
+    assert len(lines) <= MAX_PENDING
+    assert (lines[0]["since"], lines[-1]["until"]) == (1000.5, clock.now)
+
+
+def test_threads_may_add_at_once() -> None:
+    timeline = Timeline()
+    threads = [
+        threading.Thread(target=lambda i=i: [timeline.ended("s", "loading", 0.0, version=i) for _ in range(500)])
+        for i in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    taken = []
+    while any(thread.is_alive() for thread in threads):
+        taken += timeline.take()
+    for thread in threads:
+        thread.join()
+    assert len(taken + timeline.take()) == 2000
+
+
+def test_merge_is_the_union() -> None:
+    assert merge([(5, 6), (0, 1), (0.5, 2), (2.05, 3)], 0.1) == [(0, 3), (5, 6)]
+
+
+def test_a_resumed_run_keeps_its_timeline(tmp_path: Path) -> None:
+    recorder = RunRecorder(tmp_path)
+    recorder.step({"step": 1})
+    recorder.timeline([{"who": "learner", "what": "saving", "since": 1.0, "until": float("nan")}])
+    recorder.truncate_after(0, evaluations_after=0)
+    assert json.loads((tmp_path / TIMELINE_FILE).read_text()) == {
+        "who": "learner",
+        "what": "saving",
+        "since": 1.0,
+        "until": None,
+    }
+
+
+def test_every_start_adds_its_environment(tmp_path: Path) -> None:
+    record_start(tmp_path, 0, "cpu")
+    record_start(tmp_path, 7, "NVIDIA H100")
+    starts = read_starts(tmp_path)
+    assert [(start["step"], start["device"]) for start in starts] == [(0, "cpu"), (7, "NVIDIA H100")]
+    assert starts[0]["packages"]["pyzmq"]
+    assert starts[0]["python"] == ".".join(map(str, sys.version_info[:3]))
+
+
+def test_a_run_that_is_started_over_and_over_keeps_its_first_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.telemetry.environment.describe_environment", dict)
+    for step in range(MAX_STARTS + 5):
+        record_start(tmp_path, step, "cpu")
+    steps = [start["step"] for start in read_starts(tmp_path)]
+    assert (len(steps), steps[0], steps[1], steps[-1]) == (MAX_STARTS, 0, 6, MAX_STARTS + 4)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"starts": 3}', '{"starts": [1, null]}', "\x00"])
+def test_a_file_that_is_none_of_ours_has_no_starts(tmp_path: Path, text: str) -> None:
+    (tmp_path / "environment.json").write_text(text)
+    assert read_starts(tmp_path) == []
+
+
+def test_the_commit_is_named_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "working directory" not in describe_environment()["git"]
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], [*identity, "commit", "-q", "--allow-empty", "-m", "first"]):
+        subprocess.run(["git", *words], check=True)
+    assert len(describe_environment()["git"]["working directory"]) == 12
