@@ -21,7 +21,8 @@ _ORDERS = {
     "stalest": f"staleness DESC, {_NEWEST}",
     "longest": f"length DESC, {_NEWEST}",
 }
-_KEYS = "ticket_id, trajectory, step, reward, staleness, length"
+_COLUMNS = {"best": ", reward", "worst": ", reward", "stalest": ", staleness", "longest": ", length"}
+"""What an order needs beside the key: what else is asked for is looked up for every row that is passed over."""
 
 
 def count(db: sqlite3.Connection, sources: Sequence[str], query: SampleQuery) -> int:
@@ -39,7 +40,8 @@ def find(
     if query.order not in _ORDERS:
         raise UserError(f"samples can be in the order {', '.join(_ORDERS)}, not {query.order!r}")
     where, values = _conditions(query)
-    parts = [f"SELECT '{s}' AS source, {_KEYS} FROM {s}.trajectories {where(s)}" for s in sources]
+    columns = f"ticket_id, trajectory, step{_COLUMNS.get(query.order, '')}"
+    parts = [f"SELECT '{s}' AS source, {columns} FROM {s}.trajectories {where(s)}" for s in sources]
     sql = f"{' UNION ALL '.join(parts)} ORDER BY {_ORDERS[query.order]} LIMIT ? OFFSET ?"
     return [row[:3] for row in db.execute(sql, (*values * len(sources), limit, offset)).fetchall()]
 
@@ -49,7 +51,7 @@ def read_row(db: sqlite3.Connection, source: str, ticket_id: int, trajectory: in
     found = db.execute(
         f"SELECT step, row_id, text, answer, status, finish_reason, reward, advantage, length, staleness, "
         f"logprob_diff_max, error FROM {source}.trajectories JOIN {source}.prompts USING (prompt_id) "
-        "WHERE ticket_id = ? AND trajectory = ?",
+        f"WHERE step = (SELECT step FROM {source}.groups WHERE ticket_id = ?1) AND ticket_id = ?1 AND trajectory = ?2",
         (ticket_id, trajectory),
     ).fetchone()
     if found is None:

@@ -124,7 +124,9 @@ class SampleStore:
         size = (
             source
             and self._db.execute(
-                f"SELECT COUNT(*) FROM {source}.trajectories WHERE ticket_id = ?", (ticket_id,)
+                f"SELECT COUNT(*) FROM {source}.trajectories JOIN {source}.groups USING (step, ticket_id) "
+                "WHERE ticket_id = ?",
+                (ticket_id,),
             ).fetchone()[0]
         )
         if not size:

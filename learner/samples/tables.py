@@ -26,8 +26,7 @@ CREATE TABLE trajectories (
     ticket_id INTEGER NOT NULL, trajectory INTEGER NOT NULL, step INTEGER NOT NULL, prompt_id INTEGER NOT NULL,
     status TEXT NOT NULL, finish_reason TEXT NOT NULL, reward REAL, advantage REAL, length INTEGER NOT NULL,
     staleness INTEGER NOT NULL, logprob_diff_max REAL, error TEXT NOT NULL,
-    PRIMARY KEY (ticket_id, trajectory)) WITHOUT ROWID;
-CREATE INDEX newest ON trajectories (step DESC, ticket_id DESC, trajectory);
+    PRIMARY KEY (step, ticket_id, trajectory)) WITHOUT ROWID;
 CREATE INDEX best ON trajectories (reward DESC, step DESC, ticket_id DESC, trajectory);
 CREATE INDEX stalest ON trajectories (staleness DESC, step DESC, ticket_id DESC, trajectory);
 CREATE INDEX longest ON trajectories (length DESC, step DESC, ticket_id DESC, trajectory);
@@ -51,6 +50,8 @@ def _marks(columns: int) -> str:
 
 def remove_groups(db: sqlite3.Connection, where: str, values: tuple[int, ...]) -> int:
     """How many there were. Prompts stay: another group may have them."""
-    for table in ("trained_tokens", "trajectories"):
-        db.execute(f"DELETE FROM {table} WHERE ticket_id IN (SELECT ticket_id FROM groups WHERE {where})", values)
+    found = f"(SELECT ticket_id FROM groups WHERE {where})"
+    steps = f"(SELECT step FROM groups WHERE {where})"  # what the rows of a trajectory lie in the order of
+    db.execute(f"DELETE FROM trained_tokens WHERE ticket_id IN {found}", values)
+    db.execute(f"DELETE FROM trajectories WHERE step IN {steps} AND ticket_id IN {found}", values * 2)
     return db.execute(f"DELETE FROM groups WHERE {where}", values).rowcount
