@@ -141,7 +141,12 @@ MEMORY = (
     ),
     _gauge("shared_memory_bytes", "bytes", "Published versions in shared memory.", "two versions"),
     _gauge("shared_memory_free_bytes", "bytes", "Left in /dev/shm.", "above one version"),
-    _gauge("journal_bytes", "bytes", "Size of the journal, its write-ahead log and its groups.", "bounded"),
+    _gauge(
+        "journal_bytes",
+        "bytes",
+        "Size of the journal, its write-ahead log and its groups, kept samples included.",
+        "bounded",
+    ),
     _gauge("disk_free_bytes", "bytes", "Left on the file system of the run directory.", "above a few checkpoints"),
 )
 

@@ -16,6 +16,7 @@ from asyncrl.models.processing import PromptProcessor
 from asyncrl.rewards.presentation import plain_text
 from asyncrl.telemetry.environment import record_start
 from asyncrl.telemetry.recorder import RunRecorder
+from asyncrl.telemetry.run_config import save_config
 from asyncrl.telemetry.trackers import open_trackers
 from learner.batch import Batch
 from learner.exchange import Exchange
@@ -70,8 +71,9 @@ class Reporter:
         return self.recorder.evaluated_steps()
 
     def started(self, step: int, device: torch.device) -> None:
-        """This process, after `step`."""
+        """This process, after `step`: it has accepted its configuration."""
         self._device = device
+        save_config(self.config)
         record_start(self.config.run_path, step, device_name(device))
 
     def status(self, phase: str, step: int, version: int, waiting_for: str = "") -> None:

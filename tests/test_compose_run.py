@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from protocol.endpoints import free_port
-from tests.compose_services import COMPOSE, Container, image_commands, resolved
+from tests.compose_services import COMPOSE, ROOT, Container, image_commands, resolved
 from tests.prometheus_server import PROMETHEUS, Prometheus
 from tests.waiting import wait_until
 
@@ -125,6 +126,7 @@ def test_the_whole_stack_through_crash_stop_and_end(stack: Stack, tmp_path: Path
     assert again.run(timeout_s=60) == 0
     assert "finished" in (tmp_path / "again.log").read_text()
     _assert_every_prompt_once(stack.run)
+    _assert_the_run_can_be_looked_at(stack)
 
 
 def _queries() -> list[tuple[str, str]]:
@@ -161,3 +163,13 @@ def _assert_every_prompt_once(run: Path) -> None:
     steps: list[dict[str, Any]] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == list(range(1, 41))
     assert {step["ledger_residual"] for step in steps} == {0}
+
+
+def _assert_the_run_can_be_looked_at(stack: Stack) -> None:
+    """A learner that no launcher started leaves as much behind."""
+    for command in (["replay", "--step", "40"], ["inspect", "--limit", "1"], ["report"]):
+        words = ["asyncrl", command[0], str(stack.run), *command[1:]]
+        done = subprocess.run(
+            words, env=stack.learner.environment, cwd=ROOT, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stdout + done.stderr

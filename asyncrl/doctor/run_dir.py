@@ -8,14 +8,16 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.schema import BYTES_PER_TOKEN, RunConfig
 from asyncrl.doctor.findings import Finding, Findings, size, split_fix
 from asyncrl.errors import UserError
 from asyncrl.launch.processes import LOCK_FILE
 from asyncrl.launch.train import check_run_dir, is_resumable
-from asyncrl.memory_plan.plan import MemoryPlan
+from asyncrl.memory_plan.plan import GIB, MemoryPlan
 
 MIB = 2**20
+INDEX_SHARE = 0.3
+"""Of samples.sqlite, against the groups that it lists (docs/results.md)."""
 
 
 def find_run_dir(config: RunConfig) -> Findings[None]:
@@ -43,19 +45,33 @@ def find_run_dir(config: RunConfig) -> Findings[None]:
         yield Finding("run_dir", f"{path} is free, and {folder} can be written")
 
 
+def _kept_samples(config: RunConfig) -> int:
+    """Bytes of journaled groups that stay after their checkpoint, and of their index."""
+    kept = config.trainer.keep_samples_gib * GIB
+    if config.trainer.max_steps:
+        tokens = config.trainer.max_steps * config.trajectories_per_step * config.data.max_response_length
+        kept = min(kept, tokens * BYTES_PER_TOKEN)
+    return int(kept * (1 + INDEX_SHARE))
+
+
 def find_disk(config: RunConfig, plan: MemoryPlan) -> Findings[None]:
     folder = nearest_folder(config.run_path)
     learner, trainer = plan.learner, config.trainer
     model = learner.published if config.model.lora.rank else learner.weights
     checkpoint = model + learner.moments
     kept = trainer.save_limit + 1  # the new one is whole before the oldest goes
-    needed = kept * checkpoint + learner.weights + trainer.journal_limit_mib * MIB
+    samples = _kept_samples(config)
+    needed = kept * checkpoint + learner.weights + trainer.journal_limit_mib * MIB + samples
     free = shutil.disk_usage(folder).free
     value = (
         f"{size(free)} free in {folder}; the run writes up to {size(needed)}: {kept} checkpoints of "
-        f"{size(checkpoint)}, a journal of {size(trainer.journal_limit_mib * MIB)}, an export; and images of samples"
+        f"{size(checkpoint)}, a journal of {size(trainer.journal_limit_mib * MIB)}, samples of "
+        f"{size(samples)} that are kept with their index, an export; and images of samples"
     )
-    fix = "make room, set run_dir on a larger disk, or lower trainer.save_limit and trainer.journal_limit_mib"
+    fix = (
+        "make room, set run_dir on a larger disk, or lower trainer.save_limit, trainer.keep_samples_gib and "
+        "trainer.journal_limit_mib"
+    )
     yield Finding("disk of run_dir", value, "problem", fix) if free < needed else Finding("disk of run_dir", value)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     largest = max(learner.moments, model)

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import ExitCode, UserError
 from asyncrl.launch.display import Display
@@ -18,9 +17,9 @@ from asyncrl.launch.supervisor import Outcome, RestartPolicy, Supervisor
 from asyncrl.launch.wording import MISSING, number
 from asyncrl.telemetry.failure import FAILURE_FILE, clear_failure, read_failure
 from asyncrl.telemetry.jsonl import write_atomically
+from asyncrl.telemetry.run_config import CONFIG_FILE, save_config
 from protocol.endpoints import free_port, port_is_free
 
-CONFIG_FILE = "config.yaml"
 PORTS = (
     ("network", "control_port"),
     ("network", "weights_port"),
@@ -116,13 +115,11 @@ def fixed_ports(config: RunConfig) -> Iterator[tuple[str, str, str, int]]:
 
 def write_config(config: RunConfig) -> Path:
     """The resolved configuration, as both services read it."""
-    file = config.run_path / CONFIG_FILE
     try:
-        config.run_path.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, dump_config(config).encode())
+        return save_config(config)
     except OSError as error:
+        file = config.run_path / CONFIG_FILE
         raise UserError(f"cannot write {file}: {error.strerror}. Set another run_dir=...") from None
-    return file
 
 
 def read_config_bytes(config: RunConfig) -> bytes | None:

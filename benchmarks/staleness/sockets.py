@@ -74,7 +74,7 @@ def run_over_sockets(workload: Workload) -> Observation:
             serving.start()
             _learn(workload, ledger, exchange, publication, seen)
         finally:
-            exchange.stop("the run is finished")
+            exchange.stop("the run is finished", run_is_finished=True)
             serving.join()
             publication.close()
             journal.close()
