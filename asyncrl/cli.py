@@ -50,7 +50,10 @@ def _parser() -> argparse.ArgumentParser:
     sync.add_argument("--resume", action="store_true", help="continue run_dir from its newest checkpoint")
     sync.add_argument("--dry-run", action="store_true", help="print what would be run, and one rendered prompt")
     _command(commands, "sft", _sft, "supervised warm start on data.target_key")
-    _command(commands, "rollout", _rollout, "the rollout server alone")
+    rollout = _command(commands, "rollout", _rollout, "the rollout server alone")
+    rollout.add_argument(
+        "--unattended", action="store_true", help="end where run_dir says that the run is finished, for containers"
+    )
     learn = _command(commands, "learn", _learn, "the learner alone")
     learn.add_argument("--resume", action="store_true", help="continue run_dir from its newest checkpoint")
     learn.add_argument(
@@ -160,7 +163,8 @@ def _sft(arguments: argparse.Namespace) -> int:
 
 def _rollout(arguments: argparse.Namespace) -> int:
     _check(arguments, "rollout_server")
-    _become("rollout_server", "--config", str(arguments.config), *arguments.overrides)
+    flags = ["--unattended"] if arguments.unattended else []
+    _become("rollout_server", "--config", str(arguments.config), *flags, *arguments.overrides)
 
 
 def _learn(arguments: argparse.Namespace) -> int:

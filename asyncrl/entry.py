@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.config.load import load_config
@@ -24,23 +25,36 @@ from asyncrl.telemetry.logs import configure_logging
 logger = logging.getLogger(__name__)
 
 
-def run_service(name: str, main: Callable[[RunConfig, bool], None]) -> None:
-    """Parse `--config FILE [--resume] [key=value ...]`, run `main(config, resume)` and exit."""
+@dataclass(frozen=True)
+class Start:
+    """How a service is started, beside its configuration."""
+
+    resume: bool = False
+    unattended: bool = False
+    """By a machine, which starts it again after failures."""
+
+
+Main = Callable[[RunConfig, Start], None]
+
+
+def run_service(name: str, main: Main) -> None:
+    """Parse `--config FILE [--resume] [--unattended] [key=value ...]`, run `main` and exit."""
     parser = argparse.ArgumentParser(prog=f"python -m {name}")
     parser.add_argument("--config", required=True, type=Path, help="YAML configuration")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint of run_dir")
+    parser.add_argument("--unattended", action="store_true", help="end where run_dir says that the run is finished")
     parser.add_argument("overrides", nargs="*", help="key=value")
     arguments = parser.parse_args()
     sys.exit(_guarded(name, main, arguments))
 
 
-def _guarded(name: str, main: Callable[[RunConfig, bool], None], arguments: argparse.Namespace) -> int:
+def _guarded(name: str, main: Main, arguments: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         config = load_config(arguments.config, arguments.overrides)
         configure_logging(name, config.telemetry.log_level)
-        return _run(name, main, config, arguments.resume)
+        return _run(name, main, config, Start(arguments.resume, arguments.unattended))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return ExitCode.USER_ERROR
@@ -52,11 +66,11 @@ def _guarded(name: str, main: Callable[[RunConfig, bool], None], arguments: argp
         return ExitCode.INTERRUPTED
 
 
-def _run(name: str, main: Callable[[RunConfig, bool], None], config: RunConfig, resume: bool) -> int:
+def _run(name: str, main: Main, config: RunConfig, start: Start) -> int:
     """Until it ends, well or in bad state. Everything else that is raised is a crash, with its traceback in the log."""
     try:
         reserve(config.run_path, name)
-        main(config, resume)
+        main(config, start)
     except (RunTakenError, LearnerLeftError):
         raise
     except UserError as error:

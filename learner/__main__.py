@@ -5,11 +5,11 @@ from __future__ import annotations
 import gc
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.entry import require_fixed_ports, run_service
+from asyncrl.entry import Start, require_fixed_ports, run_service
 from asyncrl.telemetry.failure import reserve
 
 
-def main(config: RunConfig, resume: bool) -> None:
+def main(config: RunConfig, start: Start) -> None:
     import torch
 
     from learner.service import Learner
@@ -18,7 +18,7 @@ def main(config: RunConfig, resume: bool) -> None:
     if config.learner.cpu_threads:
         torch.set_num_threads(config.learner.cpu_threads)
     torch.manual_seed(config.trainer.seed)
-    learner = Learner(config, resume=resume)
+    learner = Learner(config, resume=start.resume)
     reserve(config.run_path, "learner")  # a new run has its directory only now
     gc.freeze()  # what imports and the model have left is there to stay: no collection need look at it again
     learner.run()

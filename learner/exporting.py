@@ -114,7 +114,7 @@ class LearnerExporter:
     def stopped(self, kind: str) -> None:
         """The run is over, or this process gives it up."""
         self._metrics["stopped"].labels(kind=kind).set(1)
-        self._lingers = kind != "interrupted"
+        self._lingers = kind not in ("interrupted", "crash")
 
     # --- at a scrape ---------------------------------------------------------------------------------
 
@@ -155,7 +155,7 @@ class LearnerExporter:
         m["disk_free_bytes"].set(shutil.disk_usage(self._run_path).free)
 
     def close(self) -> None:
-        """After `telemetry.linger_s`, so that a scrape sees how it ended; whoever interrupts it does not wait."""
+        """After `telemetry.linger_s`, so that a scrape sees how it ended; a crash or an interruption does not wait."""
         if self._lingers:
             time.sleep(self._linger_s)
         self._metrics.close()

@@ -19,7 +19,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_train
 from asyncrl.data.order import DataOrder
 from asyncrl.data.prompts import PromptRenderer, row_target
-from asyncrl.entry import run_service
+from asyncrl.entry import Start, run_service
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.filtering import usable_rows
 from asyncrl.models.processing import PromptProcessor, check_prompt_length
@@ -93,8 +93,8 @@ class SupervisedRun:
         return TrainGroup(prompt, (Completion(row, np.asarray(ids, np.int32), np.ones(len(ids), np.uint8)),))
 
 
-def main(config: RunConfig, resume: bool) -> None:
-    if resume:
+def main(config: RunConfig, start: Start) -> None:
+    if start.resume:
         raise UserError("asyncrl sft cannot resume; start it again in another run_dir")
     if config.learner.cpu_threads:
         torch.set_num_threads(config.learner.cpu_threads)

@@ -1,4 +1,4 @@
-"""`python -m rollout_server --config CONFIG [key=value ...]`"""
+"""`python -m rollout_server --config CONFIG [--unattended] [key=value ...]`"""
 
 from __future__ import annotations
 
@@ -6,22 +6,26 @@ import asyncio
 import signal
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.entry import require_fixed_ports, run_service
+from asyncrl.entry import Start, require_fixed_ports, run_service
+from asyncrl.telemetry.recorder import read_status
 
 
-def main(config: RunConfig, resume: bool) -> None:
+def main(config: RunConfig, start: Start) -> None:
     import torch
 
     require_fixed_ports(config)
     if config.rollout.cpu_threads:
         torch.set_num_threads(config.rollout.cpu_threads)
-    asyncio.run(_serve_until_signalled(config))
+    asyncio.run(_serve_until_signalled(config, start))
 
 
-async def _serve_until_signalled(config: RunConfig) -> None:
+async def _serve_until_signalled(config: RunConfig, start: Start) -> None:
     from rollout_server.service import RolloutServer
 
-    task = asyncio.create_task(RolloutServer(config).run())
+    def is_over() -> bool:
+        return start.unattended and read_status(config.run_path).get("phase") == "finished"
+
+    task = asyncio.create_task(RolloutServer(config, is_over).run())
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     try:

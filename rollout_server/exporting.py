@@ -101,7 +101,7 @@ class ServerExporter:
 
     def stopped(self, kind: str) -> None:
         self._metrics["stopped"].labels(kind=kind).set(1)
-        self._lingers = kind != "interrupted"
+        self._lingers = kind == "finished"
 
     # --- at a scrape ---------------------------------------------------------------------------------
 
@@ -132,7 +132,7 @@ class ServerExporter:
             m["device_bytes"].labels(state=name, phase=phase).set(nbytes)
 
     def close(self) -> None:
-        """After `telemetry.linger_s`, so that a scrape sees how it ended; whoever interrupts it does not wait."""
+        """After `telemetry.linger_s`, so that a scrape sees that it has finished."""
         if self._lingers:
             time.sleep(self._config.linger_s)
         self._metrics.close()

@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 SLOWEST_TURN_S = 2.0
 """From one message to the next look for another; what is beyond it counts as our silence, not as the learner's."""
+OVER = "the run is finished: its directory says so"
 HELLO_EVERY_S = 1.0
 """How often a hello is repeated until the learner answers."""
 
@@ -65,11 +66,13 @@ class LearnerLink:
         engine: str,
         fingerprints: tuple[str, str],
         in_work: Callable[[], Iterable[int]],
+        is_over: Callable[[], bool] = lambda: False,
         base_fingerprint: str = "",
     ):
         self._config = config
         self._timeout_s = config.network.timeout_s
         self._in_work = in_work
+        self._is_over = is_over
         model, processor = fingerprints
         session = uuid.uuid4().hex
         # Unique for ever: after a crash the learner may still believe in the process before us.
@@ -112,11 +115,15 @@ class LearnerLink:
     def host_id(self) -> str:
         return self._hello.host_id
 
-    async def connect(self) -> Welcome:
-        """Say hello until the learner welcomes us. Raises UserError if it refuses or never answers."""
+    async def connect(self) -> Welcome | None:
+        """Say hello until the learner welcomes us, or nobody will: the run is over. Raises UserError if it refuses or
+        never answers."""
         deadline = time.monotonic() + self._config.network.start_timeout_s
         logger.info("saying hello to the learner at %s", self._config.control_endpoint)
         while time.monotonic() < deadline:
+            if self._is_over():
+                logger.info(OVER)
+                return None
             try:
                 await self.socket.send(self._current_hello(), timeout_s=HELLO_EVERY_S)
                 answer = await self.socket.recv(timeout_s=3 * HELLO_EVERY_S)
@@ -150,7 +157,10 @@ class LearnerLink:
         message = await self.socket.recv(timeout_s=self._config.network.heartbeat_s)
         self._forgive_own_silence()
         if message is None:
-            self._check_silence(time.monotonic() - self._heard_at)
+            silent_s = time.monotonic() - self._heard_at
+            if silent_s > self._timeout_s and self._is_over():
+                return Goodbye(reason=OVER)
+            self._check_silence(silent_s)
             return None
         self._heard_at = time.monotonic()
         if self._missed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 
@@ -46,8 +47,10 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutServer:
-    def __init__(self, config: RunConfig):
+    def __init__(self, config: RunConfig, is_over: Callable[[], bool] = lambda: False):
+        """`is_over`: whether somebody knows that the run is finished. Asked while no learner answers."""
         self.config = config
+        self._is_over = is_over
         self.exporter = ServerExporter(self.config.telemetry)
         self._started = time.monotonic()
         self._held: dict[int, Ticket] = {}
@@ -82,6 +85,7 @@ class RolloutServer:
             engine=self.engine.name,
             fingerprints=(fingerprint, self.processor.fingerprint),
             in_work=lambda: self._held,
+            is_over=self._is_over,
             base_fingerprint=base_fingerprint(self.config.model) if self.config.model.lora.rank else "",
         )
         if self.config.trainer.mode == "sync":
@@ -89,6 +93,9 @@ class RolloutServer:
         reason, expected, ended = "stopped", True, "interrupted"
         try:
             welcome = await self.link.connect()
+            if welcome is None:
+                ended = "finished"
+                return
             channel, instead = await self._channels(welcome)
             logger.info("welcomed to run %s at version %d; weights over %s", welcome.run_id, welcome.version, channel)
             endpoint = f"tcp://{self.config.network.host}:{welcome.weights_port}"

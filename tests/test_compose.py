@@ -76,7 +76,7 @@ def test_commands_are_of_the_cli_and_agree_with_each_other(services: dict[str, d
         program, command, file, *rest = services[name]["command"]
         assert (program, file) == ("asyncrl", "/runs/demo/config.yaml")
         flags = [word for word in rest if word.startswith("--")]
-        assert flags == (["--unattended"] if command == "learn" else [])
+        assert flags == ["--unattended"]
         shown = subprocess.run(
             [sys.executable, "-m", "asyncrl", command, "--help"], capture_output=True, text=True, check=True
         )

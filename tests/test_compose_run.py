@@ -23,6 +23,8 @@ pytestmark = [
     pytest.mark.skipif(PROMETHEUS is None, reason="prometheus is not installed"),
 ]
 DASHBOARDS = Path(__file__).parent.parent / "docker" / "grafana" / "dashboards"
+STEPS = 150
+"""Of the quick demo."""
 GRACE_S = 30.0
 """Stopping should take no longer, whatever Compose allows."""
 MOST_SERIES = 1000
@@ -161,13 +163,13 @@ def _assert_alerts_are_quiet(prometheus: Prometheus, at: float) -> None:
 
 def _assert_every_prompt_once(run: Path) -> None:
     steps: list[dict[str, Any]] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [step["step"] for step in steps] == list(range(1, 41))
+    assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
     assert {step["ledger_residual"] for step in steps} == {0}
 
 
 def _assert_the_run_can_be_looked_at(stack: Stack) -> None:
     """A learner that no launcher started leaves as much behind."""
-    for command in (["replay", "--step", "40"], ["inspect", "--limit", "1"], ["report"]):
+    for command in (["replay", "--step", str(STEPS)], ["inspect", "--limit", "1"], ["report"]):
         words = ["asyncrl", command[0], str(stack.run), *command[1:]]
         done = subprocess.run(
             words, env=stack.learner.environment, cwd=ROOT, capture_output=True, text=True, timeout=120

@@ -49,6 +49,7 @@ class Link:
 
     server_id = host_id = "host"
     learner_is_silent = False
+    heard_at = 0.0
 
     def __init__(self, tickets: Tickets):
         self.tickets: Tickets | None = tickets

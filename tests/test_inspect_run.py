@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import urllib.request
@@ -71,7 +70,7 @@ def test_every_sample_of_a_run_can_be_looked_at(make_config: Callable[..., RunCo
     )  # fmt: skip
     try:
         check_page(serving, group)
-        serving.send_signal(signal.SIGINT)
+        serving.terminate()
         assert serving.wait(timeout=20) == 0
     finally:
         serving.kill()

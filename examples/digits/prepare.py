@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 CONFIGS = HERE.parent.parent / "configs"
 QUICK_ROWS = ("--sft-rows", "256", "--rl-rows", "256", "--eval-rows", "32")
 QUICK_MODEL = ("--hidden", "64", "--intermediate", "128", "--layers", "2", "--vision-dim", "32", "--vision-depth", "1")
-QUICK_STEPS = "trainer.max_steps=40", "trainer.save_freq=10", "evaluation.every_steps=20", "batch.prompts_per_step=8"
+QUICK_STEPS = "trainer.max_steps=150", "trainer.save_freq=20", "evaluation.every_steps=50", "batch.prompts_per_step=8"
 
 
 def run(title: str, *command: str) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import signal
 import sys
 import threading
 from collections import OrderedDict
@@ -189,6 +190,7 @@ def serve(
         print(f"{server.url}{'?' if opened else ''}{urlencode(opened)}   (Ctrl-C ends it)", flush=True)
         if not _is_loopback(host):
             print(f"warning: whoever reaches {host} can read every sample of {run_dir}", file=sys.stderr, flush=True)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # started in the background, it ends in order, too
         try:
             server.serve_forever()
         except KeyboardInterrupt:
