@@ -152,7 +152,7 @@ def test_a_server_stops_with_the_reason_when_its_learner_is_gone_or_makes_anothe
         learner.kill()
         assert server.wait(timeout=60) == 3, logs(run)
     failure = failure_of(run)
-    assert (failure.service, failure.kind) == ("rollout_server", "bad_state")
+    assert (failure.service, failure.kind) == ("rollout_server", "timed_out")
     assert "has been gone for" in failure.reason
     assert "(network.reconnect_timeout_s = 6)" in failure.reason
 
