@@ -131,14 +131,7 @@ WEIGHTS = (
 
 MEMORY = (
     _gauge("rss_bytes", "bytes", "Resident memory of the learner process.", "flat after the first steps"),
-    _gauge(
-        "device_bytes",
-        "bytes",
-        "Memory of its device by state (allocated, reserved, free), as seen last in each phase (awake, asleep).",
-        "free above 0; asleep allocated near 0",
-        "state",
-        "phase",
-    ),
+    kinds.device_memory(PREFIX),
     _gauge("shared_memory_bytes", "bytes", "Published versions in shared memory.", "two versions"),
     _gauge("shared_memory_free_bytes", "bytes", "Left in /dev/shm.", "above one version"),
     _gauge(

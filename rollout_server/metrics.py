@@ -80,14 +80,7 @@ WEIGHTS = (
 
 MEMORY = (
     _gauge("rss_bytes", "bytes", "Resident memory of the server and its children.", "flat after the first steps"),
-    _gauge(
-        "device_bytes",
-        "bytes",
-        "Memory of its device by state (allocated, reserved, free), as seen last in each phase (awake, asleep).",
-        "free above 0; asleep allocated near 0",
-        "state",
-        "phase",
-    ),
+    kinds.device_memory(PREFIX),
     _gauge("kv_cache_ratio", "ratio", "Share of the key-value cache in use, where the engine says it.", "below 0.95"),
 )
 

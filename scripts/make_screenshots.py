@@ -1,4 +1,4 @@
-"""Pictures of `asyncrl inspect` for the documentation, from a real run.
+"""Pictures of `asyncrl inspect` and `asyncrl report` for the documentation, from a real run.
 
     python scripts/make_screenshots.py RUN [--folder docs/images]
 
@@ -11,13 +11,16 @@ import argparse
 import os
 import shutil
 import sys
+import tempfile
 import threading
 from contextlib import closing
 from pathlib import Path
 from urllib.parse import urlencode
 
-from playwright.sync_api import Browser, sync_playwright
+from PIL import Image
+from playwright.sync_api import Browser, Page, sync_playwright
 
+from asyncrl.report.write import write_report
 from learner.inspect.server import InspectServer
 from learner.samples import SampleQuery, SampleRow, SampleStore
 
@@ -25,6 +28,13 @@ WIDTH, HEIGHT = 1360, 860
 PAGE_ROWS = 50
 LOOKED_AT = 5000
 """Of the newest samples: the most telling one of them is shown."""
+REPORT_WIDTH = 1280
+MARGIN, BELOW = 24, 10
+PICTURES = {
+    "report.png": ("header.top", "#learning .chart:nth-child(6)"),
+    "report-timeline.png": ("#timeline", ".card"),
+}
+"""By file: from the top of the first to the bottom of the second."""
 
 
 def main() -> None:
@@ -36,22 +46,29 @@ def main() -> None:
     if chromium is None:
         sys.exit("there is no chromium: apt-get install chromium")
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    with (
-        closing(SampleStore(arguments.run_dir)) as store,
-        InspectServer(store, arguments.run_dir, "127.0.0.1", 0) as server,
-    ):
-        sample = most_telling(store)
-        address = f"{server.url}?{place_of(store, sample)}"
+    with sync_playwright() as started:
+        flags = ["--no-sandbox"] if os.geteuid() == 0 else []
+        browser = started.chromium.launch(executable_path=chromium, args=flags)
+        for target in (
+            *inspect(browser, arguments.run_dir, arguments.folder),
+            *report(browser, arguments.run_dir, arguments.folder),
+        ):
+            print(f"{target}: {target.stat().st_size / 1000:.0f} kB")
+        browser.close()
+
+
+# --- inspect ---------------------------------------------------------------------------------------------
+
+
+def inspect(browser: Browser, run_dir: Path, folder: Path) -> list[Path]:
+    targets = {"light": folder / "inspect.png", "dark": folder / "inspect-dark.png"}
+    with closing(SampleStore(run_dir)) as store, InspectServer(store, run_dir, "127.0.0.1", 0) as server:
+        address = f"{server.url}?{place_of(store, most_telling(store))}"
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        with sync_playwright() as started:
-            flags = ["--no-sandbox"] if os.geteuid() == 0 else []
-            browser = started.chromium.launch(executable_path=chromium, args=flags)
-            for theme in ("light", "dark"):
-                target = arguments.folder / ("inspect.png" if theme == "light" else "inspect-dark.png")
-                take(browser, address, theme, target)
-                print(f"{target}: {target.stat().st_size / 1000:.0f} kB")
-            browser.close()
+        for theme, target in targets.items():
+            take_sample(browser, address, theme, target)
         server.shutdown()
+    return list(targets.values())
 
 
 def most_telling(store: SampleStore) -> SampleRow:
@@ -74,7 +91,7 @@ def place_of(store: SampleStore, sample: SampleRow) -> str:
     )
 
 
-def take(browser: Browser, address: str, theme: str, target: Path) -> None:
+def take_sample(browser: Browser, address: str, theme: str, target: Path) -> None:
     page = browser.new_page(
         viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="dark" if theme == "dark" else "light"
     )
@@ -87,6 +104,30 @@ def take(browser: Browser, address: str, theme: str, target: Path) -> None:
         strongest.hover()
     page.screenshot(path=target)
     page.close()
+
+
+# --- report ----------------------------------------------------------------------------------------------
+
+
+def report(browser: Browser, run_dir: Path, folder: Path) -> list[Path]:
+    with tempfile.TemporaryDirectory() as temporary:
+        page = browser.new_page(viewport={"width": REPORT_WIDTH, "height": 900}, color_scheme="light")
+        page.goto(write_report([run_dir], Path(temporary) / "report.html").as_uri())
+        for name, (first, last) in PICTURES.items():
+            take_part(page, first, last, folder / name)
+    return [folder / name for name in PICTURES]
+
+
+def take_part(page: Page, first: str, last: str, target: Path) -> None:
+    top, bottom = page.locator(first).first.bounding_box(), page.locator(last).first.bounding_box()
+    assert top is not None
+    assert bottom is not None
+    y = max(0, top["y"] - MARGIN)
+    clip = {"x": 0, "y": y, "width": REPORT_WIDTH, "height": bottom["y"] + bottom["height"] + BELOW - y}
+    page.screenshot(path=target, full_page=True, clip=clip)  # type: ignore[arg-type]
+    with Image.open(target) as picture:
+        small = picture.convert("RGB")
+    small.save(target, optimize=True)
 
 
 if __name__ == "__main__":

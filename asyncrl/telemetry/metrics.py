@@ -63,6 +63,18 @@ def histogram(
     )
 
 
+def device_memory(prefix: str) -> Metric:
+    """What both services have a device for."""
+    return gauge(
+        f"{prefix}device_bytes",
+        "bytes",
+        "Memory of its device by state (allocated, reserved, free), as seen last in each phase (awake, asleep).",
+        "free above 0; asleep allocated near 0",
+        "state",
+        "phase",
+    )
+
+
 class MetricSet:
     """Prometheus objects of one service, in a registry of their own.
 
