@@ -14,6 +14,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.models.device_facts import device_name, memory_by_state
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.rewards.presentation import plain_text
+from asyncrl.telemetry.behind import Behind
 from asyncrl.telemetry.environment import record_start
 from asyncrl.telemetry.recorder import RunRecorder
 from asyncrl.telemetry.run_config import save_config
@@ -45,7 +46,8 @@ class Reporter:
         self.exporter = exporter
         # After what may fail: it makes the run directory.
         self.recorder = RunRecorder(config.run_path, open_trackers(config, exchange.errors))
-        self.samples = SampleIndex(config.run_path)
+        self._samples = SampleIndex(config.run_path)  # of the thread behind
+        self._behind = Behind("samples")
         self._exchange = exchange
         self._ledger = ledger
         self._processor = processor
@@ -57,14 +59,26 @@ class Reporter:
         self._parity: dict[str, dict[str, float]] = {}
 
     def close(self) -> None:
-        self.samples.close()
-        self.recorder.close()
+        try:
+            self._behind.do(self._samples.close)
+            self._behind.close()
+        finally:
+            self.recorder.close()
 
     def truncate_after(self, step: int, *, made_again: int) -> None:
         """Forget what was written past the step that the run resumes from. Steps up to `made_again` will be, exactly:
         their evaluations need not, and their samples are still those of these steps."""
         self.recorder.truncate_after(step, evaluations_after=made_again)
-        self.samples.truncate_after(made_again)
+        self._behind.do(self._samples.truncate_after, made_again)
+        self._behind.wait()
+
+    def finish_samples(self) -> None:
+        """A checkpoint is to hold this step: it will not be made again, and neither would its samples."""
+        self._behind.wait()
+
+    def forget_tokens(self, before_step: int) -> None:
+        """The journal keeps no groups of earlier steps."""
+        self._behind.do(self._samples.forget_tokens, before_step)
 
     @property
     def evaluated_steps(self) -> set[int]:
@@ -126,7 +140,7 @@ class Reporter:
         self.recorder.step(record)
         self.exporter.step(step, version, record, batch)
         self._sample(step, batch.received[: self.config.trainer.samples_per_step])
-        self.samples.write(step, version, batch.received, trained)
+        self._behind.do(self._samples.write, step, version, batch.received, trained)
         self._write_timeline()
 
     def _write_timeline(self) -> None:
@@ -195,7 +209,8 @@ class Reporter:
             ]
             first_frames = [video.frame_hashes[0] for video in prompt.videos]
             shown = {digest: item.prepared.blobs[digest] for digest in (*prompt.image_hashes, *first_frames)}
-            self.recorder.sample(
+            self._behind.do(
+                self.recorder.sample,
                 {
                     "step": step,
                     "row_id": prompt.row_id,

@@ -12,7 +12,7 @@ from learner.engines.base import TrainEngine
 from learner.journal import Journal
 from learner.ledger import TicketLedger
 from learner.progress import Progress
-from learner.samples.index import SampleIndex
+from learner.reporting import Reporter
 from protocol.codec import MIB
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class Saver:
         processor: Any,
         ledger: TicketLedger,
         journal: Journal,
-        samples: SampleIndex,
+        reporter: Reporter,
         *,
         run_id: str,
         architecture: str,
@@ -40,7 +40,7 @@ class Saver:
         self._processor = processor
         self._ledger = ledger
         self._journal = journal
-        self._samples = samples
+        self._reporter = reporter
         self._run_id = run_id
         self._architecture = architecture
         self._base = base
@@ -69,6 +69,7 @@ class Saver:
             base=self._base,
             controllers=dict(controllers),
         )
+        self._reporter.finish_samples()
         self._ledger.flush_journal()
         folder = save_checkpoint(
             self._config.run_path, self._engine, self._processor, state, self._config.trainer.save_limit
@@ -80,4 +81,4 @@ class Saver:
         """A checkpoint holds the steps up to this one: of their groups, those within trainer.keep_samples_gib stay."""
         keep_bytes = int(self._config.trainer.keep_samples_gib * GIB)
         first = self._ledger.forget_payloads(step, keep_bytes=keep_bytes)
-        self._samples.forget_tokens(first)
+        self._reporter.forget_tokens(first)

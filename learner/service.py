@@ -161,7 +161,7 @@ class Learner:
         )
         names = {"run_id": self.run_id, "architecture": self.training.architecture, "base": self.training.base}
         self.saver = Saver(
-            config, self.engine, self.processor.processor, self.ledger, self.journal, self.reporter.samples, **names
+            config, self.engine, self.processor.processor, self.ledger, self.journal, self.reporter, **names
         )
 
     def run(self) -> None:

@@ -17,7 +17,6 @@ from learner.journal import JOURNAL_FILE, Journal
 from learner.journal_reader import JournalReader
 from learner.ledger import TicketLedger
 from learner.progress import Progress
-from learner.samples.index import SampleIndex
 from learner.saving import Saver
 from learner.segments import segment_files
 from tests.test_journal_payloads import keep, make_group, take, wait_until_gone
@@ -69,6 +68,14 @@ def test_what_a_restart_needs_is_counted_without_what_is_only_kept(tmp_path: Pat
     journal.close()
 
 
+class Written:
+    """A reporter that has nothing to write."""
+
+    def finish_samples(self) -> None: ...
+
+    def forget_tokens(self, before_step: int) -> None: ...
+
+
 def test_kept_groups_do_not_make_a_checkpoint_due(
     tmp_path: Path, make_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,7 +84,7 @@ def test_kept_groups_do_not_make_a_checkpoint_due(
     ledger = TicketLedger(journal, prompts_per_step=PER_STEP, bound=0, total_groups=0)
     nothing: Any = None
     names = {"run_id": "", "architecture": "", "base": ""}
-    saver = Saver(config, nothing, nothing, ledger, journal, SampleIndex(tmp_path), **names)
+    saver = Saver(config, nothing, nothing, ledger, journal, Written(), **names)  # type: ignore[arg-type]
     monkeypatch.setattr("learner.saving.MIB", 1000)
     train(journal, 1, 2)
     assert saver.is_due(Progress(100, 2, 2))
