@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from asyncrl.errors import BadStateError
+from asyncrl.errors import BadStateError, WaitTimeoutError
 from learner.connections import SLOWEST_TURN_S, Connections, ServerState
 from learner.ledger import TicketLedger
 from learner.outstanding import MAX_ATTEMPTS
@@ -121,7 +121,8 @@ class Alignment:
                 continue
             check.waited_s += elapsed_s if self._can_answer(check.server) and not check.is_complete else 0
             if check.waited_s > self._deadline_s:
-                self.refuse(check, f"it has not answered its parity tickets for {self._deadline_s:g} s", OTHER_FIX)
+                reason = f"it has not answered its parity tickets for {self._deadline_s:g} s"
+                self.refuse(check, reason, OTHER_FIX, WaitTimeoutError)
         for server_id, server in list(servers.items()):
             if not (server.aligned or server.refused or server_id in self._checks):
                 self._begin(server_id, server)
@@ -197,8 +198,8 @@ class Alignment:
         if self._is_open(check) and self._connections.servers.get(check.server_id) is check.server:
             self._send(check.server_id, check.server, attempts=check.attempts)
 
-    def refuse(self, check: ParityCheck, reason: str, fix: str) -> None:
-        """Raises BadStateError if there is no other server."""
+    def refuse(self, check: ParityCheck, reason: str, fix: str, failure: type[BadStateError] = BadStateError) -> None:
+        """Raises `failure` if there is no other server."""
         if not self._is_open(check):
             return
         server_id, servers = check.server_id, self._connections.servers
@@ -210,7 +211,7 @@ class Alignment:
             self._connections.count_error(str(ErrorCode.PARITY))
             self._connections.send(server_id, Refusal(code=ErrorCode.PARITY, reason=reason, fix=fix))
         if all(server.refused for server in servers.values()):
-            raise BadStateError(f"{reason}. {fix}. No other rollout server is connected")
+            raise failure(f"{reason}. {fix}. No other rollout server is connected")
 
     def _forget(self, server_id: str) -> None:
         with self._ledger.changed:

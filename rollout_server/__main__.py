@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
+from functools import partial
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.entry import Start, require_fixed_ports, run_service
 from asyncrl.telemetry.recorder import read_status
+from rollout_server.link import OVER
+
+logger = logging.getLogger(__name__)
 
 
 def main(config: RunConfig, start: Start) -> None:
     import torch
 
     require_fixed_ports(config)
+    if _is_over(config, start):
+        logger.info(OVER)
+        return
     if config.rollout.cpu_threads:
         torch.set_num_threads(config.rollout.cpu_threads)
     asyncio.run(_serve_until_signalled(config, start))
 
 
+def _is_over(config: RunConfig, start: Start) -> bool:
+    """As far as this machine sees the run directory."""
+    return start.unattended and read_status(config.run_path).get("phase") == "finished"
+
+
 async def _serve_until_signalled(config: RunConfig, start: Start) -> None:
     from rollout_server.service import RolloutServer
 
-    def is_over() -> bool:
-        return start.unattended and read_status(config.run_path).get("phase") == "finished"
-
-    task = asyncio.create_task(RolloutServer(config, is_over).run())
+    task = asyncio.create_task(RolloutServer(config, partial(_is_over, config, start)).run())
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     try:

@@ -162,8 +162,10 @@ class RolloutServer:
             elif isinstance(message, WeightManifest):
                 self.held_version.announce(message)
             elif isinstance(message, Welcome):
-                if self.held_version.learner_came_back(message) and self.device:
-                    self.device.learner_came_back()
+                if self.held_version.learner_came_back(message):
+                    self.receiver.take_from_now_on(*await self._channels(message))
+                    if self.device:
+                        self.device.learner_came_back()
             elif isinstance(message, LeaseGrant | LeaseRecall):
                 await self._obey_lease(message)
             elif isinstance(message, Goodbye):

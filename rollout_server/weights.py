@@ -47,12 +47,17 @@ class WeightReceiver:
         self._engine = engine
         self._endpoint = endpoint
         self._instead: Channel | None = instead
-        self._failures = 0
         self._socket: ServerSocket | None = None
+        self._next: tuple[Channel, Channel | None] | None = None
         self._use(channel)
+
+    def take_from_now_on(self, channel: Channel, instead: Channel | None) -> None:
+        """For the versions of another learner: the old one's memory may be out of sight."""
+        self._next = channel, instead
 
     def _use(self, channel: Channel) -> None:
         self.close()
+        self._failures = 0
         self.channel: Channel = channel
         answers = {"zmq": (Chunk, Error), "nccl": (TransferStart, Error), "cuda_ipc": (TransferStart, Error)}
         self._socket = dial(self._config, self._endpoint, answers[channel]) if channel in answers else None
@@ -61,6 +66,12 @@ class WeightReceiver:
         """Put this version into the engine. Raises ProtocolError VERSION_GONE if the learner has moved on, TimeoutError
         where it makes sense to try again, and UserError where the channel that was asked for does not work."""
         self._check_that_it_fits(manifest)
+        if self._next is not None:
+            channel, self._instead = self._next
+            self._next = None
+            if channel != self.channel:
+                logger.info("weights come over %s now", channel)
+                self._use(channel)
         started = time.monotonic()
         arrive = {"shm": self._mapped, "zmq": self._pulled}.get(self.channel, self._transferred)
         async with arrive(manifest) as weights:

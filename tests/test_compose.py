@@ -89,14 +89,22 @@ def test_commands_are_of_the_cli_and_agree_with_each_other(services: dict[str, d
 
 @needs_compose
 def test_servers_read_what_the_learner_publishes_and_write_nothing(services: dict[str, dict[str, Any]]) -> None:
-    for learner, server in (("learner", "rollout_server"), ("learner_gpu", "rollout_server_gpu")):
-        assert services[learner]["ipc"] == "shareable"
-        assert services[server]["ipc"] == f"service:{learner}"
-        assert services[learner]["shm_size"]
+    for name in OURS - {"prepare"}:
+        assert any(str(volume).startswith("shm:/dev/shm") for volume in services[name]["volumes"]), name
+        assert "ipc" not in services[name], "nobody's namespace: each may start again without the others"
+    assert resolved("cpu")["volumes"]["shm"]["driver_opts"]["type"] == "tmpfs"
     assert "runs:/runs:ro" in services["rollout_server"]["volumes"]
     assert "keys:/run/secrets/keys:ro" in services["rollout_server"]["volumes"]
     targets = {secret["target"] for secret in services["rollout_server_gpu"]["secrets"]}
     assert targets == {"keys/learner.public", "keys/server.secret"}, "not the learner's secret"
+
+
+@needs_compose
+def test_images_for_cpus_and_for_gpus_have_names_of_their_own(services: dict[str, dict[str, Any]]) -> None:
+    """Compose builds nothing where an image of the name is there."""
+    built = {name: (services[name]["image"], services[name]["build"]["args"]["DEVICE"]) for name in OURS}
+    assert all(image.endswith(f"-{device}") for image, device in built.values()), built
+    assert {name for name, (_, device) in built.items() if device == "cuda"} == {"learner_gpu", "rollout_server_gpu"}
 
 
 @needs_compose

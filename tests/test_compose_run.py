@@ -111,6 +111,10 @@ def test_the_whole_stack_through_crash_stop_and_end(stack: Stack, tmp_path: Path
     stopped_at = stack.step()
     stack.learner.start()
     wait_until(lambda: stack.step() > stopped_at + 4, "the continued run", tmp_path, timeout_s=120)
+    continued = stack.learner.process
+    continued.kill()
+    wait_until(lambda: stack.learner.exits[-1] == -9 and stack.learner.process is not continued, "a restart", tmp_path)
+    wait_until(lambda: stack.step() > stopped_at + 8, "the run that was killed", tmp_path, timeout_s=120)
     wait_until(lambda: stack.prometheus.value("count(up == 1)") == 3, "all to be scraped", tmp_path, timeout_s=60)
 
     wait_until(lambda: stack.prometheus.value("asyncrl_learner_stopped == 1") == 1, "the end", tmp_path, timeout_s=240)

@@ -19,6 +19,7 @@ from learner.journal import JOURNAL_FILE
 from protocol.messages import WeightManifest
 from rollout_server.held_version import HeldVersion
 from tests.small_runs import assert_every_prompt_trained_once, failure_of, logs, small
+from tests.test_full_disk import OWN_MOUNTS, needs_mount
 from tests.two_processes import start, with_ports, write_config
 from tests.waiting import wait_until
 
@@ -207,3 +208,27 @@ def test_weights_that_did_not_arrive_in_time_are_asked_for_again(make_config: Ca
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(asyncio.wait_for(held.follow(), 5))
     assert attempts == [3, 3]
+
+
+@needs_mount
+def test_a_learner_that_comes_back_with_other_shared_memory_is_followed_over_zmq(
+    make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """As in a container that was started again: its /dev/shm is a new one."""
+    run = tmp_path / "run"
+    config = with_ports(scripted(make_config, trainer={"max_steps": 60}))
+    file = write_config(config, run)
+    elsewhere = [*OWN_MOUNTS, "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh"]
+    learner, server = start("learner", file), start("rollout_server", file)
+    with running(learner, server):
+        wait_until(lambda: steps_of(run) >= 2, "two steps", run)
+        learner.kill()
+        learner.wait()
+        before = steps_of(run)
+        again = start("learner", file, "--resume", "trainer.max_steps=60", under=elsewhere)
+        with running(again):
+            wait_until(lambda: steps_of(run) >= before + 3, "steps of the learner that came back", run, timeout_s=90)
+            assert server.poll() is None
+    said = (run / "rollout_server.log").read_text()
+    assert "weights over shm" in said
+    assert "weights come over zmq now" in said
