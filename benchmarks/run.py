@@ -50,6 +50,8 @@ def main() -> None:
     run("benchmarks/journal_cost.py")
     print("\n## Samples of a large journal, looked at\n", flush=True)
     run("benchmarks/inspect_journal.py", "--gib", "1")
+    print("\n## A report of 1,000 steps\n", flush=True)
+    run("benchmarks/report_cost.py")
     print("\n## Asynchronous against synchronous\n", flush=True)
     run("benchmarks/async_speedup.py", "--model", str(model), "--data", str(data))
 
