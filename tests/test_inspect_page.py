@@ -125,6 +125,7 @@ def test_keys_move_through_samples_and_over_the_end_of_a_page(page: Any, server:
     last = words(page)["sample"]
     page.keyboard.press("j")
     until(page, "document.querySelector('#range').textContent.startsWith('51')")
+    until(page, "document.querySelector('#list a')?.getAttribute('aria-current') === 'true'")
     page.keyboard.press("k")
     until(page, "document.querySelector('#range').textContent.startsWith('1–')")
     until(page, f"document.querySelector('#list [aria-current]')?.dataset.sample === '{last}'")

@@ -112,7 +112,7 @@
     byId("next").disabled = last >= found.total;
     if (chosen() === null && found.rows.length) go({ sample: nameOf(found.rows[0]) }, true);
     markRow("center");
-    await showGroup();
+    showGroup(); // nobody waits for it: the next key is for the list
   }
 
   function markRow(block = "nearest") {
