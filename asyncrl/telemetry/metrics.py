@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import nan
 from typing import Any, Literal, cast
 from wsgiref.simple_server import WSGIServer
 
@@ -79,7 +80,8 @@ class MetricSet:
     """Prometheus objects of one service, in a registry of their own.
 
     `metrics.steps_total`, `metrics["steps_total"]` and `metrics["asyncrl_learner_steps_total"]` are the
-    same object: a `Counter`, `Gauge` or `asyncrl.telemetry.histogram.Histogram`.
+    same object: a `Counter`, `Gauge` or `asyncrl.telemetry.histogram.Histogram`. A gauge is NaN until it is set: 0
+    would be taken for a measurement.
     """
 
     def __init__(self, table: Sequence[Metric], service: Literal["learner", "rollout"]):
@@ -107,8 +109,12 @@ class MetricSet:
             raise ValueError(f"{metric.name}: counters, and only counters, end in _total")
         if metric.kind == "histogram":
             return Histogram(metric.name, metric.help, metric.labels, metric.buckets, self.registry)
-        kind = Counter if metric.kind == "counter" else Gauge
-        return kind(metric.name, metric.help, metric.labels, registry=self.registry)
+        if metric.kind == "counter":
+            return Counter(metric.name, metric.help, metric.labels, registry=self.registry)
+        built = Gauge(metric.name, metric.help, metric.labels, registry=self.registry)
+        if not metric.labels:
+            built.set(nan)
+        return built
 
     def __getitem__(self, name: str) -> Any:
         short = name.removeprefix(self._prefix)
@@ -171,17 +177,19 @@ class MetricSet:
 
 
 class _Refresh(Collector):
-    """Has no metrics: being collected is the occasion."""
+    """Has no metrics: being collected is the occasion, of one scrape after another."""
 
     def __init__(self, registry: CollectorRegistry):
         self.call: Callable[[], None] = lambda: None
+        self._lock = threading.Lock()
         registry.register(self)
 
     def describe(self) -> Iterator[Family]:
         return iter(())
 
     def collect(self) -> Iterator[Family]:
-        self.call()
+        with self._lock:  # two scrapes at once would each raise a counter by the same
+            self.call()
         return iter(())
 
 
