@@ -69,9 +69,9 @@ def scrape(registry: CollectorRegistry) -> Values:
 
 
 def single_gauges(table: tuple[Metric, ...], values: Values) -> dict[str, float]:
-    """Those without labels."""
+    """Those without labels that are there."""
     names = {m.name.removeprefix("asyncrl_learner_").removeprefix("asyncrl_rollout_") for m in table if gauge(m)}
-    return {name: values[name, ""] for name in names}
+    return {name: values[name, ""] for name in names if (name, "") in values}
 
 
 def gauge(metric: Metric) -> bool:
@@ -160,7 +160,12 @@ LOOKED_AT = {
 
 
 def test_a_gauge_of_the_learner_without_a_value_is_nan(starting: Rig) -> None:
-    assert all(map(math.isnan, single_gauges(LEARNER, starting.scrape()).values()))
+    before = single_gauges(LEARNER, starting.scrape())
+    assert all(map(math.isnan, before.values()))
+    assert not before.keys() & LOOKED_AT, "a residual that is NaN is not 0: it would wake somebody"
+    assert before.keys() | LOOKED_AT == {
+        metric.name.removeprefix("asyncrl_learner_") for metric in LEARNER if gauge(metric)
+    }
     starting.watch()
     known = {name for name, value in single_gauges(LEARNER, starting.scrape()).items() if not math.isnan(value)}
     assert known == {*LOOKED_AT, "step", "total_steps"}
