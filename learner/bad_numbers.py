@@ -1,4 +1,4 @@
-"""Where a loss or a gradient that is not finite comes from: the words of a BadStateError."""
+"""A loss or a gradient that is not finite, and where it comes from: the words of a BadStateError."""
 
 from __future__ import annotations
 
@@ -6,10 +6,20 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from asyncrl.errors import BadStateError
 from learner.batch import Batch
 
 MOST_NAMED = 3
 """Rows and parameters named in one message."""
+
+
+class NotFiniteError(BadStateError):
+    """A step stops: one of its numbers cannot be trained on."""
+
+    def __init__(self, number: str, message: str):
+        """`number`: loss or grad_norm, as in metrics.jsonl."""
+        super().__init__(message)
+        self.number = number
 
 
 def not_finite_tokens(values: Mapping[str, torch.Tensor], row: torch.Tensor, batch: Batch) -> str:

@@ -90,8 +90,8 @@ class Connections:
 
     @property
     def aligned(self) -> dict[str, ServerState]:
-        """Servers that may have work."""
-        return {server_id: server for server_id, server in self.servers.items() if server.aligned}
+        """Servers that may have work. Other threads may ask."""
+        return {server_id: server for server_id, server in self.servers.copy().items() if server.aligned}
 
     def at(self, identity: bytes) -> str | None:
         """The server behind a connection."""

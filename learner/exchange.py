@@ -15,12 +15,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
+import numpy as np
 import zmq
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.telemetry.timeline import Timeline
 from learner.alignment import Alignment, ParityCheck
+from learner.blob_traffic import BlobTraffic
 from learner.connections import Connections, ModelFacts, ServerState
 from learner.device_weights import DeviceWeights
 from learner.handout import Handout
@@ -129,6 +131,26 @@ class Exchange(threading.Thread):
     def published_bytes(self) -> int:
         """Of the versions that servers may still fetch."""
         return self._publication.nbytes
+
+    @property
+    def blobs(self) -> BlobTraffic:
+        """Of the tickets that went out."""
+        return self._handout.blobs
+
+    @property
+    def credits(self) -> int:
+        """Groups that aligned servers would take, beyond what they hold."""
+        aligned = self._connections.aligned
+        return sum(max(0, s.hello.max_groups - self._ledger.out.held_by(i)) for i, s in aligned.items())
+
+    @property
+    def groups_not_durable(self) -> int:
+        """Verified, and neither journaled nor acknowledged."""
+        return self._intake.num_arrived
+
+    def tell_lag(self, on_kept: Callable[[np.ndarray], None]) -> None:
+        """Before the start. Called on the exchange thread: see `Intake.on_kept`."""
+        self._intake.on_kept = on_kept
 
     def announce(self, manifest: WeightManifest) -> None:
         """Every server is told of this version before any ticket that needs it."""

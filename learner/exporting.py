@@ -5,12 +5,13 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from math import nan
+from math import isfinite, nan
 from pathlib import Path
 
 import numpy as np
 import psutil
 import torch
+from prometheus_client import CollectorRegistry
 
 from asyncrl.algorithms.diagnostics import STALENESS_BUCKETS
 from asyncrl.config.schema import TelemetryConfig
@@ -33,10 +34,20 @@ class LearnerExporter:
         self._linger_s = config.linger_s
         self._lingers = False
         self._metrics = MetricSet(METRICS, "learner")
-        for name in ("mfu", "held_out_accuracy", "held_out_reward"):
-            self._metrics[name].set(nan)
-        self._metrics["errors_total"].labels(kind="other")  # so that there is a series before the first one
+        # So that there are series before the first one.
+        self._metrics["errors_total"].labels(kind="other")
+        for number in ("loss", "grad_norm"):
+            self._metrics["not_finite_total"].labels(number=number)
+        self._parity: dict[str, tuple[float, float]] = {}
+        """By server, those that have gone included: one that only was away is not compared again."""
+        self._shown: set[str] = set()
+        """Servers whose parity the last scrape saw."""
+        self._components: set[str] = set()
         self._metrics.serve(config.host, config.learner_port)
+
+    @property
+    def registry(self) -> CollectorRegistry:
+        return self._metrics.registry
 
     def watch(
         self,
@@ -47,9 +58,10 @@ class LearnerExporter:
         device: torch.device,
         is_asleep: Callable[[], bool],
         run_path: Path,
+        step: int,
         total_steps: int,
     ) -> None:
-        """From now on each scrape looks at these."""
+        """From now on each scrape looks at these. `step`: made before, by a process before this one."""
         self._exchange = exchange
         self._ledger = ledger
         self._waits = waits
@@ -57,6 +69,9 @@ class LearnerExporter:
         self._is_asleep = is_asleep
         self._run_path = run_path
         self._process = psutil.Process()
+        self._step_at = time.monotonic()
+        exchange.tell_lag(self._metrics["journal_lag_seconds"].observe_counts)
+        self._metrics["step"].set(step)
         self._metrics["total_steps"].set(total_steps)
         self._metrics.before_scrape(self._look)
 
@@ -65,29 +80,45 @@ class LearnerExporter:
     def step(self, step: int, version: int, record: Mapping[str, float], batch: Batch) -> None:
         """`version` is the one that consumed the batch."""
         m = self._metrics
+        self._step_at = time.monotonic()
         m["step"].set(step)
         m["policy_version"].set(version + 1)
         m["steps_total"].inc()
         m["tokens_total"].inc(record["tokens"])
         m["groups_consumed_total"].inc(len(batch.received))
-        sampled = np.concatenate([item.group.loss_mask for item in batch.received]).astype(bool)
-        m["token_staleness_versions"].observe_counts(version - batch.versions[sampled])
-        oldest = [item.group.versions.min() for item in batch.received if item.group.versions.size]
-        m["group_staleness_versions"].observe_counts(version - np.asarray(oldest))
         for name in ("step", "wait", "learn", "publish"):
             m[f"{name}_seconds"].observe(record[f"{name}_s"])
         for name, gauge in GAUGE_OF_RECORD.items():
-            if name in record:
-                m[gauge].set(record[name])
+            value = record.get(name)
+            m[gauge].set(nan if value is None else value)
+            if value is not None and not isfinite(value):
+                m["not_finite_total"].labels(number=gauge).inc()
         for name, value in record.items():
             section, _, part = name.partition("/")
-            if section == "reward" and part != "std":
-                m["reward"].labels(component=part).set(value)
-            elif section == "rows":
+            if section == "rows":
                 m["rows"].labels(status=part).set(value)
                 m["trajectories_total"].labels(status=part).inc(value)
         m["mfu"].set(record["model_flops_per_s"] / peak_flops(self._device))
+        self._rewards(record)
+        self._staleness(version, batch)
         self._off_policyness(record)
+
+    def _rewards(self, record: Mapping[str, float]) -> None:
+        """NaN of a component that the last batch has no score of."""
+        means = {name.removeprefix("reward/"): value for name, value in record.items() if name.startswith("reward/")}
+        means.pop("std", None)
+        self._components |= means.keys()
+        for component in self._components:
+            self._metrics["reward"].labels(component=component).set(means.get(component, nan))
+
+    def _staleness(self, version: int, batch: Batch) -> None:
+        m, groups = self._metrics, [item.group for item in batch.received]
+        sampled = np.concatenate([group.loss_mask for group in groups]).astype(bool)
+        m["token_staleness_versions"].observe_counts(version - batch.versions[sampled])
+        cached = np.concatenate([g.versions if g.kv_versions is None else g.kv_versions for g in groups])
+        m["kv_staleness_versions"].observe_counts(version - cached[sampled])
+        oldest = [group.versions.min() for group in groups if group.versions.size]
+        m["group_staleness_versions"].observe_counts(version - np.asarray(oldest))
 
     def _off_policyness(self, record: Mapping[str, float]) -> None:
         """Ratio quantiles, and diagnostics by staleness; NaN where the last batch has no such tokens."""
@@ -98,14 +129,18 @@ class LearnerExporter:
                 value = record.get(f"staleness_{bucket}/{name}", nan)
                 self._metrics[gauge].labels(staleness=bucket).set(value)
 
+    def not_finite(self, number: str) -> None:
+        """A step was given up: its loss or grad_norm is not finite."""
+        self._metrics["not_finite_total"].labels(number=number).inc()
+        self._metrics[number].set(nan)
+
     def published(self, manifest: WeightManifest) -> None:
         self._metrics["policy_version"].set(manifest.version)
         self._metrics["publish_bytes"].set(manifest.total_bytes)
 
     def parity(self, server_id: str, largest: float, mean: float) -> None:
         """Differences of log-probs at the check of a server that joins."""
-        self._metrics["parity_max"].labels(server=server_id).set(largest)
-        self._metrics["parity_mean"].labels(server=server_id).set(mean)
+        self._parity[server_id] = (largest, mean)
 
     def evaluated(self, accuracy: float, reward: float) -> None:
         self._metrics["held_out_accuracy"].set(accuracy)
@@ -121,8 +156,16 @@ class LearnerExporter:
     def _look(self) -> None:
         self._look_at_ledger()
         self._look_at_memory()
+        self._look_at_parity()
         m = self._metrics
+        m["last_step_age_seconds"].set(time.monotonic() - self._step_at)
         m["servers"].set(len(self._exchange.servers))
+        m["credits"].set(self._exchange.credits)
+        m["journal_lag_groups"].set(self._exchange.groups_not_durable)
+        blobs = self._exchange.blobs
+        m.raise_to("image_blob_bytes_total", blobs.sent_bytes)
+        m.raise_to("image_blob_hits_total", blobs.hits)
+        m.raise_to("image_blob_bytes_saved_total", blobs.saved_bytes)
         m["pulse_age_seconds"].set(max(0.0, time.monotonic() - self._exchange.looked_at))
         for what, seconds in self._waits.totals().items():
             m.raise_to("waiting_seconds_total", seconds, **{"for": what})
@@ -135,6 +178,7 @@ class LearnerExporter:
             m["groups"].labels(state=state).set(getattr(counts, state))
         for reason, dropped in counts.dropped.items():
             m["groups"].labels(state=f"dropped_{reason}").set(dropped)
+            m.raise_to("drops_total", dropped, reason=reason)
         m["ledger_residual_groups"].set(counts.residual)
         bias = self._ledger.length_bias()
         for state in ("trained", "dropped", "buffered"):
@@ -142,6 +186,19 @@ class LearnerExporter:
         m["length_bias"].set(bias.get("length_bias", nan))
         blockers = self._ledger.blockers()
         m["oldest_ticket_seconds"].set(blockers[0][2] if blockers else 0.0)
+        m["oldest_buffered_seconds"].set(self._ledger.oldest_buffered_s())
+
+    def _look_at_parity(self) -> None:
+        """Of the servers that are here: each process has a name of its own, and series would be ever more."""
+        m, here = self._metrics, set(self._parity.copy()) & set(self._exchange.servers.copy())
+        for gone in self._shown - here:
+            m["parity_max"].remove(gone)
+            m["parity_mean"].remove(gone)
+        for server_id in here:
+            largest, mean = self._parity[server_id]
+            m["parity_max"].labels(server=server_id).set(largest)
+            m["parity_mean"].labels(server=server_id).set(mean)
+        self._shown = here
 
     def _look_at_memory(self) -> None:
         m, phase = self._metrics, "asleep" if self._is_asleep() else "awake"

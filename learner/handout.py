@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from learner.blob_traffic import BlobTraffic
 from learner.connections import Connections
 from learner.journal import TicketSlot
 from learner.ledger import TicketLedger
@@ -40,6 +41,7 @@ class Handout:
     ):
         self.admitted: int | None = None
         """Training tickets go out as far as the ledger admits them before this version; None: not yet."""
+        self.blobs = BlobTraffic()
         self._connections = connections
         self._ledger = ledger
         self._write_ticket = write_ticket
@@ -110,5 +112,6 @@ class Handout:
             sent = chosen
         blobs = {digest: memoryview(data) for item in sent for digest, data in item.blobs.items()}
         if self._connections.send(server_id, Tickets(tickets=tuple(item.ticket for item in sent), blobs=blobs)):
+            self.blobs.count(sent)
             self._ledger.out.assign([item.ticket.ticket_id for item in chosen], server_id)
             crash_point("tickets.sent")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from learner.connections import Connections
 from learner.ledger import TicketLedger
@@ -35,6 +38,8 @@ class Intake:
         self._ledger = ledger
         self._verify = verify
         self._arrived: dict[int, tuple[str, ReceivedGroup]] = {}
+        self.on_kept: Callable[[np.ndarray], None] = lambda lags_s: None
+        """Called with the seconds from verification to acknowledgement of the groups of a turn."""
 
     def accept(self, server_id: str, group: Group, frames: Sequence[Frame], version: int) -> None:
         """`frames` are the group as it travelled; `version` is the newest policy version that the server may have."""
@@ -72,6 +77,11 @@ class Intake:
         """Verified in this turn."""
         return ticket_id in self._arrived
 
+    @property
+    def num_arrived(self) -> int:
+        """Verified, and not yet durable."""
+        return len(self._arrived)
+
     def keep(self) -> None:
         """Only what is durable is acknowledged."""
         if not self._arrived:
@@ -81,11 +91,13 @@ class Intake:
         owners: dict[str, list[int]] = defaultdict(list)
         for ticket_id, (server_id, _) in self._arrived.items():
             owners[server_id].append(ticket_id)
+        arrived_at = np.asarray([received.arrived_at for _, received in self._arrived.values()])
         self._arrived.clear()
         for server_id, ticket_ids in owners.items():
             if server_id in self._connections.servers:  # one that has left asks again when it is back
                 self._connections.send(server_id, Ack(ticket_ids=tuple(ticket_ids)))
                 crash_point("group.acknowledged")
+        self.on_kept(time.monotonic() - arrived_at)
 
     def forget(self) -> None:
         """Not acknowledged: their servers keep them for the next learner."""

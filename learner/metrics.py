@@ -9,11 +9,16 @@ from asyncrl.telemetry import metrics as kinds
 
 PREFIX = "asyncrl_learner_"
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1200.0)
+SHORT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 STALENESS = (0, 1, 2, 3, 4, 6, 8, 16)
 
 
 def _gauge(name: str, *rest: str) -> kinds.Metric:
     return kinds.gauge(PREFIX + name, *rest)
+
+
+def _look(name: str, *rest: str) -> kinds.Metric:
+    return kinds.looked_at(PREFIX + name, *rest)
 
 
 def _counter(name: str, *rest: str) -> kinds.Metric:
@@ -39,6 +44,7 @@ LEARNING = (
     _gauge(
         "reward", "score", "Mean of the last batch, by component; `mean` is the weighted sum.", "rises", "component"
     ),
+    _gauge("reward_std", "score", "Standard deviation of the weighted sum in the last batch.", "above 0"),
     _gauge("accuracy", "ratio", "Mean of the accuracy component in the last batch.", "rises"),
     _gauge("held_out_accuracy", "ratio", "Of the last evaluation.", "rises with accuracy"),
     _gauge("held_out_reward", "score", "Mean reward of the last evaluation.", "rises with reward"),
@@ -62,6 +68,12 @@ OFF_POLICYNESS = (
         f"{PREFIX}group_staleness_versions",
         help="Per trained group: staleness of its oldest token.",
         healthy="never above learner.max_staleness",
+    ),
+    _versions(
+        f"{PREFIX}kv_staleness_versions",
+        help="Per trained token: the learner's version when consumed minus the oldest in the key-value cache that it "
+        "was sampled from.",
+        healthy="as token_staleness_versions; above it where rollout.weight_update keeps the cache",
     ),
     _gauge("staleness_bound", "versions", "Bound that tickets are issued under.", "constant, or moving slowly"),
     _gauge("effective_sample_size", "ratio", "Of the raw token ratios learner/behaviour.", "above 0.9"),
@@ -105,6 +117,12 @@ TIME = (
     _counter(
         "waiting_seconds", "seconds", "Time that the main thread stood still, by what for.", "groups least", "for"
     ),
+    _look(
+        "last_step_age_seconds",
+        "seconds",
+        "Since the end of the last step; before the first, since this process was ready to make one.",
+        "below a few steps, an evaluation and a checkpoint",
+    ),
     _gauge("idle_ratio", "ratio", "Share of the last step spent waiting for groups.", "below 0.2"),
 )
 
@@ -116,10 +134,37 @@ LEDGER = (
         "buffered above 0",
         "state",
     ),
-    _gauge("ledger_residual_groups", "groups", "Issued groups that are in no state.", "0, always"),
+    _counter("drops", "groups", "Groups dropped in the run so far, by reason.", "0, or few", "reason"),
+    _look("ledger_residual_groups", "groups", "Issued groups that are in no state.", "0, always"),
     _gauge("mean_length", "tokens", "Mean trajectory length of groups by state.", "equal", "state"),
     _gauge("length_bias", "ratio", "Mean trained length over that of all trained or dropped, minus 1.", "near 0"),
-    _gauge("oldest_ticket_seconds", "seconds", "Age of the oldest group that a step waits for.", "below a step or two"),
+    _look("oldest_ticket_seconds", "seconds", "Age of the oldest group that a step waits for.", "below a step or two"),
+    _look(
+        "oldest_buffered_seconds",
+        "seconds",
+        "Since the arrival of the group that has been buffered longest; 0 without one.",
+        "below learner.max_staleness steps",
+    ),
+    _look("credits", "groups", "What the servers would take now, beyond what they hold.", "0 most of the time"),
+    _look("journal_lag_groups", "groups", "Verified groups that are not yet durable.", "near 0"),
+    kinds.histogram(
+        f"{PREFIX}journal_lag_seconds",
+        "seconds",
+        SHORT_SECONDS,
+        "From the verification of a group until it is durable and acknowledged.",
+        "below 0.1",
+    ),
+)
+
+WIRE = (
+    _counter("image_blob_bytes", "bytes", "Images and frames of videos sent with tickets.", "rises with images"),
+    _counter(
+        "image_blob_hits",
+        "images",
+        "Images and frames that did not have to be sent: one goes out once for all trajectories of a message.",
+        "group_size - 1 for each image",
+    ),
+    _counter("image_blob_bytes_saved", "bytes", "What these would have taken.", "group_size - 1 times what is sent"),
 )
 
 WEIGHTS = (
@@ -130,17 +175,17 @@ WEIGHTS = (
 )
 
 MEMORY = (
-    _gauge("rss_bytes", "bytes", "Resident memory of the learner process.", "flat after the first steps"),
+    _look("rss_bytes", "bytes", "Resident memory of the learner process.", "flat after the first steps"),
     kinds.device_memory(PREFIX),
-    _gauge("shared_memory_bytes", "bytes", "Published versions in shared memory.", "two versions"),
-    _gauge("shared_memory_free_bytes", "bytes", "Left in /dev/shm.", "above one version"),
-    _gauge(
+    _look("shared_memory_bytes", "bytes", "Published versions in shared memory.", "two versions"),
+    _look("shared_memory_free_bytes", "bytes", "Left in /dev/shm.", "above one version"),
+    _look(
         "journal_bytes",
         "bytes",
         "Size of the journal, its write-ahead log and its groups, kept samples included.",
         "bounded",
     ),
-    _gauge("disk_free_bytes", "bytes", "Left on the file system of the run directory.", "above a few checkpoints"),
+    _look("disk_free_bytes", "bytes", "Left on the file system of the run directory.", "above a few checkpoints"),
 )
 
 DEVICE_TURNS = (
@@ -152,9 +197,17 @@ DEVICE_TURNS = (
 )
 
 HEALTH = (
-    _gauge("servers", "servers", "Welcomed rollout servers.", "as many as were started"),
-    _gauge("pulse_age_seconds", "seconds", "Since the exchange thread last looked at its sockets.", "below 5"),
+    _look("servers", "servers", "Welcomed rollout servers.", "as many as were started"),
+    _look("pulse_age_seconds", "seconds", "Since the exchange thread last looked at its sockets.", "below 5"),
     _gauge("stopped", "runs", "1 once the run has stopped, by kind (finished, bad_state, ...).", "finished", "kind"),
+    _counter(
+        "not_finite",
+        "numbers",
+        "Losses, gradient norms and other numbers of a step that were not finite, by name; of the first two the run "
+        "stops.",
+        "0, always",
+        "number",
+    ),
     _counter("errors", "errors", "Unusable messages, refused groups, failed tickets, lost servers.", "0", "kind"),
 )
 
@@ -164,6 +217,7 @@ METRICS = (
     *OFF_POLICYNESS,
     *TIME,
     *LEDGER,
+    *WIRE,
     *WEIGHTS,
     *MEMORY,
     *DEVICE_TURNS,
@@ -171,6 +225,7 @@ METRICS = (
 )
 
 GAUGE_OF_RECORD = {
+    "reward/std": "reward_std",
     "accuracy": "accuracy",
     "zero_variance_groups": "zero_variance_groups",
     "response_length/mean": "completion_tokens",

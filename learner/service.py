@@ -15,6 +15,7 @@ from asyncrl.telemetry.failure import kind_of
 from asyncrl.telemetry.timeline import LEARNER
 from asyncrl.telemetry.waits import WaitClock
 from asyncrl.weight_transfer.requirements import check_cuda
+from learner.bad_numbers import NotFiniteError
 from learner.between_steps import BetweenSteps
 from learner.connections import ModelFacts
 from learner.device import DeviceTurns, OwnDevice, first_turn
@@ -157,6 +158,7 @@ class Learner:
             device=self.engine.device,
             is_asleep=lambda: device.is_lent,
             run_path=config.run_path,
+            step=self.progress.step,
             total_steps=total_steps,
         )
         names = {"run_id": self.run_id, "architecture": self.training.architecture, "base": self.training.base}
@@ -234,7 +236,11 @@ class Learner:
     def _learn(self, groups: Sequence[ReceivedGroup], started: float, *, publish: bool) -> None:
         version = self.progress.version
         waited = time.monotonic()
-        batch, values = self.training.learn(groups)
+        try:
+            batch, values = self.training.learn(groups)
+        except NotFiniteError as error:
+            self.exporter.not_finite(error.number)
+            raise
         learned = time.monotonic()
         crash_point("step.trained")
         self.ledger.bound = self.training.bound

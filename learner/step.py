@@ -27,7 +27,7 @@ from asyncrl.algorithms.reference_kl import reference_kl
 from asyncrl.algorithms.tokens import PolicyTokens
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
-from learner.bad_numbers import name_parameters, name_rows, not_finite_tokens
+from learner.bad_numbers import NotFiniteError, name_parameters, name_rows, not_finite_tokens
 from learner.batch import Batch
 from learner.engines.base import TokenOutputs, TrainEngine
 from learner.packing import MicroBatch, TrainGroup, build_micro_batch, plan_micro_batches
@@ -79,7 +79,7 @@ class LearnerStep:
     def __call__(self, batch: Batch, version: int) -> dict[str, float]:
         """One optimiser step per `updates_per_batch`; `version` is the policy's as it takes the batch.
 
-        Raises BadStateError when a loss or a gradient is not finite; the weights are then those before that update.
+        Raises NotFiniteError when a loss or a gradient is not finite; the weights are then those before that update.
         """
         updates = _split_evenly(batch.train_groups, self.config.algorithm.updates_per_batch)
         prepared = self._prepare(batch, version, len(updates))
@@ -91,7 +91,7 @@ class LearnerStep:
             try:
                 taken = self.engine.optimizer_step()
             except BadStateError as error:
-                raise BadStateError(f"{where}: {error}. {self._blame(groups, prepared)}") from error
+                raise NotFiniteError("grad_norm", f"{where}: {error}. {self._blame(groups, prepared)}") from error
             for name, value in {"loss": loss, **taken}.items():
                 metrics[name].append(value)
         joined = {name: torch.cat(parts).numpy() for name, parts in seen.items()}
@@ -128,10 +128,11 @@ class LearnerStep:
         for number, (micro_batch, part) in enumerate(self._losses(groups, prepared), 1):
             loss = float(part.loss.detach())
             if not math.isfinite(loss):
-                raise BadStateError(
+                raise NotFiniteError(
+                    "loss",
                     f"{where}, micro-batch {number}: the loss is {loss}: {_culprit(part, prepared.batch)}. "
                     "The weights are those before this update. Look at these rows in the samples, and at the last "
-                    "grad_norm and logprob_diff_max in metrics.jsonl"
+                    "grad_norm and logprob_diff_max in metrics.jsonl",
                 )
             self.engine.backward(part.loss)
             total += loss

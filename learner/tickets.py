@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from asyncrl.models.prompt_facts import PromptFacts
@@ -45,6 +46,8 @@ class ReceivedGroup:
     group: Group
     frames: Sequence[Frame] = ()
     """The group as it travelled; empty if it did not."""
+    arrived_at: float = field(default_factory=time.monotonic, compare=False)
+    """Monotonic seconds; of a group from before a restart, those of the restart."""
 
     @property
     def ticket(self) -> Ticket:

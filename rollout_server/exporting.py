@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import psutil
@@ -109,7 +110,7 @@ class ServerExporter:
         """On the endpoint's thread."""
         m, now = self._metrics, time.monotonic()
         m["pulse_age_seconds"].set(now - self._beat_at)
-        m["rss_bytes"].set(self._process.memory_info().rss)
+        m["rss_bytes"].set(self._resident_bytes())
         state = self._state
         if state is None:
             return
@@ -130,6 +131,14 @@ class ServerExporter:
         phase = "asleep" if state.is_asleep else "awake"
         for name, nbytes in memory_by_state(self._device()).items():
             m["device_bytes"].labels(state=name, phase=phase).set(nbytes)
+
+    def _resident_bytes(self) -> int:
+        """Of this process and its children: reward workers, and an engine's."""
+        total = 0
+        for process in (self._process, *self._process.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):  # it ended meanwhile
+                total += process.memory_info().rss
+        return total
 
     def close(self) -> None:
         """After `telemetry.linger_s`, so that a scrape sees that it has finished."""

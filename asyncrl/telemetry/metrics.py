@@ -6,7 +6,8 @@ import difflib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import nan
 from typing import Any, Literal, cast
 from wsgiref.simple_server import WSGIServer
 
@@ -45,10 +46,17 @@ class Metric:
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
     """Upper bounds of a histogram, rising; infinity is added."""
+    looked_at: bool = False
+    """On each scrape, once there is something to look at: only then there is the gauge. Any other is NaN until it is
+    set. 0 would be taken for a measurement, and a residual of NaN for one that is not 0."""
 
 
 def gauge(name: str, unit: str, help: str, healthy: str, *labels: str) -> Metric:
     return Metric(name=name, kind="gauge", unit=unit, help=help, healthy=healthy, labels=labels)
+
+
+def looked_at(name: str, unit: str, help: str, healthy: str) -> Metric:
+    return replace(gauge(name, unit, help, healthy), looked_at=True)
 
 
 def counter(name: str, unit: str, help: str, healthy: str, *labels: str) -> Metric:
@@ -90,6 +98,7 @@ class MetricSet:
         self._endpoint: tuple[WSGIServer, threading.Thread] | None = None
         self._raised: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
         self._refresh = _Refresh(self.registry)  # first: it is asked first
+        self._unseen: list[Gauge] = []
         for metric in table:
             self._metrics[self._short(metric.name)] = self._build(metric)
         ProcessCollector(registry=self.registry)
@@ -107,8 +116,14 @@ class MetricSet:
             raise ValueError(f"{metric.name}: counters, and only counters, end in _total")
         if metric.kind == "histogram":
             return Histogram(metric.name, metric.help, metric.labels, metric.buckets, self.registry)
-        kind = Counter if metric.kind == "counter" else Gauge
-        return kind(metric.name, metric.help, metric.labels, registry=self.registry)
+        if metric.kind == "counter":
+            return Counter(metric.name, metric.help, metric.labels, registry=self.registry)
+        built = Gauge(metric.name, metric.help, metric.labels, registry=None if metric.looked_at else self.registry)
+        if metric.looked_at:
+            self._unseen.append(built)
+        elif not metric.labels:
+            built.set(nan)
+        return built
 
     def __getitem__(self, name: str) -> Any:
         short = name.removeprefix(self._prefix)
@@ -136,6 +151,8 @@ class MetricSet:
     def before_scrape(self, refresh: Callable[[], None]) -> None:
         """Called on the endpoint's thread before each answer: for what is cheap to look at and changes all the time."""
         self._refresh.call = refresh
+        while self._unseen:
+            self.registry.register(self._unseen.pop())
 
     def include(self, prefix: str) -> None:
         """Answer, too, with what a library keeps in prometheus_client's own registry under names of this prefix.
@@ -171,17 +188,19 @@ class MetricSet:
 
 
 class _Refresh(Collector):
-    """Has no metrics: being collected is the occasion."""
+    """Has no metrics: being collected is the occasion, of one scrape after another."""
 
     def __init__(self, registry: CollectorRegistry):
         self.call: Callable[[], None] = lambda: None
+        self._lock = threading.Lock()
         registry.register(self)
 
     def describe(self) -> Iterator[Family]:
         return iter(())
 
     def collect(self) -> Iterator[Family]:
-        self.call()
+        with self._lock:  # two scrapes at once would each raise a counter by the same
+            self.call()
         return iter(())
 
 
