@@ -74,6 +74,14 @@ def test_a_configuration_that_cannot_be_read_is_the_users_mistake(
     file = write_config(make_config(), tmp_path / "config")
     assert asyncrl(["doctor", str(file), "--quick", "batch.group_sise=4"]) == 2
     assert "batch.group_size" in capsys.readouterr().err
+    capsys.readouterr()
+    assert asyncrl(["doctor", str(file), "--quick", "--json", "batch.group_sise=4", "bad.key=1"]) == 2
+    printed = capsys.readouterr()
+    told = json.loads(printed.out)
+    (found,) = told["findings"]
+    assert (told["problems"], found["what"], found["verdict"], printed.err) == (1, "configuration", "problem", "")
+    assert "batch.group_sise" in found["value"]
+    assert "bad" in found["details"][0]
     assert asyncrl(["doctor", str(tmp_path / "nowhere.yaml")]) == 2
     assert asyncrl(["doctor", str(file), str(file)]) == 2
 

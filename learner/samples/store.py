@@ -101,8 +101,8 @@ class SampleStore:
             )
         if self._is_of_old and not self._problem:
             notices.append(
-                f"{self._journal.path} keeps no group of the {self._journal.last_step()} steps, and no index lists them: "
-                f"the run was made before samples were kept. Some are in {self.run_dir / 'samples.jsonl'}"
+                f"{self._journal.path} keeps no group of the {self._journal.last_step()} steps, and no index lists them: the "
+                f"run was made before samples were kept. Some are in {self.run_dir / 'samples.jsonl'}"
             )
         return tuple(notices)
 
@@ -267,7 +267,7 @@ class SampleStore:
 
 
 def read_run_config(run_dir: Path) -> dict[str, Any]:
-    """The run's own, unchecked: it may be of another version. Empty where there is none. Raises UserError for others."""
+    """The run's own, unchecked: it may be of another version. Empty where there is none. UserError for other files."""
     file = run_dir / CONFIG_FILE
     if not file.is_file():
         return {}
