@@ -101,8 +101,8 @@ class SampleStore:
             )
         if self._is_of_old and not self._problem:
             notices.append(
-                f"{self._journal.path} keeps no group of the {self._journal.last_step()} steps, and no index lists them: the "
-                f"run was made before samples were kept. Some are in {self.run_dir / 'samples.jsonl'}"
+                f"{self._journal.path} keeps no group of the {self._journal.last_step()} steps, and no index lists "
+                f"them: the run was made before samples were kept. Some are in {self.run_dir / 'samples.jsonl'}"
             )
         return tuple(notices)
 
