@@ -171,11 +171,11 @@ def _learn(arguments: argparse.Namespace) -> int:
     config = _check(arguments, "learner")
     resume = arguments.resume
     if arguments.unattended and not resume:
-        from asyncrl.launch.unattended import next_attempt
+        from asyncrl.launch.unattended import finished, next_attempt
 
         attempt = next_attempt(config)
         if attempt == "nothing":
-            print(f"the run in {config.run_dir} is finished")
+            print(finished(config, arguments.config))
             return 0
         resume = attempt == "continue"
     flags = ["--resume"] if resume else []

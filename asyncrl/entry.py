@@ -8,13 +8,17 @@ state (not started again), 4 a rollout server whose learner left before the end,
 from __future__ import annotations
 
 import argparse
+import atexit
+import contextlib
 import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
@@ -37,15 +41,37 @@ class Start:
 Main = Callable[[RunConfig, Start], None]
 
 
-def run_service(name: str, main: Main) -> None:
-    """Parse `--config FILE [--resume] [--unattended] [key=value ...]`, run `main` and exit."""
+def run_service(name: str, main: Main, *, leave: bool = False) -> None:
+    """Parse `--config FILE [--resume] [--unattended] [key=value ...]`, run `main` and exit.
+
+    `leave`: nothing is left to do then but exit handlers: `main` closes its sockets, and waits for what they send.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m {name}")
     parser.add_argument("--config", required=True, type=Path, help="YAML configuration")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint of run_dir")
     parser.add_argument("--unattended", action="store_true", help="end where run_dir says that the run is finished")
     parser.add_argument("overrides", nargs="*", help="key=value")
     arguments = parser.parse_args()
-    sys.exit(_guarded(name, main, arguments))
+    if not leave:
+        sys.exit(_guarded(name, main, arguments))
+    try:
+        code = _guarded(name, main, arguments)
+    except Exception as crash:
+        sys.excepthook(type(crash), crash, crash.__traceback__)
+        code = ExitCode.CRASHED
+    _leave(code)
+
+
+def _leave(code: int) -> NoReturn:
+    """End as the interpreter does, threads and exit handlers first, but do not take its modules apart: extension
+    modules tell their leaks at that (nanobind, in triton) below the log's last word, or crash a run that is finished.
+    """
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]  # as multiprocessing ends its processes
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads any more
+            stream.flush()
+    os._exit(code)
 
 
 def _guarded(name: str, main: Main, arguments: argparse.Namespace) -> int:

@@ -25,4 +25,4 @@ def main(config: RunConfig, start: Start) -> None:
 
 
 if __name__ == "__main__":
-    run_service("learner", main)
+    run_service("learner", main, leave=True)

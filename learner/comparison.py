@@ -44,7 +44,8 @@ class Difference:
     again: float | None
     """None: it was not finite, or not made again."""
     size: float
-    """Largest absolute difference; 0 where every bit is equal, infinite where one side has no number."""
+    """Largest absolute difference; 0 where every bit is equal, infinite where one side has no number. Where the bits of
+    equal numbers differ (-0.0, NaN) it is the smallest number that there is."""
     relative: float
 
 
@@ -124,11 +125,21 @@ def _tensor(name: str, recorded: torch.Tensor | None, again: torch.Tensor | None
     if recorded is None or again is None or recorded.shape != again.shape or recorded.dtype != again.dtype:
         return Difference(name, None, None, math.inf, math.inf)
     one, other = recorded.detach().cpu(), again.detach().cpu()
-    if torch.equal(one, other):
+    if torch.equal(_bits(one), _bits(other)):
         return Difference(name, None, None, 0.0, 0.0)
-    size = float((one.double() - other.double()).abs().max())
-    largest = float(torch.maximum(one.double().abs(), other.double().abs()).max())
-    return Difference(name, None, None, size if size > 0 else math.inf, size / max(largest, 1.0))
+    one, other = one.double(), other.double()
+    same = (one == other) | (one.isnan() & other.isnan())
+    gaps = (one - other).abs()[~same]
+    size = float(gaps.max()) if len(gaps) else math.ulp(0.0)
+    if math.isnan(size):
+        return Difference(name, None, None, math.inf, math.inf)
+    finite = torch.maximum(one.abs(), other.abs()).nan_to_num(0.0, 0.0, 0.0)
+    return Difference(name, None, None, size, size / max(float(finite.max()), 1.0))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Bytes. NaN is unequal to itself, and 0.0 equals -0.0: numbers do not tell whether bits are the same."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _finite(value: float | None) -> float | None:

@@ -56,6 +56,11 @@ class JournalReader:
             return None if payload is None else unpack_group(payload)
         return None
 
+    def lost_in(self, ticket_id: int) -> Path | None:
+        """The file that should have a group and has not its bytes. Ask after `find_group` has found none."""
+        rows = self._rows("SELECT segment FROM groups WHERE ticket_id = ?", (ticket_id,))
+        return segment_path(self.path, rows[0][0]) if rows else None
+
     def kept(self, ticket_ids: Collection[int]) -> set[int]:
         """Those whose groups are there."""
         places = ", ".join("?" * len(ticket_ids))

@@ -107,4 +107,4 @@ def main(config: RunConfig, start: Start) -> None:
 
 
 if __name__ == "__main__":
-    run_service("learner.sft", main)
+    run_service("learner.sft", main, leave=True)

@@ -35,6 +35,10 @@ class PortInUseError(BindError):
     """Somebody else listens there."""
 
 
+class AddressError(BindError):
+    """Nobody here can listen on any port of it: the name is not known, or the address another machine's."""
+
+
 def bind(sock: zmq.Socket, endpoint: str, *, setting: str, private: bool = False) -> str:
     """Bind `sock` and return the endpoint with its actual port (port 0 takes a free one).
 
@@ -42,11 +46,10 @@ def bind(sock: zmq.Socket, endpoint: str, *, setting: str, private: bool = False
     configuration key of the port in error messages. Raises BindError.
     """
     host, port = split_endpoint(endpoint)
-    section = setting.rpartition(".")[0]
-    prefix = f"{section}." if section else ""
-    address = _resolve(host, endpoint, f"{prefix}host")
+    host_setting = _host_setting(setting)
+    address = _resolve(host, host_setting)
     if not private and not is_loopback(address):
-        raise InsecureBindError(public_without_keys(endpoint, prefix))
+        raise InsecureBindError(public_without_keys(endpoint, host_setting.removesuffix("host")))
     is_ipv6 = ":" in address
     if is_ipv6:
         sock.setsockopt(zmq.IPV6, 1)
@@ -54,15 +57,7 @@ def bind(sock: zmq.Socket, endpoint: str, *, setting: str, private: bool = False
     try:
         sock.bind(numeric)
     except zmq.ZMQError as problem:
-        if problem.errno == errno.EADDRINUSE:
-            raise PortInUseError(
-                f"{endpoint}: another process listens on port {port}. Stop it, or set {setting} "
-                "to another port (0 picks a free one)"
-            ) from problem
-        raise BindError(
-            f"cannot listen on {endpoint}: {problem}. Set {prefix}host to an address of this machine "
-            f"and {setting} to a port that you may use"
-        ) from problem
+        raise _bind_error(problem, host, port, setting) from problem
     return sock.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
 
@@ -73,7 +68,7 @@ def check_dial(endpoint: str, *, prefix: str = "network.") -> None:
     """
     host, _ = split_endpoint(endpoint)
     try:
-        address = _resolve(host, endpoint, f"{prefix}host")
+        address = _resolve(host, f"{prefix}host")
     except BindError:
         address = ""
     if not is_loopback(address):
@@ -109,6 +104,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
     Drawn from below the ports that the system gives to outgoing connections: one of those may be taken while its owner
     is away, even by a peer that keeps dialling it and so meets itself. To be safe from races bind port 0.
+    Raises BindError.
     """
     ports = range(_FIRST_PORT, _first_ephemeral_port())
     for _ in range(_TRIES):
@@ -127,15 +123,56 @@ def _first_ephemeral_port() -> int:
 
 
 def port_is_free(host: str, port: int) -> bool:
-    """Could somebody listen on it now? Binding remains the only proof."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
+    """Could somebody listen on it now? Raises AddressError where no other port would help."""
+    try:
+        check_bind(host, port, setting="port")
+    except AddressError:
+        raise
+    except BindError:
+        return False
     return True
+
+
+def check_bind(host: str, port: int, *, setting: str) -> None:
+    """Raises the BindError that `bind` would meet now. Binding remains the only proof. Port 0 checks the host alone."""
+    address = _resolve(host, _host_setting(setting))
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((address, port))
+    except OSError as problem:
+        raise _bind_error(problem, host, port, setting) from problem
+
+
+def _bind_error(problem: OSError | zmq.ZMQError, host: str, port: int, setting: str) -> BindError:
+    """By what the system says, with the setting to change."""
+    host_setting = _host_setting(setting)
+    if problem.errno == errno.EADDRINUSE:
+        return PortInUseError(
+            f"port {port} on {host} is in use by another process. Stop it, or set {setting} to another port (0 takes "
+            "a free one)"
+        )
+    if problem.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.ENODEV):
+        return AddressError(
+            f"{host_setting} is {host}, which is no address of this machine. Set {host_setting} to one that it has: "
+            "127.0.0.1, or 0.0.0.0 for all of them"
+        )
+    if problem.errno in (errno.EACCES, errno.EPERM):
+        return BindError(
+            f"this user may not listen on port {port} of {host} ({problem.strerror}). Set {setting} to a port from "
+            "1024 on, or to 0"
+        )
+    return BindError(
+        f"cannot listen on port {port} of {host}: {problem.strerror}. Set {host_setting} to an address of this "
+        f"machine and {setting} to a port that you may use"
+    )
+
+
+def _host_setting(setting: str) -> str:
+    """Of the same section: `network.control_port` has its address in `network.host`."""
+    section = setting.rpartition(".")[0]
+    return f"{section}.host" if section else "host"
 
 
 def host_id(directory: Path = SHARED_MEMORY) -> str:
@@ -152,14 +189,15 @@ def host_id(directory: Path = SHARED_MEMORY) -> str:
     return f"{boot_id}:{device}"
 
 
-def _resolve(host: str, endpoint: str, setting: str) -> str:
+def _resolve(host: str, setting: str) -> str:
     if host == "*":
         return "0.0.0.0"
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except socket.gaierror as problem:
-        raise BindError(
-            f"{endpoint}: {host!r} is not a known address ({problem.strerror}). Set {setting} to an IP address"
+    except (socket.gaierror, UnicodeError) as problem:
+        why = problem.strerror if isinstance(problem, OSError) else "not a host name"
+        raise AddressError(
+            f"{setting} is {host!r}, which is not a known address here ({why}). Set {setting} to an IP address"
         ) from problem
     addresses = [str(entry[4][0]) for entry in found]
     # "localhost" may stand for ::1 and 127.0.0.1: peers dial the latter.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import re
@@ -25,6 +26,7 @@ from asyncrl.doctor.ports import find_ports
 from asyncrl.doctor.run_dir import find_run_dir
 from asyncrl.errors import UserError
 from asyncrl.launch.processes import JOURNAL_FILE, LOCK_FILE
+from asyncrl.launch.train import resolve_ports
 from asyncrl.memory_plan.plan import GIB
 from protocol.curve import LEARNER_SECRET, make_keys
 from protocol.endpoints import free_port
@@ -72,6 +74,14 @@ def test_a_configuration_that_cannot_be_read_is_the_users_mistake(
     file = write_config(make_config(), tmp_path / "config")
     assert asyncrl(["doctor", str(file), "--quick", "batch.group_sise=4"]) == 2
     assert "batch.group_size" in capsys.readouterr().err
+    capsys.readouterr()
+    assert asyncrl(["doctor", str(file), "--quick", "--json", "batch.group_sise=4", "bad.key=1"]) == 2
+    printed = capsys.readouterr()
+    told = json.loads(printed.out)
+    (found,) = told["findings"]
+    assert (told["problems"], found["what"], found["verdict"], printed.err) == (1, "configuration", "problem", "")
+    assert "batch.group_sise" in found["value"]
+    assert "bad" in found["details"][0]
     assert asyncrl(["doctor", str(tmp_path / "nowhere.yaml")]) == 2
     assert asyncrl(["doctor", str(file), str(file)]) == 2
 
@@ -197,6 +207,45 @@ def test_one_port_for_two(make_config: MakeConfig) -> None:
     assert found[0].value == f"network.control_port and network.weights_port are both {port}"
     assert found[0].fix == "set network.weights_port to another port, or to 0"
     assert found[1].value == f"{port} is free"
+
+
+@pytest.mark.parametrize("ports", [{}, {"learner_port": 0, "rollout_port": 0}])
+def test_an_address_of_another_machine_is_no_busy_port(make_config: MakeConfig, ports: dict[str, int]) -> None:
+    config = make_config(telemetry={"host": "192.0.2.1", **ports})
+    found = [one for one in find_ports(config) if one.verdict == "problem"]
+    assert [one.value for one in found] == ["telemetry.host is 192.0.2.1, which is no address of this machine"]
+    assert found[0].fix == "Set telemetry.host to one that it has: 127.0.0.1, or 0.0.0.0 for all of them"
+    with pytest.raises(UserError, match=r"^telemetry\.host is 192\.0\.2\.1, which is no address of this machine"):
+        resolve_ports(config)
+
+
+def test_a_name_that_nobody_knows_is_no_busy_port(make_config: MakeConfig) -> None:
+    """network.host may be a learner that starts later, elsewhere; telemetry.host is this machine's."""
+    config = make_config(network={"host": "learner.invalid", "insecure": True})
+    assert not [one for one in find_ports(config) if one.verdict == "problem"]
+    _, told = list(find_network(config))
+    assert (told.verdict, told.value.split(":")[0]) == (
+        "warning",
+        "network.host is learner.invalid, which has no address here",
+    )
+    with pytest.raises(UserError, match=r"^network\.host is 'learner\.invalid', which is not a known address"):
+        resolve_ports(config)
+    (told,) = [one for one in find_ports(make_config(telemetry={"host": "a..b"})) if one.verdict == "problem"]
+    assert told.value == "telemetry.host is 'a..b', which is not a known address here (not a host name)"
+
+
+def test_a_port_that_is_forbidden_is_not_held_by_anybody(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def bind(self: socket.socket, address: tuple[str, int]) -> None:
+        if address[1] == 80:
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(socket.socket, "bind", bind)
+    config = make_config(telemetry={"learner_port": 80})
+    (told,) = [one for one in find_ports(config) if one.verdict == "problem"]
+    assert told.value == "this user may not listen on port 80 of 127.0.0.1 (Permission denied)"
+    assert told.fix == "Set telemetry.learner_port to a port from 1024 on, or to 0"
 
 
 def test_keys_and_addresses(make_config: MakeConfig, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -42,16 +43,18 @@ from asyncrl.entry import run_service
 from asyncrl.errors import BadStateError, RunTakenError, UserError
 def main(config, resume):
     {body}
-run_service({name!r}, main)
+run_service({name!r}, main, leave={leave})
 """
 
 
-def run_service(tmp_path: Path, body: str, name: str = "learner") -> subprocess.CompletedProcess[str]:
+def run_service(
+    tmp_path: Path, body: str, name: str = "learner", *, leave: bool = False
+) -> subprocess.CompletedProcess[str]:
     """A service whose `main` is `body`, with `tmp_path/run` as its run directory."""
     file = tmp_path / "config.yaml"
     file.write_text(CONFIG.format(run_dir=tmp_path / "run"))
     (tmp_path / "run").mkdir(exist_ok=True)
-    command = [sys.executable, "-c", SERVICE.format(body=body, name=name), "--config", str(file)]
+    command = [sys.executable, "-c", SERVICE.format(body=body, name=name, leave=leave), "--config", str(file)]
     return subprocess.run(command, capture_output=True, text=True, timeout=30)
 
 
@@ -108,6 +111,28 @@ def test_other_endings_have_their_code_and_leave_nothing_in_the_run_directory(
     assert done.returncode == code, done.stderr
     assert os.listdir(tmp_path / "run") == []
     assert ("Traceback" in done.stderr) == (code is ExitCode.CRASHED)
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "last"),
+    [
+        ("pass", ExitCode.FINISHED, ""),
+        ("raise BadStateError('the loss is nan')", ExitCode.BAD_STATE, "error: the loss is nan"),
+        ("raise RuntimeError('unforeseen')", ExitCode.CRASHED, "RuntimeError: unforeseen"),
+    ],
+)
+def test_nothing_comes_after_the_last_word_of_a_learner(tmp_path: Path, ending: str, code: ExitCode, last: str) -> None:
+    """What an extension module does while the interpreter is taken apart is not its: here it aborts."""
+    body = (
+        "import atexit, ctypes, threading, time; ctypes.pythonapi.Py_AtExit(ctypes.CDLL(None).abort); "
+        "atexit.register(print, 'handler'); "
+        f"threading.Thread(target=lambda: (time.sleep(0.3), print('thread', end=' '))).start(); {ending}"
+    )
+    assert run_service(tmp_path, body).returncode == -signal.SIGABRT, "the module's ending is reached elsewhere"
+    done = run_service(tmp_path, body, leave=True)
+    assert done.returncode == code, done.stderr
+    assert done.stdout == "thread handler\n", "what the process has to do is done, and flushed"
+    assert (done.stderr.splitlines() or [""])[-1] == last
 
 
 def test_a_mistake_of_the_user_is_saved_where_there_is_a_run(tmp_path: Path) -> None:

@@ -205,6 +205,25 @@ def test_other_files_are_refused(text: str, said: str, tmp_path: Path) -> None:
         read_theirs(path)
 
 
+@pytest.mark.parametrize("name", ["theirs.yaml", "theirs.sh", "theirs"])
+@pytest.mark.parametrize("content", [b"\x7fELF\xff\xfe\x00", b"PK\x00\x03: 1", b"\x01\x02: [\x03"])
+def test_binary_files_are_refused_in_one_line(
+    name: str, content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    assert main(["import-config", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert str(path) in said
+    assert said.count("\n") == 1
+
+
+def test_a_folder_is_called_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import-config", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path} is a folder. Name the YAML file or the script in it\n"
+
+
 def test_a_script_without_training_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.sh"
     path.write_text("echo 'two\nlines'\n")

@@ -141,6 +141,23 @@ def test_a_list_is_tab_separated_where_nobody_looks(store: MadeUpStore, capsys: 
     assert store.closed
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--step", "9999"], "no sample matches these filters"),
+        (["--step", "9999", "--json"], "no sample matches these filters"),
+        (["--step", "1", "--offset", "7"], "no sample from --offset 7 on: 4 match"),
+    ],
+)
+def test_an_empty_list_says_why(
+    store: MadeUpStore, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert command.main(["run", *words]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == f"note: {said}\n"
+    assert len(printed.out.splitlines()) == ("--json" not in words), "what a script reads is as it was"
+
+
 def test_a_list_as_json_lines(store: MadeUpStore, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["run", "--json", "--reward=<0", "--limit", "5"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

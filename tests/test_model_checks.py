@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -18,9 +19,10 @@ from asyncrl.config.devices import same_device
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_train
+from asyncrl.doctor.model import find_model
 from asyncrl.errors import UserError
 from asyncrl.launch.inputs import check_inputs, check_media
-from asyncrl.models.folder import describe_folder
+from asyncrl.models.folder import check_weights, describe_folder
 from asyncrl.models.processing import PromptProcessor
 
 MakeConfig = Callable[..., RunConfig]
@@ -158,6 +160,55 @@ def test_missing_weights_are_named(
     folder = copy_without(tiny_model, tmp_path / "model")
     message = refused(command, make_config(model={"path": str(folder)}), tmp_path, capsys)
     assert "has no weights (*.safetensors)" in message
+
+
+def _pointer(folder: Path) -> None:
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n")
+
+
+def _cut(folder: Path, size: int) -> None:
+    with (folder / "model.safetensors").open("rb+") as file:
+        file.truncate(size)
+
+
+def _sharded(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    names = {"one": "model-00001-of-00002.safetensors", "other": "model-00002-of-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (
+            lambda folder: _cut(folder, 1000),
+            r"is cut off: it has 1,000 bytes, and its header alone has [\d,]+\. Download",
+        ),
+        (lambda folder: _cut(folder, 4), r"is cut off: it has 4 bytes, .* Download it again"),
+        (lambda folder: _cut(folder, (folder / "model.safetensors").stat().st_size - 1), r"is cut off: .* bytes of "),
+        (lambda folder: (folder / "model.safetensors").open("ab").write(b"more"), r"is too long: .* bytes of "),
+        (_pointer, r"is a git-lfs pointer of 64 bytes, not the weights\. Fetch them with `git lfs pull`"),
+        (lambda folder: (folder / "model.safetensors").write_text("<!DOCTYPE html> not found"), "has no header of"),
+        (_sharded, r"index\.json names model-00002-of-00002\.safetensors, which is not in the folder\. Download it"),
+    ],
+)
+def test_weights_that_are_not_whole_are_named(
+    make_config: MakeConfig,
+    tiny_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    damage: Callable[[Path], object],
+    said: str,
+) -> None:
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    check_weights(make_config(model={"path": str(folder)}).model)
+    damage(folder)
+    config = make_config(model={"path": str(folder)})
+    message = refused("learn", config, tmp_path, capsys)
+    assert re.search(said, message), message
+    assert message.count("\n") == 1
+    with pytest.raises(UserError, match=said):
+        list(find_model(config))  # as doctor says it, with or without its trial
 
 
 def test_a_processor_that_cannot_be_loaded_is_named(make_config: MakeConfig, tiny_model: Path, tmp_path: Path) -> None:

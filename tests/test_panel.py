@@ -308,7 +308,7 @@ def test_the_time_left_is_said_with_the_clock(tmp_path: Path) -> None:
     assert re.fullmatch(r"(30 min 0|29 min 5)\d s left, (\w{3} )?\d\d:\d\d", time_left(story))
     recorder.status(phase="finished")
     story.refresh()
-    assert time_left(story) == ""
+    assert time_left(story) == "finished after 20 min 10 s"
 
 
 def test_a_long_run_is_followed_in_little_memory(tmp_path: Path) -> None:

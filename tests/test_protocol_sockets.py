@@ -363,7 +363,8 @@ def test_a_busy_port_names_the_setting(learner: LearnerSocket):
     with pytest.raises(PortInUseError) as caught:
         LearnerSocket(learner.endpoint, ControlFromServer, setting="network.weights_port")
     message = str(caught.value)
-    assert learner.endpoint in message
+    host, port = learner.endpoint.removeprefix("tcp://").split(":")
+    assert f"port {port} on {host} is in use by another process" in message
     assert "set network.weights_port" in message
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ import torch
 
 from asyncrl.config.schema import RunConfig
 from learner import replay
-from learner.comparison import Comparison, compare_numbers, compare_weights
+from learner.comparison import Comparison, Difference, compare_numbers, compare_weights
 from learner.group_payload import pack_frames
 from learner.journal import JOURNAL_FILE
 from learner.journal_reader import JournalReader
@@ -201,6 +202,42 @@ def test_tensors_that_are_missing_or_of_another_type_differ() -> None:
     assert {d.name: d.size for d in differing} == {"a": 0.0, "b": float("inf"), "c": float("inf"), "d": float("inf")}
     (nan,) = compare_weights({"a": one}, {"a": one * float("nan")})
     assert nan.size > 0
+
+
+def _compared(recorded: torch.Tensor, again: torch.Tensor, device: str = "cpu") -> tuple[Any, bool]:
+    (found,) = compare_weights({"w": recorded}, {"w": again})
+    return found, Comparison(1, device, "float32", ()).with_weights((found,)).is_equal
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_unit_in_the_last_place_of_one_weight_is_found(dtype: torch.dtype) -> None:
+    weights = torch.linspace(-1, 1, 10_000).to(dtype).reshape(100, 100)
+    again = weights.clone()
+    assert _compared(weights, again) == (Difference("w", None, None, 0.0, 0.0), True)
+    bits = again.view(torch.int32 if dtype == torch.float32 else torch.int16)
+    bits[99, 99] += 1
+    found, is_equal = _compared(weights, again)
+    assert not is_equal
+    assert found.size == torch.finfo(dtype).eps
+
+
+def test_weights_are_compared_by_their_bits() -> None:
+    """Not as numbers: NaN would differ from itself, and -0.0 be 0.0."""
+    nan, zero = torch.tensor([float("nan"), 1.0]), torch.tensor([0.0, 1.0])
+    assert _compared(nan, nan.clone()) == (Difference("w", None, None, 0.0, 0.0), True)
+    found, is_equal = _compared(zero, torch.tensor([-0.0, 1.0]))
+    assert (found.size, found.relative, is_equal) == (math.ulp(0.0), math.ulp(0.0), False)
+    assert _compared(zero, torch.tensor([-0.0, 1.0]), "cuda")[1], "within any tolerance"
+    found, is_equal = _compared(nan, zero, "cuda")
+    assert (found.size, is_equal) == (math.inf, False), "a NaN that came or went is no small difference"
+    found, _ = _compared(nan, torch.tensor([float("nan"), 1.5]))
+    assert found.size == 0.5, "beside equal NaNs"
+    infinite = torch.tensor([math.inf, 1.0])
+    assert _compared(infinite, infinite.clone())[1]
+    found, is_equal = _compared(infinite, torch.tensor([math.inf, 1.5]), "cuda")
+    assert (found.size, is_equal) == (0.5, False), "beside equal infinities"
+    assert not _compared(infinite, zero, "cuda")[1]
+    assert _compared(torch.tensor(2.0), torch.tensor(2.0))[1], "of no dimension"
 
 
 def test_spans() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,9 +24,10 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import RunTakenError, UserError
 from asyncrl.models.processing import PromptProcessor
 from learner.batch import Batch
+from learner.inspect.__main__ import main as inspect
 from learner.journal import JOURNAL_FILE, Journal
 from learner.run_lock import lock_run
-from learner.samples import SampleQuery, SampleRow, SampleStore
+from learner.samples import SampleQuery, SampleRow, SampleStore, rebuild
 from learner.samples.index import SampleIndex
 from learner.samples.model import Order
 from learner.samples.rebuild import rebuild_index
@@ -303,7 +306,72 @@ def test_a_file_that_vanishes_is_told(run: MadeUpRun, store: SampleStore) -> Non
     for file in run.folder.glob(f"{JOURNAL_FILE}.groups-*"):
         file.unlink()
     assert not any(row.has_payload for row in everything(store))
-    assert "not kept any more" in store.detail(1).problem
+    detail = store.detail(1)
+    assert detail.is_damaged
+    assert re.fullmatch(r"its tokens cannot be read: .*\.groups-\d+ is missing\. Restore that file.*", detail.problem)
+    assert [row.reward for row in detail.rows], "its rows are in the index"
+
+
+def test_a_file_that_is_cut_off_is_told(run: MadeUpRun, store: SampleStore, capsys: pytest.CaptureFixture[str]) -> None:
+    everything(store)
+    assert inspect(["--ticket", "1", str(run.folder)]) == 0
+    for file in run.folder.glob(f"{JOURNAL_FILE}.groups-*"):
+        os.truncate(file, 10)
+    assert "is cut off or damaged. Restore that file" in store.detail(1).problem
+    capsys.readouterr()
+    for words in (["--json"], []):
+        assert inspect(["--ticket", "1", str(run.folder), *words]) == 1
+        said = capsys.readouterr()
+        assert said.out
+        assert said.err.startswith("error: ticket 1: its tokens cannot be read: ")
+    run.journal.forget_payloads(3)
+    assert inspect(["--ticket", "0", str(run.folder)]) == 0, "forgotten as the configuration says"
+    assert not store.detail(0).is_damaged
+
+
+def test_a_run_that_kept_nothing_says_so(run: MadeUpRun, capsys: pytest.CaptureFixture[str]) -> None:
+    """One that was made before samples were kept."""
+    run.index.close()
+    (run.folder / INDEX_FILE).unlink()
+    with run.journal.transaction():
+        run.journal._db.execute("DELETE FROM groups")
+    for words in ([], ["--reindex"]):
+        assert inspect([str(run.folder), *words]) == 0
+        said = capsys.readouterr().err
+        assert f"keeps no group of the {FIRST + 1} steps, and no index lists them" in said
+        assert "note: there is no sample\n" in said
+        run.journal.close()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"run_dir: \xff\xfe", r"cannot read .*config\.yaml: 'utf-8' codec"),
+        (b"run_dir: [", r"cannot read .*config\.yaml: while parsing"),
+        (b"model: 3", r"config\.yaml is no configuration of a run: it has not model, data, trainer\. Restore it"),
+        (b"- 1", r"config\.yaml is no configuration of a run"),
+    ],
+)
+def test_a_configuration_that_cannot_be_read_is_one_line(
+    run: MadeUpRun, capsys: pytest.CaptureFixture[str], content: bytes, said: str
+) -> None:
+    (run.folder / "config.yaml").write_bytes(content)
+    assert inspect([str(run.folder)]) == 2
+    message = capsys.readouterr().err
+    assert re.match(f"error: .*{said}", message), message
+    assert message.count("\n") == 1
+
+
+def test_an_archive_is_not_indexed_in_place(
+    run: MadeUpRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(run_path: Path) -> int:
+        raise OSError(errno.EROFS, "Read-only file system", str(run_path / "learner.lock"))
+
+    monkeypatch.setattr(rebuild, "lock_run", refuse)
+    assert inspect([str(run.folder), "--reindex"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: nothing can be written in {run.folder} (Read-only file system): the index would be")
 
 
 def damage(file: Path) -> None:

@@ -49,7 +49,10 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _whole_number)
 
 def parse(text: str, name: str) -> tuple[Any, dict[Path, str], list[str]]:
     """Read YAML. Returns the value, where each place came from (`run.yaml line 7`), and the problems found."""
-    loader = _Loader(text)
+    try:
+        loader = _Loader(text)
+    except yaml.reader.ReaderError as error:
+        return None, {}, [f"{name}: this is not valid YAML: {' '.join(str(error).split())}"]
     try:
         node = loader.get_single_node()
         if node is None:

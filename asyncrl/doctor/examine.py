@@ -13,7 +13,7 @@ from asyncrl.data.dataset import RowSource, open_train, open_validation
 from asyncrl.data.prompts import PromptRenderer
 from asyncrl.doctor.devices import Device, find_devices
 from asyncrl.doctor.examination import Examination
-from asyncrl.doctor.findings import Finding, Findings
+from asyncrl.doctor.findings import Finding, Findings, problem
 from asyncrl.doctor.machine import find_machine
 from asyncrl.doctor.model import find_model
 from asyncrl.doctor.network import find_network
@@ -21,6 +21,7 @@ from asyncrl.doctor.ports import find_ports
 from asyncrl.doctor.report import Report
 from asyncrl.doctor.run_dir import find_disk, find_run_dir
 from asyncrl.doctor.versions import find_versions
+from asyncrl.errors import ExitCode, UserError
 from asyncrl.launch.inputs import check_media
 
 T = TypeVar("T")
@@ -29,10 +30,19 @@ PLAN_S = DATA_S = 300.0
 
 
 def examine(file: Path | None, overrides: Sequence[str], *, quick: bool, as_json: bool) -> int:
-    """Exit code 0 or 1: is there a problem? Raises UserError for a configuration that cannot be read."""
+    """Exit code 0 or 1: is there a problem? Of a configuration that cannot be read it is 2: as JSON a finding, else
+    the UserError is raised.
+    """
     began = time.monotonic()
-    config = load_config(file, overrides) if file else None
     report = Report(as_json=as_json)
+    try:
+        config = load_config(file, overrides) if file else None
+    except UserError as error:
+        if not as_json:
+            raise
+        report.tell(problem("configuration", error), time.monotonic() - began)
+        report.close(time.monotonic() - began)
+        return ExitCode.USER_ERROR
     examination = Examination(report.tell)
     examination.check("versions", find_versions())
     examination.check("machine", find_machine())

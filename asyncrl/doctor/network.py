@@ -9,10 +9,9 @@ from asyncrl.config.channel_rules import network_is_open
 from asyncrl.config.schema import RunConfig
 from asyncrl.doctor.findings import Finding, Findings, problem
 from protocol.curve import LEARNER_SECRET, SERVER_SECRET, KeyFileError, read_learner_keys, read_server_keys
-from protocol.endpoints import public_without_keys
+from protocol.endpoints import BindError, check_bind, public_without_keys
 
 ANSWER_S = 3.0
-WILDCARDS = ("*", "0.0.0.0", "::")
 
 
 def find_network(config: RunConfig) -> Findings[None]:
@@ -42,6 +41,13 @@ def _keys(folder: Path) -> Findings[None]:
 
 def _learner(config: RunConfig) -> Findings[None]:
     network = config.network
+    try:
+        socket.getaddrinfo(network.host, None)
+    except (OSError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        fix = "set it to an IP address, or to a name that this machine knows; in compose both services join one network"
+        yield Finding("learner", f"network.host is {network.host}, which has no address here: {why}", "warning", fix)
+        return
     for port in (network.control_port, network.weights_port):
         try:
             socket.create_connection((network.host, port), timeout=ANSWER_S).close()
@@ -54,12 +60,8 @@ def _learner(config: RunConfig) -> Findings[None]:
 
 def is_local(host: str) -> bool:
     """Somebody can listen on it here."""
-    if host in WILDCARDS:
-        return True
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind(address)
-    except OSError:
+        check_bind(host, 0, setting="network.port")
+    except BindError:
         return False
     return True

@@ -34,11 +34,11 @@ def _follows(before: Step, after: Step) -> bool:
     """In one process, and not made again from the journal, which waits for nobody and publishes nothing."""
     if after.get("publish_bytes") == 0 or after.get("step") != before.get("step", 0) + 1:
         return False
-    begun = [_begun(step) for step in (before, after)]
+    begun = [begun_at(step) for step in (before, after)]
     return None not in begun and abs(begun[1] - begun[0]) < SAME_PROCESS_S
 
 
-def _begun(step: Step) -> Any:
+def begun_at(step: Step) -> Any:
     """Unix time at which the process of this step began."""
     there = step.get("time") is not None and step.get("uptime_s") is not None
     return step["time"] - step["uptime_s"] if there else None

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncrl.launch.pace import seconds_per_step
+from asyncrl.launch.pace import SAME_PROCESS_S, begun_at, seconds_per_step
+from asyncrl.launch.sound import sound_numbers, sound_sample, sound_status
 from asyncrl.telemetry.jsonl import JsonlTail
-from asyncrl.telemetry.recorder import EVALUATIONS_FILE, METRICS_FILE, SAMPLES_FILE, STATUS_FILE
+from asyncrl.telemetry.recorder import EVALUATIONS_FILE, METRICS_FILE, SAMPLES_FILE, read_status
 
 STEPS_KEPT = 512
 NEWEST_SAMPLES_BYTES = 2 << 20
@@ -42,26 +41,44 @@ class Story:
         self._steps = JsonlTail(self.run_dir / METRICS_FILE)
         self._evaluations = JsonlTail(self.run_dir / EVALUATIONS_FILE)
         self._samples = JsonlTail(self.run_dir / SAMPLES_FILE, newest_bytes=NEWEST_SAMPLES_BYTES)
+        self._forget_processes()
 
     def refresh(self) -> None:
-        steps, restarted = self._steps.new_records()
+        records, restarted = self._steps.new_records()
         if restarted:
             self.steps, self.rewards = [], []
+            self._forget_processes()
+        steps = _sound(records)
         self.steps = (self.steps + steps)[-STEPS_KEPT:]
         for step in steps:
+            self._count_time(step)
             if step.get("reward/mean") is not None:
-                self.rewards.append((step.get("step", 0), step["reward/mean"]))
-        evaluations, restarted = self._evaluations.new_records()
-        self.evaluations = evaluations if restarted else self.evaluations + evaluations
+                self.rewards.append((step["step"], step["reward/mean"]))
+        records, restarted = self._evaluations.new_records()
+        self.evaluations = ([] if restarted else self.evaluations) + _sound(records)
         for sample in self._samples.new_records()[0]:
-            self._remember(sample)
-        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
-            status = json.loads((self.run_dir / STATUS_FILE).read_text())
-            if isinstance(status, dict) and status.get("time", self.since) >= self.since:
-                self.status = status
+            self._remember(sound_sample(sample))
+        status = sound_status(read_status(self.run_dir))
+        if status and status.get("time", self.since) >= self.since:
+            self.status = status
+
+    def _forget_processes(self) -> None:
+        self._earlier_s = 0.0
+        """Of learners before the latest one."""
+        self._process: tuple[float, float] | None = None
+        """Unix times of the latest one's beginning and of its newest step."""
+
+    def _count_time(self, step: dict[str, Any]) -> None:
+        begun = begun_at(step)
+        if begun is None:
+            return
+        if self._process is not None and abs(begun - self._process[0]) >= SAME_PROCESS_S:
+            self._earlier_s += self._process[1] - self._process[0]
+            self._process = None
+        self._process = (self._process[0] if self._process else begun, step["time"])
 
     def _remember(self, sample: dict[str, Any]) -> None:
-        scored = [c for c in sample.get("completions", []) if c.get("reward") is not None]
+        scored = sample["completions"]
         if not scored:
             return
         best, worst = max(scored, key=lambda c: c["reward"]), min(scored, key=lambda c: c["reward"])
@@ -90,10 +107,22 @@ class Story:
     def has_ended(self) -> bool:
         return self.phase in ENDED
 
+    def seconds_taken(self) -> float | None:
+        """While learners ran; None where that is not recorded."""
+        if self._process is None:
+            return None
+        begun, newest = self._process
+        end = max(newest, self.status.get("time", newest)) if self.has_ended else newest
+        return self._earlier_s + end - begun
+
     def seconds_left(self) -> float | None:
         """At the pace of the steps so far; None where that is not known yet, or the run has ended."""
         total, pace = self.status.get("total_steps"), seconds_per_step(self.steps)
-        if not total or pace is None or self.has_ended:
+        if not total or pace is None or self.has_ended or self.latest.get("time") is None:
             return None
         of_this_step = min(max(0.0, time.time() - self.latest["time"]), pace)
         return max(0.0, (total - self.latest["step"]) * pace - of_this_step)
+
+
+def _sound(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [numbers for record in records if (numbers := sound_numbers(record)) is not None]

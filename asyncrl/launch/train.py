@@ -18,7 +18,7 @@ from asyncrl.launch.wording import MISSING, number
 from asyncrl.telemetry.failure import FAILURE_FILE, clear_failure, read_failure
 from asyncrl.telemetry.jsonl import write_atomically
 from asyncrl.telemetry.run_config import CONFIG_FILE, save_config
-from protocol.endpoints import free_port, port_is_free
+from protocol.endpoints import BindError, check_bind, free_port, port_is_free
 
 PORTS = (
     ("network", "control_port"),
@@ -90,17 +90,22 @@ def resolve_ports(config: RunConfig) -> RunConfig:
 
 
 def _check_fixed_ports(config: RunConfig) -> None:
-    """A port that was asked for must be free, and asked for once."""
+    """A port that was asked for must be free, and asked for once; each host is an address of this machine."""
+    for section, key in PORTS:
+        _check_bind(getattr(config, section).host, 0, f"{section}.{key}")
     owners: dict[int, str] = {}
     for name, setting, host, port in fixed_ports(config):
         if port in owners:
             raise UserError(f"{owners[port]} and {name} are both {port}. Set one of them to 0 or another port")
-        if not port_is_free(host, port):
-            raise UserError(
-                f"port {port} on {host} is in use by another process. Set {setting} to another port, or to 0 "
-                "to take a free one"
-            )
+        _check_bind(host, port, setting)
         owners[port] = name
+
+
+def _check_bind(host: str, port: int, setting: str) -> None:
+    try:
+        check_bind(host, port, setting=setting)
+    except BindError as error:
+        raise UserError(str(error)) from None
 
 
 def fixed_ports(config: RunConfig) -> Iterator[tuple[str, str, str, int]]:

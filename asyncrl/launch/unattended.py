@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from asyncrl.config.schema import RunConfig
@@ -28,3 +29,14 @@ def next_attempt(config: RunConfig) -> Attempt:
     if read_status(config.run_path).get("phase") == "finished":
         return "nothing"
     return "continue" if is_resumable(config.run_path) else "begin"
+
+
+def finished(config: RunConfig, file: Path) -> str:
+    """What is said where there is nothing to do. A finished run is not continued by a machine, whatever `file` says."""
+    text, step = f"the run in {config.run_dir} is finished", read_status(config.run_path).get("step")
+    if isinstance(step, int) and config.trainer.max_steps > step:
+        text += (
+            f", at step {step}, and trainer.max_steps is {config.trainer.max_steps}. To continue it: "
+            f"asyncrl learn {file} --resume, with the same settings"
+        )
+    return text

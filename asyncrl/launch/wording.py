@@ -22,7 +22,12 @@ def duration(seconds: float | None) -> str:
 
 
 def time_left(story: Story) -> str:
-    """`12 min 05 s left, 18:42`; the day, too, where it is another one. Empty where it is not known."""
+    """`12 min 05 s left, 18:42`; the day, too, where it is another one. Empty where it is not known. Of a run that has
+    ended how, and after how long: `finished after 2 h 05 min`.
+    """
+    if story.has_ended:
+        taken = story.seconds_taken()
+        return story.phase if taken is None else f"{story.phase} after {duration(taken)}"
     left = story.seconds_left()
     if not left:
         return ""

@@ -42,6 +42,8 @@ class Theirs:
 
 def read_theirs(path: Path) -> Theirs:
     """A YAML file, or a shell script with the YAML file that it names. UserError where it is neither."""
+    if path.is_dir():
+        raise UserError(f"{path} is a folder. Name the YAML file or the script in it")
     if not path.is_file():
         raise UserError(f"there is no file {path}: {file_hint(path)}")
     if path.suffix not in (".sh", ".bash"):
@@ -78,10 +80,20 @@ def _of_framework(values: dict[str, Any], module: str, flags: dict[str, str], so
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    value, _, problems = yaml_text.parse(path.read_text(encoding="utf-8"), str(path))
+    value, _, problems = yaml_text.parse(_text(path), str(path))
     if problems or not isinstance(value, dict):
         raise UserError("\n".join(problems) or f"{path} holds no configuration")
     return dict(_flat(value))
+
+
+def _text(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}: {error}. Name a YAML file, or a script that starts a training") from None
+    if "\0" in text:
+        raise UserError(f"{path} is no text: it has zero bytes. Name a YAML file, or a script that starts a training")
+    return text
 
 
 def _flat(value: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -130,7 +142,7 @@ def _parsed(path: Path, module: str, before: list[str], after: list[str], variab
 def _commands(path: Path) -> Iterator[list[str]]:
     """Words of each command, quoted line breaks and continued lines put together."""
     pending = ""
-    for line in path.read_text(encoding="utf-8").replace("\\\n", " ").splitlines():
+    for line in _text(path).replace("\\\n", " ").splitlines():
         pending = f"{pending}\n{line}" if pending else line
         try:
             words = shlex.split(pending, comments=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.errors import UserError
+from asyncrl.models.weight_files import check_weight_files
 
 ADAPTER_CONFIG = "adapter_config.json"
 """In a PEFT folder."""
@@ -77,13 +78,14 @@ def _refuse_quantised(folder: Path, described: Mapping[str, Any]) -> None:
 
 
 def check_weights(config: ModelConfig) -> None:
-    """Raises UserError where there are none to load."""
+    """Raises UserError where there are none to load, or not all of their bytes."""
     folder = model_folder(config)
     if not any(found for pattern in WEIGHTS for found in folder.glob(pattern)):
         raise UserError(
             f"{folder} has no weights (*.safetensors). Copy them from the original model; what `git clone` without "
             "git-lfs leaves is not enough"
         )
+    check_weight_files(folder)
 
 
 def has_eyes(described: Mapping[str, Any]) -> bool:

@@ -101,6 +101,6 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     """None for a line that is not an object: a reader must outlive whatever a crash left in a file."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None

@@ -144,11 +144,12 @@ class RunRecorder:
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:
-    """What the run said of itself last; empty before it says anything."""
+    """What the run said of itself last; empty before it says anything, and where the file is damaged."""
     try:
-        return json.loads((run_dir / STATUS_FILE).read_text())
-    except (FileNotFoundError, NotADirectoryError):
+        status = json.loads((run_dir / STATUS_FILE).read_bytes())
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return {}
+    return status if isinstance(status, dict) else {}
 
 
 def image_extension(data: bytes) -> str:

@@ -15,7 +15,7 @@ from rich.console import Console
 from asyncrl.errors import BadStateError, ExitCode, UserError
 from asyncrl.pages.token_levels import COLOURINGS
 from learner.inspect.group import print_group
-from learner.inspect.listing import print_listing, tab_separated
+from learner.inspect.listing import nothing_here, print_listing, tab_separated
 from learner.inspect.query import FILTERS, ORDERS, STATUSES, read_query
 from learner.inspect.records import detail_record, row_record
 from learner.samples import SampleQuery, SampleStore
@@ -30,9 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.reindex:
             print(f"{rebuild_index(arguments.run_dir)} groups added to the index", file=sys.stderr)
         with closing(SampleStore(arguments.run_dir)) as store:
-            _inspect(arguments, store)
+            code = _inspect(arguments, store)
             sys.stdout.flush()
-            return 0
+            return code
     except (UserError, BadStateError) as error:
         print(f"error: {error}", file=sys.stderr)
         return ExitCode.USER_ERROR if isinstance(error, UserError) else ExitCode.BAD_STATE
@@ -74,7 +74,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _inspect(arguments: argparse.Namespace, store: SampleStore) -> None:
+def _inspect(arguments: argparse.Namespace, store: SampleStore) -> int:
+    """The exit code: 1 if a group that should be there is damaged."""
     words = {name: getattr(arguments, name) for name in FILTERS}
     query = read_query(words)
     if arguments.web is not None:
@@ -82,17 +83,23 @@ def _inspect(arguments: argparse.Namespace, store: SampleStore) -> None:
 
         serve(store, arguments.run_dir, arguments.host, arguments.web, words, arguments.ticket)
     elif arguments.ticket is not None:
-        _show_group(arguments, store)
+        return _show_group(arguments, store)
     else:
         _show_list(arguments, store, query)
+    return ExitCode.FINISHED
 
 
-def _show_group(arguments: argparse.Namespace, store: SampleStore) -> None:
+def _show_group(arguments: argparse.Namespace, store: SampleStore) -> int:
     detail = store.detail(arguments.ticket)
     if arguments.json:
         print(json.dumps(detail_record(detail)))
     else:
         print_group(_console(), detail, arguments.colour)
+    if not detail.is_damaged:
+        return ExitCode.FINISHED
+    sys.stdout.flush()
+    print(f"error: ticket {detail.ticket_id}: {detail.problem}", file=sys.stderr)
+    return ExitCode.CRASHED
 
 
 def _show_list(arguments: argparse.Namespace, store: SampleStore, query: SampleQuery) -> None:
@@ -105,9 +112,11 @@ def _show_list(arguments: argparse.Namespace, store: SampleStore, query: SampleQ
         for row, beginning in zip(page.rows, beginnings, strict=True):
             print(json.dumps(row_record(row, beginning)))
     elif console.is_terminal:
-        print_listing(console, page, beginnings, arguments.offset)
+        print_listing(console, page, beginnings, arguments.offset, query)
     else:
         print("\n".join(tab_separated(page.rows, beginnings)))
+    if not page.rows and not console.is_terminal:  # the table says it
+        print(f"note: {nothing_here(page, arguments.offset, query)}", file=sys.stderr)
 
 
 def _console() -> Console:

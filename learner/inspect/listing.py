@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from learner.inspect.text import one_line, visible
-from learner.samples import Page, SampleRow
+from learner.samples import Page, SampleQuery, SampleRow
 from protocol.messages import TrajectoryStatus
 
 MISSING = "-"
@@ -31,15 +31,23 @@ def number(value: float | None, digits: int = 2) -> str:
     return MISSING if value is None else f"{value:z.{digits}f}"
 
 
-def print_listing(console: Console, page: Page, beginnings: Sequence[str], offset: int) -> None:
+def print_listing(console: Console, page: Page, beginnings: Sequence[str], offset: int, query: SampleQuery) -> None:
     console.print(_table(page.rows, beginnings, console.width))
     first, last = offset + 1, offset + len(page.rows)
-    line = f"{first:,} to {last:,} of {page.total:,} samples" if page.rows else f"no sample here, of {page.total:,}"
+    nothing = nothing_here(page, offset, query)
+    line = f"{first:,} to {last:,} of {page.total:,} samples" if page.rows else nothing
     hints = ["--ticket ID shows one group"] if page.rows else []
     if last < page.total and page.rows:
         hints.append(f"--offset {last} the next ones")
     hints.append("--web shows them in a browser")
     console.print(Text.assemble(line, (f"   {', '.join(hints)}", "dim")))
+
+
+def nothing_here(page: Page, offset: int, query: SampleQuery) -> str:
+    """Why a list is empty."""
+    if page.total:
+        return f"no sample from --offset {offset} on: {page.total:,} match"
+    return "there is no sample" if query == SampleQuery(order=query.order) else "no sample matches these filters"
 
 
 def tab_separated(rows: Sequence[SampleRow], beginnings: Sequence[str]) -> Iterator[str]:

@@ -17,6 +17,7 @@ NOT_KEPT = (
     "its tokens are not kept any more: the newest trainer.keep_samples_gib of groups are, beside those that a restart "
     "needs"
 )
+DAMAGED = "its tokens cannot be read: {} is {}. Restore that file, or copy the run directory again"
 TrainedTokens = tuple[np.ndarray | None, np.ndarray]
 """[N] the learner's log-probs, None where they are not known, and [N] whether the correction dropped the token."""
 

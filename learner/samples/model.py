@@ -116,3 +116,5 @@ class SampleDetail:
     trajectories: tuple[TrajectoryDetail, ...]
     problem: str
     """Why something is missing; empty if nothing is."""
+    is_damaged: bool = False
+    """Its tokens should be there."""

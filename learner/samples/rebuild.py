@@ -24,12 +24,19 @@ _TOGETHER = 256
 
 def rebuild_index(run_dir: Path) -> int:
     """Add the kept groups that were trained and are not in it; returns how many. What only a step knows (advantages,
-    the learner's log-probs) stays unknown. Raises UserError while a learner works on the run.
+    the learner's log-probs) stays unknown. Raises UserError while a learner works on the run, and where
+    nothing can be written.
     """
     file = run_dir / JOURNAL_FILE
     if not file.is_file():
         raise UserError(f"there is no run in {run_dir}: it has no {JOURNAL_FILE}")
-    lock = lock_run(run_dir)
+    try:
+        lock = lock_run(run_dir)
+    except OSError as problem:
+        raise UserError(
+            f"nothing can be written in {run_dir} ({problem.strerror}): the index would be {run_dir / INDEX_FILE}. "
+            "Copy the run directory to where you may write, and --reindex there"
+        ) from None
     try:
         with closing(JournalReader(file)) as journal, closing(open_index(run_dir / INDEX_FILE)) as db:
             config = read_run_config(run_dir)

@@ -21,7 +21,7 @@ from learner.journal import JOURNAL_FILE
 from learner.journal_reader import JournalReader, read_only_uri
 from learner.samples import query as queries
 from learner.samples.dataset import RunRows
-from learner.samples.details import NOT_KEPT, read_prompt, read_trained_tokens, trajectory_details
+from learner.samples.details import DAMAGED, NOT_KEPT, read_prompt, read_trained_tokens, trajectory_details
 from learner.samples.images import SampleImages
 from learner.samples.journaled import index_journaled, prompt_of_row
 from learner.samples.model import Page, SampleDetail, SampleQuery, SampleRow
@@ -99,7 +99,21 @@ class SampleStore:
                 f"{self._left_out} older groups of the journal are not in {self._index}, and are not shown. To add "
                 f"them: asyncrl inspect {self.run_dir} --reindex"
             )
+        if self._is_of_old and not self._problem:
+            notices.append(
+                f"{self._journal.path} keeps no group of the {self._journal.last_step()} steps, and no index lists "
+                f"them: the run was made before samples were kept. Some are in {self.run_dir / 'samples.jsonl'}"
+            )
         return tuple(notices)
+
+    @property
+    def _is_of_old(self) -> bool:
+        """Steps were made, and nothing is known of their samples."""
+        if self._fresh or not self._journal.last_step():
+            return False
+        return (
+            not self._attached or not self._db.execute(f"SELECT EXISTS (SELECT 1 FROM {WRITTEN}.groups)").fetchone()[0]
+        )
 
     @property
     def _sources(self) -> tuple[str, ...]:
@@ -143,6 +157,11 @@ class SampleStore:
             slot = self._journal.slot(ticket_id)
             if not prompt.row_id and slot is not None:
                 prompt = prompt_of_row(group, self.texts, self._rows, slot.position) or prompt
+        problem, lost = self.texts.problem, None
+        if group is None:
+            lost = self._journal.lost_in(ticket_id)
+            how = "cut off or damaged" if lost and lost.exists() else "missing"
+            problem = DAMAGED.format(lost, how) if lost else NOT_KEPT
         return SampleDetail(
             ticket_id=ticket_id,
             step=rows[0].step,
@@ -154,7 +173,8 @@ class SampleStore:
             answer=prompt.answer,
             rows=rows,
             trajectories=trajectory_details(rows, group, tokens, self.texts),
-            problem=NOT_KEPT if group is None else self.texts.problem,
+            problem=problem,
+            is_damaged=lost is not None,
         )
 
     def beginnings(self, rows: Sequence[SampleRow]) -> tuple[str, ...]:
@@ -247,9 +267,19 @@ class SampleStore:
 
 
 def read_run_config(run_dir: Path) -> dict[str, Any]:
-    """The run's own, unchecked: it may be of another version. Empty where there is none."""
+    """The run's own, unchecked: it may be of another version. Empty where there is none. UserError for other files."""
     file = run_dir / CONFIG_FILE
-    return yaml.safe_load(file.read_text(encoding="utf-8")) or {} if file.is_file() else {}
+    if not file.is_file():
+        return {}
+    fix = "Restore it, or move it away: without it tokens may be numbers, and images missing"
+    try:
+        config = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as problem:
+        raise UserError(f"cannot read {file}: {' '.join(str(problem).split())}. {fix}") from None
+    sections = ("model", "data", "trainer")
+    if not isinstance(config, dict) or not all(isinstance(config.get(section), dict) for section in sections):
+        raise UserError(f"{file} is no configuration of a run: it has not {', '.join(sections)}. {fix}")
+    return config
 
 
 def _is_of_the_file(problem: sqlite3.DatabaseError) -> bool:
