@@ -24,7 +24,9 @@ RULE_TESTS = ROOT / "tests" / "alerts.test.yml"
 
 
 def _rules() -> list[dict[str, Any]]:
-    return [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
+    """Those that alert."""
+    groups = yaml.safe_load(RULES.read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"] if "alert" in rule]
 
 
 def test_dashboards_are_those_that_grafanas_own_types_write() -> None:
@@ -42,7 +44,7 @@ def test_every_panel_asks_the_provisioned_data_source() -> None:
     assert {panel["datasource"]["uid"] for panel in panels} == {source["uid"]}
     assert all(panel["targets"] for panel in panels)
     undescribed = {panel["title"] for panel in panels if not panel["description"]}
-    assert undescribed == {"Up", "Restarts in an hour"}, "of Prometheus' own metrics"
+    assert undescribed == {"Up", "Restarts in an hour", "Alerts", "Alerts that fire"}, "of Prometheus' own metrics"
 
 
 def test_dashboards_and_alerts_know_only_metrics_of_the_tables() -> None:
@@ -59,7 +61,58 @@ def test_dashboards_and_alerts_know_only_metrics_of_the_tables() -> None:
 @pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed")
 def test_promtool_accepts_the_configuration() -> None:
     done = _promtool("check", "config", str(DOCKER / "prometheus" / "prometheus.yml"))
-    assert f"{len(_rules())} rules found" in done
+    recorded = RULES.read_text().count("- record: ")
+    assert f"{len(_rules()) + recorded} rules found" in done
+
+
+MUTANTS = {
+    "RolloutServerSilent has no pulse": " or asyncrl_rollout_pulse_age_seconds > 30",
+    "LearnerSilent has no pulse": " or asyncrl_learner_pulse_age_seconds > 30",
+    "NotANumber knows no gradient norm": "|grad_norm",
+    "RewardHacking does not look at the reward": 'deriv(asyncrl_learner_reward{component="mean"}[1h]) > 0',
+    "StalenessAtBound fires for servers that are ahead": " and asyncrl_learner_idle_ratio > 0.2",
+    "a finished run mutes the next one": ' or 0 * max by (instance) (up{job="learner"} == 1)',
+    "NoProgress does not know an evaluation": ' unless on (instance) rate(asyncrl_learner_waiting_seconds_total{for="evaluation"}[2m]) > 0.5',
+    "EntropyCollapse before the first step": "asyncrl_learner_entropy < 0.02 and asyncrl_learner_steps_total > 0",
+}
+"""A part of a rule that is taken away; or, of those with an `instead`, changed."""
+INSTEAD = {
+    "RewardHacking does not look at the reward": 'asyncrl_learner_reward{component="mean"} == asyncrl_learner_reward',
+    "EntropyCollapse before the first step": "asyncrl_learner_entropy < 0.02",
+}
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed")
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_rule_that_lacks_a_part_is_noticed(name: str, tmp_path: Path) -> None:
+    rules = yaml.safe_load(RULES.read_text())
+    hit = 0
+    for group in rules["groups"]:
+        for rule in group["rules"]:
+            hit += MUTANTS[name] in rule["expr"]
+            rule["expr"] = rule["expr"].replace(MUTANTS[name], INSTEAD.get(name, ""))
+    assert hit == 1, "the rule is written in another way now"
+    (tmp_path / "alerts.yml").write_text(yaml.safe_dump(rules))
+    tests = yaml.safe_load(RULE_TESTS.read_text()) | {"rule_files": ["alerts.yml"]}
+    (tmp_path / "test.yml").write_text(yaml.safe_dump(tests))
+    assert PROMTOOL is not None
+    command = [PROMTOOL, "test", "rules", str(tmp_path / "test.yml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0
+    assert "parse error" not in done.stdout + done.stderr
+
+
+def test_what_moves_once_a_step_is_not_shown_over_seconds() -> None:
+    """With steps of two minutes, a rate over Grafana's window of four scrapes is 0, or a spike."""
+    boards = "".join(file.read_text() for file in (DOCKER / "grafana/dashboards").glob("*.json"))
+    windows = {
+        name: set(re.findall(rf"{name}[^\[\]]*\[([^\]]+)\]", boards))
+        for name in re.findall(
+            r"asyncrl_learner_(?:\w+_(?:bucket|sum|count)|(?:tokens|trajectories|groups_consumed)_total)", boards
+        )
+    }
+    assert len(windows) > 10
+    assert {window for found in windows.values() for window in found} <= {"10m", "15m"}
 
 
 @pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed")
