@@ -65,35 +65,36 @@ def test_promtool_accepts_the_configuration() -> None:
     assert f"{len(_rules()) + recorded} rules found" in done
 
 
-MUTANTS = {
-    "RolloutServerSilent has no pulse": " or asyncrl_rollout_pulse_age_seconds > 30",
-    "LearnerSilent has no pulse": " or asyncrl_learner_pulse_age_seconds > 30",
-    "NotANumber knows no gradient norm": "|grad_norm",
-    "RewardHacking does not look at the reward": 'deriv(asyncrl_learner_reward{component="mean"}[1h]) > 0',
-    "StalenessAtBound fires for servers that are ahead": " and asyncrl_learner_idle_ratio > 0.2",
-    "a finished run mutes the next one": ' or 0 * max by (instance) (up{job="learner"} == 1)',
-    "NoProgress does not know an evaluation": ' unless on (instance) rate(asyncrl_learner_waiting_seconds_total{for="evaluation"}[2m]) > 0.5',
-    "EntropyCollapse before the first step": "asyncrl_learner_entropy < 0.02 and asyncrl_learner_steps_total > 0",
-}
-"""A part of a rule that is taken away; or, of those with an `instead`, changed."""
-INSTEAD = {
-    "RewardHacking does not look at the reward": 'asyncrl_learner_reward{component="mean"} == asyncrl_learner_reward',
-    "EntropyCollapse before the first step": "asyncrl_learner_entropy < 0.02",
-}
+MUTANTS = [
+    ("RolloutServerSilent", " or asyncrl_rollout_pulse_age_seconds > 30", ""),
+    ("LearnerSilent", " or asyncrl_learner_pulse_age_seconds > 30", ""),
+    ("NotANumber", "|grad_norm", ""),
+    ("RewardHacking", '(deriv(asyncrl_learner_reward{component="mean"}[1h]) > 0)', "(asyncrl_learner_reward > -9)"),
+    ("RewardHacking", "> 2 * sqrt(", "> 0 * sqrt("),
+    ("StalenessAtBound", " and asyncrl_learner_idle_ratio > 0.2", ""),
+    ("LearnerSilent", ' or 0 * max by (instance) (up{job="learner"} == 1)', ""),
+    ("NoLearner", ' or 0 * max by (instance) (up{job="learner"} == 1)', ""),
+    ("NoProgress", 'seconds_total{for="evaluation"}', 'seconds_total{for="groups"}'),
+    ("EntropyCollapse", "entropy < 0.02 and asyncrl_learner_steps_total > 0", "entropy < 0.02"),
+    ("NoRolloutServer", "asyncrl_learner_servers offset 10m == 0", "asyncrl_learner_servers == 0"),
+    ("DiskFilling", " and asyncrl_learner_disk_free_bytes < 0.2 * asyncrl_learner_disk_size_bytes", ""),
+]
+"""An alert, a part of its rule (or of what it rests on), and what stands there instead."""
 
 
 @pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed")
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_rule_that_lacks_a_part_is_noticed(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("alert", "part", "instead"), MUTANTS)
+def test_a_rule_that_lacks_a_part_is_noticed(alert: str, part: str, instead: str, tmp_path: Path) -> None:
     rules = yaml.safe_load(RULES.read_text())
     hit = 0
     for group in rules["groups"]:
         for rule in group["rules"]:
-            hit += MUTANTS[name] in rule["expr"]
-            rule["expr"] = rule["expr"].replace(MUTANTS[name], INSTEAD.get(name, ""))
+            hit += part in rule["expr"]
+            rule["expr"] = rule["expr"].replace(part, instead)
     assert hit == 1, "the rule is written in another way now"
     (tmp_path / "alerts.yml").write_text(yaml.safe_dump(rules))
     tests = yaml.safe_load(RULE_TESTS.read_text()) | {"rule_files": ["alerts.yml"]}
+    tests["tests"] = [test for test in tests["tests"] if alert in str(test) or "count(ALERTS" in str(test)]
     (tmp_path / "test.yml").write_text(yaml.safe_dump(tests))
     assert PROMTOOL is not None
     command = [PROMTOOL, "test", "rules", str(tmp_path / "test.yml")]
@@ -105,11 +106,10 @@ def test_a_rule_that_lacks_a_part_is_noticed(name: str, tmp_path: Path) -> None:
 def test_what_moves_once_a_step_is_not_shown_over_seconds() -> None:
     """With steps of two minutes, a rate over Grafana's window of four scrapes is 0, or a spike."""
     boards = "".join(file.read_text() for file in (DOCKER / "grafana/dashboards").glob("*.json"))
+    counted = r"\w+_(?:bucket|sum|count)|(?:tokens|trajectories|groups_consumed)_total"
     windows = {
         name: set(re.findall(rf"{name}[^\[\]]*\[([^\]]+)\]", boards))
-        for name in re.findall(
-            r"asyncrl_learner_(?:\w+_(?:bucket|sum|count)|(?:tokens|trajectories|groups_consumed)_total)", boards
-        )
+        for name in re.findall(rf"asyncrl_learner_(?:{counted})", boards)
     }
     assert len(windows) > 10
     assert {window for found in windows.values() for window in found} <= {"10m", "15m"}

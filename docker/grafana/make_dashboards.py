@@ -34,7 +34,7 @@ PROMETHEUS = DataSourceRef(type_val="prometheus", uid="asyncrl-prometheus")
 REFRESH = "10s"
 WINDOW = "$__rate_interval"
 """Four scrapes: for what moves all the time."""
-STEPS_WINDOW = "10m"
+STEPS = "10m"
 """For what moves once a step, a version or a group: over less, its rate is 0 or a spike."""
 COLUMNS, WIDTH, HEIGHT, STAT_HEIGHT = 24, 8, 8, 4
 TABLE = {metric.name: metric for metric in (*LEARNER, *ROLLOUT)}
@@ -63,7 +63,7 @@ def rate(metric: str, by: str = "", window: str = WINDOW) -> str:
 
 def per_step_second(metric: str) -> str:
     """What steps count, per second of steps: the same in the first minute of a run, too."""
-    return f"sum(rate({metric}[{STEPS_WINDOW}])) / sum(rate({L}step_seconds_sum[{STEPS_WINDOW}]))"
+    return f"sum(rate({metric}[{STEPS}])) / sum(rate({L}step_seconds_sum[{STEPS}]))"
 
 
 def quantiles(metric: str, *values: float, by: str = "") -> tuple[tuple[str, str], ...]:
@@ -71,7 +71,7 @@ def quantiles(metric: str, *values: float, by: str = "") -> tuple[tuple[str, str
     legend = f" {{{{{by}}}}}" if by else ""
     return tuple(
         (
-            f"histogram_quantile({q}, sum by ({labels}) (rate({metric}_bucket[{STEPS_WINDOW}])))",
+            f"histogram_quantile({q}, sum by ({labels}) (rate({metric}_bucket[{STEPS}])))",
             f"p{round(q * 100)}{legend}",
         )
         for q in values
@@ -233,12 +233,12 @@ DASHBOARDS: dict[str, tuple[str, dict[str, tuple[Chart, ...]]]] = {
                 chart(
                     "By how they ended",
                     "short",
-                    (rate(f"{R}trajectories_total", "status", STEPS_WINDOW), "{{status}} per second"),
+                    (rate(f"{R}trajectories_total", "status", STEPS), "{{status}} per second"),
                 ),
                 chart(
                     "Failed rewards",
                     "short",
-                    (rate(f"{R}reward_errors_total", "kind", STEPS_WINDOW), "{{kind}} per second"),
+                    (rate(f"{R}reward_errors_total", "kind", STEPS), "{{kind}} per second"),
                 ),
                 chart("Groups held by servers", "short", (f"sum by (state) ({R}held_groups)", "{{state}}")),
                 chart("Generation of a group", "s", *quantiles(f"{R}generate_seconds", 0.5, 0.99)),
@@ -262,7 +262,7 @@ DASHBOARDS: dict[str, tuple[str, dict[str, tuple[Chart, ...]]]] = {
                 chart(
                     "Pause of running sequences",
                     "percentunit",
-                    (rate(f"{R}update_pause_seconds_total", "instance", STEPS_WINDOW), "{{instance}}"),
+                    (rate(f"{R}update_pause_seconds_total", "instance", STEPS), "{{instance}}"),
                 ),
                 chart("Size of a version", "bytes", (f"{L}publish_bytes", "published")),
             ),
@@ -321,8 +321,7 @@ DASHBOARDS: dict[str, tuple[str, dict[str, tuple[Chart, ...]]]] = {
                     "s",
                     *(
                         (
-                            f"sum(rate({L}{part}_seconds_sum[{STEPS_WINDOW}]))"
-                            f" / sum(rate({L}{part}_seconds_count[{STEPS_WINDOW}]))",
+                            f"sum(rate({L}{part}_seconds_sum[{STEPS}])) / sum(rate({L}{part}_seconds_count[{STEPS}]))",
                             part,
                         )
                         for part in ("step", "wait", "learn", "publish")
@@ -335,12 +334,12 @@ DASHBOARDS: dict[str, tuple[str, dict[str, tuple[Chart, ...]]]] = {
                 chart(
                     "Groups per second",
                     "short",
-                    (rate(f"{R}groups_total", "instance", STEPS_WINDOW), "produced, {{instance}}"),
+                    (rate(f"{R}groups_total", "instance", STEPS), "produced, {{instance}}"),
                 ),
                 chart(
                     "Weight bytes received",
                     "Bps",
-                    (rate(f"{R}weight_bytes_total", "instance", STEPS_WINDOW), "{{instance}}"),
+                    (rate(f"{R}weight_bytes_total", "instance", STEPS), "{{instance}}"),
                 ),
             ),
             "Memory": (
@@ -372,7 +371,7 @@ DASHBOARDS: dict[str, tuple[str, dict[str, tuple[Chart, ...]]]] = {
                     "Asleep",
                     "s",
                     (f"{L}asleep_seconds", "learner, of a step"),
-                    (rate(f"{R}asleep_seconds_total", "instance", STEPS_WINDOW), "server, per second"),
+                    (rate(f"{R}asleep_seconds_total", "instance", STEPS), "server, per second"),
                 ),
                 chart("What leaves the device", "bytes", (f"{L}sleep_bytes", "learner"), (f"{R}sleep_bytes", "server")),
             ),
