@@ -17,6 +17,10 @@ def _gauge(name: str, *rest: str) -> kinds.Metric:
     return kinds.gauge(PREFIX + name, *rest)
 
 
+def _look(name: str, *rest: str) -> kinds.Metric:
+    return kinds.looked_at(PREFIX + name, *rest)
+
+
 def _counter(name: str, *rest: str) -> kinds.Metric:
     return kinds.counter(PREFIX + name, *rest)
 
@@ -115,7 +119,7 @@ TIME = (
     _counter(
         "waiting_seconds", "seconds", "Time that the main thread stood still, by what for.", "groups least", "for"
     ),
-    _gauge(
+    _look(
         "last_step_age_seconds",
         "seconds",
         "Since the end of the last step; before the first, since this process was ready to make one.",
@@ -133,18 +137,18 @@ LEDGER = (
         "state",
     ),
     _counter("drops", "groups", "Groups dropped in the run so far, by reason.", "0, or few", "reason"),
-    _gauge("ledger_residual_groups", "groups", "Issued groups that are in no state.", "0, always"),
+    _look("ledger_residual_groups", "groups", "Issued groups that are in no state.", "0, always"),
     _gauge("mean_length", "tokens", "Mean trajectory length of groups by state.", "equal", "state"),
     _gauge("length_bias", "ratio", "Mean trained length over that of all trained or dropped, minus 1.", "near 0"),
-    _gauge("oldest_ticket_seconds", "seconds", "Age of the oldest group that a step waits for.", "below a step or two"),
-    _gauge(
+    _look("oldest_ticket_seconds", "seconds", "Age of the oldest group that a step waits for.", "below a step or two"),
+    _look(
         "oldest_buffered_seconds",
         "seconds",
         "Since the arrival of the group that has been buffered longest; 0 without one.",
         "below learner.max_staleness steps",
     ),
-    _gauge("credits", "groups", "What the servers would take now, beyond what they hold.", "0 most of the time"),
-    _gauge("journal_lag_groups", "groups", "Verified groups that are not yet durable.", "near 0"),
+    _look("credits", "groups", "What the servers would take now, beyond what they hold.", "0 most of the time"),
+    _look("journal_lag_groups", "groups", "Verified groups that are not yet durable.", "near 0"),
     kinds.histogram(
         f"{PREFIX}journal_lag_seconds",
         "seconds",
@@ -173,18 +177,18 @@ WEIGHTS = (
 )
 
 MEMORY = (
-    _gauge("rss_bytes", "bytes", "Resident memory of the learner process.", "flat after the first steps"),
+    _look("rss_bytes", "bytes", "Resident memory of the learner process.", "flat after the first steps"),
     kinds.device_memory(PREFIX),
-    _gauge("shared_memory_bytes", "bytes", "Published versions in shared memory.", "two versions"),
-    _gauge("shared_memory_free_bytes", "bytes", "Left in /dev/shm.", "above one version"),
-    _gauge(
+    _look("shared_memory_bytes", "bytes", "Published versions in shared memory.", "two versions"),
+    _look("shared_memory_free_bytes", "bytes", "Left in /dev/shm.", "above one version"),
+    _look(
         "journal_bytes",
         "bytes",
         "Size of the journal, its write-ahead log and its groups, kept samples included.",
         "bounded",
     ),
-    _gauge("disk_free_bytes", "bytes", "Left on the file system of the run directory.", "above a few checkpoints"),
-    _gauge("disk_size_bytes", "bytes", "Size of that file system.", "constant"),
+    _look("disk_free_bytes", "bytes", "Left on the file system of the run directory.", "above a few checkpoints"),
+    _look("disk_size_bytes", "bytes", "Size of that file system.", "constant"),
 )
 
 DEVICE_TURNS = (
@@ -196,8 +200,8 @@ DEVICE_TURNS = (
 )
 
 HEALTH = (
-    _gauge("servers", "servers", "Welcomed rollout servers.", "as many as were started"),
-    _gauge("pulse_age_seconds", "seconds", "Since the exchange thread last looked at its sockets.", "below 5"),
+    _look("servers", "servers", "Welcomed rollout servers.", "as many as were started"),
+    _look("pulse_age_seconds", "seconds", "Since the exchange thread last looked at its sockets.", "below 5"),
     _gauge("stopped", "runs", "1 once the run has stopped, by kind (finished, bad_state, ...).", "finished", "kind"),
     _counter(
         "not_finite",

@@ -15,6 +15,10 @@ def _gauge(name: str, *rest: str) -> kinds.Metric:
     return kinds.gauge(PREFIX + name, *rest)
 
 
+def _look(name: str, *rest: str) -> kinds.Metric:
+    return kinds.looked_at(PREFIX + name, *rest)
+
+
 def _counter(name: str, *rest: str) -> kinds.Metric:
     return kinds.counter(PREFIX + name, *rest)
 
@@ -79,7 +83,7 @@ WEIGHTS = (
 )
 
 MEMORY = (
-    _gauge("rss_bytes", "bytes", "Resident memory of the server and its children.", "flat after the first steps"),
+    _look("rss_bytes", "bytes", "Resident memory of the server and its children.", "flat after the first steps"),
     kinds.device_memory(PREFIX),
     _gauge("kv_cache_ratio", "ratio", "Share of the key-value cache in use, where the engine says it.", "below 0.95"),
 )
@@ -105,7 +109,7 @@ DEVICE_TURNS = (
 
 HEALTH = (
     _gauge("learner_silence_seconds", "seconds", "Since the learner was heard of.", "below network.timeout_s"),
-    _gauge("pulse_age_seconds", "seconds", "Since the event loop last told the learner that it lives.", "below 5"),
+    _look("pulse_age_seconds", "seconds", "Since the event loop last told the learner that it lives.", "below 5"),
     _gauge("stopped", "runs", "1 once the server has stopped, by kind.", "finished", "kind"),
     _counter("errors", "errors", "Failed tickets and refused messages.", "0", "kind"),
 )

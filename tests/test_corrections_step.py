@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import BadStateError
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.telemetry.metrics import MetricSet
+from learner.bad_numbers import NotFiniteError
 from learner.engines.base import TokenOutputs
 from learner.engines.torch_engine import TorchEngine
 from learner.metrics import GAUGE_OF_RECORD, GAUGE_OF_STALENESS_RECORD, METRICS, QUANTILE_OF_RECORD
@@ -178,20 +178,21 @@ class _BadGradient(TorchEngine):
         return outputs
 
 
-def stopped(config: RunConfig, engine: TorchEngine) -> str:
-    """The reason with which the step stops, having checked that the weights did not move."""
+def stopped(config: RunConfig, engine: TorchEngine, number: str) -> str:
+    """The reason with which the step stops over this number, having checked that the weights did not move."""
     engine.prepare()
     before = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
     batch = made_up_batch(config, PromptProcessor(config.model))
-    with pytest.raises(BadStateError) as stop:
+    with pytest.raises(NotFiniteError) as stop:
         LearnerStep(engine, config)(batch, 6)
+    assert stop.value.number == number
     assert all(torch.equal(before[name], p) for name, p in engine.model.named_parameters())
     return str(stop.value)
 
 
 def test_a_loss_that_is_no_number_stops_the_run_and_names_the_rows(make_config: Callable[..., RunConfig]) -> None:
     config = make_config(data={"max_prompt_length": 64}, batch={"tokens_per_microbatch": 72})
-    reason = stopped(config, _BadLogprob(config, config.learner.optim, 1))
+    reason = stopped(config, _BadLogprob(config, config.learner.optim, 1), "loss")
     assert "step 7 (policy version 6), update 1 of 1, micro-batch 2: the loss is nan" in reason
     assert "the learner's log-prob is not finite at 1 of" in reason
     assert "(completion " in reason
@@ -200,7 +201,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_the_rows(make_config: 
 
 def test_an_infinite_gradient_stops_the_run_and_names_the_rows(make_config: Callable[..., RunConfig]) -> None:
     config = make_config(data={"max_prompt_length": 64}, batch={"tokens_per_microbatch": 72})
-    reason = stopped(config, _BadGradient(config, config.learner.optim, 1))
+    reason = stopped(config, _BadGradient(config, config.learner.optim, 1), "grad_norm")
     assert "step 7 (policy version 6), update 1 of 1: the gradient norm is nan" in reason
     assert "It comes from micro-batch " in reason
     assert "(completion 1)" in reason  # row 9 is completion 1 of group 2

@@ -72,6 +72,7 @@ def test_what_was_counted_is_what_a_scrape_reads() -> None:
 @pytest.mark.parametrize(("table", "service"), [(LEARNER_METRICS, "learner"), (ROLLOUT_METRICS, "rollout")])
 def test_the_tables_of_both_services_build_and_can_be_scraped(table, service) -> None:
     metrics = MetricSet(table, service)
+    metrics.before_scrape(lambda: None)
     port = metrics.serve("127.0.0.1", 0)
     try:
         names = {name for name, _ in scrape(port)}

@@ -6,7 +6,7 @@ import difflib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import nan
 from typing import Any, Literal, cast
 from wsgiref.simple_server import WSGIServer
@@ -46,10 +46,17 @@ class Metric:
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
     """Upper bounds of a histogram, rising; infinity is added."""
+    looked_at: bool = False
+    """On each scrape, once there is something to look at: only then there is the gauge. Any other is NaN until it is
+    set. 0 would be taken for a measurement, and a residual of NaN for one that is not 0."""
 
 
 def gauge(name: str, unit: str, help: str, healthy: str, *labels: str) -> Metric:
     return Metric(name=name, kind="gauge", unit=unit, help=help, healthy=healthy, labels=labels)
+
+
+def looked_at(name: str, unit: str, help: str, healthy: str) -> Metric:
+    return replace(gauge(name, unit, help, healthy), looked_at=True)
 
 
 def counter(name: str, unit: str, help: str, healthy: str, *labels: str) -> Metric:
@@ -80,8 +87,7 @@ class MetricSet:
     """Prometheus objects of one service, in a registry of their own.
 
     `metrics.steps_total`, `metrics["steps_total"]` and `metrics["asyncrl_learner_steps_total"]` are the
-    same object: a `Counter`, `Gauge` or `asyncrl.telemetry.histogram.Histogram`. A gauge is NaN until it is set: 0
-    would be taken for a measurement.
+    same object: a `Counter`, `Gauge` or `asyncrl.telemetry.histogram.Histogram`.
     """
 
     def __init__(self, table: Sequence[Metric], service: Literal["learner", "rollout"]):
@@ -92,6 +98,7 @@ class MetricSet:
         self._endpoint: tuple[WSGIServer, threading.Thread] | None = None
         self._raised: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
         self._refresh = _Refresh(self.registry)  # first: it is asked first
+        self._unseen: list[Gauge] = []
         for metric in table:
             self._metrics[self._short(metric.name)] = self._build(metric)
         ProcessCollector(registry=self.registry)
@@ -111,8 +118,10 @@ class MetricSet:
             return Histogram(metric.name, metric.help, metric.labels, metric.buckets, self.registry)
         if metric.kind == "counter":
             return Counter(metric.name, metric.help, metric.labels, registry=self.registry)
-        built = Gauge(metric.name, metric.help, metric.labels, registry=self.registry)
-        if not metric.labels:
+        built = Gauge(metric.name, metric.help, metric.labels, registry=None if metric.looked_at else self.registry)
+        if metric.looked_at:
+            self._unseen.append(built)
+        elif not metric.labels:
             built.set(nan)
         return built
 
@@ -142,6 +151,8 @@ class MetricSet:
     def before_scrape(self, refresh: Callable[[], None]) -> None:
         """Called on the endpoint's thread before each answer: for what is cheap to look at and changes all the time."""
         self._refresh.call = refresh
+        while self._unseen:
+            self.registry.register(self._unseen.pop())
 
     def include(self, prefix: str) -> None:
         """Answer, too, with what a library keeps in prometheus_client's own registry under names of this prefix.
