@@ -3,32 +3,58 @@
 from __future__ import annotations
 
 import re
+import threading
 import urllib.request
 from collections.abc import Iterator
+from http.client import HTTPException
+from queue import Empty, SimpleQueue
 
 LONGEST_PULSE_S = 60.0
 """A service's thread that talks to the other side looks at its sockets many times a second."""
+LONGEST_STEP_S = 1800.0
+"""Without a step for longer, a learner is stalled. Its own deadlines (learner.wait_timeout_s, network.start_timeout_s)
+are minutes and end it; what they do not see is a hang. A health check may lead to a restart, so the limit is far above
+a step, an evaluation or a checkpoint; the alert NoProgress knows how long steps take here, and is sooner."""
 TIMEOUT_S = 4.0
+"""For the whole answer: a health check that takes longer is itself given up."""
 _LINE = re.compile(r"^asyncrl_(learner|rollout)_(\w+)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
 
 
 def ailments(url: str) -> list[str]:
     """What is wrong with the service behind this Prometheus endpoint; nothing if it is well."""
+    answers: SimpleQueue[str | Exception] = SimpleQueue()
+    # A thread, because a socket's timeout begins again with every byte.
+    threading.Thread(target=_ask, args=(url, answers), daemon=True).start()
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
-            text = answer.read().decode()
-    except (OSError, ValueError) as problem:
-        return [f"{url} does not answer: {problem}"]
-    found = {(name, labels): float(value) for _, name, labels, value in _LINE.findall(text)}
+        answer = answers.get(timeout=TIMEOUT_S)
+    except Empty:
+        return [f"{url} does not answer: not within {TIMEOUT_S:g} s"]
+    if isinstance(answer, Exception):
+        return [f"{url} does not answer: {answer!r}"]
+    try:
+        found = {(name, labels): float(value) for _, name, labels, value in _LINE.findall(answer)}
+    except ValueError:
+        found = {}
     if not found:
         return [f"{url} answers, but not as a service of asyncrl"]
     return list(_judge(found))
+
+
+def _ask(url: str, answers: SimpleQueue[str | Exception]) -> None:
+    try:
+        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
+            answers.put(answer.read().decode())
+    except (OSError, ValueError, HTTPException) as problem:
+        answers.put(problem)
 
 
 def _judge(found: dict[tuple[str, str], float]) -> Iterator[str]:
     pulse = found.get(("pulse_age_seconds", ""), 0.0)
     if pulse > LONGEST_PULSE_S:
         yield f"it has not looked at its sockets for {pulse:.0f} s"
+    age = found.get(("last_step_age_seconds", ""), 0.0)
+    if age > LONGEST_STEP_S and not any(name == "stopped" and value for (name, _), value in found.items()):
+        yield f"it has made no step for {age / 60:.0f} min: status.json of the run directory says what it waits for"
     silence = found.get(("learner_silence_seconds", ""), 0.0)
     if silence > LONGEST_PULSE_S:
         yield f"the learner has been silent for {silence:.0f} s: is it running, and does network.host lead to it?"

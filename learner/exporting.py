@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from math import isfinite, nan
+from math import isfinite, isnan, nan
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +33,7 @@ class LearnerExporter:
         """Raises UserError where the endpoint's port is taken."""
         self._linger_s = config.linger_s
         self._lingers = False
+        self._best_accuracy = nan
         self._metrics = MetricSet(METRICS, "learner")
         # So that there are series before the first one.
         self._metrics["errors_total"].labels(kind="other")
@@ -142,9 +143,13 @@ class LearnerExporter:
         """Differences of log-probs at the check of a server that joins."""
         self._parity[server_id] = (largest, mean)
 
-    def evaluated(self, accuracy: float, reward: float) -> None:
+    def evaluated(self, accuracy: float, reward: float, rows: int) -> None:
+        """`rows`: with a score."""
+        self._best_accuracy = accuracy if isnan(self._best_accuracy) else max(self._best_accuracy, accuracy)
         self._metrics["held_out_accuracy"].set(accuracy)
+        self._metrics["held_out_best"].set(self._best_accuracy)
         self._metrics["held_out_reward"].set(reward)
+        self._metrics["held_out_rows"].set(rows)
 
     def stopped(self, kind: str) -> None:
         """The run is over, or this process gives it up."""
@@ -209,7 +214,9 @@ class LearnerExporter:
         if SHARED_MEMORY.is_dir():
             m["shared_memory_free_bytes"].set(shutil.disk_usage(SHARED_MEMORY).free)
         m["journal_bytes"].set(self._ledger.journal.file_bytes)
-        m["disk_free_bytes"].set(shutil.disk_usage(self._run_path).free)
+        disk = shutil.disk_usage(self._run_path)
+        m["disk_free_bytes"].set(disk.free)
+        m["disk_size_bytes"].set(disk.total)
 
     def close(self) -> None:
         """After `telemetry.linger_s`, so that a scrape sees how it ended; a crash or an interruption does not wait."""

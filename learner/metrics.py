@@ -47,6 +47,8 @@ LEARNING = (
     _gauge("reward_std", "score", "Standard deviation of the weighted sum in the last batch.", "above 0"),
     _gauge("accuracy", "ratio", "Mean of the accuracy component in the last batch.", "rises"),
     _gauge("held_out_accuracy", "ratio", "Of the last evaluation.", "rises with accuracy"),
+    _gauge("held_out_best", "ratio", "The best held-out accuracy that this process has seen.", "held_out_accuracy"),
+    _gauge("held_out_rows", "rows", "Rows with a score in the last evaluation.", "constant"),
     _gauge("held_out_reward", "score", "Mean reward of the last evaluation.", "rises with reward"),
     _gauge("rows", "trajectories", "Trajectories of the last batch by status.", "finished dominates", "status"),
     _gauge("zero_variance_groups", "groups", "Groups of the last batch that teach nothing.", "below half"),
@@ -186,6 +188,7 @@ MEMORY = (
         "bounded",
     ),
     _look("disk_free_bytes", "bytes", "Left on the file system of the run directory.", "above a few checkpoints"),
+    _look("disk_size_bytes", "bytes", "Size of that file system.", "constant"),
 )
 
 DEVICE_TURNS = (

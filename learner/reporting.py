@@ -187,7 +187,7 @@ class Reporter:
             "errors": len(records) - len(scored),
         }
         self.recorder.evaluation(result)
-        self.exporter.evaluated(result["accuracy"], result["reward"])
+        self.exporter.evaluated(result["accuracy"], result["reward"], len(scored))
         return result
 
     def _sample(self, step: int, received: Sequence[ReceivedGroup]) -> None:

@@ -24,7 +24,9 @@ RULE_TESTS = ROOT / "tests" / "alerts.test.yml"
 
 
 def _rules() -> list[dict[str, Any]]:
-    return [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
+    """Those that alert."""
+    groups = yaml.safe_load(RULES.read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"] if "alert" in rule]
 
 
 def test_dashboards_are_those_that_grafanas_own_types_write() -> None:
@@ -42,7 +44,7 @@ def test_every_panel_asks_the_provisioned_data_source() -> None:
     assert {panel["datasource"]["uid"] for panel in panels} == {source["uid"]}
     assert all(panel["targets"] for panel in panels)
     undescribed = {panel["title"] for panel in panels if not panel["description"]}
-    assert undescribed == {"Up", "Restarts in an hour"}, "of Prometheus' own metrics"
+    assert undescribed == {"Up", "Restarts in an hour", "Alerts", "Alerts that fire"}, "of Prometheus' own metrics"
 
 
 def test_dashboards_and_alerts_know_only_metrics_of_the_tables() -> None:
@@ -59,7 +61,58 @@ def test_dashboards_and_alerts_know_only_metrics_of_the_tables() -> None:
 @pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed")
 def test_promtool_accepts_the_configuration() -> None:
     done = _promtool("check", "config", str(DOCKER / "prometheus" / "prometheus.yml"))
-    assert f"{len(_rules())} rules found" in done
+    recorded = RULES.read_text().count("- record: ")
+    assert f"{len(_rules()) + recorded} rules found" in done
+
+
+MUTANTS = [
+    ("RolloutServerSilent", " or asyncrl_rollout_pulse_age_seconds > 30", ""),
+    ("LearnerSilent", " or asyncrl_learner_pulse_age_seconds > 30", ""),
+    ("NotANumber", "|grad_norm", ""),
+    ("RewardHacking", '(deriv(asyncrl_learner_reward{component="mean"}[1h]) > 0)', "(asyncrl_learner_reward > -9)"),
+    ("RewardHacking", "> 2 * sqrt(", "> 0 * sqrt("),
+    ("StalenessAtBound", " and asyncrl_learner_idle_ratio > 0.2", ""),
+    ("LearnerSilent", ' or 0 * max by (instance) (up{job="learner"} == 1)', ""),
+    ("NoLearner", ' or 0 * max by (instance) (up{job="learner"} == 1)', ""),
+    ("NoProgress", 'seconds_total{for="evaluation"}', 'seconds_total{for="groups"}'),
+    ("EntropyCollapse", "entropy < 0.02 and asyncrl_learner_steps_total > 0", "entropy < 0.02"),
+    ("NoRolloutServer", "asyncrl_learner_servers offset 10m == 0", "asyncrl_learner_servers == 0"),
+    ("DiskFilling", " and asyncrl_learner_disk_free_bytes < 0.2 * asyncrl_learner_disk_size_bytes", ""),
+]
+"""An alert, a part of its rule (or of what it rests on), and what stands there instead."""
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed")
+@pytest.mark.parametrize(("alert", "part", "instead"), MUTANTS)
+def test_a_rule_that_lacks_a_part_is_noticed(alert: str, part: str, instead: str, tmp_path: Path) -> None:
+    rules = yaml.safe_load(RULES.read_text())
+    hit = 0
+    for group in rules["groups"]:
+        for rule in group["rules"]:
+            hit += part in rule["expr"]
+            rule["expr"] = rule["expr"].replace(part, instead)
+    assert hit == 1, "the rule is written in another way now"
+    (tmp_path / "alerts.yml").write_text(yaml.safe_dump(rules))
+    tests = yaml.safe_load(RULE_TESTS.read_text()) | {"rule_files": ["alerts.yml"]}
+    tests["tests"] = [test for test in tests["tests"] if alert in str(test) or "count(ALERTS" in str(test)]
+    (tmp_path / "test.yml").write_text(yaml.safe_dump(tests))
+    assert PROMTOOL is not None
+    command = [PROMTOOL, "test", "rules", str(tmp_path / "test.yml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0
+    assert "parse error" not in done.stdout + done.stderr
+
+
+def test_what_moves_once_a_step_is_not_shown_over_seconds() -> None:
+    """With steps of two minutes, a rate over Grafana's window of four scrapes is 0, or a spike."""
+    boards = "".join(file.read_text() for file in (DOCKER / "grafana/dashboards").glob("*.json"))
+    counted = r"\w+_(?:bucket|sum|count)|(?:tokens|trajectories|groups_consumed)_total"
+    windows = {
+        name: set(re.findall(rf"{name}[^\[\]]*\[([^\]]+)\]", boards))
+        for name in re.findall(rf"asyncrl_learner_(?:{counted})", boards)
+    }
+    assert len(windows) > 10
+    assert {window for found in windows.values() for window in found} <= {"10m", "15m"}
 
 
 @pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed")

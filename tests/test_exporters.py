@@ -145,6 +145,7 @@ def rig(starting: Rig) -> Rig:
 LOOKED_AT = {
     "credits",
     "disk_free_bytes",
+    "disk_size_bytes",
     "journal_bytes",
     "journal_lag_groups",
     "last_step_age_seconds",
@@ -295,11 +296,13 @@ def test_what_the_last_step_does_not_know_is_nan_and_not_what_an_earlier_one_kne
 
 
 def test_evaluations_publications_and_the_end_have_their_values(rig: Rig) -> None:
-    rig.exporter.evaluated(accuracy=0.7, reward=0.4)
+    rig.exporter.evaluated(accuracy=0.9, reward=0.8, rows=16)
+    rig.exporter.evaluated(accuracy=0.7, reward=0.4, rows=16)
     rig.exporter.published(WeightManifest(version=3, tensors=(), total_bytes=512))
     rig.exporter.stopped("crash")
     values = rig.scrape()
     assert (values["held_out_accuracy", ""], values["held_out_reward", ""]) == (0.7, 0.4)
+    assert (values["held_out_best", ""], values["held_out_rows", ""]) == (0.9, 16)
     assert (values["policy_version", ""], values["publish_bytes", ""]) == (3, 512)
     assert values["stopped", "kind=crash"] == 1
 

@@ -30,6 +30,7 @@ from asyncrl.launch.panel import RunPanel
 from asyncrl.launch.story import Story
 from asyncrl.launch.wording import duration, time_left
 from asyncrl.telemetry.jsonl import JsonlTail
+from asyncrl.telemetry.limits import NOT_IN_A_RUN_DIRECTORY
 from asyncrl.telemetry.recorder import RunRecorder, read_status
 from tests.tiny import ROOT
 
@@ -351,6 +352,7 @@ def story_of(folder: Path, **values: Any) -> Story:
 
 BAD: list[tuple[str, dict[str, Any]]] = [
     ("NotANumber", {"loss": float("nan")}),
+    ("NotANumber", {"grad_norm": float("inf")}),
     ("LedgerResidual", {"ledger_residual": 1}),
     ("StalenessAtBound", {"idle/learner": 0.5}),
     ("EffectiveSampleSizeCollapse", {"ess": 0.4}),
@@ -375,10 +377,40 @@ def test_each_warning_is_said(tmp_path: Path, name: str, values: dict[str, Any])
 
 def test_held_out_that_falls_while_reward_rises_is_a_warning(tmp_path: Path) -> None:
     story = story_of(tmp_path)
-    story.evaluations = [{"step": 0, "accuracy": 0.5}, {"step": 20, "accuracy": 0.8}, {"step": 40, "accuracy": 0.7}]
+    story.evaluations = [
+        {"step": step, "accuracy": accuracy, "rows": 400, "errors": 0}
+        for step, accuracy in ((0, 0.5), (20, 0.8), (40, 0.7))
+    ]
     assert alerts(story) == {"RewardHacking": "held-out fell by 0.10 while reward rises: look at samples"}
     story.rewards = [(step, 1 - step / 40) for step in range(1, 41)]
     assert alerts(story) == {}, "both fall: another illness"
+
+
+def test_held_out_of_few_rows_that_falls_by_chance_is_no_warning(tmp_path: Path) -> None:
+    story = story_of(tmp_path)
+    story.evaluations = [{"step": step, "accuracy": a, "rows": 60, "errors": 0} for step, a in ((20, 0.6), (40, 0.5))]
+    assert alerts(story) == {}
+    story.evaluations[-1] |= {"accuracy": 0.3}
+    assert list(alerts(story)) == ["RewardHacking"]
+
+
+def test_a_learner_that_answers_and_makes_no_step_is_a_warning(tmp_path: Path) -> None:
+    story = story_of(tmp_path)
+    now = time.time()
+    (tmp_path / "environment.json").write_text(json.dumps({"starts": [{"time": now - 9000, "step": 0}]}))
+    story.steps = [{**step, "time": now - 1000 - 60 * (40 - step["step"]), "step_s": 60.0} for step in story.steps]
+    assert alerts(story) == {"NoProgress": "no step for 17 min"}
+    story.status["phase"] = "evaluating"
+    assert alerts(story) == {}
+    story.status["phase"] = "training"
+    story.steps = [{**step, "step_s": 600.0} for step in story.steps]
+    assert alerts(story) == {}, "steps take so long here"
+    story.since = now - 1000
+    assert alerts(story) == {}, "the first step of a process takes longer"
+    story.since = now - 2000
+    story.steps = []
+    (tmp_path / "environment.json").unlink()
+    assert alerts(story) == {"NoProgress": "no step for 33 min"}
 
 
 def test_silence_and_an_empty_room_are_warnings(tmp_path: Path) -> None:
@@ -388,10 +420,10 @@ def test_silence_and_an_empty_room_are_warnings(tmp_path: Path) -> None:
 
 
 def test_warnings_are_those_of_prometheus() -> None:
-    rules = yaml.safe_load((ROOT / "docker" / "prometheus" / "alerts.yml").read_text())["groups"][0]["rules"]
-    there = {rule["alert"] for rule in rules}
+    groups = yaml.safe_load((ROOT / "docker" / "prometheus" / "alerts.yml").read_text())["groups"]
+    there = {rule["alert"] for group in groups for rule in group["rules"] if "alert" in rule}
     assert CONDITIONS.keys() <= there
-    by_prometheus_alone = {"NoLearner", "RolloutServerSilent", "RunStopped", "SharedMemorySmall"}
+    by_prometheus_alone = {*NOT_IN_A_RUN_DIRECTORY, "RunStopped"} - {"NoRolloutServer"}
     assert there - CONDITIONS.keys() == by_prometheus_alone
 
 

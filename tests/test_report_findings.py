@@ -14,7 +14,14 @@ import yaml
 
 from asyncrl.report.findings import findings, verdict
 from asyncrl.report.run import Run, read_run
-from asyncrl.telemetry.limits import LIMITS, NOT_IN_A_RUN_DIRECTORY, STARVES_AT_BOUND
+from asyncrl.telemetry.limits import (
+    FIRST_STEP_S,
+    LIMITS,
+    NOT_IN_A_RUN_DIRECTORY,
+    STANDARD_ERRORS,
+    STARVES_AT_BOUND,
+    USUAL_STEPS,
+)
 from tests import made_up_run as made
 
 ALERTS = Path(__file__).parent.parent / "docker" / "prometheus" / "alerts.yml"
@@ -37,16 +44,24 @@ def test_a_healthy_run_has_no_findings(tmp_path: Path) -> None:
     assert verdict(run, [])[0] == "good"
 
 
+def alerting_rules() -> list[dict[str, Any]]:
+    groups = yaml.safe_load(ALERTS.read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"] if "alert" in rule]
+
+
 def test_the_limits_are_those_of_the_alerts() -> None:
-    rules = {rule["alert"]: rule for rule in yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]}
+    rules = {rule["alert"]: rule for rule in alerting_rules()}
     unlimited = {"RunStopped", "NotANumber", *NOT_IN_A_RUN_DIRECTORY}
     assert set(rules) == LIMITS.keys() | unlimited, "an alert is new: add it to LIMITS and CHECKS, or say why not"
     for name, limit in LIMITS.items():
         expression, wait = rules[name]["expr"], rules[name].get("for", "0s")
-        numbers = [float(number) for number in re.findall(r"(?:[<>*]|!=) (\d[\d.e]*)", expression)]
+        numbers = [float(number) for number in re.findall(r"(?:[<>*,]|!=) (\d[\d.e]*)", expression)]
         assert limit.value in numbers, f"{name}: {limit.value} is not in {expression}"
         assert limit.hold_s == int(wait[:-1]) * SECONDS[wait[-1]], f"{name}: for {wait}"
-    assert f"idle_ratio) > {STARVES_AT_BOUND}" in rules["StalenessAtBound"]["expr"]
+    assert f"idle_ratio > {STARVES_AT_BOUND}" in rules["StalenessAtBound"]["expr"]
+    assert f"> {STANDARD_ERRORS:g} * sqrt(" in rules["RewardHacking"]["expr"]
+    assert f"clamp_min({USUAL_STEPS:g} * asyncrl_learner_step_seconds_sum" in rules["NoProgress"]["expr"]
+    assert f"last_step_age_seconds > {FIRST_STEP_S:g} unless" in rules["NoProgress"]["expr"]
 
 
 def sick(key: str, value: Any, first: int = 20, last: int = 40) -> Change:
@@ -90,13 +105,27 @@ def test_a_stretch_as_long_as_the_alert_waits_is_found_in_a_long_run(tmp_path: P
 
 
 def test_reward_that_rises_while_held_out_accuracy_falls(tmp_path: Path) -> None:
-    rising = run_with(tmp_path / "a", accuracy=(0.4, 0.7, 0.6))
+    rising = run_with(tmp_path / "a", accuracy=(0.4, 0.7, 0.5))
     assert found(rising)["Reward rises while held-out accuracy falls"][1] == (
-        "held-out accuracy 0.700 at step 20, 0.600 at step 40"
+        "held-out accuracy 0.700 at step 20, 0.500 at step 40, over 50 rows"
     )
-    falling = run_with(tmp_path / "b", lambda number: {"reward/mean": 1 - number / 100}, accuracy=(0.4, 0.7, 0.6))
+    falling = run_with(tmp_path / "b", lambda number: {"reward/mean": 1 - number / 100}, accuracy=(0.4, 0.7, 0.5))
     assert found(falling) == {}
-    assert found(run_with(tmp_path / "c", accuracy=(0.4, 0.63, 0.6))) == {}
+    by_chance = run_with(tmp_path / "c", accuracy=(0.4, 0.7, 0.6))
+    assert found(by_chance) == {}, "of 50 rows, 5 fewer are right"
+    assert found(run_with(tmp_path / "d", accuracy=(0.4, 1.5, 1.2))) != {}, "an accuracy that is no share"
+
+
+def test_a_learner_that_speaks_and_makes_no_step_is_found(tmp_path: Path) -> None:
+    now = time.time()
+    at = lambda since: lambda number: {"time": now - since - made.STEP_S * (40 - number)}  # noqa: E731
+    status = {"phase": "training", "time": now}
+    stuck = found(run_with(tmp_path / "a", at(1000), status=status))
+    assert stuck == {"No step is made": ("critical", "none for 16 min 40 s, while the learner answers")}
+    assert found(run_with(tmp_path / "b", at(500), status=status)) == {}
+    assert found(run_with(tmp_path / "c", at(1000), status=status | {"phase": "evaluating"})) == {}
+    silent = found(run_with(tmp_path / "d", at(1000), status=status | {"time": now - 300}))
+    assert list(silent) == ["The learner fell silent"]
 
 
 def test_a_learner_that_is_never_idle_needs_no_more_servers(tmp_path: Path) -> None:

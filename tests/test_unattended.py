@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError, WaitTimeoutError
-from asyncrl.health import LONGEST_PULSE_S, ailments
+from asyncrl.health import LONGEST_PULSE_S, LONGEST_STEP_S, ailments
 from asyncrl.launch.processes import JOURNAL_FILE
 from asyncrl.launch.unattended import next_attempt
 from asyncrl.telemetry.failure import Kind, kind_of, read_failure, reserve, save_failure
@@ -103,6 +104,10 @@ WELL = (
         ('asyncrl_learner_stopped{kind="bad_state"} 1.0\n', ["it has stopped"]),
         (f"asyncrl_learner_pulse_age_seconds {LONGEST_PULSE_S + 1}\n", ["has not looked at its sockets for 61 s"]),
         ("asyncrl_learner_ledger_residual_groups 2.0\n", ["residual is not 0"]),
+        (f"asyncrl_learner_last_step_age_seconds {LONGEST_STEP_S - 1}\n", []),
+        (f"asyncrl_learner_last_step_age_seconds {LONGEST_STEP_S + 1}\n", ["no step for 30 min"]),
+        ("asyncrl_learner_last_step_age_seconds NaN\n", []),
+        ('asyncrl_learner_last_step_age_seconds 9e9\nasyncrl_learner_stopped{kind="finished"} 1.0\n', []),
         ("asyncrl_rollout_learner_silence_seconds 90.0\n", ["the learner has been silent for 90 s"]),
     ],
 )
@@ -117,6 +122,57 @@ def test_health_of_nothing_and_of_something_else() -> None:
     with _endpoint("hello") as url:
         assert "not as a service of asyncrl" in ailments(url)[0]
     assert "does not answer" in ailments(url)[0]
+
+
+@contextmanager
+def _socket_that(answers: Callable[[socket.socket], object]) -> Iterator[str]:
+    """Answers one request by itself."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection, suppress(OSError):
+                connection.recv(4096)
+                answers(connection)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}/metrics"
+        thread.join(timeout=10)
+
+
+def test_health_has_a_deadline_for_the_whole_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.health.TIMEOUT_S", 0.5)
+    asked = threading.Event()
+
+    def drip(connection: socket.socket) -> None:
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+        while not asked.wait(0.1):
+            connection.sendall(b"a")
+
+    with _socket_that(drip) as url:
+        began = time.monotonic()
+        found = ailments(url)
+        took_s = time.monotonic() - began
+        asked.set()
+    assert found == [f"{url} does not answer: not within 0.5 s"]
+    assert took_s < 2
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\nasyncrl_learner_step 3.0\n", b"what?\r\n", b""],
+    ids=["cut", "no HTTP", "nothing"],
+)
+def test_health_of_a_broken_answer_is_words(answer: bytes) -> None:
+    with _socket_that(lambda connection: connection.sendall(answer)) as url:
+        (found,) = ailments(url)
+    assert "does not answer" in found
+
+
+def test_health_of_metrics_that_are_no_numbers() -> None:
+    with _endpoint("asyncrl_learner_step three\n") as url:
+        assert "not as a service of asyncrl" in ailments(url)[0]
 
 
 # --- waiting -----------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from asyncrl.launch.story import Story
-from asyncrl.telemetry.limits import LIMITS, STARVES_AT_BOUND
+from asyncrl.telemetry.environment import read_starts
+from asyncrl.telemetry.limits import LIMITS, STARVES_AT_BOUND, has_fallen, longest_step_s
 
 STEPS = 10
 """Over which a condition has to hold."""
@@ -41,6 +42,17 @@ def _ledger_residual(story: Story) -> str:
 def _learner_silent(story: Story) -> str:
     silent_s = time.time() - story.status.get("time", time.time())
     return f"the learner has said nothing for {silent_s:.0f} s" if silent_s > SILENT_S else ""
+
+
+def _no_progress(story: Story) -> str:
+    """While it answers. An evaluation has deadlines of its own."""
+    if story.status.get("phase") != "training" or _learner_silent(story):
+        return ""
+    began = max([story.since, *(start.get("time", 0.0) for start in read_starts(story.run_dir))])
+    steps = [step for step in story.steps if step.get("time", 0.0) > began and step.get("step_s") is not None]
+    usual_s = sum(step["step_s"] for step in steps) / len(steps) if steps else None
+    waited_s = time.time() - (steps[-1]["time"] if steps else began)
+    return f"no step for {waited_s / 60:.0f} min" if began and waited_s > longest_step_s(usual_s) else ""
 
 
 def _no_server(story: Story) -> str:
@@ -94,14 +106,12 @@ def _reward_hacking(story: Story) -> str:
     scored = [evaluation for evaluation in story.evaluations if evaluation.get("accuracy") is not None]
     if not scored:
         return ""
-    best = max(scored, key=lambda evaluation: evaluation["accuracy"])
-    fallen = best["accuracy"] - scored[-1]["accuracy"]
+    best, last = max(scored, key=lambda evaluation: evaluation["accuracy"]), scored[-1]
+    rows = last.get("rows", 0) - last.get("errors", 0)
     rises = _slope([reward for step, reward in story.rewards if step > best.get("step", 0)]) > 0
-    return (
-        f"held-out fell by {fallen:.2f} while reward rises: look at samples"
-        if fallen > _limit("RewardHacking") and rises
-        else ""
-    )
+    if not rises or rows < 1 or not has_fallen(best["accuracy"], last["accuracy"], rows):
+        return ""
+    return f"held-out fell by {best['accuracy'] - last['accuracy']:.2f} while reward rises: look at samples"
 
 
 def _slope(values: Sequence[float]) -> float:
@@ -135,6 +145,7 @@ CONDITIONS: dict[str, Callable[[Story], str]] = {
     "NotANumber": _not_a_number,
     "LedgerResidual": _ledger_residual,
     "LearnerSilent": _learner_silent,
+    "NoProgress": _no_progress,
     "NoRolloutServer": _no_server,
     "DiskFilling": _disk,
     "RewardHacking": _reward_hacking,

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Literal
 
-from asyncrl.report.limits import RESTARTS, SERVERS_IDLE, TRUNCATED, ZERO_VARIANCE
-from asyncrl.report.markup import count, duration, figure, share
+from asyncrl.report import ending
+from asyncrl.report.finding import Finding, Level
+from asyncrl.report.limits import SERVERS_IDLE, TRUNCATED, ZERO_VARIANCE
+from asyncrl.report.markup import count, figure, share
 from asyncrl.report.run import Record, Run, number
 from asyncrl.report.series import slope
 from asyncrl.report.stretches import long_enough, longest
-from asyncrl.telemetry.limits import LIMITS
-
-Level = Literal["critical", "warning", "info"]
-
-
-@dataclass(frozen=True)
-class Finding:
-    level: Level
-    what: str
-    value: str
-    advice: str
+from asyncrl.telemetry.limits import LIMITS, has_fallen
 
 
 def findings(run: Run) -> list[Finding]:
@@ -53,51 +41,6 @@ def verdict(run: Run, found: list[Finding]) -> tuple[str, str]:
 
 def _names(found: list[Finding]) -> str:
     return "; ".join(finding.what[0].lower() + finding.what[1:] for finding in found)
-
-
-# --- how it ended --------------------------------------------------------------------------------
-
-
-def _stopped(run: Run) -> Iterator[Finding]:
-    if run.failure:
-        at = f" after step {run.failure.step}" if run.failure.step is not None else ""
-        kind = run.failure.kind.replace("_", " ") if isinstance(run.failure.kind, str) else "failed"
-        value = f"{run.failure.service}, {kind}{at}: {run.failure.reason}"
-        log = "logs/learner.log" if run.failure.service == "learner" else "the rollout server's log"
-        advice = f"Mend the cause, then continue with --resume; {log} has the moment before."
-        yield Finding("critical", "The run stopped", value, advice)
-    elif run.ending == "failed":
-        value = str(run.status.get("waiting_for") or "no reason was saved")
-        yield Finding("critical", "The learner failed", value, "Look at logs/learner.log; --resume continues.")
-
-
-def _silent(run: Run) -> Iterator[Finding]:
-    spoke = number(run.status.get("time"))
-    if run.failure or run.ending in ("finished", "failed", "interrupted") or spoke is None:
-        return
-    silent_s, limit = time.time() - spoke, LIMITS["LearnerSilent"]
-    if silent_s > limit.value + limit.hold_s:
-        advice = "If it is meant to be running, look at logs/learner.log; --resume continues from what is journaled."
-        at = f"silent for {duration(silent_s)} while {run.ending or 'starting'}"
-        yield Finding("critical", "The learner fell silent", at, advice)
-
-
-def _restarts(run: Run) -> Iterator[Finding]:
-    again = run.starts[1:]
-    if again:
-        steps = ", ".join(str(start.get("step", "?")) for start in again[-8:])
-        value = f"{count(len(again), 'restart')} of the learner, after steps {steps}"
-        advice = "Nothing is lost by a restart; logs/learner.log says what each cost and why."
-        yield Finding("warning" if len(again) > RESTARTS else "info", "It was started again", value, advice)
-
-
-def _disk(run: Run) -> Iterator[Finding]:
-    if run.ending == "finished":
-        return
-    free = shutil.disk_usage(run.path).free
-    if free < LIMITS["DiskFilling"].value:
-        advice = "Make room: old runs, trainer.save_limit, trainer.journal_limit_mib."
-        yield Finding("warning", "The disk is nearly full", f"{free / 2**30:.2g} GiB free", advice)
 
 
 # --- is the account right ------------------------------------------------------------------------
@@ -135,14 +78,17 @@ def _errors(run: Run) -> Iterator[Finding]:
 
 
 def _reward_hacking(run: Run) -> Iterator[Finding]:
-    scored = [(step, value) for step, value in run.held_out if value is not None]
+    scored = [(e, value) for e in run.evaluations if (value := number(e.get("accuracy"))) is not None]
     if len(scored) < 2:
         return
-    best_step, best = max(scored, key=lambda item: item[1])
-    last_step, last = scored[-1]
-    rising = slope([point for point in run.points("reward/mean") if point[0] >= best_step])
-    if best - last > LIMITS["RewardHacking"].value and rising is not None and rising > 0:
-        value = f"held-out accuracy {best:.3f} at step {best_step:.0f}, {last:.3f} at step {last_step:.0f}"
+    (at_best, best), (at_last, last) = max(scored, key=lambda item: item[1]), scored[-1]
+    rising = slope([point for point in run.points("reward/mean") if point[0] >= at_best["step"]])
+    rows = (number(at_last.get("rows")) or 0.0) - (number(at_last.get("errors")) or 0.0)
+    if rising is not None and rising > 0 and rows >= 1 and has_fallen(best, last, rows):
+        value = (
+            f"held-out accuracy {best:.3f} at step {at_best['step']:.0f}, {last:.3f} at step {at_last['step']:.0f},"
+            f" over {rows:.0f} rows"
+        )
         advice = "It may exploit the reward: read samples below, and go back to the better checkpoint."
         yield Finding("warning", "Reward rises while held-out accuracy falls", value, advice)
 
@@ -262,8 +208,9 @@ def _servers_idle(run: Run) -> Iterator[Finding]:
 
 
 CHECKS: dict[str, Callable[[Run], Iterator[Finding]]] = {
-    "its end": _stopped,
-    "silence": _silent,
+    "its end": ending.stopped,
+    "silence": ending.silent,
+    "progress": ending.no_progress,
     "the ledger": _residual,
     "numbers that are none": _not_a_number,
     "reward against held-out accuracy": _reward_hacking,
@@ -272,8 +219,8 @@ CHECKS: dict[str, Callable[[Run], Iterator[Finding]]] = {
     "mismatch of learner and engine": _mismatch,
     "staleness": _staleness,
     "failing rewards": _rewards_fail,
-    "disk space": _disk,
-    "restarts": _restarts,
+    "disk space": ending.disk,
+    "restarts": ending.restarts,
     "errors": _errors,
     "a starving learner": _learner_starves,
     "idle servers": _servers_idle,

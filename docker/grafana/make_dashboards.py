@@ -33,6 +33,9 @@ FOLDER = Path(__file__).parent / "dashboards"
 PROMETHEUS = DataSourceRef(type_val="prometheus", uid="asyncrl-prometheus")
 REFRESH = "10s"
 WINDOW = "$__rate_interval"
+"""Four scrapes: for what moves all the time."""
+STEPS = "10m"
+"""For what moves once a step, a version or a group: over less, its rate is 0 or a spike."""
 COLUMNS, WIDTH, HEIGHT, STAT_HEIGHT = 24, 8, 8, 4
 TABLE = {metric.name: metric for metric in (*LEARNER, *ROLLOUT)}
 _NAME = re.compile(r"asyncrl_(?:learner|rollout)_[a-z0-9_]+")
@@ -54,15 +57,23 @@ def chart(title: str, unit: str, *queries: tuple[str, str], **options: bool) -> 
     return Chart(title, unit, queries, **options)
 
 
-def rate(metric: str, by: str = "") -> str:
-    return f"sum{f' by ({by})' if by else ''} (rate({metric}[{WINDOW}]))"
+def rate(metric: str, by: str = "", window: str = WINDOW) -> str:
+    return f"sum{f' by ({by})' if by else ''} (rate({metric}[{window}]))"
+
+
+def per_step_second(metric: str) -> str:
+    """What steps count, per second of steps: the same in the first minute of a run, too."""
+    return f"sum(rate({metric}[{STEPS}])) / sum(rate({L}step_seconds_sum[{STEPS}]))"
 
 
 def quantiles(metric: str, *values: float, by: str = "") -> tuple[tuple[str, str], ...]:
     labels = f"le, {by}" if by else "le"
     legend = f" {{{{{by}}}}}" if by else ""
     return tuple(
-        (f"histogram_quantile({q}, sum by ({labels}) (rate({metric}_bucket[{WINDOW}])))", f"p{round(q * 100)}{legend}")
+        (
+            f"histogram_quantile({q}, sum by ({labels}) (rate({metric}_bucket[{STEPS}])))",
+            f"p{round(q * 100)}{legend}",
+        )
         for q in values
     )
 
@@ -179,6 +190,8 @@ DASHBOARDS: dict[str, tuple[str, dict[str, tuple[Chart, ...]]]] = {
         "Is the pipeline healthy?",
         {
             "Now": (
+                chart("Alerts", "short", ('count(ALERTS{alertstate="firing"}) or vector(0)', "firing"), stat=True),
+                chart("Since the last step", "s", (f"max({L}last_step_age_seconds)", "age"), stat=True),
                 chart("Ledger residual", "short", (f"max({L}ledger_residual_groups)", "must be 0"), stat=True),
                 chart("Rollout servers", "short", (f"max({L}servers)", "servers"), stat=True),
                 chart("Learner idle", "percentunit", (f"max({L}idle_ratio)", "idle"), stat=True),
@@ -218,9 +231,15 @@ DASHBOARDS: dict[str, tuple[str, dict[str, tuple[Chart, ...]]]] = {
             ),
             "Trajectories": (
                 chart(
-                    "By how they ended", "short", (rate(f"{R}trajectories_total", "status"), "{{status}} per second")
+                    "By how they ended",
+                    "short",
+                    (rate(f"{R}trajectories_total", "status", STEPS), "{{status}} per second"),
                 ),
-                chart("Failed rewards", "short", (rate(f"{R}reward_errors_total", "kind"), "{{kind}} per second")),
+                chart(
+                    "Failed rewards",
+                    "short",
+                    (rate(f"{R}reward_errors_total", "kind", STEPS), "{{kind}} per second"),
+                ),
                 chart("Groups held by servers", "short", (f"sum by (state) ({R}held_groups)", "{{state}}")),
                 chart("Generation of a group", "s", *quantiles(f"{R}generate_seconds", 0.5, 0.99)),
                 chart("Scoring of a group", "s", *quantiles(f"{R}reward_seconds", 0.5, 0.99)),
@@ -243,11 +262,21 @@ DASHBOARDS: dict[str, tuple[str, dict[str, tuple[Chart, ...]]]] = {
                 chart(
                     "Pause of running sequences",
                     "percentunit",
-                    (rate(f"{R}update_pause_seconds_total", "instance"), "{{instance}}"),
+                    (rate(f"{R}update_pause_seconds_total", "instance", STEPS), "{{instance}}"),
                 ),
                 chart("Size of a version", "bytes", (f"{L}publish_bytes", "published")),
             ),
             "Life": (
+                chart(
+                    "Alerts that fire",
+                    "short",
+                    (
+                        'count by (alertname) (ALERTS{alertstate="firing"})'
+                        ' or label_replace(vector(0), "alertname", "none", "", "")',
+                        "{{alertname}}",
+                    ),
+                ),
+                chart("Since the last step", "s", (f"{L}last_step_age_seconds", "age")),
                 chart(
                     "Silence",
                     "s",
@@ -269,9 +298,9 @@ DASHBOARDS: dict[str, tuple[str, dict[str, tuple[Chart, ...]]]] = {
         {
             "Now": (
                 chart("Sampled tokens/s", "short", (rate(f"{R}tokens_total"), "all servers"), stat=True),
-                chart("Trained tokens/s", "short", (rate(f"{L}tokens_total"), "learner"), stat=True),
-                chart("Groups/s", "short", (rate(f"{L}groups_consumed_total"), "consumed"), stat=True),
-                chart("Trajectories/s", "short", (rate(f"{L}trajectories_total"), "consumed"), stat=True),
+                chart("Trained tokens/s", "short", (per_step_second(f"{L}tokens_total"), "learner"), stat=True),
+                chart("Groups/s", "short", (per_step_second(f"{L}groups_consumed_total"), "consumed"), stat=True),
+                chart("Trajectories/s", "short", (per_step_second(f"{L}trajectories_total"), "consumed"), stat=True),
                 chart(
                     "Seconds a step",
                     "s",
@@ -285,15 +314,14 @@ DASHBOARDS: dict[str, tuple[str, dict[str, tuple[Chart, ...]]]] = {
                     "Tokens per second",
                     "short",
                     (rate(f"{R}tokens_total", "instance"), "sampled, {{instance}}"),
-                    (rate(f"{L}tokens_total"), "trained"),
+                    (per_step_second(f"{L}tokens_total"), "trained"),
                 ),
                 chart(
                     "A step",
                     "s",
                     *(
                         (
-                            f"sum(rate({L}{part}_seconds_sum[{WINDOW}]))"
-                            f" / sum(rate({L}{part}_seconds_count[{WINDOW}]))",
+                            f"sum(rate({L}{part}_seconds_sum[{STEPS}])) / sum(rate({L}{part}_seconds_count[{STEPS}]))",
                             part,
                         )
                         for part in ("step", "wait", "learn", "publish")
@@ -303,8 +331,16 @@ DASHBOARDS: dict[str, tuple[str, dict[str, tuple[Chart, ...]]]] = {
                 chart("Model FLOPs utilisation", "percentunit", (f"{L}mfu", "learner")),
                 chart("Engine busy", "percentunit", (rate(f"{R}busy_seconds_total", "instance"), "{{instance}}")),
                 chart("Sequences decoded", "short", (f"{R}sequences_running", "{{instance}}")),
-                chart("Groups per second", "short", (rate(f"{R}groups_total", "instance"), "produced, {{instance}}")),
-                chart("Weight bytes received", "Bps", (rate(f"{R}weight_bytes_total", "instance"), "{{instance}}")),
+                chart(
+                    "Groups per second",
+                    "short",
+                    (rate(f"{R}groups_total", "instance", STEPS), "produced, {{instance}}"),
+                ),
+                chart(
+                    "Weight bytes received",
+                    "Bps",
+                    (rate(f"{R}weight_bytes_total", "instance", STEPS), "{{instance}}"),
+                ),
             ),
             "Memory": (
                 chart("Resident", "bytes", (f"{L}rss_bytes", "learner"), (f"{R}rss_bytes", "{{instance}}")),
@@ -335,7 +371,7 @@ DASHBOARDS: dict[str, tuple[str, dict[str, tuple[Chart, ...]]]] = {
                     "Asleep",
                     "s",
                     (f"{L}asleep_seconds", "learner, of a step"),
-                    (f"{rate(f'{R}asleep_seconds_total', 'instance')}", "server, per second"),
+                    (rate(f"{R}asleep_seconds_total", "instance", STEPS), "server, per second"),
                 ),
                 chart("What leaves the device", "bytes", (f"{L}sleep_bytes", "learner"), (f"{R}sleep_bytes", "server")),
             ),
