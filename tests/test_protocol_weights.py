@@ -583,10 +583,10 @@ def test_a_slow_answer_is_not_asked_for_twice_while_others_arrive(publication: P
 
     def slowly(request: ChunkRequest) -> bool:
         asked.append(request.offset)
-        time.sleep(0.03)  # the answers of a window of 16 take five times `retry_s`
+        time.sleep(0.1)  # one is early by far, and all of a window of 16 take longer than `retry_s`
         return True
 
     with serving(publication, slowly) as sock:
-        (data,) = pull(sock.endpoint, manifest)
+        (data,) = pull(sock.endpoint, manifest, retry_s=1.2)
     assert_equals(make_tensors(large=200_000), views_of(manifest, data))
     assert len(asked) == len(set(asked)) == 25
