@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +28,10 @@ from protocol.shm import PREFIX, Checksums
 from protocol.weight_file import THREADS, WeightFile, map_for_reading
 
 KEPT_VERSIONS = 2
+
+
+LOCK_S = 1.0
+"""Longest that somebody else may hold the lock of a new publication: who looks for what dead learners have left."""
 
 
 @dataclass(frozen=True)
@@ -227,10 +232,17 @@ def remove_stale(directory: Path) -> list[Path]:
 
 
 def _take_lock(path: Path) -> int:
+    deadline = time.monotonic() + LOCK_S
     while True:
-        fd = _try_lock(path, os.O_CREAT)
+        try:
+            fd = _try_lock(path, os.O_CREAT)
+        except OSError as problem:
+            raise PublicationError(f"cannot publish weights in {path.parent}: {problem}") from problem
         if fd is None:
-            raise PublicationError(f"{path} is locked by another process")
+            if time.monotonic() > deadline:
+                raise PublicationError(f"{path} is locked by another process")
+            time.sleep(LOCK_S / 20)  # one that looks for what dead learners have left holds it for a moment
+            continue
         with suppress(FileNotFoundError):
             if os.stat(path).st_ino == os.fstat(fd).st_ino:
                 return fd
@@ -241,6 +253,8 @@ def _try_lock(path: Path, flags: int = 0) -> int | None:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
     except OSError:
+        if flags & os.O_CREAT:
+            raise
         return None  # gone meanwhile, or another user's
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

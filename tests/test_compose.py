@@ -90,7 +90,9 @@ def test_commands_are_of_the_cli_and_agree_with_each_other(services: dict[str, d
 @needs_compose
 def test_servers_read_what_the_learner_publishes_and_write_nothing(services: dict[str, dict[str, Any]]) -> None:
     for name in OURS - {"prepare"}:
-        assert any(str(volume).startswith("shm:/dev/shm") for volume in services[name]["volumes"]), name
+        (shared,) = (volume for volume in services[name]["volumes"] if "shm" in str(volume))
+        assert (shared["source"], shared["target"]) == ("shm", "/dev/shm"), name
+        assert shared["volume"]["nocopy"], "the image's /dev/shm, which is root's, is not its owner and mode"
         assert "ipc" not in services[name], "nobody's namespace: each may start again without the others"
     assert resolved("cpu")["volumes"]["shm"]["driver_opts"]["type"] == "tmpfs"
     assert "runs:/runs:ro" in services["rollout_server"]["volumes"]

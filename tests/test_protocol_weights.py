@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import signal
 import subprocess
@@ -590,3 +591,14 @@ def test_a_slow_answer_is_not_asked_for_twice_while_others_arrive(publication: P
         (data,) = pull(sock.endpoint, manifest, retry_s=1.2)
     assert_equals(make_tensors(large=200_000), views_of(manifest, data))
     assert len(asked) == len(set(asked)) == 25
+
+
+def test_a_lock_that_somebody_holds_for_a_moment_is_waited_for(tmp_path: Path) -> None:
+    """Whoever looks for what dead learners have left tries every lock."""
+    lock = tmp_path / "asyncrl-weights-x.lock"
+    held = os.open(lock, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    threading.Timer(0.2, os.close, (held,)).start()
+    os.close(weights._take_lock(lock))
+    with pytest.raises(PublicationError, match=r"cannot publish weights in .*nowhere"):
+        weights._take_lock(tmp_path / "nowhere" / "x.lock")

@@ -124,7 +124,7 @@ def test_5_tiny_disk_by_a_limit_on_file_sizes(make_config: MakeConfig, tmp_path:
 @needs_mount
 def test_6_shm_too_small(make_config: MakeConfig, tmp_path: Path) -> None:
     line = doctor_in_process(small(make_config), tmp_path, under=[*on_small(Path("/dev/shm"), "600k")])
-    value = r"two versions of the weights are \d\.\d MiB, /dev/shm has 0.6 MiB free"
+    value = r"three versions of the weights are \d\.\d MiB, /dev/shm has 0.6 MiB free"
     assert_says(line, "room to publish", value, "--shm-size=2g")
 
 

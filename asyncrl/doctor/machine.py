@@ -43,13 +43,13 @@ def _shared_memory() -> Finding:
     value = f"{SHARED_MEMORY} has {size(room.free)} free of {size(room.total)}"
     if room.free >= SMALL_SHARED_MEMORY:
         return Finding("shared memory", value)
-    value += ", and two versions of the published weights go there"
+    value += ", and three versions of the published weights go there"
     return Finding("shared memory", value, "warning", shared_memory_fix("8g"))
 
 
 def shared_memory_fix(amount: str) -> str:
     return (
-        f"in a container set --shm-size={amount} (compose: shm_size: {amount}), else "
+        f"in a container set --shm-size={amount} (compose: ASYNCRL_SHM_SIZE={amount}), else "
         f"mount -o remount,size={amount} {SHARED_MEMORY}"
     )
 

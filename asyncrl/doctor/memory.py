@@ -85,9 +85,9 @@ def _budget(plan: MemoryPlan) -> Finding:
 
 def _shared_memory(plan: MemoryPlan) -> Finding:
     if not SHARED_MEMORY.is_dir():
-        return Finding("room to publish", f"no {SHARED_MEMORY}: two versions of the weights go to a disk", "note")
+        return Finding("room to publish", f"no {SHARED_MEMORY}: three versions of the weights go to a disk", "note")
     free = shutil.disk_usage(SHARED_MEMORY).free
-    value = f"two versions of the weights are {size(plan.publications)}, {SHARED_MEMORY} has {size(free)} free"
+    value = f"three versions of the weights are {size(plan.publications)}, {SHARED_MEMORY} has {size(free)} free"
     if plan.publications <= free:
         return Finding("room to publish", value)
     return Finding("room to publish", value, "problem", shared_memory_fix(f"{-(-plan.publications // GIB) + 1}g"))

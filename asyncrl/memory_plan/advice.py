@@ -35,7 +35,7 @@ def check_shared_memory(plan: MemoryPlan) -> None:
     if free < plan.publications:
         raise UserError(
             f"published weights need {gib(plan.publications)} in {SHARED_MEMORY}, which has {gib(free)} free. In a "
-            f"container set --shm-size={-(-plan.publications // GIB) + 1}g (compose: shm_size), or mount -o "
+            f"container set --shm-size={-(-plan.publications // GIB) + 1}g (compose: ASYNCRL_SHM_SIZE), or mount -o "
             f"remount,size=... {SHARED_MEMORY}"
         )
 

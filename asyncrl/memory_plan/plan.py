@@ -36,8 +36,8 @@ ALLOCATOR_SHARE = 0.05
 """What torch's allocator loses to rounding and gaps, of the tensors that come and go. An estimate."""
 SENT_VERSIONS = 2
 """In the learner's device memory, over a device channel: the newest, and one that is still being sent."""
-KEPT_PUBLICATIONS = 2
-"""Policy versions in shared memory (protocol/weights.py)."""
+PUBLISHED_VERSIONS = 3
+"""In shared memory (protocol/weights.py): the newest two, and one that a slow server may still have mapped."""
 
 Sharing = Literal["turns", "together", "apart"]
 """Of a device between learner and engine: one after the other (sync mode), at the same time, or not at all."""
@@ -90,7 +90,7 @@ class MemoryPlan:
     @property
     def publications(self) -> int:
         """Bytes of published versions in shared memory."""
-        return KEPT_PUBLICATIONS * self.learner.published
+        return PUBLISHED_VERSIONS * self.learner.published
 
 
 def make_plan(config: RunConfig, *, before: MemoryPlan | None = None) -> MemoryPlan:
@@ -257,8 +257,8 @@ def _host_lines(config: RunConfig, learner: LearnerBytes, engine: EngineBytes | 
     lines = [
         Line(
             "published weights, in /dev/shm",
-            KEPT_PUBLICATIONS * learner.published,
-            f"the newest {KEPT_PUBLICATIONS} versions",
+            PUBLISHED_VERSIONS * learner.published,
+            "the newest two versions, and one that a server may still load",
         )
     ]
     if config.trainer.mode == "sync":
