@@ -25,13 +25,12 @@ from asyncrl.models.lora import read_adapter
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import published_tensors
 from asyncrl.telemetry.jsonl import JsonlTail
-from asyncrl.telemetry.recorder import METRICS_FILE
+from asyncrl.telemetry.recorder import CONFIG_FILE, METRICS_FILE
 from learner.checkpoint import checkpoint_folder, list_checkpoints, read_state
 from learner.comparison import Comparison, compare_numbers, compare_weights
 from learner.journal import JOURNAL_FILE
 from learner.journal_reader import JournalReader
 from learner.journaled_batch import batch_again, read_batch
-from learner.samples.store import CONFIG_FILE
 from learner.start import check_initial_model
 from learner.ticket_writer import TicketWriter
 from learner.training import Training

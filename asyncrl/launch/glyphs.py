@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from rich.cells import cell_len, chop_cells, set_cell_size
 
+from asyncrl.telemetry.visible import code_of
+
 
 @dataclass(frozen=True)
 class Glyphs:
@@ -26,7 +28,7 @@ class Glyphs:
 
     def line(self, text: object) -> str:
         """One line. What is not printable here is shown, not sent: a model may write escape sequences."""
-        return "".join(c if self._can_show(c) else _escaped(c) for c in " ".join(str(text).split()))
+        return "".join(c if self._can_show(c) else code_of(c) for c in " ".join(str(text).split()))
 
     def _can_show(self, character: str) -> bool:
         if not character.isprintable():
@@ -65,8 +67,3 @@ def slice_means(values: list[float], count: int) -> list[float]:
     count = min(count, len(values))
     slices = [values[i * len(values) // count : (i + 1) * len(values) // count] for i in range(count)]
     return [sum(part) / len(part) for part in slices]
-
-
-def _escaped(character: str) -> str:
-    code = ord(character)
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

@@ -17,7 +17,8 @@ from asyncrl.launch.supervisor import Outcome, RestartPolicy, Supervisor
 from asyncrl.launch.wording import MISSING, number
 from asyncrl.telemetry.failure import FAILURE_FILE, clear_failure, read_failure
 from asyncrl.telemetry.jsonl import write_atomically
-from asyncrl.telemetry.run_config import CONFIG_FILE, save_config
+from asyncrl.telemetry.recorder import CONFIG_FILE
+from asyncrl.telemetry.run_config import save_config
 from protocol.endpoints import BindError, check_bind, free_port, port_is_free
 
 PORTS = (

@@ -9,6 +9,7 @@ from typing import Any
 
 from asyncrl.config.load import load_config
 from asyncrl.errors import UserError
+from asyncrl.telemetry.recorder import CONFIG_FILE
 
 MODEL_FOLDER = "model"
 ADAPTER_FOLDER = "adapter"
@@ -51,6 +52,6 @@ def export_checkpoint(run_path: Path, checkpoint: Path, target: Path, *, keep_ad
     from asyncrl.models.lora import load_merged
     from asyncrl.models.processing import PromptProcessor
 
-    model = load_config(run_path / "config.yaml", []).model
+    model = load_config(run_path / CONFIG_FILE, []).model
     export_model(load_merged(model, adapter), PromptProcessor(model).processor, target)
     return f"{target} is {model.path} with {adapter} merged into it"

@@ -7,19 +7,16 @@ import re
 from datetime import datetime
 from typing import Any
 
+from asyncrl.telemetry.visible import code_of
+
 _SHOWN = {"\n", "\t"}
 
 
 def text(value: Any) -> str:
     """Escaped, for elements and quoted attributes. Control characters and what turns the direction of writing show as
     their codes: a model may have written them."""
-    shown = "".join(c if c.isprintable() or c in _SHOWN else _code(c) for c in str(value))
+    shown = "".join(c if c.isprintable() or c in _SHOWN else code_of(c) for c in str(value))
     return html.escape(shown, quote=True)
-
-
-def _code(character: str) -> str:
-    number = ord(character)
-    return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
 
 
 def figure(value: float | None) -> str:

@@ -14,6 +14,7 @@ from asyncrl.errors import UserError
 from asyncrl.telemetry.environment import ENVIRONMENT_FILE, read_starts
 from asyncrl.telemetry.failure import Failure, read_failure
 from asyncrl.telemetry.recorder import (
+    CONFIG_FILE,
     EVALUATIONS_FILE,
     METRICS_FILE,
     SAMPLES_FILE,
@@ -21,7 +22,6 @@ from asyncrl.telemetry.recorder import (
     TIMELINE_FILE,
 )
 
-CONFIG_FILE = "config.yaml"
 LARGEST = 1e100
 """Beyond it a number is as good as infinite; its square and sums of it are not."""
 Record = dict[str, Any]

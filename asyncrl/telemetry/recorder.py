@@ -17,6 +17,8 @@ from asyncrl.telemetry.trackers import Trackers
 
 logger = logging.getLogger(__name__)
 
+CONFIG_FILE = "config.yaml"
+"""Resolved, as the learner accepted it."""
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 SAMPLES_FILE = "samples.jsonl"

@@ -7,8 +7,7 @@ from pathlib import Path
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.telemetry.jsonl import write_atomically
-
-CONFIG_FILE = "config.yaml"
+from asyncrl.telemetry.recorder import CONFIG_FILE
 
 
 def save_config(config: RunConfig) -> Path:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import unicodedata
 
+from asyncrl.telemetry.visible import code_of
+
 
 def visible(text: str, *, lines: bool = False) -> str:
     """Control, formatting and private characters are shown, not sent: text may hold escape sequences to a terminal.
@@ -22,8 +24,7 @@ def _escaped(character: str, lines: bool) -> str:
         return "↵\n" if lines else "↵"
     if character == "\t":
         return "→"
-    code = ord(character)
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    return code_of(character)
 
 
 def one_line(text: str, limit: int) -> str:

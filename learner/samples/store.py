@@ -17,6 +17,7 @@ import numpy as np
 import yaml
 
 from asyncrl.errors import UserError
+from asyncrl.telemetry.recorder import CONFIG_FILE
 from learner.journal import JOURNAL_FILE
 from learner.journal_reader import JournalReader, read_only_uri
 from learner.samples import query as queries
@@ -28,7 +29,6 @@ from learner.samples.model import Page, SampleDetail, SampleQuery, SampleRow
 from learner.samples.tables import INDEX_FILE, SCHEMA, TABLES, insert_groups, remove_groups
 from learner.samples.texts import TokenTexts
 
-CONFIG_FILE = "config.yaml"
 MOST_IN_MEMORY = 500
 """Groups that are indexed for one who looks; more are for `asyncrl inspect RUN --reindex`."""
 BEGINNING = 64
