@@ -16,11 +16,12 @@ from asyncrl.launch.story import Story
 from asyncrl.launch.supervisor import Outcome, RestartPolicy, Supervisor
 from asyncrl.launch.wording import MISSING, number
 from asyncrl.telemetry.failure import FAILURE_FILE, clear_failure, read_failure
-from asyncrl.telemetry.jsonl import write_atomically
 from asyncrl.telemetry.recorder import CONFIG_FILE
 from asyncrl.telemetry.run_config import save_config
 from protocol.endpoints import BindError, check_bind, free_port, port_is_free
 
+CANDIDATE_FILE = ".config.resumed.yaml"
+"""What a resumed run's services read: config.yaml stays what the run was made with until its learner accepts this."""
 PORTS = (
     ("network", "control_port"),
     ("network", "weights_port"),
@@ -34,8 +35,7 @@ def train(config: RunConfig, *, resume: bool) -> int:
     check_run_dir(config, resume=resume)
     check_inputs(config, "learner", "rollout_server")
     config = resolve_ports(config)
-    before = read_config_bytes(config) if resume else None
-    file = write_config(config)
+    file = write_config(config, CANDIDATE_FILE if resume else CONFIG_FILE)
     clear_failure(config.run_path)
     services = [learner_service(config, file, resume=resume), *server_services(config, file)]
     launch = config.launch
@@ -44,8 +44,6 @@ def train(config: RunConfig, *, resume: bool) -> int:
     with Display(Story(config.run_path, since=time.time())) as display:
         supervisor = Supervisor(*services, policy=policy, tell=display.note)
         outcome = supervisor.run(display.tick)
-    if before is not None and not display.story.status:  # the learner refused to resume with this configuration
-        write_atomically(file, before)
     if supervisor.restarts:
         counts = ", ".join(f"{name} {count}" for name, count in sorted(supervisor.restarts.items()))
         print(f"started again: {counts}", flush=True)
@@ -119,19 +117,13 @@ def fixed_ports(config: RunConfig) -> Iterator[tuple[str, str, str, int]]:
             yield name, f"{section}.{key}", host, port
 
 
-def write_config(config: RunConfig) -> Path:
+def write_config(config: RunConfig, name: str = CONFIG_FILE) -> Path:
     """The resolved configuration, as both services read it."""
     try:
-        return save_config(config)
+        return save_config(config, name)
     except OSError as error:
-        file = config.run_path / CONFIG_FILE
+        file = config.run_path / name
         raise UserError(f"cannot write {file}: {error.strerror}. Set another run_dir=...") from None
-
-
-def read_config_bytes(config: RunConfig) -> bytes | None:
-    """What the run has been made with so far; None where its configuration is gone."""
-    file = config.run_path / CONFIG_FILE
-    return file.read_bytes() if file.is_file() else None
 
 
 def report(config: RunConfig, outcome: Outcome, story: Story) -> int:

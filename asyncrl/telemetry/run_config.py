@@ -10,9 +10,9 @@ from asyncrl.telemetry.jsonl import write_atomically
 from asyncrl.telemetry.recorder import CONFIG_FILE
 
 
-def save_config(config: RunConfig) -> Path:
+def save_config(config: RunConfig, name: str = CONFIG_FILE) -> Path:
     """Resolved. Raises OSError where it cannot be written."""
-    file = config.run_path / CONFIG_FILE
+    file = config.run_path / name
     text = dump_config(config).encode()
     if not file.is_file() or file.read_bytes() != text:
         config.run_path.mkdir(parents=True, exist_ok=True)
