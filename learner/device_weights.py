@@ -111,6 +111,9 @@ class DeviceWeights:
             if request.channel == "cuda_ipc" and self._device.type != "cuda":
                 raise ProtocolError(ErrorCode.WRONG_CHANNEL, "the learner's weights lie on a CPU, without cuda_ipc")
             transfer = _Transfer(request, self._version(request.version))
+            if request.offset > transfer.flat.nbytes:
+                reason = f"offset {request.offset:,} of {transfer.flat.nbytes:,} bytes"
+                raise ProtocolError(ErrorCode.MALFORMED, reason)
             if request.channel == "cuda_ipc":
                 transfer.memory = _shared(transfer.flat)
                 port = 0
@@ -186,7 +189,7 @@ class DeviceWeights:
             size = 1 + request.receivers
             is_over = lambda: transfer.over  # noqa: E731
             with Group.host(listener, request.nonce, size, self._device, self._deadline_s, peers, is_over) as group:
-                group.broadcast(transfer.flat)
+                group.broadcast(transfer.flat, request.offset)
         except TransferError as problem:
             level = logging.DEBUG if transfer.over else logging.WARNING
             logger.log(level, "version %d was not sent: %s", request.version, problem)

@@ -32,39 +32,53 @@ async def receive(
     host: str,
     timeout_s: float,
 ) -> None:
-    """Returns when every receiver has the version, verified.
+    """Returns when every receiver has the version, verified. A transfer that is cut off goes on in the next one.
 
-    Raises TimeoutError where the next attempt, a new transfer from the beginning, may succeed, and ProtocolError:
+    Raises TimeoutError when a transfer brings nothing, although another attempt may succeed, and ProtocolError:
     VERSION_GONE if the learner has moved on, WRONG_CHANNEL if it sends nothing over this one or one of the two has no
     room, MALFORMED if what arrives is damaged.
     """
-    for attempt in range(1, ATTEMPTS + 1):
-        nonce = uuid.uuid4().hex[:12]
-        start = await _ask(socket, manifest.version, nonce, channel, staging.receivers, timeout_s)
+    damaged, offset = 0, 0
+    while True:
+        request = TransferRequest(
+            version=manifest.version,
+            nonce=uuid.uuid4().hex[:12],
+            channel=channel,
+            receivers=staging.receivers,
+            offset=offset,
+        )
+        start = await _ask(socket, request, timeout_s)
         try:
-            return await staging.receive(_order(manifest, start, staging, host, timeout_s))
+            return await staging.receive(_order(manifest, request, start, host, timeout_s))
         except DamagedError as problem:
             logger.warning("%s: %s", channel, problem)
-            if attempt == ATTEMPTS:
+            damaged, offset = damaged + 1, 0  # nobody knows where
+            if damaged == ATTEMPTS:
                 reason = f"{problem}, after {ATTEMPTS} transfers. The link or a memory corrupts data"
                 raise ProtocolError(ErrorCode.MALFORMED, reason) from problem
         except TransferError as problem:
             await asyncio.sleep(RETRY_S)
-            raise TimeoutError(f"{channel}: {problem}") from problem
+            if problem.arrived_bytes <= offset:
+                raise TimeoutError(f"{channel}: {problem}") from problem
+            offset = problem.arrived_bytes
+            logger.warning("%s: %s; going on at byte %s", channel, problem, f"{offset:,}")
         finally:
-            await _end(socket, nonce, timeout_s)
+            await _end(socket, request.nonce, timeout_s)
 
 
-def _order(manifest: WeightManifest, start: TransferStart, staging: Staging, host: str, timeout_s: float) -> StageOrder:
+def _order(
+    manifest: WeightManifest, request: TransferRequest, start: TransferStart, host: str, timeout_s: float
+) -> StageOrder:
     return StageOrder(
         version=manifest.version,
         nonce=start.nonce,
         host=host,
         port=start.port,
-        size=1 + staging.receivers,
+        size=1 + request.receivers,
         deadline_s=timeout_s,
         tensors=[tensor.model_dump() for tensor in manifest.tensors],
         memory=start.memory.model_dump() if start.memory else {},
+        offset=request.offset,
     )
 
 
@@ -75,16 +89,8 @@ async def _end(socket: ServerSocket, nonce: str, timeout_s: float) -> None:
         logger.warning("%s; the learner ends the transfer at its own deadline", problem)
 
 
-async def _ask(
-    socket: ServerSocket,
-    version: int,
-    nonce: str,
-    channel: Literal["nccl", "cuda_ipc"],
-    receivers: int,
-    timeout_s: float,
-) -> TransferStart:
+async def _ask(socket: ServerSocket, request: TransferRequest, timeout_s: float) -> TransferStart:
     deadline = time.monotonic() + timeout_s
-    request = TransferRequest(version=version, nonce=nonce, channel=channel, receivers=receivers)
     await socket.send(request, timeout_s=timeout_s)
     while (left_s := deadline - time.monotonic()) > 0:
         message = await socket.recv(left_s)
@@ -93,10 +99,14 @@ async def _ask(
         elif isinstance(message, Error) and message.code is ErrorCode.TOO_LARGE:
             await asyncio.sleep(RETRY_S)
             raise TimeoutError(f"the learner is busy: {message.reason}")
-        elif isinstance(message, Error) and message.version in (None, version):
+        elif isinstance(message, Error) and message.version in (None, request.version):
             raise ProtocolError(message.code, message.reason)
-        elif isinstance(message, TransferStart) and message.nonce == nonce:
-            if (channel == "nccl") == (message.memory is None) == bool(message.port):
+        elif isinstance(message, TransferStart) and message.nonce == request.nonce:
+            if (request.channel == "nccl") == (message.memory is None) == bool(message.port):
                 return message
-            raise ProtocolError(ErrorCode.MALFORMED, f"the learner's answer for {channel} has the parts of another")
-    raise TimeoutError(f"waited {timeout_s:g} s for the learner at {socket.endpoint} to begin with version {version}")
+            raise ProtocolError(
+                ErrorCode.MALFORMED, f"the learner's answer for {request.channel} has the parts of another"
+            )
+    raise TimeoutError(
+        f"waited {timeout_s:g} s for the learner at {socket.endpoint} to begin with version {request.version}"
+    )

@@ -56,7 +56,9 @@ class Staging(Protocol):
         """What was received last, for `update_weights`."""
         ...
 
-    def drop(self) -> None: ...
+    async def drop(self) -> None:
+        """Forget it."""
+        ...
 
 
 class LocalStaging:
@@ -82,7 +84,7 @@ class LocalStaging:
     def weights(self, manifest: WeightManifest) -> ArrivedWeights:
         return StagedWeights(manifest, {}, stage=self._stage)
 
-    def drop(self) -> None:
+    async def drop(self) -> None:
         self._stage.drop()
 
 
@@ -101,7 +103,8 @@ async def until_arrived(order: StageOrder, look: Callable[[], Awaitable[list[Arr
                 )
             if arrival.problem:
                 failure = DamagedError if arrival.kind == "damaged" else TransferError
-                raise failure(f"version {order.version}, receiver {number}: {arrival.problem}")
+                reason = f"version {order.version}, receiver {number}: {arrival.problem}"
+                raise failure(reason, min(each.arrived_bytes for each in arrivals))
         if all(arrival.is_done for arrival in arrivals):
             return
         if arrivals != seen:
@@ -110,6 +113,7 @@ async def until_arrived(order: StageOrder, look: Callable[[], Awaitable[list[Arr
             done = [f"{arrival.arrived_bytes:,}" for arrival in arrivals]
             raise TransferError(
                 f"waited {2 * order.deadline_s:g} s for version {order.version}: of {total:,} bytes the receivers "
-                f"have {' and '.join(done)}"
+                f"have {' and '.join(done)}",
+                min(arrival.arrived_bytes for arrival in arrivals),
             )
         await asyncio.sleep(LOOK_EVERY_S)

@@ -125,7 +125,7 @@ class WeightReceiver:
             self._failures = 0
             yield staging.weights(manifest)
         finally:
-            staging.drop()
+            await staging.drop()
 
     def _fail(self, problem: TimeoutError | ProtocolError, reason: str) -> None:
         """Take the other channel, when it is time. Raises UserError where there is none, and trying on is in vain."""

@@ -44,18 +44,25 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fetch(
-    learner: LearnerHalf, manifest: WeightManifest, staging: LocalStaging, channel: Any = "nccl"
+    learner: LearnerHalf,
+    manifest: WeightManifest,
+    staging: LocalStaging,
+    channel: Any = "nccl",
+    offsets: list[int] | None = None,
+    timeout_s: float = 60.0,
 ) -> list[tuple[str, torch.Tensor]]:
     socket: Any = DirectSocket(learner)
 
     async def run() -> list[tuple[str, torch.Tensor]]:
-        await device_transfer.receive(socket, manifest, channel, staging, host="127.0.0.1", timeout_s=60.0)
+        await device_transfer.receive(socket, manifest, channel, staging, host="127.0.0.1", timeout_s=timeout_s)
         return list(staging.weights(manifest))
 
     try:
         return asyncio.run(run())
     finally:
         assert socket.ended == socket.begun
+        if offsets is not None:
+            offsets += socket.offsets
 
 
 def assert_equal(got: Sequence[tuple[str, torch.Tensor]], wanted: Weights) -> None:
@@ -149,6 +156,87 @@ def test_several_workers_of_one_engine_take_the_same_broadcast(learner: LearnerH
         assert_equal(list(each.tensors()), weights)
 
 
+# --- transfers that are cut off -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Starts of the buckets that the learner has sent; of 64 KiB."""
+    starts: list[int] = []
+    for module in ("group", "stage", "flat"):
+        monkeypatch.setattr(f"asyncrl.weight_transfer.{module}.BUCKET_BYTES", 1 << 16)
+    send = Group._one
+
+    def noted(group: Group, bucket: torch.Tensor, start: int, total: int) -> None:
+        send(group, bucket, start, total)
+        if group._rank == 0:
+            starts.append(start)
+
+    monkeypatch.setattr(Group, "_one", noted)
+    return starts
+
+
+@pytest.mark.parametrize("rank", [0, 1], ids=["the learner", "the receiver"])
+def test_a_transfer_that_is_cut_off_goes_on_where_it_was(
+    learner: LearnerHalf, sent: list[int], monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """Of 17 buckets the sixth is cut off, then the eleventh: no other is sent twice."""
+    weights, cuts = some_weights(1, megabytes=1), iter([5 << 16, 10 << 16])
+    cut_at, send = [next(cuts)], Group._one
+
+    def cut(group: Group, bucket: torch.Tensor, start: int, total: int) -> None:
+        if group._rank == rank and [start] == cut_at:
+            cut_at[:] = [next(cuts, -1)]
+            raise TransferError("the cable was pulled")
+        send(group, bucket, start, total)
+
+    monkeypatch.setattr(Group, "_one", cut)
+    staging, offsets = LocalStaging(CPU), list[int]()
+    assert_equal(fetch(learner, learner.publish(1, weights), staging, offsets=offsets, timeout_s=2.0), weights)
+    assert offsets == [0, 5 << 16, 10 << 16]
+    assert sorted(set(sent)) == [number << 16 for number in range(17)]
+    assert len(sent) - 17 <= (0 if rank == 0 else 2)  # of a bucket that a receiver refuses, the learner knows nothing
+
+
+def test_a_transfer_that_brings_nothing_is_a_failure(
+    learner: LearnerHalf, sent: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = Group._one
+
+    def cut(group: Group, bucket: torch.Tensor, start: int, total: int) -> None:
+        if group._rank == 0 and start == 2 << 16:
+            raise TransferError("the cable was pulled")
+        send(group, bucket, start, total)
+
+    monkeypatch.setattr(Group, "_one", cut)
+    manifest, offsets = learner.publish(1, some_weights(1, megabytes=1)), list[int]()
+    with pytest.raises(TimeoutError, match=r"nccl: version 1, receiver 0: .*bytes 131,072 to 196,608 of 1,048"):
+        fetch(learner, manifest, LocalStaging(CPU), offsets=offsets, timeout_s=2.0)
+    assert offsets == [0, 2 << 16]
+    assert sent == [0, 1 << 16]
+
+
+def test_what_is_left_of_another_version_is_not_gone_on_with(learner: LearnerHalf) -> None:
+    stage = Stage(CPU)
+    for version, offset in ((1, 0), (2, 64)):
+        manifest = learner.publish(version, some_weights(version))
+        request = TransferRequest(version=version, nonce=f"v{version}", channel="nccl", receivers=1, offset=offset)
+        start = learner.device_weights.answer(b"a", request)
+        assert isinstance(start, TransferStart)
+        order = {**order_of(manifest, start.port, request.nonce), "offset": offset}
+        stage.begin(StageOrder(**order), rank=1)
+        wait_for(lambda: stage.arrival.is_done or stage.arrival.problem)
+    assert stage.arrival == Arrival(64, problem="the first 64 bytes of version 2 are not at hand")
+
+
+def test_an_offset_behind_the_end_is_refused(learner: LearnerHalf) -> None:
+    learner.publish(1, some_weights(1))
+    request = TransferRequest(version=1, nonce="far", channel="nccl", receivers=1, offset=1 << 40)
+    answer = learner.device_weights.answer(b"a", request)
+    assert isinstance(answer, Error)
+    assert (answer.code, answer.reason[:24]) == (ErrorCode.MALFORMED, "offset 1,099,511,627,776")
+
+
 # --- peers that die or stand still ----------------------------------------------------------------------
 
 
@@ -202,7 +290,7 @@ def test_a_receiver_says_what_it_waits_for_and_whom(learner: LearnerHalf) -> Non
     joined = Group.join("127.0.0.1", port, "n", 1, 2, CPU, 0.3)
     host.join()
     with pytest.raises(TransferError, match=rf"the learner at 127.0.0.1 port {port}.*bytes 0 to 8 of 8"):
-        joined.broadcast(torch.zeros(8, dtype=torch.uint8))
+        joined.broadcast(torch.zeros(8, dtype=torch.uint8), 0)
 
 
 def test_a_receiver_that_stands_still_is_given_up_with_the_bytes_that_are_there() -> None:
@@ -219,8 +307,10 @@ def test_a_receiver_that_stands_still_is_given_up_with_the_bytes_that_are_there(
     async def look() -> list[Arrival]:
         return [Arrival(40), Arrival(100, is_done=True)]
 
-    with pytest.raises(TransferError, match=r"waited 0.1 s for version 3: of 100 bytes the receivers have 40 and 100"):
+    waited = r"waited 0.1 s for version 3: of 100 bytes the receivers have 40 and 100"
+    with pytest.raises(TransferError, match=waited) as cut_off:
         asyncio.run(until_arrived(StageOrder(**manifest_order), look))
+    assert cut_off.value.arrived_bytes == 40  # what both have
 
     async def full() -> list[Arrival]:
         return [Arrival(problem="CUDA out of memory. Tried", kind="no_room")]

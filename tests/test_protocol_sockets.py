@@ -21,6 +21,7 @@ from protocol.endpoints import BindError, InsecureBindError, PortInUseError, fre
 from protocol.errors import ErrorCode
 from protocol.handshake import check_hello, refusal_for_undecodable_hello
 from protocol.messages import (
+    PROTOCOL_MAJOR,
     Ack,
     ControlFromLearner,
     ControlFromServer,
@@ -155,7 +156,7 @@ def test_a_hello_of_another_protocol_is_refused_with_a_reason(learner: LearnerSo
     assert refusal.code is ErrorCode.PROTOCOL_VERSION
     assert "9.0" in refusal.reason
     assert "s9" in refusal.reason
-    broken = answer_to(raw, learner, [pack({"type": "hello", "protocol_major": 3})])
+    broken = answer_to(raw, learner, [pack({"type": "hello", "protocol_major": PROTOCOL_MAJOR})])
     assert isinstance(broken, Error)
 
 
@@ -164,7 +165,7 @@ def test_undecodable_hello_is_told_from_other_messages():
         return [pack(fields)]
 
     assert refusal_for_undecodable_hello(frames(type="hello", protocol_major=1)) is not None
-    assert refusal_for_undecodable_hello(frames(type="hello", protocol_major=3)) is None
+    assert refusal_for_undecodable_hello(frames(type="hello", protocol_major=PROTOCOL_MAJOR)) is None
     assert refusal_for_undecodable_hello(frames(type="hello", protocol_major="1")) is None
     assert refusal_for_undecodable_hello(frames(type="group", protocol_major=1)) is None
     assert refusal_for_undecodable_hello([b"\xc1"]) is None
@@ -184,7 +185,7 @@ def test_check_hello():
     assert check(HELLO.model_copy(update={"protocol_minor": 7})) is None
     assert check(HELLO, {"server-0": "s1", "server-1": "s2"}) is None, "the same session is a reconnection"
     for changes, live, code, values in (
-        ({"protocol_major": 1}, {}, ErrorCode.PROTOCOL_VERSION, ("1.0", "3.0")),
+        ({"protocol_major": 1}, {}, ErrorCode.PROTOCOL_VERSION, ("1.0", f"{PROTOCOL_MAJOR}.0")),
         ({"model_fingerprint": "model-b"}, {}, ErrorCode.MODEL_MISMATCH, ("model-b", "model-a")),
         ({"processor_fingerprint": "pb"}, {}, ErrorCode.PROCESSOR_MISMATCH, ("pb", "processor-a")),
         ({}, {"server-0": "other"}, ErrorCode.DUPLICATE_SERVER, ("s1", "pid 1")),

@@ -101,9 +101,9 @@ class DeviceEngine(Engine):
         self.drops = 0
         drop = self.staging.drop
 
-        def counted() -> None:
+        async def counted() -> None:
             self.drops += 1
-            drop()
+            await drop()
 
         self.staging.drop = counted
 

@@ -25,7 +25,12 @@ _LEARNER = 0
 
 
 class TransferError(Exception):
-    """A transfer that did not succeed. Whatever has arrived is worthless, and the next one may go well."""
+    """A transfer that did not succeed. The next one may, and goes on where this one was cut off."""
+
+    def __init__(self, reason: str, arrived_bytes: int = 0):
+        """`arrived_bytes`: what every receiver has of the version, from its first byte on."""
+        super().__init__(reason)
+        self.arrived_bytes = arrived_bytes
 
 
 class DamagedError(TransferError):
@@ -110,9 +115,10 @@ class Group:
             raise TransferError(f"no connection to {peers} ({_first_line(problem)})") from problem
         return cls(c10d.PrefixStore(nonce, store), rank, size, device, deadline_s, peers, is_over)
 
-    def broadcast(self, flat: torch.Tensor, moved: Callable[[int], None] = lambda nbytes: None) -> None:
-        """Bytes from rank 0 into everybody's `flat`, bucket by bucket; `moved` is told how many are there."""
-        for start in range(0, flat.nbytes, BUCKET_BYTES):
+    def broadcast(self, flat: torch.Tensor, offset: int, moved: Callable[[int], None] = lambda nbytes: None) -> None:
+        """Bytes from `offset` on, the same for all, from rank 0 into everybody's `flat`, bucket by bucket; `moved` is
+        told how many are there."""
+        for start in range(offset, flat.nbytes, BUCKET_BYTES):
             bucket = flat[start : start + BUCKET_BYTES]
             self._one(bucket, start, flat.nbytes)
             moved(start + bucket.nbytes)

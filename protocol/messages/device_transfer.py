@@ -28,6 +28,8 @@ class TransferRequest(Wire):
     channel: Literal["nccl", "cuda_ipc"]
     receivers: int = Field(gt=0, le=64)
     """Processes of the engine, each of which takes all of it."""
+    offset: int = Field(default=0, ge=0)
+    """Bytes that all of them have from a transfer of this version that was cut off: go on from there."""
 
 
 class CudaMemory(Wire):
@@ -45,7 +47,7 @@ class CudaMemory(Wire):
 
 
 class TransferStart(Wire):
-    """Both sides begin now. Each transfer has its own group; a later one starts from the beginning."""
+    """Both sides begin now, at the offset that was asked for. Each transfer has its own group."""
 
     type: Literal["transfer_start"] = "transfer_start"
     version: Version

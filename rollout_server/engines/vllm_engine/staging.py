@@ -44,5 +44,5 @@ class WorkerStaging:
     def weights(self, manifest: WeightManifest) -> ArrivedWeights:
         return StagedWeights(manifest, {})
 
-    def drop(self) -> None:
-        """The workers do, when they have loaded it or receive another one."""
+    async def drop(self) -> None:
+        await answered(self._llm, self._llm.collective_rpc("drop_weights"))

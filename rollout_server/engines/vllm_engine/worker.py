@@ -101,7 +101,6 @@ class WeightTransfer(WeightTransferEngine[StageInit, WeightUpdate]):
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
-        self.stage.drop()
 
     def shutdown(self) -> None:
         self.stage.drop()
@@ -177,6 +176,9 @@ class WorkerExtension:
     def weights_arrival(self: Any) -> list[Any]:
         """`Arrival` of what `StageInit` has begun."""
         return list(astuple(self.weight_transfer_engine.stage.arrival))
+
+    def drop_weights(self: Any) -> None:
+        self.weight_transfer_engine.stage.drop()
 
     def layers_without_slot(self: Any) -> list[str]:
         """Of the adapter that is in the slot, those that no layer here takes: vLLM drops them without a word."""
