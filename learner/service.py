@@ -36,6 +36,7 @@ from learner.start import (
     forget_lease,
     forget_run,
     lasting_settings,
+    reopen,
     sign_journal,
 )
 from learner.ticket_writer import TicketWriter
@@ -62,6 +63,9 @@ class Learner:
         check_cuda(config, "learner.device", config.learner.device)
         try:
             start = find_start(config, resume=resume, resources=self._resources)
+            if start.journal:
+                put_back = reopen(config.run_path)
+                self._resources.callback(lambda: put_back() if self._goodbye == COULD_NOT_START else None)
             path = str(start.model_path or config.model.path)
             self.processor = PromptProcessor(config.model)
             self._lease = self._take_lease(start)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from asyncrl.errors import RunTakenError, UserError
 from asyncrl.models.export import MODEL_FOLDER
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import tensor_bytes
+from asyncrl.telemetry.jsonl import write_atomically
+from asyncrl.telemetry.recorder import STATUS_FILE, read_status
 from learner.checkpoint import LearnerState, newest_checkpoint, read_state
 from learner.journal import JOURNAL_FILE, Journal
 from learner.journal_reader import JournalReader
@@ -184,6 +187,19 @@ def forget_lease(lease: DeviceLease) -> None:
     """The same of its first turn on the device."""
     lease.forget()
     _remove_if_empty(lease.folder)
+
+
+def reopen(run_path: Path) -> Callable[[], None]:
+    """A finished run goes on: servers that come while its learner loads are not to read that it is over.
+
+    Returns what puts its status back.
+    """
+    file, status = run_path / STATUS_FILE, read_status(run_path)
+    if status.get("phase") != "finished":
+        return lambda: None
+    before = file.read_bytes()
+    write_atomically(file, json.dumps(status | {"phase": "starting", "time": time.time()}).encode(), durable=False)
+    return lambda: write_atomically(file, before, durable=False)
 
 
 def _remove_if_empty(folder: Path) -> None:

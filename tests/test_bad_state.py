@@ -15,13 +15,15 @@ import pytest
 
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import BadStateError
+from asyncrl.errors import BadStateError, UserError
 from asyncrl.telemetry.failure import read_failure
+from asyncrl.telemetry.recorder import STATUS_FILE, read_status
 from learner.checkpoint import newest_checkpoint
 from learner.checkpoint_files import write_checksums
 from learner.group_payload import pack_frames
 from learner.journal import JOURNAL_FILE, Journal, JournalState, TicketSlot
 from learner.journal_database import PAGE_BYTES
+from learner.service import Learner
 from learner.start import find_start
 from protocol.codec import encode
 from tests.small_runs import PER_STEP, STEPS, assert_every_prompt_trained_once, failure_of, logs, small
@@ -302,6 +304,24 @@ def test_a_checkpoint_of_another_run_or_model_is_refused(damaged: Path, key: str
     failure = failure_of(damaged)
     assert failure.kind == "user_error"
     assert says in failure.reason
+
+
+def test_a_finished_run_that_goes_on_is_not_over_for_servers_that_come_while_its_learner_loads(
+    damaged: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = damaged / STATUS_FILE
+    status.write_text('{"phase": "finished", "step": 2}')
+    phases: list[str] = []
+
+    def prepare(*_: object) -> None:
+        phases.append(read_status(damaged)["phase"])
+        raise UserError("no such model")
+
+    monkeypatch.setattr(Learner, "_prepare", prepare)
+    with pytest.raises(UserError, match="no such model"):
+        Learner(load_config(damaged / "config.yaml", []), resume=True)
+    assert phases == ["starting"]
+    assert status.read_text() == '{"phase": "finished", "step": 2}'  # a refusal changes nothing
 
 
 def test_a_resumed_run_keeps_what_its_journal_was_sampled_with(damaged: Path) -> None:
