@@ -9,6 +9,7 @@ import logging
 import time
 import uuid
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from asyncrl.config.schema import RunConfig
@@ -76,8 +77,8 @@ class Connections:
         """Unusable messages, refused groups and failed tickets by kind."""
         self.manifest: WeightManifest | None = None
         """Of the newest published version."""
-        self.device: DeviceSource | None = None
-        """From which versions can be had over device channels."""
+        self.device: Callable[[], DeviceSource | None] = lambda: None
+        """From which versions can be had over device channels now."""
         self._network = config.network
         self._mode = config.trainer.mode
         self._run_id = run_id
@@ -146,7 +147,7 @@ class Connections:
             weights_port=self._network.weights_port,
             heartbeat_s=self._network.heartbeat_s,
             timeout_s=self._network.timeout_s,
-            device=self.device,
+            device=self.device(),
         )
 
     def send(self, server_id: str, message: Wire) -> bool:

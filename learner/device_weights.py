@@ -80,7 +80,7 @@ class DeviceWeights:
         """By connection, which has one at most."""
         self._threads: list[threading.Thread] = []
         self.source: DeviceSource | None = None
-        """What servers are told; nothing of a CPU, from which the other channels are faster."""
+        """What servers are told. None of a CPU, from which the other channels are faster, and once there is no room."""
         if device.type == "cuda":
             uuid = str(torch.cuda.get_device_properties(device).uuid)
             self.source = DeviceSource(uuid=uuid, total_bytes=total_bytes)
@@ -160,7 +160,7 @@ class DeviceWeights:
 
     def _give_up(self, manifest: WeightManifest) -> None:
         """Training comes first, and the servers have other channels. A transfer that is under way goes on."""
-        self._wanted, self._kept, self._given_up = False, None, _no_room(manifest)
+        self._wanted, self._kept, self.source, self._given_up = False, None, None, _no_room(manifest)
         logger.warning("version %d: %s. From now on none is sent from there", manifest.version, self._given_up)
 
     def _from_file(self, manifest: WeightManifest) -> torch.Tensor:

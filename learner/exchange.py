@@ -97,7 +97,7 @@ class Exchange(threading.Thread):
         self._orders = Orders(self._context)
         self._connections = Connections(config, run_id, self._ports, ledger, facts)
         if device_weights is not None:
-            self._connections.device = device_weights.source
+            self._connections.device = lambda: device_weights.source
         self._lending = Lending(self._connections)
         self._handout = Handout(self._connections, ledger, write_ticket, self.control.limits)
         verify = partial(verify_group, vocabulary=facts.vocabulary, components=config.reward.component_names)

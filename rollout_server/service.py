@@ -98,8 +98,9 @@ class RolloutServer:
                 return
             channel, instead = await self._channels(welcome)
             logger.info("welcomed to run %s at version %d; weights over %s", welcome.run_id, welcome.version, channel)
-            endpoint = f"tcp://{self.config.network.host}:{welcome.weights_port}"
-            self.receiver = WeightReceiver(self.config, self.engine, channel, endpoint, instead=instead)
+            self.receiver = WeightReceiver(
+                self.config, self.engine, channel, self._weights_at(welcome), instead=instead
+            )
             self.held_version = HeldVersion(
                 self.config, self.receiver, self.link, self.exporter, welcome.incarnation, self._on_device
             )
@@ -152,6 +153,9 @@ class RolloutServer:
         may_choose = configured == "auto" and channel in DEVICE_CHANNELS
         return channel, choose(source=None, devices=()) if may_choose else None
 
+    def _weights_at(self, welcome: Welcome) -> str:
+        return f"tcp://{self.config.network.host}:{welcome.weights_port}"
+
     async def _receive(self) -> Goodbye:
         """Until that."""
         self._work: set[asyncio.Task[None]] = set()
@@ -163,7 +167,7 @@ class RolloutServer:
                 self.held_version.announce(message)
             elif isinstance(message, Welcome):
                 if self.held_version.learner_came_back(message):
-                    self.receiver.take_from_now_on(*await self._channels(message))
+                    self.receiver.take_from_now_on(*await self._channels(message), self._weights_at(message))
                     if self.device:
                         self.device.learner_came_back()
             elif isinstance(message, LeaseGrant | LeaseRecall):

@@ -48,12 +48,12 @@ class WeightReceiver:
         self._endpoint = endpoint
         self._instead: Channel | None = instead
         self._socket: ServerSocket | None = None
-        self._next: tuple[Channel, Channel | None] | None = None
+        self._next: tuple[Channel, Channel | None, str] | None = None
         self._use(channel)
 
-    def take_from_now_on(self, channel: Channel, instead: Channel | None) -> None:
-        """For the versions of another learner: the old one's memory may be out of sight."""
-        self._next = channel, instead
+    def take_from_now_on(self, channel: Channel, instead: Channel | None, endpoint: str) -> None:
+        """For the versions of another learner: the old one's memory may be out of sight, and its port another."""
+        self._next = channel, instead, endpoint
 
     def _use(self, channel: Channel) -> None:
         self.close()
@@ -67,10 +67,11 @@ class WeightReceiver:
         where it makes sense to try again, and UserError where the channel that was asked for does not work."""
         self._check_that_it_fits(manifest)
         if self._next is not None:
-            channel, self._instead = self._next
+            before = self.channel, self._endpoint
+            channel, self._instead, self._endpoint = self._next
             self._next = None
-            if channel != self.channel:
-                logger.info("weights come over %s now", channel)
+            if (channel, self._endpoint) != before:
+                logger.info("weights come over %s now, from %s", channel, self._endpoint)
                 self._use(channel)
         started = time.monotonic()
         arrive = {"shm": self._mapped, "zmq": self._pulled}.get(self.channel, self._transferred)

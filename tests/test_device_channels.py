@@ -554,6 +554,7 @@ def test_a_learner_without_room_for_a_copy_trains_on_and_sends_nothing_from_ther
     learner: LearnerHalf, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, when: str
 ) -> None:
     learner.publish(1, some_weights(1))
+    learner.device_weights.source = LEARNERS
     if when == "at the first request":
         monkeypatch.setattr(learner.device_weights, "_from_file", no_room)
     else:
@@ -568,6 +569,7 @@ def test_a_learner_without_room_for_a_copy_trains_on_and_sends_nothing_from_ther
         assert re.search(NO_ROOM, answer.reason)
         learner.publish(version, some_weights(version))
     assert caplog.text.count("From now on none is sent from there") == 1
+    assert learner.device_weights.source is None  # servers that join later do not ask
 
 
 def test_a_learner_that_was_told_to_send_from_there_stops_without_room(

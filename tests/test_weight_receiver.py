@@ -80,6 +80,19 @@ def test_a_manifest_that_contradicts_itself_is_malformed(make_config: MakeConfig
     assert caught.value.code is ErrorCode.MALFORMED
 
 
+def test_weights_of_a_learner_that_came_back_come_from_where_it_is_now(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dialled: list[str] = []
+    monkeypatch.setattr("rollout_server.weights.dial", lambda config, endpoint, answers: dialled.append(endpoint))
+    engine: Any = Engine()
+    receiver = WeightReceiver(make_config(), engine, "zmq", "tcp://127.0.0.1:9")
+    receiver.take_from_now_on("zmq", None, "tcp://127.0.0.1:10")
+    with pytest.raises(AssertionError):  # here there is no socket
+        asyncio.run(receiver.load(manifest("weight", "float32", (2, 3), 24)))
+    assert dialled == ["tcp://127.0.0.1:9", "tcp://127.0.0.1:10"]
+
+
 # --- a channel between devices that does not work -------------------------------------------------------
 
 
