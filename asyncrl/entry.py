@@ -66,6 +66,7 @@ def _leave(code: int) -> NoReturn:
     """End as the interpreter does, threads and exit handlers first, but do not take its modules apart: extension
     modules tell their leaks at that (nanobind, in triton) below the log's last word, or crash a run that is finished.
     """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends already, and an exit handler may be in the middle of it
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]  # as multiprocessing ends its processes
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

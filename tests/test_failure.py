@@ -135,6 +135,12 @@ def test_nothing_comes_after_the_last_word_of_a_learner(tmp_path: Path, ending: 
     assert (done.stderr.splitlines() or [""])[-1] == last
 
 
+def test_a_signal_while_a_learner_ends_cuts_no_exit_handler_off(tmp_path: Path) -> None:
+    told = f"os.kill(os.getpid(), {signal.SIGTERM.value})"
+    done = run_service(tmp_path, f"import atexit; atexit.register(lambda: ({told}, print('handler')))", leave=True)
+    assert (done.returncode, done.stdout) == (ExitCode.FINISHED, "handler\n"), done.stderr
+
+
 def test_a_mistake_of_the_user_is_saved_where_there_is_a_run(tmp_path: Path) -> None:
     done = run_service(tmp_path, "raise UserError('mend it')")
     assert done.returncode == ExitCode.USER_ERROR
