@@ -7,10 +7,13 @@ import threading
 import urllib.request
 from collections.abc import Iterator
 from http.client import HTTPException
+from math import isnan
 from queue import Empty, SimpleQueue
 
 LONGEST_PULSE_S = 60.0
 """A service's thread that talks to the other side looks at its sockets many times a second."""
+LONGEST_START_S = 600.0
+"""A learner that loads its model is silent for minutes, and nothing is wrong with the server that says hello to it."""
 LONGEST_STEP_S = 1800.0
 """Without a step for longer, a learner is stalled. Its own deadlines (learner.wait_timeout_s, network.start_timeout_s)
 are minutes and end it; what they do not see is a hang. A health check may lead to a restart, so the limit is far above
@@ -56,7 +59,8 @@ def _judge(found: dict[tuple[str, str], float]) -> Iterator[str]:
     if age > LONGEST_STEP_S and not any(name == "stopped" and value for (name, _), value in found.items()):
         yield f"it has made no step for {age / 60:.0f} min: status.json of the run directory says what it waits for"
     silence = found.get(("learner_silence_seconds", ""), 0.0)
-    if silence > LONGEST_PULSE_S:
+    has_weights = not isnan(found.get(("policy_version", ""), 0.0))  # of a server: it has been welcome
+    if silence > (LONGEST_PULSE_S if has_weights else LONGEST_START_S):
         yield f"the learner has been silent for {silence:.0f} s: is it running, and does network.host lead to it?"
     for (name, labels), value in found.items():
         if name == "stopped" and value and 'kind="finished"' not in labels:

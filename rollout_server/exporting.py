@@ -40,6 +40,7 @@ class ServerExporter:
         for name in ("errors_total", "reward_errors_total"):
             self._metrics[name].labels(kind="other")  # so that there is a series before the first one
         self._beat_at = time.monotonic()
+        self._heard_at: float | None = None
         self._state: ServerState | None = None
         self._waited: dict[str, float] = {}
         self._lingers = False
@@ -92,13 +93,19 @@ class ServerExporter:
         self._metrics["sleep_seconds"].set(seconds)
         self._metrics["sleep_bytes"].set(nbytes)
 
+    def said_hello(self) -> None:
+        """To a learner that has not answered yet. Its silence begins with the first one."""
+        self._beat_at = time.monotonic()
+        if self._heard_at is None:
+            self._heard_at = self._beat_at
+
     def beat(self, state: ServerState) -> None:
         """With every heartbeat. Time without work since the last one counts for what is waited for now."""
         before = self._state.beat if self._state else None
         uptime_s = state.beat.uptime_s - (before.uptime_s if before else 0.0)
         idle_s = max(0.0, uptime_s - (state.usage.busy_s - (before.busy_s if before else 0.0)))
         self._waited[state.waiting_for] = self._waited.get(state.waiting_for, 0.0) + idle_s
-        self._state, self._beat_at = state, time.monotonic()
+        self._state, self._beat_at, self._heard_at = state, time.monotonic(), state.learner_heard_at
 
     def stopped(self, kind: str) -> None:
         self._metrics["stopped"].labels(kind=kind).set(1)
@@ -111,6 +118,8 @@ class ServerExporter:
         m, now = self._metrics, time.monotonic()
         m["pulse_age_seconds"].set(now - self._beat_at)
         m["rss_bytes"].set(self._resident_bytes())
+        if self._heard_at is not None:
+            m["learner_silence_seconds"].set(now - self._heard_at)
         state = self._state
         if state is None:
             return
@@ -127,7 +136,6 @@ class ServerExporter:
         m["idle_ratio"].set(1 - state.beat.busy_s / max(state.beat.uptime_s, 1e-9))
         m["sequences_running"].set(state.usage.sequences_running)
         m["kv_cache_ratio"].set(state.usage.kv_cache_ratio)
-        m["learner_silence_seconds"].set(now - state.learner_heard_at)
         phase = "asleep" if state.is_asleep else "awake"
         for name, nbytes in memory_by_state(self._device()).items():
             m["device_bytes"].labels(state=name, phase=phase).set(nbytes)

@@ -115,15 +115,16 @@ class LearnerLink:
     def host_id(self) -> str:
         return self._hello.host_id
 
-    async def connect(self) -> Welcome | None:
+    async def connect(self, on_hello: Callable[[], object] = lambda: None) -> Welcome | None:
         """Say hello until the learner welcomes us, or nobody will: the run is over. Raises UserError if it refuses or
-        never answers."""
+        never answers. `on_hello` is called with every attempt."""
         deadline = time.monotonic() + self._config.network.start_timeout_s
         logger.info("saying hello to the learner at %s", self._config.control_endpoint)
         while time.monotonic() < deadline:
             if self._is_over():
                 logger.info(OVER)
                 return None
+            on_hello()
             try:
                 await self.socket.send(self._current_hello(), timeout_s=HELLO_EVERY_S)
                 answer = await self.socket.recv(timeout_s=3 * HELLO_EVERY_S)

@@ -92,7 +92,7 @@ class RolloutServer:
             self.device = SharedDevice(self.config, self.engine, self.link, self.exporter)
         reason, expected, ended = "stopped", True, "interrupted"
         try:
-            welcome = await self.link.connect()
+            welcome = await self.link.connect(self.exporter.said_hello)
             if welcome is None:
                 ended = "finished"
                 return

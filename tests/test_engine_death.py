@@ -57,7 +57,7 @@ class Link:
         self.sent: list[Any] = []
         self.farewell: dict[str, Any] = {}
 
-    async def connect(self) -> Welcome:
+    async def connect(self, on_hello: object) -> Welcome:
         return Welcome(
             run_id="r", incarnation="i", version=0, host_id="host", weights_port=1, heartbeat_s=1.0, timeout_s=5.0
         )

@@ -537,6 +537,26 @@ def test_each_scrape_looks_at_the_servers_last_heartbeat(
     assert memory == {"phase=asleep,state=allocated": 5, "phase=asleep,state=free": 6}
 
 
+def test_a_server_without_a_welcome_yet_shows_how_long_it_waits_and_that_it_lives(
+    server: ServerExporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.monotonic()
+    monkeypatch.setattr("rollout_server.exporting.time", SimpleNamespace(monotonic=lambda: now))
+
+    def seen() -> tuple[float, float]:
+        values = scrape(server.registry)
+        return values["learner_silence_seconds", ""], values["pulse_age_seconds", ""]
+
+    assert math.isnan(seen()[0]), "it loads, and waits for nobody yet"
+    server.said_hello()
+    now += 400
+    server.said_hello()
+    now += 3
+    assert seen() == (403, 3)
+    server.beat(ServerState(EngineUsage(0, 0.0, 0, 0), beat(500.0, 0.0), now - 1, "tickets", is_asleep=False))
+    assert seen() == (1, 0)
+
+
 def test_the_servers_memory_is_that_of_its_children_too(server: ServerExporter) -> None:
     def process(pid: int, rss: int, *children: Any) -> Any:
         def memory_info() -> Any:

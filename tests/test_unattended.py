@@ -14,7 +14,7 @@ import pytest
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError, WaitTimeoutError
-from asyncrl.health import LONGEST_PULSE_S, LONGEST_STEP_S, ailments
+from asyncrl.health import LONGEST_PULSE_S, LONGEST_START_S, LONGEST_STEP_S, ailments
 from asyncrl.launch.processes import JOURNAL_FILE
 from asyncrl.launch.unattended import next_attempt
 from asyncrl.telemetry.failure import Kind, kind_of, read_failure, reserve, save_failure
@@ -94,6 +94,8 @@ WELL = (
     "# HELP asyncrl_learner_step s\nasyncrl_learner_step 3.0\nasyncrl_learner_pulse_age_seconds 0.2\n"
     "asyncrl_learner_ledger_residual_groups 0.0\n"
 )
+WAITS = "asyncrl_rollout_policy_version NaN\nasyncrl_rollout_learner_silence_seconds"
+"""A server that no learner has welcomed yet."""
 
 
 @pytest.mark.parametrize(
@@ -109,6 +111,8 @@ WELL = (
         ("asyncrl_learner_last_step_age_seconds NaN\n", []),
         ('asyncrl_learner_last_step_age_seconds 9e9\nasyncrl_learner_stopped{kind="finished"} 1.0\n', []),
         ("asyncrl_rollout_learner_silence_seconds 90.0\n", ["the learner has been silent for 90 s"]),
+        (f"{WAITS} {LONGEST_START_S - 1}\n", []),
+        (f"{WAITS} {LONGEST_START_S + 1}\n", ["the learner has been silent for 601 s"]),
     ],
 )
 def test_health_names_what_is_wrong(more: str, says: list[str]) -> None:
