@@ -39,7 +39,8 @@ class ServerExporter:
         self._metrics.include("vllm:")
         for name in ("errors_total", "reward_errors_total"):
             self._metrics[name].labels(kind="other")  # so that there is a series before the first one
-        self._beat_at = time.monotonic()
+        self._beat_at: float | None = None
+        """None while the engine loads, which takes minutes: whoever waits for that server is the learner."""
         self._heard_at: float | None = None
         self._state: ServerState | None = None
         self._waited: dict[str, float] = {}
@@ -116,7 +117,8 @@ class ServerExporter:
     def _look(self) -> None:
         """On the endpoint's thread."""
         m, now = self._metrics, time.monotonic()
-        m["pulse_age_seconds"].set(now - self._beat_at)
+        if self._beat_at is not None:
+            m["pulse_age_seconds"].set(now - self._beat_at)
         m["rss_bytes"].set(self._resident_bytes())
         if self._heard_at is not None:
             m["learner_silence_seconds"].set(now - self._heard_at)

@@ -114,7 +114,7 @@ HEALTH = (
         "Since the learner was heard of; before its welcome: since the first hello.",
         "below network.timeout_s; while the learner loads its model, some minutes",
     ),
-    _look("pulse_age_seconds", "seconds", "Since the event loop last told the learner that it lives.", "below 5"),
+    _gauge("pulse_age_seconds", "seconds", "Since the event loop last told the learner that it lives.", "below 5"),
     _gauge("stopped", "runs", "1 once the server has stopped, by kind.", "finished", "kind"),
     _counter("errors", "errors", "Failed tickets and refused messages.", "0", "kind"),
 )
