@@ -19,6 +19,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.models.loading import load_model
 from asyncrl.models.processing import EncodedPrompt, PromptProcessor
 from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs
+from asyncrl.models.wake_parity import fixed_prompt, fixed_tokens
 from learner.engines.torch_engine import TorchEngine
 from learner.packing import Completion, TrainGroup, build_micro_batch, plan_micro_batches
 from learner.step import LearnerStep
@@ -196,6 +197,33 @@ def _separately(model: Any, config: RunConfig, prompt: EncodedPrompt, completion
     banned = torch.tensor(sorted(PromptProcessor(config.model).placeholder_ids))
     logprobs = sampling_logprobs(logits[start + kept], temperature=config.rollout.temperature, banned=banned)
     return gather_logprobs(logprobs, torch.from_numpy(completion.token_ids).long()[kept])
+
+
+def test_gradients_have_the_same_bits_however_many_threads_add_them_up(make_config: Callable[..., RunConfig]) -> None:
+    """The last state of the prompt predicts the first token of each of 64 completions, which two threads share."""
+    config = make_config()
+    engine = TorchEngine(config, config.learner.optim, 1)
+    engine.prepare()
+    ids = fixed_tokens(engine.model.get_output_embeddings().weight.shape[0], ())
+    tokens = np.resize(ids, 12)
+    completions = tuple(Completion(row, np.roll(tokens, row), np.ones_like(tokens)) for row in range(64))
+    micro_batch = build_micro_batch(engine.model, [TrainGroup(fixed_prompt(ids), completions)], engine.device)
+    weights = torch.linspace(0.5, 1.5, len(micro_batch.targets))
+
+    def gradients() -> list[torch.Tensor]:
+        engine.backward((engine.forward(micro_batch).logprobs * weights).sum())
+        found = [p.grad for p in engine.model.parameters() if p.grad is not None]
+        engine.clear_gradients()
+        return found
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        first = gradients()
+        for _ in range(12):
+            assert all(torch.equal(a, b) for a, b in zip(first, gradients(), strict=True))
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_packing_with_shared_prompts_equals_separate_passes(make_config: Callable[..., RunConfig]) -> None:

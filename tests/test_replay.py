@@ -33,6 +33,7 @@ STEPS = 5
 KINDS: dict[str, dict[str, Any]] = {
     "whole model, adaptive staleness": {
         "learner": {
+            "cpu_threads": 2,
             "max_staleness": "auto",
             "adaptive_staleness": {"max": 3, "patience": 1, "kl_low": 1, "kl_high": 2},
         },

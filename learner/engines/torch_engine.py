@@ -100,7 +100,8 @@ class TorchEngine:
         return {name: torch.full((count,), getattr(rollout, name), **shape) for name in ("top_k", "top_p", "min_p")}
 
     def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()
+        with _exact(self.device):
+            loss.backward()
 
     def optimizer_step(self) -> dict[str, float]:
         self._sleeper.check_awake()
@@ -186,3 +187,19 @@ class TorchEngine:
         completion = Completion(row=0, token_ids=ids, loss_mask=np.ones_like(ids))
         micro_batch = build_micro_batch(self.model, [TrainGroup(fixed_prompt(ids), (completion,))], self.device)
         return self.forward(micro_batch).logprobs.float().cpu()
+
+
+@contextmanager
+def _exact(device: torch.device) -> Iterator[None]:
+    """On a CPU, the same bits each time. A prompt's last hidden state predicts the first token of each completion, and
+    threads would add up their gradients in the order in which they happen to come."""
+    if device.type != "cpu":
+        yield
+        return
+    filling: Any = torch.utils.deterministic
+    filling.fill_uninitialized_memory = False  # costs time, and is for finding mistakes
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
