@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import resource
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -24,6 +26,8 @@ from learner.engines.torch_engine import TorchEngine
 from protocol.messages import Sampling
 from rollout_server.engines import create_engine
 from rollout_server.engines.base import Completion, GenerationRequest
+from rollout_server.engines.decode_batch import DecodeBatch
+from rollout_server.engines.decode_loop import Command, DecodeLoop
 from rollout_server.engines.hf import HFEngine
 from rollout_server.engines.scripted import ScriptedEngine
 
@@ -315,6 +319,21 @@ def test_the_scripted_engine_sleeps_like_one_with_a_device(
         await waiting
 
     asyncio.run(scenario())
+
+
+def test_who_waited_for_a_command_finds_nothing_of_it_in_memory() -> None:
+    """It may hold a whole version of the weights."""
+    loop = DecodeLoop(lambda: DecodeBatch(None, (), CPU), 1)
+    try:
+        for _ in range(20):
+            weights = torch.ones(1)
+            held, left = weakref.ref(weights), Queue[bool]()
+            run, done = (lambda kept=weights: None), (lambda error, held=held, left=left: left.put(held() is not None))
+            loop.order(Command(run, done, drains=False))
+            del weights, run
+            assert left.get(timeout=60) is False
+    finally:
+        loop.close()
 
 
 @pytest.mark.slow

@@ -194,7 +194,9 @@ class DecodeLoop:
             logger.exception("engine command failed")
             command.done(error)
         else:
-            command.done(None)
+            done = command.done
+            del command  # nor any longer than until whoever waits for it goes on
+            done(None)
 
     def _take_admissible(self) -> list[GenerationRequest]:
         """Whole groups that fit. Prefills are worth their cost in bulk: wait for a quarter of the room, or for all.
