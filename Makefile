@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Tests at a time. On a GPU one: they would measure each other's memory.
+JOBS ?= $(if $(shell command -v nvidia-smi),0,2)
 
 .PHONY: help install install-vllm demo test check bench chaos fuzz clean
 
@@ -29,7 +31,7 @@ demo: install
 	$(BIN)/python examples/digits/demo.py
 
 test: install-vllm
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 check: install
 	$(BIN)/ruff check .

@@ -67,7 +67,8 @@ def test_1_port_taken(examined: Callable[..., str]) -> None:
         other.listen()
         port = other.getsockname()[1]
         line = examined(network={"control_port": port})
-    value = rf"port {port} \(network.control_port\) on 127.0.0.1 is held by \S+ \(process {os.getpid()}\)"
+    holder = re.escape(f"{psutil.Process().name()} (process {os.getpid()})")
+    value = rf"port {port} \(network.control_port\) on 127.0.0.1 is held by {holder}"
     assert_says(line, "ports", value, "set network.control_port to another port")
 
 
