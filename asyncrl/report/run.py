@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -93,12 +94,13 @@ class Run:
 
     @cached_property
     def busy_s(self) -> float | None:
-        """Wall-clock seconds of its processes, without the pauses between them."""
+        """Wall-clock seconds of its processes, without the pauses between them. As for `asyncrl watch`, each worked
+        from its start to its last step; one that made none did not."""
         if self.clock is None:
             return None
-        times = sorted(t for step in self.steps if (t := number(step.get("time"))))
-        starts = [t for start in self.starts[1:] if (t := number(start.get("time")))]
-        paused = sum(began - max((t for t in times if t <= began), default=began) for began in starts)
+        times = [t for step in self.steps if (t := number(step.get("time")))]
+        starts = sorted(t for start in self.starts if (t := number(start.get("time"))))
+        paused = sum(began - max([earlier, *(t for t in times if t <= began)]) for earlier, began in pairwise(starts))
         return max(0.0, self.clock[1] - self.clock[0] - paused)
 
 
