@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -12,8 +13,9 @@ from typing import Any
 import yaml
 
 from asyncrl.errors import UserError
+from asyncrl.launch.processes import JOURNAL_FILE
 from asyncrl.telemetry.environment import ENVIRONMENT_FILE, read_starts
-from asyncrl.telemetry.failure import Failure, read_failure
+from asyncrl.telemetry.failure import FAILURE_FILE, Failure, read_failure
 from asyncrl.telemetry.recorder import (
     CONFIG_FILE,
     EVALUATIONS_FILE,
@@ -23,6 +25,8 @@ from asyncrl.telemetry.recorder import (
     TIMELINE_FILE,
 )
 
+SIGNS = (CONFIG_FILE, STATUS_FILE, METRICS_FILE, JOURNAL_FILE, FAILURE_FILE)
+"""A directory with one of them is a run's, however little is left of it."""
 LARGEST = 1e100
 """Beyond it a number is as good as infinite; its square and sums of it are not."""
 Record = dict[str, Any]
@@ -105,9 +109,11 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """Raises UserError only where there is no directory."""
+    """Raises UserError only where there is no run: no directory, or none of the files that a run begins with."""
     if not path.is_dir():
         raise UserError(f"there is no run directory {path}. Name the run_dir of a run")
+    if not any(os.path.exists(path / name) for name in SIGNS):  # of a directory that may not be read, too
+        raise UserError(f"there is no run in {path}: it has none of {', '.join(SIGNS)}. Name the run_dir of a run")
     missing: list[str] = []
     steps = sorted(_lines(path / METRICS_FILE, missing), key=lambda step: step["step"])
     text, config = _configuration(path / CONFIG_FILE, missing)
