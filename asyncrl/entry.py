@@ -111,7 +111,8 @@ def _run(name: str, main: Main, config: RunConfig, start: Start) -> int:
         reason = describe_full_disk(error, config.run_path) if kind == "disk_full" else str(error)
         logger.error("the run stops: %s", reason, exc_info=not isinstance(error, BadStateError))
         print(f"error: {reason}", file=sys.stderr)
-        save_failure(config.run_path, name, reason, kind=kind)
+        if config.run_path.is_dir() or kind != "timed_out":  # the run of a learner that never came is not begun here
+            save_failure(config.run_path, name, reason, kind=kind)
         return ExitCode.BAD_STATE
     finally:
         release(config.run_path, name)

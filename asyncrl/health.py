@@ -24,7 +24,8 @@ _LINE = re.compile(r"^asyncrl_(learner|rollout)_(\w+)(?:\{([^}]*)\})? (\S+)$", r
 
 
 def ailments(url: str) -> list[str]:
-    """What is wrong with the service behind this Prometheus endpoint; nothing if it is well."""
+    """What is wrong with the service behind this Prometheus endpoint; nothing if it is well. HTTP, if it says none."""
+    url = url if "://" in url else f"http://{url}"
     answers: SimpleQueue[str | Exception] = SimpleQueue()
     # A thread, because a socket's timeout begins again with every byte.
     threading.Thread(target=_ask, args=(url, answers), daemon=True).start()

@@ -10,5 +10,12 @@ FOLDER="$1" KEYS="$2" SIZE="${3:-full}"
 if [ ! -f "$FOLDER/config.yaml" ]; then # written last
   rm -rf "$FOLDER"
   if [ "$SIZE" = quick ]; then OPTIONS=--quick; else OPTIONS=; fi
+  mkdir -p "$FOLDER"
+  echo "$SIZE" > "$FOLDER/size"
   exec python examples/digits/prepare.py --folder "$FOLDER" $OPTIONS
+fi
+KEPT="$(cat "$FOLDER/size" 2>/dev/null || echo "unknown size")"
+echo "the demo in $FOLDER is kept as it was prepared: $KEPT"
+if [ "$KEPT" != "$SIZE" ]; then
+  echo "warning: ASYNCRL_DEMO=$SIZE has no effect on it. To begin anew: docker compose down --volumes (removes the run)"
 fi

@@ -7,12 +7,14 @@ makes them again after a restart. Nothing is written, and a learner may be at wo
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -55,10 +57,15 @@ class Recorded:
         for name in (JOURNAL_FILE, CONFIG_FILE):
             if not (run_dir / name).is_file():
                 raise UserError(f"there is no {name} in {run_dir}: a step is made again in the run's own directory")
-        config = load_config(run_dir / CONFIG_FILE, [*overrides, f"run_dir={run_dir}"])
+        own, config = (load_config(run_dir / CONFIG_FILE, [*words, f"run_dir={run_dir}"]) for words in ((), overrides))
         lines, _ = JsonlTail(run_dir / METRICS_FILE).new_records()
         checkpoints = {int(path.name.removeprefix("step-")): path for path in list_checkpoints(run_dir)}
         journal = JournalReader(run_dir / JOURNAL_FILE, untouched=True)
+        try:
+            _check_overrides(own, config, json.loads(journal.meta("settings") or "{}"))
+        except UserError:
+            journal.close()
+            raise
         return cls(run_dir, journal, config, {int(line["step"]): line for line in lines}, checkpoints)
 
     def begin_before(self, step: int) -> int:
@@ -105,6 +112,25 @@ class Recorded:
                 if step in self.metrics:
                     possible.append(step)
         return possible
+
+
+def _check_overrides(own: RunConfig, config: RunConfig, settings: Iterable[str]) -> None:
+    """`settings` are those by which the journal's groups were handed out and sampled, as names. Raises UserError."""
+    for name in settings:
+        before, now = _value(own, name), _value(config, name)
+        if before != now:
+            raise UserError(
+                f"{name}={now} cannot be tried on a step of the journal: its groups were handed out and sampled with "
+                f"{before}. Leave it out; what can be tried is a setting of the update, such as learner.optim.lr"
+            )
+
+
+def _value(config: RunConfig, name: str) -> Any:
+    """Of the key, or None: the journal has other settings, too."""
+    value: Any = config
+    for part in name.split("."):
+        value = getattr(value, part, None)
+    return value
 
 
 def spans(steps: Sequence[int]) -> str:

@@ -116,8 +116,8 @@ class LearnerLink:
         return self._hello.host_id
 
     async def connect(self, on_hello: Callable[[], object] = lambda: None) -> Welcome | None:
-        """Say hello until the learner welcomes us, or nobody will: the run is over. Raises UserError if it refuses or
-        never answers. `on_hello` is called with every attempt."""
+        """Say hello until the learner welcomes us, or nobody will: the run is over. Raises UserError if it refuses,
+        WaitTimeoutError if it never answers: it may still come. `on_hello` is called with every attempt."""
         deadline = time.monotonic() + self._config.network.start_timeout_s
         logger.info("saying hello to the learner at %s", self._config.control_endpoint)
         while time.monotonic() < deadline:
@@ -140,7 +140,7 @@ class LearnerLink:
                 self._heard_at = self._looked_at = time.monotonic()
                 self._run_id = answer.run_id
                 return answer
-        raise UserError(
+        raise WaitTimeoutError(
             f"no learner answered at {self._config.control_endpoint} within "
             f"{self._config.network.start_timeout_s:g} s (network.start_timeout_s). Is it running, with the same "
             "network.host and network.control_port?"

@@ -22,13 +22,13 @@ ROOT = Path(__file__).parent.parent
 COMPOSE = shutil.which("docker-compose")
 
 
-def resolved(*profiles: str, **environment: str) -> dict[str, Any]:
-    """docker-compose.yml as Compose understands it: variables, .env, anchors and extensions filled in."""
+def resolved(*profiles: str, folder: Path = ROOT, **environment: str) -> dict[str, Any]:
+    """docker-compose.yml of the folder as Compose understands it: variables, .env, anchors and extensions filled in."""
     assert COMPOSE is not None
     flags = [word for profile in profiles for word in ("--profile", profile)]
     done = subprocess.run(
         [COMPOSE, *flags, "config"],
-        cwd=ROOT,
+        cwd=folder,
         env={**os.environ, **environment},
         capture_output=True,
         text=True,

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
 from asyncrl.config.suggest import known_paths
 from asyncrl.errors import ExitCode
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parent.parent
 SLURM = ROOT / "examples" / "slurm"
@@ -19,7 +24,9 @@ KUBERNETES = ROOT / "examples" / "kubernetes" / "asyncrl.yaml"
 STAND_IN = """#!/bin/bash
 echo "$CUDA_VISIBLE_DEVICES $*" >> "$CALLS"
 [ "$1" = learn ] && exit "${LEARNER_CODE:-0}"
-[ -n "${SERVER_CODE:-}" ] && exit "$SERVER_CODE"
+starts=$(grep -c "^$CUDA_VISIBLE_DEVICES rollout" "$CALLS")
+[ -n "${SERVER_CODE:-}" ] && [ "$starts" -le "${TIMES:-99}" ] && exit "$SERVER_CODE"
+[ -n "${THEN:-}" ] && exit "$THEN"
 sleep 30 & wait $!
 """
 
@@ -52,6 +59,14 @@ def test_jobs_do_not_repeat_what_cannot_succeed(number: int) -> None:
     assert document["spec"]["template"]["spec"]["restartPolicy"] == "Never", "podFailurePolicy asks for it"
 
 
+def test_the_page_says_which_exit_codes_end_a_job() -> None:
+    rules = [rule for document in documents()[1:] for rule in document["spec"]["podFailurePolicy"]["rules"]]
+    ends = {code for rule in rules if rule["action"] == "FailJob" for code in rule["onExitCodes"]["values"]}
+    assert ends == {ExitCode.USER_ERROR}, "3 is a learner that may come yet"
+    page = " ".join((ROOT / "docs" / "multi-node.md").read_text().split())
+    assert "Exit code 2, a mistake to mend, ends a Job." in page
+
+
 @pytest.mark.parametrize("number", [1, 2])
 def test_containers_name_keys_that_exist_and_mount_what_they_declare(number: int) -> None:
     document = documents()[number]
@@ -64,8 +79,9 @@ def test_containers_name_keys_that_exist_and_mount_what_they_declare(number: int
     assert secret["defaultMode"] & 0o007 == 0, "asyncrl refuses a secret key that everybody can read"
 
 
-def run_node(folder: Path, node: int, **variables: str) -> tuple[int, list[str]]:
-    """Exit code of node.sh with a stand-in for asyncrl, and what was started."""
+@contextmanager
+def running_node(folder: Path, node: int, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
+    """node.sh with a stand-in for asyncrl, which writes calls-NODE."""
     stand_in = folder / "asyncrl"
     stand_in.write_text(STAND_IN)
     stand_in.chmod(0o755)
@@ -85,9 +101,19 @@ def run_node(folder: Path, node: int, **variables: str) -> tuple[int, list[str]]
         "SLURM_GPUS_ON_NODE": "3",
         **variables,
     }
-    command = ["bash", str(SLURM / "node.sh"), "run_dir=runs/mine"]
-    code = subprocess.run(command, env=environment, timeout=20, check=False).returncode
-    return code, sorted(calls.read_text().splitlines())
+    process = subprocess.Popen(["bash", str(SLURM / "node.sh"), "run_dir=runs/mine"], env=environment)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def run_node(folder: Path, node: int, **variables: str) -> tuple[int, list[str]]:
+    """Its exit code, and what was started."""
+    with running_node(folder, node, **variables) as process:
+        code = process.wait(timeout=20)
+    return code, sorted((folder / f"calls-{node}").read_text().splitlines())
 
 
 def test_the_first_node_has_the_learner_and_its_exit_code(tmp_path: Path) -> None:
@@ -107,6 +133,30 @@ def test_other_nodes_have_a_server_per_gpu(tmp_path: Path) -> None:
     assert code == 0, "a server that crashes is missed by nobody"
     assert [call.split()[:2] for call in calls] == [["0", "rollout"], ["1", "rollout"], ["2", "rollout"]]
     assert run_node(tmp_path, 1, SERVER_CODE="2")[0] != 0, "one that is misconfigured ends the job"
+
+
+def test_a_server_whose_learner_did_not_come_in_time_is_started_again(tmp_path: Path) -> None:
+    late = {"SERVER_CODE": str(ExitCode.BAD_STATE.value), "TIMES": "2", "RESTART_DELAY": "0"}
+    code, calls = run_node(tmp_path, 1, **late, THEN="0")
+    assert code == 0
+    assert [call.split()[0] for call in calls] == [*"000111222"]
+    (tmp_path / "calls-1").unlink()
+    assert run_node(tmp_path, 1, **late, THEN="2")[0] != 0, "then it is refused"
+
+
+def test_a_server_on_a_node_ends_with_the_job(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with running_node(tmp_path, 1, SLURM_GPUS_ON_NODE="1") as node:
+        calls = tmp_path / "calls-1"
+        wait_until(lambda: bool(calls.read_text()), "a server", tmp_path)
+        (server,) = [
+            child for child in psutil.Process(node.pid).children(recursive=True) if "rollout" in child.cmdline()
+        ]
+        node.terminate()
+        node.wait(timeout=10)
+        psutil.wait_procs([server], timeout=10)
+        assert not server.is_running()
+    assert time.monotonic() - began < 20
 
 
 def test_slurm_scripts_are_bash_and_name_keys_that_exist() -> None:

@@ -22,6 +22,7 @@ from asyncrl.launch.supervisor import Outcome
 from asyncrl.launch.train import report
 from asyncrl.telemetry.failure import (
     FAILURE_FILE,
+    Kind,
     clear_failure,
     describe_full_disk,
     is_disk_full,
@@ -153,6 +154,22 @@ def test_a_mistake_of_the_user_is_saved_where_there_is_a_run(tmp_path: Path) -> 
     replaced = read_failure(tmp_path / "run")
     assert replaced is not None
     assert replaced.reason == "the cause"
+
+
+@pytest.mark.parametrize("kind", ["bad_state", "disk_full"])
+def test_a_wait_that_ran_out_is_not_the_cause_of_what_comes_later(tmp_path: Path, kind: Kind) -> None:
+    """Of a server that was up long before its learner, which `--unattended` must not repeat after bad state."""
+    save_failure(tmp_path, "rollout_server", "refused", kind="user_error")
+    for reason in ("no learner answered", "the consequence"):
+        save_failure(tmp_path, "rollout_server", reason, kind="timed_out")
+    found = read_failure(tmp_path)
+    assert found is not None
+    assert found.reason == "no learner answered"
+    save_failure(tmp_path, "learner", "the loss is nan", kind=kind)
+    save_failure(tmp_path, "rollout_server", "the learner has been gone for 600 s", kind="timed_out")
+    found = read_failure(tmp_path)
+    assert found is not None
+    assert found.reason == "the loss is nan"
 
 
 def test_the_reason_is_saved_on_a_disk_that_is_full(tmp_path: Path) -> None:

@@ -59,6 +59,9 @@ def test_all_filters_become_one_query() -> None:
     assert query.staleness[0] == 2
     assert (query.prompt, query.order, query.rewards) == ("Digit", "worst", None)
     assert read_query({}) == SampleQuery()
+    assert read_query({"step": "3-1e30", "staleness": "<1e999"}) == SampleQuery(
+        steps=(3, 2**62), staleness=(-(2**62), 2**62)
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,6 +71,14 @@ def test_all_filters_become_one_query() -> None:
         ({"reward": "5-1"}, "5 is above 1"),
         ({"status": "broken"}, "'broken'"),
         ({"order": "random"}, "newest"),
+        (
+            {"step": "9" * 20},
+            "step 99999999999999999999 is out of range. Write numbers from -4611686018427387904 to 46",
+        ),
+        ({"step": "-9e19--8e19"}, "out of range"),
+        ({"staleness": "9" * 400}, "out of range"),
+        ({"staleness": ">1e999"}, "out of range"),
+        ({"staleness": "<-1e999"}, "out of range"),
     ],
 )
 def test_a_filter_that_cannot_be_read_is_named(words: dict[str, str], named: str) -> None:

@@ -63,6 +63,8 @@ def test_the_server_shows_a_group_and_its_images(server: InspectServer) -> None:
     [
         ("/api/samples?step=x", 400),
         ("/api/samples?offset=-1", 400),
+        ("/api/samples?step=99999999999999999999", 400),
+        ("/api/samples?staleness=1e999", 400),
         ("/api/sample/99", 400),
         ("/api/sample/../../etc/passwd", 404),
         ("/image/x", 400),

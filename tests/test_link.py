@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import UserError
+from asyncrl.errors import WaitTimeoutError
 from protocol.errors import ProtocolError
 from protocol.messages import FinishReason, Group, GroupTimings, TrajectoryRecord, TrajectoryStatus
 from rollout_server.link import LearnerLink
@@ -59,7 +59,7 @@ def test_every_hello_to_a_learner_that_is_not_there_is_told(make_config: Callabl
     async def connect() -> None:
         link = LearnerLink(config, engine="hf", fingerprints=("m", "p"), in_work=tuple)
         try:
-            with pytest.raises(UserError, match="no learner answered"):
+            with pytest.raises(WaitTimeoutError, match=r"no learner answered.*network.control_port\?"):
                 await link.connect(lambda: hellos.append(None))
         finally:
             link.close()

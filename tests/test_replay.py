@@ -166,6 +166,23 @@ def test_another_initial_model_is_refused(run: Path, tmp_path: Path, capsys: pyt
 
 
 @of_the_whole_model
+@pytest.mark.parametrize(
+    ("override", "was"),
+    [("batch.prompts_per_step=2", "4"), ("batch.group_size=2", "4"), ("trainer.seed=99", "")],
+)
+def test_a_setting_that_the_recorded_step_was_made_with_is_refused_by_name(
+    run: Path, capsys: pytest.CaptureFixture[str], override: str, was: str
+) -> None:
+    assert replay.main([str(run), "--step", "3", override]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"error: {override} cannot be tried on a step of the journal")
+    assert f"sampled with {was}" in said
+    if was:
+        name = override.partition("=")[0]
+        assert replay.main([str(run), "--step", "1", f"{name}={was}"]) == 0, "the same value is no other"
+
+
+@of_the_whole_model
 def test_what_is_not_there_is_refused_with_what_is(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

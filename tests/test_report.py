@@ -172,7 +172,20 @@ def test_the_rest_is_there_without_it(tmp_path: Path, gone: str) -> None:
     assert "Healthy" in page(run).words
 
 
-def test_an_empty_directory_has_a_page(tmp_path: Path) -> None:
+def test_a_directory_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in (tmp_path / "empty", tmp_path / "empty" / "other"):
+        folder.mkdir()
+        assert main(["report", str(folder)]) == 2
+        (said,) = capsys.readouterr().err.splitlines()
+        assert said.startswith(f"error: there is no run in {folder}: it has none of config.yaml, status.json,")
+        assert said.endswith(". Name the run_dir of a run")
+    assert main(["report", str(made.make_run(tmp_path / "run")), str(tmp_path / "empty")]) == 2
+    assert not list(tmp_path.rglob("report.html"))
+
+
+@pytest.mark.parametrize("only", ["config.yaml", "status.json", "metrics.jsonl", "journal.sqlite", "failure.json"])
+def test_a_run_that_has_hardly_begun_has_a_page(tmp_path: Path, only: str) -> None:
+    (tmp_path / only).touch()
     shown = page(tmp_path)
     assert "There is nothing to judge yet" in shown.words
     assert "No step has recorded its time" in shown.words
@@ -267,6 +280,7 @@ def test_several_runs_are_laid_over_each_other(tmp_path: Path) -> None:
 def test_runs_that_have_nothing_can_be_compared(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
+        (tmp_path / name / "journal.sqlite").touch()
     assert main(["report", str(tmp_path / "a"), str(tmp_path / "b"), "-o", str(tmp_path / "x.html")]) == 0
     Page((tmp_path / "x.html").read_text())
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.launch.story import Story
 from asyncrl.report.activity import exclusive, lanes, subtract
 from asyncrl.report.chart import Curve, line_chart, ticks
 from asyncrl.report.run import read_run
@@ -138,6 +139,32 @@ def test_a_pause_between_two_learners_is_drawn_short(tmp_path: Path) -> None:
     assert len(widths) == 20
     assert min(widths) > 20
     assert read.busy_s == pytest.approx(400, abs=15)
+
+
+@pytest.mark.parametrize(
+    ("failed", "crashed"), [((250, 300, 350), ()), ((), (-300, -200)), ((250,), (-100,)), ((), ())]
+)
+def test_a_pause_counts_once_however_often_a_start_failed_in_it(
+    tmp_path: Path, failed: tuple[int, ...], crashed: tuple[int, ...]
+) -> None:
+    """Twenty steps of 10 s, a pause until 400 s, twenty more. `failed` starts in the pause, `crashed` before it all."""
+
+    def times(number: int) -> dict[str, float]:
+        return {
+            "time": made.BEGAN + 10 * number + (200 if number > 20 else 0),
+            "uptime_s": 10 * ((number - 1) % 20 + 1),
+        }
+
+    run = made.make_run(tmp_path / "run", steps=40, change=times)
+    made.lines(run / "timeline.jsonl", [])
+    starts = [{"time": made.BEGAN + at, "step": 20} for at in (*crashed, 0, *failed, 400)]
+    (run / "environment.json").write_text(json.dumps({"starts": starts}))
+    assert read_run(run).busy_s == pytest.approx(400)
+    story = Story(run)
+    story.refresh()
+    assert story.seconds_taken() == pytest.approx(400), "asyncrl watch says the same"
+    (run / "metrics.jsonl").unlink()
+    assert read_run(run).busy_s == 0
 
 
 def test_steps_that_say_no_more_than_their_time_have_no_detail(tmp_path: Path) -> None:

@@ -169,6 +169,25 @@ def test_a_server_stops_with_the_reason_when_its_learner_is_gone_or_makes_anothe
     assert "Start it again for the new run" in failure_of(run).reason
 
 
+def test_a_server_whose_learner_does_not_come_says_so_and_begins_no_run(
+    make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    config = with_ports(scripted(make_config, network={"start_timeout_s": 2.0}))
+    file = write_config(config, tmp_path / "config")
+    for is_there in (False, True):
+        server = start("rollout_server", file, f"run_dir={run}")
+        with running(server):
+            assert server.wait(timeout=60) == 3, logs(tmp_path / "config")
+        said = (tmp_path / "config" / "rollout_server.log").read_text()
+        assert "Traceback" not in said
+        assert f"error: no learner answered at {config.control_endpoint} within 2 s" in said.splitlines()[-1]
+        assert run.exists() == is_there, "what is not empty a learner does not begin in"
+        run.mkdir(exist_ok=True)
+    failure = failure_of(run)
+    assert (failure.service, failure.kind) == ("rollout_server", "timed_out")
+
+
 def test_a_wait_beyond_its_deadline_names_what_and_who(make_config: Callable[..., RunConfig], tmp_path: Path) -> None:
     run = tmp_path / "run"
     learner_section = {"max_staleness": 0, "wait_timeout_s": 4.0}

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.cli import main as asyncrl
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError, WaitTimeoutError
 from asyncrl.health import LONGEST_PULSE_S, LONGEST_START_S, LONGEST_STEP_S, ailments
@@ -120,6 +121,15 @@ def test_health_names_what_is_wrong(more: str, says: list[str]) -> None:
         found = ailments(url)
     assert len(found) == len(says)
     assert all(text in ailment for text, ailment in zip(says, found, strict=True)), found
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_health_of_an_address_without_a_scheme(host: str) -> None:
+    with _endpoint(WELL) as url:
+        port = url.removeprefix("http://127.0.0.1:").removesuffix("/metrics")
+        assert asyncrl(["health", f"{host}:{port}/metrics"]) == 0
+        assert ailments(f"{host}:{port}") == []
+    assert f"http://{host}:{port}/metrics does not answer" in ailments(f"{host}:{port}/metrics")[0]
 
 
 def test_health_of_nothing_and_of_something_else() -> None:

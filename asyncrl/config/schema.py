@@ -120,7 +120,7 @@ class NetworkConfig(Section):
     reconnect_timeout_s: float = Field(default=600.0, gt=0)
     """A rollout server works on and waits this long for a learner that has gone."""
     start_timeout_s: float = Field(default=300.0, gt=0)
-    """Longest wait for the first server, model loading included."""
+    """Longest wait of a learner for the first server, model loading included, and of a server for its learner."""
     max_message_mib: int = Field(default=256, gt=0)
     """Larger messages are refused; a group, or the tickets with their images that are sent together."""
 

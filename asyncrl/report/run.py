@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from asyncrl.errors import UserError
+from asyncrl.launch.processes import JOURNAL_FILE
 from asyncrl.telemetry.environment import ENVIRONMENT_FILE, read_starts
-from asyncrl.telemetry.failure import Failure, read_failure
+from asyncrl.telemetry.failure import FAILURE_FILE, Failure, read_failure
 from asyncrl.telemetry.recorder import (
     CONFIG_FILE,
     EVALUATIONS_FILE,
@@ -22,6 +25,8 @@ from asyncrl.telemetry.recorder import (
     TIMELINE_FILE,
 )
 
+SIGNS = (CONFIG_FILE, STATUS_FILE, METRICS_FILE, JOURNAL_FILE, FAILURE_FILE)
+"""A directory with one of them is a run's, however little is left of it."""
 LARGEST = 1e100
 """Beyond it a number is as good as infinite; its square and sums of it are not."""
 Record = dict[str, Any]
@@ -93,19 +98,22 @@ class Run:
 
     @cached_property
     def busy_s(self) -> float | None:
-        """Wall-clock seconds of its processes, without the pauses between them."""
+        """Wall-clock seconds of its processes, without the pauses between them. As for `asyncrl watch`, each worked
+        from its start to its last step; one that made none did not."""
         if self.clock is None:
             return None
-        times = sorted(t for step in self.steps if (t := number(step.get("time"))))
-        starts = [t for start in self.starts[1:] if (t := number(start.get("time")))]
-        paused = sum(began - max((t for t in times if t <= began), default=began) for began in starts)
+        times = [t for step in self.steps if (t := number(step.get("time")))]
+        starts = sorted(t for start in self.starts if (t := number(start.get("time"))))
+        paused = sum(began - max([earlier, *(t for t in times if t <= began)]) for earlier, began in pairwise(starts))
         return max(0.0, self.clock[1] - self.clock[0] - paused)
 
 
 def read_run(path: Path) -> Run:
-    """Raises UserError only where there is no directory."""
+    """Raises UserError only where there is no run: no directory, or none of the files that a run begins with."""
     if not path.is_dir():
         raise UserError(f"there is no run directory {path}. Name the run_dir of a run")
+    if not any(os.path.exists(path / name) for name in SIGNS):  # of a directory that may not be read, too
+        raise UserError(f"there is no run in {path}: it has none of {', '.join(SIGNS)}. Name the run_dir of a run")
     missing: list[str] = []
     steps = sorted(_lines(path / METRICS_FILE, missing), key=lambda step: step["step"])
     text, config = _configuration(path / CONFIG_FILE, missing)

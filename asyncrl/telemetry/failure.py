@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 FAILURE_FILE = "failure.json"
 Kind = Literal["bad_state", "disk_full", "timed_out", "user_error"]
+_NO_CAUSES = ("user_error", "timed_out")
+"""Of a failure of a later kind, the other ones included."""
 _RESERVED_BYTES = 8192
 _PROBE_BYTES = 65536
 """What must fit if there is room: more than any page of a database."""
@@ -68,12 +70,12 @@ def release(run_dir: Path, service: str) -> None:
 def save_failure(run_dir: Path, service: str, reason: str, *, kind: Kind = "bad_state") -> Path | None:
     """Write `failure.json`, complete or not at all. What is there already stays: it came first, and may be the cause.
 
-    But a mistake of the user, such as a server that was refused, is no cause of a bad state.
-    None where nothing could be written; the log has the reason in any case.
+    But a mistake of the user, such as a server that was refused, is no cause of a bad state, and neither is a wait
+    that ran out. None where nothing could be written; the log has the reason in any case.
     """
     target, reserved = run_dir / FAILURE_FILE, _reserved(run_dir, service)
     earlier = read_failure(run_dir)
-    if earlier and (earlier.kind != "user_error" or kind == "user_error"):
+    if earlier and _weight(earlier.kind) >= _weight(kind):
         return target
     failure = Failure(service, kind, reason[:_LONGEST_REASON], time.time(), _last_step(run_dir))
     text = json.dumps(asdict(failure), ensure_ascii=False, indent=2)
@@ -89,6 +91,10 @@ def save_failure(run_dir: Path, service: str, reason: str, *, kind: Kind = "bad_
         logger.error("the reason could not be saved in %s: %s", target, problem)
         return None
     return target
+
+
+def _weight(kind: Kind) -> int:
+    return _NO_CAUSES.index(kind) if kind in _NO_CAUSES else len(_NO_CAUSES)
 
 
 def read_failure(run_dir: Path) -> Failure | None:

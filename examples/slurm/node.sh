@@ -5,6 +5,23 @@ network=(network.host="$LEARNER_NODE" network.control_port="$CONTROL_PORT" netwo
   network.keys_dir="$KEYS")
 servers=()
 learner=""
+serve() { # on GPU $1; again where it waited in vain for a learner that is not up yet (3: a wait ran out)
+  local gpu="$1" attempt code=0 server=""
+  shift
+  trap 'kill -TERM $server 2>/dev/null || true; wait; exit 143' TERM
+  for attempt in {1..50}; do
+    CUDA_VISIBLE_DEVICES="$gpu" "$ASYNCRL" rollout "$CONFIG" "${network[@]}" \
+      telemetry.rollout_port="$((FIRST_METRICS_PORT + gpu))" "$@" &
+    server=$!
+    code=0
+    wait "$server" || code=$?
+    [ "$code" = 3 ] || return "$code"
+    sleep "${RESTART_DELAY:-5}" &
+    server=$!
+    wait "$server"
+  done
+  return "$code"
+}
 trap 'kill -TERM $learner "${servers[@]}" 2>/dev/null || true' TERM INT EXIT
 
 if [ "${SLURM_NODEID:-0}" = 0 ]; then
@@ -12,8 +29,7 @@ if [ "${SLURM_NODEID:-0}" = 0 ]; then
   learner=$!
 fi
 for ((gpu = ${learner:+1}+0; gpu < ${SLURM_GPUS_ON_NODE:-1}; gpu++)); do
-  CUDA_VISIBLE_DEVICES="$gpu" "$ASYNCRL" rollout "$CONFIG" "${network[@]}" \
-    telemetry.rollout_port="$((FIRST_METRICS_PORT + gpu))" "$@" &
+  serve "$gpu" "$@" &
   servers+=($!)
 done
 

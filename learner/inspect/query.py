@@ -15,6 +15,8 @@ from protocol.messages import TrajectoryStatus
 ORDERS: tuple[Order, ...] = get_args(Order)
 STATUSES = tuple(str(status) for status in TrajectoryStatus)
 FILTERS = ("step", "reward", "status", "staleness", "prompt", "order")
+LARGEST = 2**62
+"""SQLite's integers have 64 bits."""
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _RANGE = re.compile(rf"({_NUMBER})(?:-({_NUMBER}))?")
 _BOUND = re.compile(rf"(<=|>=|<|>)({_NUMBER})")
@@ -55,8 +57,9 @@ def _range(name: str, text: str) -> tuple[float, float]:
 
 def _whole(name: str, text: str) -> tuple[int, int]:
     low, high = _range(name, text)
-    # SQLite's integers have 64 bits.
-    return math.ceil(max(low, -(2**62))), math.floor(min(high, 2**62))
+    if low > LARGEST or high < -LARGEST:
+        raise UserError(f"{name} {text[:40]} is out of range. Write numbers from -{LARGEST} to {LARGEST}")
+    return math.ceil(max(low, -LARGEST)), math.floor(min(high, LARGEST))
 
 
 def _statuses(text: str) -> tuple[str, ...]:
