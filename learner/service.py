@@ -32,6 +32,7 @@ from learner.start import (
     StartingPoint,
     adapter_settings,
     begin_journal,
+    check_steps_ahead,
     find_start,
     forget_lease,
     forget_run,
@@ -111,6 +112,8 @@ class Learner:
             | adapter_settings(self.engine.adapter, self.training.base),
             self.engine.published_state(),
         )
+        if start.journal:
+            check_steps_ahead(start.journal, config.trainer, self.progress)
         self.ledger = TicketLedger(
             self.journal,
             prompts_per_step=config.batch.prompts_per_step,
@@ -179,9 +182,12 @@ class Learner:
             self.reporter.started(self.progress.step, self.engine.device)
             self.exchange.start()
             self._make_steps_again()
-            self.between.wait_for_server()
-            self._publish()  # version 0, too: a server may have loaded another folder of the same architecture
-            self.between.open_for_work()
+            if self.between.needs_server:
+                self.between.wait_for_server()
+                self._publish()  # version 0, too: a server may have loaded another folder of the same architecture
+                self.between.open_for_work()
+            else:
+                logger.info("step %d was the last: nothing is left to do for a server", self.progress.step)
             while not self.progress.is_last:
                 self._one_step()
             self.between.take_device_back()
