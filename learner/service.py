@@ -69,13 +69,10 @@ class Learner:
             if start.journal:
                 put_back = reopen(config.run_path)
                 self._resources.callback(lambda: put_back() if self._goodbye == COULD_NOT_START else None)
-            path = str(start.model_path or config.model.path)
             self.processor = PromptProcessor(config.model)
             self._lease = self._take_lease(start)
-            self._prepare(
-                config.model_copy(update={"model": config.model.model_copy(update={"path": path})}),
-                start,
-            )
+            model = config.model.model_copy(update={"path": str(start.model_path or config.model.path)})
+            self._prepare(config.model_copy(update={"model": model}), start)
             self._open(start)
         except BaseException:
             self._resources.close()
@@ -114,8 +111,7 @@ class Learner:
             | adapter_settings(self.engine.adapter, self.training.base),
             self.engine.published_state(),
         )
-        if start.journal:
-            check_steps_ahead(start.journal, config.trainer, self.progress)
+        check_steps_ahead(self.journal, config.trainer, self.progress)
         self.ledger = TicketLedger(
             self.journal,
             prompts_per_step=config.batch.prompts_per_step,
