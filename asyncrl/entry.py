@@ -2,7 +2,7 @@
 
 0 finished, 1 crashed (the launcher starts the service again), 2 the user can mend it (the last line says how), 3 bad
 state (not started again), 4 a rollout server whose learner left before the end, 130 interrupted. The reason of 2 and
-3 is in failure.json, where there is a run directory.
+3 is in failure.json, where there is a run directory; not that of a refused --resume, which is no failure of the run.
 """
 
 from __future__ import annotations
@@ -22,8 +22,16 @@ from typing import NoReturn
 
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import BadStateError, ExitCode, LearnerLeftError, RunTakenError, UserError
-from asyncrl.telemetry.failure import describe_full_disk, kind_of, release, reserve, save_failure
+from asyncrl.errors import BadStateError, ExitCode, LearnerLeftError, ResumeRefusedError, RunTakenError, UserError
+from asyncrl.telemetry.failure import (
+    describe_full_disk,
+    failure_of,
+    forget_failure,
+    kind_of,
+    release,
+    reserve,
+    save_failure,
+)
 from asyncrl.telemetry.logs import configure_logging
 
 logger = logging.getLogger(__name__)
@@ -95,13 +103,15 @@ def _guarded(name: str, main: Main, arguments: argparse.Namespace) -> int:
 
 def _run(name: str, main: Main, config: RunConfig, start: Start) -> int:
     """Until it ends, well or in bad state. Everything else that is raised is a crash, with its traceback in the log."""
+    earlier = failure_of(config.run_path, name)
     try:
         reserve(config.run_path, name)
         main(config, start)
-    except (RunTakenError, LearnerLeftError):
+    except (RunTakenError, ResumeRefusedError, LearnerLeftError):
         raise
     except UserError as error:
         if config.run_path.is_dir():  # a run that could not begin leaves nothing behind
+            forget_failure(config.run_path, earlier)
             save_failure(config.run_path, name, str(error), kind="user_error")
         raise
     except Exception as error:
@@ -111,6 +121,7 @@ def _run(name: str, main: Main, config: RunConfig, start: Start) -> int:
         reason = describe_full_disk(error, config.run_path) if kind == "disk_full" else str(error)
         logger.error("the run stops: %s", reason, exc_info=not isinstance(error, BadStateError))
         print(f"error: {reason}", file=sys.stderr)
+        forget_failure(config.run_path, earlier)  # it came first, but is no cause of this
         if config.run_path.is_dir() or kind != "timed_out":  # the run of a learner that never came is not begun here
             save_failure(config.run_path, name, reason, kind=kind)
         return ExitCode.BAD_STATE

@@ -13,6 +13,10 @@ class RunTakenError(UserError):
     """The run directory is another process's or another run's: this one may write nothing there, not even why."""
 
 
+class ResumeRefusedError(UserError):
+    """A run is not continued like this. It stays as it was, and has not failed: nothing of this is saved in it."""
+
+
 class BadStateError(Exception):
     """The run cannot go on honestly (NaN loss, protocol violation). It stops with this as its saved reason."""
 

@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 import gc
+from typing import TYPE_CHECKING
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.entry import Start, require_fixed_ports, run_service
-from asyncrl.telemetry.failure import reserve
+from asyncrl.errors import ResumeRefusedError, UserError
+from asyncrl.telemetry.failure import forget_failure, read_failure, reserve
+
+if TYPE_CHECKING:
+    from learner.service import Learner
 
 
 def main(config: RunConfig, start: Start) -> None:
+    earlier = read_failure(config.run_path)
+    try:
+        learner = prepare(config, start)
+    except UserError as error:
+        if start.resume:
+            raise ResumeRefusedError(str(error)) from error
+        raise
+    forget_failure(config.run_path, earlier)  # a run that goes on has not failed
+    reserve(config.run_path, "learner")  # a new run has its directory only now
+    gc.freeze()  # what imports and the model have left is there to stay: no collection need look at it again
+    learner.run()
+
+
+def prepare(config: RunConfig, start: Start) -> Learner:
+    """Raises UserError for everything that can be wrong with a configuration."""
     import torch
 
     from learner.service import Learner
@@ -18,10 +38,7 @@ def main(config: RunConfig, start: Start) -> None:
     if config.learner.cpu_threads:
         torch.set_num_threads(config.learner.cpu_threads)
     torch.manual_seed(config.trainer.seed)
-    learner = Learner(config, resume=start.resume)
-    reserve(config.run_path, "learner")  # a new run has its directory only now
-    gc.freeze()  # what imports and the model have left is there to stay: no collection need look at it again
-    learner.run()
+    return Learner(config, resume=start.resume)
 
 
 if __name__ == "__main__":

@@ -46,6 +46,11 @@ class BetweenSteps:
         self._waits = waits
         self._tell = tell
 
+    @property
+    def needs_server(self) -> bool:
+        """Steps are left, or the last evaluation."""
+        return not self._progress.is_last or self._evaluation.is_due(self._progress)
+
     def wait_for_server(self) -> None:
         self._tell("waiting", "the first rollout server")
         with self._waits.waiting("server"):

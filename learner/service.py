@@ -12,6 +12,7 @@ from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.loading import stop_token_ids
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.telemetry.failure import kind_of
+from asyncrl.telemetry.recorder import read_status
 from asyncrl.telemetry.timeline import LEARNER
 from asyncrl.telemetry.waits import WaitClock
 from asyncrl.weight_transfer.requirements import check_cuda
@@ -32,6 +33,7 @@ from learner.start import (
     StartingPoint,
     adapter_settings,
     begin_journal,
+    check_steps_ahead,
     find_start,
     forget_lease,
     forget_run,
@@ -63,16 +65,14 @@ class Learner:
         check_cuda(config, "learner.device", config.learner.device)
         try:
             start = find_start(config, resume=resume, resources=self._resources)
+            self._was_finished = read_status(config.run_path).get("phase") == "finished"
             if start.journal:
                 put_back = reopen(config.run_path)
                 self._resources.callback(lambda: put_back() if self._goodbye == COULD_NOT_START else None)
-            path = str(start.model_path or config.model.path)
             self.processor = PromptProcessor(config.model)
             self._lease = self._take_lease(start)
-            self._prepare(
-                config.model_copy(update={"model": config.model.model_copy(update={"path": path})}),
-                start,
-            )
+            model = config.model.model_copy(update={"path": str(start.model_path or config.model.path)})
+            self._prepare(config.model_copy(update={"model": model}), start)
             self._open(start)
         except BaseException:
             self._resources.close()
@@ -111,6 +111,7 @@ class Learner:
             | adapter_settings(self.engine.adapter, self.training.base),
             self.engine.published_state(),
         )
+        check_steps_ahead(self.journal, config.trainer, self.progress)
         self.ledger = TicketLedger(
             self.journal,
             prompts_per_step=config.batch.prompts_per_step,
@@ -179,9 +180,12 @@ class Learner:
             self.reporter.started(self.progress.step, self.engine.device)
             self.exchange.start()
             self._make_steps_again()
-            self.between.wait_for_server()
-            self._publish()  # version 0, too: a server may have loaded another folder of the same architecture
-            self.between.open_for_work()
+            if self._was_finished and not self.between.needs_server:
+                logger.info("step %d was the last: nothing is left to do for a server", self.progress.step)
+            else:  # also at the last step of a learner that died: its servers are to hear that the run is finished
+                self.between.wait_for_server()
+                self._publish()  # version 0, too: a server may have loaded another folder of the same architecture
+                self.between.open_for_work()
             while not self.progress.is_last:
                 self._one_step()
             self.between.take_device_back()

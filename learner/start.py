@@ -14,17 +14,18 @@ from pathlib import Path
 import torch
 import xxhash
 
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.schema import RunConfig, TrainerConfig
 from asyncrl.errors import RunTakenError, UserError
 from asyncrl.models.export import MODEL_FOLDER
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import tensor_bytes
+from asyncrl.run_lock import LEARNER_LOCK, lock_run
 from asyncrl.telemetry.jsonl import write_atomically
 from asyncrl.telemetry.recorder import STATUS_FILE, read_status
 from learner.checkpoint import LearnerState, newest_checkpoint, read_state
 from learner.journal import JOURNAL_FILE, Journal
 from learner.journal_reader import JournalReader
-from learner.run_lock import LOCK_FILE, lock_run
+from learner.progress import Progress
 from learner.ticket_writer import TicketWriter
 from protocol.lease import DeviceLease
 from protocol.messages import AdapterSpec
@@ -128,6 +129,18 @@ def sign_journal(
     return run_id
 
 
+def check_steps_ahead(journal: Journal, trainer: TrainerConfig, progress: Progress) -> None:
+    """Raises UserError where the run is past the step that it is to end at. At that step it may be: an end that was cut
+    short is made again."""
+    step = max(progress.step, journal.state().last_step)
+    if step > progress.total_steps:
+        key = "trainer.max_steps" if trainer.max_steps else "trainer.total_epochs"
+        raise UserError(
+            f"--resume of {journal.path}: the run is at step {step}, and is to end at step {progress.total_steps}. "
+            f"Raise {key}, which is {trainer.max_steps or trainer.total_epochs}"
+        )
+
+
 def check_initial_model(journal: Journal | JournalReader, model: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Where there is no checkpoint to begin at. Raises UserError if the run began with another model."""
     if journal.meta("model") != _digest(model):
@@ -178,7 +191,7 @@ def forget_run(journal: Journal) -> None:
     """Of a new run that could not start after all, nothing stays."""
     assert journal.path is not None
     run_path = journal.path.parent
-    for file in (*run_path.glob(f"{JOURNAL_FILE}*"), run_path / LOCK_FILE):
+    for file in (*run_path.glob(f"{JOURNAL_FILE}*"), run_path / LEARNER_LOCK):
         file.unlink(missing_ok=True)
     _remove_if_empty(run_path)
 

@@ -25,9 +25,10 @@ from asyncrl.doctor.network import find_network, is_local
 from asyncrl.doctor.ports import find_ports
 from asyncrl.doctor.run_dir import find_run_dir
 from asyncrl.errors import UserError
-from asyncrl.launch.processes import JOURNAL_FILE, LOCK_FILE
+from asyncrl.launch.processes import JOURNAL_FILE
 from asyncrl.launch.train import resolve_ports
 from asyncrl.memory_plan.plan import GIB
+from asyncrl.run_lock import LEARNER_LOCK
 from protocol.curve import LEARNER_SECRET, make_keys
 from protocol.endpoints import free_port
 from tests.small_runs import small
@@ -182,17 +183,14 @@ def test_a_run_directory_that_is_taken(make_config: MakeConfig, tmp_path: Path) 
 
 
 def test_a_learner_at_work_is_named(make_config: MakeConfig) -> None:
-    from learner import run_lock
-
-    assert run_lock.LOCK_FILE == LOCK_FILE
     config = make_config()
     config.run_path.mkdir()
-    with (config.run_path / LOCK_FILE).open("w+") as lock:
+    with (config.run_path / LEARNER_LOCK).open("w+") as lock:
         lock.write("123\n")
         lock.flush()
         fcntl.flock(lock, fcntl.LOCK_EX)
         (found,) = list(find_run_dir(config))
-    assert found.value == f"a learner (process 123) works in {config.run_path}"
+    assert found.value == f"another learner (process 123) works in {config.run_path}"
     assert found.verdict == "problem"
 
 

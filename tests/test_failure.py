@@ -23,8 +23,9 @@ from asyncrl.launch.train import report
 from asyncrl.telemetry.failure import (
     FAILURE_FILE,
     Kind,
-    clear_failure,
     describe_full_disk,
+    failure_of,
+    forget_failure,
     is_disk_full,
     read_failure,
     release,
@@ -41,7 +42,7 @@ reward: {{functions: [{{function: exact_match}}]}}
 SERVICE = """
 import errno, os, sqlite3, sys
 from asyncrl.entry import run_service
-from asyncrl.errors import BadStateError, RunTakenError, UserError
+from asyncrl.errors import BadStateError, ResumeRefusedError, RunTakenError, UserError
 def main(config, resume):
     {body}
 run_service({name!r}, main, leave={leave})
@@ -102,6 +103,7 @@ def test_a_full_disk_is_bad_state_that_names_the_directory_and_its_free_space(tm
         ("raise RuntimeError('unforeseen')", ExitCode.CRASHED),
         ("raise OSError(errno.ECONNRESET, 'gone')", ExitCode.CRASHED),
         ("raise RunTakenError('another run')", ExitCode.USER_ERROR),
+        ("raise ResumeRefusedError('other data')", ExitCode.USER_ERROR),
         ("raise KeyboardInterrupt", ExitCode.INTERRUPTED),
     ],
 )
@@ -185,18 +187,40 @@ def test_the_reason_is_saved_on_a_disk_that_is_full(tmp_path: Path) -> None:
     assert saved.reason == "\N{EURO SIGN}" * 1500
 
 
-def test_the_first_reason_stays_and_a_service_that_starts_again_forgets_its_own(tmp_path: Path) -> None:
+def test_the_first_reason_stays_and_only_what_was_found_at_the_start_is_forgotten(tmp_path: Path) -> None:
     save_failure(tmp_path, "learner", "the cause")
     save_failure(tmp_path, "rollout_server", "the consequence")
-    reserve(tmp_path, "rollout_server")
-    found = read_failure(tmp_path)
+    found = failure_of(tmp_path, "learner")
     assert found is not None
     assert found.reason == "the cause"
-    reserve(tmp_path, "learner")
-    assert read_failure(tmp_path) is None
-    release(tmp_path, "learner")
-    release(tmp_path, "rollout_server")
+    forget_failure(tmp_path, failure_of(tmp_path, "rollout_server"))
+    assert read_failure(tmp_path) == found
+    forget_failure(tmp_path, found)
     assert list(tmp_path.iterdir()) == []
+    save_failure(tmp_path, "rollout_server", "came since")
+    forget_failure(tmp_path, found)
+    assert failure_of(tmp_path, "rollout_server") is not None
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("raise RunTakenError('another run')", "the loss is nan"),
+        ("raise ResumeRefusedError('other data')", "the loss is nan"),
+        ("raise KeyboardInterrupt", "the loss is nan"),
+        ("raise UserError('mend it')", "mend it"),
+        ("raise BadStateError('the gradient is inf')", "the gradient is inf"),
+    ],
+)
+def test_a_refusal_leaves_the_reason_of_before_and_a_failure_takes_its_place(
+    tmp_path: Path, body: str, reason: str
+) -> None:
+    assert run_service(tmp_path, "raise BadStateError('the loss is nan')").returncode == ExitCode.BAD_STATE
+    run_service(tmp_path, body)
+    saved = read_failure(tmp_path / "run")
+    assert saved is not None
+    assert saved.reason == reason
+    assert os.listdir(tmp_path / "run") == [FAILURE_FILE]
 
 
 def test_a_run_directory_that_cannot_be_written_is_said_in_the_log(
@@ -205,8 +229,6 @@ def test_a_run_directory_that_cannot_be_written_is_said_in_the_log(
     (tmp_path / "file").touch()
     assert save_failure(tmp_path / "file" / "run", "learner", "the loss is nan") is None
     assert "could not be saved" in caplog.text
-    clear_failure(tmp_path / "file")
-    clear_failure(tmp_path / "nowhere")
     release(tmp_path / "nowhere", "learner")
     assert read_failure(tmp_path / "nowhere") is None
 
@@ -243,21 +265,24 @@ def config(run_dir: Path) -> RunConfig:
     return RunConfig.model_validate({"run_dir": str(run_dir), "reward": reward, **sections})
 
 
-@pytest.mark.parametrize("saved", [True, False])
-def test_the_launcher_prints_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str], saved: bool) -> None:
-    """From failure.json, or from the log where that could not be written."""
+@pytest.mark.parametrize("saved", ["now", "earlier", ""])
+def test_the_launcher_prints_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str], saved: str) -> None:
+    """From failure.json, or from the log where that could not be written, or is of an earlier attempt."""
+    since = time.time()
     script = "import sys; print('loading'); print('error: the loss is nan'); sys.exit(3)"
     learner = Service("learner", [sys.executable, "-c", script], tmp_path / "learner.log", {})
     learner.start()
     assert learner.process is not None
     learner.process.wait(timeout=10)
     if saved:
-        save_failure(tmp_path, "learner", "the loss is nan")
-    assert report(config(tmp_path), Outcome(3, failed=learner), Story(tmp_path)) == 3
+        save_failure(tmp_path, "learner", "the loss is nan" if saved == "now" else "of before")
+    if saved == "earlier":
+        since = time.time()
+    assert report(config(tmp_path), Outcome(3, failed=learner), Story(tmp_path, since=since)) == 3
     told = capsys.readouterr().err.splitlines()
     assert told[0] == "error: the loss is nan"
-    assert len(told) == (2 if saved else 1)
-    if saved:
+    assert len(told) == (2 if saved == "now" else 1)
+    if saved == "now":
         assert str(tmp_path / FAILURE_FILE) in told[1]
         assert json.loads((tmp_path / FAILURE_FILE).read_text())["service"] == "learner"
 

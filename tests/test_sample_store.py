@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from learner.run_lock import lock_run
 
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
@@ -26,7 +27,6 @@ from asyncrl.models.processing import PromptProcessor
 from learner.batch import Batch
 from learner.inspect.__main__ import main as inspect
 from learner.journal import JOURNAL_FILE, Journal
-from learner.run_lock import lock_run
 from learner.samples import SampleQuery, SampleRow, SampleStore, rebuild
 from learner.samples.index import SampleIndex
 from learner.samples.model import Order

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import resource
 import shutil
 import tempfile
@@ -10,10 +9,10 @@ from pathlib import Path
 
 from asyncrl.config.schema import BYTES_PER_TOKEN, RunConfig
 from asyncrl.doctor.findings import Finding, Findings, size, split_fix
-from asyncrl.errors import UserError
-from asyncrl.launch.processes import LOCK_FILE
+from asyncrl.errors import RunTakenError, UserError
 from asyncrl.launch.train import check_run_dir, is_resumable
 from asyncrl.memory_plan.plan import GIB, MemoryPlan
+from asyncrl.run_lock import refuse_busy
 
 MIB = 2**20
 INDEX_SHARE = 0.3
@@ -31,10 +30,11 @@ def find_run_dir(config: RunConfig) -> Findings[None]:
         value = f"nothing can be written in {folder}: {error.strerror}"
         yield Finding("run_dir", value, "problem", "set run_dir to a folder that you may write, on a disk with room")
         return
-    holder = _learner_in(path)
-    if holder:
-        value = f"a learner (process {holder}) works in {path}"
-        yield Finding("run_dir", value, "problem", "wait for its end, stop it, or set another run_dir=...")
+    try:
+        refuse_busy(path)
+    except RunTakenError as error:
+        value, fix = split_fix(str(error))
+        yield Finding("run_dir", value, "problem", fix)
         return
     try:
         check_run_dir(config, resume=False)
@@ -83,16 +83,3 @@ def find_disk(config: RunConfig, plan: MemoryPlan) -> Findings[None]:
 def nearest_folder(path: Path) -> Path:
     """The path, or what there is above it."""
     return next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
-
-
-def _learner_in(path: Path) -> str:
-    """The process that holds the learner's lock; empty where none does."""
-    file = path / LOCK_FILE
-    if not file.is_file():
-        return ""
-    with file.open() as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return lock.read(64).strip() or "unknown"
-    return ""

@@ -21,8 +21,6 @@ from asyncrl.errors import ExitCode
 LAST_LINES = 30
 JOURNAL_FILE = "journal.sqlite"
 """In a run directory; there once there is something to resume. The learner's name for it (a test compares them)."""
-LOCK_FILE = "learner.lock"
-"""Likewise; a learner at work holds it."""
 _PR_SET_PDEATHSIG = 1
 # Loaded here: between fork and exec nothing may wait for a lock that another thread held.
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None

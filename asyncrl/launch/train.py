@@ -15,13 +15,15 @@ from asyncrl.launch.processes import JOURNAL_FILE, learner_service, server_servi
 from asyncrl.launch.story import Story
 from asyncrl.launch.supervisor import Outcome, RestartPolicy, Supervisor
 from asyncrl.launch.wording import MISSING, number
-from asyncrl.telemetry.failure import FAILURE_FILE, clear_failure, read_failure
+from asyncrl.run_lock import LAUNCHER_LOCK, refuse_busy, sole_launcher
+from asyncrl.telemetry.failure import FAILURE_FILE, read_failure
 from asyncrl.telemetry.recorder import CONFIG_FILE
 from asyncrl.telemetry.run_config import save_config
 from protocol.endpoints import BindError, check_bind, free_port, port_is_free
 
 CANDIDATE_FILE = ".config.resumed.yaml"
-"""What a resumed run's services read: config.yaml stays what the run was made with until its learner accepts this."""
+"""What a resumed run's services read: config.yaml stays what the run was made with until its learner accepts this.
+Of the launcher that has the run directory to itself, and gone with it."""
 PORTS = (
     ("network", "control_port"),
     ("network", "weights_port"),
@@ -32,11 +34,20 @@ PORTS = (
 
 def train(config: RunConfig, *, resume: bool) -> int:
     """Run to the end; returns the exit code. Nothing is written before every cheap check has passed."""
+    refuse_busy(config.run_path)
     check_run_dir(config, resume=resume)
     check_inputs(config, "learner", "rollout_server")
     config = resolve_ports(config)
+    with sole_launcher(config.run_path):
+        check_run_dir(config, resume=resume)  # another launcher may have been here meanwhile
+        try:
+            return _launch(config, resume=resume)
+        finally:
+            (config.run_path / CANDIDATE_FILE).unlink(missing_ok=True)
+
+
+def _launch(config: RunConfig, *, resume: bool) -> int:
     file = write_config(config, CANDIDATE_FILE if resume else CONFIG_FILE)
-    clear_failure(config.run_path)
     services = [learner_service(config, file, resume=resume), *server_services(config, file)]
     launch = config.launch
     policy = RestartPolicy(launch.max_restarts, launch.restart_delay_s, launch.healthy_s)
@@ -55,7 +66,8 @@ def check_run_dir(config: RunConfig, *, resume: bool) -> None:
     path = config.run_path
     if path.exists() and not path.is_dir():
         raise UserError(f"run_dir {path} is a file. Set another run_dir=...")
-    in_use, resumable = path.exists() and any(path.iterdir()), is_resumable(path)
+    in_use = path.exists() and any(file.name != LAUNCHER_LOCK for file in path.iterdir())
+    resumable = is_resumable(path)
     fix = "Remove it or set another run_dir=..." if in_use else "Start without --resume"
     if resume and not resumable:
         raise UserError(f"--resume: there is no {JOURNAL_FILE} in {path}. {fix}")
@@ -129,7 +141,7 @@ def write_config(config: RunConfig, name: str = CONFIG_FILE) -> Path:
 def report(config: RunConfig, outcome: Outcome, story: Story) -> int:
     """Say how it ended and where everything is."""
     if outcome.failed is not None and outcome.code != ExitCode.INTERRUPTED:
-        print(_why(config, outcome), file=sys.stderr)
+        print(_why(config, outcome, story.since), file=sys.stderr)
         return outcome.code
     if outcome.code == ExitCode.FINISHED:
         if story.evaluations:
@@ -147,16 +159,18 @@ def report(config: RunConfig, outcome: Outcome, story: Story) -> int:
     return outcome.code
 
 
-def _why(config: RunConfig, outcome: Outcome) -> str:
+def _why(config: RunConfig, outcome: Outcome, since: float) -> str:
     """What ended the run, and the fix or the last lines of the log."""
     service = outcome.failed
     assert service is not None
-    failure = read_failure(config.run_path)
     if outcome.code == ExitCode.USER_ERROR:
         return service.last_words()
     if outcome.code == ExitCode.BAD_STATE:
+        failure = read_failure(config.run_path)
+        if failure is None or failure.time < since:  # it could not be saved, or is an earlier attempt's
+            return service.last_words()
         saved = f"; saved in {config.run_path / FAILURE_FILE}, log {service.log}"
-        return f"error: {failure.reason}\n{failure.service} stopped the run{saved}" if failure else service.last_words()
+        return f"error: {failure.reason}\n{failure.service} stopped the run{saved}"
     limit = ""
     if outcome.gave_up:
         restarts = config.launch.max_restarts

@@ -53,10 +53,7 @@ class Failure:
 
 
 def reserve(run_dir: Path, service: str) -> None:
-    """Take the disk space that a reason needs, where there is a run directory; and forget this service's last one."""
-    earlier = read_failure(run_dir)
-    if earlier and earlier.service == service:
-        clear_failure(run_dir)
+    """Take the disk space that a reason needs, where there is a run directory."""
     if run_dir.is_dir() and os.access(run_dir, os.W_OK):  # a server may see the run of its learner read-only
         _reserved(run_dir, service).write_bytes(b" " * _RESERVED_BYTES)
 
@@ -105,10 +102,17 @@ def read_failure(run_dir: Path) -> Failure | None:
         return None
 
 
-def clear_failure(run_dir: Path) -> None:
-    """A run that starts, new or resumed, has not failed."""
-    with suppress(FileNotFoundError, NotADirectoryError):
-        (run_dir / FAILURE_FILE).unlink()
+def failure_of(run_dir: Path, service: str) -> Failure | None:
+    """None, too, where it is another service that has failed."""
+    failure = read_failure(run_dir)
+    return failure if failure and failure.service == service else None
+
+
+def forget_failure(run_dir: Path, earlier: Failure | None) -> None:
+    """What was found at the start, unless it has made room for another since: that one is of now."""
+    if earlier and read_failure(run_dir) == earlier:
+        with suppress(OSError):  # gone already, or of a run that this service may only read
+            (run_dir / FAILURE_FILE).unlink()
 
 
 def kind_of(error: BaseException) -> Kind | None:

@@ -7,9 +7,9 @@ from contextlib import closing
 from pathlib import Path
 
 from asyncrl.errors import UserError
+from asyncrl.run_lock import lock_run
 from learner.journal import JOURNAL_FILE
 from learner.journal_reader import JournalReader
-from learner.run_lock import lock_run
 from learner.samples.dataset import RunRows
 from learner.samples.index import open_index
 from learner.samples.journaled import prompt_of_row, prompt_of_tokens
