@@ -170,7 +170,9 @@ def _rollout(arguments: argparse.Namespace) -> int:
 def _learn(arguments: argparse.Namespace) -> int:
     config = _check(arguments, "learner")
     resume = arguments.resume
-    if arguments.unattended and not resume:
+    if arguments.unattended and resume:
+        raise UserError("--unattended decides by itself whether to --resume: give one of the two")
+    if arguments.unattended:
         from asyncrl.launch.unattended import finished, next_attempt
 
         attempt = next_attempt(config)

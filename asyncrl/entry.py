@@ -47,6 +47,9 @@ class Start:
 
 
 Main = Callable[[RunConfig, Start], None]
+ENDING_S = 3.0
+"""For threads and exit handlers, after `main`. Together with the time that trackers have, less than a launcher gives a
+service before it kills it."""
 
 
 def run_service(name: str, main: Main, *, leave: bool = False) -> None:
@@ -73,10 +76,20 @@ def run_service(name: str, main: Main, *, leave: bool = False) -> None:
 def _leave(code: int) -> NoReturn:
     """End as the interpreter does, threads and exit handlers first, but do not take its modules apart: extension
     modules tell their leaks at that (nanobind, in triton) below the log's last word, or crash a run that is finished.
+
+    What is not done after ENDING_S is left: W&B waits 90 s for a server that does not answer.
     """
+    patience = threading.Timer(ENDING_S, _quit, (code,))
+    patience.daemon = True
+    patience.start()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends already, and an exit handler may be in the middle of it
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]  # as multiprocessing ends its processes
     atexit._run_exitfuncs()
+    patience.cancel()
+    _quit(code)
+
+
+def _quit(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # nobody reads any more
             stream.flush()

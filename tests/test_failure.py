@@ -144,6 +144,14 @@ def test_a_signal_while_a_learner_ends_cuts_no_exit_handler_off(tmp_path: Path) 
     assert (done.returncode, done.stdout) == (ExitCode.FINISHED, "handler\n"), done.stderr
 
 
+def test_an_exit_handler_that_hangs_does_not_keep_a_service(tmp_path: Path) -> None:
+    body = "import atexit, time; print('said'); atexit.register(time.sleep, 60); raise BadStateError('the loss is nan')"
+    began = time.monotonic()
+    done = run_service(tmp_path, body, leave=True)
+    assert (done.returncode, done.stdout) == (ExitCode.BAD_STATE, "said\n"), done.stderr
+    assert time.monotonic() - began < 20
+
+
 def test_a_mistake_of_the_user_is_saved_where_there_is_a_run(tmp_path: Path) -> None:
     done = run_service(tmp_path, "raise UserError('mend it')")
     assert done.returncode == ExitCode.USER_ERROR

@@ -91,3 +91,5 @@ def test_a_finished_run_with_more_steps_to_make_is_continued_by_hand(
         f"the run in {config.run_dir} is finished, at step 9, and trainer.max_steps is 12. To continue it: "
         f"asyncrl learn {file} --resume, with the same settings\n"
     )
+    assert main(["learn", str(file), "--unattended", "--resume"]) == 2
+    assert "--unattended decides by itself" in capsys.readouterr().err

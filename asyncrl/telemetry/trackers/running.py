@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 QUEUE_LENGTH = 256
 """Calls that a slow tracker may be behind; further ones are lost, and counted."""
 CLOSE_S = 10.0
-"""For all trackers together. A launcher that stops a run waits a little longer."""
+"""For all trackers together. A launcher that stops a run waits a little longer (asyncrl.entry.ENDING_S more)."""
 
 Call = Callable[[Tracker], None]
 
