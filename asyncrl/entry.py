@@ -26,13 +26,13 @@ from asyncrl.errors import BadStateError, ExitCode, LearnerLeftError, ResumeRefu
 from asyncrl.telemetry.failure import (
     describe_full_disk,
     failure_of,
-    forget_failure,
     kind_of,
     release,
     reserve,
     save_failure,
 )
 from asyncrl.telemetry.logs import configure_logging
+from asyncrl.telemetry.recorder import read_status
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,8 @@ def _leave(code: int) -> NoReturn:
     patience = threading.Timer(ENDING_S, _quit, (code,))
     patience.daemon = True
     patience.start()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends already, and an exit handler may be in the middle of it
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # it ends already, and an exit handler may be in the middle of it
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]  # as multiprocessing ends its processes
     atexit._run_exitfuncs()
     patience.cancel()
@@ -116,16 +117,18 @@ def _guarded(name: str, main: Main, arguments: argparse.Namespace) -> int:
 
 def _run(name: str, main: Main, config: RunConfig, start: Start) -> int:
     """Until it ends, well or in bad state. Everything else that is raised is a crash, with its traceback in the log."""
-    earlier = failure_of(config.run_path, name)
+    earlier, is_new, is_taken = failure_of(config.run_path, name), True, False
     try:
-        reserve(config.run_path, name)
+        is_new = reserve(config.run_path, name)
         main(config, start)
-    except (RunTakenError, ResumeRefusedError, LearnerLeftError):
+    except RunTakenError:
+        is_taken = not is_new  # what is reserved there is the other's
+        raise
+    except (ResumeRefusedError, LearnerLeftError):
         raise
     except UserError as error:
         if config.run_path.is_dir():  # a run that could not begin leaves nothing behind
-            forget_failure(config.run_path, earlier)
-            save_failure(config.run_path, name, str(error), kind="user_error")
+            save_failure(config.run_path, name, str(error), kind="user_error", instead_of=earlier)
         raise
     except Exception as error:
         kind = kind_of(error)
@@ -134,13 +137,18 @@ def _run(name: str, main: Main, config: RunConfig, start: Start) -> int:
         reason = describe_full_disk(error, config.run_path) if kind == "disk_full" else str(error)
         logger.error("the run stops: %s", reason, exc_info=not isinstance(error, BadStateError))
         print(f"error: {reason}", file=sys.stderr)
-        forget_failure(config.run_path, earlier)  # it came first, but is no cause of this
-        if config.run_path.is_dir() or kind != "timed_out":  # the run of a learner that never came is not begun here
-            save_failure(config.run_path, name, reason, kind=kind)
+        if kind != "timed_out" or _is_under_way(config):
+            save_failure(config.run_path, name, reason, kind=kind, instead_of=earlier)
         return ExitCode.BAD_STATE
     finally:
-        release(config.run_path, name)
+        if not is_taken:
+            release(config.run_path, name)
     return ExitCode.FINISHED
+
+
+def _is_under_way(config: RunConfig) -> bool:
+    """Else a server has waited for a learner that never came: no run has begun, or it is finished, not failed."""
+    return config.run_path.is_dir() and read_status(config.run_path).get("phase") != "finished"
 
 
 def require_fixed_ports(config: RunConfig) -> None:

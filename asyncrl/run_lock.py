@@ -12,13 +12,17 @@ from asyncrl.errors import RunTakenError, UserError
 
 LEARNER_LOCK = "learner.lock"
 LAUNCHER_LOCK = "launcher.lock"
+_WHOSE = "Work as the user whose run it is, or set another run_dir=..."
 _HOLDERS = {LEARNER_LOCK: "learner", LAUNCHER_LOCK: "launcher"}
 
 
 def lock_run(run_path: Path, file: str = LEARNER_LOCK) -> int:
     """Hold the directory until the returned descriptor is closed or the process ends, however it ends."""
-    run_path.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(run_path / file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        run_path.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(run_path / file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise UserError(f"cannot write {run_path / file}: {error.strerror}. {_WHOSE}") from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -33,10 +37,7 @@ def lock_run(run_path: Path, file: str = LEARNER_LOCK) -> int:
 @contextmanager
 def sole_launcher(run_path: Path) -> Iterator[None]:
     """Raises RunTakenError where there is another one, or a learner that was started without one."""
-    try:
-        descriptor = lock_run(run_path, LAUNCHER_LOCK)
-    except OSError as error:
-        raise UserError(f"cannot write {run_path / LAUNCHER_LOCK}: {error.strerror}. Set another run_dir=...") from None
+    descriptor = lock_run(run_path, LAUNCHER_LOCK)
     try:
         refuse_busy(run_path, LEARNER_LOCK)
         yield
@@ -59,6 +60,8 @@ def holder(run_path: Path, file: str) -> str:
         descriptor = os.open(run_path / file, os.O_RDONLY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
         return ""
+    except OSError as error:
+        raise UserError(f"cannot read {run_path / file}: {error.strerror}. {_WHOSE}") from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

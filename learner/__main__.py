@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.entry import Start, require_fixed_ports, run_service
-from asyncrl.errors import ResumeRefusedError, UserError
+from asyncrl.errors import ResumeRefusedError, RunTakenError, UserError
 from asyncrl.telemetry.failure import forget_failure, read_failure, reserve
 
 if TYPE_CHECKING:
@@ -18,6 +18,8 @@ def main(config: RunConfig, start: Start) -> None:
     earlier = read_failure(config.run_path)
     try:
         learner = prepare(config, start)
+    except RunTakenError:
+        raise
     except UserError as error:
         if start.resume:
             raise ResumeRefusedError(str(error)) from error

@@ -12,7 +12,7 @@ from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.loading import stop_token_ids
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.telemetry.failure import kind_of
-from asyncrl.telemetry.recorder import read_status
+from asyncrl.telemetry.recorder import is_finished, read_status
 from asyncrl.telemetry.timeline import LEARNER
 from asyncrl.telemetry.waits import WaitClock
 from asyncrl.weight_transfer.requirements import check_cuda
@@ -65,7 +65,7 @@ class Learner:
         check_cuda(config, "learner.device", config.learner.device)
         try:
             start = find_start(config, resume=resume, resources=self._resources)
-            self._was_finished = read_status(config.run_path).get("phase") == "finished"
+            self._was_finished = is_finished(read_status(config.run_path))
             if start.journal:
                 put_back = reopen(config.run_path)
                 self._resources.callback(lambda: put_back() if self._goodbye == COULD_NOT_START else None)

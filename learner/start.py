@@ -21,7 +21,7 @@ from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import tensor_bytes
 from asyncrl.run_lock import LEARNER_LOCK, lock_run
 from asyncrl.telemetry.jsonl import write_atomically
-from asyncrl.telemetry.recorder import STATUS_FILE, read_status
+from asyncrl.telemetry.recorder import REOPENED, STATUS_FILE, read_status
 from learner.checkpoint import LearnerState, newest_checkpoint, read_state
 from learner.journal import JOURNAL_FILE, Journal
 from learner.journal_reader import JournalReader
@@ -211,7 +211,8 @@ def reopen(run_path: Path) -> Callable[[], None]:
     if status.get("phase") != "finished":
         return lambda: None
     before = file.read_bytes()
-    write_atomically(file, json.dumps(status | {"phase": "starting", "time": time.time()}).encode(), durable=False)
+    starting = status | {"phase": "starting", REOPENED: True, "time": time.time()}
+    write_atomically(file, json.dumps(starting).encode(), durable=False)
     return lambda: write_atomically(file, before, durable=False)
 
 

@@ -9,7 +9,7 @@ from functools import partial
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.entry import Start, require_fixed_ports, run_service
-from asyncrl.telemetry.failure import failure_of, forget_failure
+from asyncrl.telemetry.failure import forget_vain_attempt
 from asyncrl.telemetry.recorder import read_status
 from rollout_server.link import OVER
 
@@ -23,7 +23,7 @@ def main(config: RunConfig, start: Start) -> None:
     if _is_over(config, start):
         logger.info(OVER)
         return
-    forget_failure(config.run_path, failure_of(config.run_path, "rollout_server"))  # it is started again
+    forget_vain_attempt(config.run_path, "rollout_server")
     if config.rollout.cpu_threads:
         torch.set_num_threads(config.rollout.cpu_threads)
     asyncio.run(_serve_until_signalled(config, start))

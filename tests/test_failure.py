@@ -26,12 +26,14 @@ from asyncrl.telemetry.failure import (
     describe_full_disk,
     failure_of,
     forget_failure,
+    forget_vain_attempt,
     is_disk_full,
     read_failure,
     release,
     reserve,
     save_failure,
 )
+from asyncrl.telemetry.recorder import STATUS_FILE
 
 CONFIG = """\
 run_dir: {run_dir}
@@ -42,7 +44,7 @@ reward: {{functions: [{{function: exact_match}}]}}
 SERVICE = """
 import errno, os, sqlite3, sys
 from asyncrl.entry import run_service
-from asyncrl.errors import BadStateError, ResumeRefusedError, RunTakenError, UserError
+from asyncrl.errors import BadStateError, ResumeRefusedError, RunTakenError, UserError, WaitTimeoutError
 def main(config, resume):
     {body}
 run_service({name!r}, main, leave={leave})
@@ -138,8 +140,9 @@ def test_nothing_comes_after_the_last_word_of_a_learner(tmp_path: Path, ending: 
     assert (done.stderr.splitlines() or [""])[-1] == last
 
 
-def test_a_signal_while_a_learner_ends_cuts_no_exit_handler_off(tmp_path: Path) -> None:
-    told = f"os.kill(os.getpid(), {signal.SIGTERM.value})"
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_a_learner_ends_cuts_no_exit_handler_off(tmp_path: Path, number: signal.Signals) -> None:
+    told = f"os.kill(os.getpid(), {number.value})"
     done = run_service(tmp_path, f"import atexit; atexit.register(lambda: ({told}, print('handler')))", leave=True)
     assert (done.returncode, done.stdout) == (ExitCode.FINISHED, "handler\n"), done.stderr
 
@@ -216,7 +219,8 @@ def test_the_first_reason_stays_and_only_what_was_found_at_the_start_is_forgotte
         ("raise RunTakenError('another run')", "the loss is nan"),
         ("raise ResumeRefusedError('other data')", "the loss is nan"),
         ("raise KeyboardInterrupt", "the loss is nan"),
-        ("raise UserError('mend it')", "mend it"),
+        ("raise UserError('mend it')", "the loss is nan"),
+        ("raise WaitTimeoutError('nobody came')", "the loss is nan"),
         ("raise BadStateError('the gradient is inf')", "the gradient is inf"),
     ],
 )
@@ -229,6 +233,33 @@ def test_a_refusal_leaves_the_reason_of_before_and_a_failure_takes_its_place(
     assert saved is not None
     assert saved.reason == reason
     assert os.listdir(tmp_path / "run") == [FAILURE_FILE]
+
+
+def test_a_server_that_starts_forgets_a_vain_attempt_and_no_bad_state(tmp_path: Path) -> None:
+    save_failure(tmp_path, "rollout_server", "nobody came", kind="timed_out")
+    forget_vain_attempt(tmp_path, "rollout_server")
+    assert read_failure(tmp_path) is None
+    save_failure(tmp_path, "rollout_server", "the loss is nan")
+    forget_vain_attempt(tmp_path, "rollout_server")
+    assert read_failure(tmp_path) is not None
+
+
+def test_a_vain_wait_is_no_failure_of_a_finished_run(tmp_path: Path) -> None:
+    for phase, saved in (("finished", False), ("training", True)):
+        (tmp_path / "run").mkdir(exist_ok=True)
+        (tmp_path / "run" / STATUS_FILE).write_text(json.dumps({"phase": phase}))
+        done = run_service(tmp_path, "raise WaitTimeoutError('nobody came')", "rollout_server")
+        assert done.returncode == ExitCode.BAD_STATE
+        assert (read_failure(tmp_path / "run") is not None) == saved
+
+
+def test_who_is_refused_leaves_what_the_other_has_reserved(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    for reserved in (False, True):
+        if reserved:
+            reserve(tmp_path / "run", "learner")
+        assert run_service(tmp_path, "raise RunTakenError('another run')").returncode == ExitCode.USER_ERROR
+        assert any((tmp_path / "run").iterdir()) == reserved
 
 
 def test_a_run_directory_that_cannot_be_written_is_said_in_the_log(

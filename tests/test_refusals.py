@@ -214,3 +214,15 @@ def test_a_finished_run_stays_finished_whatever_it_is_resumed_with(make_config: 
     assert (run / "metrics.jsonl").read_bytes() == before["metrics.jsonl"]
     assert (run / "export" / "model.safetensors").read_bytes() == before["export/model.safetensors"]
     assert read_failure(run) is None
+
+
+@pytest.mark.parametrize("lock", [LAUNCHER_LOCK, LEARNER_LOCK])
+def test_a_lock_that_cannot_be_opened_is_named_with_the_fix(tmp_path: Path, lock: str) -> None:
+    (tmp_path / lock).symlink_to(lock)  # of itself: nobody opens that, root included
+    says = (
+        rf"cannot (read|write) {tmp_path / lock}: Too many levels of symbolic links. Work as the user whose run it is"
+    )
+    with pytest.raises(UserError, match=says):
+        holder(tmp_path, lock)
+    with pytest.raises(UserError, match=says):
+        lock_run(tmp_path, lock)

@@ -18,12 +18,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from learner.run_lock import lock_run
 
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import RunTakenError, UserError
 from asyncrl.models.processing import PromptProcessor
+from asyncrl.run_lock import lock_run
 from learner.batch import Batch
 from learner.inspect.__main__ import main as inspect
 from learner.journal import JOURNAL_FILE, Journal

@@ -19,8 +19,9 @@ from asyncrl.health import LONGEST_PULSE_S, LONGEST_START_S, LONGEST_STEP_S, ail
 from asyncrl.launch.processes import JOURNAL_FILE
 from asyncrl.launch.unattended import next_attempt
 from asyncrl.telemetry.failure import Kind, kind_of, read_failure, reserve, save_failure
-from asyncrl.telemetry.recorder import RunRecorder
+from asyncrl.telemetry.recorder import RunRecorder, read_status
 from asyncrl.telemetry.waits import WaitClock
+from learner.start import reopen
 
 
 def _begun(config: RunConfig) -> Path:
@@ -38,6 +39,11 @@ def test_it_begins_continues_and_ends(make_config: Callable[..., RunConfig]) -> 
     assert next_attempt(config) == "continue"
     RunRecorder(run).status(phase="finished")
     assert next_attempt(config) == "nothing"
+    put_back = reopen(run)
+    assert read_status(run)["phase"] == "starting"
+    assert next_attempt(config) == "nothing", "the learner that was to continue it died while it loaded"
+    put_back()
+    assert read_status(run)["phase"] == "finished"
 
 
 @pytest.mark.parametrize("kind", ["timed_out", "disk_full", "user_error"])

@@ -9,7 +9,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
 from asyncrl.launch.train import is_resumable
 from asyncrl.telemetry.failure import FAILURE_FILE, read_failure
-from asyncrl.telemetry.recorder import read_status
+from asyncrl.telemetry.recorder import is_finished, read_status
 
 Attempt = Literal["begin", "continue", "nothing"]
 
@@ -26,7 +26,7 @@ def next_attempt(config: RunConfig) -> Attempt:
             f"the run in {config.run_dir} stopped in bad state{at}: {failure.reason}. When the cause is mended, "
             f"continue by hand with `asyncrl learn CONFIG --resume`, or remove {config.run_path / FAILURE_FILE}"
         )
-    if read_status(config.run_path).get("phase") == "finished":
+    if is_finished(read_status(config.run_path)):
         return "nothing"
     return "continue" if is_resumable(config.run_path) else "begin"
 

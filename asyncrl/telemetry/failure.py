@@ -52,10 +52,13 @@ class Failure:
     """Of the learner, as the run's status said last."""
 
 
-def reserve(run_dir: Path, service: str) -> None:
-    """Take the disk space that a reason needs, where there is a run directory."""
+def reserve(run_dir: Path, service: str) -> bool:
+    """Take the disk space that a reason needs, where there is a run directory. False where another has taken it."""
+    file = _reserved(run_dir, service)
+    is_new = not file.exists()
     if run_dir.is_dir() and os.access(run_dir, os.W_OK):  # a server may see the run of its learner read-only
-        _reserved(run_dir, service).write_bytes(b" " * _RESERVED_BYTES)
+        file.write_bytes(b" " * _RESERVED_BYTES)
+    return is_new
 
 
 def release(run_dir: Path, service: str) -> None:
@@ -64,15 +67,18 @@ def release(run_dir: Path, service: str) -> None:
         _reserved(run_dir, service).unlink()
 
 
-def save_failure(run_dir: Path, service: str, reason: str, *, kind: Kind = "bad_state") -> Path | None:
+def save_failure(
+    run_dir: Path, service: str, reason: str, *, kind: Kind = "bad_state", instead_of: Failure | None = None
+) -> Path | None:
     """Write `failure.json`, complete or not at all. What is there already stays: it came first, and may be the cause.
 
     But a mistake of the user, such as a server that was refused, is no cause of a bad state, and neither is a wait
-    that ran out. None where nothing could be written; the log has the reason in any case.
+    that ran out. `instead_of` is of an earlier attempt: it gives way to whatever is no less.
+    None where nothing could be written; the log has the reason in any case.
     """
     target, reserved = run_dir / FAILURE_FILE, _reserved(run_dir, service)
     earlier = read_failure(run_dir)
-    if earlier and _weight(earlier.kind) >= _weight(kind):
+    if earlier and _weight(earlier.kind) + (earlier != instead_of) > _weight(kind):
         return target
     failure = Failure(service, kind, reason[:_LONGEST_REASON], time.time(), _last_step(run_dir))
     text = json.dumps(asdict(failure), ensure_ascii=False, indent=2)
@@ -106,6 +112,14 @@ def failure_of(run_dir: Path, service: str) -> Failure | None:
     """None, too, where it is another service that has failed."""
     failure = read_failure(run_dir)
     return failure if failure and failure.service == service else None
+
+
+def forget_vain_attempt(run_dir: Path, service: str) -> None:
+    """The service starts again after a failure that was no cause of anything. A bad state is for the learner to forget,
+    when it has accepted that the run goes on."""
+    failure = failure_of(run_dir, service)
+    if failure and failure.kind in _NO_CAUSES:
+        forget_failure(run_dir, failure)
 
 
 def forget_failure(run_dir: Path, earlier: Failure | None) -> None:

@@ -23,6 +23,8 @@ METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 STATUS_FILE = "status.json"
+REOPENED = "reopened"
+"""In the status of a finished run whose learner loads to go on: finished it stays, should that learner die."""
 TIMELINE_FILE = "timeline.jsonl"
 IMAGES_FOLDER = "images"
 
@@ -152,6 +154,11 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return {}
     return status if isinstance(status, dict) else {}
+
+
+def is_finished(status: Mapping[str, Any]) -> bool:
+    """Of what `read_status` gives, for a learner."""
+    return status.get("phase") == "finished" or bool(status.get(REOPENED))
 
 
 def image_extension(data: bytes) -> str:
