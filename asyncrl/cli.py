@@ -153,12 +153,14 @@ def _sync(arguments: argparse.Namespace) -> int:
 def _sft(arguments: argparse.Namespace) -> int:
     from asyncrl.config.load import load_config
     from asyncrl.launch.inputs import check_sft_inputs
-    from asyncrl.launch.train import check_run_dir, write_config
+    from asyncrl.launch.train import check_run_dir
+    from asyncrl.run_lock import refuse_busy
 
     config = load_config(arguments.config, arguments.overrides)
+    refuse_busy(config.run_path)
     check_run_dir(config, resume=False)
     check_sft_inputs(config)
-    _become("learner.sft", "--config", str(write_config(config)))
+    _become("learner.sft", "--config", str(arguments.config), *arguments.overrides)
 
 
 def _rollout(arguments: argparse.Namespace) -> int:
@@ -180,7 +182,7 @@ def _learn(arguments: argparse.Namespace) -> int:
             print(finished(config, arguments.config))
             return 0
         resume = attempt == "continue"
-    flags = ["--resume"] if resume else []
+    flags = [*(["--resume"] if resume else []), *(["--unattended"] if arguments.unattended else [])]
     _become("learner", "--config", str(arguments.config), *flags, *arguments.overrides)
 
 

@@ -1,38 +1,29 @@
 """How both services start: arguments, configuration, logging, and what an exit code means.
 
-0 finished, 1 crashed (the launcher starts the service again), 2 the user can mend it (the last line says how), 3 bad
-state (not started again), 4 a rollout server whose learner left before the end, 130 interrupted. The reason of 2 and
-3 is in failure.json, where there is a run directory; not that of a refused --resume, which is no failure of the run.
+0 finished, 1 crashed (the launcher starts the service again), 2 the user can mend it, 3 bad state (not started again),
+4 a rollout server whose learner left before the end, 130 interrupted. Of 2 and 3 the last line says why.
 """
 
 from __future__ import annotations
 
 import argparse
 import atexit
-import contextlib
 import logging
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import BadStateError, ExitCode, LearnerLeftError, ResumeRefusedError, RunTakenError, UserError
-from asyncrl.telemetry.failure import (
-    describe_full_disk,
-    failure_of,
-    kind_of,
-    release,
-    reserve,
-    save_failure,
-)
+from asyncrl.errors import ExitCode, LearnerLeftError, UserError
+from asyncrl.telemetry.failure import FailureRoom, failure_of
 from asyncrl.telemetry.logs import configure_logging
-from asyncrl.telemetry.recorder import read_status
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +51,8 @@ def run_service(name: str, main: Main, *, leave: bool = False) -> None:
     parser = argparse.ArgumentParser(prog=f"python -m {name}")
     parser.add_argument("--config", required=True, type=Path, help="YAML configuration")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint of run_dir")
-    parser.add_argument("--unattended", action="store_true", help="end where run_dir says that the run is finished")
+    parser.add_argument("--unattended", action="store_true", help="started by a machine, again after failures")
+    parser.add_argument("--failure-file", type=Path, help="where to say why it stopped, for a launcher")
     parser.add_argument("overrides", nargs="*", help="key=value")
     arguments = parser.parse_args()
     if not leave:
@@ -92,7 +84,7 @@ def _leave(code: int) -> NoReturn:
 
 def _quit(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nobody reads any more
+        with suppress(OSError, ValueError):  # nobody reads any more
             stream.flush()
     os._exit(code)
 
@@ -103,9 +95,9 @@ def _guarded(name: str, main: Main, arguments: argparse.Namespace) -> int:
     try:
         config = load_config(arguments.config, arguments.overrides)
         configure_logging(name, config.telemetry.log_level)
-        return _run(name, main, config, Start(arguments.resume, arguments.unattended))
+        return _run(name, main, config, Start(arguments.resume, arguments.unattended), arguments.failure_file)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _tell(error)
         return ExitCode.USER_ERROR
     except LearnerLeftError as error:
         logger.info("the learner left before the end of the run (%s). Start this server again when it continues", error)
@@ -115,40 +107,29 @@ def _guarded(name: str, main: Main, arguments: argparse.Namespace) -> int:
         return ExitCode.INTERRUPTED
 
 
-def _run(name: str, main: Main, config: RunConfig, start: Start) -> int:
+def _run(name: str, main: Main, config: RunConfig, start: Start, failure_file: Path | None) -> int:
     """Until it ends, well or in bad state. Everything else that is raised is a crash, with its traceback in the log."""
-    earlier, is_new, is_taken = failure_of(config.run_path, name), True, False
-    try:
-        is_new = reserve(config.run_path, name)
-        main(config, start)
-    except RunTakenError:
-        is_taken = not is_new  # what is reserved there is the other's
-        raise
-    except (ResumeRefusedError, LearnerLeftError):
-        raise
-    except UserError as error:
-        if config.run_path.is_dir():  # a run that could not begin leaves nothing behind
-            save_failure(config.run_path, name, str(error), kind="user_error", instead_of=earlier)
-        raise
-    except Exception as error:
-        kind = kind_of(error)
-        if kind is None:
-            raise
-        reason = describe_full_disk(error, config.run_path) if kind == "disk_full" else str(error)
-        logger.error("the run stops: %s", reason, exc_info=not isinstance(error, BadStateError))
-        print(f"error: {reason}", file=sys.stderr)
-        if kind != "timed_out" or _is_under_way(config):
-            save_failure(config.run_path, name, reason, kind=kind, instead_of=earlier)
-        return ExitCode.BAD_STATE
-    finally:
-        if not is_taken:
-            release(config.run_path, name)
+    with ExitStack() as resources:
+        room: FailureRoom | None = None
+        try:
+            room = resources.enter_context(FailureRoom(failure_file)) if failure_file else None
+            main(config, start)
+        except Exception as error:
+            failure = failure_of(error, name, config.run_path)
+            if failure and room:
+                room.save(failure)
+            if failure is None or failure.kind == "user_error":
+                raise
+            logger.error("stopped: %s", failure.reason)
+            logger.debug("by this", exc_info=True)
+            _tell(failure.reason)
+            return ExitCode.BAD_STATE
     return ExitCode.FINISHED
 
 
-def _is_under_way(config: RunConfig) -> bool:
-    """Else a server has waited for a learner that never came: no run has begun, or it is finished, not failed."""
-    return config.run_path.is_dir() and read_status(config.run_path).get("phase") != "finished"
+def _tell(reason: object) -> None:
+    with suppress(OSError):  # of a log on a full disk; the exit code says enough
+        print(f"error: {reason}", file=sys.stderr, flush=True)
 
 
 def require_fixed_ports(config: RunConfig) -> None:

@@ -10,11 +10,7 @@ class UserError(Exception):
 
 
 class RunTakenError(UserError):
-    """The run directory is another process's or another run's: this one may write nothing there, not even why."""
-
-
-class ResumeRefusedError(UserError):
-    """A run is not continued like this. It stays as it was, and has not failed: nothing of this is saved in it."""
+    """The run directory is another process's."""
 
 
 class BadStateError(Exception):
@@ -36,7 +32,8 @@ class ExitCode(IntEnum):
     USER_ERROR = 2
     """The user can mend it: the log's last `error:` line says how."""
     BAD_STATE = 3
-    """The reason is in failure.json. Another attempt would meet the same, unless its kind is `timed_out`."""
+    """The log's last `error:` line says why, and failure.json where the run ended with it. Another attempt would meet
+    the same, unless a wait ran out."""
     LEARNER_LEFT = 4
     """Of a rollout server: it is needed again when the learner continues the run."""
     INTERRUPTED = 130

@@ -65,6 +65,6 @@ def _judge(found: dict[tuple[str, str], float]) -> Iterator[str]:
         yield f"the learner has been silent for {silence:.0f} s: is it running, and does network.host lead to it?"
     for (name, labels), value in found.items():
         if name == "stopped" and value and 'kind="finished"' not in labels:
-            yield f"it has stopped ({labels}); the reason is in failure.json of the run directory"
+            yield f"it has stopped ({labels}); the last `error:` line of its log says why"
     if found.get(("ledger_residual_groups", ""), 0.0):
         yield "the ledger's residual is not 0: groups are lost or counted twice"

@@ -22,7 +22,7 @@ from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.export import ADAPTER_FOLDER, MODEL_FOLDER, export_model
 from asyncrl.models.lora import read_adapter, write_adapter_folder
 from asyncrl.models.published import load_published
-from asyncrl.telemetry.failure import is_disk_full
+from asyncrl.telemetry.full_disk import is_disk_full
 from learner.checkpoint_files import check_files, write_checksums
 from learner.engines.base import TrainEngine
 from protocol.faults import crash_point

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from asyncrl.config.schema import Durability
 from asyncrl.errors import BadStateError
-from asyncrl.telemetry.failure import find_no_room, is_disk_full
+from asyncrl.telemetry.full_disk import find_no_room, is_disk_full
 
 SCHEMA = 3
 """Kept as SQLite's user_version. Raised by changes that make older journals unreadable."""
@@ -60,7 +60,9 @@ def open_database(path: Path | None, durability: Durability, *, begun: bool) -> 
 
 
 def database_bytes(path: Path | None) -> int:
-    return sum(file.stat().st_size for file in _files(path) if file.exists())
+    """With its write-ahead log."""
+    files = (path, path.with_name(path.name + "-wal")) if path else ()
+    return sum(file.stat().st_size for file in files if file.exists())
 
 
 def journal_name(path: Path | None) -> str:
@@ -72,19 +74,9 @@ def telling(doing: str, path: Path | None) -> Iterator[None]:
     """What goes wrong within is raised as a BadStateError that says whether anything is lost, and the way out."""
     try:
         yield
-    except (sqlite3.Error, UnicodeDecodeError) as problem:  # the latter: SQLite quotes a damaged text
-        code = getattr(problem, "sqlite_errorcode", 0)
-        if code & 0xFF == sqlite3.SQLITE_FULL:
-            raise BadStateError(f"{doing} {journal_name(path)}: {problem}. Nothing is lost") from problem
-        # SQLite tells no other reason for a write that failed, such as a quota.
-        if code == sqlite3.SQLITE_IOERR_WRITE and path and (full := find_no_room(_files(path))):
-            raise BadStateError(f"{doing} {journal_name(path)}: {full.strerror}. Nothing is lost") from full
-        raise BadStateError(f"{doing} {journal_name(path)}: {problem}. {WAY_OUT}") from problem
-    except OSError as problem:  # of the groups' files
+    # OSError: of the groups' files. UnicodeDecodeError: SQLite quotes a damaged text.
+    except (sqlite3.Error, OSError, UnicodeDecodeError) as found:
+        problem = (path and find_no_room(found, path)) or found
+        said = problem.strerror if isinstance(problem, OSError) else problem
         after = "Nothing is lost" if is_disk_full(problem) else WAY_OUT
-        raise BadStateError(f"{doing} {journal_name(path)}: {problem.strerror}. {after}") from problem
-
-
-def _files(path: Path | None) -> tuple[Path, ...]:
-    """The database and its write-ahead log."""
-    return (path, path.with_name(path.name + "-wal")) if path else ()
+        raise BadStateError(f"{doing} {journal_name(path)}: {said}. {after}") from problem

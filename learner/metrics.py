@@ -47,7 +47,7 @@ LEARNING = (
     _gauge("reward_std", "score", "Standard deviation of the weighted sum in the last batch.", "above 0"),
     _gauge("accuracy", "ratio", "Mean of the accuracy component in the last batch.", "rises"),
     _gauge("held_out_accuracy", "ratio", "Of the last evaluation.", "rises with accuracy"),
-    _gauge("held_out_best", "ratio", "The best held-out accuracy that this process has seen.", "held_out_accuracy"),
+    _gauge("held_out_best", "ratio", "The best held-out accuracy of the run so far.", "held_out_accuracy"),
     _gauge("held_out_rows", "rows", "Rows with a score in the last evaluation.", "constant"),
     _gauge("held_out_reward", "score", "Mean reward of the last evaluation.", "rises with reward"),
     _gauge("rows", "trajectories", "Trajectories of the last batch by status.", "finished dominates", "status"),

@@ -27,8 +27,9 @@ from asyncrl.models.lora import read_adapter
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import published_tensors
 from asyncrl.telemetry.jsonl import JsonlTail
+from asyncrl.telemetry.reading import is_there, telling_unreadable
 from asyncrl.telemetry.recorder import CONFIG_FILE, METRICS_FILE
-from learner.checkpoint import checkpoint_folder, list_checkpoints, read_state
+from learner.checkpoint import LearnerState, checkpoint_folder, list_checkpoints, read_state
 from learner.comparison import Comparison, compare_numbers, compare_weights
 from learner.journal import JOURNAL_FILE
 from learner.journal_reader import JournalReader
@@ -53,12 +54,13 @@ class Recorded:
 
     @classmethod
     def open(cls, run_dir: Path, overrides: Sequence[str]) -> Recorded:
-        """Raises UserError where there is no run."""
+        """Raises UserError where there is no run, or it cannot be read."""
         for name in (JOURNAL_FILE, CONFIG_FILE):
-            if not (run_dir / name).is_file():
+            if not is_there(run_dir / name):
                 raise UserError(f"there is no {name} in {run_dir}: a step is made again in the run's own directory")
         own, config = (load_config(run_dir / CONFIG_FILE, [*words, f"run_dir={run_dir}"]) for words in ((), overrides))
         lines, _ = JsonlTail(run_dir / METRICS_FILE).new_records()
+        is_there(run_dir / "checkpoints")  # where it cannot be read it would look empty
         checkpoints = {int(path.name.removeprefix("step-")): path for path in list_checkpoints(run_dir)}
         journal = JournalReader(run_dir / JOURNAL_FILE, untouched=True)
         try:
@@ -150,7 +152,7 @@ def replay(run: Recorded, step: int) -> Iterator[Comparison]:
     start = run.begin_before(step)
     torch.manual_seed(run.config.trainer.seed)  # as a learner does that starts
     checkpoint = run.checkpoints.get(start)
-    state = read_state(checkpoint) if checkpoint else None
+    state = _read_state(checkpoint) if checkpoint else None
     config = run.config
     processor = PromptProcessor(config.model)
     if checkpoint and state and not state.adapter:
@@ -176,8 +178,15 @@ def replay(run: Recorded, step: int) -> Iterator[Comparison]:
         yield compared
 
 
+def _read_state(checkpoint: Path) -> LearnerState:
+    """Raises UserError where its files cannot be read: they may be as they were written."""
+    for file in checkpoint.rglob("*"):
+        is_there(file)
+    return read_state(checkpoint)
+
+
 def _saved_weights(config: RunConfig, checkpoint: Path, device: torch.device) -> dict[str, torch.Tensor]:
-    state = read_state(checkpoint)
+    state = _read_state(checkpoint)
     if state.adapter:
         return read_adapter(checkpoint / ADAPTER_FOLDER)
     model = config.model.model_copy(update={"path": str(checkpoint / MODEL_FOLDER)})
@@ -193,9 +202,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_intermixed_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     try:
-        run = Recorded.open(parsed.run_dir, parsed.overrides)
-        with closing(run.journal):
-            compared = list(replay(run, parsed.step))
+        with telling_unreadable():
+            run = Recorded.open(parsed.run_dir, parsed.overrides)
+            with closing(run.journal):
+                compared = list(replay(run, parsed.step))
     except (UserError, BadStateError) as error:
         print(f"error: {error}", file=sys.stderr)
         return ExitCode.USER_ERROR if isinstance(error, UserError) else ExitCode.BAD_STATE

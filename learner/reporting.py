@@ -69,6 +69,8 @@ class Reporter:
         """Forget what was written past the step that the run resumes from. Steps up to `made_again` will be, exactly:
         their evaluations need not, and their samples are still those of these steps."""
         self.recorder.truncate_after(step, evaluations_after=made_again)
+        for evaluation in self.recorder.evaluations():
+            self._export_evaluation(evaluation)
         self._behind.do(self._samples.truncate_after, made_again)
         self._behind.wait()
 
@@ -82,7 +84,8 @@ class Reporter:
 
     @property
     def evaluated_steps(self) -> set[int]:
-        return self.recorder.evaluated_steps()
+        """Steps whose evaluation is recorded."""
+        return {int(evaluation["step"]) for evaluation in self.recorder.evaluations()}
 
     def started(self, step: int, device: torch.device) -> None:
         """This process, after `step`: it has accepted its configuration."""
@@ -187,8 +190,12 @@ class Reporter:
             "errors": len(records) - len(scored),
         }
         self.recorder.evaluation(result)
-        self.exporter.evaluated(result["accuracy"], result["reward"], len(scored))
+        self._export_evaluation(result)
         return result
+
+    def _export_evaluation(self, evaluation: Mapping[str, Any]) -> None:
+        accuracy, reward = (float("nan") if (n := evaluation[key]) is None else n for key in ("accuracy", "reward"))
+        self.exporter.evaluated(accuracy, reward, evaluation["rows"] - evaluation["errors"])
 
     def _sample(self, step: int, received: Sequence[ReceivedGroup]) -> None:
         for item in received:

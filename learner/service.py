@@ -12,7 +12,7 @@ from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.loading import stop_token_ids
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.telemetry.failure import kind_of
-from asyncrl.telemetry.recorder import is_finished, read_status
+from asyncrl.telemetry.recorder import is_finished
 from asyncrl.telemetry.timeline import LEARNER
 from asyncrl.telemetry.waits import WaitClock
 from asyncrl.weight_transfer.requirements import check_cuda
@@ -23,6 +23,7 @@ from learner.device import DeviceTurns, OwnDevice, first_turn
 from learner.evaluation import Evaluation
 from learner.exchange import Exchange
 from learner.exporting import LearnerExporter
+from learner.held_run import HeldRun
 from learner.ledger import TicketLedger
 from learner.model_flops import ModelFlops
 from learner.parity import ParityJudge
@@ -32,13 +33,11 @@ from learner.saving import Saver
 from learner.start import (
     StartingPoint,
     adapter_settings,
-    begin_journal,
     check_steps_ahead,
     find_start,
-    forget_lease,
     forget_run,
     lasting_settings,
-    reopen,
+    open_journal,
     sign_journal,
 )
 from learner.ticket_writer import TicketWriter
@@ -58,25 +57,20 @@ RECONNECTION_S = 4.0
 
 
 class Learner:
-    def __init__(self, config: RunConfig, *, resume: bool = False):
+    def __init__(self, config: RunConfig, *, resume: bool = False, unattended: bool = False):
         self.config = config
-        self._resources = ExitStack()
         self._goodbye: str | None = COULD_NOT_START
         check_cuda(config, "learner.device", config.learner.device)
-        try:
+        with ExitStack() as self._resources:
+            self._held = self._resources.enter_context(HeldRun(config.run_path, unattended=unattended))
             start = find_start(config, resume=resume, resources=self._resources)
-            self._was_finished = is_finished(read_status(config.run_path))
-            if start.journal:
-                put_back = reopen(config.run_path)
-                self._resources.callback(lambda: put_back() if self._goodbye == COULD_NOT_START else None)
+            self._was_finished = is_finished(config.run_path)
             self.processor = PromptProcessor(config.model)
             self._lease = self._take_lease(start)
             model = config.model.model_copy(update={"path": str(start.model_path or config.model.path)})
             self._prepare(config.model_copy(update={"model": model}), start)
             self._open(start)
-        except BaseException:
-            self._resources.close()
-            raise
+            self._resources = self._resources.pop_all()
         self._goodbye = None
 
     def _take_lease(self, start: StartingPoint) -> DeviceLease | None:
@@ -85,7 +79,7 @@ class Learner:
             return None
         lease = first_turn(self.config)
         if start.journal is None:
-            self._resources.callback(lambda: forget_lease(lease) if self._goodbye == COULD_NOT_START else None)
+            self._resources.callback(lambda: lease.forget() if self._goodbye == COULD_NOT_START else None)
         return lease
 
     def _prepare(self, config: RunConfig, start: StartingPoint) -> None:
@@ -97,11 +91,11 @@ class Learner:
         self.flops = ModelFlops(self.engine.unwrap_model())
 
     def _open(self, start: StartingPoint) -> None:
-        """Lock, journal, shared memory, sockets, metrics endpoint: all of them, or none where one cannot be had."""
+        """Journal, shared memory, sockets, metrics endpoint: all of them, or none where one cannot be had."""
         config = self.config
-        self.journal = start.journal or begin_journal(config, self._resources)
         if start.journal is None:
-            self._resources.callback(lambda: forget_run(self.journal) if self._goodbye == COULD_NOT_START else None)
+            self._resources.callback(lambda: forget_run(config.run_path) if self._goodbye == COULD_NOT_START else None)
+        self.journal = start.journal or open_journal(config, self._resources)
         self.exporter = LearnerExporter(config.telemetry)
         self._resources.callback(self.exporter.close)  # the last but the journal: a scrape is to see how a run ended
         self.run_id = sign_journal(
@@ -145,8 +139,7 @@ class Learner:
 
     def _arrange(self) -> None:
         """Who works with what has been opened."""
-        config = self.config
-        total_steps = self.progress.total_steps
+        config, total_steps = self.config, self.progress.total_steps
         self.reporter = Reporter(config, self.exchange, self.ledger, self.processor, self.exporter, total_steps)
         self._resources.callback(self.reporter.close)
         self.judge = ParityJudge(config, self.exchange, self.engine, self.processor, self.reporter)
@@ -176,36 +169,36 @@ class Learner:
 
         Says goodbye to the servers unless this is a crash: then they wait for the learner that comes next.
         """
-        try:
-            self.reporter.started(self.progress.step, self.engine.device)
-            self.exchange.start()
-            self._make_steps_again()
-            if self._was_finished and not self.between.needs_server:
-                logger.info("step %d was the last: nothing is left to do for a server", self.progress.step)
-            else:  # also at the last step of a learner that died: its servers are to hear that the run is finished
-                self.between.wait_for_server()
-                self._publish()  # version 0, too: a server may have loaded another folder of the same architecture
-                self.between.open_for_work()
-            while not self.progress.is_last:
-                self._one_step()
-            self.between.take_device_back()
-            self._save()
-            self.engine.export(self.processor.processor, self.config.run_path / "export")
-            logger.info("finished: the model is in %s", self.config.run_path / "export")
-            self._end("finished", "finished", FINISHED)
-        except KeyboardInterrupt:
-            self._end("interrupted", "interrupted", "the learner was interrupted")
-            raise
-        except (BadStateError, UserError) as error:
-            self._end("failed", kind_of(error) or "crash", "the learner failed", str(error))
-            raise
-        except Exception as error:
-            kind = kind_of(error)  # a full disk ends the run; after a crash servers wait for the next learner
-            goodbye = "the learner's disk is full" if kind else None
-            self._end("failed", kind or "crash", goodbye, f"{type(error).__name__}: {error}")
-            raise
-        finally:
-            self._resources.close()
+        with self._resources:
+            try:
+                self._begin()
+                while not self.progress.is_last:
+                    self._one_step()
+                self.between.take_device_back()
+                self._save()
+                self.engine.export(self.processor.processor, self.config.run_path / "export")
+                logger.info("finished: the model is in %s", self.config.run_path / "export")
+                self._end("finished", "finished", FINISHED)
+            except KeyboardInterrupt:
+                self._end("interrupted", "interrupted", "the learner was interrupted")
+                raise
+            except Exception as error:
+                self._fail(error)
+                raise
+
+    def _begin(self) -> None:
+        """From here on the run goes on, whatever it was before."""
+        self._held.accept()
+        self.reporter.started(self.progress.step, self.engine.device)
+        self._status("starting")
+        self.exchange.start()
+        self._make_steps_again()
+        if self._was_finished and not self.between.needs_server:
+            logger.info("step %d was the last: nothing is left to do for a server", self.progress.step)
+        else:  # also at the last step of a learner that died: its servers are to hear that the run is finished
+            self.between.wait_for_server()
+            self._publish()  # version 0, too: a server may have loaded another folder of the same architecture
+            self.between.open_for_work()
 
     # --- steps ------------------------------------------------------------------------------------
 
@@ -286,6 +279,14 @@ class Learner:
             self.saver.save(self.progress, self.training.controllers())
 
     # --- what is said -------------------------------------------------------------------------------
+
+    def _fail(self, error: Exception) -> None:
+        self._held.save(error)
+        kind, why, goodbye = kind_of(error), str(error), "the learner failed"
+        if not isinstance(error, BadStateError | UserError):
+            why = f"{type(error).__name__}: {error}"
+            goodbye = "the learner's disk is full" if kind else None  # after a crash servers wait for the next learner
+        self._end("failed", kind or "crash", goodbye, why)
 
     def _end(self, phase: str, kind: str, goodbye: str | None, why: str = "") -> None:
         """A disk without room must not take the place of the reason."""

@@ -24,9 +24,12 @@ from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.filtering import usable_rows
 from asyncrl.models.processing import PromptProcessor, check_prompt_length
 from asyncrl.telemetry.recorder import RunRecorder
+from asyncrl.telemetry.run_config import save_config
 from asyncrl.telemetry.trackers import open_trackers
 from learner.engines import create_engine
+from learner.held_run import HeldRun
 from learner.packing import Completion, TrainGroup, build_micro_batch, plan_micro_batches
+from learner.start import refuse_taken
 
 logger = logging.getLogger(__name__)
 
@@ -99,11 +102,15 @@ def main(config: RunConfig, start: Start) -> None:
     if config.learner.cpu_threads:
         torch.set_num_threads(config.learner.cpu_threads)
     torch.manual_seed(config.trainer.seed)
-    run = SupervisedRun(config)
-    try:
-        run.run()
-    finally:
-        run.recorder.close()
+    with HeldRun(config.run_path, "learner.sft") as held:
+        refuse_taken(config.run_path)
+        run = SupervisedRun(config)
+        held.accept()
+        save_config(config)
+        try:
+            run.run()
+        finally:
+            run.recorder.close()
 
 
 if __name__ == "__main__":

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,19 +13,15 @@ import torch
 import xxhash
 
 from asyncrl.config.schema import RunConfig, TrainerConfig
-from asyncrl.errors import RunTakenError, UserError
+from asyncrl.errors import UserError
 from asyncrl.models.export import MODEL_FOLDER
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import tensor_bytes
-from asyncrl.run_lock import LEARNER_LOCK, lock_run
-from asyncrl.telemetry.jsonl import write_atomically
-from asyncrl.telemetry.recorder import REOPENED, STATUS_FILE, read_status
 from learner.checkpoint import LearnerState, newest_checkpoint, read_state
 from learner.journal import JOURNAL_FILE, Journal
 from learner.journal_reader import JournalReader
 from learner.progress import Progress
 from learner.ticket_writer import TicketWriter
-from protocol.lease import DeviceLease
 from protocol.messages import AdapterSpec
 
 EXPORT = "asyncrl export {run} TARGET, then model.path=TARGET"
@@ -53,7 +47,7 @@ class StartingPoint:
 def find_start(config: RunConfig, *, resume: bool, resources: ExitStack) -> StartingPoint:
     """Checks that `resume` fits what is in the run directory, and the journal, before anything large is loaded.
 
-    What a resumed run holds from now on, its lock and its journal, goes to `resources`.
+    The journal of a resumed run is open then, and goes to `resources`.
     """
     file = config.run_path / JOURNAL_FILE
     checkpoint = newest_checkpoint(config.run_path)
@@ -67,19 +61,11 @@ def find_start(config: RunConfig, *, resume: bool, resources: ExitStack) -> Star
         )
     if not file.exists():
         raise UserError(f"--resume: there is no run in {config.run_path}. Start without --resume")
-    resources.callback(os.close, lock_run(config.run_path))
     state = read_state(checkpoint) if checkpoint else None
-    return StartingPoint(_open_journal(config, resources, state.step if state else 0), checkpoint, state)
+    return StartingPoint(open_journal(config, resources, state.step if state else 0), checkpoint, state)
 
 
-def begin_journal(config: RunConfig, resources: ExitStack) -> Journal:
-    """The journal of a new run, for this process alone. Raises RunTakenError."""
-    resources.callback(os.close, lock_run(config.run_path))
-    refuse_taken(config.run_path)  # another learner may have begun while the model was loading
-    return _open_journal(config, resources)
-
-
-def _open_journal(config: RunConfig, resources: ExitStack, saved_step: int = 0) -> Journal:
+def open_journal(config: RunConfig, resources: ExitStack, saved_step: int = 0) -> Journal:
     journal = Journal(config.run_path / JOURNAL_FILE, config.trainer.durability, saved_step=saved_step)
     resources.callback(journal.close)
     return journal
@@ -88,7 +74,7 @@ def _open_journal(config: RunConfig, resources: ExitStack, saved_step: int = 0) 
 def refuse_taken(run_path: Path) -> None:
     """A new run does not begin where there is one."""
     if (run_path / JOURNAL_FILE).exists() or newest_checkpoint(run_path):
-        raise RunTakenError(f"{run_path} holds a run. Continue it with --resume, or set another run_dir=...")
+        raise UserError(f"{run_path} holds a run. Continue it with --resume, or set another run_dir=...")
 
 
 def sign_journal(
@@ -187,35 +173,7 @@ def _digest(model: Iterable[tuple[str, torch.Tensor]]) -> str:
     return hashed.hexdigest()
 
 
-def forget_run(journal: Journal) -> None:
+def forget_run(run_path: Path) -> None:
     """Of a new run that could not start after all, nothing stays."""
-    assert journal.path is not None
-    run_path = journal.path.parent
-    for file in (*run_path.glob(f"{JOURNAL_FILE}*"), run_path / LEARNER_LOCK):
+    for file in run_path.glob(f"{JOURNAL_FILE}*"):
         file.unlink(missing_ok=True)
-    _remove_if_empty(run_path)
-
-
-def forget_lease(lease: DeviceLease) -> None:
-    """The same of its first turn on the device."""
-    lease.forget()
-    _remove_if_empty(lease.folder)
-
-
-def reopen(run_path: Path) -> Callable[[], None]:
-    """A finished run goes on: servers that come while its learner loads are not to read that it is over.
-
-    Returns what puts its status back.
-    """
-    file, status = run_path / STATUS_FILE, read_status(run_path)
-    if status.get("phase") != "finished":
-        return lambda: None
-    before = file.read_bytes()
-    starting = status | {"phase": "starting", REOPENED: True, "time": time.time()}
-    write_atomically(file, json.dumps(starting).encode(), durable=False)
-    return lambda: write_atomically(file, before, durable=False)
-
-
-def _remove_if_empty(folder: Path) -> None:
-    if folder.is_dir() and not any(folder.iterdir()):
-        folder.rmdir()

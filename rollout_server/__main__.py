@@ -9,8 +9,7 @@ from functools import partial
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.entry import Start, require_fixed_ports, run_service
-from asyncrl.telemetry.failure import forget_vain_attempt
-from asyncrl.telemetry.recorder import read_status
+from asyncrl.run_lock import is_over
 from rollout_server.link import OVER
 
 logger = logging.getLogger(__name__)
@@ -23,15 +22,13 @@ def main(config: RunConfig, start: Start) -> None:
     if _is_over(config, start):
         logger.info(OVER)
         return
-    forget_vain_attempt(config.run_path, "rollout_server")
     if config.rollout.cpu_threads:
         torch.set_num_threads(config.rollout.cpu_threads)
     asyncio.run(_serve_until_signalled(config, start))
 
 
 def _is_over(config: RunConfig, start: Start) -> bool:
-    """As far as this machine sees the run directory."""
-    return start.unattended and read_status(config.run_path).get("phase") == "finished"
+    return start.unattended and is_over(config.run_path)
 
 
 async def _serve_until_signalled(config: RunConfig, start: Start) -> None:

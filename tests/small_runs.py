@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.telemetry.failure import Failure, read_failure
+from asyncrl.telemetry.failure import FAILURE_FILE, Failure, FailureRoom, Kind, read_failure
 from learner.journal import JOURNAL_FILE
 
 STEPS, PER_STEP = 3, 4
@@ -18,6 +18,16 @@ STEPS, PER_STEP = 3, 4
 def failure_of(run: Path) -> Failure:
     failure = read_failure(run)
     assert failure is not None, logs(run)
+    return failure
+
+
+def save_failure(
+    run: Path, kind: Kind = "bad_state", *, reason: str = "the loss is nan", time: float = 0.0, service: str = "learner"
+) -> Failure:
+    """As the learner does that holds the run."""
+    failure = Failure(service, kind, reason, time)
+    with FailureRoom(run / FAILURE_FILE) as room:
+        assert room.save(failure)
     return failure
 
 

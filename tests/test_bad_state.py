@@ -16,8 +16,9 @@ import pytest
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.telemetry.failure import read_failure
-from asyncrl.telemetry.recorder import STATUS_FILE, read_status
+from asyncrl.run_lock import is_over
+from asyncrl.telemetry.failure import FAILURE_FILE, read_failure
+from asyncrl.telemetry.recorder import STATUS_FILE
 from learner.checkpoint import newest_checkpoint
 from learner.checkpoint_files import write_checksums
 from learner.group_payload import pack_frames
@@ -26,7 +27,7 @@ from learner.journal_database import PAGE_BYTES
 from learner.service import Learner
 from learner.start import find_start
 from protocol.codec import encode
-from tests.small_runs import PER_STEP, STEPS, assert_every_prompt_trained_once, failure_of, logs, small
+from tests.small_runs import PER_STEP, STEPS, assert_every_prompt_trained_once, failure_of, logs, save_failure, small
 from tests.two_processes import run_both, start, with_ports, write_config
 from tests.waiting import exit_codes
 
@@ -315,19 +316,23 @@ def test_a_checkpoint_of_another_run_or_model_is_refused(damaged: Path, key: str
 def test_a_finished_run_that_goes_on_is_not_over_for_servers_that_come_while_its_learner_loads(
     damaged: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    status = damaged / STATUS_FILE
-    status.write_text('{"phase": "finished", "step": 2}')
-    phases: list[str] = []
+    (damaged / STATUS_FILE).write_text('{"phase": "finished", "step": 2}')
+    save_failure(damaged)
+    files = [damaged / name for name in (STATUS_FILE, FAILURE_FILE, "config.yaml")]
+    before = [file.read_bytes() for file in files]
+    assert is_over(damaged)
+    seen: list[bool] = []
 
     def prepare(*_: object) -> None:
-        phases.append(read_status(damaged)["phase"])
+        seen.append(is_over(damaged))
         raise UserError("no such model")
 
     monkeypatch.setattr(Learner, "_prepare", prepare)
     with pytest.raises(UserError, match="no such model"):
         Learner(load_config(damaged / "config.yaml", []), resume=True)
-    assert phases == ["starting"]
-    assert status.read_text() == '{"phase": "finished", "step": 2}'  # a refusal changes nothing
+    assert seen == [False]
+    assert is_over(damaged)
+    assert [file.read_bytes() for file in files] == before, "a refusal changes nothing"
 
 
 def test_a_resumed_run_keeps_what_its_journal_was_sampled_with(damaged: Path) -> None:

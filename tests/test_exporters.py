@@ -22,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from asyncrl.config.schema import RunConfig, TelemetryConfig
 from asyncrl.errors import BadStateError
 from asyncrl.telemetry.metrics import Metric, MetricSet
+from asyncrl.telemetry.recorder import RunRecorder
 from asyncrl.telemetry.waits import WaitClock
 from learner.bad_numbers import NotFiniteError
 from learner.batch import Batch
@@ -32,6 +33,7 @@ from learner.journal import Journal
 from learner.ledger import TicketLedger
 from learner.metrics import GAUGE_OF_RECORD, GAUGE_OF_STALENESS_RECORD
 from learner.metrics import METRICS as LEARNER
+from learner.reporting import Reporter
 from learner.service import Learner
 from learner.tickets import PreparedTicket, ReceivedGroup
 from protocol.endpoints import SHARED_MEMORY
@@ -305,6 +307,23 @@ def test_evaluations_publications_and_the_end_have_their_values(rig: Rig) -> Non
     assert (values["held_out_best", ""], values["held_out_rows", ""]) == (0.9, 16)
     assert (values["policy_version", ""], values["publish_bytes", ""]) == (3, 512)
     assert values["stopped", "kind=crash"] == 1
+
+
+def test_a_learner_that_comes_back_knows_the_evaluations_before_it(
+    rig: Rig, make_config: Callable[..., RunConfig]
+) -> None:
+    config = make_config()
+    recorder = RunRecorder(config.run_path)
+    for step, accuracy in ((0, 0.5), (2, 0.9), (4, float("nan")), (6, 0.7), (8, 0.99)):
+        counted = {"rows": 16, "errors": 1}
+        recorder.evaluation({"step": step, "version": step, "accuracy": accuracy, "reward": accuracy / 2, **counted})
+    processor: Any = None
+    reporter = Reporter(config, rig.exchange, rig.ledger, processor, rig.exporter, total_steps=50)
+    reporter.truncate_after(6, made_again=7)
+    values = rig.scrape()
+    assert (values["held_out_accuracy", ""], values["held_out_reward", ""]) == (0.7, 0.35)
+    assert (values["held_out_best", ""], values["held_out_rows", ""]) == (0.9, 15), "the one after step 7 was forgotten"
+    reporter.close()
 
 
 @pytest.mark.parametrize("number", ["loss", "grad_norm"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -15,25 +16,22 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import ExitCode
+from asyncrl.errors import ExitCode, LearnerLeftError, UserError
 from asyncrl.launch.processes import Service
 from asyncrl.launch.story import Story
 from asyncrl.launch.supervisor import Outcome
 from asyncrl.launch.train import report
 from asyncrl.telemetry.failure import (
     FAILURE_FILE,
+    ROOM_FILE,
+    Failure,
+    FailureRoom,
     Kind,
-    describe_full_disk,
     failure_of,
-    forget_failure,
-    forget_vain_attempt,
-    is_disk_full,
     read_failure,
-    release,
-    reserve,
-    save_failure,
 )
-from asyncrl.telemetry.recorder import STATUS_FILE
+from asyncrl.telemetry.full_disk import describe_full_disk, is_disk_full
+from tests.small_runs import save_failure
 
 CONFIG = """\
 run_dir: {run_dir}
@@ -44,7 +42,7 @@ reward: {{functions: [{{function: exact_match}}]}}
 SERVICE = """
 import errno, os, sqlite3, sys
 from asyncrl.entry import run_service
-from asyncrl.errors import BadStateError, ResumeRefusedError, RunTakenError, UserError, WaitTimeoutError
+from asyncrl.errors import BadStateError, RunTakenError, UserError, WaitTimeoutError
 def main(config, resume):
     {body}
 run_service({name!r}, main, leave={leave})
@@ -52,27 +50,36 @@ run_service({name!r}, main, leave={leave})
 
 
 def run_service(
-    tmp_path: Path, body: str, name: str = "learner", *, leave: bool = False
+    tmp_path: Path, body: str, name: str = "rollout_server", *arguments: str, leave: bool = False
 ) -> subprocess.CompletedProcess[str]:
     """A service whose `main` is `body`, with `tmp_path/run` as its run directory."""
     file = tmp_path / "config.yaml"
     file.write_text(CONFIG.format(run_dir=tmp_path / "run"))
-    (tmp_path / "run").mkdir(exist_ok=True)
-    command = [sys.executable, "-c", SERVICE.format(body=body, name=name, leave=leave), "--config", str(file)]
+    command = [
+        sys.executable,
+        "-c",
+        SERVICE.format(body=body, name=name, leave=leave),
+        "--config",
+        str(file),
+        *arguments,
+    ]
     return subprocess.run(command, capture_output=True, text=True, timeout=30)
 
 
-def test_bad_state_is_saved_with_its_reason_and_the_last_known_step(tmp_path: Path) -> None:
+def test_bad_state_is_saved_where_the_launcher_looks_with_the_last_known_step(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "status.json").write_text('{"step": 7}')
-    done = run_service(tmp_path, "raise BadStateError('the loss is nan')")
+    done = run_service(
+        tmp_path, "raise BadStateError('the loss is nan')", "learner", "--failure-file", f"{tmp_path}/why.json"
+    )
     assert done.returncode == ExitCode.BAD_STATE
     assert done.stderr.splitlines()[-1] == "error: the loss is nan"
-    saved = read_failure(tmp_path / "run")
+    saved = read_failure(tmp_path, "why.json")
     assert saved is not None
     assert (saved.service, saved.kind, saved.reason, saved.step) == ("learner", "bad_state", "the loss is nan", 7)
     assert abs(saved.time - time.time()) < 30
-    assert set(os.listdir(tmp_path / "run")) == {"status.json", FAILURE_FILE}
+    assert sorted(os.listdir(tmp_path)) == ["config.yaml", "run", "why.json"]
+    assert os.listdir(tmp_path / "run") == ["status.json"]
 
 
 @pytest.mark.parametrize(
@@ -88,14 +95,15 @@ def test_bad_state_is_saved_with_its_reason_and_the_last_known_step(tmp_path: Pa
     ],
 )
 def test_a_full_disk_is_bad_state_that_names_the_directory_and_its_free_space(tmp_path: Path, body: str) -> None:
-    done = run_service(tmp_path, body, "rollout_server")
+    done = run_service(tmp_path, body, "rollout_server", "--failure-file", f"{tmp_path}/why.json")
     assert done.returncode == ExitCode.BAD_STATE, done.stderr
-    saved = read_failure(tmp_path / "run")
+    saved = read_failure(tmp_path, "why.json")
     assert saved is not None
     assert (saved.service, saved.kind, saved.step) == ("rollout_server", "disk_full", None)
-    assert f"the disk of {tmp_path / 'run'} is full" in saved.reason
+    assert re.search(rf"the disk of {tmp_path}/?(run)? is full", saved.reason)
     assert "MiB free" in saved.reason
     assert done.stderr.splitlines()[-1] == f"error: {saved.reason}"
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -104,18 +112,34 @@ def test_a_full_disk_is_bad_state_that_names_the_directory_and_its_free_space(tm
         ("pass", ExitCode.FINISHED),
         ("raise RuntimeError('unforeseen')", ExitCode.CRASHED),
         ("raise OSError(errno.ECONNRESET, 'gone')", ExitCode.CRASHED),
-        ("raise RunTakenError('another run')", ExitCode.USER_ERROR),
-        ("raise ResumeRefusedError('other data')", ExitCode.USER_ERROR),
         ("raise KeyboardInterrupt", ExitCode.INTERRUPTED),
     ],
 )
-def test_other_endings_have_their_code_and_leave_nothing_in_the_run_directory(
+def test_other_endings_have_their_code_and_leave_nothing_where_the_launcher_looks(
     tmp_path: Path, body: str, code: ExitCode
 ) -> None:
-    done = run_service(tmp_path, body)
+    done = run_service(tmp_path, body, "rollout_server", "--failure-file", f"{tmp_path}/why.json")
     assert done.returncode == code, done.stderr
-    assert os.listdir(tmp_path / "run") == []
+    assert os.listdir(tmp_path) == ["config.yaml"]
     assert ("Traceback" in done.stderr) == (code is ExitCode.CRASHED)
+
+
+@pytest.mark.parametrize(
+    "error", ["BadStateError", "WaitTimeoutError", "UserError", "RuntimeError", "KeyboardInterrupt"]
+)
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_service_writes_nothing_into_a_run_that_it_does_not_hold(tmp_path: Path, error: str, is_there: bool) -> None:
+    """A server by itself, and a learner that was refused: the run is another's, and may be at work."""
+    run = tmp_path / "run"
+    if is_there:
+        run.mkdir()
+        for name in (FAILURE_FILE, ROOM_FILE):
+            (run / name).write_text("of the other")
+    assert run_service(tmp_path, f"raise {error}('why')").returncode != 0
+    assert run.exists() == is_there
+    assert {file.name: file.read_text() for file in run.glob("*")} == (
+        dict.fromkeys((FAILURE_FILE, ROOM_FILE), "of the other") if is_there else {}
+    )
 
 
 @pytest.mark.parametrize(
@@ -147,6 +171,17 @@ def test_a_signal_while_a_learner_ends_cuts_no_exit_handler_off(tmp_path: Path, 
     assert (done.returncode, done.stdout) == (ExitCode.FINISHED, "handler\n"), done.stderr
 
 
+@pytest.mark.parametrize(("error", "code"), [("BadStateError", ExitCode.BAD_STATE), ("UserError", ExitCode.USER_ERROR)])
+def test_a_log_on_a_full_disk_changes_no_exit_code(tmp_path: Path, error: str, code: ExitCode) -> None:
+    """Else the launcher would start again what would fail again."""
+    script = SERVICE.format(body=f"raise {error}('why')", name="learner", leave=True)
+    file = tmp_path / "config.yaml"
+    file.write_text(CONFIG.format(run_dir=tmp_path / "run"))
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", script, "--config", str(file)], stderr=full, timeout=30)
+    assert done.returncode == code
+
+
 def test_an_exit_handler_that_hangs_does_not_keep_a_service(tmp_path: Path) -> None:
     body = "import atexit, time; print('said'); atexit.register(time.sleep, 60); raise BadStateError('the loss is nan')"
     began = time.monotonic()
@@ -155,124 +190,52 @@ def test_an_exit_handler_that_hangs_does_not_keep_a_service(tmp_path: Path) -> N
     assert time.monotonic() - began < 20
 
 
-def test_a_mistake_of_the_user_is_saved_where_there_is_a_run(tmp_path: Path) -> None:
-    done = run_service(tmp_path, "raise UserError('mend it')")
-    assert done.returncode == ExitCode.USER_ERROR
-    saved = read_failure(tmp_path / "run")
-    assert saved is not None
-    assert (saved.service, saved.kind, saved.reason) == ("learner", "user_error", "mend it")
-    save_failure(tmp_path / "run", "rollout_server", "refused", kind="user_error")
-    assert read_failure(tmp_path / "run") == saved
-    save_failure(tmp_path / "run", "rollout_server", "the cause")
-    replaced = read_failure(tmp_path / "run")
-    assert replaced is not None
-    assert replaced.reason == "the cause"
-
-
-@pytest.mark.parametrize("kind", ["bad_state", "disk_full"])
-def test_a_wait_that_ran_out_is_not_the_cause_of_what_comes_later(tmp_path: Path, kind: Kind) -> None:
-    """Of a server that was up long before its learner, which `--unattended` must not repeat after bad state."""
-    save_failure(tmp_path, "rollout_server", "refused", kind="user_error")
-    for reason in ("no learner answered", "the consequence"):
-        save_failure(tmp_path, "rollout_server", reason, kind="timed_out")
-    found = read_failure(tmp_path)
-    assert found is not None
-    assert found.reason == "no learner answered"
-    save_failure(tmp_path, "learner", "the loss is nan", kind=kind)
-    save_failure(tmp_path, "rollout_server", "the learner has been gone for 600 s", kind="timed_out")
-    found = read_failure(tmp_path)
-    assert found is not None
-    assert found.reason == "the loss is nan"
+def a_failure(kind: Kind = "bad_state", reason: str = "the loss is nan") -> Failure:
+    return Failure("learner", kind, reason, 0.0)
 
 
 def test_the_reason_is_saved_on_a_disk_that_is_full(tmp_path: Path) -> None:
-    """No new block is needed: the file that was reserved is filled in place and renamed."""
-    reserve(tmp_path, "learner")
-    (reserved,) = tmp_path.iterdir()
-    before = (reserved.stat().st_ino, reserved.stat().st_blocks)
-    save_failure(tmp_path, "learner", "\N{EURO SIGN}" * 5000, kind="disk_full")
-    after = (tmp_path / FAILURE_FILE).stat()
-    assert (after.st_ino, after.st_blocks) == before
+    """No new block is needed: the room that was taken is filled in place and renamed."""
+    with FailureRoom(tmp_path / FAILURE_FILE) as room:
+        (taken,) = tmp_path.iterdir()
+        before = (taken.stat().st_ino, taken.stat().st_blocks)
+        assert room.save(a_failure("disk_full", "\N{EURO SIGN}" * 5000))
+        after = (tmp_path / FAILURE_FILE).stat()
+        assert (after.st_ino, after.st_blocks) == before
     saved = read_failure(tmp_path)
     assert saved is not None
     assert saved.reason == "\N{EURO SIGN}" * 1500
+    assert os.listdir(tmp_path) == [FAILURE_FILE]
 
 
-def test_the_first_reason_stays_and_only_what_was_found_at_the_start_is_forgotten(tmp_path: Path) -> None:
-    save_failure(tmp_path, "learner", "the cause")
-    save_failure(tmp_path, "rollout_server", "the consequence")
-    found = failure_of(tmp_path, "learner")
-    assert found is not None
-    assert found.reason == "the cause"
-    forget_failure(tmp_path, failure_of(tmp_path, "rollout_server"))
-    assert read_failure(tmp_path) == found
-    forget_failure(tmp_path, found)
-    assert list(tmp_path.iterdir()) == []
-    save_failure(tmp_path, "rollout_server", "came since")
-    forget_failure(tmp_path, found)
-    assert failure_of(tmp_path, "rollout_server") is not None
+def test_the_room_of_a_process_that_was_killed_is_taken_over_and_given_back(tmp_path: Path) -> None:
+    (tmp_path / ROOM_FILE).write_text("of before")
+    with FailureRoom(tmp_path / FAILURE_FILE):
+        assert (tmp_path / ROOM_FILE).stat().st_size == 8192
+    assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    ("body", "reason"),
-    [
-        ("raise RunTakenError('another run')", "the loss is nan"),
-        ("raise ResumeRefusedError('other data')", "the loss is nan"),
-        ("raise KeyboardInterrupt", "the loss is nan"),
-        ("raise UserError('mend it')", "the loss is nan"),
-        ("raise WaitTimeoutError('nobody came')", "the loss is nan"),
-        ("raise BadStateError('the gradient is inf')", "the gradient is inf"),
-    ],
-)
-def test_a_refusal_leaves_the_reason_of_before_and_a_failure_takes_its_place(
-    tmp_path: Path, body: str, reason: str
-) -> None:
-    assert run_service(tmp_path, "raise BadStateError('the loss is nan')").returncode == ExitCode.BAD_STATE
-    run_service(tmp_path, body)
-    saved = read_failure(tmp_path / "run")
-    assert saved is not None
-    assert saved.reason == reason
-    assert os.listdir(tmp_path / "run") == [FAILURE_FILE]
-
-
-def test_a_server_that_starts_forgets_a_vain_attempt_and_no_bad_state(tmp_path: Path) -> None:
-    save_failure(tmp_path, "rollout_server", "nobody came", kind="timed_out")
-    forget_vain_attempt(tmp_path, "rollout_server")
+def test_a_reason_that_cannot_be_saved_is_said_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with FailureRoom(tmp_path / FAILURE_FILE) as room:
+        (tmp_path / ROOM_FILE).unlink()
+        assert not room.save(a_failure())
+    assert f"the reason could not be saved in {tmp_path / FAILURE_FILE}" in caplog.text
     assert read_failure(tmp_path) is None
-    save_failure(tmp_path, "rollout_server", "the loss is nan")
-    forget_vain_attempt(tmp_path, "rollout_server")
-    assert read_failure(tmp_path) is not None
+    with pytest.raises(FileNotFoundError), FailureRoom(tmp_path / "nowhere" / FAILURE_FILE):
+        pass
 
 
-def test_a_vain_wait_is_no_failure_of_a_finished_run(tmp_path: Path) -> None:
-    for phase, saved in (("finished", False), ("training", True)):
-        (tmp_path / "run").mkdir(exist_ok=True)
-        (tmp_path / "run" / STATUS_FILE).write_text(json.dumps({"phase": phase}))
-        done = run_service(tmp_path, "raise WaitTimeoutError('nobody came')", "rollout_server")
-        assert done.returncode == ExitCode.BAD_STATE
-        assert (read_failure(tmp_path / "run") is not None) == saved
+def test_a_mistake_of_the_user_is_one_though_a_full_disk_led_to_it(tmp_path: Path) -> None:
+    mistake = UserError("make room")
+    mistake.__cause__ = OSError(errno.ENOSPC, "No space left on device")
+    found = failure_of(mistake, "learner", tmp_path)
+    assert found is not None
+    assert (found.kind, found.reason) == ("user_error", "make room")
+    assert failure_of(RuntimeError("unforeseen"), "learner", tmp_path) is None
+    assert failure_of(LearnerLeftError("No space left on device, it said"), "rollout_server", tmp_path) is None
 
 
-def test_who_is_refused_leaves_what_the_other_has_reserved(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    for reserved in (False, True):
-        if reserved:
-            reserve(tmp_path / "run", "learner")
-        assert run_service(tmp_path, "raise RunTakenError('another run')").returncode == ExitCode.USER_ERROR
-        assert any((tmp_path / "run").iterdir()) == reserved
-
-
-def test_a_run_directory_that_cannot_be_written_is_said_in_the_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").touch()
-    assert save_failure(tmp_path / "file" / "run", "learner", "the loss is nan") is None
-    assert "could not be saved" in caplog.text
-    release(tmp_path / "nowhere", "learner")
-    assert read_failure(tmp_path / "nowhere") is None
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"reason": "x"}'])
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"reason": "x"}', pytest.param("[" * 100_000, id="deep")])
 def test_a_damaged_file_is_no_failure_of_ours(tmp_path: Path, content: str) -> None:
     (tmp_path / FAILURE_FILE).write_text(content)
     assert read_failure(tmp_path) is None
@@ -314,9 +277,8 @@ def test_the_launcher_prints_the_reason(tmp_path: Path, capsys: pytest.CaptureFi
     assert learner.process is not None
     learner.process.wait(timeout=10)
     if saved:
-        save_failure(tmp_path, "learner", "the loss is nan" if saved == "now" else "of before")
-    if saved == "earlier":
-        since = time.time()
+        reason, when = ("the loss is nan", since + 1) if saved == "now" else ("of before", since - 1)
+        save_failure(tmp_path, reason=reason, time=when)
     assert report(config(tmp_path), Outcome(3, failed=learner), Story(tmp_path, since=since)) == 3
     told = capsys.readouterr().err.splitlines()
     assert told[0] == "error: the loss is nan"
@@ -324,6 +286,22 @@ def test_the_launcher_prints_the_reason(tmp_path: Path, capsys: pytest.CaptureFi
     if saved == "now":
         assert str(tmp_path / FAILURE_FILE) in told[1]
         assert json.loads((tmp_path / FAILURE_FILE).read_text())["service"] == "learner"
+
+
+@pytest.mark.parametrize("log", ["", "loading\nstopped: the di"])
+def test_the_launcher_says_so_where_a_log_was_cut_off(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], log: str
+) -> None:
+    """On a disk that is full."""
+    learner = Service("learner", [sys.executable, "-c", "import sys; sys.exit(3)"], tmp_path / "learner.log", {})
+    learner.start()
+    assert learner.process is not None
+    learner.process.wait(timeout=10)
+    learner.log.write_text(log)
+    assert report(config(tmp_path), Outcome(3, failed=learner), Story(tmp_path)) == 3
+    told = capsys.readouterr().err
+    assert re.match(r"error: learner ended with code 3; its log does not say why \([0-9,.]+ MiB free there\)\n", told)
+    assert told.rstrip("\n").endswith(log)
 
 
 def test_the_launcher_says_how_often_it_has_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

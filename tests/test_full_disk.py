@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import pytest
 from asyncrl.config.schema import RunConfig
 from learner.journal import JOURNAL_FILE
 from tests.small_runs import assert_every_prompt_trained_once, failure_of, logs, small
+from tests.tiny import ROOT
 from tests.two_processes import start, with_ports, write_config
 from tests.waiting import exit_codes
 
@@ -61,7 +63,7 @@ def continue_with_room(config: RunConfig, logs_in: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "size", "says"),
     [
-        ("run", "1200k", "continue with --resume"),
+        ("run", "1200k", "start again, with --resume if the run had begun"),
         ("run/checkpoints", "600k", "checkpoints"),
         ("/dev/shm", "600k", "/dev/shm"),
     ],
@@ -88,6 +90,28 @@ def test_a_full_disk_stops_the_run_and_with_room_it_continues(
     assert failure.kind == ("bad_state" if place == "/dev/shm" else "disk_full")
     if (run / JOURNAL_FILE).exists():
         continue_with_room(config, tmp_path / "logs")
+
+
+@needs_mount
+def test_a_database_that_finds_little_room_says_that_the_disk_is_full(tmp_path: Path) -> None:
+    """Where it begins anew, and where it is opened again: for the file, its log, or their shared memory."""
+    disk = tmp_path / "disk"
+    command = [
+        *on_small_disk(disk, tmp_path / "kept", "2m"),
+        sys.executable,
+        "-m",
+        "tests.open_on_full_disk",
+        str(disk),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {line["kind"] for line in found} == {"disk_full", "opened"}, done.stdout
+    for begins in (True, False):
+        for place in ("journal", "index"):
+            kinds = [line["kind"] for line in found if (line["begins"], line["place"]) == (begins, place)]
+            assert kinds == sorted(kinds), "with more room it opens"
+            assert len(set(kinds)) == 2
 
 
 @needs_mount

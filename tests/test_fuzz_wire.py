@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Iterator
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
-from typing import get_args
+from typing import TypeVar, get_args
 
 import msgpack
 import pytest
@@ -17,23 +20,27 @@ from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import LONGEST_TEXT, ControlFromServer, Error, ServerHeartbeat, printable
 from tests.fuzz import content
 from tests.fuzz.mutations import frames_of, mutate
-from tests.fuzz.server_side import fuzz_server_side
+from tests.fuzz.server_side import ServerSideResult, fuzz_server_side
 from tests.fuzz_wire import fuzz_learner_side
 
 MESSAGES = 2000
+Result = TypeVar("Result")
 
 
-@pytest.fixture(autouse=True)
-def _silence() -> Iterator[None]:
-    """pytest keeps what is logged, a line for each refusal: memory would not be flat."""
+def in_a_process_of_its_own(fuzz: Callable[..., Result], *arguments: object) -> Result:
+    """Its memory is what is measured: that of a process that other tests have been in says nothing."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_silence) as pool:
+        return pool.submit(fuzz, *arguments).result(timeout=300)
+
+
+def _silence() -> None:
+    """A refusal each would be most of the output."""
     logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 @pytest.mark.parametrize(("seed", "curve"), [(1, False), (2, True)])
 def test_the_learner_survives_hostile_servers(tmp_path: Path, seed: int, curve: bool):
-    result = fuzz_learner_side(MESSAGES, seed, tmp_path, curve=curve)
+    result = in_a_process_of_its_own(partial(fuzz_learner_side, curve=curve), MESSAGES, seed, tmp_path)
     assert result.problems == []
     assert sum(result.hostile["sent"].values()) >= MESSAGES
     assert result.hostile["answers"]["malformed"] > 100
@@ -41,8 +48,12 @@ def test_the_learner_survives_hostile_servers(tmp_path: Path, seed: int, curve: 
     assert result.taken > 400, "the good server worked on"
 
 
+def fuzz_server(messages: int, seed: int) -> ServerSideResult:
+    return asyncio.run(fuzz_server_side(messages, seed))
+
+
 def test_a_server_survives_a_hostile_learner():
-    result = asyncio.run(fuzz_server_side(MESSAGES, seed=1))
+    result = in_a_process_of_its_own(fuzz_server, MESSAGES, 1)
     assert result.problems == []
     assert result.counts["messages to the link"] > 1000
     assert result.counts["transfers that arrived whole"] > 0

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import random
-import resource
 import shutil
 import sqlite3
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +19,14 @@ import learner.journal
 import learner.segments
 from asyncrl.config.schema import Durability
 from asyncrl.errors import BadStateError
-from asyncrl.telemetry.failure import describe_full_disk, is_disk_full
+from asyncrl.telemetry.full_disk import describe_full_disk, is_disk_full
 from learner.group_payload import pack_frames
 from learner.journal import JOURNAL_FILE, Journal, TicketSlot
 from learner.journal_database import PAGE_BYTES
+from learner.journal_reader import JournalReader
 from protocol.codec import encode
 from protocol.messages import FinishReason, Group, GroupTimings, TrajectoryRecord, TrajectoryStatus
+from tests.file_sizes import file_size_limit
 
 SEGMENTS = tuple(f".groups-{number:06d}" for number in range(1, 10))
 SUFFIXES = ("", "-wal", ".commits", *SEGMENTS)
@@ -411,16 +411,6 @@ def test_a_database_that_is_full_says_so_and_continues_after_room_was_made(tmp_p
     assert is_refused(path, expected) is None
 
 
-@contextmanager
-def file_size_limit(limit: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 @pytest.mark.parametrize("file", ["-wal", SEGMENTS[0]])
 def test_a_limit_on_file_sizes_is_a_full_disk(tmp_path: Path, file: str) -> None:
     """SQLite calls it an I/O error. A group of which a part was written is not there."""
@@ -441,9 +431,35 @@ def test_a_limit_on_file_sizes_is_a_full_disk(tmp_path: Path, file: str) -> None
         with file_size_limit(size):
             reason = describe_full_disk(caught.value, tmp_path)
         assert f"a file in {tmp_path} is as large as this process may make it" in reason
-        assert "Raise the limit and continue with --resume" in reason
+        assert "Raise the limit and start again, with --resume" in reason
         assert content(journal) == before
     assert is_refused(path, before) is None
+
+
+def test_no_room_for_shared_memory_at_opening_is_a_full_disk(tmp_path: Path) -> None:
+    """SQLite has codes of its own for it, and calls it an I/O error, too."""
+    path = tmp_path / JOURNAL_FILE
+    with closing(Journal(path)) as journal:
+        write_steps(journal, 1, 1)
+        before = content(journal)
+    for begin in (Journal, JournalReader):
+        with (
+            file_size_limit(PAGE_BYTES),
+            pytest.raises(BadStateError, match=r"File too large\. Nothing is lost") as caught,
+        ):
+            begin(path)
+        assert is_disk_full(caught.value)
+    assert is_refused(path, before) is None
+
+
+def test_an_error_is_no_full_disk_where_there_is_room(tmp_path: Path) -> None:
+    path = tmp_path / JOURNAL_FILE
+    with closing(Journal(path)) as journal:
+        write_steps(journal, 1, 1)
+    (tmp_path / f"{JOURNAL_FILE}-wal").symlink_to(tmp_path)
+    with pytest.raises(BadStateError, match=r"unable to open database file\. Restore it") as caught:
+        JournalReader(path)
+    assert not is_disk_full(caught.value)
 
 
 def test_a_process_that_dies_between_the_bytes_and_their_rows_leaves_nothing(

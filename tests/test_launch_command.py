@@ -14,7 +14,7 @@ from asyncrl.config.rollout import RolloutConfig
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.launch.processes import JOURNAL_FILE, learner_service, server_services
-from asyncrl.launch.train import check_run_dir, resolve_ports, write_config
+from asyncrl.launch.train import check_run_dir, resolve_ports, write_candidate
 
 CONFIG = """\
 run_dir: {run_dir}
@@ -160,7 +160,7 @@ def test_both_services_read_the_same_resolved_configuration(tmp_path: Path) -> N
     from asyncrl.config.load import load_config
 
     config = resolve_ports(make(tmp_path))
-    assert load_config(write_config(config)) == config
+    assert load_config(write_candidate(config)) == config
 
 
 def test_several_servers_get_a_log_a_port_and_a_share_of_the_cores_each(tmp_path: Path) -> None:
@@ -171,10 +171,12 @@ def test_several_servers_get_a_log_a_port_and_a_share_of_the_cores_each(tmp_path
     services = server_services(config, tmp_path / "config.yaml")
     assert [service.name for service in services] == [f"rollout_server-{n}" for n in (1, 2, 3)]
     assert [service.log.name for service in services] == [f"rollout_server-{n}.log" for n in (1, 2, 3)]
+    failures = [str(service.log.with_suffix(".failure.json")) for service in services]
+    assert [str(service.failure) for service in services] == failures
     assert [list(service.command[5:]) for service in services] == [
-        [],
-        [f"telemetry.rollout_port={first + 1}"],
-        [f"telemetry.rollout_port={first + 2}"],
+        ["--failure-file", failures[0]],
+        ["--failure-file", failures[1], f"telemetry.rollout_port={first + 1}"],
+        ["--failure-file", failures[2], f"telemetry.rollout_port={first + 2}"],
     ]
 
 

@@ -188,3 +188,13 @@ def test_the_cores_are_shared_half_and_half_unless_the_configuration_says_so() -
     assert service_environment(0)["OMP_NUM_THREADS"] == str(max(1, available_cores() // 2))
     assert service_environment(3)["OMP_NUM_THREADS"] == "3"
     assert service_environment(0, taking_turns=True)["OMP_NUM_THREADS"] == str(available_cores())
+
+
+def test_a_service_is_started_again_though_nothing_more_can_be_logged(tmp_path: Path) -> None:
+    log = tmp_path / "service.log"
+    log.symlink_to("/dev/full")
+    service = Service("service", [sys.executable, "-c", "pass"], log, {})
+    for _ in range(2):
+        service.start()
+        assert service.process is not None
+        assert service.process.wait(timeout=30) == 0

@@ -137,6 +137,16 @@ def test_the_side_that_explains_the_end_counts(make: Make) -> None:
         assert outcome == Outcome(3, failed=learner), server_code
 
 
+def test_a_learner_that_is_done_but_for_its_exit_handlers_has_finished_the_run(make: Make, tmp_path: Path) -> None:
+    """Whatever its server says meanwhile."""
+    ending = tmp_path / "ending"
+    learner = make("learner", f"signal.signal(signal.SIGTERM, signal.SIG_IGN); open('{ending}', 'w'); time.sleep(1.5)")
+    server = make("rollout_server", f"while not os.path.exists('{ending}'): time.sleep(0.02)\nsys.exit(3)")
+    outcome = Supervisor(learner, server, policy=QUICK, stop_s=10).run()
+    assert (learner.code, server.code) == (0, 3)
+    assert outcome == Outcome(0)
+
+
 def test_a_server_that_a_crashing_learner_said_goodbye_to_is_started_with_it(make: Make, tmp_path: Path) -> None:
     learner = make("learner", "if starts == 1:\n    time.sleep(0.3)\n    sys.exit(1)\n" + until_here(tmp_path))
     outcome, told, restarts = run(learner, make("rollout_server", f"if starts > 1:\n    {STAY}"))

@@ -22,6 +22,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from asyncrl.cli import main
+from asyncrl.errors import UserError
 from asyncrl.launch.alerts import CONDITIONS, alerts
 from asyncrl.launch.display import Display
 from asyncrl.launch.glyphs import Glyphs, slice_means
@@ -468,3 +469,20 @@ def test_the_picture_of_the_panel_is_a_picture(tmp_path: Path) -> None:
     words = html.unescape(re.sub(r"<[^>]*>", "", svg)).replace("\xa0", " ")
     assert svg.startswith("<svg")
     assert "Is the pipeline healthy?" in words
+
+
+def test_the_terminal_has_its_cursor_back_whatever_ends_the_display(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = io.StringIO()
+    display = Display(Story(tmp_path), Console(file=shown, force_terminal=True, width=80, height=24))
+
+    def unreadable() -> None:
+        raise UserError("cannot read status.json")
+
+    display.__enter__()
+    assert "\x1b[?25h" not in shown.getvalue(), "it is hidden"
+    monkeypatch.setattr(display.story, "refresh", unreadable)
+    with pytest.raises(UserError):
+        display.__exit__(None, None, None)
+    assert "\x1b[?25h" in shown.getvalue()

@@ -24,9 +24,9 @@ from asyncrl.launch.train import CANDIDATE_FILE, train
 from asyncrl.launch.unattended import next_attempt
 from asyncrl.report.run import read_run
 from asyncrl.run_lock import LAUNCHER_LOCK, LEARNER_LOCK, holder, lock_run, sole_launcher
-from asyncrl.telemetry.failure import read_failure, save_failure
+from asyncrl.telemetry.failure import read_failure
 from asyncrl.telemetry.recorder import read_status
-from tests.small_runs import STEPS, small
+from tests.small_runs import STEPS, save_failure, small
 from tests.test_cli_commands import logs, start
 from tests.two_processes import start as start_service
 from tests.two_processes import with_ports, write_config
@@ -56,7 +56,7 @@ def config(make_config: MakeConfig) -> RunConfig:
     config.run_path.mkdir()
     for name in ("config.yaml", JOURNAL_FILE):
         (config.run_path / name).write_text("of before")
-    save_failure(config.run_path, "learner", "of before")
+    save_failure(config.run_path)
     return config
 
 

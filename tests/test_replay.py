@@ -19,6 +19,7 @@ import torch
 from asyncrl.config.schema import RunConfig
 from learner import replay
 from learner.comparison import Comparison, Difference, compare_numbers, compare_weights
+from learner.engines.torch_engine import TorchEngine
 from learner.group_payload import pack_frames
 from learner.journal import JOURNAL_FILE
 from learner.journal_reader import JournalReader
@@ -262,3 +263,26 @@ def test_spans() -> None:
     assert spans([]) == ""
     assert spans([3]) == "3"
     assert spans([1, 2, 3, 5, 7, 8]) == "1 to 3, 5, 7 to 8"
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_step_leaves_the_settings_of_torch_as_they_were(make_config: Callable[..., RunConfig], before: bool) -> None:
+    filling: Any = torch.utils.deterministic
+    seen: list[tuple[bool, bool]] = []
+
+    def settings() -> tuple[bool, bool]:
+        return torch.are_deterministic_algorithms_enabled(), filling.fill_uninitialized_memory
+
+    number = torch.ones((), requires_grad=True)
+    number.register_hook(lambda _: seen.append(settings()))
+    config = make_config()
+    kept = settings()
+    try:
+        torch.use_deterministic_algorithms(before)
+        filling.fill_uninitialized_memory = before
+        TorchEngine(config, config.learner.optim, 1).backward(number * 2)
+        assert settings() == (before, before)
+    finally:
+        torch.use_deterministic_algorithms(kept[0])
+        filling.fill_uninitialized_memory = kept[1]
+    assert seen == [(True, False)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -23,11 +22,12 @@ from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import RunTakenError, UserError
 from asyncrl.models.processing import PromptProcessor
-from asyncrl.run_lock import lock_run
+from asyncrl.run_lock import LAUNCHER_LOCK, LEARNER_LOCK, holding
+from asyncrl.telemetry.full_disk import is_disk_full
 from learner.batch import Batch
 from learner.inspect.__main__ import main as inspect
 from learner.journal import JOURNAL_FILE, Journal
-from learner.samples import SampleQuery, SampleRow, SampleStore, rebuild
+from learner.samples import SampleQuery, SampleRow, SampleStore
 from learner.samples.index import SampleIndex
 from learner.samples.model import Order
 from learner.samples.rebuild import rebuild_index
@@ -36,6 +36,7 @@ from learner.samples.tables import INDEX_FILE
 from learner.samples.texts import TokenTexts
 from learner.step import LearnerStep
 from protocol.codec import encode
+from tests.file_sizes import file_size_limit
 from tests.made_up_batch import KeepGradients, made_up_batch
 from tests.tiny import ROOT
 
@@ -362,16 +363,46 @@ def test_a_configuration_that_cannot_be_read_is_one_line(
     assert message.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("file", "make", "why"),
+    [
+        (LEARNER_LOCK, lambda file: file.symlink_to(file), "Too many levels of symbolic links"),
+        (INDEX_FILE, Path.mkdir, "unable to open database file"),
+    ],
+)
 def test_an_archive_is_not_indexed_in_place(
-    run: MadeUpRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: MadeUpRun, capsys: pytest.CaptureFixture[str], file: str, make: Callable[[Path], None], why: str
 ) -> None:
-    def refuse(run_path: Path) -> int:
-        raise OSError(errno.EROFS, "Read-only file system", str(run_path / "learner.lock"))
-
-    monkeypatch.setattr(rebuild, "lock_run", refuse)
+    """What cannot be opened cannot be opened by root, either."""
+    run.index.close()
+    (run.folder / file).unlink(missing_ok=True)
+    make(run.folder / file)
     assert inspect([str(run.folder), "--reindex"]) == 2
+    assert capsys.readouterr().err == (
+        f"error: nothing can be written in {run.folder} ({why}): the index would be {run.folder / INDEX_FILE}. Copy "
+        "the run directory to where there is room and you may write, and --reindex there\n"
+    )
+
+
+def test_an_index_that_finds_no_room_says_so(run: MadeUpRun, capsys: pytest.CaptureFixture[str]) -> None:
+    """SQLite makes shared memory for a journal and an index that nobody has open, to read them, too."""
+    run.index.close()
+    with file_size_limit(4096):
+        with pytest.raises(OSError, match="File too large") as caught:
+            run.index.truncate_after(FIRST)
+        assert is_disk_full(caught.value)
+        with pytest.raises(UserError, match=r"\(File too large\): the index would be"):
+            rebuild_index(run.folder)
+        with closing(SampleStore(run.folder)) as store:
+            assert everything(store)
+            (notice,) = store.notices
+    assert f"{run.folder / INDEX_FILE} cannot be read: a file in {run.folder} is as large as" in notice
+    run.journal.close()
+    with file_size_limit(4096):
+        assert inspect([str(run.folder)]) == 3
     said = capsys.readouterr().err
-    assert said.startswith(f"error: nothing can be written in {run.folder} (Read-only file system): the index would be")
+    assert said.startswith(f"error: a file in {run.folder} is as large as this process may make it")
+    assert said.endswith("Raise the limit and look again\n")
 
 
 def damage(file: Path) -> None:
@@ -413,10 +444,13 @@ def test_more_than_fits_into_memory_is_told(run: MadeUpRun, monkeypatch: pytest.
         assert "there is no" in store.notices[0]
 
 
-def test_an_index_is_not_made_anew_under_a_learner(run: MadeUpRun) -> None:
-    lock_run(run.folder)
-    with pytest.raises(RunTakenError, match="another learner"):
+@pytest.mark.parametrize(("lock", "who"), [(LEARNER_LOCK, "learner"), (LAUNCHER_LOCK, "launcher")])
+def test_an_index_is_not_made_anew_under_a_learner_nor_before_its_launcher_starts_it_again(
+    run: MadeUpRun, lock: str, who: str
+) -> None:
+    with holding(run.folder, lock), pytest.raises(RunTakenError, match=f"another {who}"):
         rebuild_index(run.folder)
+    assert rebuild_index(run.folder) == 0
 
 
 @pytest.mark.parametrize("is_open", [False, True])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -14,11 +16,15 @@ from typing import Any
 
 import pytest
 
+from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
+from asyncrl.run_lock import LEARNER_LOCK
+from asyncrl.telemetry.failure import FAILURE_FILE, ROOM_FILE
 from learner.journal import JOURNAL_FILE
 from protocol.messages import WeightManifest
 from rollout_server.held_version import HeldVersion
 from tests.small_runs import assert_every_prompt_trained_once, failure_of, logs, small
+from tests.test_cli_commands import start as asyncrl
 from tests.test_full_disk import OWN_MOUNTS, needs_mount
 from tests.two_processes import start, with_ports, write_config
 from tests.waiting import wait_until
@@ -127,12 +133,14 @@ def test_a_second_learner_is_refused_and_harms_nothing(make_config: Callable[...
     first = start("learner", file)
     with running(first):
         wait_until(lambda: (run / JOURNAL_FILE).exists(), "the journal", run)
-        for arguments, says in ((["--resume"], "another learner (process"), ([], "holds a run")):
+        taken, unusable = "another learner (process", "network.control_port is 0"
+        for arguments, says in ((["--resume"], taken), ([], taken), (["network.control_port=0"], unusable)):
             second = start("learner", file, *arguments)
             with running(second):
                 assert second.wait(timeout=60) == 2, logs(run)
             assert says in (run / "learner.log").read_text().splitlines()[-1]
-            assert not (run / "failure.json").exists(), "the first has not failed"
+            assert not (run / FAILURE_FILE).exists(), "the first has not failed"
+            assert (run / ROOM_FILE).exists(), "and keeps its room for a reason"
         server = start("rollout_server", file)
         with running(server):
             assert [service.wait(timeout=120) for service in (first, server)] == [0, 0], logs(run)
@@ -152,10 +160,9 @@ def test_a_server_stops_with_the_reason_when_its_learner_is_gone_or_makes_anothe
         wait_until(lambda: steps_of(run) >= 1, "a step", run)
         learner.kill()
         assert server.wait(timeout=60) == 3, logs(run)
-    failure = failure_of(run)
-    assert (failure.service, failure.kind) == ("rollout_server", "timed_out")
-    assert "has been gone for" in failure.reason
-    assert "(network.reconnect_timeout_s = 6)" in failure.reason
+    reason = (run / "rollout_server.log").read_text().splitlines()[-1]
+    assert re.match(r"error: .* has been gone for . s \(network\.reconnect_timeout_s = 6\)", reason)
+    assert not (run / FAILURE_FILE).exists(), "the learner has not said how the run ended"
 
     learner = start("learner", file, "--resume", "network.reconnect_timeout_s=60")
     server = start("rollout_server", file, "network.reconnect_timeout_s=60")
@@ -165,8 +172,30 @@ def test_a_server_stops_with_the_reason_when_its_learner_is_gone_or_makes_anothe
         other = start("learner", write_config(second, tmp_path / "other"))
         with running(other):
             assert server.wait(timeout=90) == 3, logs(run) + logs(tmp_path / "other")
-    assert "now makes run" in failure_of(run).reason
-    assert "Start it again for the new run" in failure_of(run).reason
+    reason = (run / "rollout_server.log").read_text().splitlines()[-1]
+    assert re.match("error: .* now makes run .* Start it again for the new run", reason)
+    assert not any((folder / FAILURE_FILE).exists() for folder in (run, tmp_path / "other"))
+
+
+@pytest.mark.slow
+def test_a_launched_run_says_why_its_server_ended_it(make_config: Callable[..., RunConfig], tmp_path: Path) -> None:
+    network = {"timeout_s": 1.0, "reconnect_timeout_s": 4.0}
+    config = scripted(make_config, trainer={"max_steps": 100_000}, network=network)
+    run, file = config.run_path, tmp_path / "config.yaml"
+    file.write_text(dump_config(config))
+    launched = asyncrl("train", str(file))
+    try:
+        wait_until(lambda: steps_of(run) >= 1, "a step", run / "logs")
+        os.kill(int((run / LEARNER_LOCK).read_text()), signal.SIGSTOP)
+        printed, _ = launched.communicate(timeout=90)
+    finally:
+        launched.terminate()
+    assert launched.returncode == 3, printed
+    failure = failure_of(run)
+    assert (failure.service, failure.kind) == ("rollout_server", "timed_out")
+    assert f"error: {failure.reason}\nrollout_server stopped the run; saved in {run / FAILURE_FILE}" in printed
+    assert "(network.reconnect_timeout_s = 4)" in failure.reason
+    assert not list((run / "logs").glob("*.json"))
 
 
 def test_a_server_whose_learner_does_not_come_says_so_and_begins_no_run(
@@ -182,10 +211,9 @@ def test_a_server_whose_learner_does_not_come_says_so_and_begins_no_run(
         said = (tmp_path / "config" / "rollout_server.log").read_text()
         assert "Traceback" not in said
         assert f"error: no learner answered at {config.control_endpoint} within 2 s" in said.splitlines()[-1]
-        assert run.exists() == is_there, "what is not empty a learner does not begin in"
+        assert list(run.glob("*")) == [], "what is not empty a learner does not begin in"
+        assert run.exists() == is_there
         run.mkdir(exist_ok=True)
-    failure = failure_of(run)
-    assert (failure.service, failure.kind) == ("rollout_server", "timed_out")
 
 
 def test_a_wait_beyond_its_deadline_names_what_and_who(make_config: Callable[..., RunConfig], tmp_path: Path) -> None:

@@ -12,16 +12,18 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl import cli
 from asyncrl.cli import main as asyncrl
+from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError, WaitTimeoutError
 from asyncrl.health import LONGEST_PULSE_S, LONGEST_START_S, LONGEST_STEP_S, ailments
 from asyncrl.launch.processes import JOURNAL_FILE
 from asyncrl.launch.unattended import next_attempt
-from asyncrl.telemetry.failure import Kind, kind_of, read_failure, reserve, save_failure
-from asyncrl.telemetry.recorder import RunRecorder, read_status
+from asyncrl.telemetry.failure import FAILURE_FILE, Kind, kind_of
+from asyncrl.telemetry.recorder import RunRecorder
 from asyncrl.telemetry.waits import WaitClock
-from learner.start import reopen
+from tests.small_runs import save_failure
 
 
 def _begun(config: RunConfig) -> Path:
@@ -39,40 +41,47 @@ def test_it_begins_continues_and_ends(make_config: Callable[..., RunConfig]) -> 
     assert next_attempt(config) == "continue"
     RunRecorder(run).status(phase="finished")
     assert next_attempt(config) == "nothing"
-    put_back = reopen(run)
-    assert read_status(run)["phase"] == "starting"
-    assert next_attempt(config) == "nothing", "the learner that was to continue it died while it loaded"
-    put_back()
-    assert read_status(run)["phase"] == "finished"
 
 
 @pytest.mark.parametrize("kind", ["timed_out", "disk_full", "user_error"])
 def test_it_tries_again_what_another_time_may_mend(make_config: Callable[..., RunConfig], kind: Kind) -> None:
     config = make_config()
-    save_failure(_begun(config), "learner", "waited 5 s for a rollout server", kind=kind)
+    save_failure(_begun(config), kind, reason="waited 5 s for a rollout server")
     assert next_attempt(config) == "continue"
 
 
 def test_it_does_not_try_again_after_bad_state(make_config: Callable[..., RunConfig]) -> None:
     config = make_config()
-    save_failure(_begun(config), "learner", "the loss is nan", kind="bad_state")
+    save_failure(_begun(config), "bad_state")
     with pytest.raises(BadStateError, match=r"the loss is nan.*--resume"):
         next_attempt(config)
+
+
+def test_it_does_not_try_where_it_cannot_see_whether_it_may(make_config: Callable[..., RunConfig]) -> None:
+    config = make_config()
+    file = _begun(config) / FAILURE_FILE
+    file.symlink_to(file)  # of itself: nobody opens that, root included
+    with pytest.raises(UserError, match=f"cannot read {file}"):
+        next_attempt(config)
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_its_learner_knows_that_nobody_watches_it(
+    make_config: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bool
+) -> None:
+    config, file, became = make_config(), tmp_path / "config.yaml", []
+    file.write_text(dump_config(config))
+    if begun:
+        _begun(config)
+    monkeypatch.setattr(cli, "_become", lambda *arguments: became.extend(arguments))
+    asyncrl(["learn", str(file), "--unattended"])
+    assert became == ["learner", "--config", str(file), *(["--resume"] if begun else []), "--unattended"]
 
 
 def test_failures_have_kinds() -> None:
     full = OSError(28, "No space left on device")
     known = [WaitTimeoutError("w"), BadStateError("b"), UserError("u"), full, RuntimeError("r")]
     assert [kind_of(error) for error in known] == ["timed_out", "bad_state", "user_error", "disk_full", None]
-
-
-def test_a_service_that_may_not_write_into_the_run_directory_starts_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("os.access", lambda path, mode: False)  # as of a volume that is mounted read-only
-    reserve(tmp_path, "rollout_server")
-    assert list(tmp_path.iterdir()) == []
-    assert read_failure(tmp_path) is None
 
 
 # --- health ------------------------------------------------------------------------------------------

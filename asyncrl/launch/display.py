@@ -52,9 +52,11 @@ class Display(AbstractContextManager["Display"]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._show(last=True)
-        if self._live:
-            self._live.stop()
+        try:
+            self._show(last=True)
+        finally:  # whatever it meets, the terminal gets its cursor back
+            if self._live:
+                self._live.stop()
 
     def note(self, line: str) -> None:
         """Something that the run directory does not say, such as a crash: a row of the panel, or a line."""

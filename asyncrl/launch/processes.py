@@ -36,6 +36,8 @@ class Service:
     environment: Mapping[str, str]
     when_again: Callable[[], Sequence[str]] = tuple
     """Further arguments of every start but the first."""
+    failure: Path | None = None
+    """Where it says why it stopped, unless it has the run directory itself to say it in."""
     process: subprocess.Popen[bytes] | None = None
     _group_is_gone: bool = False
     _started_at: float = 0.0
@@ -46,10 +48,10 @@ class Service:
         again = self.process is not None
         self._group_is_gone, self._started_at = False, time.monotonic()
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as output:
+        with self.log.open("ab", buffering=0) as output:
             if again:
-                output.write(f"--- {self.ending()}; it is started again\n".encode())
-                output.flush()
+                with contextlib.suppress(OSError):  # the disk may be full
+                    output.write(f"--- {self.ending()}; it is started again\n".encode())
             self.process = subprocess.Popen(
                 [*self.command, *(self.when_again() if again else ())],
                 stdin=subprocess.DEVNULL,
@@ -126,8 +128,10 @@ def server_services(config: RunConfig, config_file: Path) -> list[Service]:
     services = []
     for number in range(count):
         name = "rollout_server" if count == 1 else f"rollout_server-{number + 1}"
+        log, failure = (config.run_path / "logs" / f"{name}.{kind}" for kind in ("log", "failure.json"))
         port = [f"telemetry.rollout_port={config.telemetry.rollout_port + number}"] if number else []
-        services.append(Service(name, [*command, *port], config.run_path / "logs" / f"{name}.log", environment))
+        arguments = ["--failure-file", str(failure), *port]
+        services.append(Service(name, [*command, *arguments], log, environment, failure=failure))
     return services
 
 

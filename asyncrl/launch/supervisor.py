@@ -105,7 +105,8 @@ class Supervisor:
                 outcome = self._look_after(service)
                 if outcome is not None:
                     self._stop(*self.services)
-                    return outcome
+                    was_ending = self.learner.code == ExitCode.FINISHED  # and had no more than its exit handlers to do
+                    return Outcome(ExitCode.FINISHED) if was_ending else outcome
             time.sleep(POLL_S)
 
     def _look_after(self, service: Service) -> Outcome | None:

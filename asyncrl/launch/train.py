@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import ExitCode, UserError
+from asyncrl.errors import BadStateError, ExitCode, UserError
 from asyncrl.launch.display import Display
 from asyncrl.launch.inputs import check_inputs
 from asyncrl.launch.processes import JOURNAL_FILE, learner_service, server_services
 from asyncrl.launch.story import Story
 from asyncrl.launch.supervisor import Outcome, RestartPolicy, Supervisor
 from asyncrl.launch.wording import MISSING, number
-from asyncrl.run_lock import LAUNCHER_LOCK, refuse_busy, sole_launcher
-from asyncrl.telemetry.failure import FAILURE_FILE, read_failure
-from asyncrl.telemetry.recorder import CONFIG_FILE
+from asyncrl.run_lock import LAUNCHER_LOCK, LEARNER_LOCK, holding, refuse_busy, sole_launcher
+from asyncrl.telemetry.failure import FAILURE_FILE, ROOM_FILE, read_failure
+from asyncrl.telemetry.full_disk import describe_full_disk, is_disk_full, room_left
 from asyncrl.telemetry.run_config import save_config
 from protocol.endpoints import BindError, check_bind, free_port, port_is_free
 
-CANDIDATE_FILE = ".config.resumed.yaml"
-"""What a resumed run's services read: config.yaml stays what the run was made with until its learner accepts this.
-Of the launcher that has the run directory to itself, and gone with it."""
+logger = logging.getLogger(__name__)
+
+CANDIDATE_FILE = ".config.candidate.yaml"
+"""What a launched run's services read; the learner writes config.yaml when it accepts this. Of the launcher that has
+the run directory to itself, and gone with it."""
+NO_RUN = (LAUNCHER_LOCK, LEARNER_LOCK, CANDIDATE_FILE, "logs", FAILURE_FILE, ROOM_FILE)
+"""What is there of a run that has not begun."""
 PORTS = (
     ("network", "control_port"),
     ("network", "weights_port"),
@@ -38,27 +44,46 @@ def train(config: RunConfig, *, resume: bool) -> int:
     check_run_dir(config, resume=resume)
     check_inputs(config, "learner", "rollout_server")
     config = resolve_ports(config)
-    with sole_launcher(config.run_path):
-        check_run_dir(config, resume=resume)  # another launcher may have been here meanwhile
-        try:
-            return _launch(config, resume=resume)
-        finally:
-            (config.run_path / CANDIDATE_FILE).unlink(missing_ok=True)
+    try:
+        with sole_launcher(config.run_path):
+            check_run_dir(config, resume=resume)  # another launcher may have been here meanwhile
+            try:
+                return _launch(config, resume=resume)
+            finally:
+                (config.run_path / CANDIDATE_FILE).unlink(missing_ok=True)
+    except OSError as error:
+        if not is_disk_full(error):
+            raise
+        raise BadStateError(describe_full_disk(error, config.run_path)) from None
 
 
 def _launch(config: RunConfig, *, resume: bool) -> int:
-    file = write_config(config, CANDIDATE_FILE if resume else CONFIG_FILE)
+    file = write_candidate(config)
     services = [learner_service(config, file, resume=resume), *server_services(config, file)]
     launch = config.launch
     policy = RestartPolicy(launch.max_restarts, launch.restart_delay_s, launch.healthy_s)
-    print(f"run directory {config.run_dir}: config.yaml, logs/, metrics.jsonl, samples.jsonl", flush=True)
+    print(f"run directory {config.run_dir}: logs/, then config.yaml, metrics.jsonl, samples.jsonl", flush=True)
     with Display(Story(config.run_path, since=time.time())) as display:
         supervisor = Supervisor(*services, policy=policy, tell=display.note)
         outcome = supervisor.run(display.tick)
+    if outcome.failed and outcome.failed.failure:
+        _adopt(outcome.failed.failure, display.story)
     if supervisor.restarts:
         counts = ", ".join(f"{name} {count}" for name, count in sorted(supervisor.restarts.items()))
         print(f"started again: {counts}", flush=True)
     return report(config, outcome, display.story)
+
+
+def _adopt(file: Path, story: Story) -> None:
+    """What stopped a server has ended a run that was under way, unless the learner has a reason of its own."""
+    failure, is_under_way = read_failure(file.parent, file.name), story.status and story.phase != "finished"
+    if failure is None or failure.time < story.since or not is_under_way or read_failure(story.run_dir):
+        return
+    try:
+        with holding(story.run_dir, LEARNER_LOCK):
+            file.replace(story.run_dir / FAILURE_FILE)  # needs no room
+    except (UserError, OSError) as problem:  # somebody continues it already, or there is no room even for a lock
+        logger.warning("the reason stays in %s: %s", file, problem)
 
 
 def check_run_dir(config: RunConfig, *, resume: bool) -> None:
@@ -66,7 +91,7 @@ def check_run_dir(config: RunConfig, *, resume: bool) -> None:
     path = config.run_path
     if path.exists() and not path.is_dir():
         raise UserError(f"run_dir {path} is a file. Set another run_dir=...")
-    in_use = path.exists() and any(file.name != LAUNCHER_LOCK for file in path.iterdir())
+    in_use = path.exists() and any(file.name not in NO_RUN for file in path.iterdir())
     resumable = is_resumable(path)
     fix = "Remove it or set another run_dir=..." if in_use else "Start without --resume"
     if resume and not resumable:
@@ -77,7 +102,7 @@ def check_run_dir(config: RunConfig, *, resume: bool) -> None:
 
 
 def is_resumable(run_path: Path) -> bool:
-    return (run_path / JOURNAL_FILE).is_file()
+    return os.path.isfile(run_path / JOURNAL_FILE)  # false, too, where nothing may be looked at
 
 
 def resolve_ports(config: RunConfig) -> RunConfig:
@@ -129,12 +154,14 @@ def fixed_ports(config: RunConfig) -> Iterator[tuple[str, str, str, int]]:
             yield name, f"{section}.{key}", host, port
 
 
-def write_config(config: RunConfig, name: str = CONFIG_FILE) -> Path:
+def write_candidate(config: RunConfig) -> Path:
     """The resolved configuration, as both services read it."""
     try:
-        return save_config(config, name)
+        return save_config(config, CANDIDATE_FILE)
     except OSError as error:
-        file = config.run_path / name
+        if is_disk_full(error):
+            raise
+        file = config.run_path / CANDIDATE_FILE
         raise UserError(f"cannot write {file}: {error.strerror}. Set another run_dir=...") from None
 
 
@@ -168,8 +195,13 @@ def _why(config: RunConfig, outcome: Outcome, since: float) -> str:
     if outcome.code == ExitCode.BAD_STATE:
         failure = read_failure(config.run_path)
         if failure is None or failure.time < since:  # it could not be saved, or is an earlier attempt's
-            return service.last_words()
-        saved = f"; saved in {config.run_path / FAILURE_FILE}, log {service.log}"
+            words = service.last_words()
+            if words.startswith("error: "):
+                return words
+            room = room_left(config.run_path)
+            return f"error: {service.ending()}; its log does not say why ({room} there)\n{words}"
+        log = service.log if service.name.startswith(failure.service) else service.log.parent
+        saved = f"; saved in {config.run_path / FAILURE_FILE}, log {log}"
         return f"error: {failure.reason}\n{failure.service} stopped the run{saved}"
     limit = ""
     if outcome.gave_up:

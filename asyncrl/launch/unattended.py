@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Literal
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import BadStateError
 from asyncrl.launch.train import is_resumable
-from asyncrl.telemetry.failure import FAILURE_FILE, read_failure
+from asyncrl.telemetry.failure import refuse_bad_state
 from asyncrl.telemetry.recorder import is_finished, read_status
 
 Attempt = Literal["begin", "continue", "nothing"]
@@ -17,16 +16,11 @@ Attempt = Literal["begin", "continue", "nothing"]
 def next_attempt(config: RunConfig) -> Attempt:
     """What there is to do in run_dir. After a crash, an interruption or a full disk that is to go on.
 
-    Raises BadStateError where the run stopped in bad state: another attempt would meet the same, or hide it.
+    Raises BadStateError where the run stopped in bad state: another attempt would meet the same, or hide it; UserError
+    where that cannot be read.
     """
-    failure = read_failure(config.run_path)
-    if failure is not None and failure.kind == "bad_state":
-        at = f" at step {failure.step}" if failure.step is not None else ""
-        raise BadStateError(
-            f"the run in {config.run_dir} stopped in bad state{at}: {failure.reason}. When the cause is mended, "
-            f"continue by hand with `asyncrl learn CONFIG --resume`, or remove {config.run_path / FAILURE_FILE}"
-        )
-    if is_finished(read_status(config.run_path)):
+    refuse_bad_state(config.run_path)
+    if is_finished(config.run_path):
         return "nothing"
     return "continue" if is_resumable(config.run_path) else "begin"
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from asyncrl.errors import ExitCode, UserError
 from asyncrl.launch.display import REFRESH_S, Display
 from asyncrl.launch.story import Story
+from asyncrl.telemetry.reading import is_there, telling_unreadable
 from asyncrl.telemetry.recorder import METRICS_FILE, STATUS_FILE
 
 COMES_BACK_S = 30.0
@@ -15,12 +16,17 @@ COMES_BACK_S = 30.0
 
 
 def watch(run_dir: Path) -> int:
-    """Until the run has ended; 0 if it is finished, else 1. Reads the run directory, and no more."""
-    if not any((run_dir / name).is_file() for name in (STATUS_FILE, METRICS_FILE)):
+    """Until the run has ended; 0 if it is finished, else 1. Reads the run directory, and no more.
+
+    Raises UserError where there is no run, or its files cannot be read.
+    """
+    there = [name for name in (STATUS_FILE, METRICS_FILE) if is_there(run_dir / name)]
+    if not there:
         raise UserError(f"there is no run in {run_dir}: it has neither {STATUS_FILE} nor {METRICS_FILE}")
-    with Display(Story(run_dir), from_the_start=True) as display:
+    with telling_unreadable(), Display(Story(run_dir), from_the_start=True) as display:
         while not _is_over(display.story):
             display.tick()
+            is_there(run_dir / STATUS_FILE)  # raises where it has become another user's: its last words would stay
             time.sleep(REFRESH_S / 4)
     return ExitCode.FINISHED if display.story.phase == "finished" else ExitCode.CRASHED
 

@@ -18,7 +18,7 @@ LONGEST = 300
 def configuration(run: Run) -> str:
     """HTML: the differences from the defaults, and below them the whole file."""
     if not run.config_text:
-        return '<p class="empty">There is no config.yaml.</p>'
+        return '<p class="empty">There is no config.yaml that could be read.</p>'
     known = _known()
     rows = []
     for path, value in flatten(run.config).items():

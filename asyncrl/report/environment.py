@@ -12,7 +12,7 @@ from asyncrl.report.run import Record, Run, number
 def environment(run: Run) -> str:
     """HTML; a sentence where it was not recorded."""
     if not run.starts:
-        return '<p class="empty">This run has not recorded its environment.</p>'
+        return '<p class="empty">It is not known what this run ran on.</p>'
     latest = run.starts[-1]
     rows = "".join(f"<dt>{text(name)}</dt><dd>{text(value)}</dd>" for name, value in _facts(latest))
     servers = {str(s["who"]): str(s.get("engine", "unknown")) for s in run.spans if s["what"] == "usage"}

@@ -29,7 +29,7 @@ def quiet(run: Run) -> list[str]:
 def verdict(run: Run, found: list[Finding]) -> tuple[str, str]:
     """A word for its colour (critical, warning, good, none), and a sentence."""
     if not run.steps and not run.failure:
-        return "none", "There is nothing to judge yet: no step was recorded."
+        return "none", "There is nothing to judge yet: there is no step that could be read."
     grave = [finding for finding in found if finding.level == "critical"]
     warnings = [finding for finding in found if finding.level == "warning"]
     if grave:

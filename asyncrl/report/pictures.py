@@ -53,16 +53,18 @@ class Pictures:
         return self._known[digest]
 
     def _read(self, digest: str) -> Picture:
-        file = next(iter(sorted(self._folder.glob(f"{digest}.*"))), None)
-        if file is None:
-            return Picture("", problem="not in images/")
         try:
+            file = next((file for file in self._folder.iterdir() if file.stem == digest), None)
+            if file is None:
+                return Picture("", problem="not in images/")
             if file.stat().st_size > LARGEST_FILE:
                 return Picture("", problem=f"{file.stat().st_size >> 20} MiB")
             data = file.read_bytes()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # Pillow's, on odd metadata; too many pixels are refused
                 image = decode_image(data, file.name)
+        except FileNotFoundError:
+            return Picture("", problem="not in images/")
         except OSError as problem:
             return Picture("", problem=problem.strerror or "unreadable")
         except UserError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -16,6 +15,7 @@ from asyncrl.errors import UserError
 from asyncrl.launch.processes import JOURNAL_FILE
 from asyncrl.telemetry.environment import ENVIRONMENT_FILE, read_starts
 from asyncrl.telemetry.failure import FAILURE_FILE, Failure, read_failure
+from asyncrl.telemetry.reading import is_there
 from asyncrl.telemetry.recorder import (
     CONFIG_FILE,
     EVALUATIONS_FILE,
@@ -23,12 +23,14 @@ from asyncrl.telemetry.recorder import (
     SAMPLES_FILE,
     STATUS_FILE,
     TIMELINE_FILE,
+    read_status,
 )
 
 SIGNS = (CONFIG_FILE, STATUS_FILE, METRICS_FILE, JOURNAL_FILE, FAILURE_FILE)
 """A directory with one of them is a run's, however little is left of it."""
 LARGEST = 1e100
 """Beyond it a number is as good as infinite; its square and sums of it are not."""
+NOT_THERE, DAMAGED = "is not there", "is damaged"
 Record = dict[str, Any]
 Points = list[tuple[float, float | None]]
 """Step and value; None where it was written down as no number."""
@@ -109,30 +111,60 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """Raises UserError only where there is no run: no directory, or none of the files that a run begins with."""
-    if not path.is_dir():
-        raise UserError(f"there is no run directory {path}. Name the run_dir of a run")
-    if not any(os.path.exists(path / name) for name in SIGNS):  # of a directory that may not be read, too
-        raise UserError(f"there is no run in {path}: it has none of {', '.join(SIGNS)}. Name the run_dir of a run")
+    """Raises UserError only where there is no run: no directory, or none of the files that a run begins with; and where
+    none of them can be read."""
+    _check_run(path)
     missing: list[str] = []
     steps = sorted(_lines(path / METRICS_FILE, missing), key=lambda step: step["step"])
     text, config = _configuration(path / CONFIG_FILE, missing)
     starts = read_starts(path)
     if not starts:
-        missing.append(f"{ENVIRONMENT_FILE} is not there: what it ran on, and how often it was started, is not known.")
+        why = why_nothing(path / ENVIRONMENT_FILE)
+        missing.append(f"{ENVIRONMENT_FILE} {why}: what it ran on, and how often it was started, is not known.")
+    failure = read_failure(path)
+    if failure is None and (why := why_nothing(path / FAILURE_FILE)) != NOT_THERE:
+        missing.append(f"{FAILURE_FILE} {why}: why the run stopped is not known.")
+    if (why := why_nothing(path / SAMPLES_FILE)) not in (NOT_THERE, DAMAGED):
+        missing.append(f"{SAMPLES_FILE} {why}: no sample is shown.")
     return Run(
         path=path,
         name=_name(path),
         steps=steps,
         evaluations=_lines(path / EVALUATIONS_FILE, missing),
         status=_status(path, missing),
-        failure=read_failure(path),
+        failure=failure,
         config_text=text,
         config=config,
         starts=starts,
         spans=_spans(path, missing),
         missing=missing,
     )
+
+
+def _check_run(path: Path) -> None:
+    refused: UserError | None = None
+    for name in SIGNS:
+        try:
+            if is_there(path / name):
+                return
+        except UserError as problem:
+            refused = refused or problem
+    if refused:
+        raise refused
+    if not path.is_dir():
+        raise UserError(f"there is no run directory {path}. Name the run_dir of a run")
+    raise UserError(f"there is no run in {path}: it has none of {', '.join(SIGNS)}. Name the run_dir of a run")
+
+
+def why_nothing(file: Path) -> str:
+    """What is to be said of a file that nothing could be had from."""
+    try:
+        file.open("rb").close()
+    except FileNotFoundError:
+        return NOT_THERE
+    except OSError as problem:
+        return f"cannot be read ({problem.strerror})"
+    return DAMAGED
 
 
 def number(value: Any) -> float | None:
@@ -166,8 +198,8 @@ def _lines(path: Path, missing: list[str]) -> list[Record]:
     """Those with a step."""
     try:
         records, broken = read_lines(path)
-    except OSError as problem:
-        missing.append(f"{path.name} is not there ({problem.strerror}): its part of this page is empty.")
+    except OSError:
+        missing.append(f"{path.name} {why_nothing(path)}: its part of this page is empty.")
         return []
     stepped = [record for record in records if number(record.get("step")) is not None]
     broken += len(records) - len(stepped)
@@ -181,7 +213,7 @@ def _spans(path: Path, missing: list[str]) -> list[Record]:
     try:
         records, broken = read_lines(file)
     except OSError:
-        missing.append(f"{TIMELINE_FILE} is not there: of the rollout servers' time only totals are known.")
+        missing.append(f"{TIMELINE_FILE} {why_nothing(file)}: of the rollout servers' time only totals are known.")
         return []
     spans = [record for record in records if _is_span(record)]
     if broken + len(records) - len(spans):
@@ -196,19 +228,17 @@ def _is_span(record: Record) -> bool:
 
 
 def _status(path: Path, missing: list[str]) -> Record:
-    try:
-        status = json.loads((path / STATUS_FILE).read_bytes())
-    except (OSError, ValueError):
-        missing.append(f"{STATUS_FILE} is not there: the run never said how it is.")
-        return {}
-    return status if isinstance(status, dict) else {}
+    status = read_status(path)
+    if not status:
+        missing.append(f"{STATUS_FILE} {why_nothing(path / STATUS_FILE)}: how the run is, or ended, is not known.")
+    return status
 
 
 def _configuration(path: Path, missing: list[str]) -> tuple[str, Record]:
     try:
         text = path.read_text(errors="replace")
-    except OSError as problem:
-        missing.append(f"{path.name} is not there ({problem.strerror}).")
+    except OSError:
+        missing.append(f"{path.name} {why_nothing(path)}: the run's settings are not known.")
         return "", {}
     try:
         parsed = yaml.safe_load(text)
@@ -229,4 +259,4 @@ def _name(path: Path) -> str:
     return "/".join(parts[-2:]) if len(parts) > 2 else path.name or str(path)
 
 
-__all__ = ["SAMPLES_FILE", "Points", "Record", "Run", "number", "read_lines", "read_run"]
+__all__ = ["SAMPLES_FILE", "Points", "Record", "Run", "number", "read_lines", "read_run", "why_nothing"]

@@ -37,8 +37,10 @@ def samples(run: Run) -> str:
     steps = [int(step["step"]) for step in run.steps]
     try:
         chosen = choose(run.path / SAMPLES_FILE, min(steps, default=0), max(steps, default=0))
-    except OSError:
+    except FileNotFoundError:
         return f'<p class="empty">There is no {SAMPLES_FILE}: trainer.samples_per_step is 0, or no step was made.</p>'
+    except OSError as problem:
+        return f'<p class="empty">{SAMPLES_FILE} cannot be read ({text(problem.strerror)}).</p>'
     if not chosen.choices:
         return f'<p class="empty">{SAMPLES_FILE} holds no sample.</p>'
     pictures = Pictures(run.path)

@@ -23,8 +23,6 @@ METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 STATUS_FILE = "status.json"
-REOPENED = "reopened"
-"""In the status of a finished run whose learner loads to go on: finished it stays, should that learner die."""
 TIMELINE_FILE = "timeline.jsonl"
 IMAGES_FOLDER = "images"
 
@@ -98,12 +96,12 @@ class RunRecorder:
             if dropped:
                 logger.info("resuming after step %d: dropped %d later lines of %s", last, dropped, name)
         if self._trackers:
-            later = [evaluation for evaluation in self._lines(EVALUATIONS_FILE) if evaluation["step"] > step]
+            later = [evaluation for evaluation in self.evaluations() if evaluation["step"] > step]
             self._trackers.resume(step, told, later)
 
-    def evaluated_steps(self) -> set[int]:
-        """Steps whose evaluation is recorded."""
-        return {int(evaluation["step"]) for evaluation in self._lines(EVALUATIONS_FILE)}
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Those that are recorded, in the order in which they were made."""
+        return self._lines(EVALUATIONS_FILE)
 
     def close(self) -> None:
         """Give trackers the time to write what they have."""
@@ -148,17 +146,17 @@ class RunRecorder:
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:
-    """What the run said of itself last; empty before it says anything, and where the file is damaged."""
+    """What the run said of itself last; empty before it says anything, and where the file cannot be read."""
     try:
         status = json.loads((run_dir / STATUS_FILE).read_bytes())
-    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return status if isinstance(status, dict) else {}
 
 
-def is_finished(status: Mapping[str, Any]) -> bool:
-    """Of what `read_status` gives, for a learner."""
-    return status.get("phase") == "finished" or bool(status.get(REOPENED))
+def is_finished(run_dir: Path) -> bool:
+    """So the run said of itself last."""
+    return read_status(run_dir).get("phase") == "finished"
 
 
 def image_extension(data: bytes) -> str:

@@ -197,10 +197,11 @@ def _exact(device: torch.device) -> Iterator[None]:
         yield
         return
     filling: Any = torch.utils.deterministic
-    filling.fill_uninitialized_memory = False  # costs time, and is for finding mistakes
     before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fills, filling.fill_uninitialized_memory = filling.fill_uninitialized_memory, False  # slow; to find mistakes by
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warns)
+        filling.fill_uninitialized_memory = fills

@@ -14,12 +14,17 @@ from rich.console import Console
 
 from asyncrl.errors import BadStateError, ExitCode, UserError
 from asyncrl.pages.token_levels import COLOURINGS
+from asyncrl.telemetry.failure import kind_of
+from asyncrl.telemetry.full_disk import describe_full_disk
+from asyncrl.telemetry.reading import is_there, telling_unreadable
 from learner.inspect.group import print_group
 from learner.inspect.listing import nothing_here, print_listing, tab_separated
 from learner.inspect.query import FILTERS, ORDERS, STATUSES, read_query
 from learner.inspect.records import detail_record, row_record
+from learner.journal import JOURNAL_FILE
 from learner.samples import SampleQuery, SampleStore
 from learner.samples.rebuild import rebuild_index
+from learner.samples.tables import INDEX_FILE
 
 WEB_PORT = 7610
 
@@ -27,14 +32,13 @@ WEB_PORT = 7610
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
-        if arguments.reindex:
-            print(f"{rebuild_index(arguments.run_dir)} groups added to the index", file=sys.stderr)
-        with closing(SampleStore(arguments.run_dir)) as store:
-            code = _inspect(arguments, store)
-            sys.stdout.flush()
-            return code
+        with telling_unreadable():
+            return _inspect(arguments)
     except (UserError, BadStateError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        reason = str(error)
+        if kind_of(error) == "disk_full":  # who looks needs a little room, too
+            reason = describe_full_disk(error, arguments.run_dir, then="look again")
+        print(f"error: {reason}", file=sys.stderr)
         return ExitCode.USER_ERROR if isinstance(error, UserError) else ExitCode.BAD_STATE
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
@@ -74,8 +78,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _inspect(arguments: argparse.Namespace, store: SampleStore) -> int:
+def _inspect(arguments: argparse.Namespace) -> int:
     """The exit code: 1 if a group that should be there is damaged."""
+    if arguments.reindex:
+        for name in (JOURNAL_FILE, INDEX_FILE):
+            is_there(arguments.run_dir / name)  # SQLite does not say why it cannot open a file
+        print(f"{rebuild_index(arguments.run_dir)} groups added to the index", file=sys.stderr)
+    with closing(SampleStore(arguments.run_dir)) as store:
+        code = _show(arguments, store)
+        sys.stdout.flush()
+        return code
+
+
+def _show(arguments: argparse.Namespace, store: SampleStore) -> int:
     words = {name: getattr(arguments, name) for name in FILTERS}
     query = read_query(words)
     if arguments.web is not None:

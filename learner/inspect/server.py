@@ -19,6 +19,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.pages.token_levels import LEGENDS, TITLES
+from asyncrl.telemetry.reading import telling_unreadable
 from asyncrl.telemetry.recorder import read_status
 from learner.inspect.page import CONTENT_SECURITY_POLICY, page
 from learner.inspect.pictures import for_browser
@@ -99,7 +100,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         path, _, query = self.path.partition("?")
         try:
-            self._answer(path.split("/")[1:], dict(parse_qsl(query)))
+            with telling_unreadable():
+                self._answer(path.split("/")[1:], dict(parse_qsl(query)))
         except UserError as error:
             self._fail(HTTPStatus.BAD_REQUEST, str(error))
         except BadStateError as error:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from asyncrl.telemetry.failure import find_no_room
+from asyncrl.telemetry.full_disk import find_no_room
 from learner.samples.rows import IndexedGroup, PromptText, TrainedBatch, index_group
 from learner.samples.tables import INDEX_FILE, SCHEMA, TABLES, insert_groups, remove_groups
 from learner.tickets import ReceivedGroup
@@ -68,7 +68,7 @@ class SampleIndex:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Raises OSError where there is no room: SQLite tells no reason but that it could not write."""
+        """Raises OSError where there is no room and SQLite does not say so."""
         try:
             if self._open is None:
                 self._open = open_index(self._path)
@@ -76,8 +76,7 @@ class SampleIndex:
                 db.execute("BEGIN")
                 yield db
         except sqlite3.Error as problem:
-            files = [self._path, self._path.with_name(f"{self._path.name}-wal")]
-            if getattr(problem, "sqlite_errorcode", 0) == sqlite3.SQLITE_IOERR_WRITE and (full := find_no_room(files)):
+            if full := find_no_room(problem, self._path):
                 raise full from problem
             raise
 

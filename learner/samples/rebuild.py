@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from contextlib import closing
+import sqlite3
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
-from asyncrl.errors import UserError
-from asyncrl.run_lock import lock_run
+from asyncrl.errors import RunTakenError, UserError
+from asyncrl.run_lock import LAUNCHER_LOCK, LEARNER_LOCK, holding, refuse_busy
+from asyncrl.telemetry.full_disk import find_no_room
 from learner.journal import JOURNAL_FILE
 from learner.journal_reader import JournalReader
 from learner.samples.dataset import RunRows
@@ -30,15 +32,12 @@ def rebuild_index(run_dir: Path) -> int:
     file = run_dir / JOURNAL_FILE
     if not file.is_file():
         raise UserError(f"there is no run in {run_dir}: it has no {JOURNAL_FILE}")
-    try:
-        lock = lock_run(run_dir)
-    except OSError as problem:
-        raise UserError(
-            f"nothing can be written in {run_dir} ({problem.strerror}): the index would be {run_dir / INDEX_FILE}. "
-            "Copy the run directory to where you may write, and --reindex there"
-        ) from None
-    try:
-        with closing(JournalReader(file)) as journal, closing(open_index(run_dir / INDEX_FILE)) as db:
+    index = run_dir / INDEX_FILE
+    with ExitStack() as resources:
+        with _writing(index):
+            refuse_busy(run_dir, LAUNCHER_LOCK)  # its learner may be about to come back
+            resources.enter_context(holding(run_dir, LEARNER_LOCK))
+        with closing(JournalReader(file)) as journal, closing(_open(index)) as db:
             config = read_run_config(run_dir)
             texts, rows = TokenTexts(run_dir, config), RunRows(run_dir, config)
             there = {ticket_id for (ticket_id,) in db.execute("SELECT ticket_id FROM groups")}
@@ -56,10 +55,30 @@ def rebuild_index(run_dir: Path) -> int:
                     if group is not None and step is not None:
                         prompt = prompt_of_row(group, texts, rows, slot.position) or prompt_of_tokens(group, texts)
                         groups.append(index_group(group, prompt, step=step, version=step - 1))
-                with db:
+                with _writing(index), db:
                     db.execute("BEGIN")
                     insert_groups(db, groups)
                 added += len(groups)
             return added
-    finally:
-        os.close(lock)
+
+
+def _open(index: Path) -> sqlite3.Connection:
+    with _writing(index):
+        return open_index(index)
+
+
+@contextmanager
+def _writing(index: Path) -> Iterator[None]:
+    """What keeps it from being written is raised as UserError, with the way out."""
+    try:
+        yield
+    except RunTakenError:
+        raise
+    except (OSError, UserError, sqlite3.OperationalError) as error:
+        # The lock's own words end in a fix that is none here: why it could not be had is the error beneath.
+        problem = find_no_room(error, index) or (error.__context__ if isinstance(error, UserError) else error)
+        said = problem.strerror if isinstance(problem, OSError) else problem
+        raise UserError(
+            f"nothing can be written in {index.parent} ({said}): the index would be {index}. Copy the run directory "
+            "to where there is room and you may write, and --reindex there"
+        ) from None

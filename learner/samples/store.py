@@ -17,6 +17,8 @@ import numpy as np
 import yaml
 
 from asyncrl.errors import UserError
+from asyncrl.telemetry.full_disk import describe_full_disk, find_no_room
+from asyncrl.telemetry.reading import is_there
 from asyncrl.telemetry.recorder import CONFIG_FILE
 from learner.journal import JOURNAL_FILE
 from learner.journal_reader import JournalReader, read_only_uri
@@ -41,10 +43,10 @@ class SampleStore:
     """Thread-safe."""
 
     def __init__(self, run_dir: Path):
-        """Raises UserError where there is no run."""
+        """Raises UserError where there is no run, or it cannot be read."""
         self.run_dir = Path(run_dir)
         journal = self.run_dir / JOURNAL_FILE
-        if not journal.is_file():
+        if not is_there(journal):
             raise UserError(f"there is no run in {self.run_dir}: it has no {JOURNAL_FILE}")
         config = read_run_config(self.run_dir)
         self._lock = threading.RLock()
@@ -248,10 +250,10 @@ class SampleStore:
     def _give_up_index(self, problem: object) -> None:
         self._detach()
         self._refused = self._index.stat().st_mtime_ns
-        self._problem = (
-            f"{self._index} cannot be read: {problem}. What the journal holds is shown instead. To make it anew: "
-            f"asyncrl inspect {self.run_dir} --reindex"
-        )
+        reason = f"{problem}. To make it anew: asyncrl inspect {self.run_dir} --reindex"
+        if isinstance(problem, sqlite3.Error) and (full := find_no_room(problem, self._index)):
+            reason = describe_full_disk(full, self.run_dir, then="look again")
+        self._problem = f"What the journal holds is shown: {self._index} cannot be read: {reason}"
         self._seen = ()
 
     def _detach(self) -> None:
@@ -269,7 +271,7 @@ class SampleStore:
 def read_run_config(run_dir: Path) -> dict[str, Any]:
     """The run's own, unchecked: it may be of another version. Empty where there is none. UserError for other files."""
     file = run_dir / CONFIG_FILE
-    if not file.is_file():
+    if not is_there(file):
         return {}
     fix = "Restore it, or move it away: without it tokens may be numbers, and images missing"
     try:
