@@ -9,7 +9,7 @@ from typing import get_args
 
 import zmq
 
-from asyncrl.config.schema import BYTES_PER_TOKEN, RunConfig
+from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from protocol.codec import MIB, Limits
 from protocol.curve import KeyFileError, read_learner_keys
@@ -22,8 +22,6 @@ from protocol.sockets import LearnerSocket
 
 CHUNK_LIMITS = PeerLimits(messages=100_000)
 """10 GB/s of chunks of 1 MiB are legitimate."""
-_PROMPT_ID_BYTES, _IMAGE_GRID_BYTES, _LENGTH_BYTES = 4, 12, 4
-"""An image has a placeholder in its prompt at least."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +48,7 @@ def open_ports(config: RunConfig, context: zmq.Context) -> LearnerPorts:
     """Both sockets, bound. Raises UserError naming the setting to change, and then leaves none open."""
     network = config.network
     limits = Limits(max_message_bytes=network.max_message_mib * MIB)
+    largest_group = max(config.batch.group_size, config.evaluation.group_size)
     gate: Gate | None = None
     opened: list[LearnerSocket] = []
     try:
@@ -58,7 +57,7 @@ def open_ports(config: RunConfig, context: zmq.Context) -> LearnerPorts:
         control = (config.control_endpoint, get_args(ControlFromServer), "control_port")
         weights = (config.weights_endpoint, get_args(WeightsFromServer), "weights_port")
         for (endpoint, expected, setting), array_bytes, queues, peer_limits in (
-            (control, _largest_group_bytes(config), CONTROL_QUEUES, PeerLimits()),
+            (control, config.group_bytes(largest_group), CONTROL_QUEUES, PeerLimits()),
             (weights, 0, CHUNK_QUEUES, CHUNK_LIMITS),
         ):
             opened.append(
@@ -91,10 +90,3 @@ def open_ports(config: RunConfig, context: zmq.Context) -> LearnerPorts:
 def _inbound(limits: Limits, array_bytes: int) -> Limits:
     """Of messages with so much data at most. What no good server sends need not fit into memory."""
     return replace(limits, max_message_bytes=min(limits.max_message_bytes, limits.max_header_bytes + array_bytes))
-
-
-def _largest_group_bytes(config: RunConfig) -> int:
-    """Of the arrays of a group that fits its ticket, see `verification`."""
-    group_size = max(config.batch.group_size, config.evaluation.group_size)
-    prompt_bytes = config.data.max_prompt_length * (_PROMPT_ID_BYTES + _IMAGE_GRID_BYTES)
-    return prompt_bytes + group_size * (_LENGTH_BYTES + config.data.max_response_length * BYTES_PER_TOKEN)

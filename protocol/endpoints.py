@@ -9,6 +9,8 @@ import random
 import re
 import socket
 import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import zmq
@@ -18,7 +20,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _USUAL_EPHEMERAL_PORT = 32768
 _FIRST_PORT, _LAST_PORT = 10240, 65535
-"""Of those that `free_port` draws from: above most well-known services."""
+"""Of those that `kept_ports` draws from: above most well-known services."""
 _TRIES = 100
 _TCP = re.compile(r"^tcp://(?P<host>\[[^\]]+\]|[^:\[\]]+):(?P<port>\d+)$")
 
@@ -99,19 +101,41 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
     return match["host"].strip("[]"), int(match["port"])
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that was free a moment ago and is still so for a process that starts again.
+@contextmanager
+def kept_ports(host: str = "127.0.0.1", count: int = 1) -> Iterator[int]:
+    """The first of `count` free TCP ports in a row. Until the end no other process is given one of them here, while a
+    service that is told the number can bind it, and again after a restart.
 
-    Drawn from below the ports that the system gives to outgoing connections: one of those may be taken while its owner
-    is away, even by a peer that keeps dialling it and so meets itself. To be safe from races bind port 0.
-    Raises BindError.
+    Each is bound without listening, which refuses whoever binds without SO_REUSEADDR, as drawing does; ZeroMQ and HTTP
+    servers bind with it. Drawn from below the ports that the system gives to outgoing connections: one of those may be
+    taken while its owner is away, even by a peer that keeps dialling it and so meets itself. Raises BindError.
     """
-    ports = range(_FIRST_PORT, _first_ephemeral_port())
+    ports = range(_FIRST_PORT, _first_ephemeral_port() - count + 1)
     for _ in range(_TRIES):
-        port = random.SystemRandom().choice(ports)
-        if port_is_free(host, port):
-            return port
+        first = random.SystemRandom().choice(ports)
+        with ExitStack() as kept:
+            if all(_keep(host, port, kept) for port in range(first, first + count)):
+                yield first
+                return
     raise BindError(f"no free port among {_TRIES} of {ports.start} to {ports.stop - 1} on {host}")
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """One that was free a moment ago: for whoever binds it at once. Raises BindError."""
+    with kept_ports(host) as port:
+        return port
+
+
+def _keep(host: str, port: int, kept: ExitStack) -> bool:
+    """Raises AddressError where no other port would help."""
+    try:
+        held = kept.enter_context(_bound(host, port, setting="port", shared=False))
+    except AddressError:
+        raise
+    except BindError:
+        return False
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # from now on it yields to those that set it, too
+    return True
 
 
 def _first_ephemeral_port() -> int:
@@ -122,27 +146,22 @@ def _first_ephemeral_port() -> int:
     return first if first > _FIRST_PORT + _TRIES else _LAST_PORT + 1
 
 
-def port_is_free(host: str, port: int) -> bool:
-    """Could somebody listen on it now? Raises AddressError where no other port would help."""
-    try:
-        check_bind(host, port, setting="port")
-    except AddressError:
-        raise
-    except BindError:
-        return False
-    return True
-
-
 def check_bind(host: str, port: int, *, setting: str) -> None:
     """Raises the BindError that `bind` would meet now. Binding remains the only proof. Port 0 checks the host alone."""
+    _bound(host, port, setting=setting, shared=True).close()
+
+
+def _bound(host: str, port: int, *, setting: str, shared: bool) -> socket.socket:
+    """Does not listen. `shared`: others may be bound, too, as long as they do not listen either."""
     address = _resolve(host, _host_setting(setting))
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    bound = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
     try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((address, port))
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, shared)
+        bound.bind((address, port))
     except OSError as problem:
+        bound.close()
         raise _bind_error(problem, host, port, setting) from problem
+    return bound
 
 
 def _bind_error(problem: OSError | zmq.ZMQError, host: str, port: int, setting: str) -> BindError:

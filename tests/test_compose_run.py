@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from protocol.endpoints import free_port
 from tests.compose_services import COMPOSE, ROOT, Container, image_commands, resolved
+from tests.ports import own_port
 from tests.prometheus_server import PROMETHEUS, Prometheus
 from tests.waiting import wait_until
 
@@ -37,7 +37,7 @@ class Stack:
     def __init__(self, folder: Path):
         services = resolved("cpu", ASYNCRL_DEMO="quick")["services"]
         bin = image_commands(folder / "bin")
-        ports = {name: free_port() for name in ("7601", "7602", "9101", "server 1", "server 2", "prometheus")}
+        ports = {name: own_port() for name in ("7601", "7602", "9101", "server 1", "server 2", "prometheus")}
         replaced = {
             "/runs": str(folder / "runs"),
             "/run/secrets/keys": str(folder / "keys"),

@@ -6,10 +6,12 @@ import errno
 import fcntl
 import json
 import re
+import shutil
 import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,14 +25,14 @@ from asyncrl.doctor.findings import Finding, Findings, problem, split_fix
 from asyncrl.doctor.memory import find_memory
 from asyncrl.doctor.network import find_network, is_local
 from asyncrl.doctor.ports import find_ports
-from asyncrl.doctor.run_dir import find_run_dir
+from asyncrl.doctor.run_dir import find_disk, find_run_dir
 from asyncrl.errors import UserError
+from asyncrl.launch.ports import reserve_ports
 from asyncrl.launch.processes import JOURNAL_FILE
-from asyncrl.launch.train import resolve_ports
 from asyncrl.memory_plan.plan import GIB
 from asyncrl.run_lock import LEARNER_LOCK
 from protocol.curve import LEARNER_SECRET, make_keys
-from protocol.endpoints import free_port
+from tests.ports import own_port
 from tests.small_runs import small
 from tests.two_processes import write_config
 
@@ -50,7 +52,7 @@ def test_it_describes_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_good_configuration_has_no_problem(
     make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = write_config(small(make_config, network={"control_port": free_port()}), tmp_path / "config")
+    file = write_config(small(make_config, network={"control_port": own_port()}), tmp_path / "config")
     before = sorted(tmp_path.rglob("*"))
     assert asyncrl(["doctor", str(file), "--quick", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -199,8 +201,33 @@ def test_a_folder_that_cannot_be_written(make_config: MakeConfig) -> None:
     assert (found.verdict, found.value[:32]) == ("problem", "nothing can be written in /proc/")
 
 
+@pytest.mark.parametrize(
+    ("trainer", "num_rows", "verdict"),
+    [
+        ({"max_steps": 0}, 64, "ok"),
+        ({"max_steps": 0}, 10**9, "problem"),
+        ({"max_steps": 0}, None, "problem"),  # rows that cannot be read: the limits of journal and samples
+        ({"max_steps": 20}, None, "ok"),
+        ({"max_steps": 20, "save_limit": 2000}, 64, "problem"),
+    ],
+)
+def test_a_run_needs_room_for_what_it_can_write_and_not_for_its_limits(
+    make_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    trainer: dict[str, int],
+    num_rows: int | None,
+    verdict: str,
+) -> None:
+    config = make_config(trainer=trainer)
+    assert config.trainer.journal_limit_mib / 1024 + config.trainer.keep_samples_gib > 1
+    _, plan = examined(find_memory(config, ()))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=GIB))
+    found = [finding for finding in find_disk(config, plan, num_rows) if finding.what == "disk of run_dir"]
+    assert [finding.verdict for finding in found] == [verdict], found
+
+
 def test_one_port_for_two(make_config: MakeConfig) -> None:
-    port = free_port()
+    port = own_port()
     found = list(find_ports(make_config(network={"control_port": port, "weights_port": port})))
     assert found[0].value == f"network.control_port and network.weights_port are both {port}"
     assert found[0].fix == "set network.weights_port to another port, or to 0"
@@ -214,7 +241,7 @@ def test_an_address_of_another_machine_is_no_busy_port(make_config: MakeConfig, 
     assert [one.value for one in found] == ["telemetry.host is 192.0.2.1, which is no address of this machine"]
     assert found[0].fix == "Set telemetry.host to one that it has: 127.0.0.1, or 0.0.0.0 for all of them"
     with pytest.raises(UserError, match=r"^telemetry\.host is 192\.0\.2\.1, which is no address of this machine"):
-        resolve_ports(config)
+        reserve_ports(config).__enter__()
 
 
 def test_a_name_that_nobody_knows_is_no_busy_port(make_config: MakeConfig) -> None:
@@ -227,7 +254,7 @@ def test_a_name_that_nobody_knows_is_no_busy_port(make_config: MakeConfig) -> No
         "network.host is learner.invalid, which has no address here",
     )
     with pytest.raises(UserError, match=r"^network\.host is 'learner\.invalid', which is not a known address"):
-        resolve_ports(config)
+        reserve_ports(config).__enter__()
     (told,) = [one for one in find_ports(make_config(telemetry={"host": "a..b"})) if one.verdict == "problem"]
     assert told.value == "telemetry.host is 'a..b', which is not a known address here (not a host name)"
 
@@ -263,7 +290,7 @@ def test_whether_a_learner_answers(make_config: MakeConfig) -> None:
     with socket.socket() as learner:
         learner.bind(("127.0.0.1", 0))
         learner.listen()
-        control, weights = learner.getsockname()[1], free_port()
+        control, weights = learner.getsockname()[1], own_port()
         config = make_config(network={"control_port": control, "weights_port": weights})
         answers, silent = list(network._learner(config))
     assert (answers.verdict, answers.value) == ("ok", f"127.0.0.1:{control} answers")

@@ -52,8 +52,8 @@ from protocol.messages import (
 from rollout_server.engines.base import Completion, EngineUsage
 from rollout_server.exporting import ServerExporter, ServerState
 from rollout_server.metrics import METRICS as ROLLOUT
+from tests.ports import own_port
 from tests.test_tickets import issue, prepared, received
-from tests.two_processes import free_port
 
 CPU = torch.device("cpu")
 NOWHERE = TelemetryConfig(learner_port=0, rollout_port=0)
@@ -84,7 +84,7 @@ class Rig:
     """A learner's exporter with a ledger and an exchange that is never started."""
 
     def __init__(self, config: RunConfig, folder: Path):
-        network = config.network.model_copy(update={"control_port": free_port(), "weights_port": free_port()})
+        network = config.network.model_copy(update={"control_port": own_port(), "weights_port": own_port()})
         self.folder = folder
         self.exporter = LearnerExporter(config.telemetry)
         self.ledger = TicketLedger(

@@ -8,13 +8,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import zmq
+from prometheus_client import start_http_server
 
 from asyncrl.cli import main
 from asyncrl.config.rollout import RolloutConfig
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
+from asyncrl.launch.ports import reserve_ports
 from asyncrl.launch.processes import JOURNAL_FILE, learner_service, server_services
-from asyncrl.launch.train import check_run_dir, resolve_ports, write_candidate
+from asyncrl.launch.train import check_run_dir, write_candidate
+from protocol import endpoints
 
 CONFIG = """\
 run_dir: {run_dir}
@@ -132,9 +136,29 @@ def test_the_launcher_knows_the_journal_by_the_name_that_the_learner_gives_it() 
 
 
 def test_zeros_become_four_different_free_ports(tmp_path: Path) -> None:
-    ports = ports_of(resolve_ports(make(tmp_path)))
+    with reserve_ports(make(tmp_path)) as config:
+        ports = ports_of(config)
     assert len(set(ports)) == 4
     assert all(ports)
+
+
+def test_a_port_that_was_a_zero_is_kept_for_the_services_of_this_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two launchers that draw from few, before either's services have bound theirs."""
+    monkeypatch.setattr(endpoints, "_FIRST_PORT", 20000)
+    monkeypatch.setattr(endpoints, "_first_ephemeral_port", lambda: 20016)
+    monkeypatch.setattr(endpoints, "_TRIES", 1000)
+    with reserve_ports(make(tmp_path)) as one, reserve_ports(make(tmp_path)) as other:
+        mine = ports_of(one)
+        assert not {*mine} & {*ports_of(other)}
+        for _ in range(2):  # a service, and itself when it starts again
+            with zmq.Context() as context, context.socket(zmq.ROUTER) as service:
+                service.bind(f"tcp://127.0.0.1:{mine[0]}")
+            server, thread = start_http_server(mine[2], addr="127.0.0.1")
+            server.shutdown()
+            server.server_close()
+            thread.join()
 
 
 def test_a_fixed_port_is_kept_and_a_busy_one_is_refused_by_name(tmp_path: Path) -> None:
@@ -143,9 +167,10 @@ def test_a_fixed_port_is_kept_and_a_busy_one_is_refused_by_name(tmp_path: Path) 
         holder.listen()
         busy = holder.getsockname()[1]
         with pytest.raises(UserError, match=r"telemetry\.rollout_port") as caught:
-            resolve_ports(make(tmp_path, rollout_port=busy))
+            reserve_ports(make(tmp_path, rollout_port=busy)).__enter__()
     assert str(busy) in str(caught.value)
-    assert ports_of(resolve_ports(make(tmp_path, rollout_port=busy)))[3] == busy
+    with reserve_ports(make(tmp_path, rollout_port=busy)) as config:
+        assert ports_of(config)[3] == busy
 
 
 def test_one_port_for_two_purposes_is_refused_rather_than_changed(tmp_path: Path) -> None:
@@ -153,19 +178,20 @@ def test_one_port_for_two_purposes_is_refused_rather_than_changed(tmp_path: Path
         probe.bind(("127.0.0.1", 0))
         free = probe.getsockname()[1]
     with pytest.raises(UserError, match=r"network\.control_port and telemetry\.learner_port are both"):
-        resolve_ports(make(tmp_path, control_port=free, learner_port=free))
+        reserve_ports(make(tmp_path, control_port=free, learner_port=free)).__enter__()
 
 
 def test_both_services_read_the_same_resolved_configuration(tmp_path: Path) -> None:
     from asyncrl.config.load import load_config
 
-    config = resolve_ports(make(tmp_path))
-    assert load_config(write_candidate(config)) == config
+    with reserve_ports(make(tmp_path)) as config:
+        assert load_config(write_candidate(config)) == config
 
 
 def test_several_servers_get_a_log_a_port_and_a_share_of_the_cores_each(tmp_path: Path) -> None:
     config = make(tmp_path).model_copy(update={"rollout": RolloutConfig(servers=3)})
-    config = resolve_ports(config)
+    with reserve_ports(config) as resolved:
+        config = resolved
     first = config.telemetry.rollout_port
     assert not {first + 1, first + 2} & set(ports_of(config))
     services = server_services(config, tmp_path / "config.yaml")
@@ -187,7 +213,7 @@ def test_the_ports_after_a_fixed_one_must_be_free_for_the_further_servers(tmp_pa
         busy = holder.getsockname()[1]
         config = make(tmp_path, rollout_port=busy - 1).model_copy(update={"rollout": RolloutConfig(servers=2)})
         with pytest.raises(UserError, match=r"rollout_port \+ 1 \(rollout\.servers\)|rollout_port to another"):
-            resolve_ports(config)
+            reserve_ports(config).__enter__()
 
 
 def test_a_learner_that_crashed_resumes_once_it_has_a_journal(tmp_path: Path) -> None:

@@ -22,13 +22,14 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from learner.ports import LearnerPorts, open_ports
 from protocol.curve import KeyFileError, make_keys, read_learner_keys, read_server_keys
-from protocol.endpoints import InsecureBindError, check_dial, free_port
+from protocol.endpoints import InsecureBindError, check_dial
 from protocol.errors import ErrorCode
 from protocol.gate import HandshakeRejected
 from protocol.messages import ControlFromLearner, Error, Hello
 from protocol.sockets import Received, ServerSocket
 from rollout_server.dialling import dial
 from rollout_server.link import LearnerLink
+from tests.ports import own_port
 
 WAIT_S = 5.0
 HELLO = Hello(
@@ -44,7 +45,7 @@ def keys(tmp_path: Path) -> Path:
 
 
 def config_with(**network: object) -> RunConfig:
-    ports = {"control_port": free_port(), "weights_port": free_port(), "start_timeout_s": 10.0}
+    ports = {"control_port": own_port(), "weights_port": own_port(), "start_timeout_s": 10.0}
     return RunConfig.model_validate(
         {
             "run_dir": "r",

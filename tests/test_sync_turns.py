@@ -29,7 +29,7 @@ from learner.journal import Journal, TicketSlot
 from learner.ledger import TicketLedger
 from learner.lending import Lending
 from learner.service import Learner
-from protocol.endpoints import free_port, host_id
+from protocol.endpoints import host_id
 from protocol.errors import ErrorCode
 from protocol.lease import LEASE_FILE, DeviceLease, LeaseError
 from protocol.messages import (
@@ -49,6 +49,7 @@ from rollout_server.engines.base import EngineUsage
 from rollout_server.exporting import ServerExporter
 from tests.fuzz import content
 from tests.fuzz.rig import write_ticket
+from tests.ports import own_port
 from tests.tiny import ROOT
 from tests.unconnected import Ledger, Ports
 
@@ -152,7 +153,7 @@ def test_the_successor_of_a_dead_server_is_welcome_at_once(connections: Connecti
 
 def test_only_a_servers_own_turn_with_weights_counts_towards_its_parity_deadline(make_config: MakeConfig) -> None:
     """Neither while the learner has the device, nor while an engine of many gigabytes starts."""
-    network = {"control_port": free_port(), "weights_port": free_port()}
+    network = {"control_port": own_port(), "weights_port": own_port()}
     config = make_config(trainer={"mode": "sync"}, learner={"wait_timeout_s": 2.0}, network=network)
     ledger = TicketLedger(Journal(None), prompts_per_step=1, bound=0, total_groups=1)
     nothing: Any = None

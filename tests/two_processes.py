@@ -10,15 +10,15 @@ from pathlib import Path
 
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
-from protocol.endpoints import free_port
 from protocol.faults import VARIABLE
+from tests.ports import own_port
 from tests.waiting import exit_codes
 
 
 def with_ports(config: RunConfig) -> RunConfig:
     """Free ports in place of zeros."""
-    network = config.network.model_copy(update={"control_port": free_port(), "weights_port": free_port()})
-    telemetry = config.telemetry.model_copy(update={"learner_port": free_port(), "rollout_port": free_port()})
+    network = config.network.model_copy(update={"control_port": own_port(), "weights_port": own_port()})
+    telemetry = config.telemetry.model_copy(update={"learner_port": own_port(), "rollout_port": own_port()})
     return config.model_copy(update={"network": network, "telemetry": telemetry})
 
 

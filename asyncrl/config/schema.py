@@ -24,8 +24,10 @@ from asyncrl.config.sampling_rules import sampling_problems
 from asyncrl.config.section import Section
 from asyncrl.config.sync_rules import imply_staleness_0, sync_problems
 
-BYTES_PER_TOKEN = 17
-"""Of a group on the wire: id, log-prob, version, version of the cache, mask."""
+_PROMPT_ID_BYTES, _IMAGE_GRID_BYTES, _LENGTH_BYTES, _TOKEN_BYTES = 4, 12, 4, 17
+"""Of a group on the wire. An image has a placeholder in its prompt at least; a token of a completion has id, log-prob,
+version, version of the cache, mask.
+"""
 DEFAULT_LOGPROB_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.2}
 """Of one token between engine and learner, in nats: several times what rounding makes of it (docs/decisions/012)."""
 Durability = Literal["process", "power"]
@@ -197,12 +199,12 @@ class RunConfig(Section):
                 f"batch.prompts_per_step ({self.batch.prompts_per_step}) must be a multiple of "
                 f"algorithm.updates_per_batch ({self.algorithm.updates_per_batch})"
             )
-        group_mib = self.batch.group_size * self.data.max_response_length * BYTES_PER_TOKEN / 2**20
+        group_mib = self.group_bytes(self.batch.group_size) / 2**20
         if group_mib > self.network.max_message_mib / 2:
             problems.append(
                 f"a group may have {group_mib:.0f} MiB (batch.group_size × data.max_response_length × "
-                f"{BYTES_PER_TOKEN} bytes), over half of network.max_message_mib = {self.network.max_message_mib}. "
-                "Raise the latter"
+                f"{_TOKEN_BYTES} bytes, and its prompt), over half of network.max_message_mib = "
+                f"{self.network.max_message_mib}. Raise the latter"
             )
         longest = self.data.max_prompt_length + self.data.max_response_length
         if longest > self.batch.tokens_per_microbatch:
@@ -254,6 +256,11 @@ class RunConfig(Section):
     def max_logprob_difference(self) -> float:
         """Between engine and learner, of one token, in nats."""
         return self.alignment.max_logprob_difference or DEFAULT_LOGPROB_DIFFERENCE[self.model.dtype]
+
+    def group_bytes(self, group_size: int) -> int:
+        """Of the largest group that fits its ticket, on the wire and in the journal."""
+        prompt_bytes = self.data.max_prompt_length * (_PROMPT_ID_BYTES + _IMAGE_GRID_BYTES)
+        return prompt_bytes + group_size * (_LENGTH_BYTES + self.data.max_response_length * _TOKEN_BYTES)
 
     def total_steps(self, num_rows: int) -> int:
         """Learner steps of the run: trainer.max_steps, else as many as visit every training row total_epochs times."""

@@ -67,17 +67,20 @@ def _examine_run(examination: Examination, config: RunConfig, devices: Sequence[
     check("network", find_network(config))
     check("run_dir", find_run_dir(config))
     described = check("model", find_model(config))
+    rows = check("training data", _rows(config, held_out=False, described=described), deadline_s=DATA_S)
     if described is not None:
-        _examine_memory(examination, config, devices)
-    _examine_data(examination, config, described)
+        _examine_memory(examination, config, devices, None if rows is None else len(rows))
+    _examine_data(examination, config, described, rows)
 
 
-def _examine_memory(examination: Examination, config: RunConfig, devices: Sequence[Device]) -> None:
+def _examine_memory(
+    examination: Examination, config: RunConfig, devices: Sequence[Device], num_rows: int | None
+) -> None:
     from asyncrl.doctor.memory import find_memory
 
     plan = examination.check("memory plan", find_memory(config, devices), deadline_s=PLAN_S)
     if plan is not None:
-        examination.check("disk of run_dir", find_disk(config, plan))
+        examination.check("disk of run_dir", find_disk(config, plan, num_rows))
 
 
 def _rows(config: RunConfig, *, held_out: bool, described: dict[str, Any] | None) -> Findings[RowSource | None]:
@@ -90,9 +93,10 @@ def _rows(config: RunConfig, *, held_out: bool, described: dict[str, Any] | None
     return rows
 
 
-def _examine_data(examination: Examination, config: RunConfig, described: dict[str, Any] | None) -> None:
+def _examine_data(
+    examination: Examination, config: RunConfig, described: dict[str, Any] | None, rows: RowSource | None
+) -> None:
     check = examination.check
-    rows = check("training data", _rows(config, held_out=False, described=described), deadline_s=DATA_S)
     held_out = check("held-out data", _rows(config, held_out=True, described=described), deadline_s=DATA_S)
     renderer = check("template", _loaded(lambda: PromptRenderer(config.data)))
     if rows is None or renderer is None:

@@ -6,7 +6,7 @@ import psutil
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.doctor.findings import Finding, Findings, problem
-from asyncrl.launch.train import PORTS, fixed_ports
+from asyncrl.launch.ports import PORTS, fixed_ports
 from protocol.endpoints import AddressError, BindError, PortInUseError, check_bind
 
 

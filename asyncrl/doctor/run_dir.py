@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from asyncrl.config.schema import BYTES_PER_TOKEN, RunConfig
+from asyncrl.config.schema import RunConfig
 from asyncrl.doctor.findings import Finding, Findings, size, split_fix
 from asyncrl.errors import RunTakenError, UserError
 from asyncrl.launch.train import check_run_dir, is_resumable
@@ -45,28 +45,33 @@ def find_run_dir(config: RunConfig) -> Findings[None]:
         yield Finding("run_dir", f"{path} is free, and {folder} can be written")
 
 
-def _kept_samples(config: RunConfig) -> int:
-    """Bytes of journaled groups that stay after their checkpoint, and of their index."""
-    kept = config.trainer.keep_samples_gib * GIB
-    if config.trainer.max_steps:
-        tokens = config.trainer.max_steps * config.trajectories_per_step * config.data.max_response_length
-        kept = min(kept, tokens * BYTES_PER_TOKEN)
-    return int(kept * (1 + INDEX_SHARE))
+def _largest_journal(config: RunConfig, num_rows: int | None) -> tuple[int, int]:
+    """Bytes of groups, and of those among them that stay after their checkpoint: at most its limits, and no more than
+    the run has, where its steps are known.
+    """
+    waiting, kept = config.trainer.journal_limit_mib * MIB, int(config.trainer.keep_samples_gib * GIB)
+    if num_rows is None and not config.trainer.max_steps:
+        return waiting + kept, kept
+    groups = config.total_steps(num_rows or 0) * config.batch.prompts_per_step
+    written = groups * config.group_bytes(config.batch.group_size)
+    return min(waiting + kept, written), min(kept, written)
 
 
-def find_disk(config: RunConfig, plan: MemoryPlan) -> Findings[None]:
+def find_disk(config: RunConfig, plan: MemoryPlan, num_rows: int | None) -> Findings[None]:
+    """Of training rows: None where they cannot be read."""
     folder = nearest_folder(config.run_path)
     learner, trainer = plan.learner, config.trainer
     model = learner.published if config.model.lora.rank else learner.weights
     checkpoint = model + learner.moments
-    kept = trainer.save_limit + 1  # the new one is whole before the oldest goes
-    samples = _kept_samples(config)
-    needed = kept * checkpoint + learner.weights + trainer.journal_limit_mib * MIB + samples
+    checkpoints = trainer.save_limit + 1  # the new one is whole before the oldest goes
+    journal, kept = _largest_journal(config, num_rows)
+    index = int(kept * INDEX_SHARE)
+    needed = checkpoints * checkpoint + learner.weights + journal + index
     free = shutil.disk_usage(folder).free
     value = (
-        f"{size(free)} free in {folder}; the run writes up to {size(needed)}: {kept} checkpoints of "
-        f"{size(checkpoint)}, a journal of {size(trainer.journal_limit_mib * MIB)}, samples of "
-        f"{size(samples)} that are kept with their index, an export; and images of samples"
+        f"{size(free)} free in {folder}; the run writes up to {size(needed)}: {checkpoints} checkpoints of "
+        f"{size(checkpoint)}, a journal of {size(journal)}, an index of samples of {size(index)}, an export; "
+        "and images of samples"
     )
     fix = (
         "make room, set run_dir on a larger disk, or lower trainer.save_limit, trainer.keep_samples_gib and "

@@ -6,13 +6,13 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, ExitCode, UserError
 from asyncrl.launch.display import Display
 from asyncrl.launch.inputs import check_inputs
+from asyncrl.launch.ports import reserve_ports
 from asyncrl.launch.processes import JOURNAL_FILE, learner_service, server_services
 from asyncrl.launch.story import Story
 from asyncrl.launch.supervisor import Outcome, RestartPolicy, Supervisor
@@ -21,7 +21,6 @@ from asyncrl.run_lock import LAUNCHER_LOCK, LEARNER_LOCK, holding, refuse_busy, 
 from asyncrl.telemetry.failure import FAILURE_FILE, ROOM_FILE, read_failure
 from asyncrl.telemetry.full_disk import describe_full_disk, is_disk_full, room_left
 from asyncrl.telemetry.run_config import save_config
-from protocol.endpoints import BindError, check_bind, free_port, port_is_free
 
 logger = logging.getLogger(__name__)
 
@@ -30,12 +29,6 @@ CANDIDATE_FILE = ".config.candidate.yaml"
 the run directory to itself, and gone with it."""
 NO_RUN = (LAUNCHER_LOCK, LEARNER_LOCK, CANDIDATE_FILE, "logs", FAILURE_FILE, ROOM_FILE)
 """What is there of a run that has not begun."""
-PORTS = (
-    ("network", "control_port"),
-    ("network", "weights_port"),
-    ("telemetry", "learner_port"),
-    ("telemetry", "rollout_port"),
-)
 
 
 def train(config: RunConfig, *, resume: bool) -> int:
@@ -43,12 +36,11 @@ def train(config: RunConfig, *, resume: bool) -> int:
     refuse_busy(config.run_path)
     check_run_dir(config, resume=resume)
     check_inputs(config, "learner", "rollout_server")
-    config = resolve_ports(config)
     try:
-        with sole_launcher(config.run_path):
+        with reserve_ports(config) as resolved, sole_launcher(config.run_path):
             check_run_dir(config, resume=resume)  # another launcher may have been here meanwhile
             try:
-                return _launch(config, resume=resume)
+                return _launch(resolved, resume=resume)
             finally:
                 (config.run_path / CANDIDATE_FILE).unlink(missing_ok=True)
     except OSError as error:
@@ -103,55 +95,6 @@ def check_run_dir(config: RunConfig, *, resume: bool) -> None:
 
 def is_resumable(run_path: Path) -> bool:
     return os.path.isfile(run_path / JOURNAL_FILE)  # false, too, where nothing may be looked at
-
-
-def resolve_ports(config: RunConfig) -> RunConfig:
-    """Zeros become free ports; a fixed port must be free."""
-    _check_fixed_ports(config)
-    chosen = {getattr(getattr(config, section), key) for section, key in PORTS}
-    sections: dict[str, dict[str, int]] = {"network": {}, "telemetry": {}}
-    for section, key in PORTS:
-        port = getattr(getattr(config, section), key)
-        count = config.rollout.servers if key == "rollout_port" else 1
-        while not port:
-            host = getattr(config, section).host
-            found = free_port(host)
-            wanted = set(range(found, found + count))
-            port = 0 if wanted & chosen or not all(port_is_free(host, each) for each in wanted) else found
-        chosen |= set(range(port, port + count))
-        sections[section][key] = port
-    return config.model_copy(
-        update={name: getattr(config, name).model_copy(update=ports) for name, ports in sections.items()}
-    )
-
-
-def _check_fixed_ports(config: RunConfig) -> None:
-    """A port that was asked for must be free, and asked for once; each host is an address of this machine."""
-    for section, key in PORTS:
-        _check_bind(getattr(config, section).host, 0, f"{section}.{key}")
-    owners: dict[int, str] = {}
-    for name, setting, host, port in fixed_ports(config):
-        if port in owners:
-            raise UserError(f"{owners[port]} and {name} are both {port}. Set one of them to 0 or another port")
-        _check_bind(host, port, setting)
-        owners[port] = name
-
-
-def _check_bind(host: str, port: int, setting: str) -> None:
-    try:
-        check_bind(host, port, setting=setting)
-    except BindError as error:
-        raise UserError(str(error)) from None
-
-
-def fixed_ports(config: RunConfig) -> Iterator[tuple[str, str, str, int]]:
-    """Whose each port is, the setting that names it, its address and its number; those that are 0 are left out."""
-    for section, key in PORTS:
-        host, first = getattr(config, section).host, getattr(getattr(config, section), key)
-        servers = config.rollout.servers if key == "rollout_port" else 1
-        for port in range(first, first + servers) if first else ():
-            name = f"{section}.{key}" + (f" + {port - first} (rollout.servers)" if port > first else "")
-            yield name, f"{section}.{key}", host, port
 
 
 def write_candidate(config: RunConfig) -> Path:

@@ -19,9 +19,9 @@ from learner.exchange import Exchange
 from learner.journal import Journal, TicketSlot
 from learner.ledger import TicketLedger
 from learner.tickets import PreparedTicket
-from protocol.endpoints import free_port
 from protocol.weights import Publication, Tensor
 from tests.fuzz import content
+from tests.ports import own_port
 
 PER_STEP = 8
 ENDLESS = 10**8
@@ -41,7 +41,7 @@ def write_ticket(slot: TicketSlot) -> PreparedTicket:
 
 
 def small_config(**network: Any) -> RunConfig:
-    ports = {"control_port": free_port(), "weights_port": free_port(), "heartbeat_s": 0.2, "timeout_s": 3.0}
+    ports = {"control_port": own_port(), "weights_port": own_port(), "heartbeat_s": 0.2, "timeout_s": 3.0}
     return RunConfig.model_validate(
         {
             "run_dir": "fuzz",
