@@ -8,6 +8,7 @@ import os
 import random
 import re
 import socket
+import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -107,8 +108,10 @@ def kept_ports(host: str = "127.0.0.1", count: int = 1) -> Iterator[int]:
     service that is told the number can bind it, and again after a restart.
 
     Each is bound without listening, which refuses whoever binds without SO_REUSEADDR, as drawing does; ZeroMQ and HTTP
-    servers bind with it. Drawn from below the ports that the system gives to outgoing connections: one of those may be
-    taken while its owner is away, even by a peer that keeps dialling it and so meets itself. Raises BindError.
+    servers bind with it. Only Linux lets them: elsewhere the ports are free when they are drawn, no more.
+
+    Drawn from below the ports that the system gives to outgoing connections: one of those may be taken while its owner
+    is away, even by a peer that keeps dialling it and so meets itself. Raises BindError.
     """
     ports = range(_FIRST_PORT, _first_ephemeral_port() - count + 1)
     for _ in range(_TRIES):
@@ -134,7 +137,10 @@ def _keep(host: str, port: int, kept: ExitStack) -> bool:
         raise
     except BindError:
         return False
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # from now on it yields to those that set it, too
+    if sys.platform == "linux":
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # from now on it yields to those that set it, too
+    else:
+        held.close()
     return True
 
 
