@@ -11,12 +11,12 @@ import zmq
 from group_traffic import KINDS, VOCABULARY, image, prepared
 
 from asyncrl.config.schema import Durability, RunConfig
+from asyncrl.launch.drawn_ports import free_port
 from learner.connections import ModelFacts
 from learner.exchange import Exchange
 from learner.journal import Journal, TicketSlot
 from learner.ledger import TicketLedger
 from protocol.codec import encode
-from protocol.endpoints import free_port
 from protocol.messages import Ack, Tickets, WeightManifest
 from protocol.sockets.learner import TURN_MESSAGES
 from protocol.weights import Publication

@@ -1,28 +1,19 @@
-"""Where sockets may bind, free ports, and which processes share memory."""
+"""Where sockets may bind, and which processes share memory."""
 
 from __future__ import annotations
 
 import errno
 import ipaddress
 import os
-import random
 import re
 import socket
-import sys
 import uuid
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import zmq
 
 SHARED_MEMORY = Path("/dev/shm")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_USUAL_EPHEMERAL_PORT = 32768
-_FIRST_PORT, _LAST_PORT = 10240, 65535
-"""Of those that `kept_ports` draws from: above most well-known services."""
-_TRIES = 100
 _TCP = re.compile(r"^tcp://(?P<host>\[[^\]]+\]|[^:\[\]]+):(?P<port>\d+)$")
 
 
@@ -102,72 +93,16 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
     return match["host"].strip("[]"), int(match["port"])
 
 
-@contextmanager
-def kept_ports(host: str = "127.0.0.1", count: int = 1) -> Iterator[int]:
-    """The first of `count` free TCP ports in a row. Until the end no other process is given one of them here, while a
-    service that is told the number can bind it, and again after a restart.
-
-    Each is bound without listening, which refuses whoever binds without SO_REUSEADDR, as drawing does; ZeroMQ and HTTP
-    servers bind with it. Only Linux lets them: elsewhere the ports are free when they are drawn, no more.
-
-    Drawn from below the ports that the system gives to outgoing connections: one of those may be taken while its owner
-    is away, even by a peer that keeps dialling it and so meets itself. Raises BindError.
-    """
-    ports = range(_FIRST_PORT, _first_ephemeral_port() - count + 1)
-    for _ in range(_TRIES):
-        first = random.SystemRandom().choice(ports)
-        with ExitStack() as kept:
-            if all(_keep(host, port, kept) for port in range(first, first + count)):
-                yield first
-                return
-    raise BindError(f"no free port among {_TRIES} of {ports.start} to {ports.stop - 1} on {host}")
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """One that was free a moment ago: for whoever binds it at once. Raises BindError."""
-    with kept_ports(host) as port:
-        return port
-
-
-def _keep(host: str, port: int, kept: ExitStack) -> bool:
-    """Raises AddressError where no other port would help."""
-    try:
-        held = kept.enter_context(_bound(host, port, setting="port", shared=False))
-    except AddressError:
-        raise
-    except BindError:
-        return False
-    if sys.platform == "linux":
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # from now on it yields to those that set it, too
-    else:
-        held.close()
-    return True
-
-
-def _first_ephemeral_port() -> int:
-    try:
-        first = int(_EPHEMERAL_PORTS.read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        return _USUAL_EPHEMERAL_PORT
-    return first if first > _FIRST_PORT + _TRIES else _LAST_PORT + 1
-
-
 def check_bind(host: str, port: int, *, setting: str) -> None:
     """Raises the BindError that `bind` would meet now. Binding remains the only proof. Port 0 checks the host alone."""
-    _bound(host, port, setting=setting, shared=True).close()
-
-
-def _bound(host: str, port: int, *, setting: str, shared: bool) -> socket.socket:
-    """Does not listen. `shared`: others may be bound, too, as long as they do not listen either."""
     address = _resolve(host, _host_setting(setting))
-    bound = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, shared)
-        bound.bind((address, port))
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((address, port))
     except OSError as problem:
-        bound.close()
         raise _bind_error(problem, host, port, setting) from problem
-    return bound
 
 
 def _bind_error(problem: OSError | zmq.ZMQError, host: str, port: int, setting: str) -> BindError:
@@ -188,6 +123,8 @@ def _bind_error(problem: OSError | zmq.ZMQError, host: str, port: int, setting: 
             f"this user may not listen on port {port} of {host} ({problem.strerror}). Set {setting} to a port from "
             "1024 on, or to 0"
         )
+    if problem.errno in (errno.EMFILE, errno.ENFILE):
+        return BindError(f"no socket for port {port}: {problem.strerror}. Raise the limit: ulimit -n 4096")
     return BindError(
         f"cannot listen on port {port} of {host}: {problem.strerror}. Set {host_setting} to an address of this "
         f"machine and {setting} to a port that you may use"

@@ -99,7 +99,7 @@ class RolloutServer:
             channel, instead = await self._channels(welcome)
             logger.info("welcomed to run %s at version %d; weights over %s", welcome.run_id, welcome.version, channel)
             self.receiver = WeightReceiver(
-                self.config, self.engine, channel, self._weights_at(welcome), instead=instead
+                self.config, self.engine, channel, self.config.learner_endpoint(welcome.weights_port), instead=instead
             )
             self.held_version = HeldVersion(
                 self.config, self.receiver, self.link, self.exporter, welcome.incarnation, self._on_device
@@ -153,9 +153,6 @@ class RolloutServer:
         may_choose = configured == "auto" and channel in DEVICE_CHANNELS
         return channel, choose(source=None, devices=()) if may_choose else None
 
-    def _weights_at(self, welcome: Welcome) -> str:
-        return f"tcp://{self.config.network.host}:{welcome.weights_port}"
-
     async def _receive(self) -> Goodbye:
         """Until that."""
         self._work: set[asyncio.Task[None]] = set()
@@ -167,7 +164,9 @@ class RolloutServer:
                 self.held_version.announce(message)
             elif isinstance(message, Welcome):
                 if self.held_version.learner_came_back(message):
-                    self.receiver.take_from_now_on(*await self._channels(message), self._weights_at(message))
+                    self.receiver.take_from_now_on(
+                        *await self._channels(message), self.config.learner_endpoint(message.weights_port)
+                    )
                     if self.device:
                         self.device.learner_came_back()
             elif isinstance(message, LeaseGrant | LeaseRecall):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.config.load import dump_config, load_config
-from tests.ports import own_port
+from asyncrl.launch.drawn_ports import free_port
 
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", ROOT / "docker" / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -90,7 +90,7 @@ def copy_for_page(prepared: Path, folder: Path) -> None:
     """A workspace of its own, with ports of its own: pages run side by side."""
     shutil.copytree(prepared, folder, symlinks=True)
     ports = [
-        f"{key}={own_port()}"
+        f"{key}={free_port()}"
         for key in ("network.control_port", "network.weights_port", "telemetry.learner_port", "telemetry.rollout_port")
     ]
     config = folder / "runs" / "demo-1" / "grpo" / "config.yaml"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import atexit
 from contextlib import ExitStack
 
-from protocol.endpoints import kept_ports
+from asyncrl.launch.drawn_ports import draw_ports
 
-_KEPT = ExitStack()
-atexit.register(_KEPT.close)
+_kept = ExitStack()
+atexit.register(_kept.close)
 
 
 def own_port() -> int:
-    """On 127.0.0.1. No other test and no launcher is given it while this process lives."""
-    return _KEPT.enter_context(kept_ports())
+    """On 127.0.0.1. No other test and no launcher takes it while this process lives."""
+    return draw_ports("127.0.0.1", 1, _kept)

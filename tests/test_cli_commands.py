@@ -109,6 +109,16 @@ def test_a_whole_run_tells_its_story_in_plain_lines_and_is_exported(
 
 
 @pytest.mark.slow
+def test_a_run_over_ipv6(config_file: Callable[..., Path], tmp_path: Path) -> None:
+    host = {"host": "::1"}
+    file = config_file(network=host, telemetry=host, trainer={"max_steps": 1}, data={"val_files": []})
+    command = start("train", str(file))
+    printed, _ = command.communicate(timeout=120)
+    assert command.returncode == 0, printed + logs(tmp_path / "run")
+    assert "tcp://[::1]:" in logs(tmp_path / "run")
+
+
+@pytest.mark.slow
 def test_ctrl_c_leaves_no_process_behind(config_file: Callable[..., Path], tmp_path: Path) -> None:
     run = tmp_path / "run"
     command = start("train", str(config_file(trainer={"max_steps": 100_000})))

@@ -20,19 +20,20 @@ from asyncrl.cli import main as asyncrl
 from asyncrl.config.schema import RunConfig
 from asyncrl.doctor import examination, machine, network
 from asyncrl.doctor.devices import Device
+from asyncrl.doctor.disk import HEADER_BYTES, find_disk
 from asyncrl.doctor.examination import Examination
 from asyncrl.doctor.findings import Finding, Findings, problem, split_fix
 from asyncrl.doctor.memory import find_memory
 from asyncrl.doctor.network import find_network, is_local
 from asyncrl.doctor.ports import find_ports
-from asyncrl.doctor.run_dir import find_disk, find_run_dir
+from asyncrl.doctor.run_dir import find_run_dir
 from asyncrl.errors import UserError
+from asyncrl.launch.drawn_ports import free_port
 from asyncrl.launch.ports import reserve_ports
 from asyncrl.launch.processes import JOURNAL_FILE
 from asyncrl.memory_plan.plan import GIB
 from asyncrl.run_lock import LEARNER_LOCK
 from protocol.curve import LEARNER_SECRET, make_keys
-from tests.ports import own_port
 from tests.small_runs import small
 from tests.two_processes import write_config
 
@@ -52,7 +53,7 @@ def test_it_describes_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_good_configuration_has_no_problem(
     make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = write_config(small(make_config, network={"control_port": own_port()}), tmp_path / "config")
+    file = write_config(small(make_config, network={"control_port": free_port()}), tmp_path / "config")
     before = sorted(tmp_path.rglob("*"))
     assert asyncrl(["doctor", str(file), "--quick", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -201,33 +202,64 @@ def test_a_folder_that_cannot_be_written(make_config: MakeConfig) -> None:
     assert (found.verdict, found.value[:32]) == ("problem", "nothing can be written in /proc/")
 
 
+GROUPS_10_GIB = 10 * GIB // (128 * 16 + 4 * (4 + 8 * 17) + 4 * HEADER_BYTES)
+
+
 @pytest.mark.parametrize(
-    ("trainer", "num_rows", "verdict"),
+    ("trainer", "num_rows", "verdict", "named", "lower"),
     [
-        ({"max_steps": 0}, 64, "ok"),
-        ({"max_steps": 0}, 10**9, "problem"),
-        ({"max_steps": 0}, None, "problem"),  # rows that cannot be read: the limits of journal and samples
-        ({"max_steps": 20}, None, "ok"),
-        ({"max_steps": 20, "save_limit": 2000}, 64, "problem"),
+        ({}, 64, "ok", "1 checkpoint of", ""),
+        ({}, None, "note", "not known without its training rows", ""),
+        ({"samples_per_step": 0}, 2 * GROUPS_10_GIB, "problem", "a journal of 10.0 GiB", "trainer.keep_samples_gib"),
+        ({"samples_per_step": 0}, GROUPS_10_GIB // 10, "problem", "a journal of 1.0 GiB", ""),
+        ({"samples_per_step": 4}, GROUPS_10_GIB // 10, "problem", "a journal of 1.0 GiB", "trainer.samples_per_step"),
+        ({"keep_samples_gib": 0, "journal_limit_mib": 10}, 64, "ok", "a journal of 0.2 MiB", ""),
+        ({"keep_samples_gib": 0, "journal_limit_mib": 10}, GROUPS_10_GIB // 50, "ok", "3 checkpoints of", ""),
+        ({"max_steps": 20}, None, "ok", "1 checkpoint of", ""),
+        ({"max_steps": 20, "save_limit": 2000}, 64, "ok", "1 checkpoint of", ""),
+        ({"max_steps": 20, "save_limit": 2000, "save_freq": 5}, 64, "ok", "4 checkpoints of", ""),
+        ({"max_steps": 999, "save_limit": 998, "save_freq": 1}, 64, "problem", "999 checkpoints", "trainer.save_limit"),
     ],
 )
-def test_a_run_needs_room_for_what_it_can_write_and_not_for_its_limits(
+def test_a_run_needs_room_for_what_it_can_write(
     make_config: MakeConfig,
     monkeypatch: pytest.MonkeyPatch,
     trainer: dict[str, int],
     num_rows: int | None,
     verdict: str,
+    named: str,
+    lower: str,
 ) -> None:
-    config = make_config(trainer=trainer)
-    assert config.trainer.journal_limit_mib / 1024 + config.trainer.keep_samples_gib > 1
+    config = make_config(trainer={"max_steps": 0, **trainer})
     _, plan = examined(find_memory(config, ()))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=GIB))
-    found = [finding for finding in find_disk(config, plan, num_rows) if finding.what == "disk of run_dir"]
-    assert [finding.verdict for finding in found] == [verdict], found
+    (found,) = [finding for finding in find_disk(config, plan, num_rows) if finding.what == "disk of run_dir"]
+    assert (found.verdict, named in found.value) == (verdict, True), found
+    fix = f"make room, set run_dir on a larger disk{lower and ', or lower '}{lower}"
+    assert found.fix == (fix if verdict == "problem" else "")
+
+
+def test_what_a_run_has_written_already_is_not_asked_for_again(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config()
+    _, plan = examined(find_memory(config, ()))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=20 << 20))
+    for written, verdict in ((0, "problem"), (30 << 20, "ok")):
+        for name in ("journal.sqlite.groups-000001", "images/a.png"):
+            file = config.run_path / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(bytes(written // 2 if name[0] == "j" else 1 << 20))
+        file = config.run_path / "checkpoints" / "a" / "weights"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(bytes(written // 2))
+        (found,) = list(find_disk(config, plan, 64))
+        assert found.verdict == verdict, found
+        assert ("30.0 MiB written already" in found.value) == bool(written)
 
 
 def test_one_port_for_two(make_config: MakeConfig) -> None:
-    port = own_port()
+    port = free_port()
     found = list(find_ports(make_config(network={"control_port": port, "weights_port": port})))
     assert found[0].value == f"network.control_port and network.weights_port are both {port}"
     assert found[0].fix == "set network.weights_port to another port, or to 0"
@@ -290,7 +322,7 @@ def test_whether_a_learner_answers(make_config: MakeConfig) -> None:
     with socket.socket() as learner:
         learner.bind(("127.0.0.1", 0))
         learner.listen()
-        control, weights = learner.getsockname()[1], own_port()
+        control, weights = learner.getsockname()[1], free_port()
         config = make_config(network={"control_port": control, "weights_port": weights})
         answers, silent = list(network._learner(config))
     assert (answers.verdict, answers.value) == ("ok", f"127.0.0.1:{control} answers")

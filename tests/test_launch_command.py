@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import zmq
-from prometheus_client import start_http_server
 
 from asyncrl.cli import main
 from asyncrl.config.rollout import RolloutConfig
@@ -18,7 +16,6 @@ from asyncrl.errors import UserError
 from asyncrl.launch.ports import reserve_ports
 from asyncrl.launch.processes import JOURNAL_FILE, learner_service, server_services
 from asyncrl.launch.train import check_run_dir, write_candidate
-from protocol import endpoints
 
 CONFIG = """\
 run_dir: {run_dir}
@@ -140,26 +137,6 @@ def test_zeros_become_four_different_free_ports(tmp_path: Path) -> None:
         ports = ports_of(config)
     assert len(set(ports)) == 4
     assert all(ports)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no service could bind a port that is kept for it")
-def test_a_port_that_was_a_zero_is_kept_for_the_services_of_this_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two launchers that draw from few, before either's services have bound theirs."""
-    monkeypatch.setattr(endpoints, "_FIRST_PORT", 20000)
-    monkeypatch.setattr(endpoints, "_first_ephemeral_port", lambda: 20016)
-    monkeypatch.setattr(endpoints, "_TRIES", 1000)
-    with reserve_ports(make(tmp_path)) as one, reserve_ports(make(tmp_path)) as other:
-        mine = ports_of(one)
-        assert not {*mine} & {*ports_of(other)}
-        for _ in range(2):  # a service, and itself when it starts again
-            with zmq.Context() as context, context.socket(zmq.ROUTER) as service:
-                service.bind(f"tcp://127.0.0.1:{mine[0]}")
-            server, thread = start_http_server(mine[2], addr="127.0.0.1")
-            server.shutdown()
-            server.server_close()
-            thread.join()
 
 
 def test_a_fixed_port_is_kept_and_a_busy_one_is_refused_by_name(tmp_path: Path) -> None:

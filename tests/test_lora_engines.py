@@ -108,7 +108,8 @@ def test_micro_batching_changes_nothing(make_config: MakeConfig, kl: float) -> N
         metrics = LearnerStep(engine, config)(made_up_batch(config, PromptProcessor(config.model)), 3)
         results.append((metrics, engine.gradients))
     (many_metrics, many), (metrics, one) = results
-    assert many_metrics["loss"] == pytest.approx(metrics["loss"], rel=1e-5, abs=1e-8)
+    # Terms of about 1 that cancel to 0.002: fp32 rounds the former, so the error is theirs.
+    assert many_metrics["loss"] == pytest.approx(metrics["loss"], rel=1e-5, abs=1e-6)
     assert ("reference_kl" in metrics) == bool(kl)
     assert {name for name, g in one.items() if g.any()} == {name for name in one if ".lora_" in name}
     norm = torch.stack([g.norm() for g in one.values()]).norm()

@@ -16,8 +16,9 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from asyncrl.launch.drawn_ports import free_port
 from protocol.codec import Limits, decode, encode
-from protocol.endpoints import BindError, InsecureBindError, PortInUseError, free_port, host_id
+from protocol.endpoints import BindError, InsecureBindError, PortInUseError, host_id
 from protocol.errors import ErrorCode
 from protocol.handshake import check_hello, refusal_for_undecodable_hello
 from protocol.messages import (
@@ -390,15 +391,3 @@ def test_host_id_is_equal_across_processes_and_differs_by_file_system(tmp_path: 
     assert host_id() != host_id(Path("/proc"))
     missing = tmp_path / "missing"
     assert host_id(missing) != host_id(missing), "no shared memory: equal to nobody's"
-
-
-def test_a_free_port_is_not_one_that_the_system_gives_to_outgoing_connections():
-    first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    found = {free_port() for _ in range(50)}
-    assert max(found) < first_ephemeral
-    assert len(found) > 40, "two processes that look at the same time find different ones"
-
-
-def test_free_port_can_be_bound():
-    sock = LearnerSocket(f"tcp://127.0.0.1:{free_port()}", ControlFromServer, setting="port")
-    sock.close()

@@ -258,7 +258,7 @@ class RunConfig(Section):
         return self.alignment.max_logprob_difference or DEFAULT_LOGPROB_DIFFERENCE[self.model.dtype]
 
     def group_bytes(self, group_size: int) -> int:
-        """Of the largest group that fits its ticket, on the wire and in the journal."""
+        """Of the arrays of the largest group that fits its ticket, on the wire and in the journal."""
         prompt_bytes = self.data.max_prompt_length * (_PROMPT_ID_BYTES + _IMAGE_GRID_BYTES)
         return prompt_bytes + group_size * (_LENGTH_BYTES + self.data.max_response_length * _TOKEN_BYTES)
 
@@ -269,8 +269,12 @@ class RunConfig(Section):
 
     @property
     def control_endpoint(self) -> str:
-        return f"tcp://{self.network.host}:{self.network.control_port}"
+        return self.learner_endpoint(self.network.control_port)
 
     @property
     def weights_endpoint(self) -> str:
-        return f"tcp://{self.network.host}:{self.network.weights_port}"
+        return self.learner_endpoint(self.network.weights_port)
+
+    def learner_endpoint(self, port: int) -> str:
+        host = self.network.host
+        return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

@@ -12,6 +12,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import RowSource, open_train, open_validation
 from asyncrl.data.prompts import PromptRenderer
 from asyncrl.doctor.devices import Device, find_devices
+from asyncrl.doctor.disk import find_disk
 from asyncrl.doctor.examination import Examination
 from asyncrl.doctor.findings import Finding, Findings, problem
 from asyncrl.doctor.machine import find_machine
@@ -19,7 +20,7 @@ from asyncrl.doctor.model import find_model
 from asyncrl.doctor.network import find_network
 from asyncrl.doctor.ports import find_ports
 from asyncrl.doctor.report import Report
-from asyncrl.doctor.run_dir import find_disk, find_run_dir
+from asyncrl.doctor.run_dir import find_run_dir
 from asyncrl.doctor.versions import find_versions
 from asyncrl.errors import ExitCode, UserError
 from asyncrl.launch.inputs import check_media
@@ -68,9 +69,10 @@ def _examine_run(examination: Examination, config: RunConfig, devices: Sequence[
     check("run_dir", find_run_dir(config))
     described = check("model", find_model(config))
     rows = check("training data", _rows(config, held_out=False, described=described), deadline_s=DATA_S)
+    held_out = check("held-out data", _rows(config, held_out=True, described=described), deadline_s=DATA_S)
     if described is not None:
         _examine_memory(examination, config, devices, None if rows is None else len(rows))
-    _examine_data(examination, config, described, rows)
+    _examine_samples(examination, config, described, rows, held_out)
 
 
 def _examine_memory(
@@ -93,11 +95,14 @@ def _rows(config: RunConfig, *, held_out: bool, described: dict[str, Any] | None
     return rows
 
 
-def _examine_data(
-    examination: Examination, config: RunConfig, described: dict[str, Any] | None, rows: RowSource | None
+def _examine_samples(
+    examination: Examination,
+    config: RunConfig,
+    described: dict[str, Any] | None,
+    rows: RowSource | None,
+    held_out: RowSource | None,
 ) -> None:
     check = examination.check
-    held_out = check("held-out data", _rows(config, held_out=True, described=described), deadline_s=DATA_S)
     renderer = check("template", _loaded(lambda: PromptRenderer(config.data)))
     if rows is None or renderer is None:
         return

@@ -6,6 +6,7 @@ import psutil
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.doctor.findings import Finding, Findings, problem
+from asyncrl.launch.drawn_ports import is_claimed
 from asyncrl.launch.ports import PORTS, fixed_ports
 from protocol.endpoints import AddressError, BindError, PortInUseError, check_bind
 
@@ -21,7 +22,13 @@ def find_ports(config: RunConfig) -> Findings[None]:
                 yield Finding("ports", f"{owners[port]} and {name} are both {port}", "problem", fix)
             elif host not in elsewhere:
                 check_bind(host, port, setting=setting)
-                free.append(port)
+                if is_claimed(port):
+                    value = f"port {port} ({name}) is kept for a run that was started on this machine"
+                    yield Finding(
+                        "ports", value, "problem", f"stop that run, or set {setting} to another port, or to 0"
+                    )
+                else:
+                    free.append(port)
         except PortInUseError:
             value = f"port {port} ({name}) on {host} is held by {_holder(port)}"
             fix = f"stop that process, or set {setting} to another port (0 takes a free one)"

@@ -173,7 +173,7 @@ class MetricSet:
             ) from error
         self._endpoint = (server, thread)
         bound = cast(int, server.server_port)
-        logger.info("metrics on http://%s:%d/metrics", host, bound)
+        logger.info("metrics on http://%s:%d/metrics", f"[{host}]" if ":" in host else host, bound)
         return bound
 
     def close(self) -> None:

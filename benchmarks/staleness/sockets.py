@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from asyncrl.launch.drawn_ports import free_port
 from benchmarks.staleness.observation import Observation
 from benchmarks.staleness.workload import (
     MODEL,
@@ -25,7 +26,6 @@ from learner.exchange import Exchange
 from learner.journal import Journal
 from learner.ledger import TicketLedger
 from learner.waiting import wait_for
-from protocol.endpoints import free_port
 from protocol.weights import Publication, Tensor
 from rollout_server.service import RolloutServer
 
