@@ -216,6 +216,7 @@ GROUPS_10_GIB = 10 * GIB // (128 * 16 + 4 * (4 + 8 * 17) + 4 * HEADER_BYTES)
         ({"keep_samples_gib": 0, "journal_limit_mib": 10}, 64, "ok", "a journal of 0.2 MiB", ""),
         ({"keep_samples_gib": 0, "journal_limit_mib": 10}, GROUPS_10_GIB // 50, "ok", "3 checkpoints of", ""),
         ({"max_steps": 20}, None, "ok", "1 checkpoint of", ""),
+        ({"max_steps": 20, "samples_per_step": 10**9}, None, "ok", "samples.jsonl of 0.", ""),
         ({"max_steps": 20, "save_limit": 2000}, 64, "ok", "1 checkpoint of", ""),
         ({"max_steps": 20, "save_limit": 2000, "save_freq": 5}, 64, "ok", "4 checkpoints of", ""),
         ({"max_steps": 999, "save_limit": 998, "save_freq": 1}, 64, "problem", "999 checkpoints", "trainer.save_limit"),
@@ -250,12 +251,16 @@ def test_what_a_run_has_written_already_is_not_asked_for_again(
             file = config.run_path / name
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(bytes(written // 2 if name[0] == "j" else 1 << 20))
-        file = config.run_path / "checkpoints" / "a" / "weights"
+        file = config.run_path / "export" / "weights"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(bytes(written // 2))
         (found,) = list(find_disk(config, plan, 64))
         assert found.verdict == verdict, found
         assert ("30.0 MiB written already" in found.value) == bool(written)
+        assert "1 checkpoint of" in found.value
+    (config.run_path / "checkpoints" / "step-000003").mkdir(parents=True)
+    (found,) = list(find_disk(config, plan, 64))
+    assert "2 checkpoints of" in found.value, "that stays beside the new one"
 
 
 def test_one_port_for_two(make_config: MakeConfig) -> None:

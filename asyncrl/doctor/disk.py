@@ -6,6 +6,7 @@ import resource
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from stat import S_ISREG
 from typing import NamedTuple
 
 from asyncrl.config.schema import RunConfig
@@ -20,8 +21,9 @@ INDEX_SHARE, INDEX_ROW_BYTES = 0.3, 200
 """Of samples.sqlite: against the groups that it lists (docs/results.md), and of each trajectory besides."""
 STEP_BYTES = 8192
 """Of metrics.jsonl and timeline.jsonl."""
-SAMPLE_BYTES, CHARACTER_BYTES = 500, 6
-"""Of a trajectory in samples.jsonl: beside its texts, and of each token of them."""
+SAMPLE_BYTES, TEXT_BYTES, ID_BYTES = 500, 6, 8
+"""Of samples.jsonl: a trajectory beside its tokens, and of a token its text and, in a completion, its id."""
+CHECKPOINTS = "checkpoints"
 LOGS_BYTES = 32 * MIB
 """What SQLite has not copied yet, and what the services log."""
 
@@ -34,7 +36,7 @@ class Part(NamedTuple):
 
 
 def find_disk(config: RunConfig, plan: MemoryPlan, num_rows: int | None) -> Findings[None]:
-    """`num_rows` of training: None where they cannot be read."""
+    """`num_rows` of training: None where they cannot be read. A checkpoint that a crash adds is not counted."""
     folder = nearest_folder(config.run_path)
     if num_rows is None and not config.trainer.max_steps:
         free = size(shutil.disk_usage(folder).free)
@@ -71,6 +73,7 @@ def _parts(config: RunConfig, plan: MemoryPlan, steps: int) -> Iterator[Part]:
 
     each = _saved_weights(config, plan) + plan.learner.moments
     saves = 1 + groups // waiting + ((steps - 1) // trainer.save_freq if trainer.save_freq else 0)
+    saves += len(list(config.run_path.glob(f"{CHECKPOINTS}/step-*")))  # of a run that is continued
     number = min(trainer.save_limit + 1, saves)  # the new one is whole before the oldest goes
     yield Part(f"{number} checkpoint{'s' * (number > 1)} of {size(each)}", number * each, "trainer.save_limit")
     yield Part(f"an export of {size(plan.learner.weights)}", plan.learner.weights)
@@ -79,8 +82,9 @@ def _parts(config: RunConfig, plan: MemoryPlan, steps: int) -> Iterator[Part]:
     yield Part(f"a journal of {size(journal)}", journal, setting if groups > waiting + kept else "")
     index = int(INDEX_SHARE * arrays) + trajectories * INDEX_ROW_BYTES
     yield Part(f"an index of samples of {size(index)}", index)
-    sample = SAMPLE_BYTES + CHARACTER_BYTES * (data.max_prompt_length + data.max_response_length)
-    samples = steps * trainer.samples_per_step * group_size * sample
+    sample = SAMPLE_BYTES + (TEXT_BYTES + ID_BYTES) * data.max_response_length
+    shown = min(trainer.samples_per_step, config.batch.prompts_per_step)
+    samples = steps * shown * (TEXT_BYTES * data.max_prompt_length + group_size * sample)
     yield Part(f"samples.jsonl of {size(samples)}", samples, "trainer.samples_per_step")
     logs = LOGS_BYTES + steps * STEP_BYTES
     yield Part(f"{size(logs)} of metrics and logs", logs)
@@ -91,5 +95,15 @@ def _saved_weights(config: RunConfig, plan: MemoryPlan) -> int:
 
 
 def _written(run_path: Path) -> int:
-    """By a run that is to be continued: it comes to the same sum."""
-    return sum(file.stat().st_size for file in run_path.rglob("*") if file.is_file() and file.parent.name != "images")
+    """Of these parts, by a run that is to be continued."""
+    folders = (run_path.glob("*"), *((run_path / name).rglob("*") for name in (CHECKPOINTS, "export", "logs")))
+    return sum(_bytes(file) for folder in folders for file in folder)
+
+
+def _bytes(file: Path) -> int:
+    """0 of a folder, and of what has gone meanwhile."""
+    try:
+        status = file.stat()
+    except FileNotFoundError:
+        return 0
+    return status.st_size if S_ISREG(status.st_mode) else 0

@@ -61,8 +61,8 @@ def claim_port(port: int, kept: ExitStack, *, setting: str) -> None:
     """Until `kept` ends. Raises PortInUseError where somebody has claimed it, BindError where that cannot be known."""
     if port in _claimed or (sys.platform == "linux" and not _take_name(port, kept)):
         raise PortInUseError(
-            f"port {port} is kept for another run that was started on this machine. Stop that run, or set {setting} to "
-            "another port (0 takes a free one)"
+            f"port {port} is kept for another run that was started on this machine, on whatever address. Stop that "
+            f"run, or set {setting} to another port (0 takes a free one)"
         )
     _claimed.add(port)
     kept.callback(_claimed.discard, port)
@@ -81,7 +81,8 @@ def _take_name(port: int, kept: ExitStack) -> bool:
     except OSError as problem:
         if problem.errno == errno.EADDRINUSE:
             return False
-        raise BindError(f"port {port} cannot be claimed: {problem.strerror}. Raise the limit: ulimit -n 4096") from None
+        fix = "Raise the limit: ulimit -n 4096" if problem.errno == errno.EMFILE else "May it open abstract sockets?"
+        raise BindError(f"port {port} cannot be claimed: {problem.strerror}. {fix}") from None
     return True
 
 

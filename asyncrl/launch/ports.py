@@ -1,4 +1,4 @@
-"""The ports of a launched run: a fixed one must be free, a zero becomes one that is."""
+"""The ports of a launched run: a fixed one must be free, a zero becomes a free one."""
 
 from __future__ import annotations
 
