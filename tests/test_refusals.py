@@ -19,6 +19,7 @@ from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import RunTakenError, UserError
 from asyncrl.launch import train as launcher
+from asyncrl.launch.drawn_ports import free_port
 from asyncrl.launch.processes import JOURNAL_FILE
 from asyncrl.launch.train import CANDIDATE_FILE, train
 from asyncrl.launch.unattended import next_attempt
@@ -196,7 +197,7 @@ def test_a_finished_run_stays_finished_whatever_it_is_resumed_with(make_config: 
         assert read_run(run).failure is None
         assert next_attempt(config) == "nothing"
 
-    services = with_ports(config)
+    services = with_ports(config, free_port)
     alone = [start_service("learner", write_config(services, tmp_path), "--resume", "batch.group_size=2")]
     assert exit_codes(alone, timeout_s=60) == [2]
     assert contents(run) == before, "without a launcher, too"

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.launch.drawn_ports import free_port
 from learner.journal import JOURNAL_FILE
 from protocol.lease import TRACE_FILE, USERS_FILE, DeviceLease, process_birth
 from tests.small_runs import assert_every_prompt_trained_once, logs, small
@@ -44,7 +45,8 @@ def test_the_digits_task_trains_through_vllm_and_its_reward_rises(
             data={"max_response_length": 16},
             rollout={"engine": "vllm", "weights_channel": "zmq", "weight_update": "recompute"},
             trainer={"max_steps": 30, "samples_per_step": 1},
-        )
+        ),
+        free_port,
     )
     file = write_config(config, tmp_path / "config")
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
@@ -96,7 +98,7 @@ def test_a_core_that_dies_while_it_generates_is_a_crash_of_its_server(
         trainer={"max_steps": steps},
         launch={"restart_delay_s": 0.1},
     )
-    command = [sys.executable, "-m", "asyncrl", "train", str(write_config(with_ports(config), tmp_path / "config"))]
+    command = [sys.executable, "-m", "asyncrl", "train", str(write_config(config, tmp_path / "config"))]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     with (tmp_path / "out").open("w") as out:
         train = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
@@ -126,13 +128,12 @@ def test_a_core_that_dies_while_it_generates_is_a_crash_of_its_server(
 
 
 def turns_config(make_config: Callable[..., RunConfig], level: int) -> RunConfig:
-    config = make_config(
+    return make_config(
         learner={"optim": {"lr": 3e-3, "weight_decay": 0.0}},
         data={"val_files": []},
         rollout={"engine": "vllm", "sleep_level": level},
         trainer={"max_steps": 3, "samples_per_step": 1},
     )
-    return with_ports(config)
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from asyncrl.config.load import dump_config
@@ -15,10 +15,10 @@ from tests.ports import own_port
 from tests.waiting import exit_codes
 
 
-def with_ports(config: RunConfig) -> RunConfig:
-    """Free ports in place of zeros."""
-    network = config.network.model_copy(update={"control_port": own_port(), "weights_port": own_port()})
-    telemetry = config.telemetry.model_copy(update={"learner_port": own_port(), "rollout_port": own_port()})
+def with_ports(config: RunConfig, port: Callable[[], int] = own_port) -> RunConfig:
+    """Ports in place of zeros. For a launcher, which claims its own, `port` is free_port."""
+    network = config.network.model_copy(update={"control_port": port(), "weights_port": port()})
+    telemetry = config.telemetry.model_copy(update={"learner_port": port(), "rollout_port": port()})
     return config.model_copy(update={"network": network, "telemetry": telemetry})
 
 
