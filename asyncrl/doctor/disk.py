@@ -38,14 +38,14 @@ class Part(NamedTuple):
 def find_disk(config: RunConfig, plan: MemoryPlan, num_rows: int | None) -> Findings[None]:
     """`num_rows` of training: None where they cannot be read. A checkpoint that a crash adds is not counted."""
     folder = nearest_folder(config.run_path)
+    free = shutil.disk_usage(folder).free
     if num_rows is None and not config.trainer.max_steps:
-        free = size(shutil.disk_usage(folder).free)
-        value = f"{free} free in {folder}; how much the run writes is not known without its training rows"
+        value = f"{size(free)} free in {folder}; how much the run writes is not known without its training rows"
         yield Finding("disk of run_dir", value, "note")
         return
     parts = list(_parts(config, plan, config.total_steps(num_rows or 0)))
     needed = sum(part.nbytes for part in parts)
-    free, written = shutil.disk_usage(folder).free, _written(config.run_path)
+    written = _written(config.run_path)
     already = f", {size(written)} written already" if written else ""
     value = (
         f"{size(free)} free in {folder}{already}; the run writes up to {size(needed)}: "
