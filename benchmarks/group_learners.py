@@ -120,7 +120,7 @@ class Learner:
             self.ledger.advance(version)
             if version % CHECKPOINT_EVERY == 0:
                 self.ledger.forget_payloads(version)
-            self.exchange.announce(WeightManifest(version=version, tensors=(), total_bytes=0))
+            self.exchange.announce(WeightManifest(version=version, publication="p", tensors=(), total_bytes=0))
             self.exchange.admit(version)
 
     def close(self) -> None:

@@ -110,6 +110,7 @@ class DeviceWeights:
                 raise ProtocolError(ErrorCode.TOO_LARGE, f"{MOST_TRANSFERS} transfers are under way")
             if request.channel == "cuda_ipc" and self._device.type != "cuda":
                 raise ProtocolError(ErrorCode.WRONG_CHANNEL, "the learner's weights lie on a CPU, without cuda_ipc")
+            self._publication.check_is_meant(request.publication)
             transfer = _Transfer(request, self._version(request.version))
             if request.offset > transfer.flat.nbytes:
                 reason = f"offset {request.offset:,} of {transfer.flat.nbytes:,} bytes"

@@ -35,6 +35,7 @@ def answer_chunk_request(publication: Publication, request: ChunkRequest) -> Chu
             raise ProtocolError(
                 ErrorCode.TOO_LARGE, f"a chunk of {request.nbytes:,} bytes, the limit is {MAX_CHUNK_BYTES:,}"
             )
+        publication.check_is_meant(request.publication)
         data = publication.read(request.version, request.offset, request.nbytes)
     except ProtocolError as error:
         return Error(code=error.code, reason=error.reason, version=request.version)
@@ -63,7 +64,7 @@ async def fetch(
         raise ValueError(f"the target has {target.nbytes} bytes, the publication {manifest.total_bytes}")
     if chunk_bytes > MAX_CHUNK_BYTES:
         raise ValueError(f"chunk_bytes is {chunk_bytes}, the learner sends at most {MAX_CHUNK_BYTES}")
-    pull = _Pull(socket, manifest.version, target, timeout_s, window, retry_s)
+    pull = _Pull(socket, manifest, target, timeout_s, window, retry_s)
     tensors = manifest.tensors
     ranges = [(0, manifest.total_bytes)]
     for _attempt in range(ATTEMPTS):
@@ -98,14 +99,15 @@ class _Pull:
     def __init__(
         self,
         socket: ServerSocket,
-        version: int,
+        manifest: WeightManifest,
         target: memoryview,
         timeout_s: float,
         window: int,
         retry_s: float,
     ):
         self._socket = socket
-        self._version = version
+        self._version = manifest.version
+        self._publication = manifest.publication
         self._target = target
         self._timeout_s = timeout_s
         self._window = window
@@ -149,7 +151,7 @@ class _Pull:
                 )
 
     async def _ask(self, offset: int, nbytes: int) -> bool:
-        request = ChunkRequest(version=self._version, offset=offset, nbytes=nbytes)
+        request = ChunkRequest(version=self._version, publication=self._publication, offset=offset, nbytes=nbytes)
         try:
             await self._socket.send(request, timeout_s=self._retry_s)
         except SendTimeout as problem:

@@ -15,6 +15,7 @@ import re
 import shutil
 import threading
 import time
+import uuid
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -67,8 +68,10 @@ class Publication:
         if not self.directory.is_dir():
             raise PublicationError(f"{self.directory} is not a directory. Name another one to publish weights in")
         remove_stale(self.directory)
+        self.id = uuid.uuid4().hex[:12]
+        """No other publication has it."""
         safe_id = re.sub(r"[^A-Za-z0-9_]", "_", run_id)[:80]
-        self._base = self.directory / f"{PREFIX}{safe_id}-{os.getpid()}-{id(self):x}"
+        self._base = self.directory / f"{PREFIX}{safe_id}-{os.getpid()}-{self.id}"
         self._lock_path = self._base.with_name(self._base.name + ".lock")
         self._lock_fd = _take_lock(self._lock_path)
         self._snapshots: dict[int, _Snapshot] = {}
@@ -106,6 +109,7 @@ class Publication:
         assert view is not None, "nobody else takes our files back"
         manifest = WeightManifest(
             version=version,
+            publication=self.id,
             tensors=entries,
             total_bytes=layout.total_bytes,
             shm_path=str(path),
@@ -114,6 +118,12 @@ class Publication:
         with self._guard:
             self._snapshots[version] = _Snapshot(file, view, manifest)
         return manifest
+
+    def check_is_meant(self, publication: str) -> None:
+        """Raises ProtocolError VERSION_GONE for another's id: versions of the same number are others there."""
+        if publication != self.id:
+            reason = f"publication {publication} has ended, that of this learner is {self.id}"
+            raise ProtocolError(ErrorCode.VERSION_GONE, reason)
 
     def manifest(self, version: int) -> WeightManifest:
         """Raises ProtocolError VERSION_GONE."""

@@ -42,6 +42,7 @@ async def receive(
     while True:
         request = TransferRequest(
             version=manifest.version,
+            publication=manifest.publication,
             nonce=uuid.uuid4().hex[:12],
             channel=channel,
             receivers=staging.receivers,

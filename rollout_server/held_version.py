@@ -5,20 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import WaitTimeoutError
 from protocol.errors import ErrorCode, ProtocolError
-from protocol.messages import WeightManifest, WeightsLoaded, Welcome
+from protocol.messages import WeightManifest, Welcome
 from rollout_server.exporting import ServerExporter
 from rollout_server.link import LearnerLink
 from rollout_server.weights import WeightReceiver
 
 logger = logging.getLogger(__name__)
-
-AGAIN_S = 1.0
-"""After this a version that was gone is asked for again, where no newer one has been announced."""
 
 
 class HeldVersion:
@@ -43,8 +40,6 @@ class HeldVersion:
         self._version = -1
         """Newest version received from the learner; what the model folder holds is nobody's policy."""
         self._newest: WeightManifest | None = None
-        self._gone: WeightManifest | None = None
-        """The newest of which the learner said that."""
         self._manifest_arrived = asyncio.Event()
         self._changed = asyncio.Condition()
 
@@ -108,26 +103,21 @@ class HeldVersion:
 
     async def _load(self, manifest: WeightManifest) -> None:
         incarnation = self._incarnation
-        loaded: WeightsLoaded | None = None
         try:
             loaded = await self._receiver.load(manifest)
         except ProtocolError as error:
             if error.code is not ErrorCode.VERSION_GONE:
                 raise
-            logger.log(
-                logging.DEBUG if manifest is self._gone else logging.INFO, "version %d is gone", manifest.version
-            )
-            self._gone = manifest
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._manifest_arrived.wait(), AGAIN_S)
+            # Another one is announced then: a newer one, or those of a learner that has come back, after its welcome.
+            logger.info("version %d is gone; waiting for the next: %s", manifest.version, error.reason)
+            return
         except TimeoutError as problem:
+            # No other one need be announced: the learner may wait for groups of this version.
             logger.warning("%s; trying again", problem)
-        if loaded is None or incarnation != self._incarnation:
-            # Unless a newer one has been announced, the same again: no other need come, since the learner may wait for
-            # groups of this version. One that came back, whose version it is then, says of each that it is gone until
-            # it has published its own, and such an answer may arrive after the manifest.
             self._manifest_arrived.set()
             return
+        if incarnation != self._incarnation:
+            return  # the learner has come back meanwhile, and its own version is the one
         async with self._changed:
             self._version = loaded.version
             self._changed.notify_all()

@@ -52,7 +52,8 @@ class WeightReceiver:
         self._use(channel)
 
     def take_from_now_on(self, channel: Channel, instead: Channel | None, endpoint: str) -> None:
-        """For the versions of another learner: the old one's memory may be out of sight, and its port another."""
+        """For the versions of a learner that has come back: the old one's memory may be out of sight, and its port
+        another."""
         self._next = channel, instead, endpoint
 
     def _use(self, channel: Channel) -> None:
@@ -67,12 +68,11 @@ class WeightReceiver:
         where it makes sense to try again, and UserError where the channel that was asked for does not work."""
         self._check_that_it_fits(manifest)
         if self._next is not None:
-            before = self.channel, self._endpoint
             channel, self._instead, self._endpoint = self._next
             self._next = None
-            if (channel, self._endpoint) != before:
-                logger.info("weights come over %s now, from %s", channel, self._endpoint)
-                self._use(channel)
+            logger.info("weights come over %s now, from %s", channel, self._endpoint)
+            # Where both are as before, too: answers to what the old one was asked may lie in the socket.
+            self._use(channel)
         started = time.monotonic()
         arrive = {"shm": self._mapped, "zmq": self._pulled}.get(self.channel, self._transferred)
         async with arrive(manifest) as weights:

@@ -141,10 +141,18 @@ def test_a_version_that_has_gone_is_said_to_have_gone(learner: LearnerHalf) -> N
     assert_equal(fetch(learner, manifests[2], LocalStaging(CPU)), some_weights(3))
 
 
+def test_a_version_of_another_learner_is_not_taken_for_the_one_of_the_same_number(learner: LearnerHalf) -> None:
+    """Going on at a byte of the one with bytes of the other would damage both."""
+    manifest = learner.publish(1, some_weights(1)).model_copy(update={"publication": "another"})
+    with pytest.raises(ProtocolError, match="publication another has ended") as caught:
+        fetch(learner, manifest, LocalStaging(CPU))
+    assert caught.value.code is ErrorCode.VERSION_GONE
+
+
 def test_several_workers_of_one_engine_take_the_same_broadcast(learner: LearnerHalf) -> None:
     weights = some_weights(5)
     manifest = learner.publish(1, weights)
-    request = TransferRequest(version=1, nonce="two", channel="nccl", receivers=2)
+    request = TransferRequest(version=1, publication=learner.publication.id, nonce="two", channel="nccl", receivers=2)
     start = learner.device_weights.answer(b"a", request)
     assert isinstance(start, TransferStart)
     order = StageOrder(**{**order_of(manifest, start.port, "two"), "size": 3})
@@ -220,7 +228,14 @@ def test_what_is_left_of_another_version_is_not_gone_on_with(learner: LearnerHal
     stage = Stage(CPU)
     for version, offset in ((1, 0), (2, 64)):
         manifest = learner.publish(version, some_weights(version))
-        request = TransferRequest(version=version, nonce=f"v{version}", channel="nccl", receivers=1, offset=offset)
+        request = TransferRequest(
+            version=version,
+            publication=learner.publication.id,
+            nonce=f"v{version}",
+            channel="nccl",
+            receivers=1,
+            offset=offset,
+        )
         start = learner.device_weights.answer(b"a", request)
         assert isinstance(start, TransferStart)
         order = {**order_of(manifest, start.port, request.nonce), "offset": offset}
@@ -231,7 +246,9 @@ def test_what_is_left_of_another_version_is_not_gone_on_with(learner: LearnerHal
 
 def test_an_offset_behind_the_end_is_refused(learner: LearnerHalf) -> None:
     learner.publish(1, some_weights(1))
-    request = TransferRequest(version=1, nonce="far", channel="nccl", receivers=1, offset=1 << 40)
+    request = TransferRequest(
+        version=1, publication=learner.publication.id, nonce="far", channel="nccl", receivers=1, offset=1 << 40
+    )
     answer = learner.device_weights.answer(b"a", request)
     assert isinstance(answer, Error)
     assert (answer.code, answer.reason[:24]) == (ErrorCode.MALFORMED, "offset 1,099,511,627,776")
@@ -247,7 +264,9 @@ def test_a_receiver_that_dies_mid_broadcast_harms_nobody_and_its_successor_gets_
     """192 MiB are three buckets: it dies after the first."""
 
     def begin(identity: bytes, version: int, nonce: str, crash_at: str = "") -> subprocess.Popen[str]:
-        request = TransferRequest(version=version, nonce=nonce, channel="nccl", receivers=1)
+        request = TransferRequest(
+            version=version, publication=learner.publication.id, nonce=nonce, channel="nccl", receivers=1
+        )
         start = learner.device_weights.answer(identity, request)
         assert isinstance(start, TransferStart)
         manifest = learner.publication.manifest(version)
@@ -268,7 +287,9 @@ def test_a_receiver_that_never_comes_is_waited_for_until_the_deadline(
 ) -> None:
     learner = LearnerHalf(tmp_path, deadline_s=0.2)
     learner.publish(1, some_weights(1))
-    request = TransferRequest(version=1, nonce="nobody", channel="nccl", receivers=2)
+    request = TransferRequest(
+        version=1, publication=learner.publication.id, nonce="nobody", channel="nccl", receivers=2
+    )
     assert isinstance(learner.device_weights.answer(b"a", request), TransferStart)
     wait_for(lambda: "waited 0.2 s for receiver 1 of transfer nobody to join the group" in caplog.text)
     learner.close()
@@ -336,7 +357,7 @@ def test_transfers_are_bounded_and_a_connection_has_one(tmp_path: Path, monkeypa
     monkeypatch.setattr("learner.device_weights.MOST_TRANSFERS", 4)
     learner = LearnerHalf(tmp_path, deadline_s=0.2)
     learner.publish(1, some_weights(1))
-    request = TransferRequest(version=1, nonce="n", channel="nccl", receivers=1)
+    request = TransferRequest(version=1, publication=learner.publication.id, nonce="n", channel="nccl", receivers=1)
     for _ in range(6):
         assert isinstance(learner.device_weights.answer(b"same", request), TransferStart)
     answers = [learner.device_weights.answer(str(number).encode(), request) for number in range(4)]
@@ -350,7 +371,7 @@ def test_transfers_are_bounded_and_a_connection_has_one(tmp_path: Path, monkeypa
 
 def test_a_learner_on_a_cpu_has_no_cuda_memory_to_share(learner: LearnerHalf) -> None:
     learner.publish(1, some_weights(1))
-    request = TransferRequest(version=1, nonce="n", channel="cuda_ipc", receivers=1)
+    request = TransferRequest(version=1, publication=learner.publication.id, nonce="n", channel="cuda_ipc", receivers=1)
     answer = learner.device_weights.answer(b"a", request)
     assert isinstance(answer, Error)
     assert answer.code is ErrorCode.WRONG_CHANNEL
@@ -438,10 +459,15 @@ def test_a_receiver_that_was_killed_does_not_keep_the_learners_memory(
     manifest = learner.publish(1, weights)
     learner.device_weights._device = torch.device("cuda")
     learner.device_weights._kept = (1, flat.pack(manifest.tensors, weights.items(), CPU))
-    request = TransferRequest(version=1, nonce="killed", channel="cuda_ipc", receivers=1)
+    request = TransferRequest(
+        version=1, publication=learner.publication.id, nonce="killed", channel="cuda_ipc", receivers=1
+    )
     assert isinstance(learner.device_weights.answer(b"a", request), TransferStart)
     time.sleep(0.05)
-    learner.device_weights.answer(b"b", TransferRequest(version=9, nonce="next", channel="cuda_ipc", receivers=1))
+    learner.device_weights.answer(
+        b"b",
+        TransferRequest(version=9, publication=learner.publication.id, nonce="next", channel="cuda_ipc", receivers=1),
+    )
     assert shared_memory["settled"] == [(b"/torch_7", 4)]
     learner.close()
 
@@ -545,7 +571,9 @@ NO_ROOM = "a copy of the weights to send .* finds no room on the learner's devic
 
 
 def ask(learner: LearnerHalf, version: int) -> TransferStart | Error:
-    request = TransferRequest(version=version, nonce=f"v{version}", channel="nccl", receivers=1)
+    request = TransferRequest(
+        version=version, publication=learner.publication.id, nonce=f"v{version}", channel="nccl", receivers=1
+    )
     return learner.device_weights.answer(b"a", request)
 
 

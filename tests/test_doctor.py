@@ -18,7 +18,7 @@ import pytest
 
 from asyncrl.cli import main as asyncrl
 from asyncrl.config.schema import RunConfig
-from asyncrl.doctor import examination, machine, network
+from asyncrl.doctor import disk, examination, machine, network
 from asyncrl.doctor.devices import Device
 from asyncrl.doctor.disk import HEADER_BYTES, find_disk
 from asyncrl.doctor.examination import Examination
@@ -123,7 +123,7 @@ def test_it_warns_of_small_shared_memory(monkeypatch: pytest.MonkeyPatch) -> Non
 # --- how checks are run -----------------------------------------------------------------------------
 
 
-def examined(findings: Findings[Any], deadline_s: float = 5.0) -> tuple[list[Finding], Any]:
+def examined(findings: Findings[Any], deadline_s: float = 60.0) -> tuple[list[Finding], Any]:
     told: list[Finding] = []
     return told, Examination(lambda finding, seconds: told.append(finding)).check("it", findings, deadline_s=deadline_s)
 
@@ -258,9 +258,53 @@ def test_what_a_run_has_written_already_is_not_asked_for_again(
         assert found.verdict == verdict, found
         assert ("30.0 MiB written already" in found.value) == bool(written)
         assert "1 checkpoint of" in found.value
-    (config.run_path / "checkpoints" / "step-000003").mkdir(parents=True)
+
+
+@pytest.mark.parametrize(
+    ("there", "number"),
+    [
+        ([], 4),
+        ([5], 4),
+        ([5, 10], 4),
+        ([5, 10, 15], 4),
+        ([5, 10, 15, 20], 4),
+        ([10, 15, 17], 4),
+        ([17, 19], 3),
+        ([25], 1),
+    ],
+)
+def test_checkpoints_that_stay_and_those_to_come_are_counted(
+    make_config: MakeConfig, there: list[int], number: int
+) -> None:
+    config = make_config(trainer={"max_steps": 20, "save_freq": 5, "save_limit": 9})
+    _, plan = examined(find_memory(config, ()))
+    for step in there:
+        (config.run_path / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
     (found,) = list(find_disk(config, plan, 64))
-    assert "2 checkpoints of" in found.value, "that stays beside the new one"
+    assert f": {number} checkpoint{'s' * (number > 1)} of" in found.value, found
+
+
+def test_files_that_go_while_the_doctor_counts_are_not_counted(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The learner drops its oldest checkpoint."""
+    config = make_config()
+    _, plan = examined(find_memory(config, ()))
+    checkpoints = config.run_path / "checkpoints"
+    for step in (1, 2):
+        for name in ("weights", "more/weights"):
+            file = checkpoints / f"step-00000{step}" / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(bytes(1 << 20))
+    bytes_of = disk._bytes
+
+    def gone_meanwhile(file: Path) -> int:
+        shutil.rmtree(checkpoints, ignore_errors=True)
+        return bytes_of(file)
+
+    monkeypatch.setattr(disk, "_bytes", gone_meanwhile)
+    (found,) = list(find_disk(config, plan, 64))
+    assert "written already" not in found.value
 
 
 def test_one_port_for_two(make_config: MakeConfig) -> None:

@@ -300,7 +300,7 @@ def test_what_the_last_step_does_not_know_is_nan_and_not_what_an_earlier_one_kne
 def test_evaluations_publications_and_the_end_have_their_values(rig: Rig) -> None:
     rig.exporter.evaluated(accuracy=0.9, reward=0.8, rows=16)
     rig.exporter.evaluated(accuracy=0.7, reward=0.4, rows=16)
-    rig.exporter.published(WeightManifest(version=3, tensors=(), total_bytes=512))
+    rig.exporter.published(WeightManifest(version=3, publication="p", tensors=(), total_bytes=512))
     rig.exporter.stopped("crash")
     values = rig.scrape()
     assert (values["held_out_accuracy", ""], values["held_out_reward", ""]) == (0.7, 0.4)

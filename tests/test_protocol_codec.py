@@ -112,7 +112,7 @@ def make_tickets(image: bytes = b"png", columns: dict[str, Any] | None = None) -
 
 def make_manifest() -> WeightManifest:
     entry = TensorEntry(name="w", dtype="bfloat16", shape=(2, 3), offset=0, nbytes=12, xxh3=(1 << 64) - 1)
-    return WeightManifest(version=4, tensors=(entry,), total_bytes=12, shm_path="/dev/shm/x")
+    return WeightManifest(version=4, publication="p", tensors=(entry,), total_bytes=12, shm_path="/dev/shm/x")
 
 
 EXAMPLES: list[Wire] = [
@@ -159,7 +159,7 @@ EXAMPLES: list[Wire] = [
     LeaseRecall(fence=2),
     LeaseReturn(fence=2, wake_s=0.5, sleep_s=0.25, sleep_bytes=1 << 30),
     WeightsLoaded(version=1, channel="shm", transfer_s=0.1, load_s=0.2),
-    TransferRequest(version=3, nonce="a1", channel="nccl", receivers=2),
+    TransferRequest(version=3, publication="p", nonce="a1", channel="nccl", receivers=2),
     TransferStart(version=3, nonce="a1", port=7700),
     TransferStart(
         version=3,
@@ -169,7 +169,7 @@ EXAMPLES: list[Wire] = [
         ),
     ),
     TransferEnd(nonce="a1"),
-    ChunkRequest(version=1, offset=0, nbytes=10),
+    ChunkRequest(version=1, publication="p", offset=0, nbytes=10),
     Chunk(version=1, offset=0, data=memoryview(b"0123456789")),
 ]
 

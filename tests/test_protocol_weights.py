@@ -449,7 +449,7 @@ def test_only_lost_chunks_are_asked_for_again(publication: Publication):
         assert asked.count(offset) == (2 if index % 3 == 0 else 1)
 
 
-def test_a_transfer_resumes_after_the_learner_came_back(publication: Publication):
+def test_a_transfer_resumes_after_the_connection_was_cut(publication: Publication):
     tensors = make_tensors()
     manifest = publication.publish(1, tensors)
     asked: list[int] = []
@@ -548,15 +548,18 @@ def test_the_target_must_fit(publication: Publication):
 
 def test_chunk_requests_are_answered_or_refused(publication: Publication):
     total = publication.publish(1, make_tensors()).total_bytes
-    good = answer_chunk_request(publication, ChunkRequest(version=1, offset=10, nbytes=20))
+    good = answer_chunk_request(publication, ChunkRequest(version=1, publication=publication.id, offset=10, nbytes=20))
     assert isinstance(good, Chunk)
     assert good.data.nbytes == 20
-    for version, offset, nbytes, code in (
-        (0, 0, 10, ErrorCode.VERSION_GONE),
-        (1, total, 10, ErrorCode.MALFORMED),
-        (1, 0, MAX_CHUNK_BYTES + 1, ErrorCode.TOO_LARGE),
+    for version, whose, offset, nbytes, code in (
+        (0, publication.id, 0, 10, ErrorCode.VERSION_GONE),
+        (1, "another", 10, 20, ErrorCode.VERSION_GONE),
+        (1, publication.id, total, 10, ErrorCode.MALFORMED),
+        (1, publication.id, 0, MAX_CHUNK_BYTES + 1, ErrorCode.TOO_LARGE),
     ):
-        refused = answer_chunk_request(publication, ChunkRequest(version=version, offset=offset, nbytes=nbytes))
+        refused = answer_chunk_request(
+            publication, ChunkRequest(version=version, publication=whose, offset=offset, nbytes=nbytes)
+        )
         assert isinstance(refused, Error)
         assert refused.code is code
         assert refused.version == version

@@ -171,7 +171,7 @@ def test_only_a_servers_own_turn_with_weights_counts_towards_its_parity_deadline
     sent: list[Any] = []
     connections.send = lambda server_id, message: sent.append(message) is None
     server = connections.servers["a"] = ServerState(content.hello("a"), b"a")
-    connections.manifest = WeightManifest(version=0, tensors=(), total_bytes=0)
+    connections.manifest = WeightManifest(version=0, publication="p", tensors=(), total_bytes=0)
 
     def later() -> None:
         alignment._looked_at -= 1.5  # over the deadline of one second

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
@@ -21,10 +20,6 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.run_lock import LEARNER_LOCK
 from asyncrl.telemetry.failure import FAILURE_FILE, ROOM_FILE
 from learner.journal import JOURNAL_FILE
-from protocol.errors import ErrorCode, ProtocolError
-from protocol.messages import WeightManifest
-from rollout_server import held_version
-from rollout_server.held_version import HeldVersion
 from tests.small_runs import assert_every_prompt_trained_once, failure_of, logs, small
 from tests.test_cli_commands import start as asyncrl
 from tests.test_full_disk import OWN_MOUNTS, needs_mount
@@ -237,56 +232,6 @@ def test_a_wait_beyond_its_deadline_names_what_and_who(make_config: Callable[...
 def _name_of_server(run: Path) -> str:
     line = next(line for line in (run / "learner.log").read_text().splitlines() if "is welcome" in line)
     return line.split("connections: ")[1].split(" is welcome")[0]
-
-
-GONE = ProtocolError(ErrorCode.VERSION_GONE, "nothing is published yet")
-
-
-@pytest.mark.parametrize("problem", [TimeoutError("no weights arrived"), GONE])
-def test_weights_that_did_not_arrive_are_asked_for_again(
-    make_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch, problem: Exception
-) -> None:
-    """On policy no other manifest follows before there are groups of this version. A learner that has come back says
-    of each version that it is gone until it has published it again, and a second such answer meets the manifest.
-    """
-    attempts: list[int] = []
-
-    class Receiver:
-        async def load(self, manifest: WeightManifest) -> None:
-            attempts.append(manifest.version)
-            if len(attempts) == 3:
-                raise asyncio.CancelledError
-            raise problem
-
-    monkeypatch.setattr(held_version, "AGAIN_S", 0.01)
-    held = following(make_config(), Receiver())
-    held.announce(WeightManifest(version=3, tensors=(), total_bytes=0))
-    with pytest.raises(asyncio.CancelledError):
-        asyncio.run(asyncio.wait_for(held.follow(), 5))
-    assert attempts == [3, 3, 3]
-
-
-def test_a_version_that_is_gone_for_a_newer_one_costs_no_time(make_config: Callable[..., RunConfig]) -> None:
-    attempts: list[int] = []
-
-    class Receiver:
-        async def load(self, manifest: WeightManifest) -> None:
-            attempts.append(manifest.version)
-            if manifest.version == 4:
-                raise asyncio.CancelledError
-            held.announce(manifest.model_copy(update={"version": 4}))
-            raise GONE
-
-    held = following(make_config(), Receiver())
-    held.announce(WeightManifest(version=3, tensors=(), total_bytes=0))
-    with pytest.raises(asyncio.CancelledError):
-        asyncio.run(asyncio.wait_for(held.follow(), held_version.AGAIN_S / 2))
-    assert attempts == [3, 4]
-
-
-def following(config: RunConfig, receiver: Any) -> HeldVersion:
-    nobody: Any = None
-    return HeldVersion(config, receiver, nobody, nobody, "a learner", nullcontext)
 
 
 @needs_mount

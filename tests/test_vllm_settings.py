@@ -173,7 +173,7 @@ def entry(name: str, checksum: int, offset: int = 0) -> TensorEntry:
 
 def manifest(**checksums: int) -> WeightManifest:
     entries = [entry(name.replace("__", "."), c, 64 * i) for i, (name, c) in enumerate(checksums.items())]
-    return WeightManifest(version=1, tensors=tuple(entries), total_bytes=64 * (len(entries) - 1) + 12)
+    return WeightManifest(version=1, publication="p", tensors=tuple(entries), total_bytes=64 * (len(entries) - 1) + 12)
 
 
 def test_image_embeddings_stay_valid_exactly_while_tower_and_connector_are_the_same() -> None:

@@ -40,7 +40,7 @@ class Engine:
 
 def manifest(name: str, dtype: str, shape: tuple[int, ...], nbytes: int, total: int | None = None) -> WeightManifest:
     entry = TensorEntry(name=name, dtype=dtype, shape=shape, offset=0, nbytes=nbytes, xxh3=0)
-    return WeightManifest(version=1, tensors=(entry,), total_bytes=nbytes if total is None else total)
+    return WeightManifest(version=1, publication="p", tensors=(entry,), total_bytes=nbytes if total is None else total)
 
 
 @pytest.mark.parametrize(
@@ -80,17 +80,18 @@ def test_a_manifest_that_contradicts_itself_is_malformed(make_config: MakeConfig
     assert caught.value.code is ErrorCode.MALFORMED
 
 
-def test_weights_of_a_learner_that_came_back_come_from_where_it_is_now(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("port", [9, 10])
+def test_weights_of_a_learner_that_came_back_come_from_where_it_is_now_and_over_a_new_socket(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, port: int
 ) -> None:
     dialled: list[str] = []
     monkeypatch.setattr("rollout_server.weights.dial", lambda config, endpoint, answers: dialled.append(endpoint))
     engine: Any = Engine()
     receiver = WeightReceiver(make_config(), engine, "zmq", "tcp://127.0.0.1:9")
-    receiver.take_from_now_on("zmq", None, "tcp://127.0.0.1:10")
+    receiver.take_from_now_on("zmq", None, f"tcp://127.0.0.1:{port}")
     with pytest.raises(AssertionError):  # here there is no socket
         asyncio.run(receiver.load(manifest("weight", "float32", (2, 3), 24)))
-    assert dialled == ["tcp://127.0.0.1:9", "tcp://127.0.0.1:10"]
+    assert dialled == ["tcp://127.0.0.1:9", f"tcp://127.0.0.1:{port}"]
 
 
 # --- a channel between devices that does not work -------------------------------------------------------

@@ -161,7 +161,7 @@ def test_a_peer_that_asks_for_weights_and_never_reads_costs_a_bounded_queue(rig:
     wait_until(rig, lambda: len(rig.taken) > 0)
     before = rig.rss_mib()
     for _ in range(3000):
-        request = ChunkRequest(version=rig.version, offset=0, nbytes=4 << 20)
+        request = ChunkRequest(version=rig.version, publication=rig.publication.id, offset=0, nbytes=4 << 20)
         stalled.weights.send_multipart(encode(request))
     wait_until(rig, lambda: rig.exchange.weights.counters.undelivered > 0)
     grown = rig.rss_mib() - before

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from stat import S_ISREG
 from typing import NamedTuple
@@ -72,10 +74,14 @@ def _parts(config: RunConfig, plan: MemoryPlan, steps: int) -> Iterator[Part]:
     waiting, kept = trainer.journal_limit_mib * MIB, int(trainer.keep_samples_gib * GIB)
 
     each = _saved_weights(config, plan) + plan.learner.moments
-    saves = 1 + groups // waiting + ((steps - 1) // trainer.save_freq if trainer.save_freq else 0)
-    saves += len(list(config.run_path.glob(f"{CHECKPOINTS}/step-*")))  # of a run that is continued
+    there = _steps_of_checkpoints(config.run_path)
+    done = min(max(there, default=0), steps)
+    saves = len(there)
+    if done < steps:
+        saves += 1 + groups * (steps - done) // steps // waiting
+        saves += (steps - 1) // trainer.save_freq - done // trainer.save_freq if trainer.save_freq else 0
     number = min(trainer.save_limit + 1, saves)  # the new one is whole before the oldest goes
-    yield Part(f"{number} checkpoint{'s' * (number > 1)} of {size(each)}", number * each, "trainer.save_limit")
+    yield Part(f"{number} checkpoint{'s' * (number != 1)} of {size(each)}", number * each, "trainer.save_limit")
     yield Part(f"an export of {size(plan.learner.weights)}", plan.learner.weights)
     journal = min(groups, waiting + kept)
     setting = "trainer.keep_samples_gib" if kept > waiting else "trainer.journal_limit_mib"
@@ -94,10 +100,17 @@ def _saved_weights(config: RunConfig, plan: MemoryPlan) -> int:
     return plan.learner.published if config.model.lora.rank else plan.learner.weights
 
 
+def _steps_of_checkpoints(run_path: Path) -> list[int]:
+    """That a run which is continued has."""
+    names = (path.name.removeprefix("step-") for path in run_path.glob(f"{CHECKPOINTS}/step-*"))
+    return [int(name) for name in names if name.isdigit()]
+
+
 def _written(run_path: Path) -> int:
     """Of these parts, by a run that is to be continued."""
-    folders = (run_path.glob("*"), *((run_path / name).rglob("*") for name in (CHECKPOINTS, "export", "logs")))
-    return sum(_bytes(file) for folder in folders for file in folder)
+    tops = (run_path / name for name in (CHECKPOINTS, "export", "logs"))
+    within = (Path(folder, name) for top in tops for folder, _, names in os.walk(top) for name in names)
+    return sum(map(_bytes, chain(run_path.glob("*"), within)))
 
 
 def _bytes(file: Path) -> int:

@@ -81,7 +81,11 @@ def _take_name(port: int, kept: ExitStack) -> bool:
     except OSError as problem:
         if problem.errno == errno.EADDRINUSE:
             return False
-        fix = "Raise the limit: ulimit -n 4096" if problem.errno == errno.EMFILE else "May it open abstract sockets?"
+        fix = {
+            errno.EMFILE: "Raise the limit: ulimit -n 4096",
+            errno.EACCES: "Allow this process to bind abstract Unix sockets",
+            errno.EPERM: "Allow this process to bind abstract Unix sockets",
+        }.get(problem.errno or 0, "Make room for another socket on this machine")
         raise BindError(f"port {port} cannot be claimed: {problem.strerror}. {fix}") from None
     return True
 

@@ -173,7 +173,7 @@ class SimulatedExchange:
 
     def announce(self, version: int) -> None:
         self.version = version
-        self.connections.send_to_all(WeightManifest(version=version, tensors=(), total_bytes=0))
+        self.connections.send_to_all(WeightManifest(version=version, publication="p", tensors=(), total_bytes=0))
 
     def admit(self, version: int) -> None:
         self._handout.admitted = version

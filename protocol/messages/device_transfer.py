@@ -23,6 +23,7 @@ class TransferRequest(Wire):
 
     type: Literal["transfer_request"] = "transfer_request"
     version: Version
+    publication: PeerId
     nonce: PeerId
     """Names this transfer."""
     channel: Literal["nccl", "cuda_ipc"]

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from protocol.frames import Blob
-from protocol.messages.wire import Many, Seconds, Version, Wire
+from protocol.messages.wire import Many, PeerId, Seconds, Version, Wire
 
 
 class TensorEntry(Wire):
@@ -37,6 +37,8 @@ class WeightManifest(Wire):
 
     type: Literal["weights"] = "weights"
     version: Version
+    publication: PeerId
+    """Whose version: a learner that comes back gives the same numbers again, and not everywhere to the same bits."""
     tensors: Many[TensorEntry]
     total_bytes: int
     shm_path: str = ""
@@ -64,6 +66,7 @@ class ChunkRequest(Wire):
 
     type: Literal["chunk_request"] = "chunk_request"
     version: Version
+    publication: PeerId
     offset: int = Field(ge=0)
     nbytes: int = Field(gt=0)
 

@@ -111,7 +111,9 @@ class GoodServer:
     def _ask_for_chunk(self, now: float) -> None:
         if self._manifest is not None and self._asked_at is None:
             self._asked_at = now
-            request = ChunkRequest(version=self._manifest.version, offset=0, nbytes=1000)
+            request = ChunkRequest(
+                version=self._manifest.version, publication=self._manifest.publication, offset=0, nbytes=1000
+            )
             self._weights.send_multipart(encode(request))
 
     def _take_chunk(self) -> None:

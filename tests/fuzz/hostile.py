@@ -30,6 +30,7 @@ from protocol.messages import (
     LeaseReturn,
     Message,
     Tickets,
+    WeightManifest,
     WeightsFromLearner,
     WeightsLoaded,
     Wire,
@@ -61,6 +62,7 @@ class Hostile:
         self._limits = Limits()
         self._number = 0
         self._versions: Counter[int] = Counter({0: 1})
+        self._publication = "unknown"
         self._ids = [0]
         self._kept: list[zmq.Socket[bytes]] = []
         self.answers: Counter[str] = Counter()
@@ -151,7 +153,7 @@ class Hostile:
         control.setsockopt(zmq.RCVHWM, 1)
         self._send(control, frames_of(content.hello(f"hostile-{self._number}")), "stall", counted=False)
         for _ in range(40):
-            request = ChunkRequest(version=max(self._versions), offset=0, nbytes=1 << 16)
+            request = ChunkRequest(version=max(self._versions), publication=self._publication, offset=0, nbytes=1 << 16)
             self._send(weights, frames_of(request), "stall", counted=False)
         self.stalled += 1
         self._kept += [control, weights]
@@ -238,7 +240,10 @@ class Hostile:
         rng = self._rng
         version = max(0, max(self._versions) + rng.choice((-3, 0, 0, 0, 1)))
         return ChunkRequest(
-            version=version, offset=rng.choice((0, 64, 2**40)), nbytes=rng.choice((1, 1000, 1 << 20, 2**62))
+            version=version,
+            publication=rng.choice((*3 * (self._publication,), "another")),
+            offset=rng.choice((0, 64, 2**40)),
+            nbytes=rng.choice((1, 1000, 1 << 20, 2**62)),
         )
 
     def _tickets(self, sock: zmq.Socket[bytes]) -> list[tuple[int, int]]:
@@ -259,6 +264,8 @@ class Hostile:
         except ProtocolError:
             self.answers["answer that we cannot read"] += 1
             return None
+        if isinstance(message, WeightManifest):
+            self._publication = message.publication
         self.answers[str(message.code) if isinstance(message, Error) else message.type] += 1
         return message
 

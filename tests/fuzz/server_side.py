@@ -175,7 +175,9 @@ def _welcome() -> Welcome:
 
 def _manifest(version: int) -> WeightManifest:
     entry = TensorEntry(name="w", dtype="uint8", shape=(TRANSFER_BYTES,), offset=0, nbytes=TRANSFER_BYTES, xxh3=0)
-    return WeightManifest(version=version, tensors=(entry,), total_bytes=TRANSFER_BYTES, shm_path="/dev/shm/x")
+    return WeightManifest(
+        version=version, publication="p", tensors=(entry,), total_bytes=TRANSFER_BYTES, shm_path="/dev/shm/x"
+    )
 
 
 def _template(rng: random.Random) -> Wire:
@@ -220,7 +222,7 @@ async def _fuzz_transfer(messages: int, rng: random.Random, result: ServerSideRe
     try:
         while sent < messages:
             version += 1
-            manifest = WeightManifest(version=version, tensors=(entry,), total_bytes=TRANSFER_BYTES)
+            manifest = WeightManifest(version=version, publication="p", tensors=(entry,), total_bytes=TRANSFER_BYTES)
             target = bytearray(TRANSFER_BYTES)
             transfer = asyncio.create_task(
                 fetch(socket, manifest, target, timeout_s=5.0, chunk_bytes=CHUNK_BYTES, retry_s=0.02)

@@ -35,7 +35,9 @@ def test_another_process_gets_every_bit(
             manifest = half.publish(version, weights)
             for tensor in weights.values():
                 tensor.zero_()  # the next step
-            request = TransferRequest(version=version, nonce=f"v{version}", channel=channel, receivers=1)
+            request = TransferRequest(
+                version=version, publication=manifest.publication, nonce=f"v{version}", channel=channel, receivers=1
+            )
             start = half.device_weights.answer(b"receiver", request)
             assert isinstance(start, TransferStart)
             process = start_receiver(manifest, start, tmp_path, device=receiver)
