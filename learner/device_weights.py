@@ -106,11 +106,11 @@ class DeviceWeights:
         self._end(identity)
         self._expire()
         try:
+            self._publication.check_is_meant(request.publication)
             if len(self._transfers) >= MOST_TRANSFERS:
                 raise ProtocolError(ErrorCode.TOO_LARGE, f"{MOST_TRANSFERS} transfers are under way")
             if request.channel == "cuda_ipc" and self._device.type != "cuda":
                 raise ProtocolError(ErrorCode.WRONG_CHANNEL, "the learner's weights lie on a CPU, without cuda_ipc")
-            self._publication.check_is_meant(request.publication)
             transfer = _Transfer(request, self._version(request.version))
             if request.offset > transfer.flat.nbytes:
                 reason = f"offset {request.offset:,} of {transfer.flat.nbytes:,} bytes"

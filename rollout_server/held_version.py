@@ -108,7 +108,7 @@ class HeldVersion:
         except ProtocolError as error:
             if error.code is not ErrorCode.VERSION_GONE:
                 raise
-            # Another one is announced then: a newer one, or those of a learner that has come back, after its welcome.
+            # A newer one has been announced, or will be, by a learner that has come back: after its welcome.
             logger.info("version %d is gone; waiting for the next: %s", manifest.version, error.reason)
             return
         except TimeoutError as problem:

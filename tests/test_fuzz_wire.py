@@ -45,6 +45,7 @@ def test_the_learner_survives_hostile_servers(tmp_path: Path, seed: int, curve: 
     assert sum(result.hostile["sent"].values()) >= MESSAGES
     assert result.hostile["answers"]["malformed"] > 100
     assert result.hostile["answers"]["refused_group"] > 10
+    assert result.hostile["answers"]["chunk"] > 5, "weights that are there were asked for, too"
     assert result.taken > 400, "the good server worked on"
 
 

@@ -15,7 +15,7 @@ import torch
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.loading import fingerprint_of
 from protocol.errors import ErrorCode, ProtocolError
-from protocol.messages import Chunk, ChunkRequest, WeightManifest, WeightsFromServer, WeightsLoaded, Welcome
+from protocol.messages import Chunk, ChunkRequest, Error, WeightManifest, WeightsFromServer, WeightsLoaded, Welcome
 from protocol.socket_options import CHUNK_QUEUES
 from protocol.sockets import LearnerSocket, Received
 from protocol.transfer import CHUNK_BYTES, WINDOW, answer_chunk_request
@@ -163,14 +163,58 @@ def test_a_version_that_is_held_is_loaded_again_from_a_learner_that_came_back(ma
     async def run() -> None:
         receiver, listener = Receiver(), Listener()
         async with following(make_config(), receiver, listener) as held:
-            for offered in (3, 3):  # the second is the answer to a hello of ours
-                held.announce(manifest(offered))
-                receiver.end()
-                await has_version(held, 3)
+            held.announce(manifest(3))
+            receiver.end()
+            await has_version(held, 3)
+            held.announce(manifest(3))  # the answer to another hello of ours
+            await asyncio.sleep(A_WHILE_S)
+            assert receiver.attempts == [3]
             held.learner_came_back(welcome(3))
             held.announce(manifest(3))
+            receiver.end()
             await has_version(held, 3)
         assert receiver.attempts == listener.told == [3, 3]
+
+    asyncio.run(run())
+
+
+def test_what_one_learner_announced_is_not_asked_of_the_next(make_config: MakeConfig) -> None:
+    """Which would say of it that it is gone, and might say so after it has announced its own of that number."""
+
+    async def run() -> None:
+        receiver = Receiver()
+        async with following(make_config(), receiver, Listener()) as held:
+            held.announce(manifest(3))
+            while not receiver.attempts:
+                await asyncio.sleep(0)
+            held.learner_came_back(welcome(3))
+            receiver.end(TimeoutError("no weights arrived"))
+            await asyncio.sleep(A_WHILE_S)
+        assert receiver.attempts == [3]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("at", "held_until_then"), [(2, 1), (3, 2), (5, 3)])
+def test_a_learner_that_came_back_earlier_or_later_in_the_run(
+    make_config: MakeConfig, at: int, held_until_then: int
+) -> None:
+    """What is held counts as older than the first version that the new one announces, and as no older than it is."""
+
+    async def run() -> None:
+        receiver = Receiver()
+        async with following(make_config(), receiver, Listener()) as held:
+            held.announce(manifest(3))
+            receiver.end()
+            await has_version(held, 3)
+            held.learner_came_back(welcome(at))
+            await asyncio.wait_for(has_version(held, held_until_then), WAIT_S)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(has_version(held, held_until_then + 1), A_WHILE_S)
+            held.announce(manifest(at))
+            receiver.end()
+            await has_version(held, at)
+        assert receiver.attempts == [3, at]
 
     asyncio.run(run())
 
@@ -257,8 +301,9 @@ def test_a_learner_that_comes_back_during_a_pull_is_followed_at_once_and_its_bit
             while len(learner.answered) < WINDOW:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(A_WHILE_S)
-            assert Chunk not in learner.answered
-            assert len(learner.answered) == WINDOW, "nothing is asked for again"
+            refused = len(learner.answered)
+            await asyncio.sleep(A_WHILE_S)
+            assert learner.answered == refused * [Error], "and nothing is asked for again"
             if published == "after our welcome":
                 new = learner.publication.publish(3, filled(2))
             held.learner_came_back(welcome(3))
@@ -268,6 +313,6 @@ def test_a_learner_that_comes_back_during_a_pull_is_followed_at_once_and_its_bit
         receiver.close()
         assert engine.fills == [2]
         assert listener.told == [3]
-        assert learner.answered[WINDOW:] == [Chunk] * NUM_CHUNKS, "each chunk once"
+        assert set(learner.answered[refused:]) == {Chunk}
 
     asyncio.run(run())

@@ -103,7 +103,7 @@ def _saved_weights(config: RunConfig, plan: MemoryPlan) -> int:
 def _steps_of_checkpoints(run_path: Path) -> list[int]:
     """That a run which is continued has."""
     names = (path.name.removeprefix("step-") for path in run_path.glob(f"{CHECKPOINTS}/step-*"))
-    return [int(name) for name in names if name.isdigit()]
+    return [int(name) for name in names if name.isdecimal()]
 
 
 def _written(run_path: Path) -> int:
@@ -114,9 +114,9 @@ def _written(run_path: Path) -> int:
 
 
 def _bytes(file: Path) -> int:
-    """0 of a folder, and of what has gone meanwhile."""
+    """0 of a folder, and of what has gone meanwhile or cannot be seen."""
     try:
         status = file.stat()
-    except FileNotFoundError:
+    except OSError:
         return 0
     return status.st_size if S_ISREG(status.st_mode) else 0

@@ -109,6 +109,8 @@ class Hostile:
                 held = self._tickets(sock)
             for _ in range(min(PER_CONNECTION, self._left)):
                 self._one(sock, where, name, held)
+            if where == "weights":
+                self._send(sock, frames_of(self._good_chunk_request()), "good chunk request", counted=False)
             self._probe(sock, where)
             if welcomed and self._rng.random() < 0.8:
                 self._send(sock, frames_of(Goodbye(reason="enough")), "goodbye", counted=False)
@@ -153,8 +155,7 @@ class Hostile:
         control.setsockopt(zmq.RCVHWM, 1)
         self._send(control, frames_of(content.hello(f"hostile-{self._number}")), "stall", counted=False)
         for _ in range(40):
-            request = ChunkRequest(version=max(self._versions), publication=self._publication, offset=0, nbytes=1 << 16)
-            self._send(weights, frames_of(request), "stall", counted=False)
+            self._send(weights, frames_of(self._good_chunk_request()), "stall", counted=False)
         self.stalled += 1
         self._kept += [control, weights]
         while len(self._kept) > 20:
@@ -236,6 +237,10 @@ class Hostile:
             )
         )()
 
+    def _good_chunk_request(self) -> ChunkRequest:
+        version = max(self._versions)
+        return ChunkRequest(version=version, publication=self._publication, offset=0, nbytes=1 << 16)
+
     def _chunk_request(self) -> ChunkRequest:
         rng = self._rng
         version = max(0, max(self._versions) + rng.choice((-3, 0, 0, 0, 1)))
@@ -266,6 +271,7 @@ class Hostile:
             return None
         if isinstance(message, WeightManifest):
             self._publication = message.publication
+            self._versions[message.version] += 1
         self.answers[str(message.code) if isinstance(message, Error) else message.type] += 1
         return message
 
