@@ -21,7 +21,7 @@ from asyncrl.errors import UserError
 from asyncrl.launch import drawn_ports
 from asyncrl.launch.drawn_ports import claim_port, draw_ports, free_port, is_claimed
 from asyncrl.launch.ports import fixed_ports, reserve_ports
-from protocol.endpoints import BindError, PortInUseError, bind
+from protocol.endpoints import BindError, PortInUseError, bind, check_bind
 from tests.two_processes import write_config
 
 MakeConfig = Callable[..., RunConfig]
@@ -29,16 +29,30 @@ ROOT = Path(__file__).parent.parent
 linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process knows its own claims alone")
 
 
-FIRST = 11000 + os.getpid() % 300 * 64
-"""This process' own, which other tests seldom draw from."""
+NUM_FEW = 24
 
 
 @pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ports to draw from: whoever does not heed the others has theirs."""
-    monkeypatch.setattr(drawn_ports, "_FIRST_PORT", FIRST)
-    monkeypatch.setattr(drawn_ports, "_first_ephemeral_port", lambda: FIRST + 24)
+def few(monkeypatch: pytest.MonkeyPatch) -> int:
+    """The first of a few free ports to draw from: whoever does not heed the others has theirs.
+
+    They lie below those that the launchers of other tests draw.
+    """
+    starts = (2000 + (os.getpid() + number) % 300 * NUM_FEW for number in range(300))
+    first = next(start for start in starts if all(map(is_free, range(start, start + NUM_FEW))))
+    assert first + NUM_FEW <= drawn_ports._FIRST_PORT
+    monkeypatch.setattr(drawn_ports, "_FIRST_PORT", first)
+    monkeypatch.setattr(drawn_ports, "_first_ephemeral_port", lambda: first + NUM_FEW)
     monkeypatch.setattr(drawn_ports, "_TRIES", 2000)
+    return first
+
+
+def is_free(port: int) -> bool:
+    try:
+        check_bind("127.0.0.1", port, setting="port")
+    except PortInUseError:
+        return False
+    return not is_claimed(port)
 
 
 def ports_of(config: RunConfig) -> set[int]:
@@ -100,32 +114,31 @@ with reserve_ports(load_config(Path(sys.argv[1]), [])) as config:
     assert not [finding for finding in find_ports(again) if finding.verdict == "problem"]
 
 
-@pytest.mark.usefixtures("few")
-def test_a_zero_does_not_become_a_port_that_was_asked_for(make_config: MakeConfig) -> None:
-    with reserve_ports(make_config(telemetry={"rollout_port": FIRST + 2}, rollout={"servers": 18})) as config:
+def test_a_zero_does_not_become_a_port_that_was_asked_for(make_config: MakeConfig, few: int) -> None:
+    with reserve_ports(make_config(telemetry={"rollout_port": few + 2}, rollout={"servers": 18})) as config:
         assert len(ports_of(config)) == 21
 
 
-@pytest.mark.usefixtures("few")
 def test_where_names_do_not_vanish_with_their_process_it_knows_its_own(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+    make_config: MakeConfig, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     for _ in range(20):
         with reserve_ports(make_config(rollout={"servers": 3})) as config:
             assert len(ports_of(config)) == 6
     with ExitStack() as kept:
-        claim_port(FIRST, kept, setting="a")
-        assert is_claimed(FIRST)
+        claim_port(few, kept, setting="a")
+        assert is_claimed(few)
         with pytest.raises(PortInUseError, match="set b to another port"):
-            claim_port(FIRST, kept, setting="b")
-    assert not is_claimed(FIRST)
+            claim_port(few, kept, setting="b")
+    assert not is_claimed(few)
 
 
-@pytest.mark.usefixtures("few")
-def test_more_servers_than_ports_are_refused(make_config: MakeConfig) -> None:
-    for servers in (24, 25, 1000):
-        with pytest.raises(UserError, match=rf"no {servers} free ports in a row found from {FIRST} to {FIRST + 23}"):
+def test_more_servers_than_ports_are_refused(make_config: MakeConfig, few: int) -> None:
+    for servers in (NUM_FEW, NUM_FEW + 1, 1000):
+        with pytest.raises(
+            UserError, match=rf"no {servers} free ports in a row found from {few} to {few + NUM_FEW - 1}"
+        ):
             reserve_ports(make_config(rollout={"servers": servers})).__enter__()
 
 
