@@ -183,6 +183,27 @@ def test_the_images_are_lean_and_copy_what_is_there() -> None:
     assert "deepspeed" not in rollout
     for stage in (learner, rollout):
         assert re.findall(r"^USER (\S+)$", stage, re.MULTILINE) == ["1000:1000"]
+        # Compose may name another user, who is in no passwd file: caches need a folder, torch's the name of a user.
+        assert re.findall(r"^ENV HOME=(\S+) USER=\S+$", stage, re.MULTILINE) == ["/home/asyncrl"]
+    assert re.search(r"chmod 1777 .*/home/asyncrl$", text, re.MULTILINE)
+
+
+def test_builders_are_sent_what_the_images_copy_and_no_keys() -> None:
+    """As Docker reads it: the last line that fits a path decides."""
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    assert lines[0] == "*"
+    sent = {line.removeprefix("!") for line in lines if line.startswith("!")}
+    copied = {
+        name
+        for names in re.findall(r"^COPY ((?:\S+ )+)\S+$", DOCKERFILE.read_text(), re.MULTILINE)
+        for name in names.split()
+    }
+    assert sent == copied
+
+
+def test_keys_and_data_of_services_are_not_committed() -> None:
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    assert {"/keys/", "/workspace/", "/models/"} <= set(ignored)
 
 
 def test_the_dockerfile_has_no_findings() -> None:

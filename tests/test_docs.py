@@ -24,3 +24,9 @@ def test_links_lead_somewhere(page: Path) -> None:
     local = [target for target in targets if "://" not in target]
     missing = [target for target in local if not (page.parent / target).exists()]
     assert missing == []
+
+
+def test_every_picture_is_shown_somewhere() -> None:
+    shown = "".join(page.read_text() for page in PAGES)
+    for picture in (ROOT / "docs" / "images").iterdir():
+        assert f"images/{picture.name})" in shown, picture.name

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -145,6 +147,55 @@ def test_the_written_file_loads_and_its_reward_is_called_as_there(
     assert main(["import-config", str(source), "-o", "ours.yaml"]) == 2, "nothing is overwritten"
 
 
+WITH_A_REWARD = "data: {train_files: rows.parquet}\nworker: {reward: {reward_function: 'r.py:f'}}\n"
+
+
+@pytest.mark.parametrize(
+    ("out", "said"),
+    [
+        ("nowhere/out.yaml", "cannot write nowhere/out.yaml: No such file or directory"),
+        ("theirs.yaml/out.yaml", "cannot write theirs.yaml/out.yaml: Not a directory"),
+        (f"{'x' * 246}.yaml", f"cannot write {'x' * 246}_reward.py: File name too long"),
+        ("ours.yaml", "ours_reward.py exists already"),
+        (".", ". exists already"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_one_line_and_leaves_nothing(
+    out: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("theirs.yaml").write_text(WITH_A_REWARD)
+    Path("ours_reward.py").write_text("mine")
+    assert main(["import-config", "theirs.yaml", "-o", out]) == 2
+    assert capsys.readouterr() == ("", f"error: {said}. Name another file with -o\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours_reward.py", "theirs.yaml"]
+    assert Path("ours_reward.py").read_text() == "mine"
+
+
+@pytest.mark.parametrize("full", ["ours.yaml", "ours_reward.py"])
+def test_a_full_disk_leaves_neither_file(
+    full: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("theirs.yaml").write_text(WITH_A_REWARD)
+    opened = Path.open
+
+    def open_on_full_disk(path: Path, *arguments: Any, **options: Any) -> Any:
+        file = opened(path, *arguments, **options)
+        if path.name == full:
+
+            def write(text: str) -> int:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+            monkeypatch.setattr(file, "write", write)
+        return file
+
+    monkeypatch.setattr(Path, "open", open_on_full_disk)
+    assert main(["import-config", "theirs.yaml", "-o", "ours.yaml"]) == 2
+    assert f"error: cannot write {full}: No space left on device" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs.yaml"]
+
+
 @pytest.mark.parametrize(
     ("section", "reward"),
     [
@@ -194,7 +245,9 @@ def test_what_load_config_refuses_is_missing(tmp_path: Path, capsys: pytest.Capt
     ("text", "said"),
     [
         ("actor_rollout_ref: {rollout: {n: 4}}", "verl itself"),
-        ("run_dir: runs/x", "looks like neither"),
+        ("model_name: x", "looks like neither"),
+        ("data: {train_files: a}\ntrainer: {}", "looks like neither"),
+        ("{model: x, dataset: y}", "looks like neither"),
         ("- 1", "holds no configuration"),
     ],
 )
@@ -203,6 +256,21 @@ def test_other_files_are_refused(text: str, said: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(UserError, match=said):
         read_theirs(path)
+
+
+CONFIGS = sorted((HERE.parent / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_a_configuration_of_ours_is_refused(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import-config", str(path)]) == 2
+    assert capsys.readouterr() == ("", f"error: {path} is an asyncrl configuration already: asyncrl train {path}\n")
+
+
+def test_rllavas_sections_alone_are_not_taken_for_ours(tmp_path: Path) -> None:
+    path = tmp_path / "theirs.yaml"
+    path.write_text("data: {train_files: a}\nalgorithm: {}\nrollout: {n: 4}\nreward: {}\ntrainer: {}\n")
+    assert read_theirs(path).framework == "RLLaVA"
 
 
 @pytest.mark.parametrize("name", ["theirs.yaml", "theirs.sh", "theirs"])

@@ -57,6 +57,39 @@ def refused(
     return message
 
 
+def test_a_relative_model_path_that_is_not_here_names_the_folder_it_was_sought_in(
+    make_config: MakeConfig, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `asyncrl replay` meets it in another folder than the run's."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "started").mkdir()
+    shutil.copytree(tiny_model, tmp_path / "started" / "export")
+    model = make_config(model={"path": "export"}).model
+    monkeypatch.chdir(tmp_path / "started")
+    describe_folder(model)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with pytest.raises(UserError) as refusal:
+        describe_folder(model)
+    assert str(refusal.value) == (
+        f"model.path is 'export': there is no config.json in it, and no such folder in {Path.cwd()}. "
+        "Name a Hugging Face model folder (config.json, *.safetensors, tokenizer and processor files) with "
+        "model.path=..., or start this in the folder in which the run was started"
+    )
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+def test_a_model_path_that_is_no_stray_says_nothing_of_other_folders(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, absolute: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    path = str(tmp_path / "missing") if absolute else "empty"
+    with pytest.raises(UserError) as refusal:
+        describe_folder(make_config(model={"path": path}).model)
+    assert str(refusal.value).startswith(f"model.path is {path!r}: there is no config.json in it. Name a Hugging Face")
+    assert str(refusal.value).endswith("processor files)")
+
+
 def test_a_model_without_eyes_is_given_no_images(
     make_config: MakeConfig, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

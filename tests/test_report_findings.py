@@ -130,8 +130,12 @@ def test_a_learner_that_speaks_and_makes_no_step_is_found(tmp_path: Path) -> Non
 
 def test_a_learner_that_is_never_idle_needs_no_more_servers(tmp_path: Path) -> None:
     at_bound = {"staleness/mean": 2.0, "idle/learner": 0.01}
-    (finding,) = findings(run_with(tmp_path, lambda number: at_bound))
+    (finding,) = findings(run_with(tmp_path / "a", lambda number: at_bound))
     assert "servers are ahead" in finding.advice
+    assert finding.level == "info", "no alert fires"
+    (finding,) = findings(run_with(tmp_path / "b", lambda number: at_bound | {"idle/learner": 0.3}))
+    assert "add servers" in finding.advice
+    assert finding.level == "warning"
 
 
 def test_how_a_run_ended_is_a_finding(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,28 +24,41 @@ def import_config(source: Path, out: Path | None) -> int:
         done = replace(done, missing=(*done.missing, *_adapter_needed(done), *_problems(as_yaml(done))))
         print(as_yaml(done), end="")
     else:
-        adapter = out.with_name(f"{out.stem}_reward.py")
-        for path in (out, adapter):
-            if path.exists():
-                raise UserError(f"{path} exists already. Name another file with -o")
-        done = _with_adapter(done, adapter)
+        done, adapter = _with_adapter(done, out.parent / f"{out.stem}_reward.py")
         done = replace(done, missing=(*done.missing, *_problems(as_yaml(done))))
-        out.write_text(as_yaml(done), encoding="utf-8")
+        _write({out: as_yaml(done), **adapter})
         print("\n".join([f"wrote {out}", *account(done)]))
         if not done.missing:
             print(f"it loads. Next: asyncrl doctor {out}")
     return ExitCode.USER_ERROR if done.missing else ExitCode.FINISHED
 
 
-def _with_adapter(done: Import, path: Path) -> Import:
-    """Writes the file between their reward function and ours, and names it in the settings."""
+def _with_adapter(done: Import, path: Path) -> tuple[Import, dict[Path, str]]:
+    """Names the file between their reward function and ours in the settings; with its text, if one is needed."""
     entries = done.settings.get("reward.functions")
     if not entries:
-        return done
+        return done, {}
     [entry] = entries
-    path.write_text(adapter_text(entry["function"], path, reward_call(done.theirs.values)), encoding="utf-8")
+    text = adapter_text(entry["function"], path, reward_call(done.theirs.values))
     functions = [{**entry, "function": f"{path}:overall"}]
-    return replace(done, settings={**done.settings, "reward.functions": functions})
+    return replace(done, settings={**done.settings, "reward.functions": functions}), {path: text}
+
+
+def _write(texts: Mapping[Path, str]) -> None:
+    """All of these files, or none. Raises UserError where one is there already, or cannot be written."""
+    begun: list[Path] = []
+    for path, text in texts.items():
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                begun.append(path)
+                file.write(text)
+        except OSError as problem:
+            for unfinished in begun:
+                with suppress(OSError):
+                    unfinished.unlink()
+            exists = isinstance(problem, FileExistsError)
+            what = f"{path} exists already" if exists else f"cannot write {path}: {problem.strerror}"
+            raise UserError(f"{what}. Name another file with -o") from None
 
 
 def _adapter_needed(done: Import) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from asyncrl.config import yaml_text
+from asyncrl.config.schema import RunConfig
 from asyncrl.config.suggest import file_hint
 from asyncrl.errors import UserError
 
@@ -21,6 +22,8 @@ _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::-([^}]*))?\}|(\w+))")
 _MODULE = re.compile(r"(rllava|verl)\.")
 _WORKER = "worker."
 """EasyR1 keeps actor, rollout, reference and reward below it; RLLaVA does not."""
+_SHARED = {"data", "algorithm", "rollout", "reward", "trainer"}
+"""Sections that both RLLaVA and we have."""
 
 
 @dataclass
@@ -67,6 +70,8 @@ def _of_framework(values: dict[str, Any], module: str, flags: dict[str, str], so
             f"{sources[0]} is a configuration of verl itself (it has actor_rollout_ref). Only those of RLLaVA and "
             "EasyR1 are read; docs/migration.md has tables to go by"
         )
+    if not module and sections <= RunConfig.model_fields.keys() and not sections <= _SHARED:
+        raise UserError(f"{sources[0]} is an asyncrl configuration already: asyncrl train {sources[0]}")
     if "worker" in sections or module.startswith("verl."):
         framework: Framework = "EasyR1"
     elif sections & {"actor", "rollout"} or module.startswith("rllava."):

@@ -27,9 +27,12 @@ def model_folder(config: ModelConfig) -> Path:
             f"model.path is {config.path!r}, a folder with an adapter only. Name its base model, or merge the two: "
             "asyncrl export RUN TARGET, without --adapter"
         )
+    astray = not folder.is_absolute() and not folder.is_dir()
+    where = f", and no such folder in {Path.cwd()}" if astray else ""
+    elsewhere = " with model.path=..., or start this in the folder in which the run was started" if astray else ""
     raise UserError(
-        f"model.path is {config.path!r}: there is no config.json in it. "
-        "Name a Hugging Face model folder (config.json, *.safetensors, tokenizer and processor files)"
+        f"model.path is {config.path!r}: there is no config.json in it{where}. "
+        f"Name a Hugging Face model folder (config.json, *.safetensors, tokenizer and processor files){elsewhere}"
     )
 
 

@@ -11,7 +11,7 @@ from asyncrl.report.markup import count, figure, share
 from asyncrl.report.run import Record, Run, number
 from asyncrl.report.series import slope
 from asyncrl.report.stretches import long_enough, longest
-from asyncrl.telemetry.limits import LIMITS, has_fallen
+from asyncrl.telemetry.limits import LIMITS, STARVES_AT_BOUND, has_fallen
 
 
 def findings(run: Run) -> list[Finding]:
@@ -177,7 +177,8 @@ def _staleness(run: Run) -> Iterator[Finding]:
     stretch = longest(run, at_bound)
     if stretch and long_enough(stretch, limit.hold_s):
         idle = _mean(run.values("idle/learner"))
-        if idle is not None and idle < 0.1:
+        is_ahead = idle is not None and idle <= STARVES_AT_BOUND
+        if is_ahead:
             advice = (
                 f"The learner waits only {share(idle)} of its time: the servers are ahead of it. "
                 "A lower learner.max_staleness, or fewer servers, costs no speed."
@@ -186,7 +187,8 @@ def _staleness(run: Run) -> Iterator[Finding]:
             advice = "Servers are too slow, or the bound is too low: add servers, or raise learner.max_staleness."
         mean, bound = _mean(run.values("staleness/mean")), run.last("staleness/bound")
         value = f"mean {figure(mean)} of at most {figure(bound)} versions; at the bound in {stretch}"
-        yield Finding("warning", "Samples are as stale as they may be", value, advice)
+        level = "info" if is_ahead else "warning"
+        yield Finding(level, "Samples are as stale as they may be", value, advice)
 
 
 # --- does anybody wait ---------------------------------------------------------------------------
