@@ -21,7 +21,7 @@ from asyncrl.errors import UserError
 from asyncrl.launch import drawn_ports
 from asyncrl.launch.drawn_ports import claim_port, draw_ports, free_port, is_claimed
 from asyncrl.launch.ports import fixed_ports, reserve_ports
-from protocol.endpoints import BindError, PortInUseError, bind, check_bind
+from protocol.endpoints import BindError, PortInUseError, bind
 from tests.two_processes import write_config
 
 MakeConfig = Callable[..., RunConfig]
@@ -39,7 +39,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> int:
     They lie below those that the launchers of other tests draw.
     """
     starts = (2000 + (os.getpid() + number) % 300 * NUM_FEW for number in range(300))
-    first = next(start for start in starts if all(map(is_free, range(start, start + NUM_FEW))))
+    first = next(start for start in starts if are_free(range(start, start + NUM_FEW)))
     assert first + NUM_FEW <= drawn_ports._FIRST_PORT
     monkeypatch.setattr(drawn_ports, "_FIRST_PORT", first)
     monkeypatch.setattr(drawn_ports, "_first_ephemeral_port", lambda: first + NUM_FEW)
@@ -47,12 +47,9 @@ def few(monkeypatch: pytest.MonkeyPatch) -> int:
     return first
 
 
-def is_free(port: int) -> bool:
-    try:
-        check_bind("127.0.0.1", port, setting="port")
-    except PortInUseError:
-        return False
-    return not is_claimed(port)
+def are_free(ports: range) -> bool:
+    with ExitStack() as kept:
+        return all(drawn_ports._draw("127.0.0.1", port, kept) for port in ports)
 
 
 def ports_of(config: RunConfig) -> set[int]:

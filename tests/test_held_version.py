@@ -57,6 +57,10 @@ class Receiver:
     def end(self, problem: Exception | None = None) -> None:
         self._ends.put_nowait(problem)
 
+    async def is_asked(self) -> None:
+        while not self.attempts:
+            await asyncio.sleep(0)
+
     async def load(self, offered: WeightManifest) -> WeightsLoaded:
         self.attempts.append(offered.version)
         if problem := await self._ends.get():
@@ -119,8 +123,7 @@ def test_where_a_version_is_gone_the_next_one_is_taken(make_config: MakeConfig, 
         receiver = Receiver()
         async with following(make_config(), receiver, Listener()) as held:
             held.announce(manifest(3))
-            while not receiver.attempts:
-                await asyncio.sleep(0)
+            await receiver.is_asked()
             if announced == "before":
                 held.announce(manifest(4))
                 receiver.end(GONE)
@@ -142,8 +145,7 @@ def test_what_was_loaded_from_a_learner_that_has_been_replaced_does_not_count(ma
         receiver, listener = Receiver(), Listener()
         async with following(make_config(), receiver, listener) as held:
             held.announce(manifest(3))
-            while not receiver.attempts:
-                await asyncio.sleep(0)
+            await receiver.is_asked()
             assert held.learner_came_back(welcome(3))
             assert not held.learner_came_back(welcome(3)), "the same one, after a pause of the network"
             receiver.end()
@@ -185,8 +187,7 @@ def test_what_one_learner_announced_is_not_asked_of_the_next(make_config: MakeCo
         receiver = Receiver()
         async with following(make_config(), receiver, Listener()) as held:
             held.announce(manifest(3))
-            while not receiver.attempts:
-                await asyncio.sleep(0)
+            await receiver.is_asked()
             held.learner_came_back(welcome(3))
             receiver.end(TimeoutError("no weights arrived"))
             await asyncio.sleep(A_WHILE_S)
