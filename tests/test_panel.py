@@ -110,6 +110,30 @@ def test_a_terminal_of_24_lines_is_enough(tmp_path: Path) -> None:
     assert "..." not in shown, "nothing is cut off"
 
 
+@pytest.mark.parametrize(
+    ("cpu_s", "pictures"), [(0.001, 60), (0.012, 25), (1.0, 12)], ids=["cheap", "its share", "never later than 5 s"]
+)
+def test_a_picture_that_costs_more_is_drawn_less_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpu_s: float, pictures: int
+) -> None:
+    now = cpu = 0.0
+    monkeypatch.setattr("asyncrl.launch.display.time.monotonic", lambda: now)
+    monkeypatch.setattr("asyncrl.launch.display.time.thread_time", lambda: cpu)
+    drawn: list[float] = []
+
+    class SlowStory(Story):
+        def refresh(self) -> None:
+            nonlocal cpu
+            cpu += cpu_s
+            drawn.append(now)
+
+    display = Display(SlowStory(tmp_path), Console(file=io.StringIO(), force_terminal=True))
+    for tick in range(600):
+        now = 0.1 * tick
+        display.tick()
+    assert len(drawn) == pytest.approx(pictures, abs=1), drawn
+
+
 def test_what_a_model_writes_cannot_steer_the_terminal(tmp_path: Path) -> None:
     write_run(tmp_path / "run")
     shown = text_of(tmp_path / "run")

@@ -19,6 +19,10 @@ from asyncrl.launch.wording import MISSING, number, time_left
 
 PLAIN_EVERY_STEPS = 20
 REFRESH_S = 1.0
+LONGEST_REFRESH_S = 5.0
+DRAWING_SHARE = 0.005
+"""Of one CPU. Where a picture takes more than its share of a second, the next one comes later: slow machines, which
+have the least to spare, would pay the most for the same panel."""
 STUCK_S = 60.0
 """Without a step; plain lines then say what is waited for, each time after twice as long."""
 
@@ -35,6 +39,7 @@ class Display(AbstractContextManager["Display"]):
         self._live: Live | None = None
         self._size = self.console.size
         self._refreshed_at = 0.0
+        self._pause_s = 0.0
         self._told_step = 0
         self._told_evaluations: list[dict[str, Any]] = []
         self._told_alerts: set[str] = set()
@@ -68,19 +73,24 @@ class Display(AbstractContextManager["Display"]):
             self._print(line)
 
     def tick(self) -> None:
-        if time.monotonic() - self._refreshed_at >= REFRESH_S:
+        if time.monotonic() - self._refreshed_at >= self._pause_s:
             self._show()
 
     def _show(self, last: bool = False) -> None:
-        self._refreshed_at = time.monotonic()
+        began = time.thread_time()
         self.story.refresh()
         if self._live is None:
             self._tell(last)
-            return
+        else:
+            self._draw(self._live)
+        self._refreshed_at = time.monotonic()
+        self._pause_s = min(max(REFRESH_S, (time.thread_time() - began) / DRAWING_SHARE), LONGEST_REFRESH_S)
+
+    def _draw(self, live: Live) -> None:
         if self.console.size != self._size:  # the terminal has broken the old frame's lines elsewhere
             self._size = self.console.size
             self.console.clear()
-        self._live.refresh()
+        live.refresh()
 
     # --- plain lines -------------------------------------------------------------------------------
 

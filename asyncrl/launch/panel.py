@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from rich.box import ROUNDED
+from rich.cells import set_cell_size
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from asyncrl.launch.answers import Answers, Row, phase_style
@@ -48,7 +48,7 @@ class RunPanel:
         spare = height - borders_and_progress - sum(_height(rows) for _, rows in sections)
         parts: list[RenderableType] = [view.progress()]
         for question, rows in sections if spare >= 0 else _fitting(sections, height - borders_and_progress):
-            parts += [*([Text("")] if spare >= gaps else []), Text(question, "bold cyan"), _table(rows)]
+            parts += [*([Text("")] if spare >= gaps else []), Text(question, "bold cyan"), _block(rows)]
         phase = self.story.phase
         yield Panel(
             Group(*parts),
@@ -80,10 +80,11 @@ def _fitting(sections: list[tuple[str, list[Row]]], height: int) -> list[tuple[s
     return sections
 
 
-def _table(rows: list[Row]) -> Table:
-    table = Table.grid(padding=(0, GAP))
-    table.add_column(style="dim", width=NAME_CELLS, no_wrap=True)
-    table.add_column(no_wrap=True, overflow="crop")
+def _block(rows: list[Row]) -> Text:
+    """Names and lines in one text, which is drawn in a fraction of the time of a table with a cell for each."""
+    lines = []
     for row in rows:
-        table.add_row(row.name, Text("\n").join(row.lines))
-    return table
+        for place, line in enumerate(row.lines):
+            name = set_cell_size("" if place else row.name, NAME_CELLS) + " " * GAP
+            lines.append(Text.assemble((name, "dim"), line))
+    return Text("\n", no_wrap=True, overflow="crop").join(lines)
