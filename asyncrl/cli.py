@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from asyncrl.checkpoints import CHECKPOINTS, checkpoint_folders
 from asyncrl.errors import BadStateError, ExitCode, UserError
 
 if TYPE_CHECKING:
@@ -213,9 +214,9 @@ def _eval(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    there = {int(path.name.removeprefix("step-")): path for path in arguments.run_dir.glob("checkpoints/step-*")}
+    there = checkpoint_folders(arguments.run_dir)
     if not there:
-        raise UserError(f"there is no checkpoint in {arguments.run_dir / 'checkpoints'}")
+        raise UserError(f"there is no checkpoint in {arguments.run_dir / CHECKPOINTS}")
     step = max(there) if arguments.checkpoint is None else arguments.checkpoint
     if step not in there:
         raise UserError(f"there is no checkpoint of step {step}: {arguments.run_dir} has those of {sorted(there)}")

@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
+from asyncrl.checkpoints import ADAPTER_FOLDER, MODEL_FOLDER, checkpoint_folder, checkpoint_folders
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.models.export import ADAPTER_FOLDER, MODEL_FOLDER, export_model
+from asyncrl.models.export import export_model
 from asyncrl.models.lora import read_adapter, write_adapter_folder
 from asyncrl.models.published import load_published
 from asyncrl.telemetry.full_disk import is_disk_full
@@ -48,10 +49,6 @@ class LearnerState:
     """States of what adapts itself during the run, by name."""
 
 
-def checkpoint_folder(run_path: Path, step: int) -> Path:
-    return run_path / "checkpoints" / f"step-{step:06d}"
-
-
 def save_checkpoint(run_path: Path, engine: TrainEngine, processor: Any, state: LearnerState, keep: int) -> Path:
     """Write the step's checkpoint and remove all but the newest `keep`. Its model folder is a Hugging Face folder.
 
@@ -74,7 +71,7 @@ def save_checkpoint(run_path: Path, engine: TrainEngine, processor: Any, state: 
     building.rename(folder)
     _flush_folder(folder.parent)
     crash_point("checkpoint.renamed")
-    for old in list_checkpoints(run_path)[:-keep]:
+    for old in list(complete_checkpoints(run_path).values())[:-keep]:
         shutil.rmtree(old)
     return folder
 
@@ -101,14 +98,13 @@ def _write(building: Path, engine: TrainEngine, processor: Any, state: LearnerSt
     _flush(building)
 
 
-def list_checkpoints(run_path: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    return sorted(path for path in (run_path / "checkpoints").glob("step-*") if (path / STATE_FILE).is_file())
+def complete_checkpoints(run_path: Path) -> dict[int, Path]:
+    """By step, oldest first."""
+    return {step: path for step, path in checkpoint_folders(run_path).items() if (path / STATE_FILE).is_file()}
 
 
 def newest_checkpoint(run_path: Path) -> Path | None:
-    found = list_checkpoints(run_path)
-    return found[-1] if found else None
+    return next(reversed(complete_checkpoints(run_path).values()), None)
 
 
 def read_state(folder: Path) -> LearnerState:

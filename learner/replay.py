@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
+from asyncrl.checkpoints import ADAPTER_FOLDER, CHECKPOINTS, MODEL_FOLDER, checkpoint_folder
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, ExitCode, UserError
-from asyncrl.models.export import ADAPTER_FOLDER, MODEL_FOLDER
 from asyncrl.models.loading import load_model, stop_token_ids
 from asyncrl.models.lora import read_adapter
 from asyncrl.models.processing import PromptProcessor
@@ -29,7 +29,7 @@ from asyncrl.models.published import published_tensors
 from asyncrl.telemetry.jsonl import JsonlTail
 from asyncrl.telemetry.reading import is_there, telling_unreadable
 from asyncrl.telemetry.recorder import CONFIG_FILE, METRICS_FILE
-from learner.checkpoint import LearnerState, checkpoint_folder, list_checkpoints, read_state
+from learner.checkpoint import LearnerState, complete_checkpoints, read_state
 from learner.comparison import Comparison, compare_numbers, compare_weights
 from learner.journal import JOURNAL_FILE
 from learner.journal_reader import JournalReader
@@ -60,8 +60,8 @@ class Recorded:
                 raise UserError(f"there is no {name} in {run_dir}: a step is made again in the run's own directory")
         own, config = (load_config(run_dir / CONFIG_FILE, [*words, f"run_dir={run_dir}"]) for words in ((), overrides))
         lines, _ = JsonlTail(run_dir / METRICS_FILE).new_records()
-        is_there(run_dir / "checkpoints")  # where it cannot be read it would look empty
-        checkpoints = {int(path.name.removeprefix("step-")): path for path in list_checkpoints(run_dir)}
+        is_there(run_dir / CHECKPOINTS)  # where it cannot be read it would look empty
+        checkpoints = complete_checkpoints(run_dir)
         journal = JournalReader(run_dir / JOURNAL_FILE, untouched=True)
         try:
             _check_overrides(own, config, json.loads(journal.meta("settings") or "{}"))

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 import xxhash
 
+from asyncrl.checkpoints import MODEL_FOLDER
 from asyncrl.config.schema import RunConfig, TrainerConfig
 from asyncrl.errors import UserError
-from asyncrl.models.export import MODEL_FOLDER
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import tensor_bytes
 from learner.checkpoint import LearnerState, newest_checkpoint, read_state

@@ -143,6 +143,20 @@ def test_one_more_server_on_another_gpu_is_written_as_the_page_says(
     assert second["networks"]["asyncrl"]["aliases"] == ["rollout_server_gpu"]
 
 
+@needs_compose
+def test_what_the_page_writes_into_dot_env_chooses_gpus_and_the_user_however_often_it_is_run(tmp_path: Path) -> None:
+    for name in ("docker-compose.yml", ".env"):
+        shutil.copy(ROOT / name, tmp_path)
+    edits = re.findall(r"^sed .*$", (ROOT / "docker" / "README.md").read_text(), re.MULTILINE)
+    for uid in ("501", "1234"):
+        script = "\n".join([f"uid={uid} gid=20", *edits])
+        subprocess.run(["bash", "-ec", script], cwd=tmp_path, check=True)
+        (profiles,) = re.findall(r"^COMPOSE_PROFILES=(\w+)", (tmp_path / ".env").read_text(), re.MULTILINE)
+        learner = resolved(profiles, folder=tmp_path)["services"]["learner_gpu"]
+        assert learner["user"] == f"{uid}:20"
+        assert "/workspace/config.yaml" in learner["command"]
+
+
 def run_prepare(tmp_path: Path, size: str) -> str:
     """What prepare_demo.sh says, with stand-ins for what takes long."""
     programs = tmp_path / "bin"

@@ -11,6 +11,7 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import NamedTuple
 
+from asyncrl.checkpoints import CHECKPOINTS, checkpoint_folders
 from asyncrl.config.schema import RunConfig
 from asyncrl.doctor.findings import Finding, Findings, size
 from asyncrl.doctor.run_dir import nearest_folder
@@ -25,7 +26,6 @@ STEP_BYTES = 8192
 """Of metrics.jsonl and timeline.jsonl."""
 SAMPLE_BYTES, TEXT_BYTES, ID_BYTES = 500, 6, 8
 """Of samples.jsonl: a trajectory beside its tokens, and of a token its text and, in a completion, its id."""
-CHECKPOINTS = "checkpoints"
 LOGS_BYTES = 32 * MIB
 """What SQLite has not copied yet, and what the services log."""
 
@@ -74,7 +74,7 @@ def _parts(config: RunConfig, plan: MemoryPlan, steps: int) -> Iterator[Part]:
     waiting, kept = trainer.journal_limit_mib * MIB, int(trainer.keep_samples_gib * GIB)
 
     each = _saved_weights(config, plan) + plan.learner.moments
-    there = _steps_of_checkpoints(config.run_path)
+    there = checkpoint_folders(config.run_path)
     done = min(max(there, default=0), steps)
     saves = len(there)
     if done < steps:
@@ -98,12 +98,6 @@ def _parts(config: RunConfig, plan: MemoryPlan, steps: int) -> Iterator[Part]:
 
 def _saved_weights(config: RunConfig, plan: MemoryPlan) -> int:
     return plan.learner.published if config.model.lora.rank else plan.learner.weights
-
-
-def _steps_of_checkpoints(run_path: Path) -> list[int]:
-    """That a run which is continued has."""
-    names = (path.name.removeprefix("step-") for path in run_path.glob(f"{CHECKPOINTS}/step-*"))
-    return [int(name) for name in names if name.isdecimal()]
 
 
 def _written(run_path: Path) -> int:

@@ -71,7 +71,7 @@ def _of_framework(values: dict[str, Any], module: str, flags: dict[str, str], so
             "EasyR1 are read; docs/migration.md has tables to go by"
         )
     if not module and sections <= RunConfig.model_fields.keys() and not sections <= _SHARED:
-        raise UserError(f"{sources[0]} is an asyncrl configuration already: asyncrl train {sources[0]}")
+        raise UserError(f"{sources[0]} is an asyncrl configuration already: there is nothing to import")
     if "worker" in sections or module.startswith("verl."):
         framework: Framework = "EasyR1"
     elif sections & {"actor", "rollout"} or module.startswith("rllava."):

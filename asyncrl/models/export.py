@@ -7,13 +7,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from asyncrl.checkpoints import ADAPTER_FOLDER, MODEL_FOLDER
 from asyncrl.config.load import load_config
 from asyncrl.errors import UserError
 from asyncrl.telemetry.recorder import CONFIG_FILE
-
-MODEL_FOLDER = "model"
-ADAPTER_FOLDER = "adapter"
-"""In a checkpoint is the one or, of a run that trains an adapter, the other."""
 
 
 def export_model(model: Any, processor: Any, folder: Path) -> None:

@@ -11,6 +11,8 @@ import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from asyncrl.checkpoints import MODEL_FOLDER, checkpoint_folders
+
 TOKENIZER_FILE = "tokenizer.json"
 
 
@@ -19,8 +21,9 @@ class TokenTexts:
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any]):
         """`config` is the content of the run's config.yaml; empty if there is none."""
-        newest_first = sorted(run_dir.glob(f"checkpoints/step-*/model/{TOKENIZER_FILE}"), reverse=True)
-        self._places = [run_dir / "export" / TOKENIZER_FILE, *newest_first]
+        newest_first = reversed(checkpoint_folders(run_dir).values())
+        saved = [folder / MODEL_FOLDER / TOKENIZER_FILE for folder in newest_first]
+        self._places = [run_dir / "export" / TOKENIZER_FILE, *saved]
         if config:
             self._places.append(Path(config["model"]["path"]) / TOKENIZER_FILE)
 
