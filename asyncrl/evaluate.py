@@ -57,7 +57,7 @@ def evaluate(config: RunConfig, folder: Path) -> Evaluation:
         model = load_merged(config.model, folder)
     else:
         model = model_class(hf_config).from_pretrained(folder, dtype=getattr(torch, config.model.dtype))
-    place_text_after_videos(model)
+        place_text_after_videos(model)
     model = model.to(device).eval()
     banned = sorted(special_token_ids(hf_config, PLACEHOLDER_ID_NAMES))
     renderer = PromptRenderer(config.data)

@@ -264,7 +264,10 @@ CONFIGS = sorted((HERE.parent / "configs").glob("*.yaml"))
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_a_configuration_of_ours_is_refused(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["import-config", str(path)]) == 2
-    assert capsys.readouterr() == ("", f"error: {path} is an asyncrl configuration already: there is nothing to import\n")
+    assert capsys.readouterr() == (
+        "",
+        f"error: {path} is an asyncrl configuration already: there is nothing to import\n",
+    )
 
 
 def test_rllavas_sections_alone_are_not_taken_for_ours(tmp_path: Path) -> None:

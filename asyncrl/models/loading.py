@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ VISION_TOWER_NAMES = ("visual", "vision_tower", "vision_model")
 CONNECTOR_NAMES = ("merger", "connector", "multi_modal_projector")
 """Parts that map vision features to the language model; they stay trainable when the tower is frozen."""
 
+ALIGNMENT_BYTES = 64
+"""Of torch's own memory on a CPU."""
 _DROPOUT = re.compile(r"^(?!summary_|classifier_|cls_).*(dropout|_pdrop$|drop_path|layer_?drop$)")
 """Configuration keys of it, but of the heads that are not loaded."""
 
@@ -59,7 +62,21 @@ def load_model(config: ModelConfig, *, device: torch.device, text_attention: str
         trust_remote_code=config.trust_remote_code,
     )
     place_text_after_videos(model)
+    if device.type == "cpu":
+        _align(model)
     return model.to(device)
+
+
+@torch.no_grad()
+def _align(model: nn.Module) -> None:
+    """Put every tensor where an allocation would begin.
+
+    Loaded ones lie as their file was mapped, behind a header of any length, and MKL rounds a product by where its
+    factors lie: the same weights in other memory, after a sleep or out of another file, would have other log-probs.
+    """
+    for tensor in chain(model.parameters(), model.buffers()):
+        if tensor.data_ptr() % ALIGNMENT_BYTES:
+            tensor.data = tensor.data.clone()
 
 
 def refuse_dropout(hf_config: Any, config: ModelConfig) -> None:
