@@ -14,8 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import yaml
 
 from asyncrl.cli import _parser
+from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.suggest import known_paths
 from tests.docs_commands import AS_SUCH, NEEDS, PAGES, ROOT, Block, blocks, prepare, run_page
@@ -64,6 +66,19 @@ def test_commands_are_bash_and_name_what_exists(block: Block) -> None:
             name, equals, _ = word.partition("=")
             if equals and "." in name and not name.startswith(("-", *FREE_MAPPINGS)):
                 assert name in known_paths() or name.startswith("reward.functions"), word
+
+
+@pytest.mark.parametrize("block", [block for block in ALL if block.needs], ids=lambda block: block.name)
+def test_the_settings_of_marked_commands_fit_together(block: Block, tmp_path: Path) -> None:
+    """As far as a machine without what they need can tell."""
+    described = yaml.safe_load((ROOT / "configs" / "digits_grpo.yaml").read_text())
+    del described["learner"]["max_staleness"]  # sync mode has its own
+    mine = tmp_path / "my.yaml"
+    mine.write_text(yaml.safe_dump(described))
+    for command, *words in _asyncrl_commands(block.text):
+        overrides = [word for word in words if re.match(r"\w+\.\w", word) and "=" in word]
+        if command in ("train", "sync", "learn", "rollout"):
+            load_config(mine, [*overrides, *(["trainer.mode=sync"] if command == "sync" else [])])
 
 
 def _asyncrl_commands(text: str) -> list[list[str]]:

@@ -360,13 +360,13 @@ def test_train_refuses_a_run_over_its_budget_and_leaves_nothing_behind(
 
 # --- channels between devices --------------------------------------------------------------------
 
-ROLLOUT_DEVICE = {"nccl": "cuda:1", "cuda_ipc": "cuda:0"}
+LEARNER_DEVICE = {"nccl": "cuda:2", "cuda_ipc": "cuda:0"}
 
 
 def over_devices(make_config: MakeConfig, folder: Path, channel: str, where: str, **sections: Any) -> RunConfig:
     """With the devices of channel `where`."""
-    rollout = {"device": ROLLOUT_DEVICE[where], "weights_channel": channel, **sections.pop("rollout", {})}
-    return planned(make_config, folder, learner={"device": "cuda:0"}, rollout=rollout, **sections)
+    rollout = {"device": "cuda:0", "weights_channel": channel, **sections.pop("rollout", {})}
+    return planned(make_config, folder, learner={"device": LEARNER_DEVICE[where]}, rollout=rollout, **sections)
 
 
 @pytest.mark.parametrize("servers", [1, 2])
@@ -431,7 +431,7 @@ def test_vllm_gets_what_the_budget_leaves(make_config: MakeConfig, small: Path) 
     turns = planned(make_config, small, trainer={"mode": "sync"}, gpu_memory={"budget_gib": 24}, **devices)
     assert vllm_memory_utilization(turns, 80 * GIB) == pytest.approx((24 - 0.5) / 80, abs=1e-3)
     assert vllm_memory_utilization(turns, 24 * GIB) < 1 - 0.5 / 24 + 1e-9
-    devices["rollout"]["device"] = "cuda:1"
+    devices["learner"]["device"] = "cuda:1"
     apart = planned(make_config, small, gpu_memory={"budget_gib": 24}, **devices)
     assert vllm_memory_utilization(apart, 80 * GIB) == 0.3
 

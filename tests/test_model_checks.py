@@ -299,6 +299,10 @@ NO_ENGINE_CAN: dict[str, tuple[Sections, str]] = {
         {"rollout": {"engine": "vllm"}, "model": {"lora": {"rank": 513}}},
         "model.lora.rank is 513, and vllm takes at most 512. Lower it, or set rollout.engine=hf",
     ),
+    "another device than the first": (
+        {"rollout": {"engine": "vllm", "device": "cuda:1", "tensor_parallel_size": 2}},
+        "rollout.device is cuda:1, but vLLM takes the first .* Set rollout.device=cuda, and learner.device=cuda:2",
+    ),
     "arguments that hf does not take": (
         {"rollout": {"engine_args": {"max_num_seqs": 4}}},
         r"rollout.engine_args has \['max_num_seqs'\], but the hf engine takes no arguments",

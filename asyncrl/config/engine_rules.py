@@ -50,6 +50,12 @@ def _vllm_problems(config: RunConfig) -> list[str]:
             f"model.lora.rank is {config.model.lora.rank}, and vllm takes at most {LARGEST_RANK_FOR_VLLM}. Lower it, "
             "or set rollout.engine=hf"
         )
+    device, taken = config.rollout.device, config.rollout.tensor_parallel_size
+    if device.startswith("cuda:") and device != "cuda:0":
+        problems.append(
+            f"rollout.device is {device}, but vLLM takes the first of the devices that it sees. Set "
+            f"rollout.device=cuda, and learner.device=cuda:{taken} for the learner to have one of its own"
+        )
     return problems
 
 

@@ -48,7 +48,7 @@ class RunPanel:
         spare = height - borders_and_progress - sum(_height(rows) for _, rows in sections)
         parts: list[RenderableType] = [view.progress()]
         for question, rows in sections if spare >= 0 else _fitting(sections, height - borders_and_progress):
-            parts += [*([Text("")] if spare >= gaps else []), Text(question, "bold cyan"), _block(rows)]
+            parts += [*([Text("")] if spare >= gaps else []), Text(question, "bold cyan", no_wrap=True), _block(rows, glyphs)]
         phase = self.story.phase
         yield Panel(
             Group(*parts),
@@ -80,11 +80,11 @@ def _fitting(sections: list[tuple[str, list[Row]]], height: int) -> list[tuple[s
     return sections
 
 
-def _block(rows: list[Row]) -> Text:
+def _block(rows: list[Row], glyphs: Glyphs) -> Text:
     """Names and lines in one text, which is drawn in a fraction of the time of a table with a cell for each."""
     lines = []
     for row in rows:
         for place, line in enumerate(row.lines):
-            name = set_cell_size("" if place else row.name, NAME_CELLS) + " " * GAP
+            name = set_cell_size("" if place else glyphs.cut(row.name, NAME_CELLS), NAME_CELLS + GAP)
             lines.append(Text.assemble((name, "dim"), line))
     return Text("\n", no_wrap=True, overflow="crop").join(lines)

@@ -74,20 +74,9 @@ MEMORY_SETTINGS = ("gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_b
 """Arguments of vLLM that follow from gpu_memory.budget_gib where it is set."""
 
 
-def on_cuda(config: RunConfig) -> bool:
-    """Raises UserError if rollout.device cannot be given to vLLM."""
-    device = resolve_device(config.rollout.device)
-    if device.index:
-        raise UserError(
-            f"rollout.device is {device}, but vLLM chooses its devices itself. "
-            f"Set rollout.device=cuda and the environment variable CUDA_VISIBLE_DEVICES={device.index}"
-        )
-    return device.type == "cuda"
-
-
 def check_vllm(config: RunConfig) -> bool:
     """Whether vLLM will use CUDA. Raises UserError for whatever is known to go wrong before it is even imported."""
-    cuda = on_cuda(config)
+    cuda = resolve_device(config.rollout.device, "rollout.device").type == "cuda"
     check_settings(config, cuda=cuda)
     check_installed(cuda=cuda)
     check_known(config.rollout.engine_args, argument_names())
