@@ -12,15 +12,17 @@ from typing import TYPE_CHECKING, NoReturn
 
 from asyncrl.checkpoints import CHECKPOINTS, checkpoint_folders
 from asyncrl.errors import BadStateError, ExitCode, UserError
+from asyncrl.reader_gone import ends_with_its_reader
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import RunConfig
     from asyncrl.launch.inputs import Side
 
 
+@ends_with_its_reader
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 done, 1 failed, 2 a mistake that the message says how to mend, 3 bad
-    state, 130 interrupted."""
+    state, 130 interrupted, 141 nobody reads what it prints."""
     parser = _parser()
     # argparse fills `overrides` before it meets the next option; what follows that option arrives as `rest`.
     arguments, rest = parser.parse_known_args(argv)

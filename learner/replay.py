@@ -26,6 +26,7 @@ from asyncrl.models.loading import load_model, stop_token_ids
 from asyncrl.models.lora import read_adapter
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import published_tensors
+from asyncrl.reader_gone import ends_with_its_reader
 from asyncrl.telemetry.jsonl import JsonlTail
 from asyncrl.telemetry.reading import is_there, telling_unreadable
 from asyncrl.telemetry.recorder import CONFIG_FILE, METRICS_FILE
@@ -193,6 +194,7 @@ def _saved_weights(config: RunConfig, checkpoint: Path, device: torch.device) ->
     return dict(published_tensors(load_model(model, device=device)))
 
 
+@ends_with_its_reader
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 equal, 1 different; 2 and 3 as of every service."""
     parser = argparse.ArgumentParser(prog="asyncrl replay", description="Make a learner step again, and compare.")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +16,9 @@ from asyncrl.cli import main as asyncrl
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.doctor import trial
+from asyncrl.reader_gone import READER_GONE
 from tests.two_processes import write_config
+from tests.waiting import wait_until
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -48,6 +52,27 @@ def test_a_trial_runs_the_real_thing_and_leaves_nothing(
     assert re.match(r"0.\d MiB written in \S+ s, over shm in \S+ s, into the engine in \S+ s", found["weight push"])
     assert ("sleep and wake" in found) == (mode == "sync")
     assert re.match(r"\d finished, \d truncated, 0 failed", found["completions"])
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("ending", ["terminated", "nobody reads"])
+def test_a_doctor_that_ends_before_its_trial_leaves_nothing(
+    make_config: MakeConfig, tmp_path: Path, ending: str
+) -> None:
+    file = write_config(make_config(), tmp_path / "config")
+    before = sorted(tmp_path.rglob("*"))
+    command = [sys.executable, "-m", "asyncrl", "doctor", str(file)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as doctor:
+        assert doctor.stdout is not None
+        assert any("a real run of 2 tiny steps begins" in line for line in doctor.stdout)
+        wait_until(lambda: any(tmp_path.rglob("trial.log")), "the trial")
+        if ending == "terminated":
+            doctor.terminate()
+        else:
+            doctor.stdout.close()
+        assert doctor.wait(timeout=120) == (130 if ending == "terminated" else READER_GONE)
+        assert doctor.stderr is not None
+        assert "Traceback" not in doctor.stderr.read()
     assert sorted(tmp_path.rglob("*")) == before
 
 

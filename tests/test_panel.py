@@ -78,8 +78,8 @@ def write_run(folder: Path, steps: int = 40) -> RunRecorder:
     return recorder
 
 
-def text_of(folder: Path, width: int = 110) -> str:
-    console = Console(file=io.StringIO(), width=width, height=60, force_terminal=True, color_system="truecolor")
+def text_of(folder: Path, width: int = 110, height: int = 60) -> str:
+    console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system="truecolor")
     story = Story(folder)
     story.refresh()
     with console.capture() as capture:
@@ -97,6 +97,35 @@ def test_the_panel_answers_all_three_questions(tmp_path: Path, width: int) -> No
         *("What does it write?", "it is seven", "which digit?"),
     ):
         assert part in shown, part
+
+
+def test_values_stand_below_each_other_and_a_number_that_is_cut_looks_cut(tmp_path: Path) -> None:
+    recorder = write_run(tmp_path / "run")
+    rewards = [("much too good", 1234567.0), ("bad", -12345.678)]
+    completions = [{"text": text, "reward": reward} for text, reward in rewards]
+    recorder.sample({"step": 41, "prompt": "which digit?", "answer": "7", "completions": completions}, {})
+    lines = text_of(tmp_path / "run").splitlines()
+    values = (
+        "0.400",
+        "version 40",
+        "1 at version",
+        "in_flight 12",
+        "groups of step 41",
+        "much too good",
+        "which digit?",
+    )
+    columns = {line.index(value) for value in values for line in lines if value in line}
+    assert len(columns) == 1, "\n".join(lines)
+    assert any("good 123456… " in line for line in lines)
+    assert any("bad -12345.… " in line for line in lines)
+
+
+@pytest.mark.parametrize(("width", "height"), [(16, 24), (20, 24), (30, 13), (80, 24)])
+def test_the_panel_is_no_larger_than_its_terminal(tmp_path: Path, width: int, height: int) -> None:
+    write_run(tmp_path / "run")
+    lines = text_of(tmp_path / "run", width, height).splitlines()
+    assert len(lines) <= height, "\n".join(lines)
+    assert {len(line) for line in lines} == {width}
 
 
 def test_a_terminal_of_24_lines_is_enough(tmp_path: Path) -> None:

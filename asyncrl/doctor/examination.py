@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -67,19 +68,22 @@ def _work(what: str, findings: Findings[T], put: Callable[[Finding | _Done[T]], 
 
 
 def _run(what: str, findings: Findings[T], tell: Callable[[Finding], None]) -> T | None:
-    """One check that fails must not hide what the others find."""
-    try:
+    """One check that fails must not hide what the others find. It is closed where nothing can be told any more."""
+    with closing(findings):
         while True:
-            tell(next(findings))
-    except StopIteration as end:
-        return end.value
-    except UserError as error:
-        tell(problem(what, error))
-    except Exception as error:
-        logger.debug("the check %s failed", what, exc_info=True)
-        text = " ".join(str(error).split())
-        tell(Finding(what, f"could not be checked: {type(error).__name__}: {text}", "problem", _BROKEN))
-    return None
+            try:
+                finding = next(findings)
+            except StopIteration as end:
+                return end.value
+            except UserError as error:
+                tell(problem(what, error))
+                return None
+            except Exception as error:
+                logger.debug("the check %s failed", what, exc_info=True)
+                text = " ".join(str(error).split())
+                tell(Finding(what, f"could not be checked: {type(error).__name__}: {text}", "problem", _BROKEN))
+                return None
+            tell(finding)
 
 
 _BROKEN = "if the message names nothing of yours, this is a defect of asyncrl: report it with the message"

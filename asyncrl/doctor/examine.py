@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +32,17 @@ PLAN_S = DATA_S = 300.0
 """Of a very large model or data set."""
 
 
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """A scheduler's or a `timeout`'s SIGTERM, too, leaves nothing of the trial."""
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+@_terminated_as_interrupted()
 def examine(file: Path | None, overrides: Sequence[str], *, quick: bool, as_json: bool) -> int:
     """Exit code 0 or 1: is there a problem? Of a configuration that cannot be read it is 2: as JSON a finding, else
     the UserError is raised.

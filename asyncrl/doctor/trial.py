@@ -54,7 +54,7 @@ def find_by_trial(config: RunConfig) -> Findings[None]:
                 yield Finding("trial's folder", f"is kept: {folder}", "note")
         else:
             yield _failed(trial, folder, code, deadline_s)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, GeneratorExit):  # nobody waits for it any more
         keep = False
         raise
     finally:

@@ -48,7 +48,8 @@ class RunPanel:
         spare = height - borders_and_progress - sum(_height(rows) for _, rows in sections)
         parts: list[RenderableType] = [view.progress()]
         for question, rows in sections if spare >= 0 else _fitting(sections, height - borders_and_progress):
-            parts += [*([Text("")] if spare >= gaps else []), Text(question, "bold cyan", no_wrap=True), _block(rows, glyphs)]
+            heading = Text(question, "bold cyan", no_wrap=True)
+            parts += [*([Text("")] if spare >= gaps else []), heading, _block(rows, glyphs)]
         phase = self.story.phase
         yield Panel(
             Group(*parts),

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from asyncrl.errors import BadStateError, ExitCode, UserError
 from asyncrl.pages.token_levels import COLOURINGS
+from asyncrl.reader_gone import ends_with_its_reader
 from asyncrl.telemetry.failure import kind_of
 from asyncrl.telemetry.full_disk import describe_full_disk
 from asyncrl.telemetry.reading import is_there, telling_unreadable
@@ -29,6 +30,7 @@ from learner.samples.tables import INDEX_FILE
 WEB_PORT = 7610
 
 
+@ends_with_its_reader
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
