@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import ParamSpec
+from typing import ParamSpec, TextIO
 
 P = ParamSpec("P")
 READER_GONE = 128 + signal.SIGPIPE
@@ -20,14 +20,16 @@ def ends_with_its_reader(main: Callable[P, int]) -> Callable[P, int]:
 
     @wraps(main)
     def ended(*arguments: P.args, **named: P.kwargs) -> int:
+        output: TextIO | None = sys.stdout  # None where it was closed before
         try:
             code = main(*arguments, **named)
-            sys.stdout.flush()
+            if output is not None:
+                output.flush()
             return code
         except BrokenPipeError:
-            if not _is_nobody_reading(sys.stdout.fileno()):
+            if output is None or not _is_nobody_reading(output.fileno()):
                 raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
+            os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())  # the interpreter flushes once more
             return READER_GONE
 
     return ended

@@ -56,6 +56,12 @@ def test_another_broken_pipe_is_an_error(capfd: pytest.CaptureFixture[str]) -> N
         main()
 
 
+def test_without_an_output_a_command_says_what_is_wrong_all_the_same(tmp_path: Path) -> None:
+    command = f'"{sys.executable}" -m asyncrl export "{tmp_path}" "{tmp_path}/model" >&-'
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (2, f"error: there is no checkpoint in {tmp_path}/checkpoints\n")
+
+
 def test_a_file_has_readers_enough(tmp_path: Path) -> None:
     with (tmp_path / "out").open("w") as out:
         subprocess.run([sys.executable, "-m", "asyncrl", "--help"], stdout=out, check=True, timeout=60)
