@@ -22,9 +22,12 @@ def ends_with_its_reader(main: Callable[P, int]) -> Callable[P, int]:
     def ended(*arguments: P.args, **named: P.kwargs) -> int:
         output: TextIO | None = sys.stdout  # None where it was closed before
         try:
-            code = main(*arguments, **named)
-            if output is not None:
-                output.flush()
+            try:
+                code = main(*arguments, **named)
+            except SystemExit:  # of argparse, which has printed its help
+                _flush(output)
+                raise
+            _flush(output)
             return code
         except BrokenPipeError:
             if output is None or not _is_nobody_reading(output.fileno()):
@@ -33,6 +36,11 @@ def ends_with_its_reader(main: Callable[P, int]) -> Callable[P, int]:
             return READER_GONE
 
     return ended
+
+
+def _flush(output: TextIO | None) -> None:
+    if output is not None:
+        output.flush()
 
 
 def _is_nobody_reading(descriptor: int) -> bool:

@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from asyncrl.cli import _parser
+from asyncrl.config.engine_rules import vllm_device_problem
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.suggest import known_paths
@@ -78,7 +79,8 @@ def test_the_settings_of_marked_commands_fit_together(block: Block, tmp_path: Pa
     for command, *words in _asyncrl_commands(block.text):
         overrides = [word for word in words if re.match(r"\w+\.\w", word) and "=" in word]
         if command in ("train", "sync", "learn", "rollout"):
-            load_config(mine, [*overrides, *(["trainer.mode=sync"] if command == "sync" else [])])
+            config = load_config(mine, [*overrides, *(["trainer.mode=sync"] if command == "sync" else [])])
+            assert command == "learn" or vllm_device_problem(config) == ""
 
 
 def _asyncrl_commands(text: str) -> list[list[str]]:

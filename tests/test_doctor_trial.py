@@ -16,6 +16,8 @@ from asyncrl.cli import main as asyncrl
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.doctor import trial
+from asyncrl.doctor.examination import Examination
+from asyncrl.doctor.findings import Finding
 from asyncrl.reader_gone import READER_GONE
 from tests.two_processes import write_config
 from tests.waiting import wait_until
@@ -55,6 +57,26 @@ def test_a_trial_runs_the_real_thing_and_leaves_nothing(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.parametrize("telling", [1, 2, 3])
+def test_a_trial_of_which_nothing_can_be_told_leaves_nothing(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, telling: int
+) -> None:
+    """Whichever of its words cannot be told."""
+    monkeypatch.setattr(trial, "_run", lambda *_: 0)
+    monkeypatch.setattr(trial, "find_in_run", lambda _: iter([Finding("completions", "none", "problem")]))
+    config, told = make_config(), []
+    before = sorted(tmp_path.rglob("*"))
+
+    def tell(finding: Finding, seconds: float) -> None:
+        told.append(finding)
+        if len(told) == telling:
+            raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        Examination(tell).run("trial", trial.find_by_trial(config))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 @pytest.mark.parametrize("ending", ["terminated", "nobody reads"])
 def test_a_doctor_that_ends_before_its_trial_leaves_nothing(
     make_config: MakeConfig, tmp_path: Path, ending: str
@@ -70,7 +92,7 @@ def test_a_doctor_that_ends_before_its_trial_leaves_nothing(
             doctor.terminate()
         else:
             doctor.stdout.close()
-        assert doctor.wait(timeout=120) == (130 if ending == "terminated" else READER_GONE)
+        assert doctor.wait(timeout=300) == (130 if ending == "terminated" else READER_GONE)
         assert doctor.stderr is not None
         assert "Traceback" not in doctor.stderr.read()
     assert sorted(tmp_path.rglob("*")) == before

@@ -16,12 +16,13 @@ import pytest
 
 from asyncrl.cli import main as asyncrl
 from asyncrl.config.devices import same_device
+from asyncrl.config.engine_rules import vllm_device_problem
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_train
 from asyncrl.doctor.model import find_model
 from asyncrl.errors import UserError
-from asyncrl.launch.inputs import check_inputs, check_media
+from asyncrl.launch.inputs import check_devices, check_inputs, check_media
 from asyncrl.models.folder import check_weights, describe_folder
 from asyncrl.models.processing import PromptProcessor
 
@@ -299,10 +300,6 @@ NO_ENGINE_CAN: dict[str, tuple[Sections, str]] = {
         {"rollout": {"engine": "vllm"}, "model": {"lora": {"rank": 513}}},
         "model.lora.rank is 513, and vllm takes at most 512. Lower it, or set rollout.engine=hf",
     ),
-    "another device than the first": (
-        {"rollout": {"engine": "vllm", "device": "cuda:1", "tensor_parallel_size": 2}},
-        "rollout.device is cuda:1, but vLLM takes the first .* Set rollout.device=cuda, and learner.device=cuda:2",
-    ),
     "arguments that hf does not take": (
         {"rollout": {"engine_args": {"max_num_seqs": 4}}},
         r"rollout.engine_args has \['max_num_seqs'\], but the hf engine takes no arguments",
@@ -447,3 +444,25 @@ def test_it_takes_seconds_and_no_torch(make_config: MakeConfig, tiny_model: Path
     assert done.returncode == 2, done.stderr
     assert done.stdout.strip() == "False"
     assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize(
+    ("sections", "fix"),
+    [
+        ({"rollout": {"tensor_parallel_size": 2}}, "Set rollout.device=cuda, and learner.device=cuda:2 for"),
+        ({"learner": {"device": "cuda:1"}}, "Set rollout.device=cuda learner.device=cuda, and CUDA_VISIBLE_DEVICES=1"),
+        ({"learner": {"device": "cuda:1"}, "trainer": {"mode": "sync"}}, "Set rollout.device=cuda learner.device=cuda"),
+    ],
+    ids=["two devices", "one device", "turns"],
+)
+def test_vllm_cannot_be_given_another_device_than_the_first(
+    make_config: MakeConfig, sections: dict[str, Any], fix: str
+) -> None:
+    rollout = {"engine": "vllm", "device": "cuda:1", **sections.get("rollout", {})}
+    config = make_config(**{**sections, "rollout": rollout})
+    problem = "rollout.device is cuda:1, but vLLM takes the first of the devices that it sees. " + fix
+    with pytest.raises(UserError, match=re.escape(problem)):
+        check_devices(config, ("rollout_server",))
+    for device in ("cuda", "cuda:0", "cuda:00", "auto", "cpu"):
+        assert vllm_device_problem(make_config(rollout={"engine": "vllm", "device": device})) == ""
+    assert vllm_device_problem(make_config(rollout={"engine": "hf", "device": "cuda:1"})) == ""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from asyncrl.config.devices import same_device
+
 if TYPE_CHECKING:
     from asyncrl.config.schema import RunConfig
 
@@ -50,13 +52,24 @@ def _vllm_problems(config: RunConfig) -> list[str]:
             f"model.lora.rank is {config.model.lora.rank}, and vllm takes at most {LARGEST_RANK_FOR_VLLM}. Lower it, "
             "or set rollout.engine=hf"
         )
-    device, taken = config.rollout.device, config.rollout.tensor_parallel_size
-    if device.startswith("cuda:") and device != "cuda:0":
-        problems.append(
-            f"rollout.device is {device}, but vLLM takes the first of the devices that it sees. Set "
-            f"rollout.device=cuda, and learner.device=cuda:{taken} for the learner to have one of its own"
-        )
     return problems
+
+
+def vllm_device_problem(config: RunConfig) -> str:
+    """Why a server cannot give vLLM its device, with the fix; empty if it can. Other commands need not."""
+    rollout = config.rollout
+    _, _, index = rollout.device.partition("cuda:")
+    if rollout.engine != "vllm" or int(index or 0) == 0:
+        return ""
+    shown = f"CUDA_VISIBLE_DEVICES={index} in the environment"
+    if same_device(config, cuda=True):
+        fix = f"Set rollout.device=cuda learner.device=cuda, and {shown}"
+    else:
+        fix = (
+            f"Set rollout.device=cuda, and learner.device=cuda:{rollout.tensor_parallel_size} for the one behind; or "
+            f"start the server by itself (asyncrl rollout) with {shown}"
+        )
+    return f"rollout.device is {rollout.device}, but vLLM takes the first of the devices that it sees. {fix}"
 
 
 def too_cold(temperature: float) -> str:

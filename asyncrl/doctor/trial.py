@@ -35,12 +35,13 @@ LOG = "trial.log"
 
 def find_by_trial(config: RunConfig) -> Findings[None]:
     """The folder is on the disk of run_dir, and stays where the trial fails."""
-    folder = Path(tempfile.mkdtemp(prefix="asyncrl-trial-", dir=nearest_folder(config.run_path)))
-    trial = smallest(config, folder / "run")
     deadline_s = config.network.start_timeout_s + BEYOND_START_S
-    keep = True
     yield Finding("trial", f"a real run of {STEPS} tiny steps begins, and has {deadline_s:g} s", "note")
+    folder = Path(tempfile.mkdtemp(prefix="asyncrl-trial-", dir=nearest_folder(config.run_path)))
+    keep = False
     try:
+        trial = smallest(config, folder / "run")
+        keep = True
         began = time.monotonic()
         code = _run(trial, folder, deadline_s)
         spent = time.monotonic() - began

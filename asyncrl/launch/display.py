@@ -8,9 +8,9 @@ import time
 from contextlib import AbstractContextManager
 from typing import Any
 
-from rich.console import Console
 from rich.live import Live
 
+from asyncrl.console import Console
 from asyncrl.launch.alerts import alerts
 from asyncrl.launch.glyphs import Glyphs
 from asyncrl.launch.panel import RunPanel

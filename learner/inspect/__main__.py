@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from rich.console import Console
-
+from asyncrl.console import Console
 from asyncrl.errors import BadStateError, ExitCode, UserError
 from asyncrl.pages.token_levels import COLOURINGS
 from asyncrl.reader_gone import ends_with_its_reader
@@ -44,9 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitCode.USER_ERROR if isinstance(error, UserError) else ExitCode.BAD_STATE
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def _parser() -> argparse.ArgumentParser:
