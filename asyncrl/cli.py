@@ -202,8 +202,7 @@ def _check(arguments: argparse.Namespace, side: Side) -> RunConfig:
 def _become(module: str, *arguments: str) -> NoReturn:
     """Replace this process: signals and the exit code are the service's own."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if sys.stdout is not None:  # as where it was closed before
-        sys.stdout.flush()
+    sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
 
 

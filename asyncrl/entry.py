@@ -84,7 +84,7 @@ def _leave(code: int) -> NoReturn:
 
 def _quit(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # nobody reads any more
+        with suppress(OSError, ValueError, AttributeError):  # nobody reads any more; None where it was closed before
             stream.flush()
     os._exit(code)
 

@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import ParamSpec, TextIO
+from typing import ParamSpec
 
 P = ParamSpec("P")
 READER_GONE = 128 + signal.SIGPIPE
@@ -20,27 +20,24 @@ def ends_with_its_reader(main: Callable[P, int]) -> Callable[P, int]:
 
     @wraps(main)
     def ended(*arguments: P.args, **named: P.kwargs) -> int:
-        output: TextIO | None = sys.stdout  # None where it was closed before
+        if sys.stdout is None:  # it was closed before, as by `>&-`
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # as long as the process
+        output = sys.stdout
         try:
             try:
                 code = main(*arguments, **named)
             except SystemExit:  # of argparse, which has printed its help
-                _flush(output)
+                output.flush()
                 raise
-            _flush(output)
+            output.flush()
             return code
         except BrokenPipeError:
-            if output is None or not _is_nobody_reading(output.fileno()):
+            if not _is_nobody_reading(output.fileno()):
                 raise
             os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())  # the interpreter flushes once more
             return READER_GONE
 
     return ended
-
-
-def _flush(output: TextIO | None) -> None:
-    if output is not None:
-        output.flush()
 
 
 def _is_nobody_reading(descriptor: int) -> bool:

@@ -22,9 +22,10 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_train
 from asyncrl.doctor.model import find_model
 from asyncrl.errors import UserError
-from asyncrl.launch.inputs import check_devices, check_inputs, check_media
+from asyncrl.launch.inputs import check_inputs, check_media
 from asyncrl.models.folder import check_weights, describe_folder
 from asyncrl.models.processing import PromptProcessor
+from rollout_server.engines.vllm_engine.settings import check_vllm
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -449,9 +450,19 @@ def test_it_takes_seconds_and_no_torch(make_config: MakeConfig, tiny_model: Path
 @pytest.mark.parametrize(
     ("sections", "fix"),
     [
-        ({"rollout": {"tensor_parallel_size": 2}}, "Set rollout.device=cuda, and learner.device=cuda:2 for"),
-        ({"learner": {"device": "cuda:1"}}, "Set rollout.device=cuda learner.device=cuda, and CUDA_VISIBLE_DEVICES=1"),
-        ({"learner": {"device": "cuda:1"}, "trainer": {"mode": "sync"}}, "Set rollout.device=cuda learner.device=cuda"),
+        (
+            {"rollout": {"tensor_parallel_size": 2}},
+            "Set rollout.device=cuda, and either learner.device=cuda:2 for the one behind, or "
+            "CUDA_VISIBLE_DEVICES=1,2 in the environment of a server that is started by itself (asyncrl rollout)",
+        ),
+        (
+            {"learner": {"device": "cuda:1"}},
+            "Set rollout.device=cuda learner.device=cuda, and CUDA_VISIBLE_DEVICES=1 in the environment",
+        ),
+        (
+            {"learner": {"device": "cuda:1"}, "trainer": {"mode": "sync"}},
+            "Set rollout.device=cuda learner.device=cuda, and CUDA_VISIBLE_DEVICES=1 in the environment",
+        ),
     ],
     ids=["two devices", "one device", "turns"],
 )
@@ -459,10 +470,10 @@ def test_vllm_cannot_be_given_another_device_than_the_first(
     make_config: MakeConfig, sections: dict[str, Any], fix: str
 ) -> None:
     rollout = {"engine": "vllm", "device": "cuda:1", **sections.get("rollout", {})}
-    config = make_config(**{**sections, "rollout": rollout})
-    problem = "rollout.device is cuda:1, but vLLM takes the first of the devices that it sees. " + fix
-    with pytest.raises(UserError, match=re.escape(problem)):
-        check_devices(config, ("rollout_server",))
+    with pytest.raises(UserError) as refused:
+        check_vllm(make_config(**{**sections, "rollout": rollout}))
+    known = "rollout.device is cuda:1, but vLLM takes the first of the devices that it sees. "
+    assert str(refused.value) == known + fix
     for device in ("cuda", "cuda:0", "cuda:00", "auto", "cpu"):
         assert vllm_device_problem(make_config(rollout={"engine": "vllm", "device": device})) == ""
     assert vllm_device_problem(make_config(rollout={"engine": "hf", "device": "cuda:1"})) == ""

@@ -128,6 +128,12 @@ def test_the_panel_is_no_larger_than_its_terminal(tmp_path: Path, width: int, he
     assert {len(line) for line in lines} == {width}
 
 
+@pytest.mark.parametrize("width", range(1, 16))
+def test_no_terminal_is_too_narrow_to_go_on(tmp_path: Path, width: int) -> None:
+    write_run(tmp_path / "run")
+    assert text_of(tmp_path / "run", width, 24)
+
+
 def test_a_terminal_of_24_lines_is_enough(tmp_path: Path) -> None:
     write_run(tmp_path / "run")
     output = io.StringIO()

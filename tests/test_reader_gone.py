@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from asyncrl.reader_gone import READER_GONE, ends_with_its_reader
 from tests.test_panel import write_run
 
+CHANGES_WHAT_IS_PRINTED = ("PYTHONUNBUFFERED", "COLUMNS")
 ASYNCRL = (sys.executable, "-m", "asyncrl")
 
 
@@ -20,7 +22,7 @@ def run_unread(*command: str) -> tuple[int, str]:
     """Exit code and stderr of a command whose reader has gone before it begins."""
     reader, writer = os.pipe()
     os.close(reader)
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    environment = {name: value for name, value in os.environ.items() if name not in CHANGES_WHAT_IS_PRINTED}
     try:
         done = subprocess.run(
             command, stdout=writer, stderr=subprocess.PIPE, env=environment, text=True, check=False, timeout=120
@@ -52,10 +54,28 @@ def test_another_broken_pipe_is_an_error() -> None:
         main()
 
 
-def test_without_an_output_a_command_says_what_is_wrong_all_the_same(tmp_path: Path) -> None:
-    command = f'"{sys.executable}" -m asyncrl export "{tmp_path}" "{tmp_path}/model" >&-'
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=60)
-    assert (done.returncode, done.stderr) == (2, f"error: there is no checkpoint in {tmp_path}/checkpoints\n")
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (["export", "{folder}", "{folder}/model"], 2, "error: there is no checkpoint in {folder}/checkpoints\n"),
+        (["watch", "{folder}/run"], 0, ""),
+        (["config-reference"], 0, ""),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_without_an_output_a_command_does_its_work_all_the_same(
+    tmp_path: Path, words: list[str], code: int, told: str
+) -> None:
+    write_run(tmp_path / "run").status(phase="finished")
+    command = shlex.join([*ASYNCRL, *(word.format(folder=tmp_path) for word in words)])
+    done = subprocess.run(["bash", "-c", f"{command} >&-"], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (code, told.format(folder=tmp_path))
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-"])
+def test_a_service_without_an_output_keeps_its_exit_code(closed: str) -> None:
+    command = f'"{sys.executable}" -c "from asyncrl.entry import _quit; _quit(4)" {closed}'
+    assert subprocess.run(["bash", "-c", command], check=False, timeout=60).returncode == 4
 
 
 def test_a_file_has_readers_enough(tmp_path: Path) -> None:

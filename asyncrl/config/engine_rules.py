@@ -58,16 +58,17 @@ def _vllm_problems(config: RunConfig) -> list[str]:
 def vllm_device_problem(config: RunConfig) -> str:
     """Why a server cannot give vLLM its device, with the fix; empty if it can. Other commands need not."""
     rollout = config.rollout
-    _, _, index = rollout.device.partition("cuda:")
-    if rollout.engine != "vllm" or int(index or 0) == 0:
+    first = int(rollout.device.partition("cuda:")[2] or 0)
+    if rollout.engine != "vllm" or first == 0:
         return ""
-    shown = f"CUDA_VISIBLE_DEVICES={index} in the environment"
+    count = rollout.tensor_parallel_size
+    shown = f"CUDA_VISIBLE_DEVICES={','.join(map(str, range(first, first + count)))} in the environment"
     if same_device(config, cuda=True):
         fix = f"Set rollout.device=cuda learner.device=cuda, and {shown}"
     else:
         fix = (
-            f"Set rollout.device=cuda, and learner.device=cuda:{rollout.tensor_parallel_size} for the one behind; or "
-            f"start the server by itself (asyncrl rollout) with {shown}"
+            f"Set rollout.device=cuda, and either learner.device=cuda:{count} for the one behind, or {shown} of a "
+            "server that is started by itself (asyncrl rollout)"
         )
     return f"rollout.device is {rollout.device}, but vLLM takes the first of the devices that it sees. {fix}"
 

@@ -41,9 +41,9 @@ def find_by_trial(config: RunConfig) -> Findings[None]:
     keep = False
     try:
         trial = smallest(config, folder / "run")
-        keep = True
         began = time.monotonic()
         code = _run(trial, folder, deadline_s)
+        keep = True
         spent = time.monotonic() - began
         if code == 0:
             steps = f"{STEPS} steps of {trial.batch.prompts_per_step} x {trial.batch.group_size} completions"

@@ -49,7 +49,7 @@ class Glyphs:
     def lines(self, text: object, cells: int, limit: int) -> list[str]:
         """The beginning of the text in at most `limit` such lines."""
         whole = self.line(text)
-        parts = chop_cells(whole, cells)
+        parts = chop_cells(whole, max(1, cells))
         if len(parts) <= limit:
             return parts or [""]
         return [*parts[: limit - 1], self.cut("".join(parts[limit - 1 :]), cells)]

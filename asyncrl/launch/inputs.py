@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from asyncrl.config.channel_rules import DEVICE_CHANNELS
 from asyncrl.config.devices import same_device, two_devices
-from asyncrl.config.engine_rules import vllm_device_problem
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import Purpose, RowSource, open_train, open_validation
 from asyncrl.errors import UserError
@@ -109,9 +108,6 @@ def _first_row_with(rows: RowSource, key: str) -> str | None:
 
 def check_devices(config: RunConfig, sides: tuple[Side, ...]) -> None:
     """Those that are named are there, in sync mode they are one, and a channel between devices can join them."""
-    problem = vllm_device_problem(config) if "rollout_server" in sides else ""
-    if problem:
-        raise UserError(problem)
     names: dict[Side, str] = {"learner": config.learner.device, "rollout_server": config.rollout.device}
     alike = names["learner"] == names["rollout_server"]
     plain = all(name in ("auto", "cpu") for name in names.values()) and alike

@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import torch
 
+from asyncrl.config.engine_rules import vllm_device_problem
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.suggest import close_names
 from asyncrl.errors import UserError
@@ -76,6 +77,9 @@ MEMORY_SETTINGS = ("gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_b
 
 def check_vllm(config: RunConfig) -> bool:
     """Whether vLLM will use CUDA. Raises UserError for whatever is known to go wrong before it is even imported."""
+    problem = vllm_device_problem(config)
+    if problem:
+        raise UserError(problem)
     cuda = resolve_device(config.rollout.device, "rollout.device").type == "cuda"
     check_settings(config, cuda=cuda)
     check_installed(cuda=cuda)
