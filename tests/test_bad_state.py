@@ -70,7 +70,7 @@ def resume_both(run: Path, *overrides: str) -> tuple[int, int]:
 
 def learner_alone(run: Path, *arguments: str) -> int:
     """Exit code of a learner that should not come as far as to need a server."""
-    return exit_codes([start("learner", run / "config.yaml", *arguments)], timeout_s=180)[0]
+    return exit_codes([start("learner", run / "config.yaml", *arguments)], timeout_s=60)[0]
 
 
 def refusal_of(run: Path) -> str:

@@ -80,9 +80,9 @@ def test_a_run_that_was_killed_and_resumed_equals_the_unbroken_run(
         services[0].send_signal(signal.SIGKILL)
         services[0].wait()
         services[1].terminate()
-        services[1].wait(timeout=120)
+        services[1].wait(timeout=30)
         changed = start("learner", file, "--resume", "batch.prompts_per_step=2", "learner.on_stale=drop")
-        assert changed.wait(timeout=180) == 2
+        assert changed.wait(timeout=60) == 2
         said = (run / "learner.log").read_text()
         assert "batch.prompts_per_step was 4, is 2" in said
         assert "learner.on_stale was wait, is drop" in said
@@ -125,7 +125,7 @@ def test_a_late_second_server_shares_the_work_and_both_endpoints_can_be_scraped(
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
                 assert name in answer.read().decode()
         services[0].terminate()
-        codes = [service.wait(timeout=180) for service in services]
+        codes = [service.wait(timeout=60) for service in services]
         assert codes == [130, 4, 4], logs(run) + logs(tmp_path / "second")
     finally:
         for service in services:

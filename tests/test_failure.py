@@ -63,7 +63,7 @@ def run_service(
         str(file),
         *arguments,
     ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=30)
 
 
 def test_bad_state_is_saved_where_the_launcher_looks_with_the_last_known_step(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_a_log_on_a_full_disk_changes_no_exit_code(tmp_path: Path, error: str, c
     file = tmp_path / "config.yaml"
     file.write_text(CONFIG.format(run_dir=tmp_path / "run"))
     with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-c", script, "--config", str(file)], stderr=full, timeout=120)
+        done = subprocess.run([sys.executable, "-c", script, "--config", str(file)], stderr=full, timeout=30)
     assert done.returncode == code
 
 

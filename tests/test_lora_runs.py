@@ -170,12 +170,12 @@ def test_a_server_with_another_base_is_told_to_copy_the_model(make_config: MakeC
     learner = start("learner", file)
     try:
         server = start("rollout_server", file, f"model.path={other}")
-        assert server.wait(timeout=180) == 2
+        assert server.wait(timeout=60) == 2
         said = (run / "rollout_server.log").read_text()
         assert "only adapters travel" in said
         assert "Copy the learner's model folder" in said
-        assert start("rollout_server", file).wait(timeout=180) == 0, logs(run)
-        assert learner.wait(timeout=180) == 0, logs(run)
+        assert start("rollout_server", file).wait(timeout=60) == 0, logs(run)
+        assert learner.wait(timeout=60) == 0, logs(run)
     finally:
         learner.kill()
 
@@ -188,7 +188,7 @@ def test_a_warm_start_may_train_an_adapter(make_config: MakeConfig, digits_data:
         sft={"steps": 20, "rows_per_step": 8, "optim": {"lr": 1e-2}},
     )
     file = write_config(config, tmp_path / "run")
-    assert start("learner.sft", file).wait(timeout=240) == 0, logs(tmp_path / "run")
+    assert start("learner.sft", file).wait(timeout=90) == 0, logs(tmp_path / "run")
     losses = [step["loss"] for step in lines(tmp_path / "run" / "metrics.jsonl")]
     assert losses[-1] < losses[0] - 0.3, losses
     base, trained = weights(config.model.path, config), weights(tmp_path / "run" / "export", config)

@@ -68,7 +68,7 @@ class Pair:
             process.kill()
             process.wait()
 
-    def wait_for(self, satisfied: Callable[[], bool], timeout_s: float = 300.0) -> None:
+    def wait_for(self, satisfied: Callable[[], bool], timeout_s: float = 90.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not satisfied():
             assert time.monotonic() < deadline, logs(self.run)
@@ -94,7 +94,7 @@ class Pair:
         self.wait_for(stopped)
 
     def codes(self) -> list[int]:
-        return [process.wait(timeout=240) for process in (self.learner, self.server)]
+        return [process.wait(timeout=90) for process in (self.learner, self.server)]
 
 
 def slow_server(make_config: Callable[..., RunConfig], run: Path, **network: float) -> RunConfig:
@@ -135,11 +135,11 @@ def test_an_interrupted_side_that_sleeps_ends_at_once(
         pair.stop_in_its_turn(holder, from_fence=4 if holder is pair.server else 3)
         interrupted = time.monotonic()
         sleeper.send_signal(signal.SIGTERM)
-        assert sleeper.wait(timeout=120) == 130, logs(run)
+        assert sleeper.wait(timeout=30) == 130, logs(run)
         assert time.monotonic() - interrupted < 15, "it waits for nobody"
         holder.send_signal(signal.SIGTERM)
         holder.send_signal(signal.SIGCONT)
-        assert holder.wait(timeout=120) in (0, 130), logs(run)
+        assert holder.wait(timeout=30) in (0, 130), logs(run)
     assert [path.name for path in run.iterdir() if path.name.startswith("tmp")] == [], "no file of sleeping tensors"
 
 
@@ -206,9 +206,9 @@ def test_a_side_that_finds_no_room_to_wake_up_ends_the_run_with_the_numbers(
         limit = psutil.Process(sleeper.pid).memory_info().vms + (16 << 20)
         resource.prlimit(sleeper.pid, resource.RLIMIT_AS, (limit, limit))
         holder.send_signal(signal.SIGCONT)
-        assert sleeper.wait(timeout=240) == 3, logs(run)
+        assert sleeper.wait(timeout=90) == 3, logs(run)
         reason = (run / f"{victim}.log").read_text().splitlines()[-1]
         assert re.match(r"error: .*cannot wake: it needs \d{2,3} MiB on cpu and got \d+; \d+ MiB are free", reason)
         if victim == "learner":
             assert failure_of(run).reason == reason.removeprefix("error: ")
-            assert holder.wait(timeout=180) == 4, "it is told"
+            assert holder.wait(timeout=60) == 4, "it is told"

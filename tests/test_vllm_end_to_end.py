@@ -173,7 +173,7 @@ def test_the_device_of_a_killed_server_is_not_free_before_vllms_core_is_gone(
     config = turns_config(make_config, 1)
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"mode": "sync"})})
     with Pair(config, run) as pair:
-        pair.wait_for(lambda: pair.has_it(pair.server, from_fence=4))
+        pair.wait_for(lambda: pair.has_it(pair.server, from_fence=4), timeout_s=240)
         pair.learner.send_signal(signal.SIGSTOP)
         (core,) = [int(line.split()[2]) for line in (run / USERS_FILE).read_text().splitlines()]
         assert core in {process.pid for process in psutil.Process(pair.server.pid).children(recursive=True)}

@@ -10,14 +10,14 @@ from subprocess import Popen
 from tests.small_runs import logs
 
 
-def wait_until(condition: Callable[[], bool], what: str, logs_in: Path | None = None, timeout_s: float = 180.0) -> None:
+def wait_until(condition: Callable[[], bool], what: str, logs_in: Path | None = None, timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}\n{logs(logs_in) if logs_in else ''}"
         time.sleep(0.02)
 
 
-def exit_codes(services: Sequence[Popen[str]], timeout_s: float = 240.0) -> list[int]:
+def exit_codes(services: Sequence[Popen[str]], timeout_s: float = 120.0) -> list[int]:
     """Of processes that end by themselves; all are gone on return."""
     try:
         return [service.wait(timeout=timeout_s) for service in services]
