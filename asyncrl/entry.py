@@ -90,7 +90,7 @@ def _quit(code: int) -> NoReturn:
 
 
 def _guarded(name: str, main: Main, arguments: argparse.Namespace) -> int:
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         config = load_config(arguments.config, arguments.overrides)
@@ -139,7 +139,3 @@ def require_fixed_ports(config: RunConfig) -> None:
             raise UserError(
                 f"network.{key} is 0, which only `asyncrl train` can resolve. Set the same port on both sides"
             )
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
