@@ -17,6 +17,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.doctor import trial
 from asyncrl.doctor.examination import Examination
+from asyncrl.doctor.examine import terminated_as_interrupted
 from asyncrl.doctor.findings import Finding
 from asyncrl.reader_gone import READER_GONE
 from tests.two_processes import write_config
@@ -87,7 +88,7 @@ def test_a_doctor_that_ends_before_its_trial_leaves_nothing(
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as doctor:
         assert doctor.stdout is not None
         assert any("a real run of 2 tiny steps begins" in line for line in doctor.stdout)
-        wait_until(lambda: any(tmp_path.rglob("trial.log")), "the trial")
+        wait_until(lambda: any(log.stat().st_size for log in tmp_path.rglob("learner.log")), "the trial's learner")
         if ending == "terminated":
             doctor.terminate()
         else:
@@ -96,6 +97,33 @@ def test_a_doctor_that_ends_before_its_trial_leaves_nothing(
         assert doctor.stderr is not None
         assert "Traceback" not in doctor.stderr.read()
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_doctor_that_is_terminated_twice_ends_after_its_trial() -> None:
+    """The second time while its launcher, which hears of it as well, stops the services."""
+    launcher = """
+import os, signal, time
+terms = []
+def stop(*_):
+    terms.append(1)
+    if len(terms) == 1:
+        os.kill(os.getppid(), signal.SIGTERM)
+    else:
+        raise SystemExit(7)
+signal.signal(signal.SIGTERM, stop)
+print("ready", flush=True)
+while True:
+    time.sleep(0.05)
+"""
+    with subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+            with pytest.raises(KeyboardInterrupt), terminated_as_interrupted(), trial._ended(process):
+                raise KeyboardInterrupt
+            assert process.poll() == 7
+        finally:
+            process.kill()
 
 
 def test_a_trial_that_takes_too_long_is_stopped(

@@ -463,8 +463,12 @@ def test_it_takes_seconds_and_no_torch(make_config: MakeConfig, tiny_model: Path
             {"learner": {"device": "cuda:1"}, "trainer": {"mode": "sync"}},
             "Set rollout.device=cuda learner.device=cuda, and CUDA_VISIBLE_DEVICES=1 in the environment",
         ),
+        (
+            {"learner": {"device": "cpu"}},
+            "Set rollout.device=cuda, and CUDA_VISIBLE_DEVICES=1 in the environment",
+        ),
     ],
-    ids=["two devices", "one device", "turns"],
+    ids=["two devices", "one device", "turns", "learner without"],
 )
 def test_vllm_cannot_be_given_another_device_than_the_first(
     make_config: MakeConfig, sections: dict[str, Any], fix: str

@@ -114,8 +114,9 @@ def test_values_stand_below_each_other_and_a_number_that_is_cut_looks_cut(tmp_pa
         "much too good",
         "which digit?",
     )
-    columns = {line.index(value) for value in values for line in lines if value in line}
-    assert len(columns) == 1, "\n".join(lines)
+    columns = {value: {line.index(value) for line in lines if value in line} for value in values}
+    assert len(set().union(*columns.values())) == 1, "\n".join(lines)
+    assert all(columns.values()), "\n".join(lines)
     assert any("good 123456… " in line for line in lines)
     assert any("bad -12345.… " in line for line in lines)
 
@@ -126,6 +127,7 @@ def test_the_panel_is_no_larger_than_its_terminal(tmp_path: Path, width: int, he
     lines = text_of(tmp_path / "run", width, height).splitlines()
     assert len(lines) <= height, "\n".join(lines)
     assert {len(line) for line in lines} == {width}
+    assert any("0.400" in line for line in lines), "names leave room for values\n" + "\n".join(lines)
 
 
 @pytest.mark.parametrize("width", range(1, 16))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asyncrl.config.devices import same_device
+from asyncrl.config.devices import meant_device, same_device
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import RunConfig
@@ -65,6 +65,8 @@ def vllm_device_problem(config: RunConfig) -> str:
     shown = f"CUDA_VISIBLE_DEVICES={','.join(map(str, range(first, first + count)))} in the environment"
     if same_device(config, cuda=True):
         fix = f"Set rollout.device=cuda learner.device=cuda, and {shown}"
+    elif meant_device(config.learner.device, cuda=True) == "cpu":
+        fix = f"Set rollout.device=cuda, and {shown}"
     else:
         fix = (
             f"Set rollout.device=cuda, and either learner.device=cuda:{count} for the one behind, or {shown} of a "

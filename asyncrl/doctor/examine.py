@@ -33,7 +33,7 @@ PLAN_S = DATA_S = 300.0
 
 
 @contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
+def terminated_as_interrupted() -> Iterator[None]:
     """A scheduler's or a `timeout`'s SIGTERM, too, leaves nothing of the trial."""
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -42,7 +42,7 @@ def _terminated_as_interrupted() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-@_terminated_as_interrupted()
+@terminated_as_interrupted()
 def examine(file: Path | None, overrides: Sequence[str], *, quick: bool, as_json: bool) -> int:
     """Exit code 0 or 1: is there a problem? Of a configuration that cannot be read it is 2: as JSON a finding, else
     the UserError is raised.

@@ -109,13 +109,26 @@ def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
     try:
         yield
     finally:
-        if process.poll() is None:
+        _stop(process)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Returns when it has ended: what it writes to is removed next. It hears of further interrupts as well, and waits
+    for its services no longer then.
+    """
+    deadline = time.monotonic() + STOP_S
+    again: KeyboardInterrupt | None = None
+    while process.poll() is None:
+        try:
             process.terminate()
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        except KeyboardInterrupt as interrupt:
+            again = interrupt
+    if again:
+        raise again
 
 
 def _failed(config: RunConfig, folder: Path, code: int | None, deadline_s: float) -> Finding:
