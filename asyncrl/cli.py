@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from asyncrl.config.schema import RunConfig
     from asyncrl.launch.inputs import Side
 
+DRY_RUN = "print what would be run, and one rendered prompt; what this machine lacks for it, doctor says"
+
 
 @ends_with_its_reader
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,10 +50,10 @@ def _parser() -> argparse.ArgumentParser:
 
     train = _command(commands, "train", _train, "run a rollout server and a learner on this machine, and watch them")
     train.add_argument("--resume", action="store_true", help="continue run_dir from its newest checkpoint")
-    train.add_argument("--dry-run", action="store_true", help="print what would be run, and one rendered prompt")
+    train.add_argument("--dry-run", action="store_true", help=DRY_RUN)
     sync = _command(commands, "sync", _sync, "train, with learner and rollout server taking turns on one device")
     sync.add_argument("--resume", action="store_true", help="continue run_dir from its newest checkpoint")
-    sync.add_argument("--dry-run", action="store_true", help="print what would be run, and one rendered prompt")
+    sync.add_argument("--dry-run", action="store_true", help=DRY_RUN)
     _command(commands, "sft", _sft, "supervised warm start on data.target_key")
     rollout = _command(commands, "rollout", _rollout, "the rollout server alone")
     rollout.add_argument(

@@ -20,8 +20,8 @@ ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", ROOT / "docker" / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 NEEDS = ("gpu", "docker", "cluster", "network", "browser")
 AS_SUCH = ("make demo", "make test")
-"""Not run here: they make environments and take minutes. `make test` is what .ci/run runs, and `prepare` goes through
-the stages of `make demo` in small."""
+"""Not run here: they make environments and take minutes. `make test` is what .ci/run runs, and tests/test_demo.py runs
+what `make demo` does in small."""
 BLOCK_TIMEOUT_S = 300
 TOO_LONG = 124
 """Exit code of a block that was still running then, as of timeout(1)."""

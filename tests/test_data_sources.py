@@ -147,8 +147,16 @@ def test_a_data_set_of_the_hub_that_cannot_be_had(monkeypatch: pytest.MonkeyPatc
         raise ValueError(f"Unknown split {split!r}")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(UserError, match=r"cannot load org/name \(split 'nope'\): ValueError: Unknown split"):
+    with pytest.raises(
+        UserError, match=r"cannot load org/name \(split 'nope'\): ValueError: Unknown split .* Check name, split"
+    ):
         open_train(config_for("org/name@nope"))
+
+
+def test_a_data_set_of_the_hub_that_may_not_be_downloaded() -> None:
+    """The real library, which is offline in tests."""
+    with pytest.raises(UserError, match=r"cannot load org/name .* HF_HUB_OFFLINE forbids downloads: set it to 0, or"):
+        open_train(config_for("org/name@train"))
 
 
 def test_a_folder_of_images_takes_the_folder_name_as_answer(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -218,6 +219,30 @@ def test_a_group_without_colours(store: MadeUpStore, capsys: pytest.CaptureFixtu
     assert not set(shown) & set("\x1b\x07\u202e")
     assert command.main(["run", "--ticket", str(FORGOTTEN_TICKET)]) == 0
     assert "not kept any more" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("width", [40, 80, 110])
+def test_what_is_said_of_a_completion_is_not_cut(
+    store: MadeUpStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int
+) -> None:
+    monkeypatch.setattr(command, "_console", lambda: Console(force_terminal=True, color_system=None, width=width))
+    assert command.main(["run", "--ticket", "7"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert all(re.search(rf"\b7\.{n} reward .*? \d+ tokens staleness \d Δ max \S+ ", shown) for n in range(4))
+
+
+def test_one_completion_of_a_group(store: MadeUpStore, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["run", "--ticket", "7.3", "--json"]) == 0
+    assert [one["trajectory"] for one in json.loads(capsys.readouterr().out)["trajectories"]] == [3]
+    assert command.main(["run", "--ticket", "7.3"]) == 0
+    shown = capsys.readouterr().out
+    assert "7.3   reward" in shown
+    assert "7.2   reward" not in shown
+    assert command.main(["run", "--ticket", "7.9"]) == 2
+    assert capsys.readouterr().err == "error: there is no sample 7.9. The group has 7.0, 7.1, 7.2, 7.3\n"
+    for text in ("7.", ".3", "7.3.1", "7.-1"):
+        with pytest.raises(SystemExit):
+            command.main(["run", "--ticket", text])
 
 
 def test_a_group_as_json(store: MadeUpStore, capsys: pytest.CaptureFixture[str]) -> None:

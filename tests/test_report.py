@@ -183,6 +183,21 @@ def test_a_directory_without_a_run_is_refused(tmp_path: Path, capsys: pytest.Cap
     assert not list(tmp_path.rglob("report.html"))
 
 
+def test_the_folder_of_a_demo_is_refused_with_the_run_in_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made.make_run(Path("demo/grpo"))
+    Path("demo/config.yaml").write_text("run_dir: demo/grpo\n")
+    assert main(["report", "demo"]) == 2
+    assert capsys.readouterr().err == (
+        "error: there is no run in demo, but its config.yaml is of one: demo/grpo. Name that\n"
+    )
+    for here in (".", "demo", "elsewhere", "'\\0'", "[demo/grpo]", "''"):
+        Path("demo/config.yaml").write_text(f"run_dir: {here}\n")
+        assert main(["report", "demo"]) == (2 if here == "." else 0)
+
+
 @pytest.mark.parametrize("only", ["config.yaml", "status.json", "metrics.jsonl", "journal.sqlite", "failure.json"])
 def test_a_run_that_has_hardly_begun_has_a_page(tmp_path: Path, only: str) -> None:
     (tmp_path / only).touch()

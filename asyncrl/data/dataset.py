@@ -187,10 +187,19 @@ def _open_hub(name: str, split: str) -> Table:
         loaded = datasets.load_dataset(name, split=split)
     except (OSError, ValueError, DatasetsError) as error:
         raise UserError(
-            f"the `datasets` library cannot load {name} (split {split!r}): {type(error).__name__}: {error}"
+            f"the `datasets` library cannot load {name} (split {split!r}): {type(error).__name__}: {error}. "
+            + _hub_fix(error)
         ) from error
     base = Path(name) if Path(name).is_dir() else Path()
     return HubTable(loaded, f"{name}@{split}", base)
+
+
+def _hub_fix(error: Exception) -> str:
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    if HF_HUB_OFFLINE and isinstance(error, ConnectionError):
+        return "HF_HUB_OFFLINE forbids downloads: set it to 0, or name a folder that `save_to_disk` has written"
+    return "Check name, split and network, or name a folder that `save_to_disk` has written"
 
 
 def _check_columns(tables: Sequence[Table], config: DataConfig, purpose: Purpose) -> None:

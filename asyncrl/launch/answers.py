@@ -16,6 +16,7 @@ from asyncrl.launch.alerts import alerts
 from asyncrl.launch.glyphs import Glyphs, slice_means
 from asyncrl.launch.story import Story
 from asyncrl.launch.wording import MISSING, number, time_left
+from asyncrl.telemetry.limits import LIMITS
 
 BETWEEN_FACTS = 3
 SPARKLINE_CELLS = 48
@@ -173,10 +174,12 @@ class Answers:
         return Row("servers", self._facts((f"{len(servers)} at version", behind)), rank=1)
 
     def _side(self, side: str, *more: Fact) -> list[Text]:
+        """Servers that wait are no fault: `max_staleness` holds them, or the learner is the slower one."""
         idle = self.story.last(f"idle/{side}")
+        starves = side == "learner" and idle is not None and idle > LIMITS["LearnerStarves"].value
         return self._facts(
             ("tokens/s", number(self.story.last(f"tokens_per_s/{side}"), 0)),
-            ("idle", MISSING if idle is None else f"{idle:.0%}", "yellow" if idle is not None and idle > 0.5 else ""),
+            ("idle", MISSING if idle is None else f"{idle:.0%}", "yellow" if starves else ""),
             *more,
         )
 

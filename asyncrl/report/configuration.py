@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -13,6 +14,7 @@ from asyncrl.report.run import Run
 PLACES = {"run_dir", *(f"{s}_port" for s in ("network.control", "network.weights"))}
 """Settings that say where a run is, not what it does."""
 LONGEST = 300
+_CODE = re.compile("`([^`]+)`")
 
 
 def configuration(run: Run) -> str:
@@ -31,7 +33,7 @@ def configuration(run: Run) -> str:
             rows.append((path, value, "", key.text))
     body = "".join(
         f'<tr><td class="key">{text(path)}</td><td class="value">{text(_shown(value))}</td><td class="default">'
-        f"{text(default)}</td><td>{text(meaning)}</td></tr>"
+        f"{text(default)}</td><td>{_with_code(meaning)}</td></tr>"
         for path, value, default, meaning in rows
     )
     table = (
@@ -40,6 +42,10 @@ def configuration(run: Run) -> str:
     )
     whole = f"<details><summary>The whole configuration</summary><pre>{text(run.config_text)}</pre></details>"
     return table + whole
+
+
+def _with_code(meaning: str) -> str:
+    return _CODE.sub(r"<code>\1</code>", text(meaning))
 
 
 def differences(runs: Sequence[Run]) -> str:
@@ -99,7 +105,7 @@ def _shown(value: Any) -> str:
     if value is None:
         return "not set"
     if isinstance(value, list):
-        shown = ", ".join(_shown(item) for item in value) or "none"
+        shown = ("; " if any(isinstance(item, dict) for item in value) else ", ").join(map(_shown, value)) or "none"
     elif isinstance(value, dict):
         shown = ", ".join(f"{name}: {_shown(item)}" for name, item in value.items() if item not in ("", {}, None))
     elif value == "":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -142,8 +143,10 @@ def read_run(path: Path) -> Run:
 
 
 def _check_run(path: Path) -> None:
+    meant = _another_run(path)
+    signs = SIGNS[1:] if meant else SIGNS
     refused: UserError | None = None
-    for name in SIGNS:
+    for name in signs:
         try:
             if is_there(path / name):
                 return
@@ -153,7 +156,17 @@ def _check_run(path: Path) -> None:
         raise refused
     if not path.is_dir():
         raise UserError(f"there is no run directory {path}. Name the run_dir of a run")
+    if meant:
+        raise UserError(f"there is no run in {path}, but its {CONFIG_FILE} is of one: {meant}. Name that")
     raise UserError(f"there is no run in {path}: it has none of {', '.join(SIGNS)}. Name the run_dir of a run")
+
+
+def _another_run(path: Path) -> str:
+    """Where a run is made with the configuration in this folder, if that is not here; as of the demo's folder."""
+    run_dir = _configuration(path / CONFIG_FILE, [])[1].get("run_dir")
+    if isinstance(run_dir, str) and os.path.isdir(run_dir) and not path.samefile(run_dir):
+        return run_dir
+    return ""
 
 
 def why_nothing(file: Path) -> str:

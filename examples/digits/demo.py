@@ -1,9 +1,9 @@
 """The main job, end to end: data, model, warm start, asynchronous GRPO, and a check of the exported folder.
 
-    python examples/digits/demo.py [--seed 1] [--folder runs/demo-1] [--steps 200]
+    python examples/digits/demo.py [--seed 1] [--folder runs/demo-1] [--steps 200] [--quick] [key=value ...]
 
 Everything is written to one new folder. The last lines compare held-out accuracy before and after, and score the
-export again with nothing but transformers.
+export again with nothing but transformers. `--quick` makes everything small, and learns little.
 """
 
 from __future__ import annotations
@@ -32,15 +32,17 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="of data, model, order and sampling")
     parser.add_argument("--folder", type=Path, default=None, help="new folder; default: the next free runs/demo-N")
     parser.add_argument("--steps", type=int, default=0, help="GRPO steps; default: the configuration's")
+    parser.add_argument("--quick", action="store_true", help="small and fast, and learns little")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the GRPO run's configuration")
     arguments = parser.parse_args()
     folder: Path = arguments.folder or next_folder()
     grpo = folder / "grpo"
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-    seconds = prepare(folder, arguments.seed)
+    seconds = prepare(folder, arguments.seed, quick=arguments.quick)
     steps = [f"trainer.max_steps={arguments.steps}"] if arguments.steps else []
     train = ["-m", "asyncrl", "train", str(folder / "config.yaml")]
-    seconds["grpo"] = run("asynchronous GRPO (asyncrl train)", *train, *steps)
+    seconds["grpo"] = run("asynchronous GRPO (asyncrl train)", *train, *steps, *arguments.overrides)
     check = ["-m", "asyncrl", "eval", str(grpo / "config.yaml"), "--model", str(grpo / "export")]
     seconds["check"] = run("the exported folder with plain transformers (asyncrl eval)", *check)
     before, *_, after = evaluations(grpo)

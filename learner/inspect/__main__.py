@@ -7,7 +7,9 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from asyncrl.console import Console
 from asyncrl.errors import BadStateError, ExitCode, UserError
@@ -21,11 +23,17 @@ from learner.inspect.listing import nothing_here, print_listing, tab_separated
 from learner.inspect.query import FILTERS, ORDERS, STATUSES, read_query
 from learner.inspect.records import detail_record, row_record
 from learner.journal import JOURNAL_FILE
-from learner.samples import SampleQuery, SampleStore
+from learner.samples import SampleDetail, SampleQuery, SampleStore
 from learner.samples.rebuild import rebuild_index
 from learner.samples.tables import INDEX_FILE
 
 WEB_PORT = 7610
+
+
+class _Ticket(NamedTuple):
+    ticket_id: int
+    trajectory: int | None
+    """One completion of the group, or all."""
 
 
 @ends_with_its_reader
@@ -61,7 +69,12 @@ def _parser() -> argparse.ArgumentParser:
     shown.add_argument("--order", default="", choices=ORDERS, help=f"which come first; default: {ORDERS[0]}")
     shown.add_argument("--limit", type=_positive, default=20, metavar="N", help="samples of a list; default: 20")
     shown.add_argument("--offset", type=_count, default=0, metavar="N", help="samples to pass over")
-    shown.add_argument("--ticket", type=_count, metavar="ID", help="one group: prompt, images, and every token")
+    shown.add_argument(
+        "--ticket",
+        type=_ticket,
+        metavar="ID",
+        help="a group such as 7, or one completion of it such as 7.3: prompt, images, and every token",
+    )
     shown.add_argument("--colour", choices=COLOURINGS, default=COLOURINGS[0], help="what the tokens' colours tell")
     shown.add_argument("--json", action="store_true", help="one JSON object per line")
     shown.add_argument(
@@ -93,7 +106,8 @@ def _show(arguments: argparse.Namespace, store: SampleStore) -> int:
     if arguments.web is not None:
         from learner.inspect.server import serve
 
-        serve(store, arguments.run_dir, arguments.host, arguments.web, words, arguments.ticket)
+        ticket_id = arguments.ticket.ticket_id if arguments.ticket else None
+        serve(store, arguments.run_dir, arguments.host, arguments.web, words, ticket_id)
     elif arguments.ticket is not None:
         return _show_group(arguments, store)
     else:
@@ -102,7 +116,10 @@ def _show(arguments: argparse.Namespace, store: SampleStore) -> int:
 
 
 def _show_group(arguments: argparse.Namespace, store: SampleStore) -> int:
-    detail = store.detail(arguments.ticket)
+    ticket: _Ticket = arguments.ticket
+    detail = store.detail(ticket.ticket_id)
+    if ticket.trajectory is not None:
+        detail = _one_of(detail, ticket.trajectory)
     if arguments.json:
         print(json.dumps(detail_record(detail)))
     else:
@@ -112,6 +129,15 @@ def _show_group(arguments: argparse.Namespace, store: SampleStore) -> int:
     sys.stdout.flush()
     print(f"error: ticket {detail.ticket_id}: {detail.problem}", file=sys.stderr)
     return ExitCode.CRASHED
+
+
+def _one_of(group: SampleDetail, trajectory: int) -> SampleDetail:
+    both = [pair for pair in zip(group.rows, group.trajectories, strict=True) if pair[0].trajectory == trajectory]
+    if not both:
+        known = ", ".join(f"{row.ticket_id}.{row.trajectory}" for row in group.rows)
+        raise UserError(f"there is no sample {group.ticket_id}.{trajectory}. The group has {known}")
+    rows, trajectories = zip(*both, strict=True)
+    return replace(group, rows=rows, trajectories=trajectories)
 
 
 def _show_list(arguments: argparse.Namespace, store: SampleStore, query: SampleQuery) -> None:
@@ -139,6 +165,12 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) >= 2**62:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
     return int(text)
+
+
+def _ticket(text: str) -> _Ticket:
+    """As lists have it: 7 or 7.3."""
+    group, dot, trajectory = text.partition(".")
+    return _Ticket(_count(group), _count(trajectory) if dot else None)
 
 
 def _positive(text: str) -> int:

@@ -46,7 +46,7 @@ def print_group(console: Console, detail: SampleDetail, colouring: Colouring) ->
         title = _title(row, trajectory)
         parts = _completion(row, trajectory, colouring, console.color_system is not None)
         if console.is_terminal:
-            console.print(Text(""), Rule(title, align="left", style="dim"), *(Padding(p, (0, 0, 0, 2)) for p in parts))
+            console.print(Rule(style="dim"), title, *(Padding(p, (0, 0, 0, 2)) for p in parts))
         else:
             console.print(Text(""), title, *parts, sep="\n", soft_wrap=True)
     console.print(

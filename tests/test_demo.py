@@ -1,0 +1,38 @@
+"""README's first command, in small: what `make demo` runs once there is an environment."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs_commands import ROOT
+
+DRAWN_PORTS = (
+    "network.control_port=0",
+    "network.weights_port=0",
+    "telemetry.learner_port=0",
+    "telemetry.rollout_port=0",
+)
+
+
+@pytest.mark.slow
+def test_the_demo_from_nothing_to_a_checked_export(tmp_path: Path) -> None:
+    demo = re.search(r"^demo: install\n\t\$\(BIN\)/python (.+)$", (ROOT / "Makefile").read_text(), re.M)
+    assert demo
+    small = ["--quick", "--steps", "3", "--folder", str(tmp_path / "demo")]
+    ran = subprocess.run(
+        [sys.executable, *demo[1].split(), *small, *DRAWN_PORTS], cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    summary = json.loads((tmp_path / "demo" / "summary.json").read_text())
+    assert set(summary["seconds"]) == {"data", "model", "sft", "grpo", "check"}
+    assert summary["held_out_rows"] == 32
+    (checked,) = re.findall(r"^accuracy ([\d.]+) .* rows 32 .* errors 0$", ran.stdout, re.M)
+    assert checked == f"{summary['accuracy_after']:.4f}", "plain transformers agrees"
+    assert f"held-out accuracy {summary['accuracy_before']:.3f} -> {summary['accuracy_after']:.3f}" in ran.stdout
+    assert (tmp_path / "demo" / "grpo" / "export" / "model.safetensors").is_file()
