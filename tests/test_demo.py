@@ -36,3 +36,21 @@ def test_the_demo_from_nothing_to_a_checked_export(tmp_path: Path) -> None:
     assert checked == f"{summary['accuracy_after']:.4f}", "plain transformers agrees"
     assert f"held-out accuracy {summary['accuracy_before']:.3f} -> {summary['accuracy_after']:.3f}" in ran.stdout
     assert (tmp_path / "demo" / "grpo" / "export" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("runs/x", "'runs/x' has no `=`"),
+        ("trainer.max_stepps=3", "unknown key trainer.max_stepps"),
+        ("--steps=-3", "trainer.max_steps is -3"),
+        ("run_dir=runs/x", "leave run_dir and evaluation.before_training as they are"),
+        ("evaluation.before_training=false", "leave run_dir and evaluation.before_training as they are"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_is_made(tmp_path: Path, word: str, said: str) -> None:
+    command = [sys.executable, "examples/digits/demo.py", "--folder", str(tmp_path / "demo"), word]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 2
+    assert said in ran.stderr
+    assert not (tmp_path / "demo").exists()

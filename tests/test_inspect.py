@@ -240,9 +240,10 @@ def test_one_completion_of_a_group(store: MadeUpStore, capsys: pytest.CaptureFix
     assert "7.2   reward" not in shown
     assert command.main(["run", "--ticket", "7.9"]) == 2
     assert capsys.readouterr().err == "error: there is no sample 7.9. The group has 7.0, 7.1, 7.2, 7.3\n"
-    for text in ("7.", ".3", "7.3.1", "7.-1"):
+    for text in ("7.", ".3", "7.3.1", "7.-1", "9" * 5000):
         with pytest.raises(SystemExit):
             command.main(["run", "--ticket", text])
+        assert f"argument --ticket: '{text[:40]}' is no ID such as 7 or 7.3\n" in capsys.readouterr().err
 
 
 def test_a_group_as_json(store: MadeUpStore, capsys: pytest.CaptureFixture[str]) -> None:

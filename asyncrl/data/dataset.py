@@ -195,10 +195,13 @@ def _open_hub(name: str, split: str) -> Table:
 
 
 def _hub_fix(error: Exception) -> str:
-    from huggingface_hub.constants import HF_HUB_OFFLINE
+    from datasets.config import HF_HUB_OFFLINE
 
     if HF_HUB_OFFLINE and isinstance(error, ConnectionError):
-        return "HF_HUB_OFFLINE forbids downloads: set it to 0, or name a folder that `save_to_disk` has written"
+        return (
+            "HF_HUB_OFFLINE forbids downloads: set it to 0 (or HF_DATASETS_OFFLINE), or name a folder that "
+            "`save_to_disk` has written"
+        )
     return "Check name, split and network, or name a folder that `save_to_disk` has written"
 
 

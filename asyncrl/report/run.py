@@ -164,8 +164,10 @@ def _check_run(path: Path) -> None:
 def _another_run(path: Path) -> str:
     """Where a run is made with the configuration in this folder, if that is not here; as of the demo's folder."""
     run_dir = _configuration(path / CONFIG_FILE, [])[1].get("run_dir")
-    if isinstance(run_dir, str) and os.path.isdir(run_dir) and not path.samefile(run_dir):
-        return run_dir
+    if isinstance(run_dir, str):
+        for folder in (Path(run_dir), path / Path(run_dir).name):  # as named from here, or moved with this folder
+            if any(os.path.exists(folder / name) for name in SIGNS) and not path.samefile(folder):
+                return str(folder)
     return ""
 
 

@@ -13,7 +13,10 @@ import json
 import os
 from pathlib import Path
 
-from prepare import prepare, run
+from prepare import CONFIGS, prepare, run
+
+from asyncrl.config.load import load_config
+from asyncrl.errors import UserError
 
 
 def next_folder() -> Path:
@@ -27,6 +30,16 @@ def evaluations(run_dir: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
 
 
+def check(parser: argparse.ArgumentParser, changes: list[str]) -> None:
+    """Before minutes are spent on data and warm start."""
+    try:
+        config = load_config(CONFIGS / "digits_grpo.yaml", changes)
+    except UserError as error:
+        parser.error(str(error))
+    if any(change.startswith("run_dir=") for change in changes) or not config.evaluation.before_training:
+        parser.error("what the demo compares is in --folder: leave run_dir and evaluation.before_training as they are")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1, help="of data, model, order and sampling")
@@ -34,17 +47,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=0, help="GRPO steps; default: the configuration's")
     parser.add_argument("--quick", action="store_true", help="small and fast, and learns little")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the GRPO run's configuration")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
+    changes = [*([f"trainer.max_steps={arguments.steps}"] if arguments.steps else []), *arguments.overrides]
+    check(parser, changes)
     folder: Path = arguments.folder or next_folder()
     grpo = folder / "grpo"
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
     seconds = prepare(folder, arguments.seed, quick=arguments.quick)
-    steps = [f"trainer.max_steps={arguments.steps}"] if arguments.steps else []
     train = ["-m", "asyncrl", "train", str(folder / "config.yaml")]
-    seconds["grpo"] = run("asynchronous GRPO (asyncrl train)", *train, *steps, *arguments.overrides)
-    check = ["-m", "asyncrl", "eval", str(grpo / "config.yaml"), "--model", str(grpo / "export")]
-    seconds["check"] = run("the exported folder with plain transformers (asyncrl eval)", *check)
+    seconds["grpo"] = run("asynchronous GRPO (asyncrl train)", *train, *changes)
+    score = ["-m", "asyncrl", "eval", str(grpo / "config.yaml"), "--model", str(grpo / "export")]
+    seconds["check"] = run("the exported folder with plain transformers (asyncrl eval)", *score)
     before, *_, after = evaluations(grpo)
     metrics = [json.loads(line) for line in (grpo / "metrics.jsonl").read_text().splitlines()]
     first, last = metrics[:10], metrics[-10:]

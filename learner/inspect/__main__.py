@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
         "--ticket",
         type=_ticket,
         metavar="ID",
-        help="a group such as 7, or one completion of it such as 7.3: prompt, images, and every token",
+        help="a group such as 7, or (not with --web) one completion of it such as 7.3: prompt, images, and every token",
     )
     shown.add_argument("--colour", choices=COLOURINGS, default=COLOURINGS[0], help="what the tokens' colours tell")
     shown.add_argument("--json", action="store_true", help="one JSON object per line")
@@ -170,7 +170,10 @@ def _count(text: str) -> int:
 def _ticket(text: str) -> _Ticket:
     """As lists have it: 7 or 7.3."""
     group, dot, trajectory = text.partition(".")
-    return _Ticket(_count(group), _count(trajectory) if dot else None)
+    try:
+        return _Ticket(_count(group), _count(trajectory) if dot else None)
+    except (argparse.ArgumentTypeError, ValueError):  # int() refuses thousands of digits
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no ID such as 7 or 7.3") from None
 
 
 def _positive(text: str) -> int:
