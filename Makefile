@@ -39,13 +39,13 @@ check: install
 	$(BIN)/pyright
 
 chaos: install
-	$(BIN)/python -m tests.chaos --kills 100 --servers 2 3
+	$(BIN)/python -m tests.rigs.chaos --kills 100 --servers 2 3
 
 bench: install
 	$(BIN)/python benchmarks/run.py
 
 fuzz: install
-	$(BIN)/python -m tests.fuzz_wire --messages 100000 --seed 1
+	$(BIN)/python -m tests.rigs.fuzz_wire --messages 100000 --seed 1
 
 clean:
 	rm -rf $(VENV) runs/demo-*

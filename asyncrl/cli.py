@@ -10,9 +10,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from asyncrl.checkpoints import CHECKPOINTS, checkpoint_folders
 from asyncrl.errors import BadStateError, ExitCode, UserError
-from asyncrl.reader_gone import ends_with_its_reader
+from asyncrl.launch.broken_pipe import ends_with_its_reader
+from asyncrl.run_folder.checkpoints import CHECKPOINTS, checkpoint_folders
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import RunConfig
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--checkpoint", type=int, metavar="STEP", help="of which step; default: the newest")
     export.add_argument("--adapter", action="store_true", help="of a LoRA run the adapter alone, as a PEFT folder")
     export.set_defaults(handler=_export)
-    # Without a prefix of options all words are arguments, and learner.inspect reads them itself.
+    # Without a prefix of options all words are arguments, and asyncrl.tools.inspect reads them itself.
     inspect = commands.add_parser("inspect", help="look at any sample of a run", prefix_chars="\0", add_help=False)
     inspect.add_argument("words", nargs="*")
     inspect.set_defaults(handler=_inspect)
@@ -159,7 +159,7 @@ def _sft(arguments: argparse.Namespace) -> int:
     from asyncrl.config.load import load_config
     from asyncrl.launch.inputs import check_sft_inputs
     from asyncrl.launch.train import check_run_dir
-    from asyncrl.run_lock import refuse_busy
+    from asyncrl.run_folder.lock import refuse_busy
 
     config = load_config(arguments.config, arguments.overrides)
     refuse_busy(config.run_path)
@@ -210,7 +210,7 @@ def _become(module: str, *arguments: str) -> NoReturn:
 
 def _eval(arguments: argparse.Namespace) -> int:
     from asyncrl.config.load import load_config
-    from asyncrl.evaluate import evaluate
+    from asyncrl.tools.evaluate import evaluate
 
     result = evaluate(load_config(arguments.config, arguments.overrides), arguments.model)
     print(f"accuracy {result.accuracy:.4f}   reward {result.reward:.4f}   rows {result.rows}   errors {result.errors}")
@@ -233,11 +233,11 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    _become("learner.inspect", *arguments.words)
+    _become("asyncrl.tools.inspect", *arguments.words)
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from asyncrl.report.write import write_report
+    from asyncrl.tools.report.write import write_report
 
     write_report(arguments.run_dirs, arguments.output)
     return 0
@@ -255,17 +255,17 @@ def _doctor(arguments: argparse.Namespace) -> int:
             "expected: asyncrl doctor [CONFIG [key=value ...]], or asyncrl doctor --plan TARGET [key=value ...]"
         )
     if arguments.plan:
-        from asyncrl.doctor.plan_table import memory_table
+        from asyncrl.tools.doctor.plan_table import memory_table
 
         print(memory_table(Path(arguments.plan), overrides))
         return 0
-    from asyncrl.doctor.examine import examine
+    from asyncrl.tools.doctor.examine import examine
 
     return examine(files[0] if files else None, overrides, quick=arguments.quick, as_json=arguments.json)
 
 
 def _health(arguments: argparse.Namespace) -> int:
-    from asyncrl.health import ailments
+    from asyncrl.tools.health import ailments
 
     found = ailments(arguments.url)
     print("\n".join(found) or "well")
@@ -273,7 +273,7 @@ def _health(arguments: argparse.Namespace) -> int:
 
 
 def _watch(arguments: argparse.Namespace) -> int:
-    from asyncrl.launch.watch import watch
+    from asyncrl.tools.panel.watch import watch
 
     return watch(arguments.run_dir)
 
@@ -292,7 +292,7 @@ def _keys(arguments: argparse.Namespace) -> int:
 
 
 def _import_config(arguments: argparse.Namespace) -> int:
-    from asyncrl.migration.command import import_config
+    from asyncrl.tools.import_config.command import import_config
 
     return import_config(arguments.source, arguments.out)
 

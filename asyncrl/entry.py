@@ -22,7 +22,7 @@ from typing import NoReturn
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import ExitCode, LearnerLeftError, UserError
-from asyncrl.telemetry.failure import FailureRoom, failure_of
+from asyncrl.run_folder.failure import FailureRoom, failure_of
 from asyncrl.telemetry.logs import configure_logging
 
 logger = logging.getLogger(__name__)

@@ -20,12 +20,12 @@ from typing import Any
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.processing import PromptProcessor
-from learner.engines import create_engine as create_train_engine
-from learner.publication import publish
+from learner.network.publication import publish
+from learner.training.engines import create_engine as create_train_engine
 from protocol.endpoints import SHARED_MEMORY
 from protocol.weights import Publication
 from rollout_server.engines import create_engine
-from rollout_server.weights import WeightReceiver
+from rollout_server.weights.receiver import WeightReceiver
 
 ROOT = Path(__file__).parent.parent
 KINDS: dict[str, dict[str, Any]] = {

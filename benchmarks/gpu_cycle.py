@@ -19,17 +19,17 @@ from PIL import Image
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.images import content_hash
-from asyncrl.memory_plan.plan import GIB, MemoryPlan, make_plan
 from asyncrl.models.processing import EncodedPrompt, PromptProcessor
-from learner.engines import create_engine as create_learner
-from learner.engines.base import TrainEngine
-from learner.packing import Completion as TrainCompletion
-from learner.packing import TrainGroup, build_micro_batch, plan_micro_batches
-from learner.publication import open_publication, publish
+from asyncrl.tools.memory_plan.plan import GIB, MemoryPlan, make_plan
+from learner.network.publication import open_publication, publish
+from learner.training.engines import create_engine as create_learner
+from learner.training.engines.base import TrainEngine
+from learner.training.packing import Completion as TrainCompletion
+from learner.training.packing import TrainGroup, build_micro_batch, plan_micro_batches
 from protocol.messages import ChatMessage, ImagePart, Prompt, Sampling, TextPart
 from rollout_server.engines import create_engine
 from rollout_server.engines.base import Completion, GenerationRequest, InferenceEngine
-from rollout_server.weights import WeightReceiver
+from rollout_server.weights.receiver import WeightReceiver
 
 TINY: dict[str, Any] = {
     "images": 2,

@@ -11,11 +11,11 @@ import zmq
 from group_traffic import KINDS, VOCABULARY, image, prepared
 
 from asyncrl.config.schema import Durability, RunConfig
+from asyncrl.journal.writer import Journal, TicketSlot
 from asyncrl.launch.drawn_ports import free_port
-from learner.connections import ModelFacts
-from learner.exchange import Exchange
-from learner.journal import Journal, TicketSlot
-from learner.ledger import TicketLedger
+from learner.network.servers import ModelFacts
+from learner.network.thread import NetworkThread
+from learner.tickets.ledger import TicketLedger
 from protocol.codec import encode
 from protocol.messages import Ack, Tickets, WeightManifest
 from protocol.sockets.learner import TURN_MESSAGES
@@ -95,7 +95,7 @@ class Learner:
         self.journal = Journal(folder / "journal.sqlite", durability)
         self.ledger = TicketLedger(self.journal, prompts_per_step=PER_STEP, bound=BOUND, total_groups=ENDLESS)
         self._publication = Publication("benchmark", folder)
-        self.exchange = Exchange(
+        self.exchange = NetworkThread(
             config,
             "benchmark",
             ledger=self.ledger,

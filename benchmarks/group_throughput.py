@@ -43,13 +43,13 @@ import zmq
 from group_learners import Learner, PlainLearner
 from group_traffic import IMAGE_BYTES, client_process, group
 
-import learner.intake
-import learner.journal
+import asyncrl.journal.writer
+import learner.network.group_receiver
 import protocol.sockets.learner
-from learner.exchange import Exchange
-from learner.handout import Handout
-from learner.ledger import TicketLedger
-from learner.segments import Segments
+from asyncrl.journal.segments import Segments
+from learner.network.thread import NetworkThread
+from learner.network.ticket_sender import TicketSender
+from learner.tickets.ledger import TicketLedger
 from protocol.codec import encode
 from protocol.sockets import LearnerSocket
 
@@ -148,20 +148,20 @@ class Stopwatch:
 def where_time_goes(arm: Arm, groups: int) -> dict[str, float]:
     """Milliseconds of processor time per group in each part of the exchange thread, in one round."""
     watch = Stopwatch()
-    ledger, journal = TicketLedger, learner.journal
+    ledger, journal = TicketLedger, asyncrl.journal.writer
     parts = (
-        (Exchange, "_receive_control", "other: receiving"),
+        (NetworkThread, "_receive_control", "other: receiving"),
         (LearnerSocket, "_take", "taking frames from the socket"),
         (protocol.sockets.learner, "read_frames", "decode"),
-        (learner.intake.Intake, "accept", "verify"),
+        (learner.network.group_receiver.GroupReceiver, "accept", "verify"),
         (journal, "pack_frames", "pack"),
         (Segments, "append", "checksum, write to the segment"),
         (journal.Journal, "_write_groups", "insert into SQLite"),
         (ledger, "receive", "commit, write-ahead log, ledger"),
-        (learner.intake.Intake, "keep", "acknowledge"),
-        (Handout, "_send_waiting", "tickets out"),
-        (Handout, "_admit", "admission"),
-        (Handout, "_write_some", "tickets: prepare and journal"),
+        (learner.network.group_receiver.GroupReceiver, "keep", "acknowledge"),
+        (TicketSender, "_send_waiting", "tickets out"),
+        (TicketSender, "_admit", "admission"),
+        (TicketSender, "_write_some", "tickets: prepare and journal"),
     )
     with ExitStack() as stack:
         for owner, attribute, name in parts:

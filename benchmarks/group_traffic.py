@@ -17,9 +17,9 @@ import msgpack
 import numpy as np
 import zmq
 
+from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.prompt_facts import PromptFacts
-from learner.journal import TicketSlot
-from learner.tickets import PreparedTicket
+from learner.tickets.ticket import PreparedTicket
 from protocol.codec import encode
 from protocol.messages import (
     ChatMessage,

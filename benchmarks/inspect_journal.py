@@ -25,13 +25,13 @@ from statistics import median
 import numpy as np
 from group_traffic import BANNED, GROUP_SIZE, KINDS, TOKENS, facts, group, prepared
 
-from learner.journal import JOURNAL_FILE, Journal
-from learner.journal_state import TicketSlot
-from learner.samples import Page, SampleQuery, SampleStore
-from learner.samples.index import SampleIndex
-from learner.samples.model import Order
-from learner.samples.rows import TrainedBatch
-from learner.tickets import PreparedTicket, ReceivedGroup
+from asyncrl.journal.sample_index import SampleIndex
+from asyncrl.journal.sample_rows import TrainedBatch
+from asyncrl.journal.state import TicketSlot
+from asyncrl.journal.writer import JOURNAL_FILE, Journal
+from asyncrl.tools.samples import Page, SampleQuery, SampleStore
+from asyncrl.tools.samples.model import Order
+from learner.tickets.ticket import PreparedTicket, ReceivedGroup
 from protocol.codec import encode
 from protocol.messages import FinishReason, Group, TextPart, TrajectoryRecord, TrajectoryStatus, Turn
 
@@ -75,7 +75,7 @@ class MadeUpRun:
             journal.count(issued=PER_STEP, trained=PER_STEP)
         trained = self._trained(received)
         started = time.perf_counter()
-        index.write(step, step - 1, received, trained)
+        index.write(step, step - 1, [(item.ticket.prompt, item.group) for item in received], trained)
         self.index_ms.append(1000 * (time.perf_counter() - started))
 
     def _ticket(self, slot: TicketSlot) -> PreparedTicket:

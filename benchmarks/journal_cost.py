@@ -22,9 +22,9 @@ from statistics import median
 from group_traffic import KINDS, group, prepared
 
 from asyncrl.config.schema import Durability
-from learner.journal import Journal
-from learner.ledger import TicketLedger
-from learner.tickets import ReceivedGroup
+from asyncrl.journal.writer import Journal
+from learner.tickets.ledger import TicketLedger
+from learner.tickets.ticket import ReceivedGroup
 from protocol.codec import Limits, decode, encode
 from protocol.messages import Group
 

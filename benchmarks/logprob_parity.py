@@ -18,13 +18,13 @@ from typing import Any
 
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
+from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.loading import stop_token_ids
 from asyncrl.models.processing import PromptProcessor
-from learner.engines import create_engine as create_train_engine
-from learner.journal import TicketSlot
-from learner.parity import compare
-from learner.ticket_writer import TicketWriter
-from learner.tickets import ReceivedGroup
+from learner.network.parity_check import compare
+from learner.tickets.ticket import ReceivedGroup
+from learner.tickets.writer import TicketWriter
+from learner.training.engines import create_engine as create_train_engine
 from protocol.messages import TicketKind
 from rollout_server.engines import create_engine
 from rollout_server.production import GroupProducer

@@ -56,7 +56,7 @@ def save(name: str, measured: dict[str, Any]) -> None:
 def measure_recording() -> None:
     """In the learner."""
     from asyncrl.telemetry.trackers.running import _Worker
-    from learner.reporting import Reporter
+    from learner.reporting.reporter import Reporter
 
     spent: dict[str, float] = {}
     marks: list[tuple[float, dict[str, float]]] = []

@@ -75,7 +75,7 @@ def config_for(model: Path, run: str, level: int) -> RunConfig:
 def learner_side(model: Path, run: str) -> dict[str, float]:
     import torch
 
-    from learner.engines.torch_engine import TorchEngine
+    from learner.training.engines.torch_engine import TorchEngine
 
     config = config_for(model, run, 1)
     engine = TorchEngine(config, config.learner.optim, 1)
@@ -101,7 +101,7 @@ async def rollout_side(model: Path, run: str, level: int) -> dict[str, float]:
     from asyncrl.models.wake_parity import fixed_prompt, fixed_tokens
     from protocol.messages import Sampling
     from rollout_server.engines.base import GenerationRequest
-    from rollout_server.engines.hf import HFEngine
+    from rollout_server.engines.hf.engine import HFEngine
 
     config = config_for(model, run, level)
     processor = PromptProcessor(config.model)

@@ -28,14 +28,14 @@ import transformers
 
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
+from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.loading import stop_token_ids
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import load_published
-from learner.engines import create_engine as create_train_engine
-from learner.engines.base import TrainEngine
-from learner.journal import TicketSlot
-from learner.packing import Completion, TrainGroup, build_micro_batch, plan_micro_batches
-from learner.ticket_writer import TicketWriter
+from learner.tickets.writer import TicketWriter
+from learner.training.engines import create_engine as create_train_engine
+from learner.training.engines.base import TrainEngine
+from learner.training.packing import Completion, TrainGroup, build_micro_batch, plan_micro_batches
 from rollout_server.engines import create_engine
 from rollout_server.engines.base import Completion as Sampled
 from rollout_server.engines.base import GenerationRequest

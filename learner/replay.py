@@ -18,26 +18,26 @@ from typing import Any
 
 import torch
 
-from asyncrl.checkpoints import ADAPTER_FOLDER, CHECKPOINTS, MODEL_FOLDER, checkpoint_folder
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, ExitCode, UserError
+from asyncrl.journal.reader import JournalReader
+from asyncrl.journal.writer import JOURNAL_FILE
+from asyncrl.launch.broken_pipe import ends_with_its_reader
 from asyncrl.models.loading import load_model, stop_token_ids
 from asyncrl.models.lora import read_adapter
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import published_tensors
-from asyncrl.reader_gone import ends_with_its_reader
+from asyncrl.run_folder.checkpoints import ADAPTER_FOLDER, CHECKPOINTS, MODEL_FOLDER, checkpoint_folder
 from asyncrl.telemetry.jsonl import JsonlTail
 from asyncrl.telemetry.reading import is_there, telling_unreadable
 from asyncrl.telemetry.recorder import CONFIG_FILE, METRICS_FILE
-from learner.checkpoint import LearnerState, complete_checkpoints, read_state
-from learner.comparison import Comparison, compare_numbers, compare_weights
-from learner.journal import JOURNAL_FILE
-from learner.journal_reader import JournalReader
-from learner.journaled_batch import batch_again, read_batch
-from learner.start import check_initial_model
-from learner.ticket_writer import TicketWriter
-from learner.training import Training
+from asyncrl.tools.step_comparison import Comparison, compare_numbers, compare_weights
+from learner.checkpoint.format import LearnerState, complete_checkpoints, read_state
+from learner.resume import check_initial_model
+from learner.tickets.recorded_batch import batch_again, read_batch
+from learner.tickets.writer import TicketWriter
+from learner.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ def replay(run: Recorded, step: int) -> Iterator[Comparison]:
         model = config.model.model_copy(update={"path": str(checkpoint / MODEL_FOLDER)})
         config = config.model_copy(update={"model": model})
     writer = TicketWriter(config, processor, stop_token_ids(config.model, processor.tokenizer))
-    training = Training(config, processor, writer.num_train_rows, checkpoint, state)
+    training = Trainer(config, processor, writer.num_train_rows, checkpoint, state)
     if checkpoint is None:
         check_initial_model(run.journal, training.engine.published_state())
     size, device = config.batch.prompts_per_step, training.engine.device

@@ -11,26 +11,21 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.loading import stop_token_ids
 from asyncrl.models.processing import PromptProcessor
-from asyncrl.telemetry.failure import kind_of
+from asyncrl.run_folder.failure import kind_of
+from asyncrl.run_folder.learner_lock import LearnerLock
 from asyncrl.telemetry.recorder import is_finished
 from asyncrl.telemetry.timeline import LEARNER
 from asyncrl.telemetry.waits import WaitClock
 from asyncrl.weight_transfer.requirements import check_cuda
-from learner.bad_numbers import NotFiniteError
-from learner.between_steps import BetweenSteps
-from learner.connections import ModelFacts
-from learner.device import DeviceTurns, OwnDevice, first_turn
-from learner.evaluation import Evaluation
-from learner.exchange import Exchange
-from learner.exporting import LearnerExporter
-from learner.held_run import HeldRun
-from learner.ledger import TicketLedger
-from learner.model_flops import ModelFlops
-from learner.parity import ParityJudge
-from learner.publication import open_device_weights, open_publication, publish
-from learner.reporting import Reporter
-from learner.saving import Saver
-from learner.start import (
+from learner.checkpoint.saver import Saver
+from learner.network.device_lease import DeviceTurns, OwnDevice, first_turn
+from learner.network.parity_check import ParityJudge
+from learner.network.publication import open_device_weights, open_publication, publish
+from learner.network.servers import ModelFacts
+from learner.network.thread import NetworkThread
+from learner.reporting.prometheus import LearnerExporter
+from learner.reporting.reporter import Reporter
+from learner.resume import (
     StartingPoint,
     adapter_settings,
     check_steps_ahead,
@@ -40,9 +35,14 @@ from learner.start import (
     open_journal,
     sign_journal,
 )
-from learner.ticket_writer import TicketWriter
-from learner.tickets import ReceivedGroup
-from learner.training import Training
+from learner.schedule import StepSchedule
+from learner.tickets.ledger import TicketLedger
+from learner.tickets.ticket import ReceivedGroup
+from learner.tickets.writer import TicketWriter
+from learner.training.evaluation import Evaluation
+from learner.training.model_flops import ModelFlops
+from learner.training.non_finite import NotFiniteError
+from learner.training.trainer import Trainer
 from protocol.faults import crash_point
 from protocol.lease import DeviceLease
 
@@ -62,7 +62,7 @@ class Learner:
         self._goodbye: str | None = COULD_NOT_START
         check_cuda(config, "learner.device", config.learner.device)
         with ExitStack() as self._resources:
-            self._held = self._resources.enter_context(HeldRun(config.run_path, unattended=unattended))
+            self._held = self._resources.enter_context(LearnerLock(config.run_path, unattended=unattended))
             start = find_start(config, resume=resume, resources=self._resources)
             self._was_finished = is_finished(config.run_path)
             self.processor = PromptProcessor(config.model)
@@ -86,7 +86,7 @@ class Learner:
         """Load everything that can be wrong before anything is written or any socket is bound."""
         self.writer = TicketWriter(config, self.processor, stop_token_ids(config.model, self.processor.tokenizer))
         self.parity_tickets = self.writer.write_parity()
-        self.training = Training(config, self.processor, self.writer.num_train_rows, start.checkpoint, start.state)
+        self.training = Trainer(config, self.processor, self.writer.num_train_rows, start.checkpoint, start.state)
         self.progress, self.engine = self.training.progress, self.training.engine
         self.flops = ModelFlops(self.engine.unwrap_model())
 
@@ -120,7 +120,7 @@ class Learner:
         if self.device_weights:
             self._resources.callback(self.device_weights.close)
         vocabulary = self.engine.unwrap_model().get_output_embeddings().weight.shape[0]
-        self.exchange = Exchange(
+        self.exchange = NetworkThread(
             config,
             self.run_id,
             ledger=self.ledger,
@@ -146,7 +146,7 @@ class Learner:
         self.device = DeviceTurns(config, self._lease, self.engine, self.exchange) if self._lease else OwnDevice()
         evaluation = Evaluation(config, self.exchange, self.ledger, self.writer, self.reporter)
         waits, device = WaitClock(), self.device
-        self.between = BetweenSteps(
+        self.between = StepSchedule(
             config, self.progress, self.exchange, self.ledger, device, self.judge, evaluation, waits, self._status
         )
         self.exporter.watch(

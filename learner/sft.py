@@ -23,13 +23,13 @@ from asyncrl.entry import Start, run_service
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.filtering import usable_rows
 from asyncrl.models.processing import PromptProcessor, check_prompt_length
+from asyncrl.run_folder.learner_lock import LearnerLock
+from asyncrl.run_folder.saved_config import save_config
 from asyncrl.telemetry.recorder import RunRecorder
-from asyncrl.telemetry.run_config import save_config
 from asyncrl.telemetry.trackers import open_trackers
-from learner.engines import create_engine
-from learner.held_run import HeldRun
-from learner.packing import Completion, TrainGroup, build_micro_batch, plan_micro_batches
-from learner.start import refuse_taken
+from learner.resume import refuse_taken
+from learner.training.engines import create_engine
+from learner.training.packing import Completion, TrainGroup, build_micro_batch, plan_micro_batches
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ def main(config: RunConfig, start: Start) -> None:
     if config.learner.cpu_threads:
         torch.set_num_threads(config.learner.cpu_threads)
     torch.manual_seed(config.trainer.seed)
-    with HeldRun(config.run_path, "learner.sft") as held:
+    with LearnerLock(config.run_path, "learner.sft") as held:
         refuse_taken(config.run_path)
         run = SupervisedRun(config)
         held.accept()

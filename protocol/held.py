@@ -87,7 +87,7 @@ class _Connection:
     ended: bool = False
 
 
-class HeldWatch(threading.Thread):
+class ReceiveMemoryGuard(threading.Thread):
     """Looks at the connections of one socket, and ends those beyond their `Allowance`.
 
     A thread of its own, since whoever reads the socket may be at work for a while. `port` is the local one of a `bound`

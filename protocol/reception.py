@@ -11,7 +11,7 @@ import zmq
 from protocol.codec import Expected, Frame, Limits, decode, read_header
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.handshake import refusal_for_undecodable_hello
-from protocol.held import HeldWatch
+from protocol.held import ReceiveMemoryGuard
 from protocol.messages import Error, Message, Refusal
 
 SKIPPED_AT_ONCE = 1 << 16
@@ -48,7 +48,7 @@ class BadMessage:
 class MessageReader:
     """Takes messages from a socket, of each at most one frame more than `max_frames` allows: the rest is skipped."""
 
-    def __init__(self, sock: zmq.Socket, max_frames: int, held: HeldWatch, *, routed: bool):
+    def __init__(self, sock: zmq.Socket, max_frames: int, held: ReceiveMemoryGuard, *, routed: bool):
         self._sock = sock
         self._most = max_frames + 1
         self._held = held

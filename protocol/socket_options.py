@@ -8,7 +8,7 @@ import zmq
 
 from protocol.codec import Limits
 from protocol.curve import LearnerKeys, ServerKeys
-from protocol.gate import HANDSHAKE_S, ZAP_DOMAIN
+from protocol.curve_auth import HANDSHAKE_S, ZAP_DOMAIN
 
 LINGER_S = 1.0
 """Longest that closing a socket waits for unsent messages."""

@@ -9,7 +9,7 @@ from functools import partial
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.entry import Start, require_fixed_ports, run_service
-from asyncrl.run_lock import is_over
+from asyncrl.run_folder.lock import is_over
 from rollout_server.link import OVER
 
 logger = logging.getLogger(__name__)

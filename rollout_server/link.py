@@ -15,10 +15,10 @@ import zmq.asyncio
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError, WaitTimeoutError
+from protocol.curve_auth import HandshakeRejected
 from protocol.endpoints import host_id
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.faults import crash_point
-from protocol.gate import HandshakeRejected
 from protocol.messages import (
     Ack,
     ControlFromLearner,

@@ -32,16 +32,16 @@ from protocol.messages import (
     WeightManifest,
     Welcome,
 )
-from rollout_server.channels import choose_channel, how_to_leave_room
-from rollout_server.device import SharedDevice
+from rollout_server.device_lease import SharedDevice
 from rollout_server.engines import create_engine
 from rollout_server.engines.base import EngineDied, EngineUsage
-from rollout_server.exporting import ServerExporter, ServerState
-from rollout_server.held_version import HeldVersion
 from rollout_server.link import LearnerLink
 from rollout_server.production import GroupProducer
+from rollout_server.prometheus import ServerExporter, ServerState
 from rollout_server.sampling_contract import check_sampling
-from rollout_server.weights import WeightReceiver
+from rollout_server.weights.channels import choose_channel, how_to_leave_room
+from rollout_server.weights.receiver import WeightReceiver
+from rollout_server.weights.version_tracker import PolicyVersionTracker
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class RolloutServer:
             self.receiver = WeightReceiver(
                 self.config, self.engine, channel, self.config.learner_endpoint(welcome.weights_port), instead=instead
             )
-            self.held_version = HeldVersion(
+            self.held_version = PolicyVersionTracker(
                 self.config, self.receiver, self.link, self.exporter, welcome.incarnation, self._on_device
             )
             if self.device and self.config.rollout.sleep_level == 2:

@@ -1,4 +1,4 @@
-"""Write the generated pages docs/configuration.md and docs/metrics.md; tests/test_docs.py compares them."""
+"""Write the generated pages docs/configuration.md and docs/metrics.md; tests/tools/test_docs.py compares them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from asyncrl.config.explain import config_reference
 from asyncrl.telemetry.metrics import document
-from learner.metrics import METRICS as LEARNER_METRICS
+from learner.reporting.metrics import METRICS as LEARNER_METRICS
 from rollout_server.metrics import METRICS as ROLLOUT_METRICS
 
 DOCS = Path(__file__).parent.parent / "docs"

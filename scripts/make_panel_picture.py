@@ -14,8 +14,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
-from asyncrl.launch.panel import RunPanel
-from asyncrl.launch.story import Story
+from asyncrl.tools.panel.panel import RunPanel
+from asyncrl.tools.panel.run_snapshot import Story
 
 FILE = Path(__file__).parent.parent / "docs" / "images" / "panel.svg"
 WIDTH, HEIGHT = 100, 32

@@ -20,9 +20,9 @@ from urllib.parse import urlencode
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from asyncrl.report.write import write_report
-from learner.inspect.server import InspectServer
-from learner.samples import SampleQuery, SampleRow, SampleStore
+from asyncrl.tools.inspect.server import InspectServer
+from asyncrl.tools.report.write import write_report
+from asyncrl.tools.samples import SampleQuery, SampleRow, SampleStore
 
 WIDTH, HEIGHT = 1360, 860
 PAGE_ROWS = 50

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import RunConfig
-from tests.tiny import DIGITS, ROOT, make_digits, make_tiny_model, run_script
+from tests.rigs.tiny import DIGITS, ROOT, make_digits, make_tiny_model, run_script
 
 __all__ = ["DIGITS", "ROOT", "run_script"]
 
@@ -60,7 +60,10 @@ def make_config(tiny_model: Path, digits_data: Path, tmp_path: Path) -> Callable
             "batch": {"prompts_per_step": 4, "group_size": 4, "tokens_per_microbatch": 512},
             "learner": {"max_staleness": 0, "cpu_threads": 1, "optim": {"lr": 1e-3, "weight_decay": 0.0}},
             "rollout": {"cpu_threads": 1, "max_concurrent_sequences": 64},
-            "reward": {"functions": [{"function": str(ROOT / "tests" / "short_reward.py:short")}], "workers": 1},
+            "reward": {
+                "functions": [{"function": str(ROOT / "tests" / "rigs" / "short_reward.py:short")}],
+                "workers": 1,
+            },
             "evaluation": {"before_training": False},
             "trainer": {"max_steps": 3, "samples_per_step": 4},
             "network": {"control_port": 0, "weights_port": 0, "heartbeat_s": 0.2},

@@ -131,7 +131,7 @@ def check_devices(config: RunConfig, sides: tuple[Side, ...]) -> None:
 def check_engine(config: RunConfig) -> None:
     """What the inference engine itself would refuse."""
     if config.rollout.engine == "vllm":
-        from rollout_server.engines.vllm_engine.settings import check_vllm  # the engine's own rules
+        from rollout_server.engines.vllm.settings import check_vllm  # the engine's own rules
 
         check_vllm(config)
 
@@ -143,7 +143,7 @@ def _check_memory(config: RunConfig, sides: tuple[Side, ...]) -> None:
     """Both halves of the plan, whichever side starts here: its numbers are one run's."""
     if not config.gpu_memory.budget_gib:
         return
-    from asyncrl.memory_plan.advice import check_plan, check_shared_memory
+    from asyncrl.tools.memory_plan.advice import check_plan, check_shared_memory
 
     plan = check_plan(config)
     if plan is not None and "learner" in sides:

@@ -10,17 +10,17 @@ from pathlib import Path
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, ExitCode, UserError
-from asyncrl.launch.display import Display
 from asyncrl.launch.inputs import check_inputs
 from asyncrl.launch.ports import reserve_ports
 from asyncrl.launch.processes import JOURNAL_FILE, learner_service, server_services
-from asyncrl.launch.story import Story
 from asyncrl.launch.supervisor import Outcome, RestartPolicy, Supervisor
-from asyncrl.launch.wording import MISSING, number
-from asyncrl.run_lock import LAUNCHER_LOCK, LEARNER_LOCK, holding, refuse_busy, sole_launcher
-from asyncrl.telemetry.failure import FAILURE_FILE, ROOM_FILE, read_failure
-from asyncrl.telemetry.full_disk import describe_full_disk, is_disk_full, room_left
-from asyncrl.telemetry.run_config import save_config
+from asyncrl.run_folder.failure import FAILURE_FILE, ROOM_FILE, read_failure
+from asyncrl.run_folder.full_disk import describe_full_disk, is_disk_full, room_left
+from asyncrl.run_folder.lock import LAUNCHER_LOCK, LEARNER_LOCK, holding, refuse_busy, sole_launcher
+from asyncrl.run_folder.saved_config import save_config
+from asyncrl.tools.panel.display import Display
+from asyncrl.tools.panel.run_snapshot import Story
+from asyncrl.tools.panel.wording import MISSING, number
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.launch.train import is_resumable
-from asyncrl.telemetry.failure import refuse_bad_state
+from asyncrl.run_folder.failure import refuse_bad_state
 from asyncrl.telemetry.recorder import is_finished, read_status
 
 Attempt = Literal["begin", "continue", "nothing"]

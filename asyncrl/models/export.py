@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from asyncrl.checkpoints import ADAPTER_FOLDER, MODEL_FOLDER
 from asyncrl.config.load import load_config
 from asyncrl.errors import UserError
+from asyncrl.run_folder.checkpoints import ADAPTER_FOLDER, MODEL_FOLDER
 from asyncrl.telemetry.recorder import CONFIG_FILE
 
 

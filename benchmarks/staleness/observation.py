@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from asyncrl.journal.writer import TicketSlot
 from benchmarks.staleness.workload import Workload
-from learner.journal import TicketSlot
-from learner.ledger import TicketLedger
-from learner.tickets import PreparedTicket, ReceivedGroup
+from learner.tickets.ledger import TicketLedger
+from learner.tickets.ticket import PreparedTicket, ReceivedGroup
 
 FILLING_STEPS, EMPTYING_STEPS = 16, 8
 """Left out of idle ratio and speed: the pipeline fills at the start of a run, and empties at its end."""

@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+from asyncrl.journal.writer import Journal, TicketSlot
 from benchmarks.staleness.observation import Observation
 from benchmarks.staleness.virtual_time import run_in_virtual_time
 from benchmarks.staleness.workload import (
@@ -27,18 +28,17 @@ from benchmarks.staleness.workload import (
     TextlessProcessor,
     Workload,
 )
-from learner.connections import ServerState
-from learner.handout import Handout
-from learner.intake import Intake
-from learner.journal import Journal, TicketSlot
-from learner.ledger import TicketLedger
-from learner.tickets import PreparedTicket
-from learner.verification import verify_group
+from learner.network.group_receiver import GroupReceiver
+from learner.network.servers import ServerState
+from learner.network.ticket_sender import TicketSender
+from learner.network.verification import verify_group
+from learner.tickets.ledger import TicketLedger
+from learner.tickets.ticket import PreparedTicket
 from protocol.codec import Limits
 from protocol.messages import Ack, Goodbye, Group, Hello, Message, TicketFailed, WeightManifest, WeightsLoaded
-from rollout_server.held_version import HeldVersion
 from rollout_server.production import GroupProducer
 from rollout_server.service import RolloutServer
+from rollout_server.weights.version_tracker import PolicyVersionTracker
 
 LONGEST_WAIT_S = 600.0
 BOUND_MOVES_EVERY = 3
@@ -106,7 +106,7 @@ class SimulatedServer(RolloutServer):
         self.processor: Any = TextlessProcessor()
         self.engine: Any = ModelFreeEngine(self.config, self.processor)
         weights: Any = DelayedWeights(self.engine, lambda: random_numbers.uniform(*workload.weights_s))
-        self.held_version = HeldVersion(self.config, weights, self.link, self.exporter, "", nullcontext)
+        self.held_version = PolicyVersionTracker(self.config, weights, self.link, self.exporter, "", nullcontext)
         self.rewards: Any = OneForAll()
         self.producer = GroupProducer(self.engine, self.rewards, self.processor, link.server_id)
         self.producer.on_trajectory = self.exporter.trajectory
@@ -118,7 +118,7 @@ class SimulatedServer(RolloutServer):
             following.cancel()
 
 
-class SimulatedConnections:
+class SimulatedServers:
     """What Handout and Intake need of Connections: who is there, and a way to each."""
 
     def __init__(self, max_groups: int):
@@ -151,18 +151,18 @@ class SimulatedConnections:
             self.send(server_id, message)
 
 
-class SimulatedExchange:
-    """The turns of learner/exchange.py, between links instead of sockets."""
+class SimulatedNetwork:
+    """The turns of learner/network/thread.py, between links instead of sockets."""
 
     def __init__(self, workload: Workload, ledger: TicketLedger, write_ticket: Callable[[TicketSlot], PreparedTicket]):
         config = workload.config()
         self.version = 0
         self.changed = asyncio.Event()
-        self.connections: Any = SimulatedConnections(config.groups_in_flight)
+        self.connections: Any = SimulatedServers(config.groups_in_flight)
         verify = partial(verify_group, vocabulary=VOCABULARY, components=config.reward.component_names)
         no_ports: Any = None  # of use only to charge a server for a refused group, and none is refused
-        self._handout = Handout(self.connections, ledger, write_ticket, Limits())
-        self._intake = Intake(self.connections, no_ports, ledger, verify)
+        self._handout = TicketSender(self.connections, ledger, write_ticket, Limits())
+        self._intake = GroupReceiver(self.connections, no_ports, ledger, verify)
         self._turn_is_due = False
         self.servers = [self._connect(workload, f"server-{number}") for number in range(workload.servers)]
 
@@ -200,7 +200,7 @@ class SimulatedExchange:
             self._need_turn()
 
 
-async def _learn(workload: Workload, ledger: TicketLedger, exchange: SimulatedExchange, seen: Observation) -> None:
+async def _learn(workload: Workload, ledger: TicketLedger, exchange: SimulatedNetwork, seen: Observation) -> None:
     """learner/service.py without a model."""
     loop = asyncio.get_running_loop()
     moves = random.Random(f"bound {workload.seed}")
@@ -238,7 +238,7 @@ async def _run(workload: Workload) -> Observation:
         total_groups=workload.total_groups,
         on_stale=workload.on_stale,
     )
-    exchange = SimulatedExchange(workload, ledger, seen.watch(workload.write_ticket, lambda: ledger.bound))
+    exchange = SimulatedNetwork(workload, ledger, seen.watch(workload.write_ticket, lambda: ledger.bound))
     serving = [asyncio.create_task(server.run()) for server in exchange.servers]
     await _learn(workload, ledger, exchange, seen)
     exchange.connections.send_to_all(Goodbye(reason="the run is finished"))

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from asyncrl.journal.writer import Journal
 from asyncrl.launch.drawn_ports import free_port
 from benchmarks.staleness.observation import Observation
 from benchmarks.staleness.workload import (
@@ -21,11 +22,10 @@ from benchmarks.staleness.workload import (
     TextlessProcessor,
     Workload,
 )
-from learner.connections import ModelFacts
-from learner.exchange import Exchange
-from learner.journal import Journal
-from learner.ledger import TicketLedger
-from learner.waiting import wait_for
+from learner.network.servers import ModelFacts
+from learner.network.thread import NetworkThread
+from learner.network.waiting import wait_for
+from learner.tickets.ledger import TicketLedger
 from protocol.weights import Publication, Tensor
 from rollout_server.service import RolloutServer
 
@@ -58,7 +58,7 @@ def run_over_sockets(workload: Workload) -> Observation:
             on_stale=workload.on_stale,
         )
         publication = Publication("staleness", Path(folder))
-        exchange = Exchange(
+        exchange = NetworkThread(
             config,
             "staleness",
             ledger=ledger,
@@ -91,7 +91,7 @@ def _serve(servers: list[ModelFreeServer]) -> None:
 
 
 def _learn(
-    workload: Workload, ledger: TicketLedger, exchange: Exchange, publication: Publication, seen: Observation
+    workload: Workload, ledger: TicketLedger, exchange: NetworkThread, publication: Publication, seen: Observation
 ) -> None:
     """learner/service.py without a model."""
 

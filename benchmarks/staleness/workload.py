@@ -10,13 +10,13 @@ import numpy as np
 
 from asyncrl.config.learner import OnStale
 from asyncrl.config.schema import RunConfig
+from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.loading import fingerprint_of
 from asyncrl.models.processing import EncodedPrompt
 from asyncrl.models.prompt_facts import PromptFacts
 from asyncrl.rewards.pool import Score
-from learner.journal import TicketSlot
-from learner.ticket_writer import ticket_seed
-from learner.tickets import PreparedTicket
+from learner.tickets.ticket import PreparedTicket
+from learner.tickets.writer import ticket_seed
 from protocol.messages import ChatMessage, Prompt, Sampling, TextPart, Ticket, TicketKind
 from rollout_server.engines.scripted import ScriptedEngine
 

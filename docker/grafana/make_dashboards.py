@@ -2,7 +2,8 @@
 
     python docker/grafana/make_dashboards.py
 
-What a panel means and what is healthy comes from the tables of metrics (learner/metrics.py, rollout_server/metrics.py).
+What a panel means and what is healthy comes from the tables of metrics
+(learner/reporting/metrics.py, rollout_server/metrics.py).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from grafana_foundation_sdk.models.common import (
 )
 from grafana_foundation_sdk.models.dashboard import DashboardCursorSync, DataSourceRef
 
-from learner.metrics import METRICS as LEARNER
+from learner.reporting.metrics import METRICS as LEARNER
 from rollout_server.metrics import METRICS as ROLLOUT
 
 FOLDER = Path(__file__).parent / "dashboards"

@@ -13,10 +13,10 @@ import zmq
 
 from protocol.codec import Expected, Frame, Limits, encode
 from protocol.curve import LearnerKeys
+from protocol.curve_auth import CurveAuthenticator
 from protocol.endpoints import bind, split_endpoint
 from protocol.errors import ErrorCode
-from protocol.gate import Gate
-from protocol.held import Allowance, HeldWatch
+from protocol.held import Allowance, ReceiveMemoryGuard
 from protocol.messages import Error, Message, Wire
 from protocol.monitor import SocketMonitor
 from protocol.peers import Muted, PeerBudget, PeerLimits
@@ -74,7 +74,7 @@ class LearnerSocket:
         inbound: Limits | None = None,
         insecure: bool = False,
         keys: LearnerKeys | None = None,
-        gate: Gate | None = None,
+        gate: CurveAuthenticator | None = None,
         queues: Queues = CONTROL_QUEUES,
         peer_limits: PeerLimits | None = None,
         linger_s: float = LINGER_S,
@@ -101,7 +101,7 @@ class LearnerSocket:
             self.socket.close(linger=0)
             raise
         curve = keys is not None
-        self._held = HeldWatch(
+        self._held = ReceiveMemoryGuard(
             self._monitor,
             Allowance.of(self._inbound, queues, curve=curve),
             curve=curve,

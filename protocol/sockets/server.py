@@ -10,9 +10,9 @@ import zmq.asyncio
 
 from protocol.codec import Expected, Limits, encode
 from protocol.curve import ServerKeys
+from protocol.curve_auth import HandshakeWatch
 from protocol.endpoints import check_dial, split_endpoint
-from protocol.gate import HandshakeWatch
-from protocol.held import Allowance, HeldWatch
+from protocol.held import Allowance, ReceiveMemoryGuard
 from protocol.messages import Message, Wire
 from protocol.monitor import SocketMonitor
 from protocol.reception import BadMessage, MessageReader, WireCounters, count_sent, read_frames
@@ -64,7 +64,7 @@ class ServerSocket:
         self._monitor = SocketMonitor(self._socket)
         self._handshakes = HandshakeWatch(self._monitor, endpoint, keys)
         curve = keys is not None
-        self._held = HeldWatch(
+        self._held = ReceiveMemoryGuard(
             self._monitor,
             Allowance.of(self.limits, queues, curve=curve),
             curve=curve,

@@ -11,8 +11,8 @@ if TYPE_CHECKING:  # vLLM's worker process imports this package on its way to en
     from rollout_server.engines.base import InferenceEngine
 
 ENGINES = {
-    "hf": "rollout_server.engines.hf:HFEngine",
-    "vllm": "rollout_server.engines.vllm_engine.engine:VLLMEngine",
+    "hf": "rollout_server.engines.hf.engine:HFEngine",
+    "vllm": "rollout_server.engines.vllm.engine:VLLMEngine",
     "scripted": "rollout_server.engines.scripted:ScriptedEngine",
 }
 """Imported only when chosen: one engine's dependencies are no burden on the users of another."""

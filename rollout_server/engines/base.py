@@ -16,7 +16,7 @@ from protocol.faults import crash_point
 from protocol.messages import FinishReason, Sampling, WeightManifest
 
 if TYPE_CHECKING:
-    from rollout_server.staging import Staging
+    from rollout_server.weights.staging import Staging
 
 
 class EngineDied(Exception):

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.memory_plan.live_bytes import LiveBytes
-from asyncrl.memory_plan.rehearsal import rehearse_learner, train_pass
+from asyncrl.tools.memory_plan.live_bytes import LiveBytes
+from asyncrl.tools.memory_plan.rehearsal import rehearse_learner, train_pass
 from benchmarks.gpu_cycle import TINY, cycle_config
-from learner.engines.torch_engine import TorchEngine
+from learner.training.engines.torch_engine import TorchEngine
 
 ABOVE = 1.4
 """Of what a fused kernel really keeps, the plan may be so much above."""

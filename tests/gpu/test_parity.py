@@ -13,7 +13,7 @@ import pytest
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.processing import PromptProcessor
 from benchmarks.gpu_cycle import TINY, cycle_config, make_prompts, sample, train
-from learner.engines import create_engine as create_learner
+from learner.training.engines import create_engine as create_learner
 from rollout_server.engines import create_engine
 
 LIMITS = {"float32": (1e-3, 1e-4), "bfloat16": (0.2, 0.03)}

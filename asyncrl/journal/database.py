@@ -1,0 +1,82 @@
+"""The journal's SQLite file: its tables, how it is opened, and what its errors mean."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from asyncrl.config.schema import Durability
+from asyncrl.errors import BadStateError
+from asyncrl.run_folder.full_disk import find_no_room, is_disk_full
+
+SCHEMA = 3
+"""Kept as SQLite's user_version. Raised by changes that make older journals unreadable."""
+PAGE_BYTES = 4096
+TRANSACTION_BYTES = 5 * PAGE_BYTES
+"""About what a transaction adds to the write-ahead log."""
+LOG_BYTES = 16 << 20
+"""Added to the write-ahead log before it is copied into the file, beside the writing."""
+LONGEST_LOG_BYTES = 4 * LOG_BYTES
+"""A log that grows faster than it can be copied is copied by the writer, who then waits."""
+WAY_OUT = (
+    "Restore it from a backup, or start a new run from the newest checkpoint's model "
+    "(asyncrl export RUN TARGET, then model.path=TARGET)"
+)
+
+_SYNCHRONOUS = {"process": "NORMAL", "power": "FULL"}
+_TABLES = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE ledger (name TEXT PRIMARY KEY, count INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE tickets (
+    ticket_id INTEGER PRIMARY KEY, position INTEGER NOT NULL UNIQUE, version INTEGER NOT NULL, bound INTEGER NOT NULL);
+CREATE TABLE groups (
+    ticket_id INTEGER PRIMARY KEY, segment INTEGER NOT NULL, offset INTEGER NOT NULL, length INTEGER NOT NULL,
+    checksum BLOB NOT NULL);
+CREATE TABLE consumption (
+    position INTEGER PRIMARY KEY, ticket_id INTEGER NOT NULL UNIQUE, version INTEGER NOT NULL,
+    bound INTEGER NOT NULL, step INTEGER NOT NULL);
+CREATE INDEX consumption_by_step ON consumption (step);
+CREATE TABLE again (position INTEGER PRIMARY KEY);
+CREATE TABLE seal (id INTEGER PRIMARY KEY CHECK (id = 0), commits INTEGER NOT NULL, digest BLOB NOT NULL);
+"""
+
+
+def open_database(path: Path | None, durability: Durability, *, begun: bool) -> sqlite3.Connection:
+    """For every thread. One that is not `begun` gets its tables."""
+    db = sqlite3.connect(path or ":memory:", isolation_level=None, check_same_thread=False)
+    db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+    db.execute("PRAGMA journal_mode = WAL")
+    db.execute(f"PRAGMA synchronous = {_SYNCHRONOUS[durability]}")
+    db.execute(f"PRAGMA wal_autocheckpoint = {LONGEST_LOG_BYTES // PAGE_BYTES}")
+    db.execute("PRAGMA cell_size_check = ON")
+    # Some builds overwrite what is deleted, at three times the cost; nothing here is secret.
+    db.execute("PRAGMA secure_delete = OFF")
+    if not begun:
+        empty = "INSERT INTO seal VALUES (0, 0, zeroblob(8));"
+        db.executescript(f"BEGIN; {_TABLES} {empty} PRAGMA user_version = {SCHEMA}; COMMIT;")
+    return db
+
+
+def database_bytes(path: Path | None) -> int:
+    """With its write-ahead log."""
+    files = (path, path.with_name(path.name + "-wal")) if path else ()
+    return sum(file.stat().st_size for file in files if file.exists())
+
+
+def journal_name(path: Path | None) -> str:
+    return f"the journal {path or 'in memory'}"
+
+
+@contextmanager
+def telling(doing: str, path: Path | None) -> Iterator[None]:
+    """What goes wrong within is raised as a BadStateError that says whether anything is lost, and the way out."""
+    try:
+        yield
+    # OSError: of the groups' files. UnicodeDecodeError: SQLite quotes a damaged text.
+    except (sqlite3.Error, OSError, UnicodeDecodeError) as found:
+        problem = (path and find_no_room(found, path)) or found
+        said = problem.strerror if isinstance(problem, OSError) else problem
+        after = "Nothing is lost" if is_disk_full(problem) else WAY_OUT
+        raise BadStateError(f"{doing} {journal_name(path)}: {said}. {after}") from problem

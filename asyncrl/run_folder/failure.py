@@ -1,0 +1,132 @@
+"""Why a run stopped, as `failure.json` in its directory: for the launcher, for scripts, and for whoever looks later.
+
+Who has the run directory to himself writes it: the learner (learner_lock.py), and after its end the launcher, where
+a server ended the run. A server by itself writes nothing there: that it stops is not the end of the run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+from asyncrl.errors import BadStateError, LearnerLeftError, UserError, WaitTimeoutError
+from asyncrl.run_folder.full_disk import describe_full_disk, is_disk_full
+from asyncrl.telemetry.reading import is_there
+from asyncrl.telemetry.recorder import read_status
+
+logger = logging.getLogger(__name__)
+
+FAILURE_FILE = "failure.json"
+Kind = Literal["bad_state", "disk_full", "timed_out", "user_error"]
+_ROOM_BYTES = 8192
+_LONGEST_REASON = 1500
+"""Characters; four bytes each and everything else fit into the room."""
+
+
+def _room_of(name: str) -> str:
+    return f".{name}.room"
+
+
+ROOM_FILE = _room_of(FAILURE_FILE)
+
+
+@dataclass(frozen=True)
+class Failure:
+    service: str
+    kind: Kind
+    reason: str
+    time: float
+    """Unix time."""
+    step: int | None = None
+    """Of the learner, as the run's status said last."""
+
+
+def failure_of(error: BaseException, service: str, run_dir: Path) -> Failure | None:
+    """None for a crash: anything unforeseen."""
+    kind = kind_of(error)
+    if kind is None:
+        return None
+    reason = describe_full_disk(error, run_dir) if kind == "disk_full" else str(error)
+    step = read_status(run_dir).get("step")
+    return Failure(service, kind, reason, time.time(), step if isinstance(step, int) else None)
+
+
+def kind_of(error: BaseException) -> Kind | None:
+    """None for a crash, and for a server whose learner has left, whatever the learner said of it."""
+    if isinstance(error, LearnerLeftError):
+        return None
+    if isinstance(error, UserError):
+        return "user_error"
+    if is_disk_full(error):
+        return "disk_full"
+    if isinstance(error, WaitTimeoutError):
+        return "timed_out"
+    return "bad_state" if isinstance(error, BadStateError) else None
+
+
+class FailureRoom:
+    """The disk space that a reason needs, taken while there is some: a full disk must not take the reason with it.
+
+    `file` is where the reason goes.
+    """
+
+    def __init__(self, file: Path):
+        self._file = file
+        self._room = file.with_name(_room_of(file.name))
+
+    def __enter__(self) -> Self:
+        """Raises OSError where there is none."""
+        self._room.unlink(missing_ok=True)  # of a process that was killed, maybe another user's
+        try:
+            self._room.write_bytes(b" " * _ROOM_BYTES)
+        except OSError:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def save(self, failure: Failure) -> bool:
+        """Complete or not at all; whether it could be. The log has the reason in any case."""
+        told = asdict(failure) | {"reason": failure.reason[:_LONGEST_REASON]}
+        text = json.dumps(told, ensure_ascii=False, indent=2)
+        try:
+            with self._room.open("r+b") as file:  # in place, in blocks that are ours
+                file.write(text.encode(errors="backslashreplace").ljust(_ROOM_BYTES - 1) + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+            self._room.replace(self._file)
+        except OSError as problem:
+            logger.error("the reason could not be saved in %s: %s", self._file, problem)
+            return False
+        return True
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        with suppress(OSError):
+            self._room.unlink()
+
+
+def refuse_bad_state(run_dir: Path) -> None:
+    """Of an attempt that nobody watches. Raises BadStateError where the run stopped in bad state, UserError where that
+    cannot be read."""
+    file = run_dir / FAILURE_FILE
+    failure = read_failure(run_dir) if is_there(file) else None
+    if failure is not None and failure.kind == "bad_state":
+        at = f" at step {failure.step}" if failure.step is not None else ""
+        raise BadStateError(
+            f"the run in {run_dir} stopped in bad state{at}: {failure.reason}. When the cause is mended, continue by "
+            f"hand with `asyncrl learn CONFIG --resume`, or remove {file}"
+        )
+
+
+def read_failure(run_dir: Path, name: str = FAILURE_FILE) -> Failure | None:
+    """None if the run has not failed, or its file is not one of ours."""
+    try:
+        return Failure(**json.loads((run_dir / name).read_text()))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None

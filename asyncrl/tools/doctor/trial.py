@@ -1,0 +1,152 @@
+"""The configuration run for real, as small as it can be: `asyncrl train` in a folder of its own, with a deadline."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from asyncrl.config.load import dump_config
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import ExitCode
+from asyncrl.run_folder.failure import read_failure
+from asyncrl.tools.doctor.findings import Finding, Findings, split_fix
+from asyncrl.tools.doctor.network import is_local
+from asyncrl.tools.doctor.run_dir import nearest_folder
+from asyncrl.tools.doctor.trial_findings import find_in_run
+from asyncrl.tools.memory_plan.plan import changed
+
+STEPS = 2
+"""The second one learns from completions that published weights have sampled."""
+GROUP_SIZE = 2
+RESPONSE_TOKENS = 32
+ROWS, HELD_OUT_ROWS = 256, 4
+BEYOND_START_S = 300.0
+"""For the steps, the checkpoint and the export; the start has network.start_timeout_s."""
+STOP_S = 30.0
+LOG = "trial.log"
+
+
+def find_by_trial(config: RunConfig) -> Findings[None]:
+    """The folder is on the disk of run_dir, and stays where the trial fails."""
+    deadline_s = config.network.start_timeout_s + BEYOND_START_S
+    yield Finding("trial", f"a real run of {STEPS} tiny steps begins, and has {deadline_s:g} s", "note")
+    folder = Path(tempfile.mkdtemp(prefix="asyncrl-trial-", dir=nearest_folder(config.run_path)))
+    keep = False
+    try:
+        trial = smallest(config, folder / "run")
+        began = time.monotonic()
+        code = _run(trial, folder, deadline_s)
+        keep = True
+        spent = time.monotonic() - began
+        if code == 0:
+            steps = f"{STEPS} steps of {trial.batch.prompts_per_step} x {trial.batch.group_size} completions"
+            yield Finding("trial", f"{steps}, a checkpoint and an export in {spent:.0f} s")
+            findings = list(find_in_run(trial))
+            keep = any(finding.verdict == "problem" for finding in findings)
+            yield from findings
+            if keep:
+                yield Finding("trial's folder", f"is kept: {folder}", "note")
+        else:
+            yield _failed(trial, folder, code, deadline_s)
+    except (KeyboardInterrupt, GeneratorExit):  # nobody waits for it any more
+        keep = False
+        raise
+    finally:
+        if not keep:
+            shutil.rmtree(folder)
+
+
+def smallest(config: RunConfig, run_dir: Path) -> RunConfig:
+    """Everything that decides how things are computed stays; how much and how long does not."""
+    changes: dict[str, object] = {
+        "run_dir": str(run_dir),
+        "batch.prompts_per_step": config.algorithm.updates_per_batch,
+        "batch.group_size": min(config.batch.group_size, GROUP_SIZE),
+        "data.max_response_length": min(config.data.max_response_length, RESPONSE_TOKENS),
+        "data.max_val_rows": min(config.data.max_val_rows or HELD_OUT_ROWS, HELD_OUT_ROWS),
+        "evaluation.every_steps": 0,
+        "evaluation.before_training": False,
+        "evaluation.group_size": 1,
+        "trainer.max_steps": STEPS,
+        "trainer.save_freq": 0,
+        "trainer.samples_per_step": config.algorithm.updates_per_batch,
+        "launch.max_restarts": 0,
+        "telemetry.linger_s": 0.0,
+        **dict.fromkeys(("network.control_port", "network.weights_port"), 0),
+        **dict.fromkeys(("telemetry.learner_port", "telemetry.rollout_port"), 0),
+    }
+    if config.data.filter_overlong_prompts:  # the learner reads every row first
+        changes["data.max_train_rows"] = min(config.data.max_train_rows or ROWS, ROWS)
+    if not is_local(config.network.host):
+        changes |= {"network.host": "127.0.0.1", "network.keys_dir": ""}
+    return changed(config, changes)
+
+
+def _run(config: RunConfig, folder: Path, deadline_s: float) -> int | None:
+    """Exit code; None if it was not done in time."""
+    file = folder / "config.yaml"
+    file.write_text(dump_config(config))
+    with (folder / LOG).open("wb") as log:
+        command = [sys.executable, "-m", "asyncrl", "train", str(file)]
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+        with _ended(process):
+            try:
+                return process.wait(deadline_s)
+            except subprocess.TimeoutExpired:
+                return None
+
+
+@contextmanager
+def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """The launcher stops its services when it is told to, and the system does when it is gone."""
+    try:
+        yield
+    finally:
+        _stop(process)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Returns when it has ended: what it writes to is removed next. It hears of further interrupts as well, and waits
+    for its services no longer then.
+    """
+    deadline = time.monotonic() + STOP_S
+    again: KeyboardInterrupt | None = None
+    while process.poll() is None:
+        try:
+            process.terminate()
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        except KeyboardInterrupt as interrupt:
+            again = interrupt
+    if again:
+        raise again
+
+
+def _failed(config: RunConfig, folder: Path, code: int | None, deadline_s: float) -> Finding:
+    """In the run's own words."""
+    lines = (folder / LOG).read_text(errors="replace").splitlines()
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    saved = read_failure(config.run_path)
+    head, *more = (errors[-1] if errors else saved.reason if saved else _ending(lines)).splitlines()
+    value, fix = split_fix(head)
+    if code == ExitCode.CRASHED:
+        fix = ""  # that of a run that could go on
+    elif code is None:
+        value, fix = f"not done after {deadline_s:g} s; it said last: {lines[-1] if lines else 'nothing'}", ""
+    kept = f"look into {folder}: {LOG} and run{os.sep}logs"
+    return Finding("trial", value, "problem", f"{fix}; {kept}" if fix else kept, (*more, *lines[-10:]))
+
+
+def _ending(lines: list[str]) -> str:
+    """Of a launcher that ended without an error of ours: which service died, if it says so."""
+    told = [line for line in lines if "ended with code" in line or "was killed by" in line]
+    return (told or lines or ["it ended without a word"])[-1]

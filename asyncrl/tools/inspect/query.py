@@ -1,0 +1,77 @@
+"""Filters as they are written: the same words on the command line and in the address of the page."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import get_args
+
+from asyncrl.errors import UserError
+from asyncrl.tools.samples import SampleQuery
+from asyncrl.tools.samples.model import Order
+from protocol.messages import TrajectoryStatus
+
+ORDERS: tuple[Order, ...] = get_args(Order)
+STATUSES = tuple(str(status) for status in TrajectoryStatus)
+FILTERS = ("step", "reward", "status", "staleness", "prompt", "order")
+LARGEST = 2**62
+"""SQLite's integers have 64 bits."""
+_NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
+_RANGE = re.compile(rf"({_NUMBER})(?:-({_NUMBER}))?")
+_BOUND = re.compile(rf"(<=|>=|<|>)({_NUMBER})")
+
+
+def read_query(words: Mapping[str, str]) -> SampleQuery:
+    """Keys are those of FILTERS; what is missing or empty does not filter. UserError names what cannot be read."""
+    given = {name: words[name].strip() for name in FILTERS if words.get(name, "").strip()}
+    return SampleQuery(
+        steps=_whole("step", given["step"]) if "step" in given else None,
+        rewards=_range("reward", given["reward"]) if "reward" in given else None,
+        statuses=_statuses(given.get("status", "")),
+        staleness=_whole("staleness", given["staleness"]) if "staleness" in given else None,
+        prompt=given.get("prompt", ""),
+        order=_order(given.get("order", ORDERS[0])),
+    )
+
+
+def _range(name: str, text: str) -> tuple[float, float]:
+    """Inclusive ends of `0.5`, `0-0.5`, `-1--0.5`, `<0.5`, `>=0`."""
+    text = text.replace(" ", "")
+    if found := _RANGE.fullmatch(text):
+        low = float(found[1])
+        high = float(found[2]) if found[2] is not None else low
+        if low > high:
+            raise UserError(f"{name} {text} is empty: {low:g} is above {high:g}. Write the lower end first")
+        return low, high
+    if found := _BOUND.fullmatch(text):
+        bound = float(found[2])
+        return {
+            "<": (-math.inf, math.nextafter(bound, -math.inf)),
+            "<=": (-math.inf, bound),
+            ">": (math.nextafter(bound, math.inf), math.inf),
+            ">=": (bound, math.inf),
+        }[found[1]]
+    raise UserError(f"{name} cannot be {text!r}. Write one value (3), a range (1-5), or a bound (<3, >=1)")
+
+
+def _whole(name: str, text: str) -> tuple[int, int]:
+    low, high = _range(name, text)
+    if low > LARGEST or high < -LARGEST:
+        raise UserError(f"{name} {text[:40]} is out of range. Write numbers from -{LARGEST} to {LARGEST}")
+    return math.ceil(max(low, -LARGEST)), math.floor(min(high, LARGEST))
+
+
+def _statuses(text: str) -> tuple[str, ...]:
+    asked = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    unknown = [word for word in asked if word not in STATUSES]
+    if unknown:
+        raise UserError(f"there is no status {unknown[0]!r}. Those of a trajectory are {', '.join(STATUSES)}")
+    return asked
+
+
+def _order(text: str) -> Order:
+    for order in ORDERS:
+        if order == text:
+            return order
+    raise UserError(f"there is no order {text!r}. Samples can be listed {', '.join(ORDERS)} first")

@@ -1,0 +1,212 @@
+"""The page's server: reads only, and answers nobody but a browser on this machine unless told otherwise."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import signal
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from functools import cached_property
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from socket import AF_INET, AF_INET6
+from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit
+
+from asyncrl.errors import BadStateError, UserError
+from asyncrl.telemetry.reading import telling_unreadable
+from asyncrl.telemetry.recorder import read_status
+from asyncrl.tools.inspect.page import CONTENT_SECURITY_POLICY, page
+from asyncrl.tools.inspect.pictures import for_browser
+from asyncrl.tools.inspect.query import ORDERS, STATUSES, read_query
+from asyncrl.tools.inspect.records import detail_record, row_record
+from asyncrl.tools.pages.token_levels import LEGENDS, TITLES
+from asyncrl.tools.samples import SampleDetail, SampleImage, SampleQuery, SampleStore
+
+REQUEST_TIMEOUT_S = 10.0
+"""Of a silent connection."""
+MOST_ROWS = 500
+KEPT_GROUPS = 8
+"""Whose images a page may ask for without the group being read again."""
+HEADERS = {
+    "Content-Security-Policy": CONTENT_SECURITY_POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
+
+
+class InspectServer(ThreadingHTTPServer):
+    """Opens the port on construction; `serve_forever` answers. UserError where the port cannot be had."""
+
+    daemon_threads = True
+
+    def __init__(self, store: SampleStore, run_dir: Path, host: str, port: int):
+        self.store, self.run_dir, self.host = store, run_dir, host
+        self._lock = threading.Lock()
+        self._details: OrderedDict[int, SampleDetail] = OrderedDict()
+        """Groups that were read last."""
+        self.address_family = AF_INET6 if ":" in host else AF_INET
+        try:
+            super().__init__((host, port), _Handler)
+        except OSError as error:
+            raise UserError(
+                f"cannot listen on {host} port {port}: {error.strerror}. Name another port, or --web 0 for any free one"
+            ) from error
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.server_address[1]}/"
+
+    @cached_property
+    def page(self) -> bytes:
+        return page().encode()
+
+    def detail(self, ticket_id: int) -> SampleDetail:
+        """As it is now: a group that waited may have been trained since."""
+        detail = self.store.detail(ticket_id)
+        with self._lock:
+            self._details[ticket_id] = detail
+            self._details.move_to_end(ticket_id)
+            while len(self._details) > KEPT_GROUPS:
+                self._details.popitem(last=False)
+        return detail
+
+    def images(self, ticket_id: int) -> tuple[SampleImage, ...]:
+        with self._lock:
+            known = self._details.get(ticket_id)
+        return (known or self.detail(ticket_id)).images
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):  # a browser that went away is no error
+            super().handle_error(request, client_address)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: InspectServer  # pyright: ignore[reportIncompatibleVariableOverride]
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "asyncrl", ""
+    timeout = REQUEST_TIMEOUT_S
+
+    def do_GET(self) -> None:
+        if not self._is_named_rightly():
+            self._fail(HTTPStatus.MISDIRECTED_REQUEST, "this server is not reached by that name")
+            return
+        path, _, query = self.path.partition("?")
+        try:
+            with telling_unreadable():
+                self._answer(path.split("/")[1:], dict(parse_qsl(query)))
+        except UserError as error:
+            self._fail(HTTPStatus.BAD_REQUEST, str(error))
+        except BadStateError as error:
+            self._fail(HTTPStatus.INTERNAL_SERVER_ERROR, str(error))
+
+    do_HEAD = do_GET
+
+    def _is_named_rightly(self) -> bool:
+        """A web site whose name is made to lead here sends its own name: browsers must not hand it our samples."""
+        try:
+            name = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
+            if name not in ("localhost", self.server.host.lower()):
+                ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+    def _answer(self, path: list[str], words: Mapping[str, str]) -> None:
+        match path:
+            case [""]:
+                self._send("text/html; charset=utf-8", self.server.page)
+            case ["api", "run"]:
+                self._send_json(self._run())
+            case ["api", "samples"]:
+                self._send_json(self._samples(words))
+            case ["api", "sample", ticket_id]:
+                self._send_json(detail_record(self.server.detail(_whole("ticket", ticket_id))))
+            case ["image", digest]:
+                self._image(digest, _whole("ticket", words.get("ticket", "")))
+            case _:
+                self._fail(HTTPStatus.NOT_FOUND, "there is no such page")
+
+    def _run(self) -> dict[str, Any]:
+        total = self.server.store.find(SampleQuery(), limit=1).total
+        status = read_status(self.server.run_dir)
+        return {
+            "path": str(self.server.run_dir),
+            "samples": total,
+            **{name: status.get(name) for name in ("phase", "step", "total_steps")},
+            "statuses": STATUSES,
+            "orders": ORDERS,
+            "colourings": [{"name": name, "title": TITLES[name], "legend": LEGENDS[name]} for name in LEGENDS],
+        }
+
+    def _samples(self, words: Mapping[str, str]) -> dict[str, Any]:
+        query = read_query(words)
+        offset, limit = _whole("offset", words.get("offset", "0")), _whole("limit", words.get("limit", "50"))
+        found = self.server.store.find(query, limit=min(max(limit, 1), MOST_ROWS), offset=offset)
+        texts = self.server.store.beginnings(found.rows)
+        rows = [row_record(row, text) for row, text in zip(found.rows, texts, strict=True)]
+        return {"total": found.total, "offset": offset, "rows": rows, "notices": self.server.store.notices}
+
+    def _image(self, digest: str, ticket_id: int) -> None:
+        images = [image for image in self.server.images(ticket_id) if image.hash == digest]
+        shown = for_browser(images[0]) if images else None
+        if shown is None:
+            self._fail(HTTPStatus.NOT_FOUND, f"ticket {ticket_id} has no image {digest} that could be shown")
+        else:
+            self._send(*shown, keep="private, max-age=3600, immutable")
+
+    def _send_json(self, value: Any) -> None:
+        self._send("application/json", json.dumps(value, separators=(",", ":")).encode())
+
+    def _fail(self, status: HTTPStatus, reason: str) -> None:
+        self._send("application/json", json.dumps({"error": reason}).encode(), status)
+
+    def _send(self, kind: str, body: bytes, status: HTTPStatus = HTTPStatus.OK, keep: str = "no-store") -> None:
+        self.send_response(status)
+        for name, value in {**HEADERS, "Content-Type": kind, "Cache-Control": keep}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: the terminal keeps the address in sight."""
+
+
+def serve(
+    store: SampleStore, run_dir: Path, host: str, port: int, filters: Mapping[str, str], ticket_id: int | None
+) -> None:
+    """Until it is interrupted."""
+    with InspectServer(store, run_dir, host, port) as server:
+        opened = {name: value for name, value in filters.items() if value}
+        if ticket_id is not None:
+            opened["sample"] = str(ticket_id)
+        print(f"{server.url}{'?' if opened else ''}{urlencode(opened)}   (Ctrl-C ends it)", flush=True)
+        if not _is_loopback(host):
+            print(f"warning: whoever reaches {host} can read every sample of {run_dir}", file=sys.stderr, flush=True)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # started in the background, it ends in order, too
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _whole(name: str, text: str) -> int:
+    if not (text.isascii() and text.isdecimal()) or len(text) > 18:
+        raise UserError(f"{name} {text[:40]!r} is not a whole number from 0")
+    return int(text)

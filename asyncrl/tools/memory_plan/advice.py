@@ -1,0 +1,123 @@
+"""A plan over its budget is refused: by how much, and which settings would bring how much, largest first."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+
+from asyncrl.config.channel_rules import DEVICE_CHANNELS
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import UserError
+from asyncrl.tools.memory_plan.plan import GIB, MemoryPlan, changed, device_sharing, make_plan
+from asyncrl.tools.memory_plan.rehearsal import longest_sequence
+from protocol.endpoints import SHARED_MEMORY
+
+Change = Mapping[str, object]
+"""Values of dotted keys."""
+
+
+def check_plan(config: RunConfig) -> MemoryPlan | None:
+    """The plan, or None without a budget. Raises UserError where it cannot fit, before anything is loaded."""
+    if not config.gpu_memory.budget_gib:
+        return None
+    plan = make_plan(config)
+    if plan.excess:
+        raise UserError(refusal(plan))
+    return plan
+
+
+def check_shared_memory(plan: MemoryPlan) -> None:
+    """The learner publishes weights in /dev/shm, which a container has little of unless it is told otherwise."""
+    if not SHARED_MEMORY.is_dir():
+        return
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    if free < plan.publications:
+        raise UserError(
+            f"published weights need {gib(plan.publications)} in {SHARED_MEMORY}, which has {gib(free)} free. In a "
+            f"container set --shm-size={-(-plan.publications // GIB) + 1}g (compose: ASYNCRL_SHM_SIZE), or mount -o "
+            f"remount,size=... {SHARED_MEMORY}"
+        )
+
+
+def refusal(plan: MemoryPlan) -> str:
+    """What does not fit, its parts, and the way out."""
+    lines: list[str] = []
+    for phase in plan.phases:
+        if phase.nbytes > plan.budget:
+            parts = sorted(phase.lines, key=lambda line: -line.nbytes)[:4]
+            largest = ", ".join(f"{part.name} {part.nbytes / GIB:.1f}" for part in parts)
+            lines.append(
+                f"gpu_memory.budget_gib is {plan.config.gpu_memory.budget_gib:g}, but the {phase.name} needs "
+                f"{gib(phase.nbytes)} ({largest}, ...)"
+            )
+    return "\n".join([*lines, *advice(plan)])
+
+
+def advice(plan: MemoryPlan) -> list[str]:
+    """Single changes with the peak that they lead to, largest first, and the first few that fit together."""
+    useful = sorted(
+        (pair for pair in _tried(plan) if pair[1].excess < plan.excess), key=lambda pair: (pair[1].excess, pair[1].peak)
+    )
+    if not useful:
+        return ["No setting changes that: use a smaller model or a larger device"]
+    lines = ["What to change, largest first:"]
+    lines += [f"  {_text(change):<42} {_course(plan, other)}" for change, other in useful]
+    together: dict[str, object] = {}
+    fitting = plan
+    for change, _ in useful:
+        together |= change
+        fitting = make_plan(changed(plan.config, together), before=fitting)
+        if not fitting.excess:
+            return [*lines, f"Together {_text(together)} fits: {gib(fitting.peak)}"]
+    return [*lines, f"All of them together need {gib(fitting.peak)}: use a smaller model or a larger device"]
+
+
+def _tried(plan: MemoryPlan) -> Iterator[tuple[Change, MemoryPlan]]:
+    """Each change with the plan it leads to, but those that the model does not allow, such as adapters nowhere."""
+    for change in _levers(plan.config):
+        with suppress(UserError):
+            yield change, make_plan(changed(plan.config, change), before=plan)
+
+
+def _course(plan: MemoryPlan, other: MemoryPlan) -> str:
+    """Of what the change helps most."""
+    if [phase.name for phase in plan.phases] != [phase.name for phase in other.phases]:
+        return f"{gib(plan.peak)} -> {gib(other.peak)}"
+    pairs = list(zip(plan.phases, other.phases, strict=True))
+    old, new = max(pairs, key=lambda pair: pair[0].nbytes - pair[1].nbytes)
+    return f"{old.name} {gib(old.nbytes)} -> {gib(new.nbytes)}"
+
+
+def _levers(config: RunConfig) -> Iterator[Change]:
+    """What a user may change without changing the task."""
+    batch, rollout = config.batch, config.rollout
+    other_channel = {"rollout.weights_channel": "shm"} if rollout.weights_channel in DEVICE_CHANNELS else {}
+    if other_channel:
+        yield other_channel
+    if device_sharing(config) == "together":
+        yield {"trainer.mode": "sync", **other_channel}  # neither this nor the next goes with a device channel
+    if not config.model.lora.rank:
+        yield {"model.lora.rank": 16, **other_channel}
+    if config.model.dtype == "float32":
+        yield {"model.dtype": "bfloat16"}
+    if not config.model.freeze_vision_tower and not config.model.lora.rank:
+        yield {"model.freeze_vision_tower": True}
+    if not config.learner.gradient_checkpointing:
+        yield {"learner.gradient_checkpointing": True}
+    fewer_tokens = max(longest_sequence(config), batch.tokens_per_microbatch // 4)
+    if fewer_tokens < batch.tokens_per_microbatch:
+        yield {"batch.tokens_per_microbatch": fewer_tokens}
+    fewer_sequences = max(batch.group_size, rollout.max_concurrent_sequences // 4)
+    if fewer_sequences < rollout.max_concurrent_sequences:
+        yield {"rollout.max_concurrent_sequences": fewer_sequences}
+
+
+def _text(change: Change) -> str:
+    return " ".join(
+        f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in change.items()
+    )
+
+
+def gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB // 10 else f"{nbytes / 2**20:.1f} MiB"

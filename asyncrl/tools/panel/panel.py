@@ -1,0 +1,92 @@
+"""One panel, three questions: is it learning, is the pipeline healthy, what does it write.
+
+Every row is made of lines of known width, so the panel knows its height and leaves out what a small terminal has no
+room for, the least important first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from rich.box import ROUNDED
+from rich.cells import set_cell_size
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.panel import Panel
+from rich.text import Text
+
+from asyncrl.tools.panel.answers import Answers, Row, phase_style
+from asyncrl.tools.panel.glyphs import Glyphs
+from asyncrl.tools.panel.run_snapshot import Story
+
+NAME_CELLS = 12
+GAP = 2
+NARROW = 70
+TALL = 40
+SAMPLE_LINES = 3
+"""Of a completion, in a tall terminal."""
+
+
+@dataclass(frozen=True)
+class RunPanel:
+    """The story so far, as large as the console lets it be."""
+
+    story: Story
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        padding = 1 if options.max_width < NARROW else 2
+        glyphs = Glyphs.of(options.encoding)
+        height = console.size.height
+        room = options.max_width - 2 * padding - 2
+        names = min(NAME_CELLS, room // 3)
+        view = Answers(self.story, glyphs, room - names - GAP, SAMPLE_LINES if height >= TALL else 1)
+        sections = [
+            ("Is it learning?", list(view.learning())),
+            ("Is the pipeline healthy?", list(view.pipeline())),
+            ("What does it write?", list(view.samples())),
+        ]
+        borders_and_progress = 3
+        gaps = len(sections) + 2
+        spare = height - borders_and_progress - sum(_height(rows) for _, rows in sections)
+        parts: list[RenderableType] = [view.progress()]
+        for question, rows in sections if spare >= 0 else _fitting(sections, height - borders_and_progress):
+            heading = Text(question, "bold cyan", no_wrap=True)
+            parts += [*([Text("")] if spare >= gaps else []), heading, _block(rows, names, glyphs)]
+        phase = self.story.phase
+        yield Panel(
+            Group(*parts),
+            box=ROUNDED,
+            title=Text.assemble(
+                ("asyncrl", "bold"), f"  {glyphs.cut(self.story.run_dir, room // 2)}  ", (phase, phase_style(phase))
+            ),
+            title_align="left",
+            border_style="dim",
+            padding=(1 if spare >= gaps else 0, padding),
+        )
+
+
+def _height(rows: list[Row]) -> int:
+    """With the question."""
+    return 1 + sum(len(row.lines) for row in rows)
+
+
+def _fitting(sections: list[tuple[str, list[Row]]], height: int) -> list[tuple[str, list[Row]]]:
+    """Second lines go first, then the rows of the highest rank, the last of them first."""
+    sections = [(question, [replace(row, lines=row.lines[:1]) for row in rows]) for question, rows in sections]
+    while sum(_height(rows) for _, rows in sections) > height:
+        ranked = [(row.rank, place, rows) for _, rows in sections for place, row in enumerate(rows) if row.rank]
+        if not ranked:
+            break
+        rank = max(rank for rank, _, _ in ranked)
+        _, place, rows = [found for found in ranked if found[0] == rank][-1]
+        del rows[place]
+    return sections
+
+
+def _block(rows: list[Row], cells: int, glyphs: Glyphs) -> Text:
+    """Names and lines in one text, which is drawn in a fraction of the time of a table with a cell for each."""
+    lines = []
+    for row in rows:
+        for place, line in enumerate(row.lines):
+            name = set_cell_size("" if place else glyphs.cut(row.name, cells), cells + GAP)
+            lines.append(Text.assemble((name, "dim"), line))
+    return Text("\n", no_wrap=True, overflow="crop").join(lines)

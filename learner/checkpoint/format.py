@@ -1,0 +1,171 @@
+"""Checkpoints: model, optimiser, random state and the step they belong to in one folder, whole or absent.
+
+Of a model with an adapter only the adapter is saved: the base weights are those of `model.path`.
+
+Which data has been trained stands in the journal. A checkpoint is the journal's shortcut: without one, a learner
+makes all steps again.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from asyncrl.errors import BadStateError, UserError
+from asyncrl.models.export import export_model
+from asyncrl.models.lora import read_adapter, write_adapter_folder
+from asyncrl.models.published import load_published
+from asyncrl.run_folder.checkpoints import ADAPTER_FOLDER, MODEL_FOLDER, checkpoint_folder, checkpoint_folders
+from asyncrl.run_folder.full_disk import is_disk_full
+from learner.checkpoint.files import check_files, write_checksums
+from learner.training.engines.base import TrainEngine
+from protocol.faults import crash_point
+from protocol.messages import AdapterSpec
+
+STATE_FILE = "state.json"
+RANDOM_FILE = "random.pt"
+
+
+@dataclass(frozen=True)
+class LearnerState:
+    """Everything but tensors that a resumed run continues from."""
+
+    step: int
+    version: int
+    architecture: str
+    run_id: str
+    adapter: dict[str, Any] | None = None
+    """An AdapterSpec."""
+    base: str = ""
+    """Fingerprint of the content of the weights that the adapter belongs to."""
+    controllers: dict[str, Any] = field(default_factory=dict)
+    """States of what adapts itself during the run, by name."""
+
+
+def save_checkpoint(run_path: Path, engine: TrainEngine, processor: Any, state: LearnerState, keep: int) -> Path:
+    """Write the step's checkpoint and remove all but the newest `keep`. Its model folder is a Hugging Face folder.
+
+    Raises BadStateError where there is no room for it; nothing of it is then left.
+    """
+    folder = checkpoint_folder(run_path, state.step)
+    for leftover in folder.parent.glob(".*.building-*"):
+        shutil.rmtree(leftover)
+    building = folder.with_name(f".{folder.name}.building-{os.getpid()}")
+    try:
+        _write(building, engine, processor, state)
+    except Exception as problem:
+        shutil.rmtree(building, ignore_errors=True)
+        if not is_disk_full(problem):
+            raise
+        # Libraries do not say which file had no room.
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+        raise BadStateError(f"the checkpoint of step {state.step} could not be written ({problem})") from full
+    shutil.rmtree(folder, ignore_errors=True)
+    building.rename(folder)
+    _flush_folder(folder.parent)
+    crash_point("checkpoint.renamed")
+    for old in list(complete_checkpoints(run_path).values())[:-keep]:
+        shutil.rmtree(old)
+    return folder
+
+
+def _write(building: Path, engine: TrainEngine, processor: Any, state: LearnerState) -> None:
+    """All files of a checkpoint, on disk on return."""
+    building.mkdir(parents=True)
+    model = engine.unwrap_model()
+    if engine.adapter is None:
+        export_model(model, processor, building / MODEL_FOLDER)
+    else:
+        write_adapter_folder(
+            building / ADAPTER_FOLDER,
+            engine.adapter,
+            engine.published_state(),
+            base=state.base,
+            base_path=model.name_or_path,
+        )
+    crash_point("checkpoint.writing")
+    engine.save(building)
+    torch.save(torch.get_rng_state(), building / RANDOM_FILE)
+    (building / STATE_FILE).write_text(json.dumps(asdict(state), indent=2))
+    write_checksums(building)
+    _flush(building)
+
+
+def complete_checkpoints(run_path: Path) -> dict[int, Path]:
+    """By step, oldest first."""
+    return {step: path for step, path in checkpoint_folders(run_path).items() if (path / STATE_FILE).is_file()}
+
+
+def newest_checkpoint(run_path: Path) -> Path | None:
+    return next(reversed(complete_checkpoints(run_path).values()), None)
+
+
+def read_state(folder: Path) -> LearnerState:
+    """Raises BadStateError unless every file of the checkpoint is as it was written."""
+    check_files(folder)
+    try:
+        return LearnerState(**json.loads((folder / STATE_FILE).read_text()))
+    except (ValueError, TypeError) as problem:
+        raise BadStateError(
+            f"{folder / STATE_FILE} is not of this version of asyncrl ({problem}). Resume with the one that wrote it"
+        ) from problem
+
+
+def check_adapter(folder: Path, state: LearnerState, adapter: AdapterSpec | None, base: str) -> None:
+    """Raises UserError unless the checkpoint has such an adapter, for these base weights. Nothing is loaded yet."""
+    mine = {} if adapter is None else adapter.model_dump(mode="json")
+    theirs = state.adapter or {}
+    changed = [name for name in ("rank", "alpha", "target_modules") if mine.get(name) != theirs.get(name)]
+    if changed:
+        was = ", ".join(f"{name} {_short(theirs.get(name))} there, {_short(mine.get(name))} here" for name in changed)
+        raise UserError(
+            f"--resume: {folder} was written with another model.lora: {was}. Resume with the run's own config.yaml, or "
+            f"export the checkpoint and start a new run from it: asyncrl export {folder.parent.parent} TARGET"
+        )
+    if base != state.base:
+        raise UserError(
+            f"--resume: the adapter in {folder} belongs to base weights with fingerprint {state.base}; those in "
+            f"model.path have {base}. Put the base model that the run was started with back"
+        )
+
+
+def _short(value: Any) -> str:
+    """Of an AdapterSpec's value; none means that there is no adapter."""
+    return f"{len(value)} layers" if isinstance(value, list) else str(value or "none")
+
+
+def restore_engine(folder: Path, engine: TrainEngine, state: LearnerState, architecture: str) -> None:
+    """Adapter, optimiser and random state; a whole model was loaded from the checkpoint's model folder."""
+    if state.architecture != architecture:
+        raise UserError(
+            f"{folder} is a checkpoint of another model (fingerprint {state.architecture}, this one has "
+            f"{architecture}). Resume with the run's own config.yaml"
+        )
+    if engine.adapter is not None:
+        load_published(engine.unwrap_model(), read_adapter(folder / ADAPTER_FOLDER).items())
+    engine.load(folder)
+    torch.set_rng_state(torch.load(folder / RANDOM_FILE, weights_only=True))
+
+
+def _flush(folder: Path) -> None:
+    """The files are on disk before the folder gets its name."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+
+def _flush_folder(folder: Path) -> None:
+    """Its list of names is on disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,147 @@
+"""Do engine and learner agree? The log-probs of sampled tokens, computed again with the learner's weights."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.models.processing import PromptProcessor
+from learner.network.parity_handshake import ParityCheck
+from learner.network.thread import NetworkThread
+from learner.reporting.reporter import Reporter
+from learner.tickets.ticket import ReceivedGroup
+from learner.training.batch import Batch, make_batch
+from learner.training.engines.base import TrainEngine
+from learner.training.non_finite import name_rows
+from learner.training.packing import build_micro_batch, plan_micro_batches
+
+logger = logging.getLogger(__name__)
+
+FIX = (
+    "Likely causes: other weights than the published ones (a stale prefix or encoder cache), another dtype, attention "
+    "kernel or quantisation in the engine, log-probs of another distribution than `rollout` describes, completions "
+    "that were tokenised again, other versions of transformers or the engine. Start both services with the same "
+    "configuration and library versions; if the difference is rounding, raise alignment.max_logprob_difference"
+)
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Differences between the engine's and the learner's log-probs of the same tokens, in nats."""
+
+    largest: float
+    mean: float
+    tokens: int
+    worst: str
+    """Where the largest is: row, completion, token, and both log-probs."""
+
+
+@torch.no_grad()
+def compare(
+    engine: TrainEngine, processor: PromptProcessor, received: Sequence[ReceivedGroup], tokens_per_microbatch: int
+) -> Parity:
+    """The groups must have been sampled with the engine's weights as they are now."""
+    batch = make_batch(received, processor)
+    learner = torch.full_like(batch.behaviour_logprobs, float("nan"))
+    row = torch.zeros(len(learner), dtype=torch.long)
+    column = torch.zeros_like(row)
+    for part in plan_micro_batches(batch.train_groups, tokens_per_microbatch):
+        packed = build_micro_batch(engine.unwrap_model(), part, engine.device)
+        index = batch.flat_index(packed.row, packed.column)
+        learner[index] = engine.forward(packed, as_sampled=True).logprobs.float().cpu()
+        row[index], column[index] = packed.row, packed.column
+    # A token that the learner could not compute is as wrong as can be.
+    difference = (learner - batch.behaviour_logprobs).abs().nan_to_num(nan=float("inf"))
+    place = int(difference.argmax())
+    return Parity(
+        largest=float(difference[place]),
+        mean=float(difference.double().mean()),
+        tokens=len(difference),
+        worst=_describe(batch, processor, int(row[place]), int(column[place]), float(learner[place])),
+    )
+
+
+def _describe(batch: Batch, processor: PromptProcessor, row: int, column: int, learner: float) -> str:
+    place = int(batch.row_start[row]) + column
+    token = int(np.concatenate([item.group.token_ids for item in batch.received])[place])
+    text = processor.tokenizer.decode([token])
+    engine = float(batch.behaviour_logprobs[place])
+    return (
+        f"row {name_rows([row], batch)}, token {column} ({text!r}, id {token}): engine {engine:.5f}, "
+        f"learner {learner:.5f}"
+    )
+
+
+class ParityJudge:
+    """The main thread's part: called while it waits, between two steps."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        exchange: NetworkThread,
+        engine: TrainEngine,
+        processor: PromptProcessor,
+        reporter: Reporter,
+    ):
+        self._config = config
+        self._exchange = exchange
+        self._engine = engine
+        self._processor = processor
+        self._reporter = reporter
+        self._warned_of = 0.0
+
+    def judge(self, version: int) -> None:
+        """Compare what has come back; `version` is that of the learner's weights."""
+        for check in self._exchange.alignment.take_complete():
+            received = [check.groups[ticket_id] for ticket_id in check.tickets]
+            if any((item.group.versions != version).any() for item in received):
+                self._exchange.repeat_parity(check)
+            else:
+                self._decide(check, received, version)
+
+    def _decide(self, check: ParityCheck, received: Sequence[ReceivedGroup], version: int) -> None:
+        parity = compare(self._engine, self._processor, received, self._config.batch.tokens_per_microbatch)
+        self._reporter.parity(check.server_id, parity.largest, parity.mean)
+        limit = self._config.max_logprob_difference
+        numbers = (
+            f"log-probs of engine and learner differ by at most {parity.largest:.3g} nats, {parity.mean:.3g} on "
+            f"average, over {parity.tokens} tokens of {len(received)} rows at policy version {version}"
+        )
+        if parity.largest <= limit:
+            logger.info("%s is aligned: %s (%g is accepted)", check.server_id, numbers, limit)
+            self._exchange.accept_server(check)
+        else:
+            accepted = f"{limit:g} is accepted (alignment.max_logprob_difference)"
+            self._exchange.refuse_server(check, f"{numbers}; {accepted}. Largest at {parity.worst}", FIX)
+
+    def watch(self, step: int, values: Mapping[str, float]) -> None:
+        """Warn when tokens of the learner's own version disagree: something has gone stale since the server's check.
+
+        Again only when it has doubled.
+        """
+        largest = values.get("staleness_0/logprob_diff_max", 0.0)
+        if self._is_watched and largest > max(self._config.max_logprob_difference, 2 * self._warned_of):
+            self._warned_of = largest
+            logger.warning(
+                "step %d: log-probs of engine and learner differ by up to %.3g nats on tokens of the learner's own "
+                "version, over alignment.max_logprob_difference = %g (ratio/*, mismatch_kl and ess of this step are "
+                "in metrics.jsonl). %s",
+                step,
+                largest,
+                self._config.max_logprob_difference,
+                FIX,
+            )
+
+    @property
+    def _is_watched(self) -> bool:
+        """Where tokens of the learner's own version come from exactly its distribution, and are compared with it."""
+        if not self._config.alignment.rows:
+            return False
+        rollout, algorithm = self._config.rollout, self._config.algorithm
+        compared_at_start = algorithm.updates_per_batch == 1 or algorithm.proximal == "recompute"
+        return compared_at_start and not rollout.truncates and rollout.weight_update != "keep"

@@ -1,0 +1,92 @@
+"""The learner's two sockets: control and weights, open to loopback, to holders of a key, or to all if so told."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import get_args
+
+import zmq
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import UserError
+from protocol.codec import MIB, Limits
+from protocol.curve import KeyFileError, read_learner_keys
+from protocol.curve_auth import CurveAuthenticator
+from protocol.endpoints import BindError
+from protocol.messages import ControlFromServer, WeightsFromServer
+from protocol.peers import PeerLimits
+from protocol.socket_options import CHUNK_QUEUES, CONTROL_QUEUES
+from protocol.sockets import LearnerSocket
+
+CHUNK_LIMITS = PeerLimits(messages=100_000)
+"""10 GB/s of chunks of 1 MiB are legitimate."""
+
+
+@dataclass(frozen=True)
+class LearnerPorts:
+    control: LearnerSocket
+    weights: LearnerSocket
+    gate: CurveAuthenticator | None
+    """None without keys."""
+
+    def take_rejections(self) -> Counter[str]:
+        """Connections that did not get in, or were ended, since the last call, by kind."""
+        taken = self.gate.take_rejections() if self.gate else Counter()
+        ended = self.control.take_ended() + self.weights.take_ended()
+        return taken + Counter(unfinished_message=ended)
+
+    def close(self) -> None:
+        if self.gate is not None:
+            self.gate.close()
+        self.control.close()
+        self.weights.close()
+
+
+def open_ports(config: RunConfig, context: zmq.Context) -> LearnerPorts:
+    """Both sockets, bound. Raises UserError naming the setting to change, and then leaves none open."""
+    network = config.network
+    limits = Limits(max_message_bytes=network.max_message_mib * MIB)
+    largest_group = max(config.batch.group_size, config.evaluation.group_size)
+    gate: CurveAuthenticator | None = None
+    opened: list[LearnerSocket] = []
+    try:
+        keys = read_learner_keys(Path(network.keys_dir)) if network.keys_dir else None
+        gate = CurveAuthenticator(context, keys) if keys else None
+        control = (config.control_endpoint, get_args(ControlFromServer), "control_port")
+        weights = (config.weights_endpoint, get_args(WeightsFromServer), "weights_port")
+        for (endpoint, expected, setting), array_bytes, queues, peer_limits in (
+            (control, config.group_bytes(largest_group), CONTROL_QUEUES, PeerLimits()),
+            (weights, 0, CHUNK_QUEUES, CHUNK_LIMITS),
+        ):
+            opened.append(
+                LearnerSocket(
+                    endpoint,
+                    expected,
+                    limits,
+                    setting=f"network.{setting}",
+                    inbound=_inbound(limits, array_bytes),
+                    insecure=network.insecure,
+                    keys=keys,
+                    gate=gate,
+                    queues=queues,
+                    peer_limits=peer_limits,
+                    context=context,
+                )
+            )
+    except (BindError, KeyFileError) as error:
+        if gate is not None:
+            gate.close()
+        for socket in opened:
+            socket.close()
+        raise UserError(str(error)) from error
+    if gate is not None:
+        gate.start()
+    control_socket, weights_socket = opened
+    return LearnerPorts(control_socket, weights_socket, gate)
+
+
+def _inbound(limits: Limits, array_bytes: int) -> Limits:
+    """Of messages with so much data at most. What no good server sends need not fit into memory."""
+    return replace(limits, max_message_bytes=min(limits.max_message_bytes, limits.max_header_bytes + array_bytes))

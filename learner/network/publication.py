@@ -1,0 +1,63 @@
+"""Each policy version as bytes for the rollout servers, in shared memory where there is any."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from asyncrl.config.channel_rules import DEVICE_CHANNELS
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import BadStateError
+from asyncrl.models.published import tensor_bytes
+from learner.network.device_weights import DeviceWeights
+from learner.training.engines.base import TrainEngine
+from protocol.endpoints import SHARED_MEMORY
+from protocol.faults import crash_point
+from protocol.layout import PublicationError
+from protocol.messages import WeightManifest
+from protocol.weights import Publication, Tensor
+
+
+def open_publication(run_id: str) -> Publication:
+    """In /dev/shm, or where there is none in the folder for temporary files."""
+    return Publication(run_id, SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir()))
+
+
+def open_device_weights(config: RunConfig, publication: Publication, engine: TrainEngine) -> DeviceWeights | None:
+    """None where the device is lent while servers load (trainer.mode=sync), for adapters, which are small, and where a
+    plan of the device's memory (gpu_memory.budget_gib) has no room for the versions."""
+    if config.trainer.mode == "sync" or engine.adapter is not None:
+        return None
+    required = config.rollout.weights_channel in DEVICE_CHANNELS
+    if config.gpu_memory.budget_gib and not required:
+        return None
+    network = config.network
+    total_bytes = sum(tensor.nbytes for _, tensor in engine.published_state())
+    return DeviceWeights(
+        publication,
+        engine.device,
+        total_bytes,
+        host="0.0.0.0" if network.host == "*" else network.host,
+        deadline_s=network.timeout_s,
+        required=required,
+    )
+
+
+def publish(
+    publication: Publication, engine: TrainEngine, version: int, device_weights: DeviceWeights | None = None
+) -> WeightManifest:
+    """Write the engine's weights as `version`. Raises BadStateError where there is no room."""
+    try:
+        manifest = publication.publish(version, _tensors(engine), engine.adapter)
+    except PublicationError as error:
+        raise BadStateError(f"version {version} could not be published: {error}") from error
+    if device_weights is not None:
+        device_weights.keep(manifest, engine.published_state())
+    return manifest
+
+
+def _tensors(engine: TrainEngine) -> Iterator[Tensor]:
+    for name, tensor in engine.published_state():
+        crash_point("weights.publishing")
+        yield Tensor(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor_bytes(tensor))

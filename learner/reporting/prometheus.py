@@ -1,0 +1,225 @@
+"""What Prometheus sees of the learner: at the end of each step, and, of what changes all the time, at each scrape."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from math import isfinite, isnan, nan
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+from prometheus_client import CollectorRegistry
+
+from asyncrl.algorithms.diagnostics import STALENESS_BUCKETS
+from asyncrl.config.schema import TelemetryConfig
+from asyncrl.models.device_facts import memory_by_state, peak_flops
+from asyncrl.telemetry.metrics import MetricSet
+from asyncrl.telemetry.waits import WaitClock
+from learner.network.thread import NetworkThread
+from learner.reporting.metrics import GAUGE_OF_RECORD, GAUGE_OF_STALENESS_RECORD, METRICS, QUANTILE_OF_RECORD
+from learner.tickets.ledger import TicketLedger
+from learner.training.batch import Batch
+from protocol.endpoints import SHARED_MEMORY
+from protocol.messages import WeightManifest
+
+
+class LearnerExporter:
+    """Methods whose names begin with `_look` run on the endpoint's thread."""
+
+    def __init__(self, config: TelemetryConfig):
+        """Raises UserError where the endpoint's port is taken."""
+        self._linger_s = config.linger_s
+        self._lingers = False
+        self._best_accuracy = nan
+        self._metrics = MetricSet(METRICS, "learner")
+        # So that there are series before the first one.
+        self._metrics["errors_total"].labels(kind="other")
+        for number in ("loss", "grad_norm"):
+            self._metrics["not_finite_total"].labels(number=number)
+        self._parity: dict[str, tuple[float, float]] = {}
+        """By server, those that have gone included: one that only was away is not compared again."""
+        self._shown: set[str] = set()
+        """Servers whose parity the last scrape saw."""
+        self._components: set[str] = set()
+        self._metrics.serve(config.host, config.learner_port)
+
+    @property
+    def registry(self) -> CollectorRegistry:
+        return self._metrics.registry
+
+    def watch(
+        self,
+        exchange: NetworkThread,
+        ledger: TicketLedger,
+        waits: WaitClock,
+        *,
+        device: torch.device,
+        is_asleep: Callable[[], bool],
+        run_path: Path,
+        step: int,
+        total_steps: int,
+    ) -> None:
+        """From now on each scrape looks at these. `step`: made before, by a process before this one."""
+        self._exchange = exchange
+        self._ledger = ledger
+        self._waits = waits
+        self._device = device
+        self._is_asleep = is_asleep
+        self._run_path = run_path
+        self._process = psutil.Process()
+        self._step_at = time.monotonic()
+        exchange.tell_lag(self._metrics["journal_lag_seconds"].observe_counts)
+        self._metrics["step"].set(step)
+        self._metrics["total_steps"].set(total_steps)
+        self._metrics.before_scrape(self._look)
+
+    # --- at the end of a step ------------------------------------------------------------------------
+
+    def step(self, step: int, version: int, record: Mapping[str, float], batch: Batch) -> None:
+        """`version` is the one that consumed the batch."""
+        m = self._metrics
+        self._step_at = time.monotonic()
+        m["step"].set(step)
+        m["policy_version"].set(version + 1)
+        m["steps_total"].inc()
+        m["tokens_total"].inc(record["tokens"])
+        m["groups_consumed_total"].inc(len(batch.received))
+        for name in ("step", "wait", "learn", "publish"):
+            m[f"{name}_seconds"].observe(record[f"{name}_s"])
+        for name, gauge in GAUGE_OF_RECORD.items():
+            value = record.get(name)
+            m[gauge].set(nan if value is None else value)
+            if value is not None and not isfinite(value):
+                m["not_finite_total"].labels(number=gauge).inc()
+        for name, value in record.items():
+            section, _, part = name.partition("/")
+            if section == "rows":
+                m["rows"].labels(status=part).set(value)
+                m["trajectories_total"].labels(status=part).inc(value)
+        m["mfu"].set(record["model_flops_per_s"] / peak_flops(self._device))
+        self._rewards(record)
+        self._staleness(version, batch)
+        self._off_policyness(record)
+
+    def _rewards(self, record: Mapping[str, float]) -> None:
+        """NaN of a component that the last batch has no score of."""
+        means = {name.removeprefix("reward/"): value for name, value in record.items() if name.startswith("reward/")}
+        means.pop("std", None)
+        self._components |= means.keys()
+        for component in self._components:
+            self._metrics["reward"].labels(component=component).set(means.get(component, nan))
+
+    def _staleness(self, version: int, batch: Batch) -> None:
+        m, groups = self._metrics, [item.group for item in batch.received]
+        sampled = np.concatenate([group.loss_mask for group in groups]).astype(bool)
+        m["token_staleness_versions"].observe_counts(version - batch.versions[sampled])
+        cached = np.concatenate([g.versions if g.kv_versions is None else g.kv_versions for g in groups])
+        m["kv_staleness_versions"].observe_counts(version - cached[sampled])
+        oldest = [group.versions.min() for group in groups if group.versions.size]
+        m["group_staleness_versions"].observe_counts(version - np.asarray(oldest))
+
+    def _off_policyness(self, record: Mapping[str, float]) -> None:
+        """Ratio quantiles, and diagnostics by staleness; NaN where the last batch has no such tokens."""
+        for name, quantile in QUANTILE_OF_RECORD.items():
+            self._metrics["ratio"].labels(quantile=quantile).set(record.get(name, nan))
+        for name, gauge in GAUGE_OF_STALENESS_RECORD.items():
+            for bucket in STALENESS_BUCKETS:
+                value = record.get(f"staleness_{bucket}/{name}", nan)
+                self._metrics[gauge].labels(staleness=bucket).set(value)
+
+    def not_finite(self, number: str) -> None:
+        """A step was given up: its loss or grad_norm is not finite."""
+        self._metrics["not_finite_total"].labels(number=number).inc()
+        self._metrics[number].set(nan)
+
+    def published(self, manifest: WeightManifest) -> None:
+        self._metrics["policy_version"].set(manifest.version)
+        self._metrics["publish_bytes"].set(manifest.total_bytes)
+
+    def parity(self, server_id: str, largest: float, mean: float) -> None:
+        """Differences of log-probs at the check of a server that joins."""
+        self._parity[server_id] = (largest, mean)
+
+    def evaluated(self, accuracy: float, reward: float, rows: int) -> None:
+        """`rows`: with a score."""
+        self._best_accuracy = accuracy if isnan(self._best_accuracy) else max(self._best_accuracy, accuracy)
+        self._metrics["held_out_accuracy"].set(accuracy)
+        self._metrics["held_out_best"].set(self._best_accuracy)
+        self._metrics["held_out_reward"].set(reward)
+        self._metrics["held_out_rows"].set(rows)
+
+    def stopped(self, kind: str) -> None:
+        """The run is over, or this process gives it up."""
+        self._metrics["stopped"].labels(kind=kind).set(1)
+        self._lingers = kind not in ("interrupted", "crash")
+
+    # --- at a scrape ---------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        self._look_at_ledger()
+        self._look_at_memory()
+        self._look_at_parity()
+        m = self._metrics
+        m["last_step_age_seconds"].set(time.monotonic() - self._step_at)
+        m["servers"].set(len(self._exchange.servers))
+        m["credits"].set(self._exchange.credits)
+        m["journal_lag_groups"].set(self._exchange.groups_not_durable)
+        blobs = self._exchange.blobs
+        m.raise_to("image_blob_bytes_total", blobs.sent_bytes)
+        m.raise_to("image_blob_hits_total", blobs.hits)
+        m.raise_to("image_blob_bytes_saved_total", blobs.saved_bytes)
+        m["pulse_age_seconds"].set(max(0.0, time.monotonic() - self._exchange.looked_at))
+        for what, seconds in self._waits.totals().items():
+            m.raise_to("waiting_seconds_total", seconds, **{"for": what})
+        for kind, count in self._exchange.errors.copy().items():
+            m.raise_to("errors_total", count, kind=kind)
+
+    def _look_at_ledger(self) -> None:
+        m, counts = self._metrics, self._ledger.counts()
+        for state in ("issued", "waiting", "in_flight", "buffered", "trained"):
+            m["groups"].labels(state=state).set(getattr(counts, state))
+        for reason, dropped in counts.dropped.items():
+            m["groups"].labels(state=f"dropped_{reason}").set(dropped)
+            m.raise_to("drops_total", dropped, reason=reason)
+        m["ledger_residual_groups"].set(counts.residual)
+        bias = self._ledger.length_bias()
+        for state in ("trained", "dropped", "buffered"):
+            m["mean_length"].labels(state=state).set(bias.get(f"length/{state}", nan))
+        m["length_bias"].set(bias.get("length_bias", nan))
+        blockers = self._ledger.blockers()
+        m["oldest_ticket_seconds"].set(blockers[0][2] if blockers else 0.0)
+        m["oldest_buffered_seconds"].set(self._ledger.oldest_buffered_s())
+
+    def _look_at_parity(self) -> None:
+        """Of the servers that are here: each process has a name of its own, and series would be ever more."""
+        m, here = self._metrics, set(self._parity.copy()) & set(self._exchange.servers.copy())
+        for gone in self._shown - here:
+            m["parity_max"].remove(gone)
+            m["parity_mean"].remove(gone)
+        for server_id in here:
+            largest, mean = self._parity[server_id]
+            m["parity_max"].labels(server=server_id).set(largest)
+            m["parity_mean"].labels(server=server_id).set(mean)
+        self._shown = here
+
+    def _look_at_memory(self) -> None:
+        m, phase = self._metrics, "asleep" if self._is_asleep() else "awake"
+        m["rss_bytes"].set(self._process.memory_info().rss)
+        for state, nbytes in memory_by_state(self._device).items():
+            m["device_bytes"].labels(state=state, phase=phase).set(nbytes)
+        m["shared_memory_bytes"].set(self._exchange.published_bytes)
+        if SHARED_MEMORY.is_dir():
+            m["shared_memory_free_bytes"].set(shutil.disk_usage(SHARED_MEMORY).free)
+        m["journal_bytes"].set(self._ledger.journal.file_bytes)
+        disk = shutil.disk_usage(self._run_path)
+        m["disk_free_bytes"].set(disk.free)
+        m["disk_size_bytes"].set(disk.total)
+
+    def close(self) -> None:
+        """After `telemetry.linger_s`, so that a scrape sees how it ended; a crash or an interruption does not wait."""
+        if self._lingers:
+            time.sleep(self._linger_s)
+        self._metrics.close()

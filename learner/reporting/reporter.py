@@ -1,0 +1,253 @@
+"""What the learner writes into its run directory: metrics.jsonl, sampled completions, and the live status."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.journal.sample_index import SampleIndex
+from asyncrl.journal.sample_rows import TrainedBatch
+from asyncrl.models.device_facts import device_name, memory_by_state
+from asyncrl.models.processing import PromptProcessor
+from asyncrl.rewards.presentation import plain_text
+from asyncrl.run_folder.saved_config import save_config
+from asyncrl.telemetry.background_writer import BackgroundWriter
+from asyncrl.telemetry.environment import record_start
+from asyncrl.telemetry.recorder import RunRecorder
+from asyncrl.telemetry.trackers import open_trackers
+from learner.network.thread import NetworkThread
+from learner.reporting.prometheus import LearnerExporter
+from learner.tickets.ledger import TicketLedger
+from learner.tickets.ticket import ReceivedGroup
+from learner.training.batch import Batch
+from protocol.lease import read_tenure
+from protocol.messages import WeightManifest, WeightsLoaded
+
+ENDINGS = ("finished", "interrupted", "failed")
+
+
+class Reporter:
+    def __init__(
+        self,
+        config: RunConfig,
+        exchange: NetworkThread,
+        ledger: TicketLedger,
+        processor: PromptProcessor,
+        exporter: LearnerExporter,
+        total_steps: int,
+    ):
+        self.config = config
+        self.exporter = exporter
+        # After what may fail: it makes the run directory.
+        self.recorder = RunRecorder(config.run_path, open_trackers(config, exchange.errors))
+        self._samples = SampleIndex(config.run_path)  # of the thread behind
+        self._behind = BackgroundWriter("samples")
+        self._exchange = exchange
+        self._ledger = ledger
+        self._processor = processor
+        self._total_steps = total_steps
+        self._process = psutil.Process()
+        self._device = torch.device("cpu")
+        self._began = time.monotonic()
+        self._server_usage: dict[str, tuple[float, float, int]] = {}
+        self._parity: dict[str, dict[str, float]] = {}
+
+    def close(self) -> None:
+        try:
+            self._behind.do(self._samples.close)
+            self._behind.close()
+        finally:
+            self.recorder.close()
+
+    def truncate_after(self, step: int, *, made_again: int) -> None:
+        """Forget what was written past the step that the run resumes from. Steps up to `made_again` will be, exactly:
+        their evaluations need not, and their samples are still those of these steps."""
+        self.recorder.truncate_after(step, evaluations_after=made_again)
+        for evaluation in self.recorder.evaluations():
+            self._export_evaluation(evaluation)
+        self._behind.do(self._samples.truncate_after, made_again)
+        self._behind.wait()
+
+    def finish_samples(self) -> None:
+        """A checkpoint is to hold this step: it will not be made again, and neither would its samples."""
+        self._behind.wait()
+
+    def forget_tokens(self, before_step: int) -> None:
+        """The journal keeps no groups of earlier steps."""
+        self._behind.do(self._samples.forget_tokens, before_step)
+
+    @property
+    def evaluated_steps(self) -> set[int]:
+        """Steps whose evaluation is recorded."""
+        return {int(evaluation["step"]) for evaluation in self.recorder.evaluations()}
+
+    def started(self, step: int, device: torch.device) -> None:
+        """This process, after `step`: it has accepted its configuration."""
+        self._device = device
+        save_config(self.config)
+        record_start(self.config.run_path, step, device_name(device))
+
+    def status(self, phase: str, step: int, version: int, waiting_for: str = "") -> None:
+        counts = self._ledger.counts()
+        servers = [
+            {
+                "id": server_id,
+                "version": beat.version if beat else 0,
+                "queued": beat.groups_queued if beat else 0,
+                "running": beat.groups_running if beat else 0,
+                "weights": _arrival(server.loaded),
+                "parity": self._parity.get(server_id, {}),
+            }
+            for server_id, server in list(self._exchange.servers.items())
+            for beat in [server.heartbeat]
+        ]
+        self.recorder.status(
+            phase=phase,
+            waiting_for=waiting_for,
+            step=step,
+            total_steps=self._total_steps,
+            version=version,
+            servers=servers,
+            groups={
+                "issued": counts.issued,
+                "in_flight": counts.in_flight + counts.waiting,
+                "buffered": counts.buffered,
+                "trained": counts.trained,
+                "dropped": sum(counts.dropped.values()),
+            },
+            errors=dict(self._exchange.errors),
+            device=_device(self.config),
+        )
+        if phase in ENDINGS:
+            self._rollout_usage()
+            self._write_timeline()
+
+    def step(self, step: int, version: int, values: Mapping[str, float], batch: Batch, trained: TrainedBatch) -> None:
+        """One finished learner step; `version` is the one that consumed the batch."""
+        uptime_s = time.monotonic() - self._began
+        record = {"step": step, "version": version + 1, "time": time.time(), "uptime_s": uptime_s, **values}
+        record |= self._rollout_usage()
+        counts = self._ledger.counts()
+        record["ledger_residual"] = counts.residual
+        record |= self._ledger.length_bias()
+        record["cpu_threads"] = torch.get_num_threads()  # the last bits of a sum depend on it
+        record["rss_gib"] = self._process.memory_info().rss / 2**30
+        if self._device.type == "cuda":
+            record |= {f"device_gib/{state}": n / 2**30 for state, n in memory_by_state(self._device).items()}
+        self.recorder.step(record)
+        self.exporter.step(step, version, record, batch)
+        self._sample(step, batch.received[: self.config.trainer.samples_per_step])
+        groups = [(item.ticket.prompt, item.group) for item in batch.received]
+        self._behind.do(self._samples.write, step, version, groups, trained)
+        self._write_timeline()
+
+    def _write_timeline(self) -> None:
+        self.recorder.timeline(self._exchange.timeline.take())
+
+    def _rollout_usage(self) -> dict[str, float]:
+        """Idle ratio and token rate of the servers since the last step, from their heartbeats."""
+        idle: list[float] = []
+        rate = 0.0
+        for server_id, server in list(self._exchange.servers.items()):
+            beat = server.heartbeat
+            if beat is None:
+                continue
+            uptime, busy, tokens = self._server_usage.get(server_id, (0.0, 0.0, 0))
+            elapsed = beat.uptime_s - uptime
+            if elapsed > 0:
+                idle.append(max(0.0, 1 - (beat.busy_s - busy) / elapsed))
+                rate += (beat.tokens_generated - tokens) / elapsed
+                more = {"engine": server.hello.engine, "version": beat.version, "busy_s": round(beat.busy_s - busy, 3)}
+                more["tokens"] = beat.tokens_generated - tokens
+                self._exchange.timeline.ended(server_id, "usage", elapsed, **more)
+                self._server_usage[server_id] = (beat.uptime_s, beat.busy_s, beat.tokens_generated)
+        return {"idle/rollout": float(np.mean(idle)), "tokens_per_s/rollout": rate} if idle else {}
+
+    def published(self, manifest: WeightManifest) -> None:
+        self.exporter.published(manifest)
+
+    def parity(self, server_id: str, largest: float, mean: float) -> None:
+        self._parity[server_id] = {"largest": largest, "mean": mean}
+        self.exporter.parity(server_id, largest, mean)
+
+    def evaluated(self, step: int, version: int, received: Sequence[ReceivedGroup]) -> dict[str, Any]:
+        """Accuracy and reward of a whole evaluation. Rows that could not be scored are counted apart."""
+        records = [record for item in received for record in item.group.trajectories]
+        scored = [record for record in records if record.reward is not None]
+        rewards = [record.reward for record in records if record.reward is not None]
+        name = self.config.reward.accuracy_component
+        result = {
+            "step": step,
+            "version": version,
+            "accuracy": float(np.mean([r.rewards[name] for r in scored])) if scored else float("nan"),
+            "reward": float(np.mean(rewards)) if rewards else float("nan"),
+            "rows": len(records),
+            "errors": len(records) - len(scored),
+        }
+        self.recorder.evaluation(result)
+        self._export_evaluation(result)
+        return result
+
+    def _export_evaluation(self, evaluation: Mapping[str, Any]) -> None:
+        accuracy, reward = (float("nan") if (n := evaluation[key]) is None else n for key in ("accuracy", "reward"))
+        self.exporter.evaluated(accuracy, reward, evaluation["rows"] - evaluation["errors"])
+
+    def _sample(self, step: int, received: Sequence[ReceivedGroup]) -> None:
+        for item in received:
+            prompt, group = item.ticket.prompt, item.group
+            bounds = np.concatenate([[0], np.cumsum(group.lengths)])
+            completions = [
+                {
+                    "text": self._processor.decode(group.token_ids[start:end]),
+                    "reward": record.reward,
+                    "rewards": record.rewards,
+                    "status": str(record.status),
+                    "error": record.error_message,
+                    "finish_reason": str(record.finish_reason),
+                    "length": int(end - start),
+                    "token_ids": group.token_ids[start:end].tolist(),
+                }
+                for record, start, end in zip(group.trajectories, bounds[:-1], bounds[1:], strict=True)
+            ]
+            first_frames = [video.frame_hashes[0] for video in prompt.videos]
+            shown = {digest: item.prepared.blobs[digest] for digest in (*prompt.image_hashes, *first_frames)}
+            self._behind.do(
+                self.recorder.sample,
+                {
+                    "step": step,
+                    "row_id": prompt.row_id,
+                    "prompt": plain_text(prompt.messages[-1]),
+                    "answer": prompt.answer,
+                    "images": list(prompt.image_hashes),
+                    "videos": first_frames,
+                    "completions": completions,
+                },
+                shown,
+            )
+
+
+def _arrival(loaded: WeightsLoaded | None) -> dict[str, Any]:
+    """How a server's newest weights came; empty before it has any."""
+    if loaded is None:
+        return {}
+    return {"channel": loaded.channel, "transfer_s": loaded.transfer_s, "load_s": loaded.load_s}
+
+
+def _device(config: RunConfig) -> dict[str, Any]:
+    """Who has the device, where it is shared; empty elsewhere."""
+    tenure = read_tenure(config.run_path) if config.trainer.mode == "sync" else None
+    if tenure is None:
+        return {}
+    since_s = time.monotonic() - tenure.since
+    return {
+        "holder": tenure.holder if tenure.held else "",
+        "pid": tenure.pid,
+        "fence": tenure.fence,
+        "since_s": since_s,
+    }

@@ -1,0 +1,179 @@
+"""Where a learner starts: a new run, or the newest checkpoint and the journal of one that stopped."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import xxhash
+
+from asyncrl.config.schema import RunConfig, TrainerConfig
+from asyncrl.errors import UserError
+from asyncrl.journal.reader import JournalReader
+from asyncrl.journal.writer import JOURNAL_FILE, Journal
+from asyncrl.models.processing import PromptProcessor
+from asyncrl.models.published import tensor_bytes
+from asyncrl.run_folder.checkpoints import MODEL_FOLDER
+from learner.checkpoint.format import LearnerState, newest_checkpoint, read_state
+from learner.progress import Progress
+from learner.tickets.writer import TicketWriter
+from protocol.messages import AdapterSpec
+
+EXPORT = "asyncrl export {run} TARGET, then model.path=TARGET"
+"""How a checkpoint becomes a model to start from."""
+
+
+@dataclass(frozen=True)
+class StartingPoint:
+    """What there is of the run before this process. All None for a new one."""
+
+    journal: Journal | None = None
+    checkpoint: Path | None = None
+    state: LearnerState | None = None
+
+    @property
+    def model_path(self) -> Path | None:
+        """None too where the checkpoint holds an adapter, for the model of `model.path`."""
+        if self.checkpoint is None or (self.state and self.state.adapter):
+            return None
+        return self.checkpoint / MODEL_FOLDER
+
+
+def find_start(config: RunConfig, *, resume: bool, resources: ExitStack) -> StartingPoint:
+    """Checks that `resume` fits what is in the run directory, and the journal, before anything large is loaded.
+
+    The journal of a resumed run is open then, and goes to `resources`.
+    """
+    file = config.run_path / JOURNAL_FILE
+    checkpoint = newest_checkpoint(config.run_path)
+    if not resume:
+        refuse_taken(config.run_path)
+        return StartingPoint()
+    if not file.exists() and checkpoint:
+        raise UserError(
+            f"--resume: {config.run_path} has a checkpoint but no {JOURNAL_FILE}. Restore it from a backup, or start a "
+            f"new run from the checkpoint's model: {EXPORT.format(run=config.run_path)}"
+        )
+    if not file.exists():
+        raise UserError(f"--resume: there is no run in {config.run_path}. Start without --resume")
+    state = read_state(checkpoint) if checkpoint else None
+    return StartingPoint(open_journal(config, resources, state.step if state else 0), checkpoint, state)
+
+
+def open_journal(config: RunConfig, resources: ExitStack, saved_step: int = 0) -> Journal:
+    journal = Journal(config.run_path / JOURNAL_FILE, config.trainer.durability, saved_step=saved_step)
+    resources.callback(journal.close)
+    return journal
+
+
+def refuse_taken(run_path: Path) -> None:
+    """A new run does not begin where there is one."""
+    if (run_path / JOURNAL_FILE).exists() or newest_checkpoint(run_path):
+        raise UserError(f"{run_path} holds a run. Continue it with --resume, or set another run_dir=...")
+
+
+def sign_journal(
+    start: StartingPoint,
+    journal: Journal,
+    settings: Mapping[str, float | str],
+    model: Iterable[tuple[str, torch.Tensor]],
+) -> str:
+    """The run's id, from the journal or new. Raises UserError unless journal, checkpoint and settings are one run's.
+
+    `settings` decide which ticket is which and what it samples; a resumed run must have the same, and, without a
+    checkpoint, the same initial `model`.
+    """
+    run_id = journal.meta("run_id")
+    if run_id is None:
+        run_id = uuid.uuid4().hex[:12]
+        journal.set_meta(run_id=run_id, settings=json.dumps(dict(settings)), model=_digest(model))
+        return run_id
+    if start.state and start.state.run_id != run_id:
+        raise UserError(
+            f"{start.checkpoint} is a checkpoint of run {start.state.run_id}, {journal.path} is the journal of run "
+            f"{run_id}. Put the run's own checkpoints back, or remove that folder"
+        )
+    before = json.loads(journal.meta("settings") or "{}")
+    changed = [
+        f"{key} was {before.get(key)}, is {settings.get(key)}"
+        for key in dict(settings) | before
+        if before.get(key) != settings.get(key)
+    ]
+    if changed:
+        assert journal.path is not None
+        raise UserError(
+            f"--resume of {journal.path}: {'; '.join(changed)}. Resume with the same values, or start a new run from "
+            f"the checkpoint's model: {EXPORT.format(run=journal.path.parent)}"
+        )
+    if start.checkpoint is None:
+        check_initial_model(journal, model)
+    return run_id
+
+
+def check_steps_ahead(journal: Journal, trainer: TrainerConfig, progress: Progress) -> None:
+    """Raises UserError where the run is past the step that it is to end at. At that step it may be: an end that was cut
+    short is made again."""
+    step = max(progress.step, journal.state().last_step)
+    if step > progress.total_steps:
+        key = "trainer.max_steps" if trainer.max_steps else "trainer.total_epochs"
+        raise UserError(
+            f"--resume of {journal.path}: the run is at step {step}, and is to end at step {progress.total_steps}. "
+            f"Raise {key}, which is {trainer.max_steps or trainer.total_epochs}"
+        )
+
+
+def check_initial_model(journal: Journal | JournalReader, model: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Where there is no checkpoint to begin at. Raises UserError if the run began with another model."""
+    if journal.meta("model") != _digest(model):
+        raise UserError(
+            f"{journal.path} began with another model than model.path holds now, and there is no checkpoint to "
+            "begin at. Put the initial model back, or start a new run"
+        )
+
+
+def lasting_settings(config: RunConfig, writer: TicketWriter, processor: PromptProcessor) -> dict[str, float | str]:
+    """What may not change on resume: which ticket is which, and what the journal's log-probs are of."""
+    return {
+        "batch.prompts_per_step": config.batch.prompts_per_step,
+        "batch.group_size": config.batch.group_size,
+        "learner.max_staleness": config.learner.max_staleness,
+        "learner.on_stale": config.learner.on_stale,
+        "trainer.seed": config.trainer.seed,
+        **{f"rollout.{n}": getattr(config.rollout, n) for n in ("temperature", "top_p", "top_k", "min_p")},
+        "data.shuffle": config.data.shuffle,
+        "number of training rows": writer.num_train_rows,
+        "fingerprint of the training rows": writer.data_fingerprint(),
+        "fingerprint of processor and chat template": processor.fingerprint,
+    }
+
+
+def adapter_settings(adapter: AdapterSpec | None, base: str) -> dict[str, float | str]:
+    """What may not change on resume where an adapter is trained."""
+    if adapter is None:
+        return {}
+    return {
+        "model.lora.rank": adapter.rank,
+        "model.lora.alpha": adapter.alpha,
+        "model.lora.target_modules": ", ".join(adapter.target_modules),
+        "base weights": base,
+    }
+
+
+def _digest(model: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Of names and bytes."""
+    hashed = xxhash.xxh3_128()
+    for name, tensor in model:
+        hashed.update(name.encode())
+        hashed.update(tensor_bytes(tensor))
+    return hashed.hexdigest()
+
+
+def forget_run(run_path: Path) -> None:
+    """Of a new run that could not start after all, nothing stays."""
+    for file in run_path.glob(f"{JOURNAL_FILE}*"):
+        file.unlink(missing_ok=True)

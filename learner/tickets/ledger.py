@@ -1,0 +1,287 @@
+"""The ticket ledger: bounded staleness by admission, back-pressure, and an account of every group.
+
+A training ticket is *waiting* (issued, with no server), *in flight* (with a server), *buffered* (its group is here),
+*trained* or *dropped*; at every instant `issued = waiting + in_flight + buffered + trained + dropped`. Every change
+but the handing out is in the journal before it is visible here. Evaluation tickets travel the same way, are counted
+apart and are not journaled.
+
+Admission: before version v, at most `(bound + v + 1) * prompts_per_step` tickets have been issued and not dropped. A
+ticket issued at version w is sampled by version w or newer, so its *deadline* is the step at version `w + bound`; that
+of a group that has arrived is its oldest token's version plus the bound. A step takes the groups with the earliest
+deadlines. What happens to a ticket whose group is not there in time is `on_stale`:
+
+- wait: the learner makes no step after which more tickets would be due by some version than steps are left until
+  then (`blockers` names what it waits for). Nothing is dropped, and nothing becomes too old.
+- drop: the learner goes on; a group with an older token is dropped, and its position in the data issued again.
+- mask: the learner goes on; tokens that are too old leave the loss. A group with no token left is dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from asyncrl.config.learner import OnStale
+from asyncrl.journal.writer import Journal, TicketSlot
+from learner.tickets.ledger_counts import LedgerCounts
+from learner.tickets.length_bias import LengthBias
+from learner.tickets.outstanding import OutstandingTickets
+from learner.tickets.recorded_batch import as_journaled, batch_again, read_batch
+from learner.tickets.staleness import crowded_deadline, has_fresh_tokens, within_bound
+from learner.tickets.ticket import PreparedTicket, ReceivedGroup
+from protocol.codec import encode
+from protocol.faults import crash_point
+
+logger = logging.getLogger(__name__)
+
+STALE = "dropped_stale"
+"""Name of the counter of dropped groups in the journal."""
+
+
+class TicketLedger:
+    """Thread-safe. `changed` is notified whenever a group arrives."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        *,
+        prompts_per_step: int,
+        bound: int,
+        total_groups: int,
+        on_stale: OnStale = "wait",
+    ):
+        self.changed = threading.Condition()
+        self.journal = journal
+        self.bound = bound
+        """Staleness bound of tickets that are issued from now on."""
+        self._per_step = prompts_per_step
+        self._total = total_groups
+        self._on_stale: OnStale = on_stale
+        self.out = OutstandingTickets(self.changed)
+        """Tickets whose groups are awaited, and who has them."""
+        self._buffer: dict[int, ReceivedGroup] = {}
+        self._evaluated: dict[int, ReceivedGroup] = {}
+        self._version = 0
+        found = journal.state()
+        self.last_step = found.last_step
+        """The newest step that has taken its groups. A learner behind it makes its steps again from the journal."""
+        self._counters = Counter(found.counters)
+        self._again = list(found.again)
+        self._unfinished, self._arrived_before = found.waiting, found.buffered
+        self.lengths = LengthBias(self._counters)
+
+    # --- issuing ------------------------------------------------------------------------------
+
+    def admissible(self, version: int) -> list[TicketSlot]:
+        """The training tickets that may be issued before `version`. Asking twice before `issue` gives the same."""
+        with self.changed:
+            capacity = (self.bound + version + 1) * self._per_step
+            free = capacity - (self._counters["issued"] - self._counters[STALE])
+            next_position, next_id = self._counters["next_position"], self._counters["next_id"]
+            fresh = range(next_position, min(next_position + max(0, free), self._total))
+            positions = [*self._again, *fresh][: max(0, free)]
+            return [TicketSlot(next_id + i, position, version, self.bound) for i, position in enumerate(positions)]
+
+    def issue(self, prepared: Sequence[PreparedTicket]) -> None:
+        """Training tickets of `admissible`, or any evaluation tickets."""
+        with self.changed:
+            training = [item for item in prepared if item.is_training]
+            if training:
+                self._journal_issue([item.slot for item in training])
+            for item in prepared:
+                self.out.add(item)
+
+    def _journal_issue(self, slots: list[TicketSlot]) -> None:
+        positions = {slot.position for slot in slots}
+        fresh = len(positions) - len(positions.intersection(self._again))
+        with self.journal.transaction():
+            self.journal.add_tickets(slots)
+            self._count(issued=len(slots), next_id=len(slots), next_position=fresh)
+        self._again = [position for position in self._again if position not in positions]
+        crash_point("tickets.journaled")
+
+    def _count(self, **deltas: int) -> None:
+        """In the journal's transaction and here: an exception between the two stops the run."""
+        self.journal.count(**deltas)
+        self._counters.update(deltas)
+
+    def batch_mates(self, tickets: Sequence[PreparedTicket]) -> list[PreparedTicket]:
+        """On-policy: tickets whose groups are here already and were sampled in one batch with these.
+
+        The last bits of a log-prob depend on what else is in the batch. When a server was lost in the middle of one,
+        its successor samples all of it again, and a run that was killed ends with the weights of one that was not.
+        """
+        with self.changed:
+            versions = {item.slot.version for item in tickets if item.slot.bound == 0 and item.is_training}
+            return [item.prepared for item in self._buffer.values() if item.slot.version in versions]
+
+    # --- coming back ----------------------------------------------------------------------------
+
+    def was_issued(self, ticket_id: int) -> bool:
+        """Whether this run has ever issued the training ticket: its group may be a duplicate."""
+        with self.changed:
+            return ticket_id < self._counters["next_id"]
+
+    def receive(self, received: Sequence[ReceivedGroup]) -> None:
+        """Keep verified groups, durably on return. Their tickets must still be out."""
+        with self.changed:
+            training = [item for item in received if item.prepared.is_training]
+            if training:
+                with self.journal.transaction():
+                    for item in training:
+                        self.journal.add_group(item.group.ticket_id, item.frames or encode(item.group))
+            for item in received:
+                self.out.remove(item.ticket.ticket_id)
+                shelf = self._buffer if item.prepared.is_training else self._evaluated
+                shelf[item.ticket.ticket_id] = item
+            self._drop_stale()
+            self.changed.notify_all()
+
+    # --- consuming ------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """The learner's policy version, whose step comes next."""
+        return self._version
+
+    def advance(self, version: int) -> None:
+        """The learner has made its step and is now at `version`."""
+        with self.changed:
+            self._version = version
+            self._drop_stale()
+            self.changed.notify_all()
+
+    def ready(self) -> bool:
+        """Can a step be made now?"""
+        with self.changed:
+            return len(self._buffer) >= self._per_step and not self._late(self._earliest())
+
+    def _earliest(self) -> list[int]:
+        """Ids of the groups that the next step takes, by deadline, then by age."""
+        by_deadline = sorted(self._buffer.items(), key=lambda item: (item[1].deadline, item[0]))
+        return [ticket_id for ticket_id, _ in by_deadline[: self._per_step]]
+
+    def blockers(self) -> list[tuple[int, str | None, float]]:
+        """What the next step waits for: ticket id, server that holds it, seconds since it was issued."""
+        with self.changed:
+            now = time.monotonic()
+            out = self.out.training()
+            ids = self._late(self._earliest()) or sorted(out)
+            return [(i, out[i].server_id, now - out[i].issued_at) for i in ids]
+
+    def _late(self, earliest: list[int]) -> list[int]:
+        """Tickets out that must come before a step, lest more be due later than later steps can take (`wait`)."""
+        if self._on_stale != "wait":
+            return []
+        out = {i: entry.deadline for i, entry in self.out.training().items()}
+        taken = set(earliest)
+        left = [item.deadline for i, item in self._buffer.items() if i not in taken]
+        crowded = crowded_deadline([*out.values(), *left], self._version, self._per_step)
+        return [] if crowded is None else sorted(i for i, deadline in out.items() if deadline <= crowded)
+
+    def _drop_stale(self) -> None:
+        """Under `drop` and `mask`, groups that cannot be trained any more make room for new tickets."""
+        if self._on_stale == "wait":
+            return
+        whole = self._on_stale == "drop"
+        stale = [item for item in self._buffer.values() if not has_fresh_tokens(item, self._version, all_of_them=whole)]
+        if not stale:
+            return
+        logger.debug("dropping tickets %s, whose groups are too old", [item.slot.ticket_id for item in stale])
+        with self.journal.transaction():
+            self.journal.drop_tickets([item.slot for item in stale])
+            self._count(dropped_stale=len(stale), **self.lengths.dropped(stale))
+        for item in stale:
+            del self._buffer[item.slot.ticket_id]
+        self._again = sorted([*self._again, *(item.slot.position for item in stale)])
+
+    def take(self) -> list[ReceivedGroup]:
+        """`prompts_per_step` groups in ticket order, those with stale tokens masked; they count as trained."""
+        with self.changed:
+            earliest = self._earliest()
+            assert len(earliest) == self._per_step, "take() before ready()"
+            assert not self._late(earliest), "take() before ready()"
+            ids = sorted(earliest)
+            sampled = [self._buffer[i] for i in ids]
+            taken = [within_bound(item, self._version, self._on_stale) for item in sampled]
+            with self.journal.transaction():
+                self.journal.consume(self._version + 1, [item.slot for item in taken])
+                self._count(trained=len(taken), **self.lengths.trained(sampled, taken))
+            for i in ids:
+                del self._buffer[i]
+            self.last_step = self._version + 1
+        crash_point("step.consumed")
+        return taken
+
+    def evaluation_arrived(self) -> int:
+        """Evaluation groups that are here and not taken."""
+        with self.changed:
+            return len(self._evaluated)
+
+    def take_evaluation(self) -> list[ReceivedGroup]:
+        """All evaluation groups that have arrived, in row order."""
+        with self.changed:
+            taken = [received for _, received in sorted(self._evaluated.items())]
+            self._evaluated = {}
+            return taken
+
+    # --- after a restart --------------------------------------------------------------------------
+
+    def recover(self, write: Callable[[TicketSlot], PreparedTicket], *, withhold_s: float) -> None:
+        """Put back what the journal holds: groups into the buffer, tickets out, for servers that still have them.
+
+        Raises UserError if a journaled group is of another prompt than its ticket has now.
+        """
+        with self.changed:
+            until = time.monotonic() + withhold_s
+            for slot in self._unfinished:
+                self.out.add(write(slot), withheld_until=until)
+            for slot in self._arrived_before:
+                self._buffer[slot.ticket_id] = as_journaled(write(slot), self.journal.group(slot.ticket_id))
+            self._unfinished = self._arrived_before = ()
+
+    def take_again(self, step: int, write: Callable[[TicketSlot], PreparedTicket]) -> list[ReceivedGroup]:
+        """The batch that `step` took before the restart, as it was. Raises as `recover` does."""
+        with self.changed:
+            groups = read_batch(self.journal, step, self._per_step)
+        # Without the lock: reading images takes its time.
+        return batch_again(groups, write, self._version, self._on_stale)
+
+    def flush_journal(self) -> None:
+        self.journal.sync_groups()  # most of it without the lock: groups go on arriving
+        with self.changed:
+            self.journal.flush()
+
+    def forget_payloads(self, step: int, *, keep_bytes: int = 0) -> int:
+        """A checkpoint holds the steps up to this one. See `Journal.forget_payloads`."""
+        with self.changed:
+            return self.journal.forget_payloads(step, keep_bytes=keep_bytes)
+
+    # --- account ------------------------------------------------------------------------------------
+
+    def counts(self) -> LedgerCounts:
+        with self.changed:
+            training = self.out.training()
+            waiting = sum(entry.server_id is None for entry in training.values())
+            return LedgerCounts(
+                issued=self._counters["issued"],
+                waiting=waiting,
+                in_flight=len(training) - waiting,
+                buffered=len(self._buffer),
+                trained=self._counters["trained"],
+                dropped={"stale": self._counters[STALE]},
+            )
+
+    def oldest_buffered_s(self) -> float:
+        """Seconds since the arrival of the group that has been buffered longest; 0 without one."""
+        with self.changed:
+            now = time.monotonic()
+            return max((now - item.arrived_at for item in self._buffer.values()), default=0.0)
+
+    def length_bias(self) -> dict[str, float]:
+        """See learner/tickets/length_bias.py."""
+        with self.changed:
+            return self.lengths.report(self._buffer.values())

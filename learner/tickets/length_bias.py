@@ -1,0 +1,61 @@
+"""The length-bias meter: does what is trained on differ in length from what was sampled?
+
+Long completions are the ones that become stale. Dropping them, or masking their early tokens, quietly teaches a
+policy to be short. The meter is `mean(trained) / mean(trained or dropped, as sampled) - 1` in tokens per trajectory:
+0 without bias, negative when long trajectories are lost. Groups that wait in the buffer are not in it: their fate is
+open, and they are short, because the short ones of each version arrive first. With them a run that loses nothing
+would read above 0 for as long as it lasts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from learner.tickets.ticket import ReceivedGroup
+
+
+class LengthBias:
+    """Sums over the whole run, kept among the ledger's counters so that they survive a restart."""
+
+    def __init__(self, counters: Mapping[str, int]):
+        self._counters = counters
+
+    def trained(self, sampled: Sequence[ReceivedGroup], trained: Sequence[ReceivedGroup]) -> dict[str, int]:
+        """What to add to the counters for groups as they were sampled, and as they are trained on after masking."""
+        rows, sampled_tokens = _size(sampled)
+        masked = [(s, t) for s, t in zip(sampled, trained, strict=True) if s is not t]
+        lost = _size(s for s, _ in masked)[1] - _size(t for _, t in masked)[1]
+        return {"rows_trained": rows, "tokens_sampled": sampled_tokens, "tokens_trained": sampled_tokens - lost}
+
+    def dropped(self, items: Iterable[ReceivedGroup]) -> dict[str, int]:
+        rows, tokens = _size(items)
+        return {"rows_dropped": rows, "tokens_dropped": tokens}
+
+    def report(self, buffered: Iterable[ReceivedGroup]) -> dict[str, float]:
+        """Mean tokens per trajectory of trained, dropped and buffered, and the meter; only what is defined."""
+        c = self._counters
+        rows_here, tokens_here = _size(buffered)
+        report: dict[str, float] = {}
+        for name, tokens, rows in (
+            ("trained", c["tokens_trained"], c["rows_trained"]),
+            ("dropped", c["tokens_dropped"], c["rows_dropped"]),
+            ("buffered", tokens_here, rows_here),
+        ):
+            if rows:
+                report[f"length/{name}"] = tokens / rows
+        if c["rows_trained"]:
+            rows = c["rows_trained"] + c["rows_dropped"]
+            tokens = c["tokens_sampled"] + c["tokens_dropped"]
+            report["length_bias"] = report["length/trained"] * rows / max(tokens, 1) - 1
+        return report
+
+
+def _size(items: Iterable[ReceivedGroup]) -> tuple[int, int]:
+    """Trajectories and sampled tokens that are in the loss."""
+    groups = [item.group for item in items]
+    tokens = sum(int(np.count_nonzero(group.loss_mask)) for group in groups)
+    return sum(len(group.trajectories) for group in groups), tokens

@@ -1,0 +1,130 @@
+"""Tickets whose groups are awaited, and which server has each: who is given one, fails at it, or leaves with it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from asyncrl.errors import BadStateError
+from learner.tickets.ticket import PreparedTicket
+
+MAX_ATTEMPTS = 3
+"""Failures of one ticket after which the run stops with the last reason."""
+
+
+@dataclass
+class Outstanding:
+    """A ticket whose group is awaited."""
+
+    prepared: PreparedTicket
+    server_id: str | None = None
+    attempts: int = 0
+    failed_on: set[str] = field(default_factory=set)
+    issued_at: float = field(default_factory=time.monotonic)
+    withheld_until: float = 0.0
+    """A server that holds it from before our restart may come back with it until then."""
+
+    @property
+    def deadline(self) -> int:
+        """Its tokens are at least as new as the ticket."""
+        return self.prepared.slot.version + self.prepared.slot.bound
+
+
+class OutstandingTickets:
+    """Thread-safe under the ledger's lock: a ticket leaves when its group is in the ledger."""
+
+    def __init__(self, lock: threading.Condition):
+        self._lock = lock
+        self._entries: dict[int, Outstanding] = {}
+
+    def add(self, prepared: PreparedTicket, *, withheld_until: float = 0.0) -> None:
+        with self._lock:
+            self._entries[prepared.ticket.ticket_id] = Outstanding(prepared, withheld_until=withheld_until)
+
+    def remove(self, ticket_id: int) -> None:
+        with self._lock:
+            del self._entries[ticket_id]
+
+    def training(self) -> dict[int, Outstanding]:
+        """The training tickets, by id."""
+        with self._lock:
+            return {i: entry for i, entry in self._entries.items() if entry.prepared.is_training}
+
+    def get(self, ticket_id: int) -> PreparedTicket | None:
+        """The ticket if its group is still awaited."""
+        with self._lock:
+            entry = self._entries.get(ticket_id)
+            return entry.prepared if entry else None
+
+    def waiting(self) -> list[PreparedTicket]:
+        """Tickets with no server, oldest first."""
+        with self._lock:
+            now = time.monotonic()
+            return [
+                entry.prepared
+                for _, entry in sorted(self._entries.items())
+                if entry.server_id is None and entry.withheld_until <= now
+            ]
+
+    def assign(self, ticket_ids: Iterable[int], server_id: str) -> None:
+        with self._lock:
+            for ticket_id in ticket_ids:
+                self._entries[ticket_id].server_id = server_id
+
+    def held_by(self, server_id: str) -> int:
+        with self._lock:
+            return sum(entry.server_id == server_id for entry in self._entries.values())
+
+    def reconcile(self, server_id: str, held: Iterable[int]) -> int:
+        """A server (re)connects and says what it holds. What we thought it had and it has not waits again.
+
+        Returns how many tickets that nobody else works on it brought back.
+        """
+        with self._lock:
+            ids = set(held)
+            for ticket_id, entry in self._entries.items():
+                if entry.server_id == server_id and ticket_id not in ids:
+                    entry.server_id = None
+            brought = [i for i in ids if i in self._entries and self._entries[i].server_id is None]
+            for ticket_id in brought:
+                self._entries[ticket_id].server_id = server_id
+            return len(brought)
+
+    def holder(self, ticket_id: int) -> str | None:
+        """The server that has this ticket now."""
+        with self._lock:
+            entry = self._entries.get(ticket_id)
+            return entry.server_id if entry else None
+
+    def give_back(self, ticket_id: int, reason: str, *, servers: Collection[str] = ()) -> None:
+        """Its holder failed at it. Another attempt, but not for ever once all `servers` (the living) have failed."""
+        with self._lock:
+            entry = self._entries.get(ticket_id)
+            if entry is None:
+                return
+            if entry.server_id is not None:
+                entry.failed_on.add(entry.server_id)
+            entry.server_id = None
+            entry.attempts += 1
+            if entry.attempts >= MAX_ATTEMPTS and entry.failed_on.issuperset(servers):
+                row = entry.prepared.ticket.prompt.row_id
+                raise BadStateError(
+                    f"ticket {ticket_id} (row {row}) failed {entry.attempts} times: {reason}. "
+                    "See the logs of the rollout servers"
+                )
+
+    def may_try(self, ticket_id: int, server_id: str, servers: Collection[str]) -> bool:
+        """A server that failed at a ticket gets it again only when all `servers` have: one bad server ends no run."""
+        with self._lock:
+            failed_on = self._entries[ticket_id].failed_on
+            return server_id not in failed_on or failed_on.issuperset(servers)
+
+    def lose_server(self, server_id: str) -> int:
+        """Its tickets wait for another server. Returns how many."""
+        with self._lock:
+            lost = [entry for entry in self._entries.values() if entry.server_id == server_id]
+            for entry in lost:
+                entry.server_id = None
+            return len(lost)

@@ -1,0 +1,42 @@
+"""Who is too old, and who would be: the arithmetic of the staleness bound, without state."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from asyncrl.config.learner import OnStale
+from asyncrl.errors import BadStateError
+from learner.tickets.ticket import ReceivedGroup
+
+
+def crowded_deadline(due: Iterable[int], version: int, per_step: int) -> int | None:
+    """The first deadline by which more groups are due, after a step at `version`, than the steps until then take."""
+    total = 0
+    for deadline, count in sorted(Counter(due).items()):
+        total += count
+        if total > max(0, deadline - version) * per_step:
+            return deadline
+    return None
+
+
+def has_fresh_tokens(item: ReceivedGroup, version: int, *, all_of_them: bool) -> bool:
+    """Whether all, or else any, of the sampled tokens are within the ticket's bound at `version`."""
+    fresh = version - item.group.versions[item.group.loss_mask == 1] <= item.slot.bound
+    return bool(np.all(fresh) if all_of_them else np.any(fresh) or not fresh.size)
+
+
+def within_bound(item: ReceivedGroup, version: int, on_stale: OnStale) -> ReceivedGroup:
+    """The hard check at consumption. Under `mask`, tokens over the bound leave the loss; else there are none."""
+    if version - item.oldest_version <= item.slot.bound:
+        return item
+    if on_stale != "mask":
+        raise BadStateError(
+            f"ticket {item.ticket.ticket_id} has a token of version {item.oldest_version} at version {version}: over "
+            f"the staleness bound {item.slot.bound}. Admission should have prevented it: please report this run's logs"
+        )
+    fresh = version - item.group.versions <= item.slot.bound
+    return replace(item, group=item.group.model_copy(update={"loss_mask": item.group.loss_mask * fresh}))

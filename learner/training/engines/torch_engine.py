@@ -1,0 +1,207 @@
+"""Training on one device with plain torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncrl.config.learner import OptimConfig
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import BadStateError, UserError
+from asyncrl.models import shared_prefix
+from asyncrl.models.adapter_targets import resolve_adapter
+from asyncrl.models.export import export_model
+from asyncrl.models.loading import freeze_vision_tower, load_model, resolve_device, special_token_ids
+from asyncrl.models.lora import add_adapter
+from asyncrl.models.processing import PLACEHOLDER_ID_NAMES
+from asyncrl.models.published import published_tensors
+from asyncrl.models.sampling_distribution import entropies, gather_logprobs, sampling_logprobs
+from asyncrl.models.sleeping import Sleeper
+from asyncrl.models.truncation import log_kept_mass
+from asyncrl.models.wake_parity import check_wake_parity, fixed_prompt, fixed_tokens
+from learner.training.engines.base import TokenOutputs
+from learner.training.packing import Completion, MicroBatch, TrainGroup, build_micro_batch
+
+OWNER = "the training engine"
+
+
+class TorchEngine:
+    def __init__(self, config: RunConfig, optim: OptimConfig, total_updates: int):
+        self._config = config
+        self._optim = optim
+        self._total_updates = total_updates
+        self.adapter = resolve_adapter(config.model)
+        self.device = resolve_device(config.learner.device, "learner.device")
+        self._sleeper = Sleeper(OWNER, self.device, config.run_path)
+
+    def prepare(self) -> None:
+        shared_prefix.register()
+        model: Any = load_model(
+            self._config.model, device=self.device, text_attention=shared_prefix.SHARED_PREFIX_ATTENTION
+        )
+        self._adapted: Any = None
+        if self.adapter is not None:
+            self._adapted = add_adapter(model, self.adapter, seed=self._config.trainer.seed)
+        elif self._config.model.freeze_vision_tower:
+            freeze_vision_tower(model)
+        if self._config.learner.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.model: Any = model.train()
+        banned = sorted(special_token_ids(self.model.config, PLACEHOLDER_ID_NAMES))
+        self._banned = torch.tensor(banned, dtype=torch.long, device=self.device)
+        self._trained = [p for p in self.model.parameters() if p.requires_grad]
+        matrices = [p for p in self._trained if p.ndim >= 2]
+        vectors = [p for p in self._trained if p.ndim < 2]  # norms and biases are not decayed
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": self._optim.weight_decay},
+                {"params": vectors, "weight_decay": 0.0},
+            ],
+            lr=self._optim.lr,
+            betas=self._optim.betas,
+        )
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor)
+        self._fixed_tokens = fixed_tokens(self.model.get_output_embeddings().weight.shape[0], banned)
+
+    def _lr_factor(self, update: int) -> float:
+        """Factor of the peak learning rate at the `update`-th optimiser step, from 0."""
+        o = self._optim
+        if update < o.lr_warmup_steps:
+            return (update + 1) / o.lr_warmup_steps
+        if o.lr_scheduler_type == "constant":
+            return 1.0
+        span = max(self._total_updates - o.lr_warmup_steps, 1)
+        done = min((update - o.lr_warmup_steps) / span, 1.0)
+        shape = 1 - done if o.lr_scheduler_type == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        return o.min_lr_ratio + (1 - o.min_lr_ratio) * shape
+
+    def forward(
+        self, micro_batch: MicroBatch, *, entropy_gradient: bool = False, as_sampled: bool = False
+    ) -> TokenOutputs:
+        self._sleeper.check_awake()
+        logits = self.model(**micro_batch.inputs, use_cache=False, logits_to_keep=micro_batch.predict_from).logits[0]
+        logprobs = sampling_logprobs(logits, temperature=self._config.rollout.temperature, banned=self._banned)
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+            entropy = entropies(logprobs)
+        chosen = gather_logprobs(logprobs, micro_batch.targets)
+        if as_sampled and self._config.rollout.truncates:
+            chosen = chosen - log_kept_mass(logprobs, micro_batch.targets, **self._truncation(len(chosen)))
+        return TokenOutputs(chosen, entropy)
+
+    def _truncation(self, count: int) -> dict[str, torch.Tensor]:
+        """[count] of each of `rollout`'s top_k, top_p and min_p."""
+        rollout, shape = self._config.rollout, {"dtype": torch.float64, "device": self.device}
+        return {name: torch.full((count,), getattr(rollout, name), **shape) for name in ("top_k", "top_p", "min_p")}
+
+    def backward(self, loss: torch.Tensor) -> None:
+        with _exact(self.device):
+            loss.backward()
+
+    def optimizer_step(self) -> dict[str, float]:
+        self._sleeper.check_awake()
+        grad_norm = float(torch.nn.utils.clip_grad_norm_(self._trained, self._optim.max_grad_norm))
+        if not math.isfinite(grad_norm):
+            raise BadStateError(
+                f"the gradient norm is {grad_norm}. The weights are those before this update. Lower the learning rate "
+                f"({self._optim.lr}), or look at the last samples and at logprob_diff_max in metrics.jsonl"
+            )
+        lr = float(self.schedule.get_last_lr()[0])
+        self.optimizer.step()
+        self.schedule.step()
+        self.clear_gradients()
+        return {"grad_norm": grad_norm, "lr": lr}
+
+    def clear_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def not_finite_gradients(self) -> list[str]:
+        gradients = ((name, p.grad) for name, p in self.model.named_parameters())
+        return [name for name, gradient in gradients if gradient is not None and not gradient.isfinite().all()]
+
+    def unwrap_model(self) -> Any:
+        self._sleeper.check_awake()
+        return self.model
+
+    def published_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._sleeper.check_awake()
+        return published_tensors(self.model)
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        if self._adapted is None:
+            raise UserError(
+                "the reference policy is the adapter switched off, and model.lora.rank is 0. Set model.lora.rank=16"
+            )
+        with torch.no_grad(), self._adapted.disable_adapter():
+            yield
+
+    def export(self, processor: Any, folder: Path) -> None:
+        if self._adapted is not None:
+            self._adapted = self._adapted.merge_and_unload()
+        export_model(self.model, processor, folder)
+
+    def save(self, folder: Path) -> None:
+        self._sleeper.check_awake()
+        torch.save({"optimizer": self.optimizer.state_dict(), "schedule": self._schedule_state()}, folder / "engine.pt")
+
+    def _schedule_state(self) -> dict[str, Any]:
+        return {k: v for k, v in self.schedule.state_dict().items() if k != "lr_lambdas"}
+
+    def load(self, folder: Path) -> None:
+        state = torch.load(folder / "engine.pt", map_location=self.device, weights_only=True)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict({**state["schedule"], "lr_lambdas": [None] * len(self.optimizer.param_groups)})
+
+    # --- sleep ------------------------------------------------------------------------------------
+
+    def sleep(self) -> int:
+        self._sleeper.check_awake()
+        self._before = self._fixed_logprobs()
+        return self._sleeper.sleep(self._tensors())
+
+    def wake(self) -> int:
+        if not self._sleeper.is_asleep:
+            return 0
+        moved = self._sleeper.wake()
+        check_wake_parity(OWNER, self._before, self._fixed_logprobs(), self.device)
+        return moved
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        """All that is large: parameters, buffers, gradients, optimiser state."""
+        yield from self.model.parameters()
+        yield from self.model.buffers()
+        yield from (p.grad for p in self.model.parameters() if p.grad is not None)
+        for state in self.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+    @torch.no_grad()
+    def _fixed_logprobs(self) -> torch.Tensor:
+        """[T] fp32 on the CPU."""
+        ids = self._fixed_tokens
+        completion = Completion(row=0, token_ids=ids, loss_mask=np.ones_like(ids))
+        micro_batch = build_micro_batch(self.model, [TrainGroup(fixed_prompt(ids), (completion,))], self.device)
+        return self.forward(micro_batch).logprobs.float().cpu()
+
+
+@contextmanager
+def _exact(device: torch.device) -> Iterator[None]:
+    """On a CPU, the same bits each time. A prompt's last hidden state predicts the first token of each completion, and
+    threads would add up their gradients in the order in which they happen to come."""
+    if device.type != "cpu":
+        yield
+        return
+    filling: Any = torch.utils.deterministic
+    before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fills, filling.fill_uninitialized_memory = filling.fill_uninitialized_memory, False  # slow; to find mistakes by
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)
+        filling.fill_uninitialized_memory = fills

@@ -1,0 +1,71 @@
+"""Held-out rows scored by the rollout servers, with the tickets and the weights of training."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.telemetry.timeline import LEARNER
+from learner.network.thread import NetworkThread
+from learner.network.waiting import wait_for
+from learner.progress import Progress
+from learner.reporting.reporter import Reporter
+from learner.tickets.ledger import TicketLedger
+from learner.tickets.writer import TicketWriter
+
+logger = logging.getLogger(__name__)
+
+
+class Evaluation:
+    def __init__(
+        self, config: RunConfig, exchange: NetworkThread, ledger: TicketLedger, writer: TicketWriter, reporter: Reporter
+    ):
+        self._config = config
+        self._exchange = exchange
+        self._ledger = ledger
+        self._writer = writer
+        self._reporter = reporter
+
+    @property
+    def num_rows(self) -> int:
+        return self._writer.num_held_out_rows
+
+    def is_due(self, progress: Progress) -> bool:
+        """Now, and not recorded by a learner before us; the last step always has one."""
+        plan, step = self._config.evaluation, progress.step
+        if step == 0:
+            planned = plan.before_training
+        else:
+            planned = progress.is_last or bool(plan.every_steps and step % plan.every_steps == 0)
+        return planned and self.num_rows > 0 and step not in self._reporter.evaluated_steps
+
+    def run(self, step: int, version: int, judge: Callable[[], None]) -> None:
+        """Score every held-out row with `version`; the caller waits, and judges servers that join meanwhile."""
+        with self._exchange.timeline.doing(LEARNER, "evaluating"):
+            self._run(step, version, judge)
+
+    def _run(self, step: int, version: int, judge: Callable[[], None]) -> None:
+        rows = self.num_rows
+        self._exchange.dispatch(lambda: (self._writer.write_evaluation(index, version) for index in range(rows)))
+        while (arrived := self._ledger.evaluation_arrived()) < rows:
+            self._wait_for_more(arrived, rows, judge)
+        result = self._reporter.evaluated(step, version, self._ledger.take_evaluation())
+        logger.info(
+            "step %d: held-out accuracy %.4f over %d rows (%d could not be scored)",
+            step,
+            result["accuracy"],
+            result["rows"],
+            result["errors"],
+        )
+
+    def _wait_for_more(self, arrived: int, rows: int, judge: Callable[[], None]) -> None:
+        """The deadline is for progress, however many rows there are."""
+        wait_for(
+            self._exchange,
+            self._ledger,
+            lambda: self._ledger.evaluation_arrived() > arrived,
+            timeout_s=self._config.learner.wait_timeout_s,
+            what=lambda: f"a held-out row ({arrived} of {rows} have arrived; learner.wait_timeout_s)",
+            judge=judge,
+        )

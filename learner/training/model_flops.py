@@ -1,0 +1,55 @@
+"""Floating-point operations of training on a batch, for the learner's utilisation of its device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from asyncrl.models.loading import CONNECTOR_NAMES, VISION_TOWER_NAMES
+from learner.training.packing import TrainGroup
+
+FORWARD, ACTIVATION_GRADIENT, WEIGHT_GRADIENT = 2, 2, 2
+"""FLOP per parameter and token (Kaplan et al. 2020, arXiv 2001.08361, table 1)."""
+
+
+class ModelFlops:
+    """Of the one forward and backward pass that training needs: parameters x tokens, without attention's scores.
+
+    As in Chowdhery et al. 2022 (arXiv 2204.02311, appendix B), what is computed a second time (recomputed activations,
+    proximal and reference log-probs) is no useful work. A packed prompt counts once, whatever its group's size.
+    """
+
+    def __init__(self, model: Any):
+        """`model`: of Hugging Face."""
+        embedding = model.get_input_embeddings().weight
+        head = model.get_output_embeddings().weight
+        trained: Counter[str] = Counter()
+        frozen: Counter[str] = Counter()
+        for name, parameter in model.named_parameters():
+            if parameter is embedding and parameter is not head:
+                continue  # a look-up
+            part = "head" if parameter is head else _part(name.split("."))
+            (trained if parameter.requires_grad else frozen)[part] += parameter.numel()
+        self._flops = {
+            part: trained[part] * (FORWARD + ACTIVATION_GRADIENT + WEIGHT_GRADIENT)
+            # Through frozen layers the gradient goes on to trained ones below them, if there are such.
+            + frozen[part] * (FORWARD + ACTIVATION_GRADIENT * (part != "tower" or trained["tower"] > 0))
+            for part in ("tower", "connector", "language", "head")
+        }
+
+    def of(self, groups: Sequence[TrainGroup]) -> float:
+        grids = [grid for group in groups for grid in (group.prompt.image_grids, group.prompt.video_grids)]
+        inputs = {
+            "tower": sum(int(grid.prod(axis=1).sum()) for grid in grids),
+            "connector": sum(group.prompt.media_tokens for group in groups),
+            "language": sum(group.num_tokens for group in groups),
+            "head": sum(int(c.loss_mask.sum()) for group in groups for c in group.completions),
+        }
+        return float(sum(self._flops[part] * count for part, count in inputs.items()))
+
+
+def _part(path: list[str]) -> str:
+    if any(name in CONNECTOR_NAMES for name in path):
+        return "connector"
+    return "tower" if any(name in VISION_TOWER_NAMES for name in path) else "language"

@@ -1,0 +1,76 @@
+"""Model, optimiser and algorithm of a run, between two of its steps: without sockets, and nothing is written.
+
+What makes a learner's steps, and what makes them again: after a restart, and for `asyncrl replay`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from math import nan
+from pathlib import Path
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.models.base_weights import base_fingerprint
+from asyncrl.models.loading import architecture_fingerprint
+from asyncrl.models.processing import PromptProcessor
+from learner.checkpoint.format import LearnerState, check_adapter, restore_engine
+from learner.progress import Progress
+from learner.tickets.adaptive_staleness import ADAPTIVE_STALENESS, adaptive_staleness
+from learner.tickets.ticket import ReceivedGroup
+from learner.training.batch import Batch, describe_batch, make_batch
+from learner.training.engines import create_engine
+from learner.training.step import LearnerStep
+
+logger = logging.getLogger(__name__)
+
+
+class Trainer:
+    def __init__(
+        self,
+        config: RunConfig,
+        processor: PromptProcessor,
+        num_rows: int,
+        checkpoint: Path | None = None,
+        state: LearnerState | None = None,
+    ):
+        """At the checkpoint, whose content is `state`, or else at the beginning. `config.model.path` is the folder of
+        the weights to load: the checkpoint's, unless that holds an adapter.
+        """
+        self.config = config
+        self._processor = processor
+        self.progress = Progress(config.total_steps(num_rows))
+        updates = self.progress.total_steps * config.algorithm.updates_per_batch
+        self.engine = create_engine(config, config.learner.optim, updates)
+        adapter = self.engine.adapter
+        self.base = base_fingerprint(config.model) if adapter else ""
+        if checkpoint and state:
+            check_adapter(checkpoint, state, adapter, self.base)
+        self.engine.prepare()
+        self.architecture = architecture_fingerprint(self.engine.unwrap_model(), adapter)
+        if checkpoint and state:
+            restore_engine(checkpoint, self.engine, state, self.architecture)
+            self.progress.step, self.progress.version = state.step, state.version
+        self.step = LearnerStep(self.engine, config)
+        self._adaptive = adaptive_staleness(config.learner, state.controllers if state else {})
+
+    @property
+    def bound(self) -> int:
+        """Staleness bound of the tickets that are issued from now on."""
+        return self._adaptive.bound if self._adaptive else self.config.largest_staleness
+
+    def learn(self, groups: Sequence[ReceivedGroup]) -> tuple[Batch, dict[str, float]]:
+        """One step. Returns its batch and everything that is to be said of it but what it took."""
+        batch = make_batch(groups, self._processor)
+        version = self.progress.version
+        values = describe_batch(batch, version, self.config.reward.accuracy_component) | self.step(batch, version)
+        before = self.bound
+        if self._adaptive and self._adaptive.observe(values.get("ess", nan), values.get("mismatch_kl_k3", nan)):
+            logger.info("max_staleness moves from %d to %d", before, self.bound)
+        self.progress.step += 1
+        self.progress.version += 1
+        return batch, values | {"staleness/bound": float(self.bound)}
+
+    def controllers(self) -> dict[str, dict[str, int]]:
+        """States of what adapts itself during the run, by name, for a checkpoint."""
+        return {ADAPTIVE_STALENESS: self._adaptive.state()} if self._adaptive else {}

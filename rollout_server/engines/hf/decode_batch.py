@@ -1,0 +1,258 @@
+"""The sequences that the `hf` engine decodes together: one left-padded key-value cache, and one row each.
+
+Rows join and leave between decode steps. Keys are stored with their rotary positions already applied and
+attention goes by mask, so the padding to the left of a row may grow and shrink freely.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncrl.models.sampling_distribution import draw, gather_logprobs, sampling_logprobs
+from asyncrl.models.truncation import truncated_logprobs
+from protocol.messages import FinishReason, Sampling
+from rollout_server.engines.base import Completion, GenerationRequest
+from rollout_server.engines.hf.prefill import prefill
+
+REBUILD_TOKENS = 8192
+"""Most tokens of one forward pass when sampled tokens are fed again: bounds the memory of a rebuild."""
+
+
+@dataclass
+class DecodeRow:
+    """One sequence being decoded; its sampled columns grow by one token per step."""
+
+    request: GenerationRequest
+    index: int
+    next_position: int
+    uniforms: np.ndarray
+    """[max_new_tokens] the one random number of each token, drawn in advance from the row's own stream."""
+    kv_version: int
+    """Oldest policy version in the row's key-value cache."""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    kv_versions: list[int] = field(default_factory=list)
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """None while it runs."""
+        sampling = self.request.sampling
+        if self.token_ids and self.token_ids[-1] in sampling.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.token_ids) >= sampling.max_new_tokens else None
+
+    def completion(self) -> Completion:
+        reason = self.finish_reason
+        assert reason is not None, "completion() of a sequence that still runs"
+        return Completion(
+            request_id=self.request.request_id,
+            index=self.index,
+            token_ids=np.asarray(self.token_ids, np.int32),
+            logprobs=np.asarray(self.logprobs, np.float32),
+            versions=np.asarray(self.versions, np.int32),
+            finish_reason=reason,
+            kv_versions=None if self.kv_versions == self.versions else np.asarray(self.kv_versions, np.int32),
+        )
+
+
+def new_rows(request: GenerationRequest, next_position: int, version: int) -> list[DecodeRow]:
+    """The group's rows, each with a random stream that depends only on the ticket's seed and the row's index."""
+    length = request.sampling.max_new_tokens
+    return [
+        DecodeRow(
+            request=request,
+            index=index,
+            next_position=next_position,
+            uniforms=np.random.default_rng((request.seed, index)).random(length),
+            kv_version=version,
+        )
+        for index in range(request.group_size)
+    ]
+
+
+class DecodeBatch:
+    """All sequences in flight. Not thread-safe: the engine's decode thread owns it."""
+
+    def __init__(self, model: Any, banned_token_ids: Sequence[int], device: torch.device):
+        self.model = model
+        self.device = device
+        self.banned = torch.tensor(sorted(banned_token_ids), dtype=torch.long, device=device)
+        self.rows: list[DecodeRow] = []
+        self._position_rows = 1
+        self._cache: Any = None
+        self._attention = torch.zeros((0, 0), dtype=torch.long, device=device)
+
+    @torch.inference_mode()
+    def admit(self, requests: Sequence[GenerationRequest], version: int) -> list[DecodeRow]:
+        """Prefill each prompt once, share it among the group's rows, sample their first tokens.
+
+        Returns rows that are already finished.
+        """
+        prefilled = prefill(self.model, [request.prompt for request in requests], self.device)
+        self._position_rows = prefilled.position_rows
+        copies = torch.tensor([request.group_size for request in requests], device=self.device)
+        which = torch.repeat_interleave(torch.arange(len(requests), device=self.device), copies)
+        prefilled.cache.batch_select_indices(which)
+        rows = [
+            row
+            for request, position in zip(requests, prefilled.next_positions, strict=True)
+            for row in new_rows(request, position, version)
+        ]
+        self._sample(prefilled.logits[which], rows, version)
+        self._merge(rows, prefilled.cache, prefilled.attention[which])
+        return self._remove_finished()
+
+    @torch.inference_mode()
+    def step(self, version: int) -> list[DecodeRow]:
+        """One decode step: one more token for every row. Returns the rows that finished, and drops them."""
+        inputs = torch.tensor([[row.token_ids[-1]] for row in self.rows], device=self.device)
+        grown = torch.ones((len(self.rows), 1), dtype=torch.long, device=self.device)
+        self._attention = torch.cat([self._attention, grown], dim=1)
+        positions = torch.tensor([[row.next_position] for row in self.rows], device=self.device)
+        logits = self._forward(inputs, positions, self._attention)
+        for row in self.rows:
+            row.next_position += 1
+        self._sample(logits, self.rows, version)
+        return self._remove_finished()
+
+    @torch.inference_mode()
+    def rebuild_cache(self, version: int) -> None:
+        """Compute every running row's keys and values again with the weights as they are now, those of `version`.
+
+        Each distinct prompt passes the model once, with its images; its rows then feed what they have sampled. The
+        last sampled token is not in the cache yet: the next step feeds it.
+        """
+        requests = list({id(row.request): row.request for row in self.rows}.values())
+        place = {id(request): index for index, request in enumerate(requests)}
+        self._cache = None  # two caches would not fit where one just does
+        prefilled = prefill(self.model, [request.prompt for request in requests], self.device)
+        which = torch.tensor([place[id(row.request)] for row in self.rows], device=self.device)
+        prefilled.cache.batch_select_indices(which)
+        self._cache, self._attention = prefilled.cache, prefilled.attention[which]
+        self._feed_sampled()
+        for row in self.rows:
+            row.kv_version = version
+
+    def _feed_sampled(self) -> None:
+        """Append all sampled tokens but each row's last to the cache."""
+        fed = [row.token_ids[:-1] for row in self.rows]
+        longest = max(len(ids) for ids in fed)
+        if longest == 0:
+            return
+        ids = torch.zeros((len(self.rows), longest), dtype=torch.long)
+        positions = torch.zeros_like(ids)
+        real = torch.zeros_like(ids)
+        for number, (row, tokens) in enumerate(zip(self.rows, fed, strict=True)):
+            start = longest - len(tokens)
+            ids[number, start:] = torch.tensor(tokens, dtype=torch.long)
+            positions[number, start:] = torch.arange(row.next_position - len(tokens), row.next_position)
+            real[number, start:] = 1
+        ids, positions, real = ids.to(self.device), positions.to(self.device), real.to(self.device)
+        width = max(1, REBUILD_TOKENS // len(self.rows))
+        for start in range(0, longest, width):
+            piece = slice(start, start + width)
+            self._attention = torch.cat([self._attention, real[:, piece]], dim=1)
+            self._forward(ids[:, piece], positions[:, piece], self._attention)
+        self._close_gaps()
+
+    def _close_gaps(self) -> None:
+        """Move the padding between a prompt and its sampled tokens to the left of the prompt."""
+        order = self._attention.argsort(dim=1, stable=True)  # zeros first; the real columns keep their order
+        self._attention = self._attention.gather(1, order)
+        self._each_layer(lambda kept: kept.gather(2, order[:, None, :, None].expand_as(kept)))
+        self._trim()
+
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
+        """[N, M] tokens and positions on top of the cache, [N, W + M] attention -> [N, V] logits of the last token."""
+        output = self.model(
+            input_ids=ids,
+            attention_mask=attention,
+            position_ids=positions[None].expand(3, -1, -1) if self._position_rows == 3 else positions,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits[:, -1]
+
+    def _sample(self, logits: torch.Tensor, rows: Sequence[DecodeRow], version: int) -> None:
+        """Append one token to each row: the inverse of the cumulative distribution at the row's random number."""
+        sampling = [row.request.sampling for row in rows]
+        temperatures = torch.tensor([s.temperature or 1.0 for s in sampling], device=self.device)
+        logprobs = sampling_logprobs(logits, temperature=temperatures, banned=self.banned)
+        self._truncate(logprobs, sampling)
+        uniforms = torch.tensor([row.uniforms[len(row.token_ids)] for row in rows], device=self.device)
+        greedy = torch.tensor([s.temperature == 0 for s in sampling], device=self.device)
+        tokens = torch.where(greedy, logprobs.argmax(-1), draw(logprobs, uniforms))
+        chosen = gather_logprobs(logprobs, tokens)
+        for row, token, logprob in zip(rows, tokens.tolist(), chosen.tolist(), strict=True):
+            row.token_ids.append(token)
+            row.logprobs.append(logprob)
+            row.versions.append(version)
+            row.kv_versions.append(row.kv_version)
+
+    def _truncate(self, logprobs: torch.Tensor, sampling: Sequence[Sampling]) -> None:
+        """In place, and only the rows that ask for it: the others stay as they are, bit for bit.
+
+        Greedy decoding cuts nothing off: its log-probs are those of temperature 1, in the vllm engine, too.
+        """
+        rows = [number for number, s in enumerate(sampling) if s.truncates and s.temperature]
+        if not rows:
+            return
+        columns = [[getattr(sampling[number], name) for number in rows] for name in ("top_k", "top_p", "min_p")]
+        top_k, top_p, min_p = (torch.tensor(c, dtype=torch.float64, device=self.device) for c in columns)
+        logprobs[rows] = truncated_logprobs(logprobs[rows], top_k=top_k, top_p=top_p, min_p=min_p)
+
+    def _merge(self, rows: list[DecodeRow], cache: Any, attention: torch.Tensor) -> None:
+        if not self.rows:
+            self.rows, self._cache, self._attention = rows, cache, attention
+            return
+        width = max(self._attention.shape[1], attention.shape[1])
+        self._attention = torch.cat([_pad_left(self._attention, width, 1), _pad_left(attention, width, 1)])
+        for mine, theirs in zip(self._cache.layers, cache.layers, strict=True):
+            mine.keys = torch.cat([_pad_left(mine.keys, width, 2), _pad_left(theirs.keys, width, 2)])
+            mine.values = torch.cat([_pad_left(mine.values, width, 2), _pad_left(theirs.values, width, 2)])
+        self.rows = self.rows + rows
+
+    def _remove_finished(self) -> list[DecodeRow]:
+        done = [row for row in self.rows if row.finish_reason]
+        if done:
+            self.keep(lambda row: row.finish_reason is None)
+        return done
+
+    def keep(self, wanted: Callable[[DecodeRow], bool]) -> None:
+        """Drop the other rows and their part of the cache."""
+        kept = [number for number, row in enumerate(self.rows) if wanted(row)]
+        self.rows = [self.rows[number] for number in kept]
+        if not kept:
+            self._cache, self._attention = None, self._attention[:0, :0]
+            return
+        index = torch.tensor(kept, device=self.device)
+        self._attention = self._attention[index]
+        self._each_layer(lambda tensor: tensor[index])
+        self._trim()
+
+    def _trim(self) -> None:
+        """Cut off the columns left of every row's first token."""
+        unused = int(self._attention.argmax(dim=1).min())
+        self._attention = self._attention[:, unused:]
+        self._each_layer(lambda tensor: tensor[:, :, unused:])
+
+    def _each_layer(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        for layer in self._cache.layers:
+            layer.keys, layer.values = change(layer.keys), change(layer.values)
+
+
+def _pad_left(tensor: torch.Tensor, width: int, dim: int) -> torch.Tensor:
+    """Zeros on the left of dimension `dim` until it is `width` long."""
+    missing = width - tensor.shape[dim]
+    if missing == 0:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = missing
+    return torch.cat([tensor.new_zeros(shape), tensor], dim=dim)

@@ -1,0 +1,232 @@
+"""The embedded engine: transformers on CPU or GPU, sequences joining and leaving one decode batch.
+
+New weights are taken up between two decode steps; `rollout.weight_update` decides what becomes of the sequences
+that are running (docs/decisions/006-in-flight-updates.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import BadStateError, UserError
+from asyncrl.models.adapter_targets import resolve_adapter
+from asyncrl.models.loading import architecture_fingerprint, load_model, resolve_device
+from asyncrl.models.lora import add_adapter
+from asyncrl.models.processing import PromptProcessor
+from asyncrl.models.published import load_published, published_parts, published_tensors
+from asyncrl.models.sleeping import Sleeper, bit_sums
+from asyncrl.models.wake_parity import check_wake_parity, fixed_prompt, fixed_tokens
+from rollout_server.engines.base import Completion, EngineUsage, GenerationRequest
+from rollout_server.engines.hf.decode_batch import DecodeBatch
+from rollout_server.engines.hf.decode_loop import Command, DecodeLoop
+from rollout_server.engines.hf.prefill import prefill
+from rollout_server.weights.staging import LocalStaging
+
+logger = logging.getLogger(__name__)
+
+OWNER = "the hf engine"
+
+
+class HFEngine:
+    name = "hf"
+
+    def __init__(self, config: RunConfig, processor: PromptProcessor):
+        self._config = config
+        self._placeholder_ids = processor.placeholder_ids
+        self._device = resolve_device(config.rollout.device, "rollout.device")
+        self._adapter = resolve_adapter(config.model)
+        self.staging = LocalStaging(self._device)
+        self._loop: DecodeLoop | None = None
+        self._sleeper = Sleeper(OWNER, self._device, config.run_path)
+        self._forgets = False
+        """It sleeps, or slept last, without keeping its weights, and the next have not come."""
+
+    # --- life cycle -------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        await asyncio.to_thread(self._load)
+        self._loop = DecodeLoop(
+            lambda: DecodeBatch(self._model, self._placeholder_ids, self._device),
+            self._config.rollout.max_concurrent_sequences,
+        )
+
+    def _load(self) -> None:
+        self._model: Any = load_model(self._config.model, device=self._device).eval().requires_grad_(False)
+        if self._adapter is not None:
+            add_adapter(self._model, self._adapter)
+            self._model.requires_grad_(False)
+        self._fingerprint = architecture_fingerprint(self._model, self._adapter)
+        vocabulary = self._model.get_output_embeddings().weight.shape[0]
+        self._fixed_tokens = fixed_tokens(vocabulary, self._placeholder_ids)
+
+    async def close(self) -> None:
+        if self._loop is not None:
+            await asyncio.to_thread(self._loop.close)
+
+    @property
+    def _decoding(self) -> DecodeLoop:
+        assert self._loop is not None, "start() comes first"
+        return self._loop
+
+    @property
+    def architecture_fingerprint(self) -> str:
+        return self._fingerprint
+
+    @property
+    def version(self) -> int:
+        return self._decoding.version
+
+    @property
+    def usage(self) -> EngineUsage:
+        return self._decoding.usage
+
+    def check_alive(self) -> None:
+        self._decoding.check_alive()
+
+    # --- sampling ---------------------------------------------------------------------------
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
+        for request in requests:
+            self._check(request)
+        loop = asyncio.get_running_loop()
+        arrived: asyncio.Queue[Completion | Exception] = asyncio.Queue()
+
+        def deliver(item: Completion | Exception) -> None:
+            loop.call_soon_threadsafe(arrived.put_nowait, item)
+
+        submitted = self._decoding.submit(requests, deliver)
+        awaited = sum(request.group_size for request in requests)
+        try:
+            while awaited:
+                item = await arrived.get()
+                if isinstance(item, Exception):
+                    raise item
+                awaited -= 1
+                yield item
+        finally:
+            if awaited:
+                self._decoding.abandon(submitted)
+
+    def _check(self, request: GenerationRequest) -> None:
+        if request.group_size > self._config.rollout.max_concurrent_sequences:
+            raise UserError(
+                f"a group of {request.group_size} cannot be decoded together: rollout.max_concurrent_sequences is "
+                f"{self._config.rollout.max_concurrent_sequences}"
+            )
+        unbanned = set(self._placeholder_ids) - set(request.sampling.banned_token_ids)
+        if unbanned:
+            raise UserError(
+                f"ticket {request.request_id} allows image placeholder ids {sorted(unbanned)} to be sampled. "
+                "A completion with one of them cannot be trained; ban them in the ticket's sampling"
+            )
+
+    async def pause(self) -> None:
+        self._decoding.pause()
+
+    async def resume(self) -> None:
+        self._decoding.resume()
+
+    # --- weights ----------------------------------------------------------------------------
+
+    async def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """With `drain` this waits for the running sequences, and nothing new starts until then."""
+        drains = self._config.rollout.weight_update == "drain"
+        await self._between_steps(lambda: self._swap(version, tensors), drains=drains)
+
+    def _swap(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """What runs goes on with the new weights, on its old key-value cache or on a rebuilt one."""
+        self._sleeper.check_awake()
+        decoding = self._decoding
+        started, running = time.monotonic(), bool(decoding.batch.rows)
+        try:
+            self._load_weights(tensors)
+        except Exception as error:
+            decoding.fail_running(error, for_good=True)  # the model may hold tensors of two versions
+            raise
+        decoding.version = version
+        decoding.asleep = self._forgets = False
+        if running and self._config.rollout.weight_update == "recompute":
+            try:
+                decoding.batch.rebuild_cache(version)
+            except Exception as error:  # the weights are in place; only what was running is lost
+                logger.exception("rebuilding the key-value cache failed")
+                decoding.fail_running(error)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        if running:
+            decoding.update_pause_s += time.monotonic() - started
+
+    def _load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """After a sleep that kept none, what is in place is compared with what came, whose checksums were right."""
+        if not self._forgets:
+            load_published(self._model, tensors)
+            return
+        came: dict[str, int] = {}
+        there: dict[str, int] = {}
+        load_published(self._model, bit_sums(tensors, came))
+        for _ in bit_sums(published_tensors(self._model), there):
+            pass
+        wrong = [name for name, bit_sum in there.items() if bit_sum != came[name]]
+        if wrong:
+            raise BadStateError(
+                f"{OWNER} woke up damaged: {len(wrong)} of {len(there)} tensors are not those that were published, "
+                f"such as {wrong[0]} (bit sum {there[wrong[0]]}, published {came[wrong[0]]})"
+            )
+
+    # --- sleep ------------------------------------------------------------------------------
+
+    async def sleep(self) -> None:
+        """Finish what runs, then take the weights off the device: see rollout.sleep_level."""
+        await self._between_steps(self._fall_asleep, drains=True)
+
+    async def wake(self) -> None:
+        """At level 2 nothing is sampled before weights have come."""
+        await self._between_steps(self._wake_up, drains=False)
+
+    def _fall_asleep(self) -> None:
+        self._sleeper.check_awake()
+        self._forgets = self._config.rollout.sleep_level == 2
+        tensors = (tensor for part in (self._model.parameters(), self._model.buffers()) for tensor in part)
+        # What is not published must be kept: nobody would bring it.
+        forgotten = (tensor for _, tensor in published_parts(self._model)) if self._forgets else ()
+        if not self._forgets:
+            self._before = self._fixed_logprobs()
+        self._decoding.sleep_bytes = self._sleeper.sleep(tensors, forget=forgotten)
+        self._decoding.asleep = True
+
+    def _wake_up(self) -> None:
+        if not self._sleeper.is_asleep:
+            return
+        self._sleeper.wake()
+        if not self._forgets:
+            check_wake_parity(OWNER, self._before, self._fixed_logprobs(), self._device)
+            self._decoding.asleep = False
+
+    @torch.inference_mode()
+    def _fixed_logprobs(self) -> torch.Tensor:
+        """[T] fp32 on the CPU, of each fixed token after all of them."""
+        ids = self._fixed_tokens
+        logits = prefill(self._model, [fixed_prompt(ids)], self._device).logits[0]
+        return logits.float().log_softmax(-1)[torch.from_numpy(ids).long().to(self._device)].cpu()
+
+    async def _between_steps(self, run: Callable[[], None], *, drains: bool) -> None:
+        """Have the decode thread call `run` between two decode steps, or when no sequence is running."""
+        loop = asyncio.get_running_loop()
+        finished: asyncio.Future[None] = loop.create_future()
+
+        def settle(error: Exception | None) -> None:
+            if not finished.done():
+                finished.set_exception(error) if error else finished.set_result(None)
+
+        def done(error: Exception | None) -> None:
+            loop.call_soon_threadsafe(settle, error)
+
+        self._decoding.order(Command(run, done, drains))
+        await finished

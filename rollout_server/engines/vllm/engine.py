@@ -1,0 +1,300 @@
+"""The vLLM engine: an `AsyncLLM` in this process, its core and workers in processes of their own.
+
+Weights are swapped under running sequences through vLLM's weight-transfer API (docs/decisions/008-vllm-engine.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import torch
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import BadStateError
+from asyncrl.models.adapter_targets import resolve_adapter
+from asyncrl.models.loading import folder_fingerprint
+from asyncrl.models.processing import PromptProcessor
+from rollout_server.engines.base import ArrivedWeights, Completion, EngineDied, EngineUsage, GenerationRequest
+from rollout_server.engines.vllm.adapter import check_slot, fill_slot, no_adapter
+from rollout_server.engines.vllm.engine_death import answered
+from rollout_server.engines.vllm.outputs import to_completion
+from rollout_server.engines.vllm.requests import check_request, sampling_params, to_engine_input
+from rollout_server.engines.vllm.settings import check_vllm
+from rollout_server.engines.vllm.sleep import Asleep, fall_asleep, wake_up
+from rollout_server.engines.vllm.staging import WorkerStaging
+from rollout_server.engines.vllm.start import start_vllm
+from rollout_server.engines.vllm.state_condition import StateCondition
+from rollout_server.engines.vllm.transfer import vision_entries, weight_update
+from rollout_server.engines.vllm.usage import UsageMeter
+from rollout_server.engines.vllm.vllm_api import DEAD
+from rollout_server.weights.staging import Staging
+
+SHUTDOWN_S = 10.0
+"""What vLLM's processes get to end in order; then they are killed."""
+
+
+class VLLMEngine:
+    name = "vllm"
+
+    def __init__(self, config: RunConfig, processor: PromptProcessor):
+        """Raises UserError for whatever is known to go wrong before vLLM is even imported."""
+        self._cuda = check_vllm(config)
+        self._adapter = resolve_adapter(config.model)
+        self._adapter_request: Any = None
+        """vLLM's name of the adapter that new requests are sampled with; None: the model itself is trained."""
+        self._config = config
+        self._processor = processor
+        self.staging: Staging | None = None
+        self._llm: Any = None
+        self._starting: asyncio.Future[Any] | None = None
+        self._version = 0
+        self._vision: frozenset[tuple[str, int]] | None = None
+        """Names and checksums of the vision part's tensors that made what is in the encoder cache."""
+        self._meter = UsageMeter()
+        self._numbers = itertools.count()
+        self._paused = False
+        self._is_asleep = False
+        """Or falling asleep: it takes no requests."""
+        self._asleep = Asleep(None, 0)
+        """How it fell asleep last."""
+        self._forgets = False
+        """It sleeps, or slept last, at level 2, and the next weights have not come."""
+        self._failure: Exception | None = None
+        """Why this engine can sample no more."""
+        self._control = asyncio.Lock()
+        """Held by whoever pauses vLLM for something: updates, sleep and wake come one after another."""
+        self._changes = StateCondition()
+
+    async def start(self) -> None:
+        self._starting = asyncio.ensure_future(asyncio.to_thread(self._start_vllm))
+        self._llm = await asyncio.shield(self._starting)
+        with self._vllm.death_told():
+            await answered(self._llm, self._take_version_0())
+        receivers = self._llm.vllm_config.parallel_config.world_size
+        self.staging = WorkerStaging(self._llm, self._vllm, receivers, self._at_rest)
+
+    async def _take_version_0(self) -> None:
+        if self._adapter is not None:
+            none = no_adapter(self._config.model, self._adapter)
+            self._adapter_request = await fill_slot(self._llm, self._vllm, self._adapter, 0, none.items())
+            await check_slot(self._llm)
+        await self._llm.update_weight_version(str(self._version))
+
+    def _start_vllm(self) -> Any:
+        self._fingerprint = folder_fingerprint(self._config.model)
+        banned = self._processor.placeholder_ids
+        llm, self._vllm = start_vllm(self._config, self._adapter, banned, self._meter, cuda=self._cuda)
+        return llm
+
+    async def close(self) -> None:
+        if self._starting is None:
+            return
+        try:
+            llm = await self._starting  # a start that was interrupted has processes, too
+        except Exception:
+            return  # start() has raised it
+        if llm.output_handler is not None:
+            llm.output_handler.cancel()  # it would report this end as a failure
+        await asyncio.to_thread(llm.shutdown, SHUTDOWN_S)
+        self._llm = self._starting = None
+
+    @property
+    def architecture_fingerprint(self) -> str:
+        return self._fingerprint
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def usage(self) -> EngineUsage:
+        return self._meter.usage
+
+    def check_alive(self) -> None:
+        if self._failure is not None:
+            raise EngineDied(f"the vllm engine has stopped: {self._failure}") from self._failure
+        if self._llm.errored:  # what waits for an answer of vLLM's core then, other than a completion, waits for ever
+            raise EngineDied(DEAD)
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
+        for request in requests:
+            check_request(request, self._processor.placeholder_ids, self._llm.vllm_config.model_config.max_model_len)
+        inputs = await asyncio.gather(*(to_engine_input(request, self._llm, self._vllm) for request in requests))
+        await self._changes.until(
+            lambda: not self._is_asleep and not self._forgets,
+            self._config.learner.wait_timeout_s,
+            "for the engine to wake up and have weights",
+        )
+        self.check_alive()
+        tasks = [  # in work from here on, before any of them runs: the engine may not fall asleep in between
+            self._begin(request, index, engine_input)
+            for request, engine_input in zip(requests, inputs, strict=True)
+            for index in range(request.group_size)
+        ]
+        try:
+            for task in asyncio.as_completed(tasks):
+                yield await task
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)  # vLLM hears of it before we are done
+
+    def _begin(self, request: GenerationRequest, index: int, engine_input: Any) -> asyncio.Task[Completion]:
+        number = f"{request.request_id}-{index}-{next(self._numbers)}"
+        self._meter.begin(number)
+        task = asyncio.create_task(self._complete(number, request, index, engine_input))
+        task.add_done_callback(lambda _: self._meter.end(number))
+        return task
+
+    async def _complete(self, number: str, request: GenerationRequest, index: int, engine_input: Any) -> Completion:
+        """One completion as a request of its own: a short one need not wait for the rest of its group.
+
+        vLLM computes the group's prompt once, as it does for its own `n`: prefix cache and encoder cache have it.
+        """
+        submitted_version = self._version
+        # Blocks of the prefix cache are found only by requests of the same version: with weight_update=keep they
+        # cannot be dropped while a sequence runs.
+        salted = {**engine_input, "cache_salt": f"version {submitted_version}"}
+        params = sampling_params(request, index, self._vllm)
+        last: Any = None
+        with self._vllm.death_told():
+            async for answer in self._llm.generate(salted, params, number, lora_request=self._adapter_request):
+                last = answer
+        output = last.outputs[0]
+        if output.finish_reason not in ("stop", "length"):
+            self.check_alive()
+            raise BadStateError(f"vLLM ended ticket {request.request_id} with {output.finish_reason!r}")
+        keeps = self._config.rollout.weight_update == "keep"
+        return to_completion(request, index, output, submitted_version if keeps else None)
+
+    async def pause(self) -> None:
+        async with self._in_control():
+            self._paused = True
+            if not self._is_asleep:
+                await self._llm.pause_generation(mode="keep", clear_cache=False)
+
+    async def resume(self) -> None:
+        async with self._in_control():
+            self._paused = False
+            if not self._is_asleep:
+                await self._llm.resume_generation()
+
+    async def sleep(self) -> None:
+        """Finish what runs, then give memory away as rollout.sleep_level says; requests wait until `wake`.
+
+        On a CPU vLLM changes its state only: no memory is freed there. Whoever calls vLLM's own `generate` while it
+        sleeps waits for ever.
+        """
+        async with self._in_control():
+            self.check_alive()
+            self._refuse_if_asleep("falls asleep")
+            self._refuse_to_wait_for_paused()
+            self._is_asleep = True
+            try:
+                await self._meter.idle.wait()
+            except asyncio.CancelledError:
+                self._is_asleep = False
+                await self._changes.tell()
+                raise
+            # From here on an interrupted sleep is one that `wake` ends, with nothing to compare with.
+            level = self._config.rollout.sleep_level
+            self._asleep, self._forgets = Asleep(None, 0), level == 2
+            if self._paused:
+                await self._llm.resume_generation()
+            self._asleep = await fall_asleep(self._llm, self._vllm, level, self._processor.placeholder_ids)
+            self._meter.sleep_bytes = self._asleep.freed_bytes
+
+    async def wake(self) -> None:
+        """After level 2 nothing is sampled before the next update. Raises BadStateError for a damaged model."""
+        async with self._in_control():
+            if not self._is_asleep:
+                return
+            device = torch.device("cuda" if self._cuda else "cpu")
+            try:
+                await wake_up(self._llm, self._vllm, self._asleep, self._processor.placeholder_ids, device)
+            except BadStateError as error:
+                await self._fail(error)
+                raise
+            self._is_asleep = False
+            if self._paused:
+                await self._llm.pause_generation(mode="keep", clear_cache=False)
+        await self._changes.tell()
+
+    @asynccontextmanager
+    async def _at_rest(self) -> AsyncIterator[None]:
+        """Nothing is computed meanwhile, for an update that is to come."""
+        async with self._in_control():
+            self._refuse_if_asleep("takes new weights")
+            await self._llm.pause_generation(mode="keep", clear_cache=False)
+            self._meter.update_begins()
+            try:
+                yield
+            finally:
+                if not self._paused:
+                    await self._llm.resume_generation()
+                self._meter.update_ends()
+
+    @asynccontextmanager
+    async def _in_control(self) -> AsyncIterator[None]:
+        async with self._control:
+            with self._vllm.death_told():
+                yield
+
+    def _refuse_if_asleep(self, before: str) -> None:
+        if self._is_asleep:
+            raise BadStateError(f"the vllm engine is asleep: wake it before it {before}")
+
+    def _refuse_to_wait_for_paused(self) -> None:
+        if self._paused and self._meter.in_work:
+            raise BadStateError(
+                f"{len(self._meter.in_work)} sequences cannot finish while the engine is paused: resume it first"
+            )
+
+    async def update_weights(self, version: int, weights: ArrivedWeights, /) -> None:
+        """With `drain` this waits for the running sequences, and nothing new starts until then."""
+        async with self._in_control():
+            self.check_alive()
+            self._refuse_if_asleep("takes new weights")
+            drains = self._config.rollout.weight_update == "drain"
+            if drains:
+                self._refuse_to_wait_for_paused()
+            await self._llm.pause_generation(mode="wait" if drains else "keep", clear_cache=False)
+            self._meter.update_begins()
+            try:
+                await self._swap(version, weights)
+            except BaseException as error:
+                await self._fail(error)
+                raise
+            self._version = version
+            self._forgets = False
+            if not self._paused:
+                await self._llm.resume_generation()
+            self._meter.update_ends()
+        await self._changes.tell()
+
+    async def _swap(self, version: int, weights: ArrivedWeights) -> None:
+        """vLLM stands still meanwhile, and so the versions that it stamps are exact."""
+        if self._adapter is None:
+            await self._llm.start_weight_update()
+            await self._llm.update_weights(self._vllm.WeightTransferUpdateRequest(weight_update(weights)))
+            await self._llm.finish_weight_update(str(version))
+        else:
+            self._adapter_request = await fill_slot(self._llm, self._vllm, self._adapter, version, weights)
+            await self._llm.update_weight_version(str(version))
+        if self._config.rollout.weight_update != "keep":
+            # Of running sequences, too: they are queued again and their prompts and tokens computed anew.
+            await self._llm.reset_prefix_cache(reset_running_requests=True)
+        vision = vision_entries(weights.manifest)
+        if vision != self._vision:
+            await self._llm.reset_encoder_cache()
+        self._vision = vision
+
+    async def _fail(self, error: BaseException) -> None:
+        """The model may hold tensors of two versions: it samples no more, and who waits is told."""
+        self._failure = error if isinstance(error, Exception) else BadStateError("a weight update was interrupted")
+        with suppress(self._vllm.EngineDeadError):
+            await self._llm.abort(list(self._meter.in_work))

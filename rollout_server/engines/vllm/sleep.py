@@ -1,0 +1,82 @@
+"""vLLM's sleep: what it gives back, and that it woke up as it was.
+
+On a CPU vLLM changes its state only: no memory is freed there, and none is reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from asyncrl.models.device_memory import is_out_of_memory
+from asyncrl.models.sleeping import no_room_to_wake
+from asyncrl.models.wake_parity import check_wake_parity, fixed_tokens
+from rollout_server.engines.vllm.vllm_api import VllmApi
+
+OWNER = "the vllm engine"
+
+
+@dataclass(frozen=True)
+class Asleep:
+    before: torch.Tensor | None
+    """[T - 1] log-probs of the fixed tokens; None at level 2, where nothing is kept that could be compared."""
+    freed_bytes: int
+    """Of all its devices: weights, key-value cache, and what vLLM had for its work."""
+
+
+async def fall_asleep(llm: Any, vllm: VllmApi, level: int, special: Collection[int]) -> Asleep:
+    """Of an engine that has no request and is not paused: a paused one would answer neither probe nor sleep."""
+    before = await fixed_logprobs(llm, vllm, special) if level == 1 else None
+    free = await free_device_bytes(llm)
+    await llm.sleep(level=level, mode="wait")
+    return Asleep(before, max(0, await free_device_bytes(llm) - free))
+
+
+async def wake_up(llm: Any, vllm: VllmApi, asleep: Asleep, special: Collection[int], device: torch.device) -> None:
+    """Raises BadStateError where there is no room, or for a model that is not what it was."""
+    await _take_memory(llm, asleep, device)
+    if asleep.before is not None:
+        after = await fixed_logprobs(llm, vllm, special)
+        check_wake_parity(OWNER, asleep.before, after, device)
+
+
+async def _take_memory(llm: Any, asleep: Asleep, device: torch.device) -> None:
+    """A second attempt, after caches were freed, is the last. It goes on where the first stopped."""
+    free = await free_device_bytes(llm)
+    for last in (False, True):
+        try:
+            await llm.wake_up()
+            return
+        except Exception as problem:  # from another process: of its class only the words are left
+            if not is_out_of_memory(problem):
+                raise
+            if last:
+                left = await free_device_bytes(llm)
+                raise no_room_to_wake(OWNER, device, asleep.freed_bytes, max(0, free - left), left) from problem
+        await llm.collective_rpc("free_caches")
+
+
+async def free_device_bytes(llm: Any) -> int:
+    return sum(device[1] for device in await llm.collective_rpc("device_memory") if device)
+
+
+async def fixed_logprobs(llm: Any, vllm: VllmApi, special: Collection[int]) -> torch.Tensor:
+    """[T - 1] of each fixed token after those before it. The key-value cache takes part, cached prefixes do not."""
+    ids = fixed_tokens(llm.vllm_config.model_config.get_vocab_size(), special).tolist()
+    parsed = vllm.parse_model_prompt(llm.vllm_config.model_config, {"prompt_token_ids": ids})
+    (engine_input,) = await llm.renderer.render_cmpl_async([parsed])
+    params = vllm.SamplingParams(
+        temperature=0,
+        max_tokens=1,
+        prompt_logprobs=0,
+        detokenize=False,
+        output_kind=vllm.RequestOutputKind.FINAL_ONLY,
+    )
+    last: Any = None
+    async for answer in llm.generate(engine_input, params, "asyncrl-probe"):
+        last = answer
+    places = zip(last.prompt_logprobs[1:], ids[1:], strict=True)
+    return torch.tensor([place[token].logprob for place, token in places])

@@ -1,0 +1,194 @@
+"""What runs inside vLLM's own process, which imports it by name: so it imports as little as possible.
+
+- `WeightTransfer`: new weights, from a file in shared memory or on this device already, as a backend of vLLM's
+  weight-transfer API;
+- `BannedTokens`: ids that can never be sampled.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMissingImports]
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import (  # pyright: ignore[reportMissingImports]
+    WeightTransferEngineFactory,
+)
+from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportMissingImports]
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.v1.sample.logits_processor.interface import (  # pyright: ignore[reportMissingImports]
+    LogitsProcessor,
+)
+
+from asyncrl.models.device_memory import free_caches
+from asyncrl.weight_transfer.stage import Stage, StageOrder, device_memory
+from rollout_server.engines.vllm.names import BACKEND, BANNED_KEY
+from rollout_server.engines.vllm.owner import belong_to_owner
+
+# --- weights --------------------------------------------------------------------------------
+
+
+@dataclass
+class StageInit(StageOrder, WeightTransferInitInfo):
+    """Begin to receive a version beside the model. A file needs no such preparation."""
+
+
+@dataclass
+class WeightUpdate(WeightTransferUpdateInfo):
+    path: str
+    """Of the file; empty: what `StageInit` has brought."""
+    total_bytes: int
+    tensors: list[tuple[str, str, list[int], int, int]]
+    """Of the file: name, torch dtype without its prefix, shape, offset and size in bytes of each."""
+
+
+class WeightTransfer(WeightTransferEngine[StageInit, WeightUpdate]):
+    """Loads a whole publication, layer by layer: bytes go from where they are into the model.
+
+    Plain `load_weights` will not do: on a CPU vLLM packs linear layers after loading and frees what it packed. The
+    layerwise reload makes a layer's parameters anew, fills them, packs them, and copies that over the packed ones.
+    Checksums have been verified: of a file by the rollout server, which keeps it as it is until this returns, else by
+    the stage.
+    """
+
+    init_info_cls = StageInit
+    update_info_cls = WeightUpdate
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: Any):
+        super().__init__(config, vllm_config, device, model)
+        self.stage = Stage(torch.device(device))
+
+    def init_transfer_engine(self, init_info: StageInit) -> None:
+        """Returns at once; `weights_arrival` tells how it goes."""
+        self.stage.begin(init_info, rank=1 + self.vllm_config.parallel_config.rank)
+
+    def start_weight_update(self) -> None:
+        model: Any = self.model
+        self._tied = tied_parameters(model)  # before the reload, which takes them apart
+        initialize_layerwise_reload(model)
+
+    def receive_weights(self, update_info: WeightUpdate) -> None:
+        model: Any = self.model
+
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            return mapped_tensors(update_info) if update_info.path else self.stage.tensors()
+
+        expected = {name for name, _ in model.named_parameters()}
+        loaded = set(model.load_weights(tensors()))
+        for other, first in self._tied.items():
+            # Published once, under the first name. vLLM skips the other, whose layer may keep a packed copy.
+            for name, tensor in tensors():
+                if name.endswith(_layer_and_name(first)):
+                    parameter = model.get_parameter(other)
+                    parameter.weight_loader(parameter, tensor)
+                    loaded.add(other)
+        missing = expected - loaded
+        if missing:  # vLLM itself would keep the old values and only warn
+            raise ValueError(f"the publication does not fill {len(missing)} parameters, such as {sorted(missing)[:3]}")
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        self.stage.drop()
+
+
+def tied_parameters(model: Any) -> dict[str, str]:
+    """Each further name of a parameter -> its first name."""
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(parameter), name) != name:
+            tied[name] = first[id(parameter)]
+    return tied
+
+
+def _layer_and_name(name: str) -> str:
+    """`.embed_tokens.weight`: vLLM and transformers nest the same layers in different places."""
+    return "." + ".".join(name.split(".")[-2:])
+
+
+def mapped_tensors(update: WeightUpdate) -> Iterator[tuple[str, torch.Tensor]]:
+    """Read-only views of the file; the mapping goes with the last of them."""
+    fd = os.open(update.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        view = mmap.mmap(fd, update.total_bytes, prot=mmap.PROT_READ)
+    finally:
+        os.close(fd)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        for name, dtype, shape, offset, nbytes in update.tensors:
+            if nbytes == 0:
+                yield name, torch.empty(shape, dtype=getattr(torch, dtype))
+                continue
+            raw = torch.frombuffer(view, dtype=torch.uint8, count=nbytes, offset=offset)
+            yield name, raw.view(getattr(torch, dtype)).reshape(shape)
+
+
+# --- sampling -------------------------------------------------------------------------------
+
+
+class BannedTokens(LogitsProcessor):
+    """Minus infinity on the ids that must never be sampled, in every row, before anything else looks at the logits.
+
+    Not `logit_bias`, which vLLM clamps to -100: a policy that has learned a placeholder id could still sample it, and
+    its log-probs would not be those of the learner's distribution.
+    """
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
+        banned = vllm_config.additional_config[BANNED_KEY]
+        self._banned = torch.tensor(sorted(banned), dtype=torch.long, device=device)
+
+    def is_argmax_invariant(self) -> bool:
+        return False  # greedy decoding must not choose one either
+
+    def update_state(self, batch_update: Any) -> None:
+        pass
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """[N, V] -> [N, V], in place."""
+        return logits.index_fill_(-1, self._banned, float("-inf"))
+
+
+class WorkerExtension:
+    """vLLM's `worker_extension_cls`: part of every worker, which imports this file before it loads the model."""
+
+    def device_memory(self: Any) -> list[Any]:
+        """`DeviceMemory` of this worker; empty on a CPU."""
+        return list(device_memory(torch.device(self.device)) or ())
+
+    def free_caches(self: Any) -> None:
+        free_caches(torch.device(self.device))
+
+    def weights_arrival(self: Any) -> list[Any]:
+        """`Arrival` of what `StageInit` has begun."""
+        return list(astuple(self.weight_transfer_engine.stage.arrival))
+
+    def drop_weights(self: Any) -> None:
+        self.weight_transfer_engine.stage.drop()
+
+    def layers_without_slot(self: Any) -> list[str]:
+        """Of the adapter that is in the slot, those that no layer here takes: vLLM drops them without a word."""
+        manager = self.model_runner.lora_manager._adapter_manager
+        (adapter,) = manager.list_adapters().values()
+        return sorted(set(adapter.loras) - set(manager.modules))
+
+
+# Modules without parameters of their own are a warning at every update. What matters is checked in receive_weights.
+logging.getLogger(initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, WeightTransfer)
+belong_to_owner()

@@ -1,0 +1,203 @@
+"""How a new policy gets from the learner into the engine: mapped from shared memory, pulled over ZeroMQ, or from device
+memory to device memory."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import BadStateError, UserError
+from asyncrl.models.loading import fingerprint_of
+from protocol.codec import MIB
+from protocol.errors import ErrorCode, ProtocolError
+from protocol.messages import Channel, Chunk, Error, TransferStart, WeightManifest, WeightsLoaded
+from protocol.shm import check_manifest, open_shm
+from protocol.sockets import ServerSocket
+from protocol.transfer import fetch
+from rollout_server.dialling import dial
+from rollout_server.engines.base import ArrivedWeights, InferenceEngine
+from rollout_server.weights.device_transfer import receive
+
+logger = logging.getLogger(__name__)
+
+MOST_FAILURES = 3
+"""Versions that do not arrive between devices, in a row, before a server that may choose takes another channel."""
+
+
+class WeightReceiver:
+    """Fetches published versions and hands them to the engine."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        engine: InferenceEngine,
+        channel: Channel,
+        endpoint: str,
+        *,
+        instead: Channel | None = None,
+    ):
+        """`instead` is the channel to go on with when transfers between devices cannot succeed, or fail again and
+        again; None: no other, since this one was asked for."""
+        self._config = config
+        self._engine = engine
+        self._endpoint = endpoint
+        self._instead: Channel | None = instead
+        self._socket: ServerSocket | None = None
+        self._next: tuple[Channel, Channel | None, str] | None = None
+        self._use(channel)
+
+    def take_from_now_on(self, channel: Channel, instead: Channel | None, endpoint: str) -> None:
+        """For the versions of a learner that has come back: the old one's memory may be out of sight, and its port
+        another."""
+        self._next = channel, instead, endpoint
+
+    def _use(self, channel: Channel) -> None:
+        self.close()
+        self._failures = 0
+        self.channel: Channel = channel
+        answers = {"zmq": (Chunk, Error), "nccl": (TransferStart, Error), "cuda_ipc": (TransferStart, Error)}
+        self._socket = dial(self._config, self._endpoint, answers[channel]) if channel in answers else None
+
+    async def load(self, manifest: WeightManifest) -> WeightsLoaded:
+        """Put this version into the engine. Raises ProtocolError VERSION_GONE if the learner has moved on, TimeoutError
+        where it makes sense to try again, and UserError where the channel that was asked for does not work."""
+        self._check_that_it_fits(manifest)
+        if self._next is not None:
+            channel, self._instead, self._endpoint = self._next
+            self._next = None
+            logger.info("weights come over %s now, from %s", channel, self._endpoint)
+            # Where both are as before, too: answers to what the old one was asked may lie in the socket.
+            self._use(channel)
+        started = time.monotonic()
+        arrive = {"shm": self._mapped, "zmq": self._pulled}.get(self.channel, self._transferred)
+        async with arrive(manifest) as weights:
+            transferred = time.monotonic()
+            await self._engine.update_weights(manifest.version, weights)
+        return WeightsLoaded(
+            version=manifest.version,
+            channel=self.channel,
+            transfer_s=transferred - started,
+            load_s=time.monotonic() - transferred,
+        )
+
+    @asynccontextmanager
+    async def _mapped(self, manifest: WeightManifest) -> AsyncIterator[ArrivedWeights]:
+        with _mapped(manifest) as weights:
+            yield weights
+
+    @asynccontextmanager
+    async def _pulled(self, manifest: WeightManifest) -> AsyncIterator[ArrivedWeights]:
+        assert self._socket is not None
+        with _room_for(manifest) as (view, weights):
+            await fetch(self._socket, manifest, view, timeout_s=self._config.network.timeout_s)
+            yield weights
+
+    @asynccontextmanager
+    async def _transferred(self, manifest: WeightManifest) -> AsyncIterator[ArrivedWeights]:
+        """From device memory to device memory, beside the engine's model: it samples on."""
+        staging = self._engine.staging
+        assert staging is not None, "choose_channel has asked"
+        assert self._socket is not None
+        assert self.channel in ("nccl", "cuda_ipc")
+        network = self._config.network
+        try:
+            try:
+                await receive(
+                    self._socket,
+                    manifest,
+                    self.channel,
+                    staging,
+                    host=network.host,
+                    timeout_s=network.timeout_s,
+                )
+            except TimeoutError as problem:
+                self._fail(problem, str(problem))
+                raise
+            except ProtocolError as problem:
+                if problem.code is ErrorCode.VERSION_GONE:
+                    raise
+                self._fail(problem, problem.reason)
+                raise TimeoutError(f"version {manifest.version} did not arrive: {problem.reason}") from problem
+            self._failures = 0
+            yield staging.weights(manifest)
+        finally:
+            await staging.drop()
+
+    def _fail(self, problem: TimeoutError | ProtocolError, reason: str) -> None:
+        """Take the other channel, when it is time. Raises UserError where there is none, and trying on is in vain."""
+        code = problem.code if isinstance(problem, ProtocolError) else None
+        if self._instead is None:
+            if code is None:
+                return
+            raise UserError(
+                f"rollout.weights_channel is {self.channel}, but {reason}. Set rollout.weights_channel=shm or zmq"
+            ) from problem
+        self._failures += 1
+        if code is ErrorCode.WRONG_CHANNEL or self._failures == MOST_FAILURES:
+            logger.warning(
+                "%s: %s (failure %d in a row). From now on weights come over %s",
+                *(self.channel, reason, self._failures, self._instead),
+            )
+            self._use(self._instead)
+
+    def _check_that_it_fits(self, manifest: WeightManifest) -> None:
+        """Before any memory is taken for it: the manifest is a stranger's word for what the model looks like."""
+        check_manifest(manifest)
+        found = fingerprint_of(((t.name, f"torch.{t.dtype}", t.shape) for t in manifest.tensors), manifest.adapter)
+        if found != self._engine.architecture_fingerprint:
+            raise BadStateError(
+                f"the learner publishes {len(manifest.tensors)} tensors of {manifest.total_bytes / MIB:,.1f} MiB as "
+                f"version {manifest.version}, whose names, shapes or dtypes are not those of this server's model "
+                f"({self._config.model.path}). Start both sides with the same model.path, model.dtype and model.lora"
+            )
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+@contextmanager
+def _mapped(manifest: WeightManifest) -> Iterator[ArrivedWeights]:
+    """The learner's file, which it neither changes nor fills again meanwhile."""
+    with open_shm(manifest) as mapped:
+        try:
+            # By name it may be gone at any moment; an open file is there as long as we have it.
+            fd = os.open(manifest.shm_path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError as problem:
+            reason = f"{manifest.shm_path} (version {manifest.version}) has gone"
+            raise ProtocolError(ErrorCode.VERSION_GONE, reason) from problem
+        try:
+            yield ArrivedWeights(manifest, mapped.tensors, _path_of(fd))
+        finally:
+            os.close(fd)
+
+
+@contextmanager
+def _room_for(manifest: WeightManifest) -> Iterator[tuple[memoryview, ArrivedWeights]]:
+    """Memory for a whole version, as a file without a name where the system has such: nothing is left of it when the
+    server and its engine are gone, however they went."""
+    fd = -1
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create(f"asyncrl-version-{manifest.version}")
+        os.ftruncate(fd, manifest.total_bytes)
+        view = memoryview(mmap.mmap(fd, manifest.total_bytes))
+    else:
+        view = memoryview(bytearray(manifest.total_bytes))
+    pieces = {entry.name: view[entry.offset : entry.offset + entry.nbytes] for entry in manifest.tensors}
+    try:
+        yield view, ArrivedWeights(manifest, pieces, _path_of(fd) if fd >= 0 else "")
+    finally:
+        if fd >= 0:
+            os.close(fd)
+
+
+def _path_of(fd: int) -> str:
+    """Under which another process of the same user opens our file; empty where there is no such thing."""
+    path = f"/proc/{os.getpid()}/fd/{fd}"
+    return path if os.path.exists(path) else ""

@@ -1,0 +1,401 @@
+"""`make chaos`: kill learner and rollout servers at random until enough have died, then count every prompt.
+
+    python -m tests.chaos [--kills 100] [--rows 160] [--servers 2 3] [--on-stale wait drop] [--seed 1] [--folder DIR]
+
+Real processes, real sockets, the scripted engine with log-normal lengths; the first server of a round pulls its
+weights over ZeroMQ, the others map them. Some kills are aimed: the victim dies at a named place in its code (between
+journal and acknowledgement, with half of a checkpoint or of a weight file written, between two chunks of a transfer);
+the others come at a random time. Each round is one epoch; rounds follow until there are enough kills and, with 100 or
+more, until every place has seen a death. A round passes if
+
+- every prompt of the epoch was trained exactly once, by the journal and by what the learner says it trained on;
+- every group that a server saw acknowledged was trained, or is one that the learner says it dropped as stale (never
+  under `on_stale: wait`);
+- the ledger adds up after every single death of the learner, and in every line of metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+from asyncrl.config.learner import OnStale
+from asyncrl.config.load import dump_config
+from asyncrl.config.schema import RunConfig
+from asyncrl.journal.writer import JOURNAL_FILE, Journal
+from protocol.faults import VARIABLE
+from tests.rigs.tiny import ROOT, make_digits, make_tiny_model
+from tests.rigs.two_processes import with_ports
+
+PROMPTS_PER_STEP = 4
+ROUND_S = 300.0
+"""Longest that one round may take."""
+AIMED_S = 25.0
+"""A victim that has not come to the place where it should die is killed after this time."""
+MANY_KILLS = 100
+"""With so many, rounds go on until every place has seen a death."""
+MOST_ROUNDS = 12
+FETCHING = "weights.fetching"
+"""Only a server that pulls its weights passes there."""
+AIMS: dict[str, dict[str, int]] = {
+    # place -> at which pass of it, at most
+    "learner": {
+        "tickets.journaled": 2,
+        "tickets.sent": 3,
+        "group.verified": 6,
+        "journal.segment_written": 5,
+        "group.journaled": 5,
+        "group.acknowledged": 5,
+        "step.consumed": 3,
+        "step.trained": 3,
+        "weights.publishing": 80,
+        "weights.filling": 80,
+        "checkpoint.writing": 1,
+        "checkpoint.renamed": 1,
+    },
+    "rollout_server": {
+        "ticket.started": 3,
+        "group.sending": 6,
+        "group.sent": 6,
+        "weights.loading": 120,
+        FETCHING: 4,
+    },
+}
+
+
+@dataclass
+class Victim:
+    """One process slot. Whoever dies in it is replaced."""
+
+    name: str
+    module: str
+    config: Path
+    log: Path
+    places: dict[str, int]
+    """Where it may be told to die, and at which pass, at most."""
+    process: subprocess.Popen[bytes] | None = None
+    aim: str = ""
+    dies_at: float = 0.0
+    """Monotonic time of the kill, whatever it is doing then."""
+
+    def start(self, *, resume: bool, aim: str, count: int, life_s: float) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        environment.pop(VARIABLE, None)
+        if aim:
+            environment[VARIABLE] = f"{aim}:{count}"
+        self.aim, self.dies_at = aim, time.monotonic() + life_s
+        command = [sys.executable, "-m", self.module, "--config", str(self.config), *(["--resume"] if resume else [])]
+        with self.log.open("ab") as output:
+            self.process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, start_new_session=True
+            )
+
+    @property
+    def code(self) -> int | None:
+        return self.process.poll() if self.process else None
+
+    def kill(self) -> None:
+        if self.process and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+@dataclass
+class Round:
+    """What one epoch under fire came to."""
+
+    servers: int
+    on_stale: OnStale
+    kills: Counter[str] = field(default_factory=Counter)
+    """By victim and place; `anywhere` is the clock's choice."""
+    prompts: int = 0
+    trained: int = 0
+    acknowledged: int = 0
+    dropped: int = 0
+    checks: int = 0
+    """How often the ledger was found to add up on disk."""
+    seconds: float = 0.0
+
+
+class Chaos:
+    """One epoch. `deaths` counts those of all rounds, by module and place."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: RunConfig,
+        *,
+        rows: int,
+        servers: int,
+        seed: int,
+        kills: int,
+        deaths: Counter[str],
+    ):
+        self.rng = random.Random(seed)
+        self.kills_left = kills
+        self.run_dir = folder
+        self.result = Round(servers, config.learner.on_stale, prompts=rows)
+        folder.mkdir(parents=True)
+        config = with_ports(config.model_copy(update={"run_dir": str(folder)}))
+        self.config = config
+        file = self._write(config, "learner.yaml")
+        self.learner = Victim("learner", "learner", file, folder / "learner.log", AIMS["learner"])
+        self.servers = [self._server(number) for number in range(servers)]
+        self._deaths = deaths
+
+    def _server(self, number: int) -> Victim:
+        """The first one pulls its weights over ZeroMQ, the others map them."""
+        pulls = number == 0
+        sections = {
+            "telemetry": self.config.telemetry.model_copy(update={"rollout_port": 0}),
+            "rollout": self.config.rollout.model_copy(update={"weights_channel": "zmq" if pulls else "shm"}),
+        }
+        name = f"server-{number}"
+        places = {place: count for place, count in AIMS["rollout_server"].items() if pulls or place != FETCHING}
+        file = self._write(self.config.model_copy(update=sections), f"{name}.yaml")
+        return Victim(name, "rollout_server", file, self.run_dir / f"{name}.log", places)
+
+    def _write(self, config: RunConfig, name: str) -> Path:
+        path = self.run_dir / name
+        path.write_text(dump_config(config))
+        return path
+
+    def run(self) -> Round:
+        started = time.monotonic()
+        victims = [self.learner, *self.servers]
+        for victim in victims:
+            self._start(victim)
+        try:
+            while self.learner.code != 0:
+                for victim in victims:
+                    self._look_after(victim)
+                if time.monotonic() - started > ROUND_S:
+                    raise AssertionError(f"the round did not end within {ROUND_S:g} s\n{self._logs()}")
+                time.sleep(0.02)
+        finally:
+            for victim in victims:
+                victim.kill()
+        self.result.seconds = time.monotonic() - started
+        self._check_account()
+        self._check_epoch()
+        return self.result
+
+    def _start(self, victim: Victim) -> None:
+        resume = victim is self.learner and (self.run_dir / JOURNAL_FILE).exists()
+        aim, count, life_s = "", 0, float("inf")
+        if self.kills_left > 0:
+            # Starting takes about 4 s: some die while they do.
+            life_s = self.rng.uniform(0.5, 9.0)
+            if self.rng.random() < 0.75:
+                aim = self._deal(victim)
+                count, life_s = self.rng.randint(1, victim.places[aim]), AIMED_S
+        victim.start(resume=resume, aim=aim, count=count, life_s=life_s)
+
+    def _deal(self, victim: Victim) -> str:
+        """A place, rather one that has seen few deaths."""
+        places = list(victim.places)
+        weights = [1 / (1 + 20 * self._deaths[f"{victim.module} {place}"]) for place in places]
+        return self.rng.choices(places, weights)[0]
+
+    def _look_after(self, victim: Victim) -> None:
+        code = victim.code
+        if code is None:
+            if self.kills_left > 0 and time.monotonic() >= victim.dies_at:
+                victim.aim = ""
+                victim.kill()
+            return
+        if code == 0:
+            return
+        if code != -9:
+            raise AssertionError(f"{victim.name} ended with {code}\n{self._logs()}")
+        self.kills_left -= 1
+        place = f"{victim.module} {victim.aim or 'anywhere'}"
+        self.result.kills[place] += 1
+        self._deaths[place] += 1
+        if victim is self.learner:
+            self._check_account()
+        self._start(victim)
+
+    # --- the verdict --------------------------------------------------------------------------------
+
+    def _check_account(self) -> None:
+        """Opening a journal checks its pages, its payloads and that every ticket is in exactly one state."""
+        if not (self.run_dir / JOURNAL_FILE).exists():
+            return
+        journal = Journal(self.run_dir / JOURNAL_FILE)
+        state = journal.state()
+        live = len(state.waiting) + len(state.buffered)
+        counted = state.counters.get("trained", 0) + state.counters.get("dropped_stale", 0) + live
+        assert state.counters.get("issued", 0) == counted, state
+        journal.close()
+        self.result.checks += 1
+        self.result.dropped = state.counters.get("dropped_stale", 0)
+        assert self.result.on_stale != "wait" or self.result.dropped == 0, state
+
+    def _check_epoch(self) -> None:
+        prompts = self.result.prompts
+        steps = prompts // PROMPTS_PER_STEP
+        with sqlite3.connect(self.run_dir / JOURNAL_FILE) as db:
+            consumption = db.execute("SELECT position, ticket_id, step FROM consumption ORDER BY position").fetchall()
+        assert [row[0] for row in consumption] == list(range(prompts)), "every position once"
+        assert Counter(row[2] for row in consumption) == dict.fromkeys(range(1, steps + 1), PROMPTS_PER_STEP)
+
+        metrics = _lines(self.run_dir / "metrics.jsonl")
+        assert [line["step"] for line in metrics] == list(range(1, steps + 1))
+        assert all(line["ledger_residual"] == 0 for line in metrics)
+        assert all(line["staleness/max"] <= self.config.largest_staleness for line in metrics)
+
+        samples = _lines(self.run_dir / "samples.jsonl")
+        rows = Counter(sample["row_id"] for sample in samples)
+        assert len(rows) == prompts, f"{len(rows)} of {prompts} prompts were trained"
+        assert set(rows.values()) == {1}, f"trained more than once: {rows.most_common(3)}"
+        self.result.trained = len(rows)
+
+        said = "\n".join(server.log.read_text(errors="replace") for server in self.servers)
+        acknowledged = {int(number) for number in re.findall(r"ticket (\d+) is acknowledged", said)}
+        missing = acknowledged - {row[1] for row in consumption} - self._said_dropped()
+        assert not missing, f"acknowledged, never trained and never dropped: {sorted(missing)}"
+        self.result.acknowledged = len(acknowledged)
+
+    def _said_dropped(self) -> set[int]:
+        """Tickets whose groups the learner dropped as too old, by its own word."""
+        said = self.learner.log.read_text(errors="replace")
+        return {
+            int(number) for line in re.findall(r"dropping tickets \[([\d, ]+)\]", said) for number in line.split(",")
+        }
+
+    def _logs(self) -> str:
+        parts = []
+        for victim in (self.learner, *self.servers):
+            parts.append(f"--- {victim.name}\n{victim.log.read_text(errors='replace')[-4000:]}")
+        return "\n".join(parts)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    # Not `str.splitlines`: completions may hold Unicode's own line separators.
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def chaos_config(model: Path, data: Path, *, seed: int, on_stale: OnStale) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "run_dir": "set by each round",
+            "model": {"path": str(model), "freeze_vision_tower": False},
+            "data": {"train_files": [str(data / "rl.parquet")], "max_prompt_length": 128, "max_response_length": 32},
+            "batch": {"prompts_per_step": PROMPTS_PER_STEP, "group_size": 2, "tokens_per_microbatch": 1024},
+            "learner": {"max_staleness": 2, "on_stale": on_stale, "cpu_threads": 1},
+            "rollout": {
+                "engine": "scripted",
+                "cpu_threads": 1,
+                "engine_args": {"mean_length": 8, "length_sigma": 0.8, "seconds_per_token": 0.03},
+            },
+            "reward": {
+                "functions": [{"function": str(ROOT / "tests" / "rigs" / "short_reward.py:short")}],
+                "workers": 1,
+            },
+            "evaluation": {"before_training": False},
+            "alignment": {"rows": 0},
+            "trainer": {"seed": seed, "save_freq": 3, "samples_per_step": PROMPTS_PER_STEP},
+            "network": {"control_port": 0, "weights_port": 0, "heartbeat_s": 0.2, "timeout_s": 3.0},
+            "telemetry": {"learner_port": 0, "rollout_port": 0, "log_level": "DEBUG"},
+        }
+    )
+
+
+def run_chaos(
+    folder: Path,
+    *,
+    kills: int,
+    rows: int,
+    servers: Sequence[int],
+    on_stale: Sequence[OnStale] = ("wait",),
+    seed: int,
+    per_round: int,
+    tell: Callable[[str], None],
+) -> list[Round]:
+    """Rounds with each number of servers in turn until `kills` processes have died."""
+    # Large enough for its weights to travel in several chunks.
+    model, data = make_tiny_model(folder / "model", intermediate=2048), make_digits(folder / "data", rl_rows=rows)
+    rounds: list[Round] = []
+    deaths: Counter[str] = Counter()
+    while (done := deaths.total()) < kills or (kills >= MANY_KILLS and spared(deaths)):
+        number = len(rounds)
+        assert number < MOST_ROUNDS, f"after {number} rounds and {done} kills nobody has died at {spared(deaths)}"
+        config = chaos_config(model, data, seed=seed + number, on_stale=on_stale[number % len(on_stale)])
+        chaos = Chaos(
+            folder / f"round-{number}",
+            config,
+            rows=rows,
+            servers=servers[number % len(servers)],
+            seed=seed + number,
+            kills=min(per_round, kills - done) if done < kills else per_round,
+            deaths=deaths,
+        )
+        result = chaos.run()
+        rounds.append(result)
+        tell(
+            f"round {number}: {result.servers} servers, {result.on_stale}, {result.kills.total()} kills: "
+            f"{result.trained} of {rows} prompts trained once, {result.acknowledged} acknowledged, "
+            f"{result.dropped} dropped, ledger sound {result.checks} times, {result.seconds:.0f} s"
+        )
+    return rounds
+
+
+def spared(deaths: Counter[str]) -> list[str]:
+    """Places where nobody has died."""
+    places = (f"{module} {place}" for module, places in AIMS.items() for place in places)
+    return [place for place in places if not deaths[place]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--servers", type=int, nargs="+", default=[2, 3])
+    parser.add_argument("--on-stale", nargs="+", choices=get_args(OnStale), default=["wait", "wait", "drop", "mask"])
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
+    parser.add_argument("--rows", type=int, default=160, help="prompts of an epoch")
+    parser.add_argument("--per-round", type=int, default=25)
+    parser.add_argument("--folder", type=Path, default=None, help="where logs and journals are kept")
+    arguments = parser.parse_args()
+    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="asyncrl-chaos-"))
+    print(f"seed {arguments.seed}, logs in {folder}", flush=True)
+    rounds = run_chaos(
+        folder,
+        kills=arguments.kills,
+        rows=arguments.rows,
+        servers=arguments.servers,
+        on_stale=arguments.on_stale,
+        seed=arguments.seed,
+        per_round=arguments.per_round,
+        tell=lambda line: print(line, flush=True),
+    )
+    kills = sum((round.kills for round in rounds), Counter[str]())
+    print("\n| killed | at | times |\n|---|---|---|")
+    for name, count in sorted(kills.items()):
+        module, place = name.split(" ")
+        print(f"| {module} | {place} | {count} |")
+    prompts, kept, dropped, checks = (
+        sum(getattr(round, name) for round in rounds) for name in ("trained", "acknowledged", "dropped", "checks")
+    )
+    print(
+        f"\n{kills.total()} kills in {len(rounds)} epochs: {prompts} prompts, each trained exactly once; {kept} groups "
+        f"acknowledged, none lost ({dropped} dropped as stale, as configured, and sampled again); ledger sound "
+        f"{checks} times"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""The services of docker-compose.yml as processes of this machine: the same commands, health checks and signals.
+
+What a container has of its own is replaced: absolute folders, the learner's name on the network, and ports.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+COMPOSE = shutil.which("docker-compose")
+
+
+def resolved(*profiles: str, folder: Path = ROOT, **environment: str) -> dict[str, Any]:
+    """docker-compose.yml of the folder as Compose understands it: variables, .env, anchors and extensions filled in."""
+    assert COMPOSE is not None
+    flags = [word for profile in profiles for word in ("--profile", profile)]
+    done = subprocess.run(
+        [COMPOSE, *flags, "config"],
+        cwd=folder,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = yaml.safe_load(done.stdout)
+    services = found["services"].items()  # older versions print those of other profiles, too
+    chosen = {name: one for name, one in services if not one.get("profiles") or set(profiles) & set(one["profiles"])}
+    return {**found, "services": chosen}
+
+
+def seconds(text: str) -> float:
+    """Of Compose's durations, such as 1m30s."""
+    total, number = 0.0, ""
+    for letter in text:
+        if letter in "hms":
+            total += float(number) * {"h": 3600, "m": 60, "s": 1}[letter]
+            number = ""
+        else:
+            number += letter
+    return total
+
+
+@dataclass
+class Container:
+    """One instance of a service. `replaced` are texts of its commands and what stands for them here."""
+
+    service: dict[str, Any]
+    replaced: dict[str, str]
+    bin: Path
+    """Folder with the image's own commands; first in PATH."""
+    log: Path
+    exits: list[int] = field(default_factory=list)
+    process: subprocess.Popen[bytes] | None = None
+    _is_wanted: bool = False
+
+    def words(self, command: list[str]) -> list[str]:
+        for before, after in self.replaced.items():
+            command = [word.replace(before, after) for word in command]
+        return command
+
+    @property
+    def environment(self) -> dict[str, str]:
+        path = f"{self.bin}{os.pathsep}{os.environ['PATH']}"
+        return {**os.environ, "OMP_NUM_THREADS": "1", "PATH": path, **self.service.get("environment", {})}
+
+    def start(self) -> None:
+        """And start again after failures, as the restart policy has it."""
+        self._is_wanted = True
+        self._spawn()
+        threading.Thread(target=self._restart_on_failure, daemon=True).start()
+
+    def _spawn(self) -> None:
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.words(self.service["command"]),
+                cwd=ROOT,
+                env=self.environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def _restart_on_failure(self) -> None:
+        policy, _, most = str(self.service.get("restart", "no")).partition(":")
+        left, delay_s = int(most or 1000), 0.1
+        while self.process is not None:
+            code = self.process.wait()
+            self.exits.append(code)
+            if not self._is_wanted or policy == "no" or (policy == "on-failure" and code == 0) or not left:
+                return
+            left, delay_s = left - 1, 2 * delay_s
+            time.sleep(delay_s)
+            if self._is_wanted:
+                self._spawn()
+
+    def run(self, timeout_s: float) -> int:
+        """To its end."""
+        self._spawn()
+        assert self.process is not None
+        return self.process.wait(timeout=timeout_s)
+
+    def is_healthy(self) -> bool:
+        check = self.service["healthcheck"]
+        assert check["test"][0] == "CMD"
+        done = subprocess.run(
+            self.words(check["test"][1:]),
+            env=self.environment,
+            capture_output=True,
+            timeout=seconds(check["timeout"]),
+            check=False,
+        )
+        return done.returncode == 0
+
+    def stop(self) -> float:
+        """As `docker compose stop` does; returns the seconds that it took. Raises TimeoutExpired after the grace."""
+        self._is_wanted = False
+        began = time.monotonic()
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(getattr(signal, self.service.get("stop_signal", "SIGTERM")))
+            self.process.wait(timeout=seconds(self.service["stop_grace_period"]))
+        return time.monotonic() - began
+
+    def kill(self) -> None:
+        self._is_wanted = False
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+def image_commands(folder: Path) -> Path:
+    """`asyncrl` and `python` as the images have them in PATH."""
+    folder.mkdir()
+    for name, words in (("asyncrl", f"{sys.executable} -m asyncrl"), ("python", sys.executable)):
+        (folder / name).write_text(f'#!/bin/sh\nexec {words} "$@"\n')
+        (folder / name).chmod(0o755)
+    return folder

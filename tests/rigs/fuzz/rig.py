@@ -1,0 +1,162 @@
+"""A learner without a model: the real exchange, ledger, verification and publication, and a loop that takes batches."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import BadStateError
+from asyncrl.journal.writer import Journal, TicketSlot
+from asyncrl.models.prompt_facts import PromptFacts
+from learner.network.servers import ModelFacts
+from learner.network.thread import NetworkThread
+from learner.tickets.ledger import TicketLedger
+from learner.tickets.ticket import PreparedTicket
+from protocol.weights import Publication, Tensor
+from tests.rigs.fuzz import content
+from tests.rigs.ports import own_port
+
+PER_STEP = 8
+ENDLESS = 10**8
+CHECKPOINT_EVERY = 10
+"""Steps after which the journal may forget the groups that were taken."""
+MOST_KINDS = 80
+STALL_S = 60.0
+"""No batch for so long, with a good server at work, is a hang."""
+
+
+def write_ticket(slot: TicketSlot) -> PreparedTicket:
+    """Nothing is dropped, so ids and positions in the data are the same."""
+    assert slot.ticket_id == slot.position
+    digest, data = content.image(slot.ticket_id)
+    facts = PromptFacts(content.prompt_ids(slot.ticket_id), content.image_grids(), (digest,))
+    return PreparedTicket(content.ticket(slot.ticket_id, slot.version), {digest: data}, slot, facts)
+
+
+def small_config(**network: Any) -> RunConfig:
+    ports = {"control_port": own_port(), "weights_port": own_port(), "heartbeat_s": 0.2, "timeout_s": 3.0}
+    return RunConfig.model_validate(
+        {
+            "run_dir": "fuzz",
+            "model": {"path": "none"},
+            "data": {"train_files": ["none"]},
+            "reward": {"functions": [{"function": "exact_match"}]},
+            "network": {**ports, **network},
+        }
+    )
+
+
+class LearnerRig:
+    """`turn` plays the main thread: it takes a batch when there is one, and publishes the next version."""
+
+    def __init__(self, config: RunConfig, folder: Path):
+        self.config = config
+        self.journal_path = folder / "journal.db"
+        self.journal = Journal(self.journal_path)
+        self.ledger = TicketLedger(self.journal, prompts_per_step=PER_STEP, bound=1, total_groups=ENDLESS)
+        self.publication = Publication("fuzz", folder)
+        self.exchange = NetworkThread(
+            config,
+            "fuzz",
+            ledger=self.ledger,
+            write_ticket=write_ticket,
+            publication=self.publication,
+            facts=ModelFacts(content.MODEL, content.PROCESSOR, content.VOCABULARY),
+            version=0,
+        )
+        self.version = 0
+        self.taken: list[int] = []
+        self.wrong: list[int] = []
+        """Groups that got past verification and are not what their tickets demand."""
+        self._progress_at = time.monotonic()
+        self._process = psutil.Process()
+        self._weights = np.random.default_rng(0).bytes(4 << 20)
+
+    def start(self) -> None:
+        self.exchange.start()
+        self._publish()
+
+    def turn(self) -> None:
+        """Raises what stopped the exchange, or AssertionError after STALL_S without a batch."""
+        with self.ledger.changed:
+            if self.exchange.failure is not None:
+                raise self.exchange.failure
+            if not self.ledger.ready():
+                self.ledger.changed.wait(0.1)
+        if self.ledger.ready():
+            for received in self.ledger.take():
+                self.taken.append(received.ticket.ticket_id)
+                if not content.is_right(received.group):
+                    self.wrong.append(received.ticket.ticket_id)
+            self.version += 1
+            self.ledger.advance(self.version)
+            if self.version % CHECKPOINT_EVERY == 0:
+                self.ledger.forget_payloads(self.version)
+            self._publish()
+            self._progress_at = time.monotonic()
+        assert self.exchange.is_alive(), "the exchange has ended"
+        assert time.monotonic() - self._progress_at < STALL_S, f"no batch for {STALL_S:g} s: {self.ledger.counts()}"
+
+    def _publish(self) -> None:
+        manifest = self.publication.publish(
+            self.version, [Tensor("w", "uint8", (len(self._weights),), memoryview(self._weights))]
+        )
+        self.exchange.announce(manifest)
+        self.exchange.admit(self.version)
+
+    def rss_mib(self) -> float:
+        """Of what is in use: memory that the allocator keeps for later is no leak."""
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        return self._process.memory_info().rss / 2**20
+
+    def rss_now_mib(self) -> float:
+        return self._process.memory_info().rss / 2**20
+
+    def problems(self) -> list[str]:
+        """What a hostile peer must not be able to cause; the run goes on meanwhile."""
+        found = []
+        residual = self.ledger.counts().residual
+        if residual:
+            found.append(f"ledger residual {residual}")
+        if self.wrong:
+            found.append(f"wrong groups were taken: {self.wrong[:10]}")
+        if len(set(self.taken)) != len(self.taken):
+            found.append("a group was taken twice")
+        missing = set(range(max(self.taken, default=0))) - set(self.taken)
+        if len(missing) > 2 * PER_STEP:  # more than may be on their way
+            found.append(f"tickets never came: {sorted(missing)[:10]}")
+        if len(self.exchange.errors) > MOST_KINDS:
+            found.append(f"{len(self.exchange.errors)} kinds of errors: a peer's words became labels")
+        return found
+
+    def close(self) -> None:
+        self.exchange.stop("the fuzzing is over")
+        self.publication.close()
+        self.journal.close()
+
+    def journal_problems(self) -> list[str]:
+        """After `close`: the journal as the next learner finds it, which checks pages, checksums and the account."""
+        try:
+            journal = Journal(self.journal_path)
+        except BadStateError as damage:
+            return [str(damage)]
+        try:
+            state = journal.state()
+            found = [
+                f"the journal holds a wrong group of ticket {slot.ticket_id}"
+                for slot in state.buffered
+                if not content.is_right(journal.group(slot.ticket_id))
+            ]
+            if (state.last_step, state.counters.get("trained", 0)) != (self.version, len(self.taken)):
+                found.append(f"the journal ends at step {state.last_step}, the learner at {self.version}")
+            return found
+        finally:
+            journal.close()

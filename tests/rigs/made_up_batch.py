@@ -1,0 +1,69 @@
+"""A batch of random completions without an engine, and a training engine that keeps gradients. For tests of a step."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.journal.writer import TicketSlot
+from asyncrl.models.processing import PromptProcessor
+from learner.tickets.ticket import ReceivedGroup
+from learner.tickets.writer import TicketWriter
+from learner.training.batch import Batch, make_batch
+from learner.training.engines.torch_engine import TorchEngine
+from protocol.messages import FinishReason, Group, GroupTimings, TrajectoryRecord, TrajectoryStatus
+
+
+def made_up_batch(config: RunConfig, processor: PromptProcessor) -> Batch:
+    """Random completions of unequal lengths, of policy versions 0 to 2, with one unscored row; no engine involved."""
+    rng = np.random.default_rng(0)
+    writer = TicketWriter(config, processor, (1,))
+    received = []
+    size = config.batch.group_size
+    usable = [i for i in range(len(processor.tokenizer)) if i not in processor.placeholder_ids]
+    for number in range(config.batch.prompts_per_step):
+        item = writer.write(TicketSlot(number, number, version=0, bound=0))
+        prompt = processor.encode(item.ticket.prompt, item.blobs)
+        lengths = rng.integers(1, config.data.max_response_length + 1, size)
+        total = int(lengths.sum())
+        records = []
+        for index in range(size):
+            scored = (number, index) != (1, 2)
+            status = TrajectoryStatus.FINISHED if scored else TrajectoryStatus.ERROR
+            reward = float(rng.random()) if scored else None
+            kind = "" if scored else "reward_exception"
+            records.append(
+                TrajectoryRecord(
+                    status=status, finish_reason=FinishReason.STOP, error_kind=kind, reward=reward, turns=()
+                )
+            )
+        mask = np.ones(total, np.uint8)
+        mask[rng.random(total) < 0.1] = 0
+        group = Group(
+            ticket_id=number,
+            server_id="s",
+            prompt_ids=prompt.token_ids,
+            image_grids=prompt.image_grids,
+            image_hashes=prompt.image_hashes,
+            lengths=lengths.astype(np.int32),
+            token_ids=rng.choice(usable, total).astype(np.int32),
+            loss_mask=mask,
+            logprobs=(-6 + rng.normal(0, 0.3, total)).astype(np.float32),
+            versions=np.full(total, number % 3, np.int32),
+            trajectories=tuple(records),
+            timings=GroupTimings(queued_s=0, generate_s=0, reward_s=0),
+        )
+        received.append(ReceivedGroup(item, group))
+    return make_batch(received, processor)
+
+
+class KeepGradients(TorchEngine):
+    """Looks at the gradients instead of taking the step."""
+
+    def optimizer_step(self) -> dict[str, float]:
+        self.gradients = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in self.model.named_parameters()
+        }
+        self.model.zero_grad(set_to_none=True)
+        return {"grad_norm": float(torch.stack([g.norm() for g in self.gradients.values()]).norm())}

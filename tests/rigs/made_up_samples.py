@@ -1,0 +1,117 @@
+"""A sample store without a run: groups in memory, some of them hostile."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+
+import numpy as np
+from PIL import Image
+
+from asyncrl.errors import UserError
+from asyncrl.tools.samples import Page, SampleDetail, SampleImage, SampleQuery, SampleRow, TrajectoryDetail
+from protocol.messages import TrajectoryStatus
+
+GROUPS, GROUP_SIZE = 60, 4
+HOSTILE_TICKET, FORGOTTEN_TICKET, LONG_TICKET = 3, 4, 5
+HOSTILE = "<script>window.hacked=1</script><img src=x onerror=window.hacked=1>\x1b[31mred\x1b[0m\x07\u202eevil"
+LONG = 9000
+
+
+class MadeUpStore:
+    """As SampleStore reads a run: ticket t was trained by step t, with rewards from -1 to 1."""
+
+    notices: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        self.groups = {ticket_id: made_up_group(ticket_id) for ticket_id in range(1, GROUPS + 1)}
+        self.closed = False
+
+    def find(self, query: SampleQuery, *, limit: int = 50, offset: int = 0) -> Page:
+        rows = [row for detail in self.groups.values() for row in detail.rows if _fits(row, query)]
+        if query.order == "worst":
+            rows.sort(key=lambda row: np.inf if row.reward is None else row.reward)
+        elif query.order == "newest":
+            rows.sort(key=lambda row: (-row.ticket_id, row.trajectory))
+        return Page(tuple(rows[offset : offset + limit]), len(rows))
+
+    def detail(self, ticket_id: int) -> SampleDetail:
+        if ticket_id not in self.groups:
+            raise UserError(f"there is no sample of ticket {ticket_id}")
+        return self.groups[ticket_id]
+
+    def beginnings(self, rows: tuple[SampleRow, ...]) -> tuple[str, ...]:
+        return tuple("".join(self.groups[row.ticket_id].trajectories[row.trajectory].tokens)[:200] for row in rows)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def png(shade: int, size: tuple[int, int] = (98, 28)) -> bytes:
+    target = io.BytesIO()
+    Image.new("RGB", size, (shade, 40, 200)).save(target, "PNG")
+    return target.getvalue()
+
+
+def made_up_group(ticket_id: int) -> SampleDetail:
+    trajectories = tuple(_trajectory(ticket_id, number) for number in range(GROUP_SIZE))
+    prompt = f"<image>What is the largest digit? Question {ticket_id}"
+    rows = tuple(
+        SampleRow(
+            ticket_id=ticket_id, trajectory=one.trajectory, step=ticket_id, row_id=f"rl.parquet:{ticket_id}",
+            prompt=prompt, answer="9", status=one.status, finish_reason=one.finish_reason, reward=one.reward,
+            advantage=one.advantage, length=max(len(one.tokens), 7), staleness=ticket_id % 3,
+            logprob_diff_max=0.01 * ticket_id, error=one.error, has_payload=bool(one.tokens),
+        )
+        for one in trajectories
+    )  # fmt: skip
+    data = png(ticket_id)
+    images = (SampleImage(hashlib.sha256(data).hexdigest(), data),)
+    if ticket_id == HOSTILE_TICKET:
+        prompt = HOSTILE
+        images += (SampleImage("ab" * 32, b"<svg onload=alert(1)>"), SampleImage("cd" * 32, None, "it is gone"))
+    return SampleDetail(
+        ticket_id=ticket_id, step=ticket_id, server_id="server-1", row_id=f"rl.parquet:{ticket_id}", prompt=prompt,
+        messages=({"role": "system", "content": "Answer briefly."}, {"role": "user", "content": prompt}),
+        images=images, answer="9", rows=rows, trajectories=trajectories,
+        problem="" if ticket_id != FORGOTTEN_TICKET else "Its tokens are not kept any more",
+    )  # fmt: skip
+
+
+def _trajectory(ticket_id: int, number: int) -> TrajectoryDetail:
+    tokens = ("read", " 6", " 6", " 9", " answer", " 9", "<|im_end|>")
+    if ticket_id == HOSTILE_TICKET:
+        tokens = (HOSTILE, "\n", "\t", "", "plain")
+    elif ticket_id == FORGOTTEN_TICKET:
+        tokens = ()
+    elif ticket_id == LONG_TICKET:
+        tokens = tuple(f" {i}" for i in range(LONG))
+    size = len(tokens)
+    status = (
+        (TrajectoryStatus.ERROR if ticket_id % 10 == 0 else TrajectoryStatus.TRUNCATED) if number == 3 else "finished"
+    )
+    engine = np.linspace(-0.001, -6.0, size, dtype=np.float32)
+    gaps = np.resize(np.float32([0, 0.05, -0.05, 0.2, -0.2, 0.5, -2.0]), size)
+    loss_mask = np.ones(size, np.uint8)
+    loss_mask[1:2] = 0
+    masked = np.zeros(size, bool)
+    masked[2:3] = True
+    failed = status == TrajectoryStatus.ERROR
+    return TrajectoryDetail(
+        trajectory=number, status=str(status), finish_reason="stop", reward=None if failed else number - 1.0,
+        rewards={"answer": float(number)}, advantage=None if failed else 0.5 * number - 0.75,
+        error=f"reward_exception: {HOSTILE}" if failed else "", tokens=tokens,
+        token_ids=np.arange(size, dtype=np.int32), logprobs=engine, learner_logprobs=engine + gaps,
+        versions=np.resize(np.int32([ticket_id, ticket_id - ticket_id % 3]), size), loss_mask=loss_mask, masked=masked,
+    )  # fmt: skip
+
+
+def _fits(row: SampleRow, query: SampleQuery) -> bool:
+    step = -1 if row.step is None else row.step
+    return (
+        (query.steps is None or query.steps[0] <= step <= query.steps[1])
+        and (query.rewards is None or (row.reward is not None and query.rewards[0] <= row.reward <= query.rewards[1]))
+        and (not query.statuses or row.status in query.statuses)
+        and (query.staleness is None or query.staleness[0] <= row.staleness <= query.staleness[1])
+        and query.prompt.lower() in row.prompt.lower()
+    )

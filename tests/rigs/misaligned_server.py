@@ -1,0 +1,20 @@
+"""A rollout server with log-probs of no distribution: `python -m tests.misaligned_server --config C`."""
+
+from __future__ import annotations
+
+from asyncrl.entry import run_service
+from rollout_server.__main__ import main
+from rollout_server.engines.hf import decode_batch
+
+ERROR_NATS = 0.01
+"""Ten times what float32 may differ by."""
+
+
+def make_wrong() -> None:
+    right = decode_batch.gather_logprobs
+    decode_batch.gather_logprobs = lambda logprobs, token_ids: right(logprobs, token_ids) - ERROR_NATS
+
+
+if __name__ == "__main__":
+    make_wrong()
+    run_service("rollout_server", main)

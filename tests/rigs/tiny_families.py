@@ -1,0 +1,103 @@
+"""Random models of the Qwen-VL families that read videos, small enough for a test."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import (
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    Qwen2VLProcessor,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+)
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+
+from tests.rigs.tiny import DIGITS
+
+Family = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
+HIDDEN, VISION, PATCH = 64, 32, 7
+IDS = {
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}
+
+
+def make_family(family: Family, folder: Path) -> Path:
+    """A Hugging Face folder: model, tokenizer, processor with image and video parts."""
+    digits = runpy.run_path(str(DIGITS / "make_model.py"))
+    tokenizer = digits["build_tokenizer"]()
+    common: dict[str, Any] = {name: tokenizer.convert_tokens_to_ids(text) for name, text in IDS.items()}
+    common |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    vision: dict[str, Any] = {"depth": 2, "num_heads": 2, "patch_size": PATCH, "initializer_range": 0.1}
+    text = _text_config(tokenizer)
+    torch.manual_seed(0)
+    if family == "qwen2_vl":
+        vision |= {"embed_dim": VISION, "hidden_size": HIDDEN, "mlp_ratio": 2}
+        model: Any = Qwen2VLForConditionalGeneration(
+            Qwen2VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **common)
+        )
+    elif family == "qwen2_5_vl":
+        vision |= {"hidden_size": VISION, "intermediate_size": 64, "out_hidden_size": HIDDEN, "window_size": 28}
+        vision["fullatt_block_indexes"] = [1]
+        model = Qwen2_5_VLForConditionalGeneration(
+            Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **common)
+        )
+    else:
+        vision |= {"hidden_size": VISION, "intermediate_size": 64, "out_hidden_size": HIDDEN}
+        vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+        text["rope_parameters"]["mrope_interleaved"] = True
+        model = Qwen3VLForConditionalGeneration(
+            Qwen3VLConfig(text_config={**text, "head_dim": 32}, vision_config=vision, **common)
+        )
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    _processor(family, tokenizer, digits["CHAT_TEMPLATE"]).save_pretrained(folder)
+    return folder
+
+
+def _text_config(tokenizer: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": (len(tokenizer) + 63) // 64 * 64,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.1,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]},
+    }
+
+
+def _processor(family: Family, tokenizer: Any, template: str) -> Any:
+    options = {
+        "patch_size": PATCH,
+        "size": {"shortest_edge": 4 * (2 * PATCH) ** 2, "longest_edge": 64 * (2 * PATCH) ** 2},
+    }
+    video: Any = Qwen3VLVideoProcessor if family == "qwen3_vl" else Qwen2VLVideoProcessor
+    processor: Any = {
+        "qwen2_vl": Qwen2VLProcessor,
+        "qwen2_5_vl": Qwen2_5_VLProcessor,
+        "qwen3_vl": Qwen3VLProcessor,
+    }[family]
+    return processor(
+        image_processor=Qwen2VLImageProcessor(**options),
+        tokenizer=tokenizer,
+        video_processor=video(**options),
+        chat_template=template,
+    )

@@ -1,0 +1,47 @@
+"""Start the two real services on free ports, and wait for them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from asyncrl.config.load import dump_config
+from asyncrl.config.schema import RunConfig
+from protocol.faults import VARIABLE
+from tests.rigs.ports import own_port
+from tests.rigs.waiting import exit_codes
+
+
+def with_ports(config: RunConfig, port: Callable[[], int] = own_port) -> RunConfig:
+    """Ports in place of zeros. For a launcher, which claims its own, `port` is free_port."""
+    network = config.network.model_copy(update={"control_port": port(), "weights_port": port()})
+    telemetry = config.telemetry.model_copy(update={"learner_port": port(), "rollout_port": port()})
+    return config.model_copy(update={"network": network, "telemetry": telemetry})
+
+
+def start(
+    module: str, config_file: Path, *arguments: str, crash_at: str = "", under: Sequence[str] = ()
+) -> subprocess.Popen[str]:
+    """A service; with `crash_at` it dies by SIGKILL at that place (see protocol/faults.py). `under` is a command that
+    runs the command that follows it."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", VARIABLE: crash_at}
+    log = (config_file.parent / f"{module}.log").open("a")
+    command = [*under, sys.executable, "-m", module, "--config", str(config_file), *arguments]
+    return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True, env=environment)
+
+
+def write_config(config: RunConfig, folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "config.yaml"
+    path.write_text(dump_config(config))
+    return path
+
+
+def run_both(config: RunConfig, folder: Path, *, timeout_s: float = 120.0) -> tuple[int, int]:
+    """Exit codes of learner and rollout server; both are gone on return."""
+    file = write_config(with_ports(config), folder)
+    learner, server = exit_codes([start("learner", file), start("rollout_server", file)], timeout_s)
+    return learner, server

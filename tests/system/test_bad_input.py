@@ -1,0 +1,654 @@
+"""What a user or a peer can get wrong: each gives one clear message, and nothing is half-written."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from asyncrl.cli import main as asyncrl
+from asyncrl.config.load import dump_config
+from asyncrl.config.reward import RewardConfig
+from asyncrl.config.schema import RunConfig
+from asyncrl.data.images import content_hash
+from asyncrl.errors import UserError
+from asyncrl.journal.writer import TicketSlot
+from asyncrl.models.loading import load_model
+from asyncrl.models.processing import EncodedPrompt, PromptProcessor
+from asyncrl.rewards.pool import RewardPool
+from learner.network.verification import verify_group
+from learner.sft import SupervisedRun
+from learner.tickets.ticket import PreparedTicket
+from learner.tickets.writer import TicketWriter
+from protocol.endpoints import SHARED_MEMORY
+from protocol.errors import ErrorCode, ProtocolError
+from protocol.messages import (
+    FinishReason,
+    Group,
+    GroupTimings,
+    Prompt,
+    Ticket,
+    TrajectoryRecord,
+    TrajectoryStatus,
+    Turn,
+)
+from rollout_server.engines.base import Completion, GenerationRequest
+from rollout_server.engines.hf.engine import HFEngine
+from rollout_server.engines.scripted import ScriptedEngine
+from rollout_server.production import GroupProducer
+from tests.rigs.two_processes import with_ports
+
+ROOT = Path(__file__).parents[2]
+MakeConfig = Callable[..., RunConfig]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def png(size: tuple[int, int] = (32, 32), seed: int = 0) -> bytes:
+    buffer = io.BytesIO()
+    pixels = np.random.default_rng(seed).integers(0, 255, (*size, 3), np.uint8)
+    Image.fromarray(pixels).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def write_rows(folder: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The `data` section for these rows."""
+    (folder / "good.png").write_bytes(png())
+    (folder / "large.png").write_bytes(png((160, 160)))
+    (folder / "text.png").write_text("this is no image")
+    (folder / "half.png").write_bytes(png((160, 160))[:500])
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps({"answer": "x", **row}) + "\n" for row in rows))
+    return {"train_files": [str(path)], "val_files": [], "shuffle": False, "max_prompt_length": 40}
+
+
+def writer_for(config: RunConfig) -> TicketWriter:
+    return TicketWriter(config, PromptProcessor(config.model), (1,))
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+
+GOOD_ROW = {"prompt": "What is it?", "images": ["good.png"]}
+BAD_ROWS = {
+    "missing image": (
+        {"prompt": "q", "images": ["god.png"]},
+        r"row rows.jsonl:1, image 0: there is no image .*god.png: did you mean .*good.png",
+    ),
+    "second image missing": (
+        {"prompt": "q", "images": ["good.png", "no.png"]},
+        r"row rows.jsonl:1, image 1: there is no image .*no.png",
+    ),
+    "corrupt image": (
+        {"prompt": "q", "images": ["text.png"]},
+        r"row rows.jsonl:1, image 0: these 16 bytes are no image .* leave the row out",
+    ),
+    "truncated image": (
+        {"prompt": "q", "images": ["half.png"]},
+        r"row rows.jsonl:1: the image is damaged .* Replace the file or leave the row out",
+    ),
+    "long text": (
+        {"prompt": "word " * 300, "images": []},
+        r"row rows.jsonl:1: the prompt has \d+ tokens \(0 of them for 0 image\(s\)\), over data.max_prompt_length = 40",
+    ),
+    "large image": (
+        {"prompt": "q", "images": ["large.png"]},
+        r"row rows.jsonl:1: the prompt has \d+ tokens \((?!0 )\d+ of them for 1 image\(s\)\), over .*"
+        r"data.filter_overlong_prompts=true",
+    ),
+    "placeholder count": ({"prompt": "<image><image>", "images": ["good.png"]}, r"row rows.jsonl:1: 2 <image>"),
+    "image_pad in text": (
+        {"prompt": "q <|image_pad|>", "images": []},
+        r"row rows.jsonl:1: .*'<\|image_pad\|>'.*<image>",
+    ),
+    "image_pad beside an image": (
+        {"prompt": "q <|image_pad|>", "images": ["good.png"]},
+        r"row rows.jsonl:1: the text of the user message contains '<\|image_pad\|>', which the model reserves",
+    ),
+    "video_pad": ({"prompt": "<|video_pad|>?", "images": ["good.png"]}, r"row rows.jsonl:1: .*'<\|video_pad\|>'"),
+    "vision_start": ({"prompt": "<|vision_start|>?", "images": []}, r"row rows.jsonl:1: .*'<\|vision_start\|>'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_a_bad_row_stops_with_its_name(make_config: MakeConfig, tmp_path: Path, name: str) -> None:
+    row, expected = BAD_ROWS[name]
+    writer = writer_for(make_config(data=write_rows(tmp_path, [GOOD_ROW, row])))
+    assert writer.write(TicketSlot(0, 0, version=0, bound=0)).ticket.prompt.row_id == "rows.jsonl:0"
+    with pytest.raises(UserError, match=expected):
+        writer.write(TicketSlot(1, 1, version=0, bound=0))
+
+
+@pytest.mark.parametrize("name", ["missing image", "corrupt image", "truncated image", "large image", "vision_start"])
+def test_a_bad_first_row_stops_a_dry_run(
+    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    config = make_config(data=write_rows(tmp_path, [BAD_ROWS[name][0]]))
+    file = tmp_path / "config.yaml"
+    file.write_text(dump_config(config))
+    assert asyncrl(["train", str(file), "--dry-run"]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: row rows.jsonl:0")
+    assert not config.run_path.exists()
+
+
+def test_overlong_rows_are_left_out_and_counted(
+    make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [GOOD_ROW, BAD_ROWS["long text"][0], GOOD_ROW, BAD_ROWS["large image"][0], GOOD_ROW]
+    config = make_config(data={**write_rows(tmp_path, rows), "filter_overlong_prompts": True})
+    with caplog.at_level(logging.INFO):
+        writer = writer_for(config)
+    assert writer.num_train_rows == 3
+    rows_visited = [writer.write(TicketSlot(i, i, version=0, bound=0)).ticket.prompt.row_id for i in range(6)]
+    assert [row_id[-1] for row_id in rows_visited] == ["0", "2", "4", "0", "2", "4"]
+    assert "3 of 5 rows are within data.max_prompt_length = 40" in caplog.text
+    assert "rows.jsonl:1" in caplog.text
+    assert "rows.jsonl:3" in caplog.text
+
+
+def test_overlong_held_out_rows_are_left_out_too(make_config: MakeConfig, tmp_path: Path) -> None:
+    data = write_rows(tmp_path, [BAD_ROWS["long text"][0], GOOD_ROW])
+    config = make_config(data={**data, "val_files": data["train_files"], "filter_overlong_prompts": True})
+    writer = writer_for(config)
+    assert (writer.num_train_rows, writer.num_held_out_rows) == (1, 1)
+    assert writer.write_evaluation(0, 0).ticket.prompt.row_id == "rows.jsonl:1"
+
+
+def test_supervised_training_leaves_them_out_too(make_config: MakeConfig, tmp_path: Path) -> None:
+    rows = [{**row, "target": "x"} for row in (BAD_ROWS["long text"][0], GOOD_ROW)]
+    data = {**write_rows(tmp_path, rows), "filter_overlong_prompts": True}
+    run = SupervisedRun(make_config(data=data, sft={"rows_per_step": 2}))
+    assert run.steps == 1
+    run.run()
+    assert (run.config.run_path / "export" / "config.json").is_file()
+
+
+def test_all_rows_overlong_is_an_error(make_config: MakeConfig, tmp_path: Path) -> None:
+    data = write_rows(tmp_path, [BAD_ROWS["long text"][0]] * 2)
+    with pytest.raises(UserError, match=r"all 2 prompts \(rows.jsonl:0, ...\) are over data.max_prompt_length = 40"):
+        writer_for(make_config(data={**data, "filter_overlong_prompts": True}))
+
+
+class _Watched(PromptProcessor):
+    """Counts how many threads are inside at once."""
+
+    inside = most = 0
+
+    def _encode(self, prompt: Prompt, blobs: Mapping[str, Any], hashes: Mapping[str, str]) -> EncodedPrompt:
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        time.sleep(0.002)
+        encoded = super()._encode(prompt, blobs, hashes)
+        self.inside -= 1
+        return encoded
+
+
+def test_threads_share_a_processor(make_config: MakeConfig, tmp_path: Path) -> None:
+    """The learner encodes on two threads; neither the cache nor the tokenizer can serve both at once."""
+    rows = [{"prompt": f"What is {i}?", "images": ["good.png"]} for i in range(6)]
+    writer = writer_for(make_config(data=write_rows(tmp_path, rows)))
+    items = [writer.write(TicketSlot(i, i, version=0, bound=0)) for i in range(6)]
+    expected = [writer.processor.encode(item.ticket.prompt, item.blobs).token_ids.tolist() for item in items]
+    shared = _Watched(writer.config.model, cache_mib=0)
+
+    def encode(item: PreparedTicket) -> list[int]:
+        return shared.encode(item.ticket.prompt, item.blobs).token_ids.tolist()
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(encode, items * 3)) == expected * 3
+    assert shared.most == 1
+
+
+# --- processes -------------------------------------------------------------------------------------
+
+
+def run_learner(file: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "learner", "--config", str(file), *overrides]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=60)
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], config: RunConfig, *expected: str) -> None:
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    message = done.stderr[done.stderr.index("error: ") :]
+    for text in expected:
+        assert text in message
+    assert not config.run_path.exists(), "nothing is written by a run that cannot start"
+
+
+def test_the_learner_refuses_an_unknown_key(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config()
+    file = tmp_path / "config.yaml"
+    file.write_text(dump_config(config).replace("group_size: 4", "group_sise: 4", 1))
+    assert_refused(run_learner(file), config, "batch.group_sise is an unknown key: did you mean batch.group_size?")
+
+
+def test_the_learner_refuses_data_without_the_answer_key(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = with_ports(make_config(data={"answer_key": "anser"}))
+    file = tmp_path / "config.yaml"
+    file.write_text(dump_config(config))
+    assert_refused(run_learner(file), config, "has no column 'anser' (data.answer_key). Did you mean", "answer")
+
+
+@pytest.mark.parametrize("key", ["network.control_port", "telemetry.learner_port"])
+def test_the_learner_refuses_a_busy_port(make_config: MakeConfig, tmp_path: Path, key: str) -> None:
+    config = with_ports(make_config())
+    file = tmp_path / "config.yaml"
+    file.write_text(dump_config(config))
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        done = run_learner(file, f"{key}={port}")
+    assert_refused(done, config, key, str(port))
+
+
+@pytest.mark.parametrize("key", ["network.control_port", "network.weights_port", "telemetry.learner_port"])
+def test_a_refused_learner_gives_everything_back(make_config: MakeConfig, key: str) -> None:
+    """In this process, where nobody cleans up after it."""
+    from learner.service import Learner
+
+    before = shared_files()
+    config = with_ports(make_config())
+    section, _, name = key.partition(".")
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        changed = getattr(config, section).model_copy(update={name: other.getsockname()[1]})
+        with pytest.raises(UserError, match=key.replace(".", r"\.")):
+            Learner(config.model_copy(update={section: changed}))
+    assert shared_files() == before
+    assert not config.run_path.exists()
+    learner = Learner(config)  # the other ports are free again
+    assert learner.progress.total_steps == config.trainer.max_steps
+    learner.exchange.stop("done")
+    learner.publication.close()
+    learner.exporter.close()
+
+
+def test_a_run_has_the_steps_that_were_explained(make_config: MakeConfig) -> None:
+    from learner.service import Learner
+
+    config = with_ports(make_config(trainer={"max_steps": 0, "total_epochs": 1}, batch={"prompts_per_step": 10}))
+    learner = Learner(config)
+    try:
+        assert learner.progress.total_steps == config.total_steps(64) == 7
+    finally:
+        learner.exchange.stop("done")
+        learner.publication.close()
+        learner.exporter.close()
+
+
+def shared_files() -> set[str]:
+    """This process's publications."""
+    return {path.name for path in SHARED_MEMORY.glob(f"*-{os.getpid()}-*")}
+
+
+# --- rewards -----------------------------------------------------------------------------------------
+
+
+REWARD_FAULTS = {
+    "raise": (TrajectoryStatus.ERROR, "reward_exception", "reward_faults.py"),
+    "sleep": (TrajectoryStatus.TIMED_OUT, "reward_timeout", "reward.timeout_s"),
+    "nan": (TrajectoryStatus.ERROR, "reward_nan", "fault"),
+    "string": (TrajectoryStatus.ERROR, "reward_type", "fault"),
+    "os_exit": (TrajectoryStatus.ERROR, "reward_crash", "fault"),
+    "fine": (TrajectoryStatus.FINISHED, "", ""),
+}
+
+
+async def produce(config: RunConfig, ticket: PreparedTicket, processor: PromptProcessor) -> Group:
+    engine, rewards = ScriptedEngine(config, processor), RewardPool(config.reward)
+    await rewards.start()
+    await engine.start()
+    try:
+        producer = GroupProducer(engine, rewards, processor, "scripted")
+        blobs = {digest: memoryview(data) for digest, data in ticket.blobs.items()}
+        (group,) = [group async for group in producer.produce([ticket.ticket], blobs)]
+        return group
+    finally:
+        await rewards.close()
+        await engine.close()
+
+
+@pytest.mark.parametrize("fault", REWARD_FAULTS)
+def test_a_failing_reward_is_a_status_and_never_a_zero(make_config: MakeConfig, fault: str) -> None:
+    status, kind, message = REWARD_FAULTS[fault]
+    function = {"function": f"{ROOT / 'tests' / 'reward_faults.py'}:fault"}
+    config = make_config(
+        batch={"group_size": 2},
+        data={"max_response_length": 32},
+        rollout={"engine": "scripted", "engine_args": {"text": fault}},
+        reward={"functions": [function], "timeout_s": 0.5, "workers": 2},
+    )
+    assert isinstance(config.reward, RewardConfig)
+    processor = PromptProcessor(config.model)
+    stop = (processor.tokenizer.eos_token_id,)
+    item = TicketWriter(config, processor, stop).write(TicketSlot(0, 0, version=0, bound=0))
+    group = asyncio.run(asyncio.wait_for(produce(config, item, processor), 30))
+    for record in group.trajectories:
+        assert (record.status, record.error_kind) == (status, kind), record.error_message
+        assert message in record.error_message
+        assert record.reward == (1.0 if fault == "fine" else None)
+        assert bool(record.rewards) == (fault == "fine")
+    encoded = processor.encode(item.ticket.prompt, item.blobs)
+    verify(group, item.ticket, encoded, version=0, vocabulary=len(processor.tokenizer))
+
+
+# --- groups -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_images(make_config: MakeConfig, tmp_path: Path) -> tuple[RunConfig, PromptProcessor, PreparedTicket]:
+    """A ticket with two different images of different sizes, issued at version 3."""
+    (tmp_path / "small.png").write_bytes(png((32, 32), 1))
+    (tmp_path / "wide.png").write_bytes(png((32, 64), 2))
+    data = write_rows(tmp_path, [{"prompt": "<image> or <image>?", "images": ["small.png", "wide.png"]}])
+    config = make_config(data={**data, "max_prompt_length": 120})
+    processor = PromptProcessor(config.model)
+    return config, processor, TicketWriter(config, processor, (1,)).write(TicketSlot(0, 0, version=3, bound=0))
+
+
+def good_group(ticket: Ticket, prompt: EncodedPrompt) -> Group:
+    size, length = ticket.group_size, 3
+    total = size * length
+    record = TrajectoryRecord(
+        status=TrajectoryStatus.FINISHED,
+        finish_reason=FinishReason.STOP,
+        rewards={"short": 1.0},
+        reward=1.0,
+        turns=(Turn(start=0, end=length),),
+    )
+    return Group(
+        ticket_id=ticket.ticket_id,
+        server_id="server-1",
+        prompt_ids=prompt.token_ids,
+        image_grids=prompt.image_grids,
+        image_hashes=prompt.image_hashes,
+        lengths=np.full(size, length, np.int32),
+        token_ids=np.tile(np.asarray([20, 20, ticket.sampling.stop_token_ids[0]], np.int32), size),
+        loss_mask=np.ones(total, np.uint8),
+        logprobs=np.full(total, -1.0, np.float32),
+        versions=np.full(total, 4, np.int32),
+        trajectories=(record,) * size,
+        timings=GroupTimings(queued_s=0, generate_s=0, reward_s=0),
+    )
+
+
+def with_value(column: np.ndarray, value: float) -> np.ndarray:
+    changed = column.copy()
+    changed[1] = value
+    return changed
+
+
+def with_record(group: Group, **changes: Any) -> tuple[TrajectoryRecord, ...]:
+    return (group.trajectories[0].model_copy(update=changes), *group.trajectories[1:])
+
+
+Change = Callable[[Group, PromptProcessor], dict[str, Any]]
+LIES: dict[str, tuple[Change, str]] = {
+    "images in another order": (
+        lambda g, p: {"image_hashes": g.image_hashes[::-1], "image_grids": g.image_grids[::-1]},
+        "the images are in another order",
+    ),
+    "an image too few": (
+        lambda g, p: {"image_hashes": g.image_hashes[:1], "image_grids": g.image_grids[:1]},
+        r"the engine saw 1 image\(s\), the prompt has 2",
+    ),
+    "an image too many": (
+        lambda g, p: {"image_hashes": (*g.image_hashes, "0" * 64), "image_grids": g.image_grids[[0, 1, 1]]},
+        r"the engine saw 3 image\(s\), the prompt has 2",
+    ),
+    "another image": (
+        lambda g, p: {"image_hashes": ("0" * 64, g.image_hashes[1])},
+        "image 0 has other bytes: their hash is 000000000000",
+    ),
+    "swapped grids": (lambda g, p: {"image_grids": g.image_grids[::-1]}, "image grids .* differ"),
+    "a completion without its stop token": (
+        lambda g, p: {"token_ids": np.full_like(g.token_ids, 20)},
+        "completion 0 ended by a stop token, but its last token is 20",
+    ),
+    "a completion that was cut too early": (
+        lambda g, p: {"trajectories": with_record(g, finish_reason=FinishReason.LENGTH)},
+        "completion 0 was cut at 3 tokens, before max_new_tokens",
+    ),
+    "other prompt ids": (lambda g, p: {"prompt_ids": with_value(g.prompt_ids, 7)}, "prompt ids differ from position 1"),
+    "a shorter prompt": (lambda g, p: {"prompt_ids": g.prompt_ids[:-2]}, "prompt ids differ from position"),
+    "a trajectory missing": (
+        lambda g, p: {
+            "trajectories": g.trajectories[1:],
+            "lengths": g.lengths[1:],
+            **{name: getattr(g, name)[3:] for name in ("token_ids", "loss_mask", "logprobs", "versions")},
+        },
+        "3 trajectories for a group size of 4",
+    ),
+    "a token from the past": (
+        lambda g, p: {"versions": with_value(g.versions, 2)},
+        "versions 2 to 4, .* allows 3 to 5",
+    ),
+    "a token from the future": (lambda g, p: {"versions": with_value(g.versions, 6)}, "versions 4 to 6, .* 3 to 5"),
+    "versions that fall": (
+        lambda g, p: {"versions": with_value(g.versions, 5)},
+        "completion 0 has a token of version 5 and then one of version 4: versions within a completion never fall",
+    ),
+    "a cache from the future": (
+        lambda g, p: {"kv_versions": with_value(g.versions, 5)},
+        "key-value cache that is newer than the policy",
+    ),
+    "a cache from the past": (
+        lambda g, p: {"kv_versions": with_value(g.versions, 2)},
+        "the key-value cache is of version 2, before 3",
+    ),
+    "a NaN log-prob": (lambda g, p: {"logprobs": with_value(g.logprobs, np.nan)}, "log-prob that is not finite"),
+    "an infinite log-prob": (lambda g, p: {"logprobs": with_value(g.logprobs, -np.inf)}, "log-prob that is not finite"),
+    "a log-prob above 0": (lambda g, p: {"logprobs": with_value(g.logprobs, 0.5)}, "or above 0"),
+    "an id outside the vocabulary": (
+        lambda g, p: {"token_ids": with_value(g.token_ids, 10**6)},
+        "outside the vocabulary",
+    ),
+    "a negative id": (lambda g, p: {"token_ids": with_value(g.token_ids, -1)}, "outside the vocabulary"),
+    "a sampled image placeholder": (
+        lambda g, p: {"token_ids": with_value(g.token_ids, p.image_token_id or 0)},
+        "the policy sampled image placeholder ids",
+    ),
+    "an odd loss mask": (lambda g, p: {"loss_mask": with_value(g.loss_mask, 2)}, "loss_mask has values other than"),
+    "a reward of an error": (
+        lambda g, p: {"trajectories": with_record(g, status=TrajectoryStatus.ERROR, error_kind="x")},
+        "trajectory 0 is error with reward 1.0",
+    ),
+    "no reward": (
+        lambda g, p: {"trajectories": with_record(g, reward=None)},
+        "trajectory 0 is finished with reward None",
+    ),
+    "a NaN reward": (lambda g, p: {"trajectories": with_record(g, reward=np.nan)}, "trajectory 0 has reward nan"),
+    "another server's name": (lambda g, p: {"server_id": "somebody"}, "it is signed by somebody"),
+    "a reward component too few": (
+        lambda g, p: {"trajectories": with_record(g, rewards={})},
+        "trajectory 0 has the reward components none, here they are",
+    ),
+    "an unknown reward component": (
+        lambda g, p: {"trajectories": with_record(g, rewards={**g.trajectories[0].rewards, "x\n" * 99: 1.0})},
+        "reward components .*x x .*Do both sides have the same reward.functions",
+    ),
+    "a reward component that is no number": (
+        lambda g, p: {"trajectories": with_record(g, rewards=dict.fromkeys(g.trajectories[0].rewards, np.inf))},
+        "trajectory 0 has a reward component that is not finite",
+    ),
+    "an error without a kind": (
+        lambda g, p: {"trajectories": with_record(g, status=TrajectoryStatus.ERROR, reward=None)},
+        "without an error kind",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_group_that_does_not_fit_its_ticket_is_refused(
+    two_images: tuple[RunConfig, PromptProcessor, PreparedTicket], name: str
+) -> None:
+    _, processor, item = two_images
+    prompt = processor.encode(item.ticket.prompt, item.blobs)
+    good = good_group(item.ticket, prompt)
+    vocabulary = len(processor.tokenizer)
+    verify(good, item.ticket, prompt, version=5, vocabulary=vocabulary)
+    change, expected = LIES[name]
+    lie = good.model_copy(update=change(good, processor))
+    with pytest.raises(ProtocolError, match=f"row rows.jsonl:0 from server-1: .*{expected}") as caught:
+        verify(lie, item.ticket, prompt, like=good, version=5, vocabulary=vocabulary)
+    assert caught.value.code is ErrorCode.REFUSED_GROUP
+
+
+def test_a_completion_over_the_limit_is_refused(
+    two_images: tuple[RunConfig, PromptProcessor, PreparedTicket],
+) -> None:
+    _, processor, item = two_images
+    prompt = processor.encode(item.ticket.prompt, item.blobs)
+    short = item.ticket.model_copy(update={"sampling": item.ticket.sampling.model_copy(update={"max_new_tokens": 2})})
+    with pytest.raises(ProtocolError, match="a completion of 3 tokens, over max_new_tokens 2"):
+        verify(good_group(item.ticket, prompt), short, prompt, version=5, vocabulary=500)
+
+
+def test_versions_may_grow_within_a_completion_and_fall_from_one_to_the_next(
+    two_images: tuple[RunConfig, PromptProcessor, PreparedTicket],
+) -> None:
+    _, processor, item = two_images
+    prompt = processor.encode(item.ticket.prompt, item.blobs)
+    good = good_group(item.ticket, prompt)
+    rising = np.tile(np.array([3, 4, 5], good.versions.dtype), len(good.trajectories))
+    verify(good.model_copy(update={"versions": rising}), item.ticket, prompt, version=5, vocabulary=500)
+
+
+def test_what_the_environment_put_in_may_be_anything(
+    two_images: tuple[RunConfig, PromptProcessor, PreparedTicket],
+) -> None:
+    """Tokens that the policy did not sample have no log-prob to check, and may be images."""
+    _, processor, item = two_images
+    prompt = processor.encode(item.ticket.prompt, item.blobs)
+    good = good_group(item.ticket, prompt)
+    changes = {
+        "loss_mask": with_value(good.loss_mask, 0),
+        "logprobs": with_value(good.logprobs, np.nan),
+        "token_ids": with_value(good.token_ids, processor.image_token_id or 0),
+    }
+    verify(good.model_copy(update=changes), item.ticket, prompt, version=5, vocabulary=500)
+
+
+def verify(group: Group, ticket: Ticket, prompt: Any, like: Group | None = None, **facts: int) -> None:
+    """As the learner does when server and reward components are those of `like`, by default the group itself."""
+    like = like or group
+    names = next((record.rewards for record in like.trajectories if record.rewards), {})
+    verify_group(group, ticket, prompt, sender=like.server_id, components=tuple(names), **facts)
+
+
+def test_a_prompt_that_is_known_is_still_judged_by_the_bytes_that_came(
+    two_images: tuple[RunConfig, PromptProcessor, PreparedTicket],
+) -> None:
+    """An image that arrives under the name of another must not pass for it because that one was encoded before."""
+    config, _, item = two_images
+    processor = PromptProcessor(config.model)
+    first = processor.encode(item.ticket.prompt, item.blobs)
+    assert processor.encode(item.ticket.prompt, item.blobs) is first
+    other = png((28, 28), 77)
+    name, *_ = item.blobs
+    wrong = processor.encode(item.ticket.prompt, {**item.blobs, name: memoryview(other)})
+    assert wrong.image_hashes[0] == content_hash(other) != first.image_hashes[0]
+    elsewhere = item.ticket.prompt.model_copy(update={"row_id": "rows.jsonl:9"})
+    assert processor.encode(elsewhere, item.blobs).row_id == "rows.jsonl:9", "messages name the row that was asked for"
+
+
+# --- a model that wants to sample image placeholders ---------------------------------------------------
+
+
+@pytest.fixture
+def image_pad_lover(tiny_model: Path, tmp_path: Path) -> Path:
+    """A copy of the model that gives <|image_pad|> nearly all probability, whatever it reads."""
+    folder = tmp_path / "lover"
+    shutil.copytree(tiny_model, folder)
+    image_pad = json.loads((folder / "config.json").read_text())["image_token_id"]
+    weights = load_file(folder / "model.safetensors")
+    (embed,) = [name for name in weights if name.endswith("embed_tokens.weight")]
+    weights[embed][:, 0] = 100.0  # the first feature of every hidden state is now large and positive
+    weights["lm_head.weight"][:, 0] = 0.0
+    weights["lm_head.weight"][image_pad, 0] = 100.0
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+async def sample(config: RunConfig, request: GenerationRequest, processor: PromptProcessor) -> list[Completion]:
+    engine = HFEngine(config, processor)
+    await engine.start()
+    try:
+        return [completion async for completion in engine.generate([request])]
+    finally:
+        await engine.close()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 5.0, 0.0])
+def test_the_engine_never_samples_an_image_placeholder(
+    make_config: MakeConfig, image_pad_lover: Path, temperature: float
+) -> None:
+    config = make_config(model={"path": str(image_pad_lover)}, batch={"group_size": 8})
+    processor = PromptProcessor(config.model)
+    item = writer_for(config).write(TicketSlot(0, 0, version=0, bound=0))
+    prompt = processor.encode(item.ticket.prompt, item.blobs)
+
+    model: Any = load_model(config.model, device=torch.device("cpu"))
+    text = torch.from_numpy(prompt.token_ids[prompt.token_types == 0]).long()[None]
+    probabilities = model(input_ids=text).logits[0, -1].softmax(-1)
+    assert probabilities[processor.image_token_id] > 0.99, "without the ban it would be sampled"
+
+    sampling = item.ticket.sampling.model_copy(update={"temperature": temperature})
+    request = GenerationRequest(0, prompt, 8, 1, sampling)
+    completions = asyncio.run(asyncio.wait_for(sample(config, request, processor), 60))
+    assert len(completions) == 8
+    for completion in completions:
+        assert not np.isin(completion.token_ids, processor.placeholder_ids).any()
+        assert np.isfinite(completion.logprobs).all()
+        assert (completion.logprobs <= 1e-4).all()
+
+
+def test_the_engine_refuses_a_ticket_that_would_allow_placeholders(make_config: MakeConfig) -> None:
+    config = make_config()
+    processor = PromptProcessor(config.model)
+    item = writer_for(config).write(TicketSlot(0, 0, version=0, bound=0))
+    sampling = item.ticket.sampling.model_copy(update={"banned_token_ids": ()})
+    request = GenerationRequest(0, processor.encode(item.ticket.prompt, item.blobs), 4, 1, sampling)
+    with pytest.raises(UserError, match=r"ticket 0 allows image placeholder ids \[.*\] to be sampled"):
+        asyncio.run(asyncio.wait_for(sample(config, request, processor), 60))
+
+
+def test_the_learner_refuses_what_an_unguarded_engine_sampled(make_config: MakeConfig) -> None:
+    config = make_config(rollout={"engine": "scripted", "engine_args": {"emit_banned": True}})
+    processor = PromptProcessor(config.model)
+    item = TicketWriter(config, processor, (processor.tokenizer.eos_token_id,)).write(
+        TicketSlot(0, 0, version=0, bound=0)
+    )
+    group = asyncio.run(asyncio.wait_for(produce(config, item, processor), 30))
+    prompt = processor.encode(item.ticket.prompt, item.blobs)
+    row = item.ticket.prompt.row_id
+    with pytest.raises(ProtocolError, match=rf"row {row} from scripted: the policy sampled image placeholder ids"):
+        verify(group, item.ticket, prompt, version=0, vocabulary=len(processor.tokenizer))

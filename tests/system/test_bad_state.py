@@ -1,0 +1,349 @@
+"""Bad state in real runs: numbers, disks, journals, checkpoints and peers that are wrong end them with a reason."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import sqlite3
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from asyncrl.config.load import load_config
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import BadStateError, UserError
+from asyncrl.journal.database import PAGE_BYTES
+from asyncrl.journal.payloads import pack_frames
+from asyncrl.journal.writer import JOURNAL_FILE, Journal, JournalState, TicketSlot
+from asyncrl.run_folder.failure import FAILURE_FILE, read_failure
+from asyncrl.run_folder.lock import is_over
+from asyncrl.telemetry.recorder import STATUS_FILE
+from learner.checkpoint.files import write_checksums
+from learner.checkpoint.format import newest_checkpoint
+from learner.resume import find_start
+from learner.service import Learner
+from protocol.codec import encode
+from tests.rigs.small_runs import (
+    PER_STEP,
+    STEPS,
+    assert_every_prompt_trained_once,
+    failure_of,
+    logs,
+    save_failure,
+    small,
+)
+from tests.rigs.tiny import ROOT
+from tests.rigs.two_processes import run_both, start, with_ports, write_config
+from tests.rigs.waiting import exit_codes
+
+pytestmark = pytest.mark.slow
+
+BAD_LOSSES = '''
+import torch
+from asyncrl.algorithms.losses import PolicyLoss
+
+calls = 0
+
+def _good(tokens):
+    return -tokens.advantages * (tokens.logprobs - tokens.proximal_logprobs)
+
+def nan_at_step_two(tokens, config):
+    global calls
+    calls += 1
+    loss = _good(tokens)
+    if calls == 2:
+        loss = torch.where(tokens.row == tokens.row.max(), float("nan"), loss)
+    return PolicyLoss(loss, {})
+
+def infinite_gradient_at_step_two(tokens, config):
+    """The loss is finite; its gradient is that of the square root at 0."""
+    global calls
+    calls += 1
+    loss = _good(tokens)
+    if calls >= 2:
+        loss = loss + (tokens.logprobs - tokens.logprobs.detach()).sqrt()
+    return PolicyLoss(loss, {})
+'''
+
+
+def resume_both(run: Path, *overrides: str) -> tuple[int, int]:
+    """Exit codes of a learner with --resume and a new server, on the run's own ports."""
+    file = run / "config.yaml"
+    learner, server = exit_codes([start("learner", file, "--resume", *overrides), start("rollout_server", file)])
+    return learner, server
+
+
+def learner_alone(run: Path, *arguments: str) -> int:
+    """Exit code of a learner that should not come as far as to need a server."""
+    return exit_codes([start("learner", run / "config.yaml", *arguments)], timeout_s=60)[0]
+
+
+def refusal_of(run: Path) -> str:
+    """The learner's last word. A run that is not continued has not failed."""
+    assert read_failure(run) is None
+    last = (run / "learner.log").read_text().splitlines()[-1]
+    assert last.startswith("error: "), last
+    return last
+
+
+# --- numbers ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        ("nan_at_step_two", ("the loss is nan", "the policy loss is not finite at", "completion 3")),
+        ("infinite_gradient_at_step_two", ("the gradient norm is", "It comes from micro-batch 1", "rl.parquet:")),
+    ],
+)
+def test_a_loss_or_gradient_that_is_not_finite_stops_the_run_and_another_loss_continues_it(
+    make_config: Callable[..., RunConfig], tmp_path: Path, loss: str, says: tuple[str, ...]
+) -> None:
+    run, file = tmp_path / "run", tmp_path / "losses.py"
+    file.write_text(BAD_LOSSES)
+    config = small(make_config, algorithm={"policy_loss": f"{file}:{loss}"})
+    assert run_both(config, run) == (3, 4), logs(run)
+    failure = failure_of(run)
+    assert (failure.service, failure.kind, failure.step) == ("learner", "bad_state", 1)
+    assert "step 2 (policy version 1), update 1 of 1" in failure.reason
+    assert all(part in failure.reason for part in says), failure.reason
+    assert "the learner failed" in (run / "rollout_server.log").read_text()
+
+    assert resume_both(run, "algorithm.policy_loss=ppo") == (0, 0), logs(run)
+    assert_every_prompt_trained_once(run)
+    assert read_failure(run) is None
+
+
+# --- a killed run whose files are then damaged --------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def dead_run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, digits_data: Path) -> Path:
+    """The directory of a run whose learner was killed in its third step, with a checkpoint of the second."""
+    run = tmp_path_factory.mktemp("dead") / "run"
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"path": str(tiny_model), "freeze_vision_tower": False},
+        "data": {
+            "train_files": [str(digits_data / "rl.parquet")],
+            "max_prompt_length": 128,
+            "max_response_length": 8,
+        },
+        "batch": {"prompts_per_step": PER_STEP, "group_size": 4},
+        "learner": {"max_staleness": 1, "cpu_threads": 1},
+        "rollout": {"cpu_threads": 1},
+        "reward": {
+            "functions": [{"function": str(ROOT / "tests" / "rigs" / "short_reward.py:short")}],
+            "workers": 1,
+        },
+        "evaluation": {"before_training": False},
+        "trainer": {"max_steps": STEPS, "samples_per_step": PER_STEP, "save_freq": 2},
+        "network": {"heartbeat_s": 0.2, "start_timeout_s": 60.0},
+    }
+    config = with_ports(RunConfig.model_validate({**sections, "run_dir": str(run)}))
+    file = write_config(config, run)
+    learner, server = start("learner", file, crash_at="step.trained:3"), start("rollout_server", file)
+    try:
+        assert learner.wait(timeout=120) == -9, logs(run)
+    finally:
+        server.kill()
+        server.wait()
+    assert (run / "checkpoints" / "step-000002").is_dir()
+    assert (run / f"{JOURNAL_FILE}-wal").stat().st_size > PAGE_BYTES
+    return run
+
+
+@pytest.fixture
+def damaged(dead_run: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    run = tmp_path / "run"
+    shutil.copytree(dead_run, run, ignore=shutil.ignore_patterns(".failure*"))
+    config = with_ports(load_config(run / "config.yaml", [f"run_dir={run}"]))
+    write_config(config, run)
+    return run
+
+
+def test_a_dead_run_continues(damaged: Path) -> None:
+    assert resume_both(damaged) == (0, 0), logs(damaged)
+    assert_every_prompt_trained_once(damaged)
+
+
+def _reverse_rows(run: Path) -> str:
+    """The same rows in another order; what is left to train of an epoch would be other rows."""
+    (file,) = load_config(run / "config.yaml", []).data.train_files
+    table = pq.read_table(file)
+    pq.write_table(table.take(list(range(table.num_rows))[::-1]), run / "reversed.parquet")
+    return f"data.train_files=[{run / 'reversed.parquet'}]"
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        (lambda run: "data.shuffle=false", "data.shuffle was True, is False"),
+        (_reverse_rows, "fingerprint of the training rows was"),
+    ],
+    ids=["another order", "other rows"],
+)
+def test_a_run_is_not_resumed_with_other_data(damaged: Path, override: Callable[[Path], str], says: str) -> None:
+    assert learner_alone(damaged, "--resume", override(damaged)) == 2, logs(damaged)
+    assert says in refusal_of(damaged)
+    assert resume_both(damaged) == (0, 0), logs(damaged)
+    assert_every_prompt_trained_once(damaged)
+
+
+def _flip_consumption(run: Path) -> None:
+    """The bound of a trained group: no index holds it, and no page shows it."""
+    with closing(sqlite3.connect(run / JOURNAL_FILE)) as db:
+        db.execute("UPDATE consumption SET bound = bound + 1 WHERE position = 1")
+        db.commit()
+
+
+def _flip_log(run: Path) -> None:
+    log = run / f"{JOURNAL_FILE}-wal"
+    content = bytearray(log.read_bytes())
+    content[random.Random(3).randrange(PAGE_BYTES)] ^= 0x10
+    log.write_bytes(content)
+
+
+def _truncate(name: str) -> Callable[[Path], None]:
+    def damage(run: Path) -> None:
+        file = run / name
+        content = file.read_bytes()
+        file.write_bytes(content[: len(content) // 2])
+
+    return damage
+
+
+def _flip(name: str) -> Callable[[Path], None]:
+    def damage(run: Path) -> None:
+        file = run / name
+        content = bytearray(file.read_bytes())
+        content[-9] ^= 1
+        file.write_bytes(content)
+
+    return damage
+
+
+def _remove(name: str) -> Callable[[Path], None]:
+    return lambda run: (run / name).unlink()
+
+
+CHECKPOINT = "checkpoints/step-000002"
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a row of the journal": (_flip_consumption, "its rows are not those that were written"),
+    "the write-ahead log": (_flip_log, "its write-ahead log is damaged or missing"),
+    "no write-ahead log": (_remove(f"{JOURNAL_FILE}-wal"), "its write-ahead log is damaged or missing"),
+    "a group": (_flip(f"{JOURNAL_FILE}.groups-000001"), "does not have its checksum"),
+    "half the groups": (_truncate(f"{JOURNAL_FILE}.groups-000001"), "does not have its checksum"),
+    "no groups": (_remove(f"{JOURNAL_FILE}.groups-000001"), "with its groups is missing"),
+    "half a journal": (_truncate(JOURNAL_FILE), "journal"),
+    "half a state": (_truncate(f"{CHECKPOINT}/state.json"), f"{CHECKPOINT} cannot be used: state.json is not what"),
+    "half a model": (_truncate(f"{CHECKPOINT}/model/model.safetensors"), "model/model.safetensors is not what"),
+    "a flipped weight": (_flip(f"{CHECKPOINT}/model/model.safetensors"), "model/model.safetensors is not what"),
+    "half an optimiser": (_truncate(f"{CHECKPOINT}/engine.pt"), "engine.pt is not what was written"),
+    "no random state": (_remove(f"{CHECKPOINT}/random.pt"), "random.pt"),
+}
+
+
+@pytest.mark.parametrize("name", ["a row of the journal", "half a model"])
+def test_a_damaged_file_stops_the_resumed_run_with_a_reason_that_names_it(damaged: Path, name: str) -> None:
+    damage, says = DAMAGES[name]
+    damage(damaged)
+    assert learner_alone(damaged, "--resume") == 3, logs(damaged)
+    failure = failure_of(damaged)
+    assert (failure.service, failure.kind) == ("learner", "bad_state")
+    assert says in failure.reason
+    assert str(damaged) in failure.reason
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_file_is_refused_before_anything_is_loaded_and_left_as_it_is(damaged: Path, name: str) -> None:
+    damage, says = DAMAGES[name]
+    damage(damaged)
+    before = contents(damaged)
+    with pytest.raises(BadStateError, match=str(damaged)) as caught, ExitStack() as resources:
+        find_start(load_config(damaged / "config.yaml", []), resume=True, resources=resources)
+    assert says in str(caught.value)
+    assert contents(damaged) == before
+
+
+def test_the_journal_of_a_real_run_survives_no_flipped_bit_unnoticed(damaged: Path) -> None:
+    """In database, write-ahead log and groups of the killed learner: refused, or read as it was."""
+    rng = random.Random(4)
+    path = damaged / JOURNAL_FILE
+    names = (JOURNAL_FILE, f"{JOURNAL_FILE}-wal", f"{JOURNAL_FILE}.groups-000001")
+    files = {damaged / name: (damaged / name).read_bytes() for name in names}
+    with closing(Journal(path)) as journal:
+        whole = read_all(journal)
+    refused = 0
+    for file, content in [pair for pair in files.items() for _ in range(60)]:
+        for name, data in files.items():
+            name.write_bytes(data)
+        (damaged / f"{JOURNAL_FILE}-shm").unlink(missing_ok=True)
+        changed = bytearray(content)
+        changed[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        file.write_bytes(changed)
+        try:
+            journal = Journal(path)
+        except BadStateError:
+            refused += 1
+            continue
+        with closing(journal):
+            assert read_all(journal) == whole
+    assert 0 < refused < 180
+
+
+def read_all(journal: Journal) -> tuple[JournalState, list[TicketSlot], list[bytes]]:
+    state = journal.state()
+    consumed = [slot for step in range(state.last_step + 1) for slot in journal.consumed(step)]
+    kept = [*journal.consumed(state.last_step), *state.buffered]
+    return state, consumed, [b"".join(pack_frames(encode(journal.group(slot.ticket_id)))) for slot in kept]
+
+
+def contents(run: Path) -> dict[Path, bytes]:
+    fleeting = (".log", ".lock", "-shm")
+    files = [p for p in run.rglob("*.*") if p.is_file() and not p.name.endswith(fleeting)]
+    return {file: content for file in files if (content := file.read_bytes())}  # reading may leave an empty log
+
+
+@pytest.mark.parametrize(
+    ("key", "says"), [("run_id", "is a checkpoint of run 0"), ("architecture", "is a checkpoint of another model")]
+)
+def test_a_checkpoint_of_another_run_or_model_is_refused(damaged: Path, key: str, says: str) -> None:
+    folder = newest_checkpoint(damaged)
+    assert folder is not None
+    state = (folder / "state.json").read_text()
+    (folder / "state.json").write_text(state.replace(f'"{key}": "', f'"{key}": "0'))
+    write_checksums(folder)
+    assert learner_alone(damaged, "--resume") == 2, logs(damaged)
+    assert says in refusal_of(damaged)
+
+
+def test_a_finished_run_that_goes_on_is_not_over_for_servers_that_come_while_its_learner_loads(
+    damaged: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (damaged / STATUS_FILE).write_text('{"phase": "finished", "step": 2}')
+    save_failure(damaged)
+    files = [damaged / name for name in (STATUS_FILE, FAILURE_FILE, "config.yaml")]
+    before = [file.read_bytes() for file in files]
+    assert is_over(damaged)
+    seen: list[bool] = []
+
+    def prepare(*_: object) -> None:
+        seen.append(is_over(damaged))
+        raise UserError("no such model")
+
+    monkeypatch.setattr(Learner, "_prepare", prepare)
+    with pytest.raises(UserError, match="no such model"):
+        Learner(load_config(damaged / "config.yaml", []), resume=True)
+    assert seen == [False]
+    assert is_over(damaged)
+    assert [file.read_bytes() for file in files] == before, "a refusal changes nothing"
+
+
+def test_a_resumed_run_keeps_what_its_journal_was_sampled_with(damaged: Path) -> None:
+    assert learner_alone(damaged, "--resume", "rollout.temperature=0.7") == 2, logs(damaged)
+    assert "rollout.temperature was 1.0, is 0.7" in refusal_of(damaged)

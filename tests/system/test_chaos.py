@@ -1,0 +1,24 @@
+"""A short version of `make chaos`: ten deaths, and every prompt is trained exactly once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.rigs.chaos import run_chaos
+
+pytestmark = pytest.mark.slow
+
+
+def test_ten_kills_lose_nothing_and_double_nothing(tmp_path: Path) -> None:
+    lines: list[str] = []
+    rounds = run_chaos(tmp_path, kills=10, rows=60, servers=[2], seed=7, per_round=10, tell=lines.append)
+    kills = sum((round.kills for round in rounds), Counter[str]())
+    assert kills.total() >= 10, lines
+    assert {name.split()[0] for name in kills} == {"learner", "rollout_server"}
+    assert all(round.trained == 60 for round in rounds)
+    # Groups that were journaled before a death and acknowledged by nobody are not counted.
+    assert all(round.acknowledged >= 45 for round in rounds)
+    assert all(round.checks >= 1 for round in rounds)

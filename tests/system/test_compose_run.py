@@ -1,0 +1,187 @@
+"""docker-compose.yml's services, run as processes with a real Prometheus: start, crash, stop, continue, end."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rigs.compose_services import COMPOSE, ROOT, Container, image_commands, resolved
+from tests.rigs.ports import own_port
+from tests.rigs.prometheus_server import PROMETHEUS, Prometheus
+from tests.rigs.waiting import wait_until
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(COMPOSE is None, reason="docker-compose is not installed"),
+    pytest.mark.skipif(PROMETHEUS is None, reason="prometheus is not installed"),
+]
+DASHBOARDS = Path(__file__).parents[2] / "docker" / "grafana" / "dashboards"
+STEPS = 150
+"""Of the quick demo."""
+GRACE_S = 30.0
+"""Stopping should take no longer, whatever Compose allows."""
+MOST_SERIES = 1000
+"""Of one process."""
+
+
+class Stack:
+    """`docker compose up --scale rollout_server=2`."""
+
+    def __init__(self, folder: Path):
+        services = resolved("cpu", ASYNCRL_DEMO="quick")["services"]
+        bin = image_commands(folder / "bin")
+        ports = {name: own_port() for name in ("7601", "7602", "9101", "server 1", "server 2", "prometheus")}
+        replaced = {
+            "/runs": str(folder / "runs"),
+            "/run/secrets/keys": str(folder / "keys"),
+            "network.host=learner": "network.host=127.0.0.1",
+            "telemetry.host=0.0.0.0": "telemetry.host=127.0.0.1",
+            **{number: str(ports[number]) for number in ("7601", "7602", "9101")},
+        }
+        self.run = folder / "runs" / "demo" / "grpo"
+        self.prepare = Container(services["prepare"], replaced, bin, folder / "prepare.log")
+        self.learner = Container(services["learner"], replaced, bin, folder / "learner.log")
+        self.servers = [
+            Container(
+                services["rollout_server"], {**replaced, "9102": str(ports[f"server {n}"])}, bin, folder / f"{n}.log"
+            )
+            for n in (1, 2)
+        ]
+        self.prometheus = Prometheus(
+            folder / "prometheus",
+            {"learner": [ports["9101"]], "rollout_server": [ports["server 1"], ports["server 2"]]},
+            ports["prometheus"],
+            services["prometheus"]["command"],
+        )
+
+    @property
+    def containers(self) -> list[Container]:
+        return [self.learner, *self.servers]
+
+    def step(self) -> int:
+        try:
+            return json.loads((self.run / "status.json").read_text()).get("step", 0)
+        except (FileNotFoundError, json.JSONDecodeError):
+            return 0
+
+    def close(self) -> None:
+        for container in (self.prepare, *self.containers):
+            container.kill()
+        self.prometheus.close()
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> Iterator[Stack]:
+    stack = Stack(tmp_path)
+    try:
+        yield stack
+    finally:
+        stack.close()
+
+
+def test_the_whole_stack_through_crash_stop_and_end(stack: Stack, tmp_path: Path) -> None:
+    assert stack.prepare.run(timeout_s=240) == 0, (tmp_path / "prepare.log").read_text()[-3000:]
+    made = (tmp_path / "runs" / "demo" / "config.yaml").stat().st_mtime_ns
+    assert stack.prepare.run(timeout_s=60) == 0, "a second `docker compose up`"
+    assert (tmp_path / "runs" / "demo" / "config.yaml").stat().st_mtime_ns == made
+
+    for container in (*stack.servers, stack.learner):  # in any order
+        container.start()
+    assert not any(container.is_healthy() for container in stack.containers), "their endpoints are not there yet"
+    wait_until(lambda: all(c.is_healthy() for c in stack.containers), "health", tmp_path, timeout_s=120)
+    wait_until(stack.prometheus.is_ready, "Prometheus", tmp_path / "prometheus")
+
+    wait_until(lambda: stack.step() >= 6, "six steps", tmp_path, timeout_s=120)
+    killed = stack.servers[0].process
+    assert killed is not None
+    killed.kill()
+    wait_until(lambda: stack.servers[0].exits == [-9], "the crash")
+
+    wait_until(lambda: stack.step() >= 14, "steps after the crash", tmp_path, timeout_s=120)
+    assert stack.learner.stop() < GRACE_S
+    assert stack.learner.process is not None
+    assert stack.learner.process.returncode == 130, (tmp_path / "learner.log").read_text()[-3000:]
+    stopped_at = stack.step()
+    stack.learner.start()
+    wait_until(lambda: stack.step() > stopped_at + 4, "the continued run", tmp_path, timeout_s=120)
+    continued = stack.learner.process
+    continued.kill()
+    wait_until(lambda: stack.learner.exits[-1] == -9 and stack.learner.process is not continued, "a restart", tmp_path)
+    wait_until(lambda: stack.step() > stopped_at + 8, "the run that was killed", tmp_path, timeout_s=120)
+    wait_until(lambda: stack.prometheus.value("count(up == 1)") == 3, "all to be scraped", tmp_path, timeout_s=60)
+    wait_until(
+        lambda: bool(stack.prometheus.query("asyncrl_learner_parity_max")), "a server that was compared", tmp_path
+    )
+    running_at = time.time()
+
+    wait_until(lambda: stack.prometheus.value("asyncrl_learner_stopped == 1") == 1, "the end", tmp_path, timeout_s=240)
+    finished_at = time.time()
+    _assert_every_panel_shows_something(stack.prometheus, running_at, finished_at)
+    _assert_alerts_are_quiet(stack.prometheus, finished_at)
+    for job in ("learner", "rollout_server"):
+        series = stack.prometheus.value(f'max(count by (instance) ({{job="{job}"}}))')
+        assert series is not None
+        assert series < MOST_SERIES, job
+
+    wait_until(lambda: all(c.exits and c.exits[-1] == 0 for c in stack.containers), "orderly ends", tmp_path)
+    assert all(c.process is not None and c.process.poll() == 0 for c in stack.containers), "nobody starts again"
+    again = Container(stack.learner.service, stack.learner.replaced, stack.learner.bin, tmp_path / "again.log")
+    assert again.run(timeout_s=60) == 0
+    assert "finished" in (tmp_path / "again.log").read_text()
+    _assert_every_prompt_once(stack.run)
+    _assert_the_run_can_be_looked_at(stack)
+
+
+def _queries() -> list[tuple[str, str]]:
+    """Title of the panel, and PromQL."""
+    found = []
+    for file in DASHBOARDS.glob("*.json"):
+        board = json.loads(file.read_text())
+        panels = [inner for panel in board["panels"] for inner in (panel, *panel.get("panels", ()))]
+        found += [
+            (f"{board['title']}: {panel['title']}", target["expr"].replace("$__rate_interval", "1m"))
+            for panel in panels
+            for target in panel.get("targets", ())
+        ]
+    return found
+
+
+def _assert_every_panel_shows_something(prometheus: Prometheus, *moments: float) -> None:
+    """Some of what it shows is there only while servers are, some only after an evaluation."""
+    queries = _queries()
+    assert len(queries) > 100
+    empty = [query for query in queries if not any(prometheus.query(query[1], at) for at in moments)]
+    assert empty == []
+
+
+def _assert_alerts_are_quiet(prometheus: Prometheus, at: float) -> None:
+    """And what they look at is there."""
+    rules = prometheus.alerts()
+    assert [name for name, rule in rules.items() if rule["health"] != "ok"] == []
+    assert [name for name, rule in rules.items() if rule["state"] == "firing"] == []
+    names = {name for rule in rules.values() for name in re.findall(r"asyncrl_[a-z_]+|\bup\b", rule["query"])}
+    assert len(names) > 15
+    assert [name for name in sorted(names) if not prometheus.query(name, at)] == []
+
+
+def _assert_every_prompt_once(run: Path) -> None:
+    steps: list[dict[str, Any]] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
+    assert {step["ledger_residual"] for step in steps} == {0}
+
+
+def _assert_the_run_can_be_looked_at(stack: Stack) -> None:
+    """A learner that no launcher started leaves as much behind."""
+    for command in (["replay", "--step", str(STEPS)], ["inspect", "--limit", "1"], ["report"]):
+        words = ["asyncrl", command[0], str(stack.run), *command[1:]]
+        done = subprocess.run(
+            words, env=stack.learner.environment, cwd=ROOT, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stdout + done.stderr

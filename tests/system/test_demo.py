@@ -1,0 +1,56 @@
+"""README's first command, in small: what `make demo` runs once there is an environment."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.rigs.docs_commands import ROOT
+
+DRAWN_PORTS = (
+    "network.control_port=0",
+    "network.weights_port=0",
+    "telemetry.learner_port=0",
+    "telemetry.rollout_port=0",
+)
+
+
+@pytest.mark.slow
+def test_the_demo_from_nothing_to_a_checked_export(tmp_path: Path) -> None:
+    demo = re.search(r"^demo: install\n\t\$\(BIN\)/python (.+)$", (ROOT / "Makefile").read_text(), re.M)
+    assert demo
+    small = ["--quick", "--steps", "3", "--folder", str(tmp_path / "demo")]
+    ran = subprocess.run(
+        [sys.executable, *demo[1].split(), *small, *DRAWN_PORTS], cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    summary = json.loads((tmp_path / "demo" / "summary.json").read_text())
+    assert set(summary["seconds"]) == {"data", "model", "sft", "grpo", "check"}
+    assert summary["held_out_rows"] == 32
+    (checked,) = re.findall(r"^accuracy ([\d.]+) .* rows 32 .* errors 0$", ran.stdout, re.M)
+    assert checked == f"{summary['accuracy_after']:.4f}", "plain transformers agrees"
+    assert f"held-out accuracy {summary['accuracy_before']:.3f} -> {summary['accuracy_after']:.3f}" in ran.stdout
+    assert (tmp_path / "demo" / "grpo" / "export" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("runs/x", "'runs/x' has no `=`"),
+        ("trainer.max_stepps=3", "unknown key trainer.max_stepps"),
+        ("--steps=-3", "trainer.max_steps is -3"),
+        ("run_dir=runs/x", "leave run_dir and evaluation.before_training as they are"),
+        ("evaluation.before_training=false", "leave run_dir and evaluation.before_training as they are"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_is_made(tmp_path: Path, word: str, said: str) -> None:
+    command = [sys.executable, "examples/digits/demo.py", "--folder", str(tmp_path / "demo"), word]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 2
+    assert said in ran.stderr
+    assert not (tmp_path / "demo").exists()

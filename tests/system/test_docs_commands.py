@@ -1,0 +1,133 @@
+"""Every command of the documentation is run, or says what it needs; every name that the pages mention exists.
+
+A block of commands is a ```bash fence. `<!-- needs: gpu -->` on the line before it (or one of NEEDS) marks what cannot
+run here: such a block is only read. `make demo` and `make test` are not run here, see AS_SUCH.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from asyncrl.cli import _parser
+from asyncrl.config.engine_rules import vllm_device_problem
+from asyncrl.config.load import load_config
+from asyncrl.config.schema import RunConfig
+from asyncrl.config.suggest import known_paths
+from tests.rigs.docs_commands import AS_SUCH, NEEDS, PAGES, ROOT, Block, blocks, prepare, run_page
+
+COMMANDS = {
+    name for action in _parser()._actions if isinstance(action, argparse._SubParsersAction) for name in action.choices
+}
+SECTIONS = set(RunConfig.model_fields)
+WITH_COMMANDS = [page for page in PAGES if blocks(page)]
+ALL = [block for page in WITH_COMMANDS for block in blocks(page)]
+FREE_MAPPINGS = ("rollout.engine_args",)
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_documentation_run(tmp_path: Path, tiny_model: Path, digits_data: Path) -> None:
+    prepared = tmp_path / "prepared"
+    prepared.mkdir()
+    prepare(prepared, tiny_model, digits_data)
+    with ThreadPoolExecutor(2) as pool:
+        pages = list(
+            pool.map(lambda page: run_page(prepared, tmp_path / f"{page.parent.name}-{page.stem}", page), WITH_COMMANDS)
+        )
+    results = [result for page in pages for result in page]
+    for block, code, _, seconds in results:
+        print(f"{block.name}: {seconds:.1f} s, exit code {code}")
+    failed = [f"{block.name}: {code}\n{block.text}\n{printed[-3000:]}" for block, code, printed, _ in results if code]
+    assert not failed, "\n\n".join(failed)
+    ran = {block.name for block, *_ in results}
+    assert ran == {block.name for block in ALL if not block.needs and block.runnable.strip()}
+
+
+def test_there_are_commands_to_run_and_marked_ones() -> None:
+    assert ROOT / "README.md" in WITH_COMMANDS
+    assert len(ALL) > 10
+    assert {block.needs for block in ALL} <= {"", *NEEDS}
+
+
+@pytest.mark.parametrize("block", ALL, ids=lambda block: block.name)
+def test_commands_are_bash_and_name_what_exists(block: Block) -> None:
+    """Of marked blocks, too: subcommands of asyncrl, and keys of the configuration."""
+    checked = subprocess.run(["bash", "-n"], input=block.text, text=True, capture_output=True, check=False)
+    assert checked.returncode == 0, checked.stderr
+    for words in _asyncrl_commands(block.text):
+        assert words[0] in COMMANDS, words
+        for word in words[1:]:
+            name, equals, _ = word.partition("=")
+            if equals and "." in name and not name.startswith(("-", *FREE_MAPPINGS)):
+                assert name in known_paths() or name.startswith("reward.functions"), word
+
+
+@pytest.mark.parametrize("block", [block for block in ALL if block.needs], ids=lambda block: block.name)
+def test_the_settings_of_marked_commands_fit_together(block: Block) -> None:
+    """As far as a machine without what they need can tell."""
+    mine = ROOT / "configs" / "digits_grpo.yaml"  # what README tells to start from
+    for command, *words in _asyncrl_commands(block.text):
+        overrides = [word for word in words if re.match(r"\w+\.\w", word) and "=" in word]
+        if command in ("train", "sync", "learn", "rollout"):
+            config = load_config(mine, [*overrides, *(["trainer.mode=sync"] if command == "sync" else [])])
+            assert command == "learn" or vllm_device_problem(config) == ""
+
+
+def _asyncrl_commands(text: str) -> list[list[str]]:
+    """What follows `asyncrl` in each of its commands; here-documents are left out."""
+    text = re.sub(r"<<'(\w+)'\n.*?^\1$", "", text, flags=re.M | re.S).replace("\\\n", " ")
+    lines = [shlex.split(line, comments=True) for line in text.splitlines()]
+    return [words[1:] for words in lines if words and Path(words[0]).name == "asyncrl"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_names_in_the_text_exist(page: Path) -> None:
+    """`asyncrl COMMAND`, `make TARGET` and `section.key` between backticks."""
+    if page.name == "migration.md":
+        pytest.skip("it names other frameworks' keys; tests/tools/test_import_config.py reads its tables")
+    inline = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    keys = set(known_paths())
+    places = keys | {".".join(key.split(".")[:end]) for key in keys for end in range(1, key.count(".") + 1)}
+    wrong = []
+    for text in inline:
+        words = text.split()
+        if words[0] == "asyncrl" and len(words) > 1 and words[1][0].islower() and words[1] not in COMMANDS:
+            wrong.append(text)
+        if words[0] == "make" and len(words) > 1 and words[1] not in targets:
+            wrong.append(text)
+        name = re.split(r"[=:\s]", text)[0].removesuffix(".*")
+        if (
+            "." in name
+            and name.split(".")[0] in SECTIONS
+            and not _is_a_place(name, places)
+            and page.name != "migration.md"
+        ):
+            wrong.append(text)
+    assert wrong == []
+
+
+def _is_a_place(name: str, places: set[str]) -> bool:
+    is_file = "/" in name or name.endswith((".py", ".yaml", ".md", ".json", ".jsonl", ".secret", ".public"))
+    return is_file or name in places or name.startswith((*FREE_MAPPINGS, "reward.functions"))
+
+
+def test_what_is_not_run_here_is_there() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    assert all(re.search(rf"^{command.split()[1]}:", makefile, re.M) for command in AS_SUCH)
+    assert "make test" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_commands_in_another_fence_are_refused(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```sh\nasyncrl train x.yaml\n```\n")
+    with pytest.raises(ValueError, match=r"never run: make it ```bash"):
+        blocks(page)
+    page.write_text("<!-- needs: gpu -->\n```bash\nasyncrl train x.yaml\n```\n\n```bash\nls\n```\n")
+    assert [block.needs for block in blocks(page)] == ["gpu", ""]

@@ -1,0 +1,170 @@
+"""A run that was killed and resumed is the unbroken run: order, groups, and at staleness 0 every bit of the weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.journal.writer import JOURNAL_FILE
+from asyncrl.models.loading import load_model
+from asyncrl.models.published import published_tensors
+from tests.rigs.two_processes import run_both, start, with_ports, write_config
+
+pytestmark = pytest.mark.slow
+STEPS = 7
+CRASHES = (
+    "group.journaled:2",
+    "journal.segment_written:2",
+    "step.consumed:2",
+    "step.trained:1",
+    "checkpoint.writing:1",
+    "weights.publishing:50",  # within the second publication, of a whole model and of an adapter, which has 28 tensors
+)
+"""One after the other in one run: each learner but the last dies at such a place."""
+
+
+def resume_config(make_config: Callable[..., RunConfig], run: Path, **learner: Any) -> RunConfig:
+    config = make_config(
+        learner={"max_staleness": 0, **learner},
+        evaluation={"before_training": True, "every_steps": 2},
+        trainer={"max_steps": STEPS, "samples_per_step": 4, "save_freq": 3},
+        network={"timeout_s": 5.0},
+    )
+    return config.model_copy(update={"run_dir": str(run)})
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    """Finished runs by name, so that each is made once."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    yield {"folder": folder}
+    shutil.rmtree(folder)
+
+
+def run_killed(config: RunConfig, run: Path, *, with_server: bool) -> None:
+    """Learners that die at each of CRASHES in turn, then one that finishes; the server lives on or dies as well."""
+    file = write_config(with_ports(config), run)
+    server = start("rollout_server", file)
+    try:
+        for place in (*CRASHES, ""):
+            resume = ["--resume"] if (run / JOURNAL_FILE).exists() else []
+            learner = start("learner", file, *resume, crash_at=place)
+            code = learner.wait(timeout=120)
+            assert code == (-9 if place else 0), f"{place}: {code}\n{(run / 'learner.log').read_text()[-3000:]}"
+            if with_server and place:
+                server.kill()
+                server.wait()
+                server = start("rollout_server", file)
+        assert server.wait(timeout=60) == 0
+    finally:
+        server.kill()
+
+
+def batches(run: Path) -> list[tuple[int, int, int]]:
+    """Step, ticket and position of every group that was trained."""
+    with sqlite3.connect(run / JOURNAL_FILE) as db:
+        return db.execute("SELECT step, ticket_id, position FROM consumption ORDER BY step, ticket_id").fetchall()
+
+
+def sampled(run: Path) -> list[tuple[int, str, list[list[int]]]]:
+    """Step, row and token ids of every group that was trained, as the learner recorded them."""
+    lines = [json.loads(line) for line in (run / "samples.jsonl").read_bytes().splitlines()]
+    return [(s["step"], s["row_id"], [c["token_ids"] for c in s["completions"]]) for s in lines]
+
+
+def recorded(run: Path) -> list[list[float]]:
+    keys = ("step", "loss", "grad_norm", "reward/mean", "entropy", "logprob_diff_max")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
+    return [[line[key] for key in keys] for line in lines]
+
+
+def evaluations(run: Path) -> list[tuple[int, float]]:
+    lines = [json.loads(line) for line in (run / "evaluations.jsonl").read_bytes().splitlines()]
+    return [(line["step"], line["accuracy"]) for line in lines]
+
+
+def weights(run: Path, config: RunConfig) -> dict[str, torch.Tensor]:
+    model = load_model(config.model.model_copy(update={"path": str(run / "export")}), device=torch.device("cpu"))
+    return dict(published_tensors(model))
+
+
+@pytest.fixture
+def on_policy(make_config: Callable[..., RunConfig], unbroken: dict[str, Path]) -> Path:
+    """The run that nobody disturbed."""
+    if "on-policy" not in unbroken:
+        whole = unbroken["folder"] / "on-policy"
+        assert run_both(resume_config(make_config, whole), whole) == (0, 0)
+        unbroken["on-policy"] = whole
+    return unbroken["on-policy"]
+
+
+def assert_same_run(run: Path, whole: Path, config: RunConfig) -> None:
+    assert batches(run) == batches(whole)
+    assert sampled(run) == sampled(whole)
+    assert recorded(run) == recorded(whole)
+    assert evaluations(run) == evaluations(whole)
+    mine, theirs = weights(run, config), weights(whole, config)
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("with_server", [False, True], ids=["learner", "learner and server"])
+def test_killed_again_and_again_a_run_on_policy_ends_with_the_same_bits(
+    make_config: Callable[..., RunConfig], tmp_path: Path, on_policy: Path, with_server: bool
+) -> None:
+    run = tmp_path / "killed"
+    config = resume_config(make_config, run)
+    run_killed(config, run, with_server=with_server)
+    assert_same_run(run, on_policy, config)
+
+
+def test_a_server_that_dies_within_a_batch_changes_no_bit(
+    make_config: Callable[..., RunConfig], tmp_path: Path, on_policy: Path
+) -> None:
+    run = tmp_path / "killed"
+    config = resume_config(make_config, run)
+    file = write_config(with_ports(config), run)
+    learner = start("learner", file)
+    try:
+        for groups_sent in (17, 2, 7, 1):  # 16 are the evaluation's
+            server = start("rollout_server", file, crash_at=f"group.sent:{groups_sent}")
+            assert server.wait(timeout=120) == -9
+        server = start("rollout_server", file)
+        assert [learner.wait(timeout=120), server.wait(timeout=60)] == [0, 0], (run / "learner.log").read_text()
+    finally:
+        learner.kill()
+        server.kill()
+    assert_same_run(run, on_policy, config)
+
+
+def test_off_policy_the_steps_after_a_checkpoint_are_made_again_as_they_were(
+    make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    config = resume_config(make_config, run, max_staleness=2)
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"max_steps": 12, "save_freq": 4})})
+    file = write_config(with_ports(config), run)
+    server = start("rollout_server", file)
+    try:
+        assert start("learner", file, crash_at="step.trained:8").wait(timeout=120) == -9
+        before = batches(run), sampled(run), recorded(run)
+        assert [line[0] for line in before[2]] == [1, 2, 3, 4, 5, 6, 7], "the eighth step was trained and not reported"
+        assert max(step for step, *_ in before[0]) == 8
+        assert start("learner", file, "--resume").wait(timeout=120) == 0, (run / "learner.log").read_text()[-3000:]
+        assert server.wait(timeout=60) == 0
+    finally:
+        server.kill()
+    assert "making steps 5 to 8 again, from the journal" in (run / "learner.log").read_text()
+    trained_before, sampled_before, recorded_before = before
+    assert batches(run)[: len(trained_before)] == trained_before
+    assert sampled(run)[: len(sampled_before)] == sampled_before
+    assert recorded(run)[: len(recorded_before)] == recorded_before
+    assert sorted(position for *_, position in batches(run)) == list(range(48))

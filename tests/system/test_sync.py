@@ -1,0 +1,214 @@
+"""Sync mode with the real processes: one device in turns, and nothing else is different."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from asyncrl.config.load import dump_config
+from asyncrl.config.schema import RunConfig
+from benchmarks.sleep_memory import make_model
+from protocol.lease import read_tenure
+from tests.rigs.small_runs import assert_every_prompt_trained_once, failure_of, logs, small
+from tests.rigs.two_processes import run_both, start, with_ports, write_config
+from tests.system.test_resume import assert_same_run, resume_config
+
+pytestmark = pytest.mark.slow
+
+
+def in_turns(config: RunConfig, run: Path, **rollout: object) -> RunConfig:
+    return config.model_copy(
+        update={
+            "run_dir": str(run),
+            "trainer": config.trainer.model_copy(update={"mode": "sync"}),
+            "rollout": config.rollout.model_copy(update=rollout),
+        }
+    )
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_sync_run_is_the_on_policy_run_on_two_devices_bit_for_bit(
+    make_config: Callable[..., RunConfig], tmp_path: Path, level: int
+) -> None:
+    whole = tmp_path / "async"
+    assert run_both(resume_config(make_config, whole), whole) == (0, 0)
+    run = tmp_path / "sync"
+    config = in_turns(resume_config(make_config, run), run, sleep_level=level)
+    assert run_both(config, run) == (0, 0), logs(run)
+    assert_same_run(run, whole, config)
+
+
+# --- what goes wrong ----------------------------------------------------------------------------------
+
+
+class Pair:
+    """Learner and rollout server of a sync run, and their lease."""
+
+    def __init__(self, config: RunConfig, folder: Path):
+        self.run = folder
+        self.file = write_config(with_ports(config), folder)
+        self.learner, self.server = start("learner", self.file), start("rollout_server", self.file)
+
+    def __enter__(self) -> Pair:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in (self.learner, self.server):
+            process.kill()
+            process.wait()
+
+    def wait_for(self, satisfied: Callable[[], bool], timeout_s: float = 90.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not satisfied():
+            assert time.monotonic() < deadline, logs(self.run)
+            time.sleep(0.005)
+
+    def has_it(self, process: subprocess.Popen[str], *, from_fence: int = 1) -> bool:
+        tenure = read_tenure(self.run)
+        return bool(tenure and tenure.held and tenure.pid == process.pid and tenure.fence >= from_fence)
+
+    def stop_in_its_turn(self, process: subprocess.Popen[str], *, from_fence: int) -> None:
+        """It has the device, and does nothing until SIGCONT."""
+
+        def stopped() -> bool:
+            if not self.has_it(process, from_fence=from_fence):
+                return False
+            process.send_signal(signal.SIGSTOP)
+            self.wait_for(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
+            if self.has_it(process, from_fence=from_fence):
+                return True
+            process.send_signal(signal.SIGCONT)
+            return False
+
+        self.wait_for(stopped)
+
+    def codes(self) -> list[int]:
+        return [process.wait(timeout=90) for process in (self.learner, self.server)]
+
+
+def slow_server(make_config: Callable[..., RunConfig], run: Path, **network: float) -> RunConfig:
+    """Its turns last about a second."""
+    config = small(
+        make_config,
+        rollout={"engine": "scripted", "engine_args": {"mean_length": 6, "seconds_per_token": 0.2}},
+        trainer={"mode": "sync"},
+        network=network,
+    )
+    return config.model_copy(update={"run_dir": str(run)})
+
+
+def test_a_server_whose_learner_is_silent_returns_the_device_unasked(
+    make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """The learner, asleep, stands still; it finds its device free and goes on as if nothing had happened."""
+    run = tmp_path / "run"
+    with Pair(slow_server(make_config, run, timeout_s=1.0), run) as pair:
+        pair.wait_for(lambda: pair.has_it(pair.server, from_fence=2))
+        pair.learner.send_signal(signal.SIGSTOP)
+        pair.wait_for(lambda: not pair.has_it(pair.server))
+        pair.learner.send_signal(signal.SIGCONT)
+        assert pair.codes() == [0, 0], logs(run)
+    assert "the learner is silent: returning the device" in (run / "rollout_server.log").read_text()
+    assert_every_prompt_trained_once(run)
+
+
+@pytest.mark.parametrize("asleep", ["learner", "rollout_server"])
+def test_an_interrupted_side_that_sleeps_ends_at_once(
+    make_config: Callable[..., RunConfig], tmp_path: Path, asleep: str
+) -> None:
+    run = tmp_path / "run"
+    with Pair(slow_server(make_config, run), run) as pair:
+        sleeper, holder = pair.learner, pair.server
+        if asleep == "rollout_server":
+            sleeper, holder = holder, sleeper
+        pair.stop_in_its_turn(holder, from_fence=4 if holder is pair.server else 3)
+        interrupted = time.monotonic()
+        sleeper.send_signal(signal.SIGTERM)
+        assert sleeper.wait(timeout=30) == 130, logs(run)
+        assert time.monotonic() - interrupted < 15, "it waits for nobody"
+        holder.send_signal(signal.SIGTERM)
+        holder.send_signal(signal.SIGCONT)
+        assert holder.wait(timeout=30) in (0, 130), logs(run)
+    assert [path.name for path in run.iterdir() if path.name.startswith("tmp")] == [], "no file of sleeping tensors"
+
+
+def test_ctrl_c_while_the_learner_sleeps_and_then_resume(make_config: Callable[..., RunConfig], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    file = tmp_path / "config.yaml"
+    config = slow_server(make_config, run)
+    two_devices = config.model_copy(update={"trainer": config.trainer.model_copy(update={"mode": "async"})})
+    file.write_text(dump_config(two_devices))
+
+    def asyncrl(*arguments: str) -> subprocess.Popen[str]:
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "asyncrl", "sync", str(file), *arguments]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+
+    command = asyncrl()
+    try:
+        deadline = time.monotonic() + 90
+        while not ((tenure := read_tenure(run)) and tenure.held and tenure.fence >= 4 and tenure.fence % 2 == 0):
+            assert command.poll() is None, command.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert tenure.holder == "rollout_server"
+        family = psutil.Process(command.pid).children(recursive=True)
+        command.send_signal(signal.SIGINT)
+        printed, _ = command.communicate(timeout=40)
+        assert command.returncode == 130, printed
+        assert "interrupted; the same command with --resume continues" in printed
+        assert psutil.wait_procs(family, timeout=5)[1] == []
+        status = json.loads((run / "status.json").read_text())
+        assert (status["phase"], status["device"]["holder"]) == ("interrupted", "rollout_server")
+        command = asyncrl("--resume")
+        printed, _ = command.communicate(timeout=120)
+        assert command.returncode == 0, printed
+    finally:
+        command.kill()
+    assert_every_prompt_trained_once(run)
+    assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["lease_fence"] >= 5
+
+
+@pytest.fixture(scope="module")
+def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """145 MB: much more than what an allocator may have kept."""
+    return make_model(tmp_path_factory.mktemp("large") / "model")
+
+
+@pytest.mark.parametrize("victim", ["learner", "rollout_server"])
+def test_a_side_that_finds_no_room_to_wake_up_ends_the_run_with_the_numbers(
+    make_config: Callable[..., RunConfig],
+    tmp_path: Path,
+    large_model: Path,
+    victim: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # what was freed is gone, whatever the C library would keep
+    run = tmp_path / "run"
+    config = small(make_config, model={"path": str(large_model)}, trainer={"mode": "sync"})
+    with Pair(config.model_copy(update={"run_dir": str(run)}), run) as pair:
+        sleeper, holder = pair.learner, pair.server
+        if victim == "rollout_server":
+            sleeper, holder = holder, sleeper
+        pair.stop_in_its_turn(holder, from_fence=4 if holder is pair.server else 3)
+        # What it has while it sleeps, and a little more.
+        limit = psutil.Process(sleeper.pid).memory_info().vms + (16 << 20)
+        resource.prlimit(sleeper.pid, resource.RLIMIT_AS, (limit, limit))
+        holder.send_signal(signal.SIGCONT)
+        assert sleeper.wait(timeout=90) == 3, logs(run)
+        reason = (run / f"{victim}.log").read_text().splitlines()[-1]
+        assert re.match(r"error: .*cannot wake: it needs \d{2,3} MiB on cpu and got \d+; \d+ MiB are free", reason)
+        if victim == "learner":
+            assert failure_of(run).reason == reason.removeprefix("error: ")
+            assert holder.wait(timeout=60) == 4, "it is told"

@@ -1,0 +1,214 @@
+"""Fifty cycles and ten deaths: learner and rollout server never have the device together, and nothing is lost.
+
+Two accounts that know nothing of each other must agree: the lease's own trace, and what the engines did when
+(tests/rigs/device_witness.py). Both are in seconds of the machine's one monotonic clock.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.journal.writer import JOURNAL_FILE
+from protocol.lease import TRACE_FILE
+from tests.rigs.device_witness import Use, overlaps, read_uses
+from tests.rigs.small_runs import assert_every_prompt_trained_once, logs, small
+from tests.rigs.tiny import ROOT
+from tests.rigs.two_processes import run_both, with_ports, write_config
+from tests.system.test_resume import assert_same_run
+
+pytestmark = pytest.mark.slow
+CYCLES, KILLS, SEED = 50, 10, 4
+STOPPED_S = 0.5
+"""Half of the victims stand still for so long before they die: a holder that does nothing is a holder all the same."""
+RUN_S = 240.0
+
+
+@dataclass
+class Turn:
+    """One line `taken` of the lease's trace, with its `returned` or the death of its holder."""
+
+    fence: int
+    side: str
+    pid: int
+    taken: float
+    ended: float
+
+
+@dataclass
+class Rig:
+    """Both services under the witness; whoever dies is started again."""
+
+    file: Path
+    rng: random.Random
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    deaths: dict[int, float] = field(default_factory=dict)
+    """Monotonic time at which each victim, alive, was about to be killed."""
+    killed: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def run(self) -> Path:
+        return self.file.parent
+
+    @property
+    def witness(self) -> Path:
+        return self.run / "uses.jsonl"
+
+    def start(self, side: str) -> None:
+        resume = ["--resume"] if side == "learner" and (self.run / JOURNAL_FILE).exists() else []
+        command = [
+            sys.executable,
+            "-m",
+            "tests.rigs.device_witness",
+            str(self.witness),
+            side,
+            "--config",
+            str(self.file),
+        ]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        with (self.run / f"{side}.log").open("ab") as log:
+            self.processes[side] = subprocess.Popen(
+                [*command, *resume], stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=ROOT
+            )
+
+    def trace(self) -> list[dict[str, Any]]:
+        file = self.run / TRACE_FILE
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def kill(self, side: str) -> None:
+        """Once it has had a few turns: at a random moment, or while it surely has the device and does nothing."""
+        process, turns = self.processes[side], self.rng.randint(1, 4)
+        self.wait(lambda: sum(line["pid"] == process.pid for line in self.trace()) >= 2 * turns - 1)
+        time.sleep(self.rng.uniform(0, 0.3))
+        if self.rng.random() < 0.5:
+            self.wait(lambda: self.stopped_with_the_device(process))
+            time.sleep(STOPPED_S)
+        assert process.poll() is None, f"{side} ended with {process.poll()}\n{logs(self.run)}"
+        self.deaths[process.pid] = time.monotonic()
+        process.kill()
+        process.wait()
+        self.killed[side] += 1
+
+    def stopped_with_the_device(self, process: subprocess.Popen[bytes]) -> bool:
+        """Stops it in its turn; lets it go on if the turn was over before it stood still."""
+
+        def has_it() -> bool:
+            last = self.trace()[-1]
+            return last["pid"] == process.pid and last["event"] == "taken"
+
+        if not has_it():
+            return False
+        process.send_signal(signal.SIGSTOP)
+        self.wait(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
+        if not has_it():
+            process.send_signal(signal.SIGCONT)
+            return False
+        return True
+
+    def wait(self, satisfied: Callable[[], bool]) -> None:
+        while not satisfied():
+            assert time.monotonic() < self.until, logs(self.run)
+            time.sleep(0.005)
+
+    def until_finished(self) -> None:
+        self.until = time.monotonic() + RUN_S
+        sides = ["learner", "rollout_server"]
+        for side in sides:
+            self.start(side)
+        try:
+            for victim in self.rng.sample(sides * (KILLS // 2), KILLS):
+                self.kill(victim)
+                self.start(victim)
+            codes = [self.processes[side].wait(timeout=self.until - time.monotonic()) for side in sides]
+            assert codes == [0, 0], logs(self.run)
+        finally:
+            for process in self.processes.values():
+                process.kill()
+                process.wait()
+
+    def turns(self) -> list[Turn]:
+        """In the order of their fences."""
+        lines = self.trace()
+        returned = {line["fence"]: line["monotonic"] for line in lines if line["event"] == "returned"}
+        return [
+            Turn(
+                line["fence"],
+                line["holder"],
+                line["pid"],
+                line["monotonic"],
+                returned.get(line["fence"], self.deaths.get(line["pid"], float("inf"))),
+            )
+            for line in lines
+            if line["event"] == "taken"
+        ]
+
+
+def test_ten_kills_in_fifty_cycles_and_nobody_has_the_device_together(
+    make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    config = small(
+        make_config,
+        trainer={"mode": "sync", "max_steps": CYCLES, "save_freq": 7},
+        network={"timeout_s": 3.0},
+    )
+    rig = Rig(write_config(with_ports(config), tmp_path / "run"), random.Random(SEED))
+    rig.until_finished()
+    assert rig.killed == {"learner": KILLS // 2, "rollout_server": KILLS // 2}
+
+    # The lease's account: fences grow, and every turn begins after the end of the one before it.
+    turns = rig.turns()
+    assert [turn.fence for turn in turns] == sorted({turn.fence for turn in turns})
+    sides = Counter(turn.side for turn in turns)
+    assert min(sides["learner"], sides["rollout_server"]) >= CYCLES, sides
+    for before, after in pairwise(turns):
+        assert before.ended <= after.taken, (before, after)
+    died_with_it = Counter(turn.side for turn in turns if turn.ended == rig.deaths.get(turn.pid))
+    assert min(died_with_it["learner"], died_with_it["rollout_server"]) >= 2, died_with_it
+
+    # The engines' account: no two processes used the device at once, and none without the lease.
+    uses = read_uses(rig.witness)
+    assert {use.side for use in uses} == set(sides)
+    assert overlaps(uses, rig.deaths) == []
+    assert [use for use in uses if not within_a_turn(use, turns, rig.deaths)] == []
+
+    # And the run is the one that nobody disturbed, which had a device for each side.
+    assert_every_prompt_trained_once(rig.run, steps=CYCLES)
+    whole = tmp_path / "whole"
+    undisturbed = config.model_copy(
+        update={"run_dir": str(whole), "trainer": config.trainer.model_copy(update={"mode": "async"})}
+    )
+    (tmp_path / "run" / "evaluations.jsonl").touch()
+    assert run_both(undisturbed, whole) == (0, 0), logs(whole)
+    (whole / "evaluations.jsonl").touch()
+    assert_same_run(rig.run, whole, config)
+
+
+def within_a_turn(use: Use, turns: list[Turn], deaths: dict[int, float]) -> bool:
+    end = use.end if use.end is not None else deaths[use.pid]
+    return any(turn.pid == use.pid and turn.taken <= use.begin and end <= turn.ended for turn in turns)
+
+
+def test_the_witness_sees_what_overlaps() -> None:
+    def use(pid: int, begin: float, end: float | None) -> Use:
+        return Use("learner" if pid == 1 else "rollout_server", pid, "step", begin, end)
+
+    apart = [use(1, 0.0, 1.0), use(2, 1.0, 2.0), use(1, 2.5, None), use(3, 4.0, 5.0)]
+    assert overlaps(apart, {1: 3.9}) == []
+    assert overlaps(apart, {1: 4.1}) == [(apart[2], apart[3])], "it may have used the device until it died"
+    nested = [use(1, 0.0, 5.0), use(1, 1.0, 2.0), use(2, 3.0, 4.0)]
+    assert overlaps(nested, {}) == [(nested[0], nested[2])]

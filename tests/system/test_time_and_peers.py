@@ -1,0 +1,258 @@
+"""Clocks that jump, processes that stand still, two learners, another run, a peer that never comes back."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from subprocess import Popen
+from typing import Any
+
+import pytest
+
+from asyncrl.config.load import dump_config
+from asyncrl.config.schema import RunConfig
+from asyncrl.journal.writer import JOURNAL_FILE
+from asyncrl.run_folder.failure import FAILURE_FILE, ROOM_FILE
+from asyncrl.run_folder.lock import LEARNER_LOCK
+from tests.rigs.small_runs import assert_every_prompt_trained_once, failure_of, logs, small
+from tests.rigs.two_processes import start, with_ports, write_config
+from tests.rigs.waiting import wait_until
+from tests.tools.test_cli_commands import start as asyncrl
+from tests.unit.asyncrl.test_full_disk import OWN_MOUNTS, needs_mount
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
+
+JUMPING_CLOCK = '''
+import random, time
+_real, _rng = time.time, random.Random(5)
+def _jumping():
+    """The wall clock, up to a day off in either direction, another one at every call."""
+    return _real() + _rng.uniform(-86_400, 86_400)
+time.time = _jumping
+time.time_ns = lambda: int(_jumping() * 1e9)
+'''
+
+
+@contextmanager
+def running(*services: Popen[str]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for service in services:
+            service.send_signal(signal.SIGCONT)
+            service.kill()
+            service.wait()
+
+
+def scripted(make_config: Callable[..., RunConfig], **sections: dict[str, Any]) -> RunConfig:
+    """Groups take half a second, so that there is time for things to go wrong."""
+    slow = {"mean_length": 8, "length_sigma": 0.5, "seconds_per_token": 0.05}
+    return small(make_config, rollout={"engine": "scripted", "engine_args": slow}, **sections)
+
+
+def steps_of(run: Path) -> int:
+    file = run / "metrics.jsonl"
+    return len(file.read_bytes().splitlines()) if file.exists() else 0
+
+
+def test_a_wall_clock_that_jumps_by_days_changes_nothing(make_config: Callable[..., RunConfig], tmp_path: Path) -> None:
+    (tmp_path / "clock").mkdir()
+    (tmp_path / "clock" / "sitecustomize.py").write_text(JUMPING_CLOCK)
+    run, under = tmp_path / "run", ["env", f"PYTHONPATH={tmp_path / 'clock'}:{ROOT}"]
+    config = with_ports(scripted(make_config, learner={"max_staleness": 1}, trainer={"max_steps": 8}))
+    file = write_config(config, run)
+    services = [start("learner", file, under=under), start("rollout_server", file, under=under)]
+    with running(*services):
+        assert [service.wait(timeout=120) for service in services] == [0, 0], logs(run)
+    assert_every_prompt_trained_once(run, 8)
+    times = [json.loads(line)["time"] for line in (run / "metrics.jsonl").read_bytes().splitlines()]
+    assert max(times) - min(times) > 3600, "the clock has jumped"
+    said = logs(run)
+    assert not any(word in said for word in ("is gone: silent", "has been silent", "stood still", "WARNING"))
+
+
+def test_a_server_that_stands_still_is_replaced_and_taken_back(
+    make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """Its tickets go to the other server; what it sends when it wakes up is late, and known to be."""
+    run = tmp_path / "run"
+    network = {"timeout_s": 2.0, "heartbeat_s": 0.2}
+    config = with_ports(scripted(make_config, learner={"max_staleness": 2}, trainer={"max_steps": 14}, network=network))
+    file = write_config(config, run)
+    second = config.telemetry.model_copy(update={"rollout_port": 0})
+    other = write_config(config.model_copy(update={"telemetry": second}), tmp_path / "second")
+    learner, sleeper, awake = start("learner", file), start("rollout_server", file), start("rollout_server", other)
+    learner_log = run / "learner.log"
+    with running(learner, sleeper, awake):
+        wait_until(lambda: learner_log.read_text().count("is welcome") == 2, "two servers", run)
+        wait_until(lambda: steps_of(run) >= 2, "two steps", run)
+        sleeper.send_signal(signal.SIGSTOP)
+        wait_until(lambda: "is gone: silent for" in learner_log.read_text(), "the loss of the server", run)
+        sleeper.send_signal(signal.SIGCONT)
+        wait_until(lambda: learner_log.read_text().count("is welcome") == 3, "its return", run)
+        assert [service.wait(timeout=120) for service in (learner, sleeper, awake)] == [0, 0, 0], logs(run)
+    assert_every_prompt_trained_once(run, 14)
+    assert "the learner does not know this connection" in (run / "rollout_server.log").read_text()
+
+
+def test_a_learner_that_stands_still_does_not_take_its_servers_for_dead(
+    make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    config = scripted(make_config, trainer={"max_steps": 8}, network={"timeout_s": 1.0, "heartbeat_s": 0.2})
+    rollout = config.rollout.model_copy(update={"weights_channel": "zmq"})
+    file = write_config(with_ports(config.model_copy(update={"rollout": rollout})), run)
+    learner, server = start("learner", file), start("rollout_server", file)
+    with running(learner, server):
+        for step in (1, 3):
+            wait_until(lambda step=step: steps_of(run) >= step, f"step {step}", run)
+            learner.send_signal(signal.SIGSTOP)
+            time.sleep(4.0)
+            learner.send_signal(signal.SIGCONT)
+        assert [service.wait(timeout=120) for service in (learner, server)] == [0, 0], logs(run)
+    assert_every_prompt_trained_once(run, 8)
+    said = (run / "learner.log").read_text()
+    assert said.count("this learner stood still for") == 2
+    assert "is gone: silent" not in said
+    assert "the learner is back" in (run / "rollout_server.log").read_text()
+
+
+def test_a_second_learner_is_refused_and_harms_nothing(make_config: Callable[..., RunConfig], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    file = write_config(with_ports(scripted(make_config)), run)
+    first = start("learner", file)
+    with running(first):
+        wait_until(lambda: (run / JOURNAL_FILE).exists(), "the journal", run)
+        taken, unusable = "another learner (process", "network.control_port is 0"
+        for arguments, says in ((["--resume"], taken), ([], taken), (["network.control_port=0"], unusable)):
+            second = start("learner", file, *arguments)
+            with running(second):
+                assert second.wait(timeout=60) == 2, logs(run)
+            assert says in (run / "learner.log").read_text().splitlines()[-1]
+            assert not (run / FAILURE_FILE).exists(), "the first has not failed"
+            assert (run / ROOM_FILE).exists(), "and keeps its room for a reason"
+        server = start("rollout_server", file)
+        with running(server):
+            assert [service.wait(timeout=120) for service in (first, server)] == [0, 0], logs(run)
+    assert_every_prompt_trained_once(run)
+
+
+def test_a_server_stops_with_the_reason_when_its_learner_is_gone_or_makes_another_run(
+    make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    network = {"timeout_s": 1.0, "reconnect_timeout_s": 6.0}
+    config = with_ports(scripted(make_config, trainer={"max_steps": 1000}, network=network))
+    file = write_config(config, run)
+    second = config.model_copy(update={"run_dir": str(tmp_path / "other")})
+    learner, server = start("learner", file), start("rollout_server", file)
+    with running(learner, server):
+        wait_until(lambda: steps_of(run) >= 1, "a step", run)
+        learner.kill()
+        assert server.wait(timeout=60) == 3, logs(run)
+    reason = (run / "rollout_server.log").read_text().splitlines()[-1]
+    assert re.match(r"error: .* has been gone for . s \(network\.reconnect_timeout_s = 6\)", reason)
+    assert not (run / FAILURE_FILE).exists(), "the learner has not said how the run ended"
+
+    learner = start("learner", file, "--resume", "network.reconnect_timeout_s=60")
+    server = start("rollout_server", file, "network.reconnect_timeout_s=60")
+    with running(learner, server):
+        wait_until(lambda: (run / "rollout_server.log").read_text().count("welcomed to run") == 2, "a welcome", run)
+        learner.kill()
+        other = start("learner", write_config(second, tmp_path / "other"))
+        with running(other):
+            assert server.wait(timeout=90) == 3, logs(run) + logs(tmp_path / "other")
+    reason = (run / "rollout_server.log").read_text().splitlines()[-1]
+    assert re.match("error: .* now makes run .* Start it again for the new run", reason)
+    assert not any((folder / FAILURE_FILE).exists() for folder in (run, tmp_path / "other"))
+
+
+@pytest.mark.slow
+def test_a_launched_run_says_why_its_server_ended_it(make_config: Callable[..., RunConfig], tmp_path: Path) -> None:
+    network = {"timeout_s": 1.0, "reconnect_timeout_s": 4.0}
+    config = scripted(make_config, trainer={"max_steps": 100_000}, network=network)
+    run, file = config.run_path, tmp_path / "config.yaml"
+    file.write_text(dump_config(config))
+    launched = asyncrl("train", str(file))
+    try:
+        wait_until(lambda: steps_of(run) >= 1, "a step", run / "logs")
+        os.kill(int((run / LEARNER_LOCK).read_text()), signal.SIGSTOP)
+        printed, _ = launched.communicate(timeout=90)
+    finally:
+        launched.terminate()
+    assert launched.returncode == 3, printed
+    failure = failure_of(run)
+    assert (failure.service, failure.kind) == ("rollout_server", "timed_out")
+    assert f"error: {failure.reason}\nrollout_server stopped the run; saved in {run / FAILURE_FILE}" in printed
+    assert "(network.reconnect_timeout_s = 4)" in failure.reason
+    assert not list((run / "logs").glob("*.json"))
+
+
+def test_a_server_whose_learner_does_not_come_says_so_and_begins_no_run(
+    make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    config = with_ports(scripted(make_config, network={"start_timeout_s": 2.0}))
+    file = write_config(config, tmp_path / "config")
+    for is_there in (False, True):
+        server = start("rollout_server", file, f"run_dir={run}")
+        with running(server):
+            assert server.wait(timeout=60) == 3, logs(tmp_path / "config")
+        said = (tmp_path / "config" / "rollout_server.log").read_text()
+        assert "Traceback" not in said
+        assert f"error: no learner answered at {config.control_endpoint} within 2 s" in said.splitlines()[-1]
+        assert list(run.glob("*")) == [], "what is not empty a learner does not begin in"
+        assert run.exists() == is_there
+        run.mkdir(exist_ok=True)
+
+
+def test_a_wait_beyond_its_deadline_names_what_and_who(make_config: Callable[..., RunConfig], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    learner_section = {"max_staleness": 0, "wait_timeout_s": 4.0}
+    config = scripted(make_config, learner=learner_section, trainer={"max_steps": 1000}, network={"timeout_s": 60.0})
+    file = write_config(with_ports(config), run)
+    learner, server = start("learner", file), start("rollout_server", file)
+    with running(learner, server):
+        wait_until(lambda: steps_of(run) >= 1, "a step", run)
+        server.send_signal(signal.SIGSTOP)
+        assert learner.wait(timeout=60) == 3, logs(run)
+    reason = failure_of(run).reason
+    assert reason.startswith("waited 4 s for groups of step "), reason
+    assert "oldest: ticket " in reason
+    assert f"held by {_name_of_server(run)}" in reason
+
+
+def _name_of_server(run: Path) -> str:
+    line = next(line for line in (run / "learner.log").read_text().splitlines() if "is welcome" in line)
+    return line.split("connections: ")[1].split(" is welcome")[0]
+
+
+@needs_mount
+def test_a_learner_that_comes_back_with_other_shared_memory_is_followed_over_zmq(
+    make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """As in a container that was started again: its /dev/shm is a new one."""
+    run = tmp_path / "run"
+    config = with_ports(scripted(make_config, trainer={"max_steps": 60}))
+    file = write_config(config, run)
+    elsewhere = [*OWN_MOUNTS, "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh"]
+    learner, server = start("learner", file), start("rollout_server", file)
+    with running(learner, server):
+        wait_until(lambda: steps_of(run) >= 2, "two steps", run)
+        learner.kill()
+        learner.wait()
+        before = steps_of(run)
+        again = start("learner", file, "--resume", "trainer.max_steps=60", under=elsewhere)
+        with running(again):
+            wait_until(lambda: steps_of(run) >= before + 3, "steps of the learner that came back", run, timeout_s=90)
+            assert server.poll() is None
+    said = (run / "rollout_server.log").read_text()
+    assert "weights over shm" in said
+    assert "weights come over zmq now" in said

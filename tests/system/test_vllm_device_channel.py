@@ -1,0 +1,135 @@
+"""Channel `nccl` into the real vLLM on a CPU, over Gloo: learner here, vLLM's core and worker in their own process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrl.errors import UserError
+from protocol.messages import WeightsLoaded
+from rollout_server.weights.receiver import WeightReceiver
+from tests.rigs.device_channel_rig import DirectSocket, LearnerHalf
+from tests.rigs.vllm_rig import MISSING, Rig, vllm_config
+from tests.unit.rollout_server import test_weight_updates
+from tests.unit.rollout_server.test_weight_updates import Weights, initial_weights
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(MISSING, reason="vLLM is not installed: WITH_VLLM=1 bash scripts/install.sh"),
+]
+
+
+@pytest.fixture(scope="module")
+def rig(tiny_model: Path, digits_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    config = vllm_config(
+        tiny_model,
+        digits_data,
+        tmp_path_factory.mktemp("vllm") / "run",
+        model={"dtype": "bfloat16"},
+        network={"timeout_s": 10},
+    )
+    made = Rig(config, initial_weights(config))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def learner(rig: Rig, tmp_path: Path) -> Iterator[LearnerHalf]:
+    half = LearnerHalf(tmp_path)
+    yield half
+    half.close()
+
+
+def moved(weights: Weights, seed: int) -> Weights:
+    return {name: tensor.bfloat16() for name, tensor in test_weight_updates.moved(weights, seed).items()}
+
+
+async def load(rig: Rig, learner: LearnerHalf, weights: Weights) -> WeightsLoaded:
+    """As the server does it."""
+    rig.version += 1
+    receiver = WeightReceiver(rig.config, rig.engine, "nccl", "tcp://127.0.0.1:9")
+    receiver.close()
+    socket: Any = DirectSocket(learner)
+    receiver._socket = socket
+    return await receiver.load(learner.publish(rig.version, weights))
+
+
+def greedy(rig: Rig) -> list[Any]:
+    requests = [rig.request("What is the sum of the digits?", tokens=24), rig.request("answer 1 2 3", tokens=24)]
+    return [(done.token_ids.tolist(), done.logprobs.tolist()) for _, done in sorted(rig.sample(*requests).items())]
+
+
+def test_what_it_samples_is_bit_for_bit_what_it_samples_after_shared_memory(rig: Rig, learner: LearnerHalf) -> None:
+    weights = moved(rig.initial, 1)
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+    before = greedy(rig)
+    loaded = rig.run(load(rig, learner, weights))
+    assert (loaded.version, loaded.channel) == (rig.version, "nccl")
+    over_nccl = greedy(rig)
+    rig.run(rig.update(moved(rig.initial, 2)))
+    assert greedy(rig) != over_nccl
+    rig.run(rig.update(weights))
+    assert greedy(rig) == over_nccl != before
+
+
+def test_sequences_run_on_while_weights_arrive_and_stand_still_only_while_they_are_loaded(
+    rig: Rig, learner: LearnerHalf
+) -> None:
+    async def scenario() -> tuple[WeightsLoaded, int, Any]:
+        request = rig.request("answer 1 2 3", tokens=300, temperature=1.0)
+        sampling = asyncio.create_task(rig.complete([request]))
+        started, paused = rig.engine.usage.tokens_generated, rig.engine.usage.update_pause_s
+        while rig.engine.usage.tokens_generated < started + 5:
+            await asyncio.sleep(0.001)
+        before = rig.engine.version
+        loaded = await load(rig, learner, moved(rig.initial, 3))
+        (done,) = (await sampling).values()
+        assert 0 < rig.engine.usage.update_pause_s - paused < loaded.transfer_s + loaded.load_s
+        return loaded, before, done
+
+    loaded, before, done = rig.run(scenario())
+    assert sorted(set(done.versions.tolist())) == [before, loaded.version]
+
+
+def test_at_rest_nothing_is_computed_and_the_pause_is_counted(rig: Rig) -> None:
+    """Several workers receive so: their own collectives must not meet the transfer's."""
+
+    async def scenario() -> None:
+        sampling = asyncio.create_task(rig.complete([rig.request("answer 1 2 3", tokens=200)]))
+        started, paused = rig.engine.usage.tokens_generated, rig.engine.usage.update_pause_s
+        while rig.engine.usage.tokens_generated < started + 5:
+            await asyncio.sleep(0.001)
+        async with rig.engine._at_rest():
+            await asyncio.sleep(0.05)  # what was computed already arrives
+            tokens = rig.engine.usage.tokens_generated
+            await asyncio.sleep(0.2)
+            assert rig.engine.usage.tokens_generated == tokens
+        await sampling
+        assert rig.engine.usage.update_pause_s - paused > 0.2
+
+    rig.run(scenario())
+
+
+def test_a_damaged_transfer_leaves_the_engine_as_it_was(rig: Rig, learner: LearnerHalf) -> None:
+    rig.run(load(rig, learner, rig.initial))
+    before, version = greedy(rig), rig.engine.version
+    answer, places = learner.device_weights.answer, iter(range(10))
+
+    def damaged(identity: bytes, request: Any) -> Any:
+        kept = learner.device_weights._kept
+        assert kept is not None
+        kept[1][next(places)] ^= 1
+        return answer(identity, request)
+
+    learner.device_weights.answer = damaged
+    with pytest.raises(UserError, match=r"have wrong checksums, first .*, after 2 transfers"):
+        rig.run(load(rig, learner, moved(rig.initial, 4)))
+    assert (greedy(rig), rig.engine.version) == (before, version)
+    learner.device_weights.answer = answer
+    assert rig.run(load(rig, learner, moved(rig.initial, 4))).version == rig.engine.version > version
+    assert greedy(rig) != before

@@ -1,0 +1,622 @@
+"""The vllm engine with the real vLLM on a CPU: one start for all of these tests, which run in this order."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from PIL import Image
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.data.dataset import open_train
+from asyncrl.data.prompts import PromptRenderer
+from asyncrl.errors import BadStateError, UserError
+from asyncrl.models.loading import load_model
+from asyncrl.models.published import load_published
+from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs
+from asyncrl.models.truncation import truncated_logprobs
+from asyncrl.telemetry.metrics import MetricSet
+from protocol.messages import FinishReason, Sampling
+from rollout_server.engines.base import ArrivedWeights, Completion, EngineDied, GenerationRequest
+from rollout_server.engines.hf.engine import HFEngine
+from rollout_server.engines.vllm.engine import VLLMEngine
+from rollout_server.engines.vllm.versions import argument_names
+from rollout_server.metrics import METRICS
+from tests.rigs.vllm_rig import MISSING, Rig, changed, first, vllm_config
+from tests.unit.rollout_server.test_weight_updates import Weights, fresh_logits, gaps, initial_weights, moved
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(MISSING, reason="vLLM is not installed: WITH_VLLM=1 bash scripts/install.sh"),
+]
+
+FP32 = 1e-4
+"""Largest difference of one log-prob between two implementations; measured: 1e-5."""
+QUESTION = "What is the sum of the digits?"
+
+
+def picture(seed: int, width: int = 56, height: int = 28) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@pytest.fixture(scope="module")
+def config(tiny_model: Path, digits_data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    return vllm_config(tiny_model, digits_data, tmp_path_factory.mktemp("vllm") / "run", learner={"wait_timeout_s": 60})
+
+
+@pytest.fixture(scope="module")
+def rig(config: RunConfig) -> Iterator[Rig]:
+    made = Rig(config, initial_weights(config))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def fresh(rig: Rig) -> Rig:
+    """With the initial weights and the default mode."""
+    rig.mode("recompute")
+    rig.run(rig.update(rig.initial))
+    return rig
+
+
+def hf_greedy(rig: Rig, requests: list[GenerationRequest]) -> dict[int, Completion]:
+    engine = HFEngine(rig.config, rig.processor)
+
+    async def complete() -> dict[int, Completion]:
+        await engine.start()
+        try:
+            return {c.request_id: c async for c in engine.generate(requests)}
+        finally:
+            await engine.close()
+
+    return rig.run(complete())
+
+
+def gap_to(
+    rig: Rig, weights: Weights, request: GenerationRequest, done: Completion, config: RunConfig | None = None
+) -> float:
+    """Largest |engine - fresh forward pass| of a completion under these weights of the model of `config`, or the
+    rig's."""
+    model = load_model((config or rig.config).model, device=torch.device("cpu"))
+    load_published(model, weights.items())
+    s = request.sampling
+    logits = fresh_logits(model, request.prompt, done.token_ids[:-1].tolist())
+    banned = torch.tensor(s.banned_token_ids)
+    logprobs = sampling_logprobs(logits, temperature=s.temperature or 1.0, banned=banned)
+    if s.truncates:
+        n = len(logprobs)
+        top_k, top_p, min_p = (torch.full((n,), v, dtype=torch.float64) for v in (s.top_k, s.top_p, s.min_p))
+        logprobs = truncated_logprobs(logprobs, top_k=top_k, top_p=top_p, min_p=min_p)
+    chosen = gather_logprobs(logprobs, torch.from_numpy(done.token_ids).long()).numpy()
+    return float(np.abs(chosen - done.logprobs).max())
+
+
+# --- sampling -------------------------------------------------------------------------------
+
+
+def test_recorded_prompts_get_the_tokens_and_logprobs_of_the_hf_engine(fresh: Rig) -> None:
+    rows, renderer = open_train(fresh.config.data), PromptRenderer(fresh.config.data)
+    requests = []
+    for number in range(8):
+        rendered = renderer.render(rows[number], rows.row_id(number))
+        images = tuple(bytes(rendered.blobs[digest]) for digest in rendered.prompt.image_hashes)
+        prompt = fresh.processor.encode(rendered.prompt, rendered.blobs)
+        sampling = Sampling(
+            temperature=0, max_new_tokens=16, stop_token_ids=(7,), banned_token_ids=fresh.processor.placeholder_ids
+        )
+        requests.append(GenerationRequest(500 + number, prompt, 1, number, sampling, images))
+    requests += [
+        fresh.request(QUESTION, picture(1), picture(2, 28, 84), picture(3, 42, 42)),
+        fresh.request("What is the largest digit?", picture(1), picture(1)),
+        fresh.request("answer 1 2 3"),
+    ]
+    ours, theirs = fresh.sample(*requests), hf_greedy(fresh, requests)
+    assert sum(len(r.images) for r in requests) >= 13
+    for request in requests:
+        done, expected = ours[request.request_id, 0], theirs[request.request_id]
+        assert done.token_ids.tolist() == expected.token_ids.tolist()
+        assert np.abs(done.logprobs - expected.logprobs).max() < FP32
+        assert done.finish_reason is expected.finish_reason
+
+
+def test_truncation_changes_nothing_for_greedy_decoding_in_either_engine(fresh: Rig) -> None:
+    plain = fresh.request(QUESTION, picture(1), tokens=20)
+    cut = fresh.request(QUESTION, picture(1), tokens=20, top_k=2, top_p=0.5, min_p=0.1)
+    both = fresh.sample(plain, cut)
+    theirs = hf_greedy(fresh, [plain, cut])
+    for request in (plain, cut):
+        for done in (both[request.request_id, 0], theirs[request.request_id]):
+            assert done.token_ids.tolist() == both[plain.request_id, 0].token_ids.tolist()
+            assert np.abs(done.logprobs - both[plain.request_id, 0].logprobs).max() < FP32
+
+
+def test_logprobs_are_of_the_distribution_that_was_sampled_from(fresh: Rig) -> None:
+    truncated: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "top_k": 50, "min_p": 0.01}
+    requests = [
+        fresh.request(QUESTION, picture(1), tokens=40, size=2, temperature=0.7),
+        fresh.request(QUESTION, picture(2), tokens=40, size=2, **truncated),
+        fresh.request("read", tokens=40, size=2, temperature=1.3, min_p=0.05),
+    ]
+    done = fresh.sample(*requests)
+    for request in requests:
+        for index in range(2):
+            assert gap_to(fresh, fresh.initial, request, done[request.request_id, index]) < FP32
+
+
+def test_equal_seeds_give_equal_completions_whoever_else_runs(fresh: Rig) -> None:
+    alone = fresh.request(QUESTION, picture(1), tokens=30, size=3, temperature=1.0, seed=7)
+    once = fresh.sample(alone)
+    others = [fresh.request("read", picture(n), tokens=20, size=3, temperature=1.0) for n in range(4)]
+    again = dataclasses.replace(alone, request_id=900)
+    neighbour = dataclasses.replace(alone, request_id=901, seed=8)
+    both = fresh.sample(*others, again, neighbour)
+    completions = [once[alone.request_id, i].token_ids.tolist() for i in range(3)]
+    assert [both[900, i].token_ids.tolist() for i in range(3)] == completions
+    everything = completions + [both[901, i].token_ids.tolist() for i in range(3)]
+    assert len({tuple(ids) for ids in everything}) == 6  # seed 8 does not repeat seed 7's second completion
+
+
+def test_a_stop_id_ends_a_completion_and_belongs_to_it(fresh: Rig) -> None:
+    free = fresh.request(QUESTION, picture(1), tokens=20)
+    ids = fresh.sample(free)[free.request_id, 0].token_ids
+    stop = int(ids[9])
+    stopped = fresh.request(QUESTION, picture(1), tokens=20, stop_token_ids=(stop,))
+    done = fresh.sample(stopped)[stopped.request_id, 0]
+    assert done.token_ids.tolist() == ids[: ids.tolist().index(stop) + 1].tolist()
+    assert done.finish_reason is FinishReason.STOP
+    eos = fresh.processor.tokenizer.eos_token_id  # only the ticket's ids stop, not vLLM's idea of an end
+    assert stop != eos
+
+
+def test_a_banned_id_is_never_sampled_even_by_a_policy_that_wants_nothing_else(fresh: Rig) -> None:
+    banned = fresh.processor.placeholder_ids
+    assert len(banned) >= 2
+    head = torch.zeros_like(fresh.initial["lm_head.weight"])
+    random = torch.Generator().manual_seed(0)
+    wish = 1000 * torch.randn(head.shape[1], generator=random)
+    head[banned[0]], head[banned[1]] = wish, -wish  # one of the two logits is always huge
+    fresh.run(fresh.update({**fresh.initial, "lm_head.weight": head}))
+    requests = [
+        fresh.request(QUESTION, picture(1), tokens=50, size=4, temperature=1.0),
+        fresh.request(QUESTION, picture(1), tokens=50, temperature=0),
+    ]
+    for done in fresh.sample(*requests).values():
+        assert not set(done.token_ids.tolist()) & set(banned)
+        # All others are equally probable, to the last bit of the distribution: nothing was left for a banned one.
+        np.testing.assert_allclose(done.logprobs, -np.log(head.shape[0] - len(banned)), atol=1e-5)
+
+
+def test_arguments_that_vllm_does_not_have_or_refuses_are_the_users_to_mend(
+    fresh: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first before vLLM is imported: its names are read from its source."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    assert argument_names() == {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+
+    def engine(**arguments: object) -> VLLMEngine:
+        rollout = fresh.config.rollout.model_copy(update={"engine_args": arguments})
+        return VLLMEngine(fresh.config.model_copy(update={"rollout": rollout}), fresh.processor)
+
+    with pytest.raises(UserError, match=r"has max_num_seq, which vLLM does not know; did you mean max_num_seqs"):
+        engine(max_num_seq=8)
+    with pytest.raises(UserError, match=r"(?s)vLLM refuses its arguments, .*rollout.engine_args: .*'FOO'"):
+        fresh.run(engine(attention_backend="foo").start())
+
+
+class DiesAsItsStartEnds(VLLMEngine):
+    async def _take_version_0(self) -> None:
+        newest_core().kill()
+        await super()._take_version_0()
+
+
+def newest_core() -> psutil.Process:
+    cores = [child for child in psutil.Process().children(recursive=True) if "EngineCore" in child.name()]
+    return max(cores, key=lambda core: core.create_time())
+
+
+def test_a_core_that_dies_as_its_start_ends_is_told_at_once(fresh: Rig) -> None:
+    engine = DiesAsItsStartEnds(fresh.config, fresh.processor)
+    with pytest.raises(EngineDied, match="engine process has died"):
+        fresh.run(engine.start(), timeout_s=60)
+    fresh.run(engine.close(), timeout_s=60)
+
+
+def test_a_core_that_dies_without_work_is_told_at_the_next_look(fresh: Rig) -> None:
+    engine = VLLMEngine(fresh.config, fresh.processor)
+    fresh.run(engine.start())
+    engine.check_alive()
+
+    async def until_told() -> None:
+        while True:
+            engine.check_alive()
+            await asyncio.sleep(0.05)
+
+    newest_core().kill()
+    with pytest.raises(EngineDied, match="engine process has died"):
+        fresh.run(until_told(), timeout_s=30)
+    fresh.run(engine.close(), timeout_s=60)
+
+
+def test_a_ticket_with_other_bans_or_over_the_length_is_refused(fresh: Rig) -> None:
+    lax = fresh.request(QUESTION, picture(1), banned_token_ids=())
+    with pytest.raises(UserError, match=r"bans the token ids \[\], and this engine bans"):
+        fresh.sample(lax)
+    with pytest.raises(UserError, match=r"row .* are more than the 512 that vLLM was started for"):
+        fresh.sample(fresh.request(QUESTION, tokens=510))
+
+
+def test_a_prompt_that_vllm_expands_otherwise_names_its_row(fresh: Rig) -> None:
+    request = fresh.request(QUESTION, picture(1), picture(2))
+    wide = dataclasses.replace(request, images=(picture(1), picture(2, 84, 28)))
+    with pytest.raises(UserError, match=rf"{request.prompt.row_id}: vLLM expands the prompt to \d+ tokens.*position"):
+        fresh.sample(wide)
+    turned = dataclasses.replace(request, images=(picture(1), picture(2, 28, 56)))
+    with pytest.raises(UserError, match=rf"{request.prompt.row_id}: vLLM cuts the images into"):
+        fresh.sample(turned)
+
+
+def test_closing_the_iterator_aborts_what_still_runs(fresh: Rig) -> None:
+    async def take_one() -> Completion:
+        long = [fresh.request(QUESTION, picture(n), tokens=300, size=4, temperature=1.0) for n in range(3)]
+        completions = fresh.engine.generate([fresh.request("read", tokens=2), *long])
+        done = await first(completions)
+        await completions.aclose()
+        return done
+
+    before = fresh.engine.usage.tokens_generated
+    assert len(fresh.run(take_one()).token_ids) == 2
+    assert not fresh.engine._llm.output_processor.request_states
+    assert fresh.engine.usage.tokens_generated - before < 12 * 300
+    assert fresh.engine.usage.sequences_running == 0
+    request = fresh.request("read", tokens=3)
+    assert len(fresh.sample(request)[request.request_id, 0].token_ids) == 3
+
+
+def test_vllms_own_metrics_are_answered_beside_ours(fresh: Rig) -> None:
+    from prometheus_client import generate_latest
+
+    metrics = MetricSet(METRICS, "rollout")
+    metrics.include("vllm:")
+    text = generate_latest(metrics.registry).decode()
+    assert "vllm:generation_tokens_total" in text
+    assert "asyncrl_rollout_groups_total" in text
+    assert text.count("# HELP python_info") == 1
+
+
+# --- new weights under running sequences ---------------------------------------------------------
+
+
+def test_recompute_gives_every_token_the_policy_of_its_version(fresh: Rig) -> None:
+    requests = [
+        fresh.request(QUESTION, picture(1), picture(2), tokens=120, size=2, temperature=0.8),
+        fresh.request("read", tokens=120, size=2, temperature=0.8),
+    ]
+    old, new, pause = fresh.version, moved(fresh.initial, 1), fresh.engine.usage.update_pause_s
+    done = fresh.run(fresh.update_after(new, 100, requests))
+    policies = {old: fresh.initial, fresh.version: new}
+    for request in requests:
+        for index in range(2):
+            completion = done[request.request_id, index]
+            assert completion.versions.tolist() == sorted(completion.versions.tolist())
+            assert set(completion.versions.tolist()) == {old, old + 1}
+            assert completion.kv_versions is None
+            assert gaps(fresh.config, policies, request, completion).max() < FP32  # type: ignore[arg-type]
+    assert 0.02 < fresh.engine.usage.update_pause_s - pause < 10
+
+
+def test_keep_says_which_tokens_come_from_an_old_cache_and_new_requests_get_none_of_it(fresh: Rig) -> None:
+    fresh.mode("keep")
+    long = "read 0 1 2 3 4 5 6 7 8 9 " * 12
+    request = fresh.request(long, picture(1), tokens=120, temperature=0.8)
+    assert len(request.prompt.token_ids) > 128  # a block of the prefix cache
+    old, new = fresh.version, moved(fresh.initial, 2)
+    completion = fresh.run(fresh.update_after(new, 50, [request]))[request.request_id, 0]
+    assert set(completion.versions.tolist()) == {old, old + 1}
+    assert completion.kv_versions is not None
+    assert set(completion.kv_versions.tolist()) == {old}
+    mixed = gaps(fresh.config, {old: fresh.initial, old + 1: new}, request, completion)  # type: ignore[arg-type]
+    assert mixed[completion.versions == old].max() < FP32
+    assert mixed[completion.versions == old + 1].max() > 0.01  # no single policy explains these
+    later = dataclasses.replace(request, request_id=902)
+    done = fresh.sample(later)[902, 0]
+    assert done.kv_versions is None
+    assert gap_to(fresh, new, later, done) < FP32
+
+
+def test_drain_finishes_what_runs_with_the_old_policy(fresh: Rig) -> None:
+    fresh.mode("drain")
+    request = fresh.request(QUESTION, picture(1), tokens=100, size=2, temperature=0.8)
+    old, new = fresh.version, moved(fresh.initial, 3)
+    done = fresh.run(fresh.update_after(new, 40, [request]))
+    assert {int(v) for c in done.values() for v in c.versions} == {old}
+    assert fresh.engine.version == old + 1
+    later = dataclasses.replace(request, request_id=903)
+    assert gap_to(fresh, new, later, fresh.sample(later)[903, 0]) < FP32
+
+
+@pytest.mark.parametrize("mode", ["recompute", "keep"])
+def test_embeddings_of_an_old_vision_tower_are_not_served_again(
+    fresh: Rig, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh.mode(mode)
+    request = fresh.request(QUESTION, picture(5), tokens=8)
+    fresh.sample(request)
+    new = changed(fresh.initial, lambda name: "visual" in name, 4)
+    fresh.run(fresh.update(new))
+    assert gap_to(fresh, new, request, fresh.sample(request)[request.request_id, 0]) < FP32
+
+    async def forget_nothing() -> None:
+        pass
+
+    monkeypatch.setattr(fresh.engine._llm, "reset_encoder_cache", forget_nothing)
+    newer = changed(fresh.initial, lambda name: "visual" in name, 5)
+    fresh.run(fresh.update(newer))
+    assert gap_to(fresh, newer, request, fresh.sample(request)[request.request_id, 0]) > 100 * FP32
+
+
+def test_embeddings_stay_when_the_vision_part_is_the_same_to_the_bit(
+    fresh: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    async def count() -> None:
+        calls.append("reset")
+
+    monkeypatch.setattr(fresh.engine._llm, "reset_encoder_cache", count)
+    request = fresh.request(QUESTION, picture(6), tokens=8)
+    fresh.sample(request)
+    new = changed(fresh.initial, lambda name: "visual" not in name, 6)
+    fresh.run(fresh.update(new))
+    assert calls == []
+    assert gap_to(fresh, new, request, fresh.sample(request)[request.request_id, 0]) < FP32
+    fresh.run(fresh.update(changed(fresh.initial, lambda name: "merger" in name, 6)))  # frozen tower, trained connector
+    assert calls == ["reset"]
+
+
+# --- pause, sleep, damage -------------------------------------------------------------------
+
+
+def test_a_paused_engine_goes_on_where_it_was_and_does_not_wait_for_itself(fresh: Rig) -> None:
+    async def scenario() -> list[int]:
+        started = fresh.engine.usage.tokens_generated
+        task = asyncio.create_task(fresh.complete([fresh.request(QUESTION, tokens=200, temperature=1.0)]))
+        while fresh.engine.usage.tokens_generated < started + 20:
+            await asyncio.sleep(0.001)
+        await fresh.engine.pause()
+        stopped = fresh.engine.usage.tokens_generated
+        with pytest.raises(BadStateError, match="1 sequences cannot finish while the engine is paused"):
+            await fresh.engine.sleep()
+        await fresh.update(moved(fresh.initial, 7))  # new weights do not end the pause
+        await asyncio.sleep(0.2)
+        assert fresh.engine.usage.tokens_generated == stopped
+        await fresh.engine.resume()
+        (completion,) = (await task).values()
+        return completion.versions.tolist()
+
+    versions = fresh.run(scenario())
+    assert len(versions) == 200
+    assert len(set(versions)) == 2
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_sleeping_engine_samples_nothing_until_it_is_awake_and_has_weights(fresh: Rig, level: int) -> None:
+    new = moved(fresh.initial, 8)
+    rollout = fresh.config.rollout.model_copy(update={"sleep_level": level})
+    fresh.engine._config = fresh.config.model_copy(update={"rollout": rollout})
+    request = fresh.request(QUESTION, picture(1), tokens=8)
+
+    async def scenario() -> tuple[bool, bool, Completion]:
+        long = [fresh.request(QUESTION, tokens=100, temperature=1.0, size=4) for _ in range(12)]  # more than fit
+        running = asyncio.create_task(fresh.complete(long))
+        await asyncio.sleep(0.05)
+        await fresh.engine.sleep()  # what was admitted is finished first
+        assert {len(done.token_ids) for done in (await running).values()} == {100}
+        waiting = asyncio.create_task(fresh.complete([request]))
+        with pytest.raises(BadStateError, match="asleep: wake it before it takes new weights"):
+            await fresh.update(new)
+        await asyncio.sleep(0.3)
+        asleep = waiting.done()
+        await fresh.engine.wake()
+        await asyncio.sleep(0.3)
+        awake = waiting.done()
+        await fresh.update(new)
+        (done,) = (await waiting).values()
+        return asleep, awake, done
+
+    asleep, awake, done = fresh.run(scenario())
+    assert (asleep, awake) == (False, level == 1)  # level 2 has forgotten its weights
+    policy = {1: fresh.initial, 2: new}[level]
+    assert gap_to(fresh, policy, request, done) < FP32
+
+
+def test_weights_that_changed_in_its_sleep_are_noticed(fresh: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh.run(fresh.engine.sleep())
+    asleep = fresh.engine._asleep
+    assert asleep.before is not None
+    fresh.engine._asleep = dataclasses.replace(asleep, before=asleep.before + 1e-6)
+
+    async def not_for_good(error: BaseException) -> None:
+        pass
+
+    monkeypatch.setattr(fresh.engine, "_fail", not_for_good)
+    with pytest.raises(BadStateError, match="the vllm engine is not what it was before it slept: the log-prob"):
+        fresh.run(fresh.engine.wake())
+    fresh.engine._asleep = asleep
+    fresh.run(fresh.engine.wake())
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_paused_engine_sleeps_and_wakes_up_paused(fresh: Rig, level: int) -> None:
+    """vLLM itself would answer neither the probe before sleep nor sleep while it is paused."""
+    rollout = fresh.config.rollout.model_copy(update={"sleep_level": level})
+    fresh.engine._config = fresh.config.model_copy(update={"rollout": rollout})
+
+    async def scenario() -> bool:
+        await fresh.engine.pause()
+        await fresh.engine.sleep()
+        await fresh.engine.wake()
+        waiting = asyncio.create_task(fresh.complete([fresh.request("read", tokens=3)]))
+        await fresh.update(fresh.initial)
+        await asyncio.sleep(0.3)
+        done_while_paused = waiting.done()
+        await fresh.engine.resume()
+        await waiting
+        return done_while_paused
+
+    assert fresh.run(scenario(), timeout_s=20) is False
+
+
+def test_an_engine_falls_asleep_after_requests_that_it_was_just_given(fresh: Rig) -> None:
+    """Their tasks may not have run when it is told to sleep: vLLM must not get them afterwards."""
+
+    async def scenario() -> list[str]:
+        order: list[str] = []
+
+        async def complete() -> None:
+            await fresh.complete([fresh.request("read", tokens=30, size=2)])
+            order.append("completed")
+
+        async def sleep() -> None:
+            while not fresh.engine._meter.in_work:
+                await asyncio.sleep(0)
+            await fresh.engine.sleep()
+            order.append("asleep")
+
+        await asyncio.gather(complete(), sleep())
+        await fresh.engine.wake()
+        return order
+
+    assert fresh.run(scenario(), timeout_s=20) == ["completed", "asleep"]
+
+
+def test_sleep_on_a_cpu_frees_nothing_and_says_so(fresh: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere: what the devices of all workers had free afterwards, and not before."""
+    fresh.run(fresh.engine.sleep())
+    assert fresh.engine.usage.sleep_bytes == 0
+    fresh.run(fresh.engine.wake())
+    free = iter([[("a", 10), ("b", 20)], [("a", 1010), ("b", 520)]])
+
+    async def two_devices(method: str) -> list[tuple[str, int]]:
+        assert method == "device_memory"
+        return next(free)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fresh.engine._llm, "collective_rpc", two_devices)
+        fresh.run(fresh.engine.sleep())
+    assert fresh.engine.usage.sleep_bytes == 1500
+    fresh.run(fresh.engine.wake())
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_without_room_to_wake_there_is_one_more_attempt(
+    fresh: Rig, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    """As the core reports it: the error's class is lost, its words are not."""
+    mib, order = 1 << 20, list[str]()
+    free = iter([4000 * mib, 3000 * mib])
+    wake_up, rpc = fresh.engine._llm.wake_up, fresh.engine._llm.collective_rpc
+
+    async def full(*_: Any) -> None:
+        order.append("wake_up")
+        if order.count("wake_up") <= failures:
+            raise Exception("Call to wake_up method failed: CUDA Error: out of memory at cumem_allocator.cpp:62")
+        await wake_up()
+
+    async def spied(method: str, *arguments: Any) -> Any:
+        if method == "device_memory":
+            return [("a", next(free))]
+        order.append(method)
+        return await rpc(method, *arguments)
+
+    fresh.run(fresh.engine.sleep())
+    fresh.engine._asleep = dataclasses.replace(fresh.engine._asleep, freed_bytes=5000 * mib)
+    with monkeypatch.context() as patch:
+        patch.setattr(fresh.engine._llm, "wake_up", full)
+        patch.setattr(fresh.engine._llm, "collective_rpc", spied)
+        if failures == 1:
+            fresh.run(fresh.engine.wake())
+        else:
+            said = r"the vllm engine cannot wake: it needs 5,000 MiB on cpu and got 1,000; 3,000 MiB are free"
+            with pytest.raises(BadStateError, match=said):
+                fresh.run(fresh.engine.wake())
+    assert order == ["wake_up", "free_caches", "wake_up"]
+    if failures == 2:
+        with pytest.raises(EngineDied, match="cannot wake"):
+            fresh.engine.check_alive()
+        fresh.engine._failure = None
+        fresh.run(fresh.engine.wake())
+    assert len(fresh.sample(fresh.request("read", tokens=2))) == 1
+
+
+def test_a_sleep_that_is_given_up_leaves_the_engine_awake_or_asleep(
+    fresh: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def while_it_waits_for_what_runs() -> None:
+        running = asyncio.create_task(fresh.complete([fresh.request("read", tokens=300)]))
+        while not fresh.engine._meter.in_work:
+            await asyncio.sleep(0.001)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(fresh.engine.sleep(), 0.05)
+        assert not running.done()
+        other = fresh.request("read", tokens=2)
+        assert len(await fresh.complete([other])) == 1
+        assert len(await running) == 1
+
+    async def while_vllm_falls_asleep() -> None:
+        async def never(**_: Any) -> None:
+            await asyncio.Event().wait()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(fresh.engine._llm, "sleep", never)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(fresh.engine.sleep(), 2)
+        with pytest.raises(BadStateError, match="wake it before it falls asleep"):
+            await fresh.engine.sleep()
+        await fresh.engine.wake()
+        assert len(await fresh.complete([fresh.request("read", tokens=2)])) == 1
+
+    fresh.run(while_it_waits_for_what_runs(), timeout_s=20)
+    fresh.run(while_vllm_falls_asleep(), timeout_s=20)
+
+
+def test_a_request_gives_up_when_nobody_wakes_the_engine(fresh: Rig) -> None:
+    impatient = fresh.config.learner.model_copy(update={"wait_timeout_s": 0.2})
+    fresh.engine._config = fresh.config.model_copy(update={"learner": impatient})
+    fresh.run(fresh.engine.sleep())
+    with pytest.raises(BadStateError, match=r"waited 0.2 s \(learner.wait_timeout_s\) for the engine to wake up and"):
+        fresh.sample(fresh.request("read", tokens=2))
+    fresh.run(fresh.engine.wake())
+
+
+def test_a_half_loaded_update_ends_the_engine(fresh: Rig) -> None:
+    """The last one: the engine is no good afterwards."""
+
+    async def scenario() -> None:
+        started = fresh.engine.usage.tokens_generated
+        task = asyncio.create_task(fresh.complete([fresh.request(QUESTION, tokens=300, temperature=1.0)]))
+        while fresh.engine.usage.tokens_generated < started + 10:
+            await asyncio.sleep(0.001)
+        manifest = fresh.publish(fresh.initial)
+        part = manifest.model_copy(update={"tensors": manifest.tensors[: len(manifest.tensors) // 2]})
+        with pytest.raises(Exception, match="the publication does not fill"):
+            await fresh.engine.update_weights(manifest.version, ArrivedWeights(part, {}, manifest.shm_path))
+        with pytest.raises(EngineDied, match="the vllm engine has stopped"):
+            await task
+        with pytest.raises(EngineDied, match="the vllm engine has stopped"):
+            await fresh.complete([fresh.request("read", tokens=2)])
+        with pytest.raises(EngineDied, match="the vllm engine has stopped"):
+            await fresh.update(fresh.initial)
+
+    fresh.run(scenario())

@@ -1,0 +1,228 @@
+"""docker-compose.yml, .env and the Dockerfile: what can be wrong with them without a container running."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from asyncrl.config.load import load_config
+from tests.rigs.compose_services import COMPOSE, ROOT, resolved, seconds
+
+DOCKERFILE = ROOT / "docker" / "Dockerfile"
+OURS = {"prepare", "learner", "rollout_server", "learner_gpu", "rollout_server_gpu"}
+needs_compose = pytest.mark.skipif(COMPOSE is None, reason="docker-compose is not installed")
+
+
+@pytest.fixture(scope="module")
+def services() -> dict[str, dict[str, Any]]:
+    return resolved("cpu", "gpu")["services"]
+
+
+@needs_compose
+def test_each_profile_has_what_it_needs(services: dict[str, dict[str, Any]]) -> None:
+    assert set(resolved("cpu")["services"]) == {"prepare", "learner", "rollout_server", "prometheus", "grafana"}
+    assert set(resolved("gpu")["services"]) == {"learner_gpu", "rollout_server_gpu", "prometheus", "grafana"}
+    assert set(services) == OURS | {"prometheus", "grafana"}
+
+
+@needs_compose
+def test_nobody_is_root_and_nobody_has_privileges(services: dict[str, dict[str, Any]]) -> None:
+    for name, service in services.items():
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert not service.get("privileged"), name
+        if name != "grafana":  # its image is of user 472
+            assert int(service["user"].partition(":")[0]) > 0, name
+
+
+@needs_compose
+def test_crashes_start_again_and_every_stop_has_time_for_a_checkpoint(services: dict[str, dict[str, Any]]) -> None:
+    for name in OURS - {"prepare"}:
+        service = services[name]
+        assert re.fullmatch(r"on-failure:\d+", service["restart"]), "a finished run stays finished"
+        assert seconds(service["stop_grace_period"]) >= 60
+        assert service["init"] is True
+        assert service["logging"]["options"], "logs of days are bounded"
+
+
+@needs_compose
+def test_health_checks_ask_the_port_that_the_service_serves_and_prometheus_scrapes(
+    services: dict[str, dict[str, Any]],
+) -> None:
+    scraped = {}
+    for job in yaml.safe_load((ROOT / "docker/prometheus/prometheus.yml").read_text())["scrape_configs"]:
+        for found in job["dns_sd_configs"]:
+            scraped |= dict.fromkeys(found["names"], found["port"])
+    for name in OURS - {"prepare"}:
+        service = services[name]
+        (setting,) = (word for word in service["command"] if re.match(r"telemetry\.\w+_port=", word))
+        port = int(setting.partition("=")[2])
+        known = {name, *(service["networks"]["asyncrl"] or {}).get("aliases", ())}
+        assert {scraped[each] for each in known if each in scraped} == {port}, name
+        assert service["healthcheck"]["test"] == ["CMD", "asyncrl", "health", f"http://127.0.0.1:{port}/metrics"]
+
+
+@needs_compose
+def test_commands_are_of_the_cli_and_agree_with_each_other(services: dict[str, dict[str, Any]]) -> None:
+    networks = set()
+    for name in OURS - {"prepare"}:
+        program, command, file, *rest = services[name]["command"]
+        assert (program, file) == ("asyncrl", "/runs/demo/config.yaml")
+        flags = [word for word in rest if word.startswith("--")]
+        assert flags == ["--unattended"]
+        shown = subprocess.run(
+            [sys.executable, "-m", "asyncrl", command, "--help"], capture_output=True, text=True, check=True
+        )
+        assert all(flag in shown.stdout for flag in flags)
+        overrides = [word for word in rest if "=" in word]
+        config = load_config(ROOT / "configs" / "digits_grpo.yaml", overrides)
+        networks.add((config.control_endpoint, config.weights_endpoint, config.network.keys_dir))
+    assert networks == {("tcp://learner:7601", "tcp://learner:7602", "/run/secrets/keys")}
+
+
+@needs_compose
+def test_servers_read_what_the_learner_publishes_and_write_nothing(services: dict[str, dict[str, Any]]) -> None:
+    for name in OURS - {"prepare"}:
+        (shared,) = (volume for volume in services[name]["volumes"] if "shm" in str(volume))
+        assert (shared["source"], shared["target"]) == ("shm", "/dev/shm"), name
+        assert shared["volume"]["nocopy"], "the image's /dev/shm, which is root's, is not its owner and mode"
+        assert "ipc" not in services[name], "nobody's namespace: each may start again without the others"
+    assert resolved("cpu")["volumes"]["shm"]["driver_opts"]["type"] == "tmpfs"
+    assert "runs:/runs:ro" in services["rollout_server"]["volumes"]
+    assert "keys:/run/secrets/keys:ro" in services["rollout_server"]["volumes"]
+    targets = {secret["target"] for secret in services["rollout_server_gpu"]["secrets"]}
+    assert targets == {"keys/learner.public", "keys/server.secret"}, "not the learner's secret"
+
+
+@needs_compose
+def test_images_for_cpus_and_for_gpus_have_names_of_their_own(services: dict[str, dict[str, Any]]) -> None:
+    """Compose builds nothing where an image of the name is there."""
+    built = {name: (services[name]["image"], services[name]["build"]["args"]["DEVICE"]) for name in OURS}
+    assert all(image.endswith(f"-{device}") for image, device in built.values()), built
+    assert {name for name, (_, device) in built.items() if device == "cuda"} == {"learner_gpu", "rollout_server_gpu"}
+
+
+@needs_compose
+def test_only_dashboards_are_published_and_only_on_this_machine(services: dict[str, dict[str, Any]]) -> None:
+    published = {name: service["ports"] for name, service in services.items() if "ports" in service}
+    assert set(published) == {"prometheus", "grafana"}
+    assert all(str(port).startswith("127.0.0.1:") for ports in published.values() for port in ports)
+
+
+@needs_compose
+def test_a_server_may_have_several_gpus(services: dict[str, dict[str, Any]]) -> None:
+    assert services["rollout_server_gpu"]["environment"]["CUDA_VISIBLE_DEVICES"] == "1"
+    service = resolved("gpu", ASYNCRL_ROLLOUT_GPU="1,2")["services"]["rollout_server_gpu"]
+    assert service["environment"]["CUDA_VISIBLE_DEVICES"] == "1,2"
+    assert service["environment"]["OMP_NUM_THREADS"], "what all services have"
+    (devices,) = service["deploy"]["resources"]["reservations"]["devices"]
+    assert (devices["driver"], devices["count"]) == ("nvidia", "all")
+
+
+@needs_compose
+def test_one_more_server_on_another_gpu_is_written_as_the_page_says(
+    services: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    (text,) = re.findall(r"```yaml\n(services:.*?)```", (ROOT / "docker" / "README.md").read_text(), re.DOTALL)
+    for name in ("docker-compose.yml", ".env"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "docker-compose.override.yml").write_text(text)
+    found = resolved("gpu", folder=tmp_path)["services"]
+    assert set(found) == {"learner_gpu", "rollout_server_gpu", "rollout_server_gpu_2", "prometheus", "grafana"}
+    first, second = found["rollout_server_gpu"], found["rollout_server_gpu_2"]
+    assert second["environment"].pop("CUDA_VISIBLE_DEVICES") != first["environment"].pop("CUDA_VISIBLE_DEVICES")
+    assert {name for name in first if first[name] != second.get(name)} <= {"depends_on", "networks", "profiles"}
+    assert second["networks"]["asyncrl"]["aliases"] == ["rollout_server_gpu"]
+
+
+@needs_compose
+def test_what_the_page_writes_into_dot_env_chooses_gpus_and_the_user_however_often_it_is_run(tmp_path: Path) -> None:
+    for name in ("docker-compose.yml", ".env"):
+        shutil.copy(ROOT / name, tmp_path)
+    edits = re.findall(r"^sed .*$", (ROOT / "docker" / "README.md").read_text(), re.MULTILINE)
+    for uid in ("501", "1234"):
+        script = "\n".join([f"uid={uid} gid=20", *edits])
+        subprocess.run(["bash", "-ec", script], cwd=tmp_path, check=True)
+        (profiles,) = re.findall(r"^COMPOSE_PROFILES=(\w+)", (tmp_path / ".env").read_text(), re.MULTILINE)
+        learner = resolved(profiles, folder=tmp_path)["services"]["learner_gpu"]
+        assert learner["user"] == f"{uid}:20"
+        assert "/workspace/config.yaml" in learner["command"]
+
+
+def run_prepare(tmp_path: Path, size: str) -> str:
+    """What prepare_demo.sh says, with stand-ins for what takes long."""
+    programs = tmp_path / "bin"
+    programs.mkdir(exist_ok=True)
+    for name, does in (("asyncrl", "touch $2/learner.secret"), ("python", 'mkdir -p "$3"; touch "$3/config.yaml"')):
+        (programs / name).write_text(f"#!/bin/bash\n{does}\n")
+        (programs / name).chmod(0o755)
+    (tmp_path / "keys").mkdir(exist_ok=True)
+    command = ["bash", "docker/prepare_demo.sh", str(tmp_path / "demo"), str(tmp_path / "keys"), size]
+    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+
+
+def test_another_size_of_the_demo_than_what_is_there_is_said_to_have_no_effect(tmp_path: Path) -> None:
+    assert run_prepare(tmp_path, "quick") == ""
+    assert run_prepare(tmp_path, "quick") == f"the demo in {tmp_path}/demo is kept as it was prepared: quick\n"
+    _, warning = run_prepare(tmp_path, "full").splitlines()
+    assert warning.startswith("warning: ASYNCRL_DEMO=full has no effect on it. To begin anew: docker compose down")
+    (tmp_path / "demo" / "size").unlink()  # prepared by an earlier version
+    assert "unknown size\nwarning: ASYNCRL_DEMO=full has no effect" in run_prepare(tmp_path, "full")
+
+
+def test_every_variable_is_explained_in_dot_env() -> None:
+    text = re.sub(r"#.*$", "", (ROOT / "docker-compose.yml").read_text(), flags=re.MULTILINE)
+    used = set(re.findall(r"\$\{([A-Z_]+)", text))
+    explained = set(re.findall(r"^#? ?([A-Z_]+)=", (ROOT / ".env").read_text(), re.MULTILINE))
+    assert used - explained == set()
+    assert explained - used == {"COMPOSE_PROFILES"}
+
+
+def test_the_images_are_lean_and_copy_what_is_there() -> None:
+    text = DOCKERFILE.read_text()
+    for source in re.findall(r"^COPY ((?:\S+ )+)\S+$", text, re.MULTILINE):
+        for name in source.split():
+            assert (ROOT / name).exists(), name
+    learner, rollout = text.split("FROM base AS learner")[1].split("FROM base AS rollout")
+    assert "WITH_VLLM" not in learner
+    assert "deepspeed" not in rollout
+    for stage in (learner, rollout):
+        assert re.findall(r"^USER (\S+)$", stage, re.MULTILINE) == ["1000:1000"]
+        # Compose may name another user, who is in no passwd file: caches need a folder, torch's the name of a user.
+        assert re.findall(r"^ENV HOME=(\S+) USER=\S+$", stage, re.MULTILINE) == ["/home/asyncrl"]
+    assert re.search(r"chmod 1777 .*/home/asyncrl$", text, re.MULTILINE)
+
+
+def test_builders_are_sent_what_the_images_copy_and_no_keys() -> None:
+    """As Docker reads it: the last line that fits a path decides."""
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    assert lines[0] == "*"
+    sent = {line.removeprefix("!") for line in lines if line.startswith("!")}
+    copied = {
+        name
+        for names in re.findall(r"^COPY ((?:\S+ )+)\S+$", DOCKERFILE.read_text(), re.MULTILINE)
+        for name in names.split()
+    }
+    assert sent == copied
+
+
+def test_keys_and_data_of_services_are_not_committed() -> None:
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    assert {"/keys/", "/workspace/", "/models/"} <= set(ignored)
+
+
+def test_the_dockerfile_has_no_findings() -> None:
+    hadolint = shutil.which("hadolint", path=str(Path(sys.executable).parent)) or shutil.which("hadolint")
+    if hadolint is None:
+        pytest.skip("hadolint is not installed")
+    done = subprocess.run([hadolint, str(DOCKERFILE)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout

@@ -1,0 +1,400 @@
+"""`asyncrl doctor`: every check names what it finds, none hangs, and one that fails hides no other."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import re
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncrl.cli import main as asyncrl
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import UserError
+from asyncrl.launch.drawn_ports import free_port
+from asyncrl.launch.ports import reserve_ports
+from asyncrl.launch.processes import JOURNAL_FILE
+from asyncrl.run_folder.lock import LEARNER_LOCK
+from asyncrl.tools.doctor import disk, examination, machine, network
+from asyncrl.tools.doctor.devices import Device
+from asyncrl.tools.doctor.disk import HEADER_BYTES, find_disk
+from asyncrl.tools.doctor.examination import Examination
+from asyncrl.tools.doctor.findings import Finding, Findings, problem, split_fix
+from asyncrl.tools.doctor.memory import find_memory
+from asyncrl.tools.doctor.network import find_network, is_local
+from asyncrl.tools.doctor.ports import find_ports
+from asyncrl.tools.doctor.run_dir import find_run_dir
+from asyncrl.tools.memory_plan.plan import GIB
+from protocol.curve import LEARNER_SECRET, make_keys
+from tests.rigs.small_runs import small
+from tests.rigs.two_processes import write_config
+
+MakeConfig = Callable[..., RunConfig]
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def test_it_describes_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    asyncrl(["doctor"])
+    printed = capsys.readouterr().out
+    for name in ("python", "asyncrl", "packages", "libzmq", "cores", "memory", "shared memory", "disk", "devices"):
+        assert re.search(rf"^(ok|-|WARNING)\s+{name}\s", printed, re.MULTILINE), printed
+
+
+def test_a_good_configuration_has_no_problem(
+    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_config(small(make_config, network={"control_port": free_port()}), tmp_path / "config")
+    before = sorted(tmp_path.rglob("*"))
+    assert asyncrl(["doctor", str(file), "--quick", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["problems"] == 0
+    found = {finding["what"]: finding for finding in told["findings"]}
+    assert {"ports", "run_dir", "model", "host memory", "room to publish", "disk of run_dir", "training rows"} <= set(
+        found
+    )
+    assert found["example"]["details"][0] == "| <|im_start|>user"
+    assert "64 of 64 training rows looked at" in found["training rows"]["value"]
+    assert [bar.split()[:2] for bar in found["prompt lengths"]["details"]] == [["30", "32"], ["31", "0"], ["32", "32"]]
+    assert found["trial"]["value"] == "not made (--quick)"
+    assert all(
+        set(finding) == {"what", "value", "verdict", "fix", "details", "seconds"} for finding in told["findings"]
+    )
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_configuration_that_cannot_be_read_is_the_users_mistake(
+    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_config(make_config(), tmp_path / "config")
+    assert asyncrl(["doctor", str(file), "--quick", "batch.group_sise=4"]) == 2
+    assert "batch.group_size" in capsys.readouterr().err
+    capsys.readouterr()
+    assert asyncrl(["doctor", str(file), "--quick", "--json", "batch.group_sise=4", "bad.key=1"]) == 2
+    printed = capsys.readouterr()
+    told = json.loads(printed.out)
+    (found,) = told["findings"]
+    assert (told["problems"], found["what"], found["verdict"], printed.err) == (1, "configuration", "problem", "")
+    assert "batch.group_sise" in found["value"]
+    assert "bad" in found["details"][0]
+    assert asyncrl(["doctor", str(tmp_path / "nowhere.yaml")]) == 2
+    assert asyncrl(["doctor", str(file), str(file)]) == 2
+
+
+MISTAKES = {
+    "template": (
+        "data.format_prompt=no.jinja",
+        r"template +data.format_prompt is 'no.jinja', but there is no such file",
+    ),
+    "reward": ("reward.functions=[{function: no.py:f}]", r"reward +reward file .*no.py does not exist"),
+    "model": ("model.path=no", r"model +model.path is 'no'.*Fix: Name a Hugging Face model folder"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_one_mistake_is_one_problem(
+    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    override, expected = MISTAKES[name]
+    assert asyncrl(["doctor", str(write_config(make_config(), tmp_path / "config")), override]) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("PROBLEM") == 1
+    assert re.search(rf"PROBLEM {expected}", printed)
+    assert "not made: 1 problem(s). Fix: solve the problems above first" in printed
+
+
+def test_it_warns_of_small_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    docker = type("Usage", (), {"free": 64 << 20, "total": 64 << 20})()
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: docker)
+    (found,) = [finding for finding in list(machine.find_machine()) if finding.what == "shared memory"]
+    assert (found.verdict, found.value[:26]) == ("warning", "/dev/shm has 64.0 MiB free")
+    assert "--shm-size=8g" in found.fix
+
+
+# --- how checks are run -----------------------------------------------------------------------------
+
+
+def examined(findings: Findings[Any], deadline_s: float = 60.0) -> tuple[list[Finding], Any]:
+    told: list[Finding] = []
+    return told, Examination(lambda finding, seconds: told.append(finding)).check("it", findings, deadline_s=deadline_s)
+
+
+def test_a_check_that_hangs_is_given_up() -> None:
+    def hang() -> Findings[int]:
+        yield Finding("it", "begins")
+        time.sleep(60)
+        return 1
+
+    began = time.monotonic()
+    told, product = examined(hang(), 0.2)
+    assert time.monotonic() - began < 5
+    assert product is None
+    assert [finding.verdict for finding in told] == ["ok", "problem"]
+    assert told[1].value == "was not done after 0.2 s"
+
+
+@pytest.mark.parametrize(
+    ("error", "value", "fix"),
+    [
+        (UserError("a port is taken. Set another"), "a port is taken", "Set another"),
+        (ZeroDivisionError("by 0"), "could not be checked: ZeroDivisionError: by 0", examination._BROKEN),
+    ],
+)
+def test_what_a_check_raises_is_a_problem(error: Exception, value: str, fix: str) -> None:
+    def fail() -> Findings[None]:
+        yield Finding("it", "begins")
+        raise error
+
+    told, _ = examined(fail())
+    assert told[1] == Finding("it", value, "problem", fix)
+
+
+def test_our_messages_are_split_where_the_fix_begins() -> None:
+    assert split_fix("it has 1.5 GiB free. Make room. Or not.") == ("it has 1.5 GiB free", "Make room. Or not")
+    assert split_fix("no column 'a'. Did you mean b?") == ("no column 'a'", "Did you mean b?")
+    assert split_fix("a single sentence") == ("a single sentence", "")
+    several = problem("it", UserError("2 problems in it:\n- one. Mend it\n- two"))
+    assert (several.value, several.fix, several.details) == ("2 problems in it: one", "Mend it", ("- two",))
+
+
+# --- run directory, ports, network --------------------------------------------------------------------
+
+
+def test_a_run_directory_that_is_taken(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config()
+    (found,) = list(find_run_dir(config))
+    assert found.verdict == "ok"
+    config.run_path.mkdir()
+    (config.run_path / "other.txt").touch()
+    (found,) = list(find_run_dir(config))
+    assert (found.verdict, found.fix) == (
+        "problem",
+        "There is no run in it to --resume: remove it, or set another run_dir=...",
+    )
+    (config.run_path / JOURNAL_FILE).touch()
+    (found,) = list(find_run_dir(config))
+    assert (found.verdict, found.fix[:26]) == ("warning", "Continue it with --resume,")
+
+
+def test_a_learner_at_work_is_named(make_config: MakeConfig) -> None:
+    config = make_config()
+    config.run_path.mkdir()
+    with (config.run_path / LEARNER_LOCK).open("w+") as lock:
+        lock.write("123\n")
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (found,) = list(find_run_dir(config))
+    assert found.value == f"another learner (process 123) works in {config.run_path}"
+    assert found.verdict == "problem"
+
+
+def test_a_folder_that_cannot_be_written(make_config: MakeConfig) -> None:
+    (found,) = list(find_run_dir(make_config().model_copy(update={"run_dir": "/proc/self/run"})))
+    assert (found.verdict, found.value[:32]) == ("problem", "nothing can be written in /proc/")
+
+
+GROUPS_10_GIB = 10 * GIB // (128 * 16 + 4 * (4 + 8 * 17) + 4 * HEADER_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "num_rows", "verdict", "named", "lower"),
+    [
+        ({}, 64, "ok", "1 checkpoint of", ""),
+        ({}, None, "note", "not known without its training rows", ""),
+        ({"samples_per_step": 0}, 2 * GROUPS_10_GIB, "problem", "a journal of 10.0 GiB", "trainer.keep_samples_gib"),
+        ({"samples_per_step": 0}, GROUPS_10_GIB // 10, "problem", "a journal of 1.0 GiB", ""),
+        ({"samples_per_step": 4}, GROUPS_10_GIB // 10, "problem", "a journal of 1.0 GiB", "trainer.samples_per_step"),
+        ({"keep_samples_gib": 0, "journal_limit_mib": 10}, 64, "ok", "a journal of 0.2 MiB", ""),
+        ({"keep_samples_gib": 0, "journal_limit_mib": 10}, GROUPS_10_GIB // 50, "ok", "3 checkpoints of", ""),
+        ({"max_steps": 20}, None, "ok", "1 checkpoint of", ""),
+        ({"max_steps": 20, "samples_per_step": 10**9}, None, "ok", "samples.jsonl of 0.", ""),
+        ({"max_steps": 20, "save_limit": 2000}, 64, "ok", "1 checkpoint of", ""),
+        ({"max_steps": 20, "save_limit": 2000, "save_freq": 5}, 64, "ok", "4 checkpoints of", ""),
+        ({"max_steps": 999, "save_limit": 998, "save_freq": 1}, 64, "problem", "999 checkpoints", "trainer.save_limit"),
+    ],
+)
+def test_a_run_needs_room_for_what_it_can_write(
+    make_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    trainer: dict[str, int],
+    num_rows: int | None,
+    verdict: str,
+    named: str,
+    lower: str,
+) -> None:
+    config = make_config(trainer={"max_steps": 0, **trainer})
+    _, plan = examined(find_memory(config, ()))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=GIB))
+    (found,) = [finding for finding in find_disk(config, plan, num_rows) if finding.what == "disk of run_dir"]
+    assert (found.verdict, named in found.value) == (verdict, True), found
+    fix = f"make room, set run_dir on a larger disk{lower and ', or lower '}{lower}"
+    assert found.fix == (fix if verdict == "problem" else "")
+
+
+def test_what_a_run_has_written_already_is_not_asked_for_again(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config()
+    _, plan = examined(find_memory(config, ()))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=20 << 20))
+    for written, verdict in ((0, "problem"), (30 << 20, "ok")):
+        for name in ("journal.sqlite.groups-000001", "images/a.png"):
+            file = config.run_path / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(bytes(written // 2 if name[0] == "j" else 1 << 20))
+        file = config.run_path / "export" / "weights"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(bytes(written // 2))
+        (found,) = list(find_disk(config, plan, 64))
+        assert found.verdict == verdict, found
+        assert ("30.0 MiB written already" in found.value) == bool(written)
+        assert "1 checkpoint of" in found.value
+
+
+@pytest.mark.parametrize(
+    ("there", "number"),
+    [
+        ([], 4),
+        ([5], 4),
+        ([5, 10], 4),
+        ([5, 10, 15], 4),
+        ([5, 10, 15, 20], 4),
+        ([10, 15, 17], 4),
+        ([17, 19], 3),
+        ([25], 1),
+    ],
+)
+def test_checkpoints_that_stay_and_those_to_come_are_counted(
+    make_config: MakeConfig, there: list[int], number: int
+) -> None:
+    config = make_config(trainer={"max_steps": 20, "save_freq": 5, "save_limit": 9})
+    _, plan = examined(find_memory(config, ()))
+    for step in there:
+        (config.run_path / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
+    (found,) = list(find_disk(config, plan, 64))
+    assert f": {number} checkpoint{'s' * (number > 1)} of" in found.value, found
+
+
+def test_files_that_go_while_the_doctor_counts_are_not_counted(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The learner drops its oldest checkpoint."""
+    config = make_config()
+    _, plan = examined(find_memory(config, ()))
+    checkpoints = config.run_path / "checkpoints"
+    for step in (1, 2):
+        for name in ("weights", "more/weights"):
+            file = checkpoints / f"step-00000{step}" / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(bytes(1 << 20))
+    bytes_of = disk._bytes
+
+    def gone_meanwhile(file: Path) -> int:
+        shutil.rmtree(checkpoints, ignore_errors=True)
+        return bytes_of(file)
+
+    monkeypatch.setattr(disk, "_bytes", gone_meanwhile)
+    (found,) = list(find_disk(config, plan, 64))
+    assert "written already" not in found.value
+
+
+def test_one_port_for_two(make_config: MakeConfig) -> None:
+    port = free_port()
+    found = list(find_ports(make_config(network={"control_port": port, "weights_port": port})))
+    assert found[0].value == f"network.control_port and network.weights_port are both {port}"
+    assert found[0].fix == "set network.weights_port to another port, or to 0"
+    assert found[1].value == f"{port} is free"
+
+
+@pytest.mark.parametrize("ports", [{}, {"learner_port": 0, "rollout_port": 0}])
+def test_an_address_of_another_machine_is_no_busy_port(make_config: MakeConfig, ports: dict[str, int]) -> None:
+    config = make_config(telemetry={"host": "192.0.2.1", **ports})
+    found = [one for one in find_ports(config) if one.verdict == "problem"]
+    assert [one.value for one in found] == ["telemetry.host is 192.0.2.1, which is no address of this machine"]
+    assert found[0].fix == "Set telemetry.host to one that it has: 127.0.0.1, or 0.0.0.0 for all of them"
+    with pytest.raises(UserError, match=r"^telemetry\.host is 192\.0\.2\.1, which is no address of this machine"):
+        reserve_ports(config).__enter__()
+
+
+def test_a_name_that_nobody_knows_is_no_busy_port(make_config: MakeConfig) -> None:
+    """network.host may be a learner that starts later, elsewhere; telemetry.host is this machine's."""
+    config = make_config(network={"host": "learner.invalid", "insecure": True})
+    assert not [one for one in find_ports(config) if one.verdict == "problem"]
+    _, told = list(find_network(config))
+    assert (told.verdict, told.value.split(":")[0]) == (
+        "warning",
+        "network.host is learner.invalid, which has no address here",
+    )
+    with pytest.raises(UserError, match=r"^network\.host is 'learner\.invalid', which is not a known address"):
+        reserve_ports(config).__enter__()
+    (told,) = [one for one in find_ports(make_config(telemetry={"host": "a..b"})) if one.verdict == "problem"]
+    assert told.value == "telemetry.host is 'a..b', which is not a known address here (not a host name)"
+
+
+def test_a_port_that_is_forbidden_is_not_held_by_anybody(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def bind(self: socket.socket, address: tuple[str, int]) -> None:
+        if address[1] == 80:
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(socket.socket, "bind", bind)
+    config = make_config(telemetry={"learner_port": 80})
+    (told,) = [one for one in find_ports(config) if one.verdict == "problem"]
+    assert told.value == "this user may not listen on port 80 of 127.0.0.1 (Permission denied)"
+    assert told.fix == "Set telemetry.learner_port to a port from 1024 on, or to 0"
+
+
+def test_keys_and_addresses(make_config: MakeConfig, tmp_path: Path) -> None:
+    public = make_config(network={"host": "0.0.0.0"})
+    (found,) = list(find_network(public))
+    assert (found.verdict, found.fix[:28]) == ("problem", "Make keys with `asyncrl keys")
+    keys = tmp_path / "keys"
+    make_keys(keys)
+    config = make_config(network={"host": "0.0.0.0", "keys_dir": str(keys)})
+    assert [f.verdict for f in list(find_network(config))] == ["ok", "ok"]
+    (keys / LEARNER_SECRET).chmod(0o644)
+    assert "chmod 600" in next(f for f in list(find_network(config)) if f.verdict == "problem").fix
+    assert not is_local("192.0.2.1")  # of no machine (RFC 5737)
+
+
+def test_whether_a_learner_answers(make_config: MakeConfig) -> None:
+    with socket.socket() as learner:
+        learner.bind(("127.0.0.1", 0))
+        learner.listen()
+        control, weights = learner.getsockname()[1], free_port()
+        config = make_config(network={"control_port": control, "weights_port": weights})
+        answers, silent = list(network._learner(config))
+    assert (answers.verdict, answers.value) == ("ok", f"127.0.0.1:{control} answers")
+    assert silent.verdict == "warning"
+    assert f"nobody answers at port {weights}: [Errno 111] Connection refused" in silent.value
+
+
+# --- memory -------------------------------------------------------------------------------------------
+
+
+def test_the_plan_is_compared_with_the_devices_that_are_there(make_config: MakeConfig) -> None:
+    config = make_config(learner={"device": "cuda:0"}, rollout={"device": "cuda:0"})
+    large, held = Device("large", 80 * GIB, 79 * GIB), Device("held", 80 * GIB, GIB // 2)
+    for device, verdict in ((large, "ok"), (held, "warning"), (Device("small", GIB, GIB), "problem")):
+        found = {finding.what: finding for finding in find_memory(config, (device,))}
+        assert found["memory cuda:0"].verdict == verdict
+        assert found["memory cuda:0"].value.startswith("learner and engine at the same time: 1.")
+        assert found["host memory"].verdict == "ok"
+    assert "of which 512.0 MiB are free now" in {f.what: f for f in find_memory(config, (held,))}["memory cuda:0"].value
+
+
+def test_a_budget_that_is_too_small_names_what_helps(make_config: MakeConfig) -> None:
+    config = make_config(gpu_memory={"budget_gib": 1.05}, learner={"device": "cuda:0"}, rollout={"device": "cuda:0"})
+    found = {f.what: f for f in find_memory(config, (Device("large", 80 * GIB, 79 * GIB),))}["memory budget"]
+    assert found.verdict == "problem"
+    assert re.fullmatch(r"Together .* fits: 1.0 GiB", found.fix)

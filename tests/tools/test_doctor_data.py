@@ -1,0 +1,105 @@
+"""What `asyncrl doctor` says of rows, templates and rewards."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.data.dataset import open_train
+from asyncrl.data.prompts import PromptRenderer
+from asyncrl.models.processing import PromptProcessor
+from asyncrl.tools.doctor.examination import Examination
+from asyncrl.tools.doctor.findings import Finding
+from asyncrl.tools.doctor.prompts import Look, Purpose, find_prompts, find_twins
+from asyncrl.tools.doctor.rewards import find_rewards
+
+MakeConfig = Callable[..., RunConfig]
+
+
+def write_rows(tmp_path: Path, rows: Sequence[Mapping[str, Any]], **data: Any) -> dict[str, Any]:
+    """The `data` section for these rows."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"answer": "x", **row}) + "\n" for row in rows))
+    return {"train_files": [str(file)], "val_files": [], "max_prompt_length": 40, **data}
+
+
+def look_at(config: RunConfig, purpose: Purpose = "training") -> tuple[dict[str, Finding], Look]:
+    told: list[Finding] = []
+    findings = find_prompts(
+        config.data, open_train(config.data), purpose, PromptRenderer(config.data), PromptProcessor(config.model)
+    )
+    look = Examination(lambda finding, seconds: told.append(finding)).check("prompts", findings)
+    assert look is not None
+    return {finding.what: finding for finding in told}, look
+
+
+def test_rows_that_would_be_refused_are_counted_by_reason(make_config: MakeConfig, tmp_path: Path) -> None:
+    rows = [{"prompt": f"q {i}"} for i in range(3)]
+    rows += [{"prompt": f"<image> {i}", "images": []} for i in range(4)]
+    found, _ = look_at(make_config(data=write_rows(tmp_path, rows)))
+    refused = found["refused rows"]
+    assert refused.value.startswith("4 of 7 of 7 training rows would be refused (rows.jsonl:")
+    assert refused.value.endswith("1 <image> placeholder(s) in the prompt, 0 image(s) in column 'images'")
+    assert refused.fix == "Write one <image> per image, or none to put the images first"
+
+
+def test_rows_that_are_too_long(make_config: MakeConfig, tmp_path: Path) -> None:
+    rows = [{"prompt": "q"}, {"prompt": "word " * 100}]
+    found, _ = look_at(make_config(data=write_rows(tmp_path, rows)))
+    long = found["prompt lengths"]
+    longest = re.search(r"to (\d+) tokens", long.value)
+    assert long.verdict == "problem"
+    assert "1 of 2 of 2 training rows are longer (rows.jsonl:1)" in long.value
+    assert longest
+    assert long.fix.startswith(f"set data.max_prompt_length={longest[1]}, or data.filter_overlong_prompts")
+    assert long.details[-1].endswith("over data.max_prompt_length")
+    found, _ = look_at(make_config(data=write_rows(tmp_path, rows, filter_overlong_prompts=True)))
+    assert found["prompt lengths"].verdict == "note"
+
+
+def test_a_template_that_forgets_the_question(make_config: MakeConfig, tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("Answer the question.")
+    rows = [{"prompt": f"question {i}"} for i in range(3)]
+    found, _ = look_at(make_config(data=write_rows(tmp_path, rows, format_prompt=str(template))))
+    assert found["template"].verdict == "problem"
+    assert "data.format_prompt" in found["template"].fix
+
+
+def test_held_out_rows_that_are_trained_on(make_config: MakeConfig, tmp_path: Path) -> None:
+    _, train = look_at(make_config(data=write_rows(tmp_path, [{"prompt": "a"}, {"prompt": "b"}])))
+    _, twin = look_at(make_config(data=write_rows(tmp_path, [{"prompt": "b"}, {"prompt": "c"}])), "held-out")
+    (found,) = list(find_twins(train, twin))
+    assert found.value == "1 of 2 held-out prompts are trained on, too: rows.jsonl:0 is rows.jsonl:1"
+    assert found.verdict == "warning"
+    _, other = look_at(make_config(data=write_rows(tmp_path, [{"prompt": "c"}])), "held-out")
+    assert [finding.verdict for finding in list(find_twins(train, other))] == ["ok"]
+
+
+def rewards_of(make_config: MakeConfig, tmp_path: Path, body: str, **reward: Any) -> list[Finding]:
+    file = tmp_path / "my_reward.py"
+    file.write_text(f"import time\ndef score(sample):\n    {body}\n")
+    functions = [{"function": f"{file}:score"}]
+    config = make_config(reward={"functions": functions, "workers": 1, **reward})
+    return list(find_rewards(config, open_train(config.data), PromptRenderer(config.data)))
+
+
+def test_what_a_reward_gives_for_the_answer_and_for_nothing(make_config: MakeConfig, tmp_path: Path) -> None:
+    (found,) = rewards_of(make_config, tmp_path, "return float(sample.completion == sample.answer)")
+    assert found.value == "score: 1, 1, 1 for the answer; 0, 0, 0 for nothing; 0, 0, 0 for target"
+
+
+def test_a_reward_that_never_differs(make_config: MakeConfig, tmp_path: Path) -> None:
+    _, warning = rewards_of(make_config, tmp_path, "return 0.5")
+    assert warning.verdict == "warning"
+    assert warning.value == "the weighted sum does not tell the answer or target from nothing"
+
+
+def test_a_reward_that_hangs_is_named_in_time(make_config: MakeConfig, tmp_path: Path) -> None:
+    (found,) = rewards_of(make_config, tmp_path, "time.sleep(60)", timeout_s=0.2)
+    assert found.verdict == "problem"
+    assert found.value.startswith("reward_timeout on the answer: reward component 'score' was not done after 0.2 s")

@@ -1,0 +1,364 @@
+"""`asyncrl import-config`: every key of another framework's configuration gets an answer, and the result loads."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.cli import main
+from asyncrl.config.load import load_config
+from asyncrl.config.schema import RunConfig
+from asyncrl.config.suggest import ALIASES, known_paths
+from asyncrl.errors import UserError
+from asyncrl.rewards.sample import RewardSample
+from asyncrl.rewards.spec import load_reward
+from asyncrl.tools.import_config.foreign_config import Theirs, read_theirs
+from asyncrl.tools.import_config.importing import Import, translate
+from asyncrl.tools.import_config.outcome import Verdict
+from asyncrl.tools.import_config.rules import RULES, THEIR_DEFAULTS
+from tests.rigs.tiny import ROOT
+
+HERE = ROOT / "tests" / "rigs"
+IMPORTED = HERE / "imported"
+BATCH_REWARD = """
+def compute_score(rows, bonus=0.0):
+    assert isinstance(rows, list)
+    right = [row["response"] == row["ground_truth"] for row in rows]
+    return [{"overall": float(is_right) + bonus, "accuracy": float(is_right)} for is_right in right]
+"""
+
+
+def verdicts(done: Import) -> dict[str, Verdict]:
+    return {line.key: line.outcome.verdict for line in done.lines}
+
+
+def imported(path: Path) -> Import:
+    return translate(read_theirs(path))
+
+
+def of(framework: Any = "EasyR1", **values: Any) -> Import:
+    return translate(Theirs(framework, values))
+
+
+@pytest.mark.parametrize("name", ["rllava.yaml", "easyr1.yaml"])
+def test_every_key_has_an_answer(name: str) -> None:
+    theirs = read_theirs(IMPORTED / name)
+    done = translate(theirs)
+    assert len(theirs.values) > 50
+    assert {theirs.spelled(key) for key in theirs.values} <= {line.key for line in done.lines}
+    silent = [line.key for line in done.lines if not line.outcome.settings and not line.outcome.text]
+    assert silent == [], "what becomes no setting says why"
+    unknown = [key for key, verdict in verdicts(done).items() if verdict == "unknown"]
+    assert unknown == (["data.an_invention_of_mine"] if name == "easyr1.yaml" else [])
+
+
+def test_an_rllava_configuration_keeps_its_meaning() -> None:
+    settings = imported(IMPORTED / "rllava.yaml").settings
+    expected = {
+        "batch.prompts_per_step": 16,
+        "batch.group_size": 5,
+        "batch.tokens_per_microbatch": 2 * (512 + 256),
+        "algorithm.updates_per_batch": 4,
+        "learner.optim.lr_warmup_steps": 5 * 4,  # 5 % of 100 batches, four optimiser steps each
+        "learner.max_staleness": 0,
+        "model.lora.rank": 8,
+        "algorithm.kl_loss_coef": 0.01,  # their default, which has a reference policy here thanks to LoRA
+        "rollout.engine_args.gpu_memory_utilization": 0.4,
+        "trainer.save_freq": 0,
+        "telemetry.trackers": ["tensorboard"],
+        "run_dir": "runs/qwen2_vl_2b",
+    }
+    assert {key: settings[key] for key in expected} == expected
+
+
+def test_an_easyr1_configuration_keeps_its_meaning() -> None:
+    done = imported(IMPORTED / "easyr1.yaml")
+    expected = {
+        "data.train_files": ["acme/charts@train"],
+        "batch.prompts_per_step": 512,
+        "batch.tokens_per_microbatch": 4 * 1536,
+        "algorithm.updates_per_batch": 4,
+        "algorithm.loss_agg_mode": "seq-mean-token-mean",
+        "algorithm.clip_ratio_high": 0.3,
+        "model.lora.target_modules": ["q_proj", "v_proj"],
+        "rollout.top_k": 0,
+        "rollout.tensor_parallel_size": 2,
+        "evaluation.every_steps": 0,
+        "run_dir": "checkpoints/charts",
+    }
+    assert {key: done.settings[key] for key in expected} == expected
+    assert "algorithm.kl_loss_coef" not in done.settings, "without LoRA there is no reference policy"
+    told = verdicts(done)
+    for key in ("algorithm.kl_coef", "worker.actor.ppo_epochs", "algorithm.online_filtering", "trainer.save_limit"):
+        assert told[key] == "no counterpart", key
+    assert any("learner.optim.lr_warmup_steps: 0.1 x" in missing for missing in done.missing)
+
+
+def test_a_script_is_read_with_its_variables_and_the_file_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    done = imported(IMPORTED / "rllava.sh")
+    expected = {
+        "batch.prompts_per_step": 32,
+        "batch.group_size": 8,
+        "algorithm.updates_per_batch": 4,
+        "algorithm.clip_ratio_high": 0.28,
+        "model.path": "models/qwen",
+        "run_dir": "runs/shapes_grpo",
+        "data.prompt_key": "problem",  # from the YAML file
+    }
+    assert {key: done.settings[key] for key in expected} == expected
+    assert "model.lora.rank" not in done.settings
+    assert verdicts(done)["--nproc_per_node"] == "no counterpart"
+    assert any(missing.startswith("data.train_files") and "${DATA_ROOT}" in missing for missing in done.missing)
+
+
+def test_the_written_file_loads_and_its_reward_is_called_as_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "qwen").mkdir(parents=True)
+    (tmp_path / "score.py").write_text(BATCH_REWARD)
+    source = tmp_path / "theirs.yaml"
+    source.write_text(
+        "data: {train_files: rows.parquet, rollout_batch_size: 8}\n"
+        "worker:\n"
+        "  actor: {global_batch_size: 4, model: {model_path: models/qwen}}\n"
+        "  rollout: {n: 4}\n"
+        "  reward:\n"
+        "    reward_type: batch\n"
+        "    reward_function: ./score.py:compute_score\n"
+        "    reward_function_kwargs: {bonus: 0.5}\n"
+    )
+    assert main(["import-config", str(source), "-o", "ours.yaml"]) == 0
+    printed = capsys.readouterr().out
+    assert "worker.actor.clip_ratio_high: 0.3 [their default]  -> algorithm.clip_ratio_high=0.3" in printed
+    assert "it loads. Next: asyncrl doctor ours.yaml" in printed
+    config = load_config(Path("ours.yaml"))
+    assert config.algorithm.updates_per_batch == 2
+    [reward] = config.reward.functions
+    function = load_reward(reward.function)
+    assert function(RewardSample(completion="7", answer="7"), **reward.kwargs) == 1.5
+    component = load_reward("ours_reward.py:component")
+    assert component(RewardSample(completion="6", answer="7"), key="accuracy") == 0.0
+    assert main(["import-config", str(source), "-o", "ours.yaml"]) == 2, "nothing is overwritten"
+
+
+WITH_A_REWARD = "data: {train_files: rows.parquet}\nworker: {reward: {reward_function: 'r.py:f'}}\n"
+
+
+@pytest.mark.parametrize(
+    ("out", "said"),
+    [
+        ("nowhere/out.yaml", "cannot write nowhere/out.yaml: No such file or directory"),
+        ("theirs.yaml/out.yaml", "cannot write theirs.yaml/out.yaml: Not a directory"),
+        (f"{'x' * 246}.yaml", f"cannot write {'x' * 246}_reward.py: File name too long"),
+        ("ours.yaml", "ours_reward.py exists already"),
+        (".", ". exists already"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_one_line_and_leaves_nothing(
+    out: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("theirs.yaml").write_text(WITH_A_REWARD)
+    Path("ours_reward.py").write_text("mine")
+    assert main(["import-config", "theirs.yaml", "-o", out]) == 2
+    assert capsys.readouterr() == ("", f"error: {said}. Name another file with -o\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours_reward.py", "theirs.yaml"]
+    assert Path("ours_reward.py").read_text() == "mine"
+
+
+@pytest.mark.parametrize("full", ["ours.yaml", "ours_reward.py"])
+def test_a_full_disk_leaves_neither_file(
+    full: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("theirs.yaml").write_text(WITH_A_REWARD)
+    opened = Path.open
+
+    def open_on_full_disk(path: Path, *arguments: Any, **options: Any) -> Any:
+        file = opened(path, *arguments, **options)
+        if path.name == full:
+
+            def write(text: str) -> int:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+            monkeypatch.setattr(file, "write", write)
+        return file
+
+    monkeypatch.setattr(Path, "open", open_on_full_disk)
+    assert main(["import-config", "theirs.yaml", "-o", "ours.yaml"]) == 2
+    assert f"error: cannot write {full}: No space left on device" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("section", "reward"),
+    [
+        (
+            {"reward_type": "sequential", "reward_function": "r.py:f"},
+            "f = lambda row: {'overall': len(row['response'])}",
+        ),
+        ({"reward_type": "function", "score_function": "r.py:f"}, "f = lambda text, truth: {'overall': len(text)}"),
+        ({"reward_function": "r.py:f"}, "f = lambda rows: [{'overall': len(rows[0]['response'])}]"),
+        (
+            {"reward_function": "r.py:f"},
+            "REWARD_TYPE = 'sequential'\nf = lambda row: {'overall': len(row['response'])}",
+        ),
+    ],
+)
+def test_each_way_of_calling_a_reward(
+    section: dict[str, str], reward: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("r.py").write_text(reward)
+    lines = "".join(f"    {key}: {value}\n" for key, value in section.items())
+    Path("theirs.yaml").write_text(f"data: {{train_files: rows.parquet}}\nworker:\n  reward:\n{lines}")
+    main(["import-config", "theirs.yaml", "-o", "ours.yaml"])
+    assert load_reward("ours_reward.py:overall")(RewardSample(completion="four")) == 4.0
+
+
+def test_the_printed_file_names_what_is_missing_and_keeps_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import-config", str(IMPORTED / "easyr1.yaml")]) == 2
+    printed = capsys.readouterr().out
+    for key in read_theirs(IMPORTED / "easyr1.yaml").values:
+        assert key in printed
+    assert "hf download Qwen/Qwen2.5-VL-7B-Instruct --local-dir models/Qwen2.5-VL-7B-Instruct" in printed
+    assert "With -o an adapter is written" in printed
+
+
+def test_what_load_config_refuses_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "theirs.yaml"
+    source.write_text(
+        "data: {train_files: a.parquet}\n"
+        "worker: {rollout: {n: 1}, actor: {model: {model_path: m}}, reward: {reward_function: r.py}}\n"
+    )
+    assert main(["import-config", str(source)]) == 2
+    assert "batch.group_size is 1: GRPO needs at least 2 completions per prompt" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("actor_rollout_ref: {rollout: {n: 4}}", "verl itself"),
+        ("model_name: x", "looks like neither"),
+        ("data: {train_files: a}\ntrainer: {}", "looks like neither"),
+        ("{model: x, dataset: y}", "looks like neither"),
+        ("- 1", "holds no configuration"),
+    ],
+)
+def test_other_files_are_refused(text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "theirs.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=said):
+        read_theirs(path)
+
+
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_a_configuration_of_ours_is_refused(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import-config", str(path)]) == 2
+    assert capsys.readouterr() == (
+        "",
+        f"error: {path} is an asyncrl configuration already: there is nothing to import\n",
+    )
+
+
+def test_rllavas_sections_alone_are_not_taken_for_ours(tmp_path: Path) -> None:
+    path = tmp_path / "theirs.yaml"
+    path.write_text("data: {train_files: a}\nalgorithm: {}\nrollout: {n: 4}\nreward: {}\ntrainer: {}\n")
+    assert read_theirs(path).framework == "RLLaVA"
+
+
+@pytest.mark.parametrize("name", ["theirs.yaml", "theirs.sh", "theirs"])
+@pytest.mark.parametrize("content", [b"\x7fELF\xff\xfe\x00", b"PK\x00\x03: 1", b"\x01\x02: [\x03"])
+def test_binary_files_are_refused_in_one_line(
+    name: str, content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    assert main(["import-config", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert str(path) in said
+    assert said.count("\n") == 1
+
+
+def test_a_folder_is_called_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import-config", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path} is a folder. Name the YAML file or the script in it\n"
+
+
+def test_a_script_without_training_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text("echo 'two\nlines'\n")
+    with pytest.raises(UserError, match="starts neither"):
+        read_theirs(path)
+
+
+def test_mini_batches_that_do_not_divide_the_batch_are_named() -> None:
+    done = of(**{"data.rollout_batch_size": 10, "actor.global_batch_size": 4})
+    assert any(missing.startswith("algorithm.updates_per_batch") for missing in done.missing)
+
+
+def test_rules_only_set_keys_that_exist() -> None:
+    """Each rule is tried with plausible values; whatever it sets must be in the schema."""
+    known = set(known_paths())
+    for framework, defaults in THEIR_DEFAULTS.items():
+        for key, rule in RULES.items():
+            for value in ("text", 1, 0, -1, True, False, 0.5, ["a"], "token-mean", "vllm", "bf16"):
+                try:
+                    settings = rule(value, {**defaults, "actor.model.use_peft": True}).settings
+                except (TypeError, AttributeError):  # this rule does not take such a value
+                    continue
+                for ours in settings:
+                    assert ours in known or ours.startswith(("rollout.engine_args.", "reward.functions")), (key, ours)
+        assert set(defaults) <= set(RULES), framework
+
+
+def test_import_and_suggestions_agree() -> None:
+    """A misplaced key in a configuration of ours is answered from ALIASES, an imported one from RULES."""
+    for theirs, ours in ALIASES.items():
+        outcome = None
+        if theirs in RULES:
+            try:
+                outcome = RULES[theirs](1, {**THEIR_DEFAULTS["EasyR1"], **THEIR_DEFAULTS["RLLaVA"]})
+            except (TypeError, AttributeError):
+                continue
+        if outcome is not None and outcome.settings and ".N." not in ours:
+            assert ours in outcome.settings, theirs
+
+
+def test_defaults_of_theirs_differ_from_ours() -> None:
+    """A default of theirs that is also ours needs no line; one that is written tells of a difference."""
+    sections = {"model": {"path": "m"}, "data": {"train_files": ["d"]}, "reward": {"functions": [{"function": "f"}]}}
+    ours = RunConfig.model_validate({"run_dir": "r", **sections})
+    assert ours.algorithm.clip_ratio_high not in (
+        THEIR_DEFAULTS["EasyR1"]["actor.clip_ratio_high"],
+        THEIR_DEFAULTS["RLLaVA"]["actor.clip_ratio_high"],
+    )
+    assert ours.data.max_prompt_length != 512
+    assert ours.model.freeze_vision_tower
+    assert not ours.learner.gradient_checkpointing
+
+
+def test_the_tables_of_the_documentation_name_keys_that_exist() -> None:
+    """docs/migration.md: the second column is ours; the first, of RLLaVA and EasyR1, is known to the importer."""
+    page = (ROOT / "docs" / "migration.md").read_text()
+    known = {*known_paths(), "reward.functions"}
+    rows = [
+        [re.findall(r"`([^`]+)`", cell) for cell in line.split("|")[1:3]] for line in page.splitlines() if "|" in line
+    ]
+    assert len(rows) > 50
+    for _, ours in rows:
+        assert all(key in known or key.startswith("rollout.engine_args.") for key in ours), ours
+    theirs = [key for keys, _ in rows for key in keys if "." in key]
+    assert len(theirs) > 25
+    assert set(theirs) <= set(RULES)

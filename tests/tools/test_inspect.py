@@ -1,0 +1,282 @@
+"""`asyncrl inspect` in the terminal, and what its page is made of."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from asyncrl.errors import UserError
+from asyncrl.tools.inspect import __main__ as command
+from asyncrl.tools.inspect.listing import COLUMNS
+from asyncrl.tools.inspect.pictures import for_browser, half_blocks, image_facts
+from asyncrl.tools.inspect.query import read_query
+from asyncrl.tools.inspect.text import one_line, visible
+from asyncrl.tools.pages.token_levels import LEGENDS, token_levels
+from asyncrl.tools.samples import SampleImage, SampleQuery
+from tests.rigs.made_up_samples import FORGOTTEN_TICKET, GROUP_SIZE, GROUPS, HOSTILE, HOSTILE_TICKET, MadeUpStore, png
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> MadeUpStore:
+    made_up = MadeUpStore()
+    monkeypatch.setattr(command, "SampleStore", lambda run_dir: made_up)
+    return made_up
+
+
+# --- what is asked for ---
+
+
+@pytest.mark.parametrize(
+    ("text", "low", "high"),
+    [
+        ("0.5", 0.5, 0.5),
+        ("0-0.5", 0, 0.5),
+        ("-1--0.5", -1, -0.5),
+        ("-1-1e-3", -1, 0.001),
+        ("<=2", -math.inf, 2),
+        (">=-1", -1, math.inf),
+        ("<0.5", -math.inf, math.nextafter(0.5, 0)),
+        (" > 0 ", math.nextafter(0, 1), math.inf),
+    ],
+)
+def test_a_range_is_read_as_it_is_written(text: str, low: float, high: float) -> None:
+    assert read_query({"reward": text}).rewards == (low, high)
+
+
+def test_all_filters_become_one_query() -> None:
+    words = {"step": "3-5", "status": "error, truncated", "staleness": ">1", "prompt": " Digit ", "order": "worst"}
+    query = read_query(words)
+    assert query.steps == (3, 5)
+    assert query.statuses == ("error", "truncated")
+    assert query.staleness is not None
+    assert query.staleness[0] == 2
+    assert (query.prompt, query.order, query.rewards) == ("Digit", "worst", None)
+    assert read_query({}) == SampleQuery()
+    assert read_query({"step": "3-1e30", "staleness": "<1e999"}) == SampleQuery(
+        steps=(3, 2**62), staleness=(-(2**62), 2**62)
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ({"step": "a-b"}, "step cannot be 'a-b'"),
+        ({"reward": "5-1"}, "5 is above 1"),
+        ({"status": "broken"}, "'broken'"),
+        ({"order": "random"}, "newest"),
+        (
+            {"step": "9" * 20},
+            "step 99999999999999999999 is out of range. Write numbers from -4611686018427387904 to 46",
+        ),
+        ({"step": "-9e19--8e19"}, "out of range"),
+        ({"staleness": "9" * 400}, "out of range"),
+        ({"staleness": ">1e999"}, "out of range"),
+        ({"staleness": "<-1e999"}, "out of range"),
+    ],
+)
+def test_a_filter_that_cannot_be_read_is_named(words: dict[str, str], named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        read_query(words)
+
+
+# --- text, tokens, images ---
+
+
+def test_nothing_that_a_model_wrote_reaches_the_terminal_as_control() -> None:
+    assert visible("a\x1b[31m\u202e\x07\r") == "a\\x1b[31m\\u202e\\x07\\x0d"
+    assert visible("a\nb\tc", lines=True) == "a↵\nb→c"
+    assert visible("漢字\u3000é") == "漢字\u3000é"
+    assert one_line("a\n\nb " * 50, 12) == "a b a b a b…"
+
+
+def test_levels_of_tokens() -> None:
+    levels = token_levels(
+        logprobs=[-0.05, -1.0, -3.0, -9.0],
+        learner_logprobs=[-0.06, -0.7, -5.0, math.nan],
+        versions=[7, 6, 0, 7],
+        consumed_at=7,
+        loss_mask=[1, 1, 1, 0],
+        masked=[0, 0, 1, 0],
+    )
+    assert levels == {"diff": "03du", "version": "014u", "mask": "00xu", "logprob": "023u"}
+    unknown = token_levels(
+        logprobs=[-1.0], learner_logprobs=None, versions=[1], consumed_at=1, loss_mask=[1], masked=[0]
+    )
+    assert unknown["diff"] == "?"
+    for colouring, text in levels.items():
+        assert set(text) <= {level for level, _ in LEGENDS[colouring]}, "every level has a meaning"
+
+
+def test_an_image_is_drawn_with_half_blocks_and_other_bytes_are_not() -> None:
+    image = SampleImage("ab" * 32, png(200, (8, 4)))
+    facts = image_facts(image)
+    assert (facts.width, facts.height, facts.format, facts.problem) == (8, 4, "PNG", "")
+    drawn = half_blocks(image, 80, 20)
+    assert drawn is not None
+    assert drawn.plain == "▀" * 8 + "\n" + "▀" * 8
+    assert for_browser(image) == ("image/png", image.data)
+    script = SampleImage("cd" * 32, b"<svg onload=alert(1)>")
+    assert "no image" in image_facts(script).problem
+    assert for_browser(script) is None
+    assert half_blocks(script, 80, 20) is None
+
+
+def test_an_image_that_browsers_do_not_know_is_served_as_png() -> None:
+    from PIL import Image
+
+    target = io.BytesIO()
+    Image.new("RGB", (3, 5), "red").save(target, "TIFF")
+    shown = for_browser(SampleImage("ab" * 32, target.getvalue()))
+    assert shown is not None
+    assert shown[0] == "image/png"
+    assert shown[1].startswith(b"\x89PNG")
+
+
+# --- the terminal ---
+
+
+def test_a_list_is_tab_separated_where_nobody_looks(store: MadeUpStore, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["run", "--status", "error,truncated", "--step", "1-10", "--limit", "3", "--offset", "1"]) == 0
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert tuple(header.split("\t")) == COLUMNS
+    values = [dict(zip(COLUMNS, row.split("\t"), strict=True)) for row in rows]
+    assert [(one["ticket"], one["trajectory"]) for one in values] == [("9", "3"), ("8", "3"), ("7", "3")]
+    assert values[0]["completion"] == "read 6 6 9 answer 9<|im_end|>"
+    assert store.closed
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--step", "9999"], "no sample matches these filters"),
+        (["--step", "9999", "--json"], "no sample matches these filters"),
+        (["--step", "1", "--offset", "7"], "no sample from --offset 7 on: 4 match"),
+    ],
+)
+def test_an_empty_list_says_why(
+    store: MadeUpStore, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert command.main(["run", *words]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == f"note: {said}\n"
+    assert len(printed.out.splitlines()) == ("--json" not in words), "what a script reads is as it was"
+
+
+def test_a_list_as_json_lines(store: MadeUpStore, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["run", "--json", "--reward=<0", "--limit", "5"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["reward"] for row in rows] == [-1.0] * 5
+    assert {"ticket_id", "staleness", "logprob_diff_max", "completion", "has_payload"} <= set(rows[0])
+
+
+def test_a_table_for_those_who_look(
+    store: MadeUpStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        command, "_console", lambda: Console(force_terminal=True, color_system="truecolor", width=120, markup=False)
+    )
+    assert command.main(["run", "--limit", "4"]) == 0
+    shown = capsys.readouterr().out
+    assert "60.3" in shown
+    assert "reward_exception" in shown
+    assert f"1 to 4 of {GROUPS * GROUP_SIZE} samples" in shown
+    assert "--offset 4" in shown
+    assert "\x1b[31mred" not in shown, "the error's own escape sequence"
+
+
+@pytest.mark.parametrize("colouring", LEGENDS)
+def test_a_group_in_full(
+    store: MadeUpStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], colouring: str
+) -> None:
+    monkeypatch.setattr(
+        command, "_console", lambda: Console(force_terminal=True, color_system="truecolor", width=120, markup=False)
+    )
+    assert command.main(["run", "--ticket", "7", "--colour", colouring]) == 0
+    shown = capsys.readouterr().out
+    assert "▀" in shown, "the image"
+    assert "answer" in shown
+    assert "<|im_end|>" in shown
+    assert all(meaning in shown.replace("\n", " ") for _, meaning in LEGENDS[colouring][:2])
+    assert ("difference -2.0000" in shown) is (colouring == "diff"), "the largest differences, as numbers"
+    assert ("versions 7 (tokens 1 to 1)" in shown) is (colouring == "version")
+
+
+def test_a_group_without_colours(store: MadeUpStore, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["run", "--ticket", str(HOSTILE_TICKET), "--colour", "mask"]) == 0
+    shown = capsys.readouterr().out
+    assert "98 × 28 PNG" in shown, "size and hash in place of a picture"
+    assert "it is gone" in shown
+    assert "mask  0ux00" in shown, "levels as characters"
+    assert visible(HOSTILE) in shown
+    assert not set(shown) & set("\x1b\x07\u202e")
+    assert command.main(["run", "--ticket", str(FORGOTTEN_TICKET)]) == 0
+    assert "not kept any more" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("width", [40, 80, 110])
+def test_what_is_said_of_a_completion_is_not_cut(
+    store: MadeUpStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int
+) -> None:
+    monkeypatch.setattr(command, "_console", lambda: Console(force_terminal=True, color_system=None, width=width))
+    assert command.main(["run", "--ticket", "7"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert all(re.search(rf"\b7\.{n} reward .*? \d+ tokens staleness \d Δ max \S+ ", shown) for n in range(4))
+
+
+def test_one_completion_of_a_group(store: MadeUpStore, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["run", "--ticket", "7.3", "--json"]) == 0
+    assert [one["trajectory"] for one in json.loads(capsys.readouterr().out)["trajectories"]] == [3]
+    assert command.main(["run", "--ticket", "7.3"]) == 0
+    shown = capsys.readouterr().out
+    assert "7.3   reward" in shown
+    assert "7.2   reward" not in shown
+    assert command.main(["run", "--ticket", "7.9"]) == 2
+    assert capsys.readouterr().err == "error: there is no sample 7.9. The group has 7.0, 7.1, 7.2, 7.3\n"
+    for text in ("7.", ".3", "7.3.1", "7.-1", "9" * 5000):
+        with pytest.raises(SystemExit):
+            command.main(["run", "--ticket", text])
+        assert f"argument --ticket: '{text[:40]}' is no ID such as 7 or 7.3\n" in capsys.readouterr().err
+
+
+def test_a_group_as_json(store: MadeUpStore, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["run", "--ticket", "7", "--json"]) == 0
+    group = json.loads(capsys.readouterr().out)
+    assert group["step"] == 7
+    first = group["trajectories"][0]
+    assert first["consumed_at"] == 7
+    columns = ("tokens", "token_ids", "logprobs", "learner_logprobs", "versions", "loss_mask", "masked")
+    assert {len(first[name]) for name in columns} == {7}
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [(["--ticket", "99"], "ticket 99"), (["--reward", "much"], "reward cannot be 'much'")],
+)
+def test_a_mistake_is_told_in_one_line(
+    store: MadeUpStore, capsys: pytest.CaptureFixture[str], words: list[str], named: str
+) -> None:
+    assert command.main(["run", *words]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert named in said
+    assert said.count("\n") == 1
+
+
+def test_the_command_starts_without_torch(tmp_path: Path) -> None:
+    script = "import sys, asyncrl.tools.inspect.__main__, asyncrl.tools.inspect.server; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert not {"torch", "transformers", "datasets"} & set(loaded.stdout.split())
+    there_is_none = subprocess.run(
+        [sys.executable, "-m", "asyncrl", "inspect", str(tmp_path), "--order", "worst"],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert there_is_none.returncode == 2
+    assert "there is no run" in there_is_none.stderr

@@ -1,0 +1,271 @@
+"""The page of `asyncrl inspect` in a real browser."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from asyncrl.tools.inspect.server import InspectServer
+from asyncrl.tools.pages.token_levels import LEGENDS
+from tests.rigs.made_up_samples import FORGOTTEN_TICKET, GROUP_SIZE, HOSTILE_TICKET, LONG, LONG_TICKET, MadeUpStore
+
+playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright, of the dev extra")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium")
+PATIENCE_MS = 10_000
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        flags = ["--no-sandbox"] if os.geteuid() == 0 else []
+        opened = started.chromium.launch(executable_path=CHROMIUM, args=flags)
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InspectServer]:
+    run_dir = tmp_path_factory.mktemp("run")
+    with InspectServer(MadeUpStore(), run_dir, "127.0.0.1", 0) as serving:  # pyright: ignore[reportArgumentType]
+        thread = threading.Thread(target=serving.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        yield serving
+        serving.shutdown()
+        thread.join(timeout=10)
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """Whatever the page complains about fails the test."""
+    opened = browser.new_page(viewport={"width": 1300, "height": 850})
+    opened.set_default_timeout(PATIENCE_MS)
+    complaints: list[str] = []
+    opened.on("console", lambda message: complaints.append(message.text) if message.type != "log" else None)
+    opened.on("pageerror", lambda error: complaints.append(str(error)))
+    opened.on("dialog", lambda dialog: complaints.append(f"dialog {dialog.message}") or dialog.dismiss())
+    yield opened
+    opened.close()
+    assert complaints == []
+
+
+def open_at(page: Any, server: InspectServer, query: str = "") -> None:
+    page.goto(server.url + query)
+    page.wait_for_selector(".completion")
+
+
+def words(page: Any) -> dict[str, str]:
+    return {name: values[0] for name, values in parse_qs(urlsplit(page.url).query).items()}
+
+
+def until(page: Any, condition: str) -> None:
+    """Playwright's own wait evaluates text as a script, which the page does not allow."""
+    deadline = time.monotonic() + PATIENCE_MS / 1000
+    while not page.evaluate(condition):
+        assert time.monotonic() < deadline, f"not within {PATIENCE_MS} ms: {condition}"
+        page.wait_for_timeout(10)
+
+
+def rows(page: Any) -> list[str]:
+    return [link.get_attribute("data-sample") for link in page.query_selector_all("#list a")]
+
+
+def test_filtering_by_status_shows_those_and_says_so_in_the_address(page: Any, server: InspectServer) -> None:
+    open_at(page, server)
+    page.check("[value=error]", force=True)
+    until(page, "document.querySelectorAll('#list a').length === 6")
+    assert rows(page) == [f"{ticket}.3" for ticket in (60, 50, 40, 30, 20, 10)]
+    assert words(page) == {"status": "error", "sample": "60.3"}
+    page.wait_for_selector(".problem")
+    assert "reward_exception" in page.inner_text(".problem")
+    page.fill("[name=prompt]", "question 4")
+    until(page, "document.querySelectorAll('#list a').length === 1")
+    page.reload()
+    page.wait_for_selector(".completion")
+    assert rows(page) == ["40.3"], "the address carries the filters"
+    assert page.is_checked("[value=error]")
+    page.click("#clear")
+    until(page, "document.querySelectorAll('#list a').length === 50")
+
+
+def test_pages_forward_and_back(page: Any, server: InspectServer) -> None:
+    open_at(page, server)
+    assert page.inner_text("#range") == "1–50 of 240"
+    first = rows(page)
+    page.click("#next")
+    until(page, "document.querySelector('#range').textContent === '51–100 of 240'")
+    assert not set(rows(page)) & set(first)
+    assert words(page)["page"] == "2"
+    page.keyboard.press("[")
+    until(page, "document.querySelector('#range').textContent === '1–50 of 240'")
+    assert rows(page) == first
+    page.go_back()
+    until(page, "document.querySelector('#range').textContent === '51–100 of 240'")
+
+
+def test_keys_move_through_samples_and_over_the_end_of_a_page(page: Any, server: InspectServer) -> None:
+    open_at(page, server, "?order=newest")
+    for _ in range(GROUP_SIZE):
+        page.keyboard.press("j")
+    page.wait_for_selector("h2:text-is('Ticket 59')")
+    page.keyboard.press("k")
+    page.wait_for_selector("h2:text-is('Ticket 60')")
+    assert page.get_attribute(".completion.chosen", "data-trajectory") == "3"
+    assert words(page)["sample"] == "60.3"
+    page.click("#list li:last-child a")
+    last = words(page)["sample"]
+    page.keyboard.press("j")
+    until(page, "document.querySelector('#range').textContent.startsWith('51')")
+    until(page, "document.querySelector('#list a')?.getAttribute('aria-current') === 'true'")
+    page.keyboard.press("k")
+    until(page, "document.querySelector('#range').textContent.startsWith('1–')")
+    until(page, f"document.querySelector('#list [aria-current]')?.dataset.sample === '{last}'")
+
+
+def test_a_sample_shows_its_image_and_every_fact_of_a_token(page: Any, server: InspectServer) -> None:
+    open_at(page, server)
+    page.click("a[data-sample='58.1']")
+    page.wait_for_selector("h2:text-is('Ticket 58')")
+    until(page, "document.querySelector('.pictures img')?.naturalWidth === 98")
+    page.hover(".completion.chosen .tokens span:nth-child(7)")
+    card = page.inner_text(".token-card")
+    for fact in ("<|im_end|>", "7 of 7", "−6.0000", "−8.0000", "−2.0000", "58", "in the loss"):
+        assert fact in card
+    page.hover(".completion.chosen .tokens span:nth-child(3)")
+    assert "taken out by the correction" in page.inner_text(".token-card")
+    page.focus(".completion.chosen .tokens")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    assert "not sampled" in page.inner_text(".token-card")
+    page.click(".pictures button")
+    until(page, "document.querySelector('#picture img')?.naturalWidth === 98")
+    page.keyboard.press("Escape")
+    assert page.query_selector("dialog[open]") is None
+
+
+def test_switching_the_colouring_repaints_the_tokens(page: Any, server: InspectServer) -> None:
+    open_at(page, server, "?sample=58.0")
+
+    def painted() -> list[str]:
+        script = "spans => spans.map(span => getComputedStyle(span).backgroundColor)"
+        return page.eval_on_selector_all(".completion:first-of-type .tokens span", script)
+
+    seen = {"diff": painted()}
+    for number, name in ((2, "version"), (3, "mask"), (4, "logprob")):
+        page.keyboard.press(str(number))
+        page.wait_for_selector(f".tokens[data-colour={name}]")
+        seen[name] = painted()
+        assert words(page)["colour"] == name
+    clear = "rgba(0, 0, 0, 0)"
+    assert len({tuple(colours) for colours in seen.values()}) == 4
+    assert [colour != clear for colour in seen["mask"]] == [False, True, True, False, False, False, False]
+    page.check("[value=diff]", force=True)
+    assert painted() == seen["diff"]
+    assert len(set(seen["diff"])) == 7, "noise, not sampled, and a colour for each of five sizes"
+
+
+def test_hostile_text_stays_text(page: Any, server: InspectServer) -> None:
+    open_at(page, server, f"?sample={HOSTILE_TICKET}.0&order=oldest")
+    for selector in (".messages", ".completion .tokens", "#list"):
+        shown = page.inner_text(selector)
+        assert "<script>window.hacked=1</script>" in shown
+        assert "\\x1b[31mred" in shown
+        assert not set(shown) & set("\x1b\x07\u202e")
+    assert page.evaluate("window.hacked") is None
+    assert page.query_selector("#group script, #list script, img[src=x]") is None
+    assert "image 2: its 21 bytes are no image" in page.inner_text(".pictures")
+    assert "it is gone" in page.inner_text(".pictures")
+
+
+def test_a_long_completion_is_shown_in_parts(page: Any, server: InspectServer) -> None:
+    open_at(page, server, f"?sample={LONG_TICKET}.0")
+    count = "document.querySelector('.tokens').querySelectorAll('span').length"
+    assert page.evaluate(count) == 4000
+    page.click(".more-tokens >> nth=0")
+    page.click(".more-tokens >> nth=0")
+    assert page.evaluate(count) == LONG
+    assert page.evaluate("document.querySelector('.tokens').querySelector('.more-tokens')") is None
+
+
+def test_what_is_missing_is_said(page: Any, server: InspectServer) -> None:
+    open_at(page, server, f"?sample={FORGOTTEN_TICKET}.0")
+    assert "not kept any more" in page.inner_text("#group")
+    page.fill("[name=step]", "1000-2000")
+    page.wait_for_selector("text=No sample fits")
+
+
+def test_a_filter_that_cannot_be_read_is_marked(browser: Any, server: InspectServer) -> None:
+    page = browser.new_page()  # the browser itself writes the answer 400 into its console
+    page.set_default_timeout(PATIENCE_MS)
+    open_at(page, server)
+    page.fill("[name=reward]", "much")
+    page.wait_for_selector("[name=reward][aria-invalid=true]")
+    assert "reward cannot be 'much'" in page.inner_text("#notice")
+    page.fill("[name=reward]", "<0")
+    page.wait_for_selector("[name=reward][aria-invalid=false]")
+    assert page.inner_text("#range") == "1–50 of 60"
+    page.close()
+
+
+@pytest.mark.parametrize("width", [420, 1300])
+def test_nothing_is_cut_off_at_any_width(browser: Any, server: InspectServer, width: int) -> None:
+    page = browser.new_page(viewport={"width": width, "height": 800})
+    open_at(page, server, f"?sample={HOSTILE_TICKET}.0")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page.close()
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_every_token_can_be_read(browser: Any, server: InspectServer, theme: str) -> None:
+    page = browser.new_page(color_scheme=theme)
+    open_at(page, server)
+    script = """legends => legends.flatMap(([colouring, levels]) => levels.map(level => {
+        const box = document.querySelector('.completion').appendChild(document.createElement('div'));
+        box.className = 'tokens';
+        box.dataset.colour = colouring;
+        const span = box.appendChild(document.createElement('span'));
+        span.dataset[colouring] = level;
+        const style = getComputedStyle(span), clear = style.backgroundColor === 'rgba(0, 0, 0, 0)';
+        const ground = clear ? getComputedStyle(document.querySelector('.completion')) : style;
+        return [colouring, level, style.color, ground.backgroundColor];
+    }))"""
+    legends = [(colouring, [level for level, _ in entries]) for colouring, entries in LEGENDS.items()]
+    for colouring, level, ink, ground in page.evaluate(script, legends):
+        assert contrast(ink, ground) >= 4.5, f"{colouring} {level}: {ink} on {ground}"
+    page.close()
+
+
+def contrast(*colours: str) -> float:
+    """Of two colours as a browser writes them (WCAG 2.1, relative luminance)."""
+    lights = []
+    for colour in colours:
+        shares = [int(value) / 255 for value in re.findall(r"\d+", colour)[:3]]
+        linear = [share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
+        lights.append(0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2])
+    return (max(lights) + 0.05) / (min(lights) + 0.05)
+
+
+def test_every_control_has_a_name(page: Any, server: InspectServer) -> None:
+    open_at(page, server)
+    script = """() => [...document.querySelectorAll('button:not([hidden]), input, select, a')].filter(one =>
+        !(one.getAttribute('aria-label') || one.textContent.trim() || one.closest('label')?.textContent.trim()
+          || one.querySelector('img[alt]'))).map(one => one.outerHTML)"""
+    assert page.evaluate(script) == []
+    assert page.evaluate("document.documentElement.lang") == "en"
+
+
+def test_the_page_fetches_nothing_from_elsewhere(page: Any, server: InspectServer, tmp_path: Path) -> None:
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    open_at(page, server)
+    assert all(url.startswith((server.url, "data:")) for url in asked)
+    assert len(asked) >= 4

@@ -1,0 +1,513 @@
+"""The plan against measured tensors of real models on the CPU."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.cli import main as asyncrl
+from asyncrl.config.load import dump_config
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import UserError
+from asyncrl.models.loading import load_model
+from asyncrl.models.processing import EncodedPrompt
+from asyncrl.models.published import published_tensors
+from asyncrl.tools.memory_plan import advice
+from asyncrl.tools.memory_plan.advice import check_plan, check_shared_memory
+from asyncrl.tools.memory_plan.limits import NCCL_BYTES, PREFILL_TOKENS
+from asyncrl.tools.memory_plan.live_bytes import LiveBytes, nbytes
+from asyncrl.tools.memory_plan.plan import CONTEXT_BYTES, GIB, device_sharing, make_plan, vllm_memory_utilization
+from asyncrl.tools.memory_plan.rehearsal import (
+    cache_bytes_per_token,
+    longest_group,
+    prefilled_prompts,
+    rehearse_engine,
+    rehearse_learner,
+)
+from asyncrl.tools.memory_plan.table import describe
+from benchmarks.random_models import make_model
+from learner.training.engines.torch_engine import TorchEngine
+from learner.training.packing import Completion, MicroBatch, TrainGroup, build_micro_batch
+from protocol.messages import Sampling
+from rollout_server.engines.base import GenerationRequest
+from rollout_server.engines.hf.decode_batch import DecodeBatch
+from rollout_server.engines.hf.decode_loop import DecodeLoop
+from rollout_server.engines.hf.engine import HFEngine
+
+MakeConfig = Callable[..., RunConfig]
+
+PROMPT, RESPONSE, GROUP, GROUPS = 64, 32, 4, 2
+ABOVE = 1.6
+"""A plan is for the worst micro-batch (every token's logits, images in the place of every prompt token): at most so
+many times what a usual one takes, and never below it."""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(one_thread: None) -> None:
+    pass
+
+
+@pytest.fixture(scope="module")
+def hundred_million(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "100m", "100m")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "tiny", "tiny")
+
+
+def planned(make_config: MakeConfig, folder: Path, **sections: dict[str, Any]) -> RunConfig:
+    base: dict[str, dict[str, Any]] = {
+        "model": {"path": str(folder), "freeze_vision_tower": True},
+        "data": {"max_prompt_length": PROMPT, "max_response_length": RESPONSE, "val_files": []},
+        "batch": {"group_size": GROUP, "tokens_per_microbatch": GROUPS * (PROMPT + GROUP * RESPONSE)},
+        "learner": {"device": "cpu"},
+        "rollout": {"device": "cpu", "max_concurrent_sequences": 8},
+    }
+    for section, values in sections.items():
+        base[section] = {**base.get(section, {}), **values}
+    return make_config(**base)
+
+
+def image_prompt(model: Any, length: int = PROMPT) -> EncodedPrompt:
+    """All image but its first and last tokens."""
+    config = model.config
+    ids = np.full(length, config.image_token_id, np.int32)
+    ids[0], ids[-4:] = config.vision_start_token_id, 5
+    count = length - 5
+    patch = 3 * 2 * config.vision_config.patch_size**2
+    grid = np.array([[1, 2, 2 * count]], np.int32)
+    return EncodedPrompt("row", ids, (ids == ids[1]).astype(np.int32), grid, ("h",), torch.zeros(4 * count, patch))
+
+
+def full_micro_batch(model: Any) -> MicroBatch:
+    completions = tuple(
+        Completion(i, np.full(RESPONSE, 7, np.int32), np.ones(RESPONSE, np.int32)) for i in range(GROUP)
+    )
+    groups = [TrainGroup(image_prompt(model), completions) for _ in range(GROUPS)]
+    return build_micro_batch(model, groups, torch.device("cpu"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    weights: int
+    gradients: int
+    moments: int
+    passing: int
+    stepping: int
+
+
+def measure_update(config: RunConfig) -> Measured:
+    """A second update of two micro-batches by the real engine."""
+    engine = TorchEngine(config, config.learner.optim, 10)
+    engine.prepare()
+    model = engine.unwrap_model()
+    micro_batch = full_micro_batch(model)
+
+    def accumulate() -> None:
+        for _ in range(2):
+            engine.backward(engine.forward(micro_batch).logprobs.sum())
+
+    accumulate()
+    engine.optimizer_step()
+    state = [value for values in engine.optimizer.state.values() for key, value in values.items() if key != "step"]
+    with LiveBytes("cpu", known=[*model.parameters(), *model.buffers(), *state]) as live:
+        accumulate()
+        gradients = nbytes(p.grad for p in model.parameters() if p.grad is not None)
+        passing = live.peak - gradients
+        rest = live.restart()
+        engine.optimizer.step()
+        stepping = live.peak - rest
+    return Measured(nbytes([*model.parameters(), *model.buffers()]), gradients, nbytes(state), passing, stepping)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_an_update_takes_what_was_planned(
+    make_config: MakeConfig, small: Path, dtype: str, checkpointing: bool, frozen: bool
+) -> None:
+    model = {"dtype": dtype, "freeze_vision_tower": frozen}
+    check_update(planned(make_config, small, model=model, learner={"gradient_checkpointing": checkpointing}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_an_update_of_a_hundred_million_parameters_takes_what_was_planned(
+    make_config: MakeConfig, hundred_million: Path, checkpointing: bool
+) -> None:
+    config = planned(make_config, hundred_million, learner={"gradient_checkpointing": checkpointing})
+    assert 80e6 < rehearse_learner(config).parameters < 120e6
+    check_update(config)
+
+
+def check_update(config: RunConfig) -> None:
+    plan, real = rehearse_learner(config, foreach=False), measure_update(config)
+    assert (plan.weights, plan.gradients, plan.moments) == (real.weights, real.gradients, real.moments)
+    assert real.stepping == pytest.approx(plan.stepping, rel=0.15), "tensors are updated in another order"
+    assert real.passing <= plan.passing <= ABOVE * real.passing
+
+
+def test_gradient_checkpointing_changes_memory_and_not_the_gradient(make_config: MakeConfig, small: Path) -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        config = planned(make_config, small, learner={"gradient_checkpointing": checkpointing})
+        engine = TorchEngine(config, config.learner.optim, 10)
+        engine.prepare()
+        engine.backward(engine.forward(full_micro_batch(engine.unwrap_model())).logprobs.sum())
+        gradients.append([p.grad for p in engine.unwrap_model().parameters() if p.grad is not None])
+    assert len(gradients[0]) == len(gradients[1]) > 0
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_decoding_takes_what_was_planned(make_config: MakeConfig, small: Path, dtype: str) -> None:
+    config = planned(make_config, small, model={"dtype": dtype}, data={"max_response_length": 8})
+    plan = rehearse_engine(config)
+    model: Any = load_model(config.model, device=torch.device("cpu")).eval().requires_grad_(False)
+    assert plan.weights == nbytes([*model.parameters(), *model.buffers()])
+    sampling = Sampling(temperature=1.0, max_new_tokens=8, stop_token_ids=(), banned_token_ids=())
+    requests = [GenerationRequest(i, image_prompt(model), GROUP, i, sampling) for i in range(2)]
+    batch = DecodeBatch(model, (), torch.device("cpu"))
+    with LiveBytes("cpu", known=[*model.parameters(), *model.buffers()]) as live:
+        batch.admit(requests, 0)
+        for _ in range(6):
+            batch.step(0)
+        cached = nbytes(tensor for layer in batch._cache.layers for tensor in (layer.keys, layer.values))
+    length = PROMPT + 6
+    assert cached == 8 * length * cache_bytes_per_token(model.config, config)
+    assert plan.cache == 8 * (PROMPT + 8) * cache_bytes_per_token(model.config, config)
+    assert live.peak <= plan.cache + plan.working <= 2 * live.peak
+
+
+def test_published_bytes_are_those_of_the_wire(make_config: MakeConfig, small: Path) -> None:
+    config = planned(make_config, small)
+    engine = TorchEngine(config, config.learner.optim, 1)
+    engine.prepare()
+    assert rehearse_learner(config).published == nbytes(t for _, t in published_tensors(engine.unwrap_model()))
+
+
+def test_adapters_are_all_that_is_trained_and_published(make_config: MakeConfig, small: Path) -> None:
+    config = planned(make_config, small, model={"lora": {"rank": 4}})
+    full, adapted = rehearse_learner(planned(make_config, small)), rehearse_learner(config)
+    # rank * (in + out) of each linear layer of the text model: q, k, v, o, gate, up, down; adapters are fp32
+    shapes = [(64, 64), (64, 32), (64, 32), (64, 64), (64, 128), (64, 128), (128, 64)]
+    numbers = 2 * sum(4 * (a + b) for a, b in shapes)
+    assert adapted.trained == numbers
+    assert adapted.gradients == adapted.published == 4 * numbers
+    assert adapted.moments == 2 * 4 * numbers
+    assert adapted.parameters == full.parameters + numbers
+
+
+def test_text_models_are_planned_too(make_config: MakeConfig, tmp_path: Path) -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    Qwen3ForCausalLM(Qwen3Config(vocab_size=512, num_key_value_heads=1, head_dim=32, **shape)).save_pretrained(tmp_path)
+    plan = make_plan(planned(make_config, tmp_path))
+    assert plan.engine is not None
+    assert plan.engine.cache_per_sequence == 2 * 2 * 1 * 32 * 4 * (PROMPT + RESPONSE)
+
+
+@pytest.mark.parametrize("kind", ["tiny_model", "small"])
+def test_no_weights_are_read(
+    make_config: MakeConfig, tmp_path: Path, request: pytest.FixtureRequest, kind: str
+) -> None:
+    (tmp_path / "shapes").mkdir()
+    (tmp_path / "shapes" / "config.json").write_text((request.getfixturevalue(kind) / "config.json").read_text())
+    whole = planned(make_config, request.getfixturevalue(kind))
+    assert rehearse_learner(planned(make_config, tmp_path / "shapes")) == rehearse_learner(whole)
+
+
+# --- phases --------------------------------------------------------------------------------------
+
+
+def test_phases_follow_who_shares_a_device(make_config: MakeConfig, small: Path) -> None:
+    def phases(mode: str, learner: str, rollout: str) -> dict[str, int]:
+        config = planned(
+            make_config, small, trainer={"mode": mode}, learner={"device": learner}, rollout={"device": rollout}
+        )
+        return {phase.name: phase.nbytes for phase in make_plan(config).phases}
+
+    together = phases("async", "auto", "auto")
+    apart = phases("async", "cuda:0", "cuda:1")
+    turns = phases("sync", "auto", "auto")
+    assert list(apart) == list(turns) == ["learner awake", "engine awake"]
+    assert list(together) == ["learner and engine at the same time"]
+    assert sum(together.values()) == pytest.approx(sum(apart.values()), rel=1e-3)
+    assert turns["learner awake"] == apart["learner awake"] + CONTEXT_BYTES, "the sleeper's context stays"
+
+
+def test_each_of_several_servers_has_a_context(make_config: MakeConfig, small: Path) -> None:
+    def contexts(servers: int) -> int:
+        rollout = {"device": "cuda:1", "servers": servers}
+        (_, engine) = make_plan(planned(make_config, small, learner={"device": "cuda:0"}, rollout=rollout)).phases
+        return sum(line.nbytes for line in engine.lines if line.name.startswith("context"))
+
+    assert [contexts(1), contexts(3)] == [CONTEXT_BYTES, 3 * CONTEXT_BYTES]
+
+
+@pytest.mark.parametrize(("learner", "rollout"), [("cuda", "cuda:0"), ("auto", "cuda"), ("cuda:0", "auto")])
+def test_one_device_under_two_names_is_shared(make_config: MakeConfig, learner: str, rollout: str) -> None:
+    config = make_config(learner={"device": learner}, rollout={"device": rollout})
+    assert device_sharing(config) == "together"
+    assert device_sharing(make_config(learner={"device": learner}, rollout={"device": "cuda:1"})) == "apart"
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("level", [1, 2])
+def test_what_a_sleeping_engine_keeps_is_planned(make_config: MakeConfig, small: Path, rank: int, level: int) -> None:
+    """With adapters the base weights are not published, so nobody would bring them back."""
+    config = planned(
+        make_config, small, trainer={"mode": "sync"}, model={"lora": {"rank": rank}}, rollout={"sleep_level": level}
+    )
+    (line,) = [line for line in make_plan(config).host if line.name == "engine asleep"]
+
+    async def keep() -> int:
+        bans_nothing: Any = SimpleNamespace(placeholder_ids=())
+        engine = HFEngine(config, bans_nothing)
+        await engine.start()
+        await engine.sleep()
+        kept = sum(
+            item.size.numel() * item.tensor.element_size() for item in engine._sleeper._sleeping if item.offset >= 0
+        )
+        await engine.close()
+        return kept
+
+    assert asyncio.run(keep()) == line.nbytes
+    assert ("not published" in line.why) == (level == 2 and rank > 0)
+
+
+def test_more_tokens_take_more_and_fewer_sequences_less(make_config: MakeConfig, small: Path) -> None:
+    def plan(**sections: dict[str, Any]) -> tuple[int, int]:
+        made = make_plan(planned(make_config, small, trainer={"mode": "sync"}, **sections))
+        return made.phases[0].nbytes, made.phases[1].nbytes
+
+    learner, engine = plan()
+    longer = plan(batch={"tokens_per_microbatch": 4 * longest_group(planned(make_config, small))})
+    assert longer[0] > learner
+    assert longer[1] == engine
+    wider = plan(rollout={"max_concurrent_sequences": 64})
+    assert wider[0] == learner
+    assert wider[1] > engine
+
+
+def test_a_plan_that_fits_is_returned_and_none_is_made_without_a_budget(make_config: MakeConfig, small: Path) -> None:
+    assert check_plan(planned(make_config, small)) is None
+    plan = check_plan(planned(make_config, small, gpu_memory={"budget_gib": 4}, trainer={"mode": "sync"}))
+    assert plan is not None
+    assert plan.peak <= plan.budget == 4 * GIB
+
+
+def test_a_plan_that_cannot_fit_is_refused_with_numbers_and_levers(
+    make_config: MakeConfig, hundred_million: Path
+) -> None:
+    data = {"max_response_length": 512}
+    batch = {"tokens_per_microbatch": 8192}
+    config = planned(
+        make_config,
+        hundred_million,
+        data=data,
+        batch=batch,
+        gpu_memory={"budget_gib": 3},
+        trainer={"mode": "sync"},
+        learner={"device": "auto"},
+        rollout={"device": "auto"},
+    )
+    with pytest.raises(UserError) as refused:
+        check_plan(config)
+    text = str(refused.value)
+    assert "gpu_memory.budget_gib is 3, but the learner awake needs" in text
+    assert "What to change, largest first:" in text
+    levers = [line.split("=")[0].strip() for line in text.splitlines() if " -> " in line]
+    assert {"batch.tokens_per_microbatch", "model.dtype", "learner.gradient_checkpointing"} <= set(levers)
+    reached = [float(line.rsplit("-> ", 1)[1].split()[0]) for line in text.splitlines() if " -> " in line]
+    assert reached == sorted(reached), "the one that helps most comes first"
+    assert "Together" in text
+
+
+def test_too_little_shared_memory_is_refused_with_the_size_that_is_needed(
+    make_config: MakeConfig, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = planned(make_config, small, gpu_memory={"budget_gib": 4}, trainer={"mode": "sync"})
+    nearly_full = type("Usage", (), {"free": 1000})()
+    monkeypatch.setattr(advice.shutil, "disk_usage", lambda path: nearly_full)
+    plan = check_plan(config)
+    assert plan
+    with pytest.raises(UserError, match=r"published weights need .* MiB free.*--shm-size=\d+g"):
+        check_shared_memory(plan)
+
+
+def test_train_refuses_a_run_over_its_budget_and_leaves_nothing_behind(
+    make_config: MakeConfig, hundred_million: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(dump_config(planned(make_config, hundred_million, gpu_memory={"budget_gib": 0.1})))
+    assert asyncrl(["train", str(file)]) == 2
+    assert capsys.readouterr().err.startswith("error: gpu_memory.budget_gib is 0.1, but the learner")
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+# --- channels between devices --------------------------------------------------------------------
+
+LEARNER_DEVICE = {"nccl": "cuda:2", "cuda_ipc": "cuda:0"}
+
+
+def over_devices(make_config: MakeConfig, folder: Path, channel: str, where: str, **sections: Any) -> RunConfig:
+    """With the devices of channel `where`."""
+    rollout = {"device": "cuda:0", "weights_channel": channel, **sections.pop("rollout", {})}
+    return planned(make_config, folder, learner={"device": LEARNER_DEVICE[where]}, rollout=rollout, **sections)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize(
+    ("channel", "engine"),
+    [
+        ("nccl", {"engine": "hf"}),
+        ("nccl", {"engine": "vllm", "tensor_parallel_size": 2}),
+        ("cuda_ipc", {"engine": "hf"}),
+        ("cuda_ipc", {"engine": "vllm"}),
+    ],
+    ids=str,
+)
+def test_versions_in_device_memory_are_planned(
+    make_config: MakeConfig, small: Path, channel: str, engine: dict[str, Any], servers: int
+) -> None:
+    rollout = {**engine, "servers": servers}
+    plan, other = (
+        make_plan(over_devices(make_config, small, each, channel, rollout=rollout)) for each in (channel, "shm")
+    )
+    lines = {line.name: line.nbytes for phase in plan.phases for line in phase.lines}
+    version = plan.learner.published
+    wanted = {"weights that are sent": 2 * version, "weights that arrive": servers * version}
+    if channel == "nccl":
+        wanted |= {"NCCL of the learner": servers * NCCL_BYTES, "NCCL of the rollout server": servers * NCCL_BYTES}
+    assert {name: lines[name] for name in wanted} == wanted
+    more = [mine.nbytes - its.nbytes for mine, its in zip(plan.phases, other.phases, strict=True)]
+    assert len(more) == (2 if channel == "nccl" else 1)
+    assert sum(more) == sum(wanted.values())
+    assert all(part > 0 for part in more)
+    assert f"rollout.weights_channel={channel}" in describe(plan)
+    assert "weights that" not in describe(other)
+
+
+def test_auto_takes_no_device_memory_for_versions(make_config: MakeConfig, small: Path) -> None:
+    auto, shm = (make_plan(over_devices(make_config, small, each, "cuda_ipc")) for each in ("auto", "shm"))
+    assert auto.phases == shm.phases
+
+
+@pytest.mark.parametrize("channel", ["nccl", "cuda_ipc"])
+def test_a_budget_without_room_for_versions_is_refused_with_the_other_channel(
+    make_config: MakeConfig, hundred_million: Path, channel: str
+) -> None:
+    free = make_plan(over_devices(make_config, hundred_million, "shm", channel))
+    budget = {"budget_gib": free.peak / GIB + 0.01}
+    assert check_plan(over_devices(make_config, hundred_million, "shm", channel, gpu_memory=budget))
+    with pytest.raises(UserError, match="weights that are sent") as refused:
+        check_plan(over_devices(make_config, hundred_million, channel, channel, gpu_memory=budget))
+    text = str(refused.value)
+    assert re.search(r"\n  rollout.weights_channel=shm  .* -> ", text)
+    assert "rollout.weights_channel=shm" in text.splitlines()[-1]
+    for line in text.splitlines():  # what a device channel forbids comes with another channel
+        if "trainer.mode=sync" in line or "model.lora.rank" in line:
+            assert "rollout.weights_channel=shm" in line
+
+
+# --- vllm ----------------------------------------------------------------------------------------
+
+
+def test_vllm_gets_what_the_budget_leaves(make_config: MakeConfig, small: Path) -> None:
+    devices = {"learner": {"device": "cuda:0"}, "rollout": {"device": "cuda:0", "engine": "vllm"}}
+    turns = planned(make_config, small, trainer={"mode": "sync"}, gpu_memory={"budget_gib": 24}, **devices)
+    assert vllm_memory_utilization(turns, 80 * GIB) == pytest.approx((24 - 0.5) / 80, abs=1e-3)
+    assert vllm_memory_utilization(turns, 24 * GIB) < 1 - 0.5 / 24 + 1e-9
+    devices["learner"]["device"] = "cuda:1"
+    apart = planned(make_config, small, gpu_memory={"budget_gib": 24}, **devices)
+    assert vllm_memory_utilization(apart, 80 * GIB) == 0.3
+
+
+def test_vllm_leaves_the_versions_that_arrive_beside_it_their_part_of_the_budget(
+    make_config: MakeConfig, small: Path
+) -> None:
+    def share(channel: str) -> float:
+        rollout = {"engine": "vllm", "servers": 2}
+        budget = {"budget_gib": 24}
+        config = over_devices(make_config, small, channel, "nccl", rollout=rollout, gpu_memory=budget)
+        return vllm_memory_utilization(config, 80 * GIB)
+
+    beside = rehearse_learner(planned(make_config, small)).published + NCCL_BYTES
+    assert share("shm") == share("auto") == 0.15
+    assert share("nccl") == pytest.approx((12 - beside / GIB) / 80, abs=1e-3)
+
+
+def test_vllm_with_nothing_left_by_new_weights_is_refused(make_config: MakeConfig, small: Path) -> None:
+    rollout, budget = {"engine": "vllm"}, {"budget_gib": 0.25}
+    config = over_devices(make_config, small, "nccl", "nccl", rollout=rollout, gpu_memory=budget)
+    with pytest.raises(UserError, match=r"new weights take 0.5: nothing is left .* or rollout.weights_channel=shm$"):
+        vllm_memory_utilization(config, 80 * GIB)
+
+
+# --- what the engine keeps to --------------------------------------------------------------------
+
+
+def test_the_engine_admits_no_more_prompt_tokens_at_once_than_planned(make_config: MakeConfig, small: Path) -> None:
+    config = planned(make_config, small, rollout={"max_concurrent_sequences": 4096}, trainer={"mode": "sync"})
+    assert prefilled_prompts(config) == PREFILL_TOKENS // PROMPT
+    sampling = Sampling(temperature=1.0, max_new_tokens=8, stop_token_ids=(), banned_token_ids=())
+    prompt = EncodedPrompt("row", np.full(PROMPT, 5, np.int32), np.zeros(PROMPT, np.int32), np.zeros((0, 3)), (), None)
+    loop = DecodeLoop(lambda: DecodeBatch(None, (), torch.device("cpu")), 4096)
+    loop.close()  # its thread would take what is submitted
+    requests = [GenerationRequest(i, prompt, GROUP, i, sampling) for i in range(600)]
+    loop._queue.extend((request, lambda item: None) for request in requests)
+    admitted: list[int] = []
+    while taken := loop._take_admissible():
+        admitted.append(len(taken))
+    assert admitted == [256, 256, 88]
+
+
+# --- doctor --------------------------------------------------------------------------------------
+
+
+def test_doctor_prints_the_table_of_a_folder_and_of_a_configuration(
+    make_config: MakeConfig, small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert asyncrl(["doctor", "--plan", str(small), "gpu_memory.budget_gib=80"]) == 0
+    folder = capsys.readouterr().out
+    assert "KV cache" in folder
+    assert "AdamW moments" in folder
+    file = tmp_path / "config.yaml"
+    file.write_text(dump_config(planned(make_config, small, trainer={"mode": "sync"})))
+    assert asyncrl(["doctor", "--plan", str(file), "gpu_memory.budget_gib=4"]) == 0
+    table = capsys.readouterr().out
+    for line in (
+        "LEARNER AWAKE",
+        "ENGINE AWAKE",
+        "HOST MEMORY",
+        "learner asleep",
+        "Fits gpu_memory.budget_gib=4, with",
+    ):
+        assert line in table
+
+
+def test_live_bytes_counts_what_is_alive_and_no_views() -> None:
+    with LiveBytes("cpu") as live:
+        kept = torch.empty(1000)
+        view = kept[:10].view(2, 5)
+        gone = torch.empty(500)
+        assert live.live == live.peak == 6000
+        del gone
+        assert live.live == 4000
+        del kept
+        assert live.live == 4000, "the view keeps it"
+        del view
+        assert (live.live, live.peak) == (0, 6000)

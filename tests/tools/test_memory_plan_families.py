@@ -1,0 +1,204 @@
+"""Every folder with a config.json is planned, or refused by name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from asyncrl.cli import main as asyncrl
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import UserError
+from asyncrl.models import shared_prefix
+from asyncrl.models.loading import load_model, model_class
+from asyncrl.tools.memory_plan import plan as planning
+from asyncrl.tools.memory_plan.advice import check_plan
+from asyncrl.tools.memory_plan.experts import grouped_experts
+from asyncrl.tools.memory_plan.live_bytes import LiveBytes, nbytes
+from asyncrl.tools.memory_plan.plan import make_plan
+from asyncrl.tools.memory_plan.rehearsal import rehearse_learner, train_pass
+from asyncrl.tools.memory_plan.vision import image_features
+
+MakeConfig = Callable[..., RunConfig]
+
+PROMPT, RESPONSE, GROUP = 40, 8, 2
+TEXT: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+}
+TOWER: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+QWEN_TOWER: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+}
+ROPE: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+IMAGE: dict[str, Any] = {"image_token_id": 5}
+
+
+def llava() -> Any:
+    tower = {"model_type": "clip_vision_model", **TOWER, "image_size": 16, "patch_size": 4, "projection_dim": 16}
+    return transformers.LlavaConfig(**IMAGE, vision_config=tower, text_config={"model_type": "llama", **TEXT})
+
+
+def internvl() -> Any:
+    tower = {**TOWER, "image_size": [16, 16], "patch_size": [4, 4]}
+    return transformers.InternVLConfig(**IMAGE, vision_config=tower, text_config={"model_type": "qwen2", **TEXT})
+
+
+def gemma3() -> Any:
+    tower = {**TOWER, "image_size": 16, "patch_size": 4}
+    return transformers.Gemma3Config(**IMAGE, vision_config=tower, text_config=TEXT, mm_tokens_per_image=4)
+
+
+def qwen3_moe() -> Any:
+    return transformers.Qwen3MoeConfig(**TEXT, **EXPERTS)
+
+
+def qwen3_vl_moe() -> Any:
+    text = {**TEXT, **EXPERTS, **ROPE}
+    return transformers.Qwen3VLMoeConfig(
+        **IMAGE,
+        video_token_id=6,
+        vision_start_token_id=7,
+        vision_end_token_id=8,
+        text_config=text,
+        vision_config=QWEN_TOWER,
+    )
+
+
+def gpt2(**dropout: Any) -> Any:
+    return transformers.GPT2Config(n_embd=32, n_head=2, n_layer=2, n_positions=256, vocab_size=128, **dropout)
+
+
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+def planned(make_config: MakeConfig, folder: Path, hf_config: Any, **sections: dict[str, Any]) -> RunConfig:
+    hf_config.save_pretrained(folder)
+    return make_config(
+        **{
+            "model": {"path": str(folder), **sections.pop("model", {})},
+            "data": {"max_prompt_length": PROMPT, "max_response_length": RESPONSE, "val_files": []},
+            "batch": {"group_size": GROUP, "tokens_per_microbatch": 2 * (PROMPT + GROUP * RESPONSE)},
+            "learner": {"device": "cpu"},
+            "rollout": {"device": "cpu", "max_concurrent_sequences": 4},
+            **sections,
+        }
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", [llava, internvl, qwen3_moe, qwen3_vl_moe])
+def test_other_families_are_planned(
+    make_config: MakeConfig, tmp_path: Path, family: Callable[[], Any], dtype: str
+) -> None:
+    """Against the same pass of the real weights on the CPU."""
+    config = planned(make_config, tmp_path, family(), model={"dtype": dtype})
+    plan = make_plan(config)
+    assert plan.engine is not None
+    assert plan.engine.weights == plan.learner.weights
+    shared_prefix.register()
+    model = random_model(config)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    gradients = [parameter.grad for parameter in model.parameters()]
+    with LiveBytes("cpu", known=[*model.parameters(), *model.buffers(), *gradients]) as live:
+        train_pass(model, config, torch.device("cpu"))
+    assert nbytes([*model.parameters(), *model.buffers()]) == plan.learner.weights
+    assert live.peak <= 1.1 * plan.learner.passing <= 2 * live.peak
+
+
+def random_model(config: RunConfig) -> Any:
+    hf_config = transformers.AutoConfig.from_pretrained(config.model.path)
+    attention: Any = shared_prefix.SHARED_PREFIX_ATTENTION
+    if getattr(hf_config, "vision_config", None) is not None:
+        attention = {"text_config": attention, "vision_config": "sdpa"}
+    dtype = getattr(torch, config.model.dtype)
+    return model_class(hf_config).from_config(hf_config, dtype=dtype, attn_implementation=attention).train()
+
+
+@pytest.mark.parametrize(("family", "of_each"), [(llava, 16), (internvl, 4), (gemma3, 4)])
+def test_images_of_one_size_take_whole_images(family: Callable[[], Any], of_each: int) -> None:
+    with torch.device("meta"):
+        model = model_class(family()).from_config(family())
+    for tokens, images in ((1, 1), (of_each, 1), (of_each + 1, 2)):
+        assert image_features(model, tokens, torch.device("meta")).shape == (images * of_each, TEXT["hidden_size"])
+
+
+def test_grouped_experts_have_the_shapes_of_the_real_product() -> None:
+    offsets = torch.tensor([3, 8], dtype=torch.int32)
+    for device in ("cpu", "meta"):
+        tokens = torch.randn(8, 16, device=device, requires_grad=True)
+        weights = torch.randn(2, 16, 32, device=device, requires_grad=True)
+        with grouped_experts() if device == "meta" else LiveBytes("cpu"):
+            product = torch.nn.functional.grouped_mm(tokens, weights, offs=offsets.to(device))
+            product.square().sum().backward()
+        assert product.shape == (8, 32)
+        assert tokens.grad is not None
+        assert tokens.grad.shape == (8, 16)
+        assert weights.grad is not None
+        assert weights.grad.shape == (2, 16, 32)
+
+
+def test_dropout_is_refused_with_its_keys_before_weights_are_loaded(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = planned(make_config, tmp_path, gpt2(embd_pdrop=0.0), gpu_memory={"budget_gib": 1})
+    said = r"dropout \(resid_pdrop=0.1, attn_pdrop=0.1\).*Set them to 0 in its config.json"
+    with pytest.raises(UserError, match=said):
+        check_plan(config)
+    with pytest.raises(UserError, match=said):
+        load_model(config.model, device=torch.device("cpu"), text_attention=shared_prefix.SHARED_PREFIX_ATTENTION)
+    without = planned(make_config, tmp_path, gpt2(**NO_DROPOUT))
+    assert rehearse_learner(without).parameters == sum(p.numel() for p in random_model(without).parameters())
+
+
+def test_a_refusal_passes_over_settings_that_a_family_has_not(make_config: MakeConfig, tmp_path: Path) -> None:
+    """PEFT finds no linear layers in GPT-2."""
+    config = planned(make_config, tmp_path, gpt2(**NO_DROPOUT), gpu_memory={"budget_gib": 1e-4})
+    with pytest.raises(UserError, match=r"gpu_memory.budget_gib is 0.0001, but the learner") as refused:
+        check_plan(config)
+    assert "model.dtype=bfloat16" in str(refused.value)
+    assert "model.lora.rank" not in str(refused.value)
+
+
+def test_a_family_without_full_attention_is_refused_by_name(make_config: MakeConfig, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"sliding_window=4096.*Use a model with full attention"):
+        make_plan(planned(make_config, tmp_path, gemma3()))
+
+
+def test_what_no_rehearsal_foresaw_is_refused_by_name(
+    make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mamba = transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=128)
+    config = planned(make_config, tmp_path, mamba, gpu_memory={"budget_gib": 1})
+    said = r"cannot be planned for models of the family mamba \(.*\(\w+: .* leave gpu_memory.budget_gib at 0"
+    with caplog.at_level(logging.DEBUG, logger=planning.__name__), pytest.raises(UserError, match=said) as refused:
+        check_plan(config)
+    assert refused.value.__cause__ is not None
+    assert any(record.exc_info for record in caplog.records if record.name == planning.__name__)
+    assert asyncrl(["doctor", "--plan", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("error: memory cannot be planned for models of the family mamba")
+
+
+@pytest.mark.parametrize("text", ["{}", '{"model_type": "no such"}', "{", "[]"])
+def test_a_configuration_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert asyncrl(["doctor", "--plan", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("error: ")

@@ -1,0 +1,177 @@
+"""The report in a real browser, offline: it draws, decodes, tells and prints without a complaint."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.tools.report.write import write_report
+from tests.rigs import made_up_run as made
+
+pytestmark = pytest.mark.slow
+CHROMIUM = shutil.which("chromium")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+    if CHROMIUM is None:
+        pytest.skip("apt-get install chromium")
+    with playwright.sync_playwright() as running:
+        launched = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield launched
+        launched.close()
+
+
+@pytest.fixture
+def opened(browser: Any, tmp_path: Path) -> Iterator[Any]:
+    """Opens a file, offline; at the end nothing may have been complained about or asked for."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900}, offline=True)
+    page = context.new_page()
+    complaints: list[str] = []
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on(
+        "request", lambda request: complaints.append(request.url) if request.url[:5] not in ("file:", "data:") else 0
+    )
+
+    def open_file(file: Path) -> Any:
+        page.goto(file.resolve().as_uri())
+        return page
+
+    yield open_file
+    context.close()
+    assert [said for said in complaints if not said.startswith(("file:", "data:image/"))] == []
+
+
+def report(folder: Path) -> Path:
+    rough = lambda n: {"entropy": 0.2 + 0.1 * (n % 7), "rows/truncated": float(n % 3)}  # noqa: E731
+    return write_report([made.make_run(folder / "run", steps=100, change=rough)])
+
+
+def test_charts_are_drawn_within_their_frames(opened: Any, tmp_path: Path) -> None:
+    page = opened(report(tmp_path))
+    figures = page.locator("figure.chart svg")
+    assert figures.count() > 15
+    outside = page.evaluate(
+        """() => [...document.querySelectorAll("figure.chart")].filter((figure) => {
+          const frame = figure.getBoundingClientRect();
+          return [...figure.querySelectorAll("polyline, polygon, circle")].some((mark) => {
+            const box = mark.getBoundingClientRect();
+            return box.left < frame.left || box.right > frame.right || box.top < frame.top || box.bottom > frame.bottom;
+          });
+        }).length"""
+    )
+    assert outside == 0
+    strokes = page.evaluate(
+        """() => [...document.querySelectorAll("polyline.line")].map((line) => getComputedStyle(line).stroke)"""
+    )
+    assert strokes
+    assert "none" not in strokes
+
+
+def test_images_are_decoded(opened: Any, tmp_path: Path) -> None:
+    page = opened(report(tmp_path))
+    sizes = page.evaluate("() => [...document.images].map((image) => [image.complete, image.naturalWidth])")
+    assert sizes
+    assert all(complete and width == 40 for complete, width in sizes)
+
+
+def test_a_curve_tells_its_values_and_all_cursors_stand_at_the_step(opened: Any, tmp_path: Path) -> None:
+    page = opened(report(tmp_path))
+    chart = page.locator("figure.chart", has_text="Entropy").locator("svg")
+    chart.scroll_into_view_if_needed()
+    box = chart.bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + box["height"] * 0.5)
+    told = page.locator("#tip").inner_text()
+    step = int(re.match(r"step (\d+)\n", told)[1])  # type: ignore[index]
+    assert 50 < step < 65
+    assert f"entropy  {round(0.2 + 0.1 * (step % 7), 5):g}" in told
+    shown = page.evaluate(
+        """() => [...document.querySelectorAll("figure.chart .cursor")]
+          .filter((line) => getComputedStyle(line).visibility === "visible").length"""
+    )
+    assert shown == page.locator("figure.chart").count()
+    page.mouse.move(2, 2)
+    assert page.locator("#tip").is_hidden()
+
+
+def test_the_timeline_tells_who_did_what(opened: Any, tmp_path: Path) -> None:
+    page = opened(report(tmp_path))
+    overview, detail = page.locator("svg.overview"), page.locator("svg.detail")
+    overview.scroll_into_view_if_needed()
+    box = overview.bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 14)
+    told = page.locator("#tip").inner_text()
+    assert re.match(r"learner, step \d+\n", told)
+    assert re.search(r"learning  \d+ %", told)
+    detail.locator("rect.a-generating").first.hover()
+    assert page.locator("#tip").inner_text() == "generating 6 s"
+
+
+def test_samples_are_filtered_by_why_they_are_shown(opened: Any, tmp_path: Path) -> None:
+    page = opened(report(tmp_path))
+    everything = page.locator(".card:visible").count()
+    page.get_by_role("button", name="error", exact=True).click()
+    assert 0 < page.locator(".card:visible").count() < everything
+    assert "KeyError: 'x'" in page.locator(".card:visible").inner_text()
+    page.get_by_role("button", name="all", exact=True).click()
+    assert page.locator(".card:visible").count() == everything
+
+
+def test_hostile_text_runs_nothing(opened: Any, tmp_path: Path) -> None:
+    run = made.make_run(tmp_path / "run")
+    evil = (
+        "</script><script>window.evil = 1</script><img src=x onerror='window.evil = 1'><svg onload='window.evil = 1'>"
+    )
+    made.lines(run / "samples.jsonl", [made.sample(1, [], made.completion(evil, 1.0, "error", evil), prompt=evil)])
+    made.lines(run / "timeline.jsonl", [made.span(evil, "generating", 0, 200), made.span(evil, "usage", 0, 400)])
+    page = opened(write_report([run]))
+    assert evil in page.locator(".card").inner_text()
+    page.locator("svg.detail rect.a-generating").first.hover()
+    assert page.evaluate("() => window.evil") is None
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_can_be_read_in_both_colour_schemes(opened: Any, tmp_path: Path, scheme: str) -> None:
+    page = opened(report(tmp_path))
+    page.emulate_media(color_scheme=scheme)
+    contrasts = page.evaluate(
+        """() => {
+          const lightness = (colour) => {
+            const [r, g, b] = colour.match(/[\\d.]+/g).map((v) => v / 255)
+              .map((v) => (v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
+            return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+          };
+          const page = lightness(getComputedStyle(document.body).backgroundColor);
+          return ["h1", ".what", ".title", "td", ".prompt", ".fact b"].map((selector) => {
+            const text = lightness(getComputedStyle(document.querySelector(selector)).color);
+            return (Math.max(page, text) + 0.05) / (Math.min(page, text) + 0.05);
+          });
+        }"""
+    )
+    assert min(contrasts) > 4.5  # WCAG 2, AA
+
+
+def test_it_fits_a_narrow_window_and_a_printed_page(opened: Any, tmp_path: Path) -> None:
+    page = opened(report(tmp_path))
+    page.set_viewport_size({"width": 420, "height": 800})
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= 420
+    pdf = page.pdf(format="A4")
+    assert pdf.startswith(b"%PDF")
+    assert 2 <= len(re.findall(rb"/Type /Page\b", pdf)) <= 15
+
+
+def test_a_comparison_and_an_empty_run_open_too(opened: Any, tmp_path: Path) -> None:
+    first, second = made.make_run(tmp_path / "a"), made.make_run(tmp_path / "b", steps=12)
+    page = opened(write_report([first, second], tmp_path / "both.html"))
+    assert page.locator("figure.chart svg").count() > 10
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.yaml").touch()
+    page = opened(write_report([tmp_path / "empty"]))
+    assert "nothing to judge" in page.locator(".verdict").inner_text()

@@ -1,0 +1,183 @@
+"""Thinned curves, axes, and the lanes of the timeline."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from asyncrl.tools.panel.run_snapshot import Story
+from asyncrl.tools.report.activity import exclusive, lanes, subtract
+from asyncrl.tools.report.chart import Curve, line_chart, ticks
+from asyncrl.tools.report.run import read_run
+from asyncrl.tools.report.series import MAX_POINTS, moving_mean, slope, thin, thin_rows
+from asyncrl.tools.report.timeline import TimeAxis, timeline
+from tests.rigs import made_up_run as made
+
+
+def test_thinning_keeps_the_extremes_the_ends_and_a_gap() -> None:
+    rng = random.Random(1)
+    points = [(float(i), rng.gauss(0, 1)) for i in range(10_000)]
+    points[4321], points[7777] = (4321.0, 99.0), (7777.0, -99.0)
+    with_gap = [*points[:5000], (5000.0, None), *points[5001:]]
+    kept = thin(with_gap)
+    assert len(kept) <= MAX_POINTS
+    assert kept == sorted(kept, key=lambda point: point[0])
+    for point in ((4321.0, 99.0), (7777.0, -99.0), (5000.0, None), with_gap[0], with_gap[-1]):
+        assert point in kept
+    assert thin(points[:MAX_POINTS]) == points[:MAX_POINTS]
+
+
+def test_thinned_stacks_keep_the_slowest_step() -> None:
+    rows = [(float(i), 1.0, 2.0 + (50.0 if i == 3333 else 0.0)) for i in range(9000)]
+    kept = thin_rows(rows)
+    assert len(kept) <= MAX_POINTS
+    assert (3333.0, 1.0, 52.0) in kept
+
+
+def test_a_moving_mean_leaves_a_constant_alone_and_skips_gaps() -> None:
+    smooth, window = moving_mean([(float(i), None if i == 50 else 3.0) for i in range(200)])
+    assert {y for _, y in smooth} == {3.0}
+    assert (len(smooth), window) == (199, 9)
+
+
+def test_the_slope_of_a_line() -> None:
+    assert slope([(0.0, 1.0), (1.0, 3.0), (2.0, None), (3.0, 7.0)]) == pytest.approx(2.0)
+    assert slope([(0.0, 1.0), (1.0, 3.0)]) is None
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [(0.0, 1.0, [0, 0.5, 1]), (0.0, 7.3, [0, 2, 4, 6]), (-0.02, 0.03, [-0.02, 0, 0.02]), (5.0, 5.0, [5])],
+)
+def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None:
+    assert ticks(low, high, 4) == pytest.approx(expected) or set(expected) <= set(ticks(low, high, 4))
+
+
+@pytest.mark.parametrize("logarithmic", [False, True])
+@pytest.mark.parametrize("values", [[1.0], [0.0, 0.0], [-1e-300, 1e90], [5.0, 5.0, 5.0], [0.0, 1e-9, 1e9], [-3.0]])
+def test_every_point_is_drawn_within_the_chart(values: list[float], logarithmic: bool) -> None:
+    points = [(float(i), value) for i, value in enumerate(values)]
+    drawn = line_chart("any", [Curve("c", points, "dots")], logarithmic=logarithmic, floor=0.0, limit=0.1)
+    places = re.findall(r'cx="([-\d.]+)" cy="([-\d.]+)"', drawn)
+    assert len(places) == len(values)
+    assert all(0 <= float(x) <= 400 and 0 <= float(y) <= 168.1 for x, y in places), places
+
+
+def test_a_curve_without_numbers_leaves_no_chart() -> None:
+    assert line_chart("any", [Curve("c", [(1.0, None)]), Curve("d", [])]) == ""
+
+
+def test_what_is_covered_is_taken_away() -> None:
+    assert subtract([(0, 10), (20, 30)], [(2, 3), (5, 21), (29, 40)]) == [(0, 2), (3, 5), (21, 29)]
+    assert subtract([(0, 1)], []) == [(0, 1)]
+    assert subtract([(0, 1)], [(0, 1)]) == []
+
+
+def test_activities_exclude_each_other() -> None:
+    rng = random.Random(2)
+    found = {name: [(t := rng.uniform(0, 100), t + rng.uniform(0, 5)) for _ in range(60)] for name in "abc"}
+    parts = exclusive(found, "abc")
+    everything = sorted(span for spans in parts.values() for span in spans)
+    assert all(before[1] <= after[0] + 1e-9 for before, after in pairwise(everything))
+    union = exclusive({"all": [span for spans in found.values() for span in spans]}, ["all"])["all"]
+    total = sum(b - a for a, b in everything)
+    assert total == pytest.approx(sum(b - a for a, b in union))
+
+
+def seconds(spans: list[tuple[float, float]]) -> float:
+    return sum(until - since for since, until in spans)
+
+
+def test_lanes_say_who_did_what(tmp_path: Path) -> None:
+    learner, server = lanes(read_run(made.make_run(tmp_path / "run", steps=10)))
+    assert (learner.name, server.name) == ("learner", "host-1")
+    assert {what: round(seconds(spans), 3) for what, spans in learner.parts.items() if spans} == {
+        "waiting": 20.0,
+        "learning": 60.0,
+        "publishing": 10.0,
+        "saving": 3.0,
+    }
+    assert seconds(server.parts["generating"]) == pytest.approx(60.0)
+    assert seconds(server.parts["idle"]) == pytest.approx(40.0)
+
+
+def test_in_sync_mode_the_device_has_a_lane(tmp_path: Path) -> None:
+    run = made.make_run(tmp_path / "run", steps=3, change=lambda number: {"wake_s/learner": 0.5})
+    (run / "config.yaml").write_text(made.CONFIG.replace("async", "sync"))
+    spans = []
+    for step in (0, 10, 20):
+        spans += [
+            made.span("host-1", "usage", step, step + 10),
+            made.span("host-1", "generating", step + 1, step + 2.5),
+            made.span("learner", "asleep", step, step + 2.7),
+            made.span("host-1", "falling asleep", step + 2.5, step + 2.7, wake_s=0.4),
+        ]
+    made.lines(run / "timeline.jsonl", spans)
+    _, server, device = lanes(read_run(run))
+    assert device.name == "device"
+    assert seconds(device.parts["handing over"]) == pytest.approx(3 * (0.4 + 0.2 + 0.5) - 3 * 0.2, abs=0.7)
+    assert seconds(device.parts["server's turn"]) == pytest.approx(3 * (2.7 - 0.6), abs=0.01)
+    assert seconds(server.parts["waking"]) == pytest.approx(3 * 0.6)
+    assert seconds(server.parts["generating"]) == pytest.approx(3 * 1.5)
+
+
+def test_a_pause_between_two_learners_is_drawn_short(tmp_path: Path) -> None:
+    away = 86_400.0
+    run = made.make_run(tmp_path / "run", change=lambda n: {"time": made.BEGAN + 10 * n + (away if n > 20 else 0)})
+    made.lines(run / "timeline.jsonl", [])
+    starts = [{"time": made.BEGAN, "step": 0}, {"time": made.BEGAN + away + 200, "step": 20}]
+    (run / "environment.json").write_text(json.dumps({"starts": starts}))
+    read = read_run(run)
+    drawn = timeline(read)
+    assert drawn.count("stopped 24 h 00 min") == 2  # in the whole run, and in the steps around its middle
+    widths = [float(width) for width in re.findall(r'class="a-learning" [^>]*width="([\d.]+)"', drawn)]
+    assert len(widths) == 20
+    assert min(widths) > 20
+    assert read.busy_s == pytest.approx(400, abs=15)
+
+
+@pytest.mark.parametrize(
+    ("failed", "crashed"), [((250, 300, 350), ()), ((), (-300, -200)), ((250,), (-100,)), ((), ())]
+)
+def test_a_pause_counts_once_however_often_a_start_failed_in_it(
+    tmp_path: Path, failed: tuple[int, ...], crashed: tuple[int, ...]
+) -> None:
+    """Twenty steps of 10 s, a pause until 400 s, twenty more. `failed` starts in the pause, `crashed` before it all."""
+
+    def times(number: int) -> dict[str, float]:
+        return {
+            "time": made.BEGAN + 10 * number + (200 if number > 20 else 0),
+            "uptime_s": 10 * ((number - 1) % 20 + 1),
+        }
+
+    run = made.make_run(tmp_path / "run", steps=40, change=times)
+    made.lines(run / "timeline.jsonl", [])
+    starts = [{"time": made.BEGAN + at, "step": 20} for at in (*crashed, 0, *failed, 400)]
+    (run / "environment.json").write_text(json.dumps({"starts": starts}))
+    assert read_run(run).busy_s == pytest.approx(400)
+    story = Story(run)
+    story.refresh()
+    assert story.seconds_taken() == pytest.approx(400), "asyncrl watch says the same"
+    (run / "metrics.jsonl").unlink()
+    assert read_run(run).busy_s == 0
+
+
+def test_steps_that_say_no_more_than_their_time_have_no_detail(tmp_path: Path) -> None:
+    run = made.make_run(tmp_path / "run")
+    made.lines(run / "metrics.jsonl", [{"step": n, "time": made.BEGAN + 1e6 + n, "step_s": 1.0} for n in range(9)])
+    drawn = timeline(read_run(run))
+    assert "The whole run" in drawn
+    assert "Steps" not in drawn
+
+
+def test_the_axis_leaves_out_pauses() -> None:
+    axis = TimeAxis([(0.0, 50.0), (1000.0, 1050.0)])
+    assert axis.px(50.0) < axis.px(1000.0) < axis.px(1050.0)
+    assert axis.px(50.0) - axis.px(0.0) == pytest.approx(axis.px(1050.0) - axis.px(1000.0))
+    assert axis.at(75.0) == 1025.0
+    assert axis.px(1050.0) == pytest.approx(axis.right)

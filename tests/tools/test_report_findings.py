@@ -1,0 +1,166 @@
+"""What a report finds wrong with a run, and that it draws its lines where the alerts do."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from asyncrl.telemetry.limits import (
+    FIRST_STEP_S,
+    LIMITS,
+    NOT_IN_A_RUN_DIRECTORY,
+    STANDARD_ERRORS,
+    STARVES_AT_BOUND,
+    USUAL_STEPS,
+)
+from asyncrl.tools.report.findings import findings, verdict
+from asyncrl.tools.report.run import Run, read_run
+from tests.rigs import made_up_run as made
+
+ALERTS = Path(__file__).parents[2] / "docker" / "prometheus" / "alerts.yml"
+SECONDS = {"s": 1, "m": 60, "h": 3600}
+Change = Callable[[int], dict[str, Any]]
+
+
+def run_with(folder: Path, change: Change = lambda number: {}, **more: Any) -> Run:
+    return read_run(made.make_run(folder / "run", change=change, **more))
+
+
+def found(run: Run) -> dict[str, tuple[str, str]]:
+    """Level and value by what was found."""
+    return {finding.what: (finding.level, finding.value) for finding in findings(run)}
+
+
+def test_a_healthy_run_has_no_findings(tmp_path: Path) -> None:
+    run = run_with(tmp_path)
+    assert findings(run) == []
+    assert verdict(run, [])[0] == "good"
+
+
+def alerting_rules() -> list[dict[str, Any]]:
+    groups = yaml.safe_load(ALERTS.read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"] if "alert" in rule]
+
+
+def test_the_limits_are_those_of_the_alerts() -> None:
+    rules = {rule["alert"]: rule for rule in alerting_rules()}
+    unlimited = {"RunStopped", "NotANumber", *NOT_IN_A_RUN_DIRECTORY}
+    assert set(rules) == LIMITS.keys() | unlimited, "an alert is new: add it to LIMITS and CHECKS, or say why not"
+    for name, limit in LIMITS.items():
+        expression, wait = rules[name]["expr"], rules[name].get("for", "0s")
+        numbers = [float(number) for number in re.findall(r"(?:[<>*,]|!=) (\d[\d.e]*)", expression)]
+        assert limit.value in numbers, f"{name}: {limit.value} is not in {expression}"
+        assert limit.hold_s == int(wait[:-1]) * SECONDS[wait[-1]], f"{name}: for {wait}"
+    assert f"idle_ratio > {STARVES_AT_BOUND}" in rules["StalenessAtBound"]["expr"]
+    assert f"> {STANDARD_ERRORS:g} * sqrt(" in rules["RewardHacking"]["expr"]
+    assert f"clamp_min({USUAL_STEPS:g} * asyncrl_learner_step_seconds_sum" in rules["NoProgress"]["expr"]
+    assert f"last_step_age_seconds > {FIRST_STEP_S:g} unless" in rules["NoProgress"]["expr"]
+
+
+def sick(key: str, value: Any, first: int = 20, last: int = 40) -> Change:
+    return lambda number: {key: value} if first <= number <= last else {}
+
+
+@pytest.mark.parametrize(
+    ("change", "level", "what", "value"),
+    [
+        (sick("entropy", 0.01), "warning", "Entropy collapsed", r"steps 20 to 40; lowest 0\.01"),
+        (sick("ess", 0.3), "warning", "The effective sample size collapsed", r"steps 20 to 40; lowest 30%"),
+        (sick("mismatch_kl_k3", 0.2), "warning", "Learner and engine disagree", r"highest 0\.2$"),
+        (sick("staleness/mean", 1.9), "warning", "Samples are as stale as they may be", r"of at most 2 versions"),
+        (sick("ledger_residual", 1, 7, 8), "critical", "The ledger does not balance", r"1 groups, first at step 7"),
+        (sick("loss", None, 5, 5), "critical", "The loss was not a number", r"1 step, first 5"),
+        (sick("grad_norm", None, 5, 6), "critical", "The gradient norm was not a number", r"2 steps, first 5"),
+        (sick("rows/error", 4.0), "warning", "Rewards fail", r"21% of the trajectories \(error 84\)"),
+        (sick("idle/learner", 0.95), "info", "The learner waits for groups", r"80% of its time in steps 20 to 40"),
+        (sick("idle/rollout", 0.95, 1), "info", "The rollout servers are idle", r"95% of their time"),
+        (sick("rows/truncated", 9.0), "info", "Many completions hit the length limit", r"37%"),
+        (sick("zero_variance_groups", 3.0), "info", "Most groups teach nothing", r"75% of the groups"),
+    ],
+)
+def test_what_is_wrong_is_found(tmp_path: Path, change: Change, level: str, what: str, value: str) -> None:
+    run = run_with(tmp_path, change)
+    assert list(found(run)) == [what]
+    assert found(run)[what][0] == level
+    assert re.search(value, found(run)[what][1]), found(run)[what][1]
+    assert all(finding.advice for finding in findings(run))
+
+
+@pytest.mark.parametrize("key", ["entropy", "ess"])
+def test_a_moment_beyond_a_limit_is_no_finding(tmp_path: Path, key: str) -> None:
+    assert found(run_with(tmp_path, sick(key, 0.0, 20, 22))) == {}
+
+
+def test_a_stretch_as_long_as_the_alert_waits_is_found_in_a_long_run(tmp_path: Path) -> None:
+    """2 of 40 steps are few, but 400 s of an effective sample size of 0 would have woken somebody."""
+    slow = lambda number: {"time": made.BEGAN + 400.0 * number, **sick("ess", 0.1, 20, 21)(number)}  # noqa: E731
+    assert "The effective sample size collapsed" in found(run_with(tmp_path, slow))
+
+
+def test_reward_that_rises_while_held_out_accuracy_falls(tmp_path: Path) -> None:
+    rising = run_with(tmp_path / "a", accuracy=(0.4, 0.7, 0.5))
+    assert found(rising)["Reward rises while held-out accuracy falls"][1] == (
+        "held-out accuracy 0.700 at step 20, 0.500 at step 40, over 50 rows"
+    )
+    falling = run_with(tmp_path / "b", lambda number: {"reward/mean": 1 - number / 100}, accuracy=(0.4, 0.7, 0.5))
+    assert found(falling) == {}
+    by_chance = run_with(tmp_path / "c", accuracy=(0.4, 0.7, 0.6))
+    assert found(by_chance) == {}, "of 50 rows, 5 fewer are right"
+    assert found(run_with(tmp_path / "d", accuracy=(0.4, 1.5, 1.2))) != {}, "an accuracy that is no share"
+
+
+def test_a_learner_that_speaks_and_makes_no_step_is_found(tmp_path: Path) -> None:
+    now = time.time()
+    at = lambda since: lambda number: {"time": now - since - made.STEP_S * (40 - number)}  # noqa: E731
+    status = {"phase": "training", "time": now}
+    stuck = found(run_with(tmp_path / "a", at(1000), status=status))
+    assert stuck == {"No step is made": ("critical", "none for 16 min 40 s, while the learner answers")}
+    assert found(run_with(tmp_path / "b", at(500), status=status)) == {}
+    assert found(run_with(tmp_path / "c", at(1000), status=status | {"phase": "evaluating"})) == {}
+    silent = found(run_with(tmp_path / "d", at(1000), status=status | {"time": now - 300}))
+    assert list(silent) == ["The learner fell silent"]
+
+
+def test_a_learner_that_is_never_idle_needs_no_more_servers(tmp_path: Path) -> None:
+    at_bound = {"staleness/mean": 2.0, "idle/learner": 0.01}
+    (finding,) = findings(run_with(tmp_path / "a", lambda number: at_bound))
+    assert "servers are ahead" in finding.advice
+    assert finding.level == "info", "no alert fires"
+    (finding,) = findings(run_with(tmp_path / "b", lambda number: at_bound | {"idle/learner": 0.3}))
+    assert "add servers" in finding.advice
+    assert finding.level == "warning"
+
+
+def test_how_a_run_ended_is_a_finding(tmp_path: Path) -> None:
+    silent = run_with(tmp_path / "a", status={"phase": "training"})
+    assert found(silent)["The learner fell silent"][0] == "critical"
+    live = run_with(tmp_path / "b", status={"phase": "training", "time": time.time()})
+    assert "The learner fell silent" not in found(live)
+    failed = run_with(tmp_path / "c", status={"phase": "failed", "waiting_for": "waited 600 s for groups"})
+    assert found(failed) == {"The learner failed": ("critical", "waited 600 s for groups")}
+    assert verdict(failed, findings(failed)) == ("critical", "Not healthy: the learner failed.")
+
+
+def test_restarts_and_errors_are_told(tmp_path: Path) -> None:
+    run = made.make_run(tmp_path / "run", status={"errors": {"bad_hash": 3, "KeyError": 10}})
+    starts = [{"time": made.BEGAN + 100.0 * i, "step": 10 * i} for i in range(6)]
+    (run / "environment.json").write_text(json.dumps({"starts": starts}))
+    told = found(read_run(run))
+    assert told["It was started again"] == ("warning", "5 restarts of the learner, after steps 10, 20, 30, 40, 50")
+    assert told["Errors were counted"] == ("info", "KeyError 10, bad_hash 3")
+
+
+def test_a_run_that_held_nothing_out_is_told_so(tmp_path: Path) -> None:
+    assert list(found(run_with(tmp_path, accuracy=()))) == ["Nothing was held out"]
+
+
+def test_the_gravest_comes_first(tmp_path: Path) -> None:
+    change = lambda number: {"entropy": 0.0, "ledger_residual": 2, "idle/rollout": 0.9}  # noqa: E731
+    assert [finding.level for finding in findings(run_with(tmp_path, change))] == ["critical", "warning", "info"]

@@ -1,0 +1,223 @@
+"""What a service that is started again by a machine does, and what a health check says of it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from asyncrl import cli
+from asyncrl.cli import main as asyncrl
+from asyncrl.config.load import dump_config
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import BadStateError, UserError, WaitTimeoutError
+from asyncrl.launch.processes import JOURNAL_FILE
+from asyncrl.launch.unattended import next_attempt
+from asyncrl.run_folder.failure import FAILURE_FILE, Kind, kind_of
+from asyncrl.telemetry.recorder import RunRecorder
+from asyncrl.telemetry.waits import WaitClock
+from asyncrl.tools.health import LONGEST_PULSE_S, LONGEST_START_S, LONGEST_STEP_S, ailments
+from tests.rigs.small_runs import save_failure
+
+
+def _begun(config: RunConfig) -> Path:
+    config.run_path.mkdir(parents=True, exist_ok=True)
+    (config.run_path / JOURNAL_FILE).touch()
+    return config.run_path
+
+
+def test_it_begins_continues_and_ends(make_config: Callable[..., RunConfig]) -> None:
+    config = make_config()
+    assert next_attempt(config) == "begin"
+    run = _begun(config)
+    assert next_attempt(config) == "continue"
+    RunRecorder(run).status(phase="interrupted")
+    assert next_attempt(config) == "continue"
+    RunRecorder(run).status(phase="finished")
+    assert next_attempt(config) == "nothing"
+
+
+@pytest.mark.parametrize("kind", ["timed_out", "disk_full", "user_error"])
+def test_it_tries_again_what_another_time_may_mend(make_config: Callable[..., RunConfig], kind: Kind) -> None:
+    config = make_config()
+    save_failure(_begun(config), kind, reason="waited 5 s for a rollout server")
+    assert next_attempt(config) == "continue"
+
+
+def test_it_does_not_try_again_after_bad_state(make_config: Callable[..., RunConfig]) -> None:
+    config = make_config()
+    save_failure(_begun(config), "bad_state")
+    with pytest.raises(BadStateError, match=r"the loss is nan.*--resume"):
+        next_attempt(config)
+
+
+def test_it_does_not_try_where_it_cannot_see_whether_it_may(make_config: Callable[..., RunConfig]) -> None:
+    config = make_config()
+    file = _begun(config) / FAILURE_FILE
+    file.symlink_to(file)  # of itself: nobody opens that, root included
+    with pytest.raises(UserError, match=f"cannot read {file}"):
+        next_attempt(config)
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_its_learner_knows_that_nobody_watches_it(
+    make_config: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bool
+) -> None:
+    config, file, became = make_config(), tmp_path / "config.yaml", []
+    file.write_text(dump_config(config))
+    if begun:
+        _begun(config)
+    monkeypatch.setattr(cli, "_become", lambda *arguments: became.extend(arguments))
+    asyncrl(["learn", str(file), "--unattended"])
+    assert became == ["learner", "--config", str(file), *(["--resume"] if begun else []), "--unattended"]
+
+
+def test_failures_have_kinds() -> None:
+    full = OSError(28, "No space left on device")
+    known = [WaitTimeoutError("w"), BadStateError("b"), UserError("u"), full, RuntimeError("r")]
+    assert [kind_of(error) for error in known] == ["timed_out", "bad_state", "user_error", "disk_full", None]
+
+
+# --- health ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _endpoint(text: str) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/metrics"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+WELL = (
+    "# HELP asyncrl_learner_step s\nasyncrl_learner_step 3.0\nasyncrl_learner_pulse_age_seconds 0.2\n"
+    "asyncrl_learner_ledger_residual_groups 0.0\n"
+)
+WAITS = "asyncrl_rollout_policy_version NaN\nasyncrl_rollout_learner_silence_seconds"
+"""A server that no learner has welcomed yet."""
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ("", []),
+        ('asyncrl_learner_stopped{kind="finished"} 1.0\n', []),
+        ('asyncrl_learner_stopped{kind="bad_state"} 1.0\n', ["it has stopped"]),
+        (f"asyncrl_learner_pulse_age_seconds {LONGEST_PULSE_S + 1}\n", ["has not looked at its sockets for 61 s"]),
+        ("asyncrl_learner_ledger_residual_groups 2.0\n", ["residual is not 0"]),
+        (f"asyncrl_learner_last_step_age_seconds {LONGEST_STEP_S - 1}\n", []),
+        (f"asyncrl_learner_last_step_age_seconds {LONGEST_STEP_S + 1}\n", ["no step for 30 min"]),
+        ("asyncrl_learner_last_step_age_seconds NaN\n", []),
+        ('asyncrl_learner_last_step_age_seconds 9e9\nasyncrl_learner_stopped{kind="finished"} 1.0\n', []),
+        ("asyncrl_rollout_learner_silence_seconds 90.0\n", ["the learner has been silent for 90 s"]),
+        (f"{WAITS} {LONGEST_START_S - 1}\n", []),
+        (f"{WAITS} {LONGEST_START_S + 1}\n", ["the learner has been silent for 601 s"]),
+    ],
+)
+def test_health_names_what_is_wrong(more: str, says: list[str]) -> None:
+    with _endpoint(WELL + more) as url:
+        found = ailments(url)
+    assert len(found) == len(says)
+    assert all(text in ailment for text, ailment in zip(says, found, strict=True)), found
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_health_of_an_address_without_a_scheme(host: str) -> None:
+    with _endpoint(WELL) as url:
+        port = url.removeprefix("http://127.0.0.1:").removesuffix("/metrics")
+        assert asyncrl(["health", f"{host}:{port}/metrics"]) == 0
+        assert ailments(f"{host}:{port}") == []
+    assert f"http://{host}:{port}/metrics does not answer" in ailments(f"{host}:{port}/metrics")[0]
+
+
+def test_health_of_nothing_and_of_something_else() -> None:
+    with _endpoint("hello") as url:
+        assert "not as a service of asyncrl" in ailments(url)[0]
+    assert "does not answer" in ailments(url)[0]
+
+
+@contextmanager
+def _socket_that(answers: Callable[[socket.socket], object]) -> Iterator[str]:
+    """Answers one request by itself."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection, suppress(OSError):
+                connection.recv(4096)
+                answers(connection)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}/metrics"
+        thread.join(timeout=10)
+
+
+def test_health_has_a_deadline_for_the_whole_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.tools.health.TIMEOUT_S", 0.5)
+    asked = threading.Event()
+
+    def drip(connection: socket.socket) -> None:
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+        while not asked.wait(0.1):
+            connection.sendall(b"a")
+
+    with _socket_that(drip) as url:
+        began = time.monotonic()
+        found = ailments(url)
+        took_s = time.monotonic() - began
+        asked.set()
+    assert found == [f"{url} does not answer: not within 0.5 s"]
+    assert took_s < 2
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\nasyncrl_learner_step 3.0\n", b"what?\r\n", b""],
+    ids=["cut", "no HTTP", "nothing"],
+)
+def test_health_of_a_broken_answer_is_words(answer: bytes) -> None:
+    with _socket_that(lambda connection: connection.sendall(answer)) as url:
+        (found,) = ailments(url)
+    assert "does not answer" in found
+
+
+def test_health_of_metrics_that_are_no_numbers() -> None:
+    with _endpoint("asyncrl_learner_step three\n") as url:
+        assert "not as a service of asyncrl" in ailments(url)[0]
+
+
+# --- waiting -----------------------------------------------------------------------------------------
+
+
+def test_a_wait_inside_another_counts_for_itself_alone_and_a_wait_that_goes_on_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    clock = WaitClock()
+    with clock.waiting("groups"):
+        now += 3
+        with clock.waiting("device"):
+            now += 5
+            assert clock.totals() == {"groups": 3, "device": 5}
+        now += 1
+    now += 10
+    assert clock.totals() == {"groups": 4, "device": 5}

@@ -1,0 +1,113 @@
+"""What contradicts a device channel is refused before anything is loaded, with the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import UserError
+from asyncrl.launch.inputs import check_inputs
+from asyncrl.weight_transfer.requirements import check_gpus
+from learner.network.publication import open_device_weights
+from learner.service import Learner
+from rollout_server.service import RolloutServer
+
+MakeConfig = Callable[..., RunConfig]
+
+
+@pytest.mark.parametrize(
+    ("channel", "sections", "told"),
+    [
+        ("nccl", {"model": {"lora": {"rank": 4}}}, "model.lora trains adapters"),
+        ("cuda_ipc", {"model": {"lora": {"rank": 4}}}, "model.lora trains adapters"),
+        ("nccl", {"rollout": {"engine": "scripted"}}, "the scripted engine has no model"),
+        ("nccl", {"learner": {"device": "cpu"}}, "learner.device is cpu"),
+        ("cuda_ipc", {"rollout": {"device": "cpu"}}, "rollout.device is cpu"),
+        ("cuda_ipc", {"rollout": {"engine": "vllm", "tensor_parallel_size": 2}}, "shares the memory of one GPU"),
+        ("nccl", {"network": {"host": "10.0.0.5"}}, r"10.0.0.5, not loopback, .*\(network.insecure=true"),
+        ("nccl", {"trainer": {"mode": "sync"}}, "trainer.mode is sync and rollout.weights_channel is nccl"),
+    ],
+)
+def test_settings_that_contradict_the_channel_are_refused(
+    make_config: MakeConfig, channel: str, sections: dict[str, Any], told: str
+) -> None:
+    sections = {**sections, "rollout": {**sections.get("rollout", {}), "weights_channel": channel}}
+    with pytest.raises(ValidationError, match=f"(?s){told}.*Set rollout.weights_channel=auto"):
+        make_config(**sections)
+
+
+def test_what_does_not_contradict_it_is_accepted(make_config: MakeConfig) -> None:
+    for network in ({"host": "127.0.0.1"}, {"host": "localhost"}, {"host": "10.0.0.5", "insecure": True}):
+        make_config(rollout={"weights_channel": "nccl"}, network=network)
+    make_config(rollout={"weights_channel": "cuda_ipc"}, network={"host": "10.0.0.5"})
+    make_config(rollout={"weights_channel": "auto"}, model={"lora": {"rank": 4}})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("channel", ["nccl", "cuda_ipc"])
+def test_without_a_gpu_nothing_is_loaded(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, channel: str
+) -> None:
+    import asyncio
+
+    config = make_config(rollout={"weights_channel": channel})
+    told = (
+        rf"weights_channel is {channel}, which needs a CUDA device .* is auto and torch .* sees none here.*set rollout"
+    )
+    monkeypatch.setattr("learner.service.find_start", None)
+    monkeypatch.setattr("rollout_server.service.PromptProcessor", None)
+    with pytest.raises(UserError, match=told):
+        check_inputs(config, "learner", "rollout_server")
+    with pytest.raises(UserError, match=told):
+        Learner(config)
+    with pytest.raises(UserError, match=told):
+        asyncio.run(RolloutServer(config).run())
+
+
+@pytest.mark.parametrize(
+    ("channel", "learner", "rollout", "told"),
+    [
+        ("nccl", "auto", {}, r"both use cuda:0, .* one GPU. Set learner.device=cuda:1"),
+        ("nccl", "cuda:1", {"engine": "vllm", "tensor_parallel_size": 2}, "Set learner.device=cuda:2"),
+        ("nccl", "cuda:1", {}, ""),
+        ("nccl", "cuda:2", {"engine": "vllm", "tensor_parallel_size": 2}, ""),
+        ("cuda_ipc", "cuda:1", {}, "the learner uses cuda:1 and the engine cuda:0. Set learner.device=cuda:0"),
+        ("cuda_ipc", "cuda", {"device": "cuda:0"}, ""),
+        ("auto", "auto", {}, ""),
+    ],
+)
+def test_devices_of_one_machine_that_the_channel_cannot_join_are_refused(
+    make_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    channel: str,
+    learner: str,
+    rollout: dict[str, Any],
+    told: str,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    config = make_config(learner={"device": learner}, rollout={**rollout, "weights_channel": channel})
+    if not told:
+        check_gpus(config)
+        return
+    with pytest.raises(UserError, match=f"{told}, or set rollout.weights_channel=auto"):
+        check_gpus(config)
+
+
+def test_where_the_device_is_lent_or_adapters_travel_there_is_nothing_to_send_from(make_config: MakeConfig) -> None:
+    engine: Any = type(
+        "Engine", (), {"adapter": None, "device": torch.device("cpu"), "published_state": lambda _: ()}
+    )()
+    publication: Any = None
+    assert open_device_weights(make_config(trainer={"mode": "sync"}), publication, engine) is None
+    assert open_device_weights(make_config(), publication, engine) is not None
+    budget = {"gpu_memory": {"budget_gib": 24}}
+    assert open_device_weights(make_config(**budget), publication, engine) is None, "auto: the plan has no room for it"
+    assert open_device_weights(make_config(**budget, rollout={"weights_channel": "nccl"}), publication, engine)
+    engine.adapter = object()
+    assert open_device_weights(make_config(), publication, engine) is None

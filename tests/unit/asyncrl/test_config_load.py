@@ -1,0 +1,336 @@
+"""Configuration: what a user may write, and what they are told when it is wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from asyncrl.config.explain import config_reference, explain, explain_batches
+from asyncrl.config.keys import iter_keys
+from asyncrl.config.load import dump_config, load_config
+from asyncrl.config.schema import RunConfig
+from asyncrl.config.suggest import ALIASES
+from asyncrl.errors import UserError
+
+ROOT = Path(__file__).parents[3]
+MINIMAL = """\
+run_dir: runs/x
+model: {path: some/model}
+data:
+  train_files: [a.parquet]
+reward:
+  functions:
+    - {function: exact_match}
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.fixture
+def minimal(tmp_path: Path) -> Path:
+    return write(tmp_path, MINIMAL)
+
+
+def refusal(path: Path, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load_config(path, overrides)
+    return str(caught.value)
+
+
+# --- what is accepted -----------------------------------------------------------------------------
+
+
+def test_a_minimal_file_gets_every_default(minimal: Path) -> None:
+    config = load_config(minimal)
+    assert config.model.path == "some/model"
+    assert config.batch.group_size == 8
+    assert config.sft.optim.lr == 1e-5
+    assert config.learner.optim.lr == 1e-6
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_every_shipped_configuration_loads(path: Path) -> None:
+    config = load_config(path)
+    assert config.run_dir
+    assert explain(config, num_rows=100).count("\n") > 20
+
+
+@pytest.mark.parametrize("text", ["1e-6", "1.0e-6", "0.000001", "1E-6"])
+def test_exponents_are_numbers(tmp_path: Path, text: str) -> None:
+    path = write(tmp_path, MINIMAL + f"learner: {{optim: {{lr: {text}}}}}\n")
+    assert load_config(path).learner.optim.lr == 1e-6
+    assert load_config(path, [f"sft.optim.lr={text}"]).sft.optim.lr == 1e-6
+
+
+def test_yaml_1_1_words_and_dates_stay_text(tmp_path: Path) -> None:
+    text = MINIMAL.replace("[a.parquet]", "[no, 2024-01-01, on]")
+    data = load_config(write(tmp_path, text + "rollout: {engine: vllm, engine_args: {a: no, b: 12:30, c: 0o7}}\n"))
+    assert data.data.train_files == ("no", "2024-01-01", "on")
+    assert data.rollout.engine_args == {"a": "no", "b": "12:30", "c": "0o7"}
+
+
+@pytest.mark.parametrize(
+    ("word", "value"), [("yes", True), ("no", False), ("on", True), ("off", False), ("true", True)]
+)
+def test_a_switch_takes_the_usual_words(minimal: Path, word: str, value: bool) -> None:
+    assert load_config(minimal, [f"data.shuffle={word}"]).data.shuffle is value
+
+
+def test_a_partial_section_keeps_the_defaults_around_it(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, MINIMAL + "sft: {optim: {weight_decay: 0.5}}\nlearner:\n"))
+    assert config.sft.optim.lr == 1e-5
+    assert config.sft.optim.weight_decay == 0.5
+    assert config.learner.max_staleness == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "get", "value"),
+    [
+        ("batch.group_size=16", lambda c: c.batch.group_size, 16),
+        ("learner.optim.lr=3e-5", lambda c: c.learner.optim.lr, 3e-5),
+        ("learner.optim.lr=1", lambda c: c.learner.optim.lr, 1.0),
+        ("learner.optim.betas=[0.8, 0.9]", lambda c: c.learner.optim.betas, (0.8, 0.9)),
+        ("learner.optim.betas.1=0.95", lambda c: c.learner.optim.betas, (0.9, 0.95)),
+        ("data.train_files=a.jsonl,b.jsonl", lambda c: c.data.train_files, ("a.jsonl", "b.jsonl")),
+        ("data.train_files.0=b.parquet", lambda c: c.data.train_files, ("b.parquet",)),
+        ("data.train_files.1=b.parquet", lambda c: c.data.train_files, ("a.parquet", "b.parquet")),
+        ("data.val_files=[]", lambda c: c.data.val_files, ()),
+        ("run_dir=123", lambda c: c.run_dir, "123"),
+        ("run_dir=a=b", lambda c: c.run_dir, "a=b"),
+        ("data.system_prompt=", lambda c: c.data.system_prompt, ""),
+        ("data.system_prompt=Say: yes, #1", lambda c: c.data.system_prompt, "Say: yes, #1"),
+        ("reward.functions.0.weight=2", lambda c: c.reward.functions[0].weight, 2.0),
+        ("reward.functions.1.function=f.py:g", lambda c: c.reward.functions[1].function, "f.py:g"),
+        ("reward.functions.0.kwargs.scale=3", lambda c: c.reward.functions[0].kwargs, {"scale": 3}),
+        ("reward.functions.0.kwargs.deep.er=1e-3", lambda c: c.reward.functions[0].kwargs, {"deep": {"er": 0.001}}),
+        ("data.shuffle=false", lambda c: c.data.shuffle, False),
+    ],
+)
+def test_overrides_take_the_type_of_their_key(minimal: Path, override: str, get: Any, value: Any) -> None:
+    got = get(load_config(minimal, [override]))
+    assert got == value
+    assert type(got) is type(value)
+
+
+def test_the_last_override_wins(minimal: Path) -> None:
+    assert load_config(minimal, ["batch.group_size=2", "batch.group_size=4"]).batch.group_size == 4
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["run_dir=no", "data.system_prompt=1e-6", "data.val_files=[yes, '1.0', null.jsonl]"],
+        [
+            "rollout.engine=vllm",
+            "rollout.engine_args={a: 1e-7, b: [true, 'off', ~], c: {d: '0x1f'}}",
+            "learner.optim.lr=1e-12",
+        ],
+        ["data.system_prompt=two\nlines: {x} # not a comment"],
+    ],
+)
+def test_dumped_configuration_loads_back_equal(minimal: Path, tmp_path: Path, overrides: list[str]) -> None:
+    config = load_config(minimal, overrides)
+    text = dump_config(config)
+    again = tmp_path / "again.yaml"
+    again.write_text(text)
+    assert load_config(again) == config
+    assert yaml.safe_load(text)["batch"]["group_size"] == 8, "plain PyYAML reads it, too"
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("batch.group_sise", "batch.group_size"),
+        ("learner.optim.learning_rate", "learner.optim.lr"),
+        ("batch.max_staleness", "learner.max_staleness"),
+        ("traner.max_steps", "trainer.max_steps"),
+        ("rollout.n", "batch.group_size"),
+        ("worker.rollout.n", "batch.group_size"),
+        ("data.rollout_batch_size", "batch.prompts_per_step"),
+        ("num_generations", "batch.group_size"),
+        ("worker.actor.optim.lr", "learner.optim.lr"),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size", "algorithm.updates_per_batch"),
+        ("trainer.total_training_steps", "trainer.max_steps"),
+        ("model_name_or_path", "model.path"),
+        ("reward.functions.0.wieght", "reward.functions.N.weight"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_what_was_meant(minimal: Path, tmp_path: Path, key: str, meant: str) -> None:
+    message = refusal(minimal, f"{key}=4")
+    assert f"unknown key {key}: did you mean {meant}?" in message
+    if ".0." in key:
+        return
+    nested: Any = 4
+    for part in reversed(key.split(".")):
+        nested = {part: nested}
+    data = yaml.safe_load(MINIMAL)
+    for name, value in nested.items():
+        data[name] = {**data.get(name, {}), **value} if isinstance(value, dict) else value
+    message = refusal(write(tmp_path, yaml.safe_dump(data)))
+    assert f"{key} is an unknown key: did you mean {meant}?" in message
+    assert "run.yaml line" in message
+
+
+def test_a_setting_without_counterpart_says_why(minimal: Path) -> None:
+    assert "a run is named by its folder" in refusal(minimal, "trainer.experiment_name=first")
+
+
+def test_every_alias_names_a_real_key() -> None:
+    known = {key.path for key in iter_keys()}
+    assert set(ALIASES.values()) <= known
+    assert not set(ALIASES) & known, "an alias must not shadow a key"
+
+
+def test_all_problems_come_at_once_with_their_places(tmp_path: Path) -> None:
+    text = """\
+run_dir: runs/x
+model: {}
+data:
+  train_files: [a.parquet]
+  shuffel: true
+batch:
+  group_size: many
+  prompts_per_step: 0
+reward:
+  functions: [{function: exact_match}]
+"""
+    message = refusal(write(tmp_path, text), "rollout.n=4", "learner.optim.lr=-1")
+    lines = message.splitlines()
+    assert "6 problems" in lines[0]
+    assert len(lines) == 7
+    for expected in (
+        "unknown key rollout.n",
+        "data.shuffel is an unknown key: did you mean data.shuffle? [",
+        "model.path is missing",
+        "batch.group_size is 'many': expected whole number > 0 [",
+        "batch.prompts_per_step is 0: expected whole number > 0 [",
+        "learner.optim.lr is -1: expected number > 0 [override learner.optim.lr=-1]",
+    ):
+        assert expected in message
+    assert "run.yaml line 5]" in message
+    assert "run.yaml line 7]" in message
+
+
+def test_numbers_that_do_not_fit_each_other(minimal: Path) -> None:
+    message = refusal(minimal, "batch.group_size=1", "algorithm.updates_per_batch=3", "batch.tokens_per_microbatch=100")
+    assert "batch.group_size is 1: GRPO needs at least 2" in message
+    assert "must be a multiple of algorithm.updates_per_batch (3)" in message
+    assert "over batch.tokens_per_microbatch = 100" in message
+    assert "override algorithm.updates_per_batch=3" in message
+
+
+def test_duplicate_keys_are_refused_with_both_lines(tmp_path: Path) -> None:
+    message = refusal(write(tmp_path, MINIMAL + "batch:\n  group_size: 4\n  group_size: 8\n"))
+    assert "batch.group_size is given twice" in message
+    assert "line 9" in message
+    assert "line 10" in message
+
+
+@pytest.mark.parametrize(
+    ("addition", "expected"),
+    [
+        ("batch: {group_size: true}", "batch.group_size is True: expected a whole number"),
+        ("batch: {group_size: 2.5}", "batch.group_size is 2.5: expected whole number > 0"),
+        ("batch: {group_size: ~}", "batch.group_size is empty"),
+        ("batch: 8", "batch is 8: expected mapping"),
+        ("learner: {optim: {lr: .nan}}", "learner.optim.lr is nan: expected a finite number"),
+        ("learner: {optim: {betas: [0.9]}}", "learner.optim.betas"),
+        ("data.shuffle: true", "dots are for overrides"),
+        ("learner: {engine: fsdp}", "expected one of torch"),
+        ("evaluation: {before_training: 1}", "evaluation.before_training is 1: expected true or false"),
+        ("telemetry: {host: 1}", "in quotes"),
+        ("batch:\n\tgroup_size: 8", "never tabs"),
+        ("batch: [", "not valid YAML"),
+    ],
+)
+def test_wrong_values_are_named(tmp_path: Path, addition: str, expected: str) -> None:
+    assert expected in refusal(write(tmp_path, MINIMAL + addition + "\n"))
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("batch.group_size", "has no `=`"),
+        ("batch.group_size=", "batch.group_size is empty"),
+        ("reward.functions.5.weight=1", "there is no item 5"),
+        ("run_dir.x=1", "unknown key run_dir.x"),
+        ("model.path.x=1", "unknown key model.path.x"),
+    ],
+)
+def test_wrong_overrides_are_named(minimal: Path, override: str, expected: str) -> None:
+    assert expected in refusal(minimal, override)
+
+
+def test_a_missing_file_names_similar_ones(minimal: Path) -> None:
+    assert "did you mean" in refusal(minimal.with_name("run.yml"))
+    assert "does not exist, only" in refusal(minimal.parent / "no" / "run.yaml")
+
+
+# --- what is explained ----------------------------------------------------------------------------
+
+
+def test_derived_numbers(minimal: Path) -> None:
+    config = load_config(
+        minimal,
+        ["batch.prompts_per_step=16", "batch.group_size=4", "learner.max_staleness=3", "algorithm.updates_per_batch=2",
+         "data.max_response_length=100", "trainer.total_epochs=3", "evaluation.group_size=2"],
+    )  # fmt: skip
+    lines = dict(_named(line) for line in explain_batches(config, num_rows=100, num_val_rows=10).splitlines()[1:])
+    assert lines == {
+        "batch.prompts_per_step": "16",
+        "batch.group_size": "4",
+        "batch.tokens_per_microbatch": "8192",
+        "trajectories per step": "64",
+        "optimiser steps per batch": "2",
+        "groups per optimiser step": "8",
+        "groups in flight, at most": "64",
+        "completion tokens per step, at most": "6400",
+        "steps per epoch": "6.25",
+        "steps in all": "19",
+        "optimiser steps in all": "38",
+        "completions per evaluation": "20",
+    }
+    assert config.total_steps(100) == 19
+
+
+def _named(line: str) -> tuple[str, str]:
+    name, value = [part.strip() for part in line.split("  ") if part.strip()][:2]
+    return name, value
+
+
+def test_the_reference_has_every_key_with_its_meaning() -> None:
+    reference = config_reference()
+    for key in iter_keys():
+        assert f"`{key.path}`" in reference
+        assert key.text, f"{key.path} has no docstring"
+
+
+@pytest.mark.parametrize("module", ["asyncrl.config.load", "asyncrl.config.explain", "protocol", "asyncrl.rewards"])
+def test_light_modules_load_nothing_heavy(module: str) -> None:
+    code = (
+        f"import sys, {module}\n"
+        "heavy = {'torch', 'transformers', 'vllm', 'deepspeed', 'datasets', 'pyarrow'} & set(sys.modules)\n"
+        "print(sorted(heavy)); sys.exit(bool(heavy))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_configuration_is_frozen(minimal: Path) -> None:
+    config: Any = load_config(minimal)
+    with pytest.raises(ValueError, match="frozen"):
+        config.run_dir = "elsewhere"
+    assert isinstance(config, RunConfig)

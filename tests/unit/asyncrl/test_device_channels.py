@@ -1,0 +1,619 @@
+"""Channels from device memory to device memory, over Gloo where they use NCCL: the same code but for the backend."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import BadStateError, UserError
+from asyncrl.models.published import published_tensors
+from asyncrl.weight_transfer import cuda_ipc, flat, stage
+from asyncrl.weight_transfer.group import Group, TransferError
+from asyncrl.weight_transfer.stage import Arrival, Stage, StageOrder
+from learner.network.device_weights import DeviceWeights
+from protocol.codec import Limits, decode, encode
+from protocol.errors import ErrorCode, ProtocolError
+from protocol.messages import DeviceSource, Error, TransferRequest, TransferStart, WeightManifest
+from rollout_server.weights import device_transfer
+from rollout_server.weights.channels import choose_channel, how_to_leave_room
+from rollout_server.weights.staging import GIB, DeviceMemory, LocalStaging, until_arrived
+from tests.rigs.device_channel_rig import (
+    CPU,
+    DirectSocket,
+    LearnerHalf,
+    Weights,
+    order_of,
+    some_weights,
+    start_receiver,
+)
+
+
+@pytest.fixture
+def learner(tmp_path: Path) -> Iterator[LearnerHalf]:
+    half = LearnerHalf(tmp_path)
+    yield half
+    half.close()
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_transfer, "RETRY_S", 0.0)
+
+
+def fetch(
+    learner: LearnerHalf,
+    manifest: WeightManifest,
+    staging: LocalStaging,
+    channel: Any = "nccl",
+    offsets: list[int] | None = None,
+    timeout_s: float = 60.0,
+) -> list[tuple[str, torch.Tensor]]:
+    socket: Any = DirectSocket(learner)
+
+    async def run() -> list[tuple[str, torch.Tensor]]:
+        await device_transfer.receive(socket, manifest, channel, staging, host="127.0.0.1", timeout_s=timeout_s)
+        return list(staging.weights(manifest))
+
+    try:
+        return asyncio.run(run())
+    finally:
+        assert socket.ended == socket.begun
+        if offsets is not None:
+            offsets += socket.offsets
+
+
+def assert_equal(got: Sequence[tuple[str, torch.Tensor]], wanted: Weights) -> None:
+    assert [name for name, _ in got] == list(wanted)
+    for name, tensor in got:
+        assert tensor.dtype == wanted[name].dtype  # never upcast
+        assert torch.equal(tensor, wanted[name]), name
+
+
+# --- a transfer -----------------------------------------------------------------------------------------
+
+
+def test_every_bit_arrives_in_its_own_dtype_whatever_the_learner_trains_meanwhile(
+    learner: LearnerHalf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flat, "BUCKET_BYTES", 100)  # of the checks
+    monkeypatch.setattr("asyncrl.weight_transfer.group.BUCKET_BYTES", 100)
+    staging = LocalStaging(CPU)
+    first, second = some_weights(1), some_weights(2)
+    assert_equal(fetch(learner, learner.publish(1, first), staging), first)  # from the published file: nobody had asked
+    kept = {name: tensor.clone() for name, tensor in second.items()}
+    manifest = learner.publish(2, second)
+    for tensor in second.values():
+        tensor.zero_()
+    assert_equal(fetch(learner, manifest, staging), kept)
+
+
+def test_tied_weights_travel_once(learner: LearnerHalf) -> None:
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = torch.nn.Embedding(11, 4)
+            self.head = torch.nn.Linear(4, 11, bias=False)
+            self.head.weight = self.embed.weight
+
+    model = Tied()
+    weights = dict(published_tensors(model))
+    manifest = learner.publish(1, weights)
+    got = fetch(learner, manifest, LocalStaging(CPU))
+    assert [name for name, _ in got] == ["embed.weight"]
+    assert manifest.total_bytes == 11 * 4 * 4
+
+
+def test_a_wrong_byte_is_sent_again_and_then_stops_the_server(learner: LearnerHalf) -> None:
+    manifest = learner.publish(1, some_weights(1))
+    staging = LocalStaging(CPU)
+    fetch(learner, manifest, staging)  # from now on versions are kept
+    manifest = learner.publish(2, some_weights(2))
+    kept = learner.device_weights._kept
+    assert kept is not None
+    kept[1][manifest.tensors[3].offset] ^= 1
+    with pytest.raises(
+        ProtocolError, match=r"1 of 4 tensors of version 2 have wrong checksums, first 'counts'"
+    ) as caught:
+        fetch(learner, manifest, staging)
+    assert caught.value.code is ErrorCode.MALFORMED
+    with pytest.raises(BadStateError, match="no verified weights have arrived"):
+        list(staging.weights(manifest))
+
+
+def test_a_byte_that_is_damaged_once_does_no_harm(learner: LearnerHalf, monkeypatch: pytest.MonkeyPatch) -> None:
+    damages = iter([["half"]])
+    whole = stage.wrong_tensors
+    monkeypatch.setattr(stage, "wrong_tensors", lambda data, entries: next(damages, None) or whole(data, entries))
+    weights = some_weights(1)
+    assert_equal(fetch(learner, learner.publish(1, weights), LocalStaging(CPU)), weights)
+    assert next(damages, "taken") == "taken"
+
+
+def test_a_version_that_has_gone_is_said_to_have_gone(learner: LearnerHalf) -> None:
+    manifests = [learner.publish(version, some_weights(version)) for version in (1, 2, 3)]
+    with pytest.raises(ProtocolError, match="version 1 is not published any more") as caught:
+        fetch(learner, manifests[0], LocalStaging(CPU))
+    assert caught.value.code is ErrorCode.VERSION_GONE
+    assert_equal(fetch(learner, manifests[1], LocalStaging(CPU)), some_weights(2))  # the one before the newest is there
+    assert_equal(fetch(learner, manifests[2], LocalStaging(CPU)), some_weights(3))
+
+
+def test_a_version_of_another_learner_is_not_taken_for_the_one_of_the_same_number(learner: LearnerHalf) -> None:
+    """Going on at a byte of the one with bytes of the other would damage both."""
+    manifest = learner.publish(1, some_weights(1)).model_copy(update={"publication": "another"})
+    with pytest.raises(ProtocolError, match="publication another has ended") as caught:
+        fetch(learner, manifest, LocalStaging(CPU))
+    assert caught.value.code is ErrorCode.VERSION_GONE
+
+
+def test_several_workers_of_one_engine_take_the_same_broadcast(learner: LearnerHalf) -> None:
+    weights = some_weights(5)
+    manifest = learner.publish(1, weights)
+    request = TransferRequest(version=1, publication=learner.publication.id, nonce="two", channel="nccl", receivers=2)
+    start = learner.device_weights.answer(b"a", request)
+    assert isinstance(start, TransferStart)
+    order = StageOrder(**{**order_of(manifest, start.port, "two"), "size": 3})
+    stages = [Stage(CPU), Stage(CPU)]
+    for rank, each in enumerate(stages, start=1):
+        each.begin(order, rank)
+    wait_for(lambda: all(each.arrival.is_done for each in stages))
+    for each in stages:
+        assert_equal(list(each.tensors()), weights)
+
+
+# --- transfers that are cut off -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Starts of the buckets that the learner has sent; of 64 KiB."""
+    starts: list[int] = []
+    for module in ("group", "stage", "flat"):
+        monkeypatch.setattr(f"asyncrl.weight_transfer.{module}.BUCKET_BYTES", 1 << 16)
+    send = Group._one
+
+    def noted(group: Group, bucket: torch.Tensor, start: int, total: int) -> None:
+        send(group, bucket, start, total)
+        if group._rank == 0:
+            starts.append(start)
+
+    monkeypatch.setattr(Group, "_one", noted)
+    return starts
+
+
+@pytest.mark.parametrize("rank", [0, 1], ids=["the learner", "the receiver"])
+def test_a_transfer_that_is_cut_off_goes_on_where_it_was(
+    learner: LearnerHalf, sent: list[int], monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """Of 17 buckets the sixth is cut off, then the eleventh: no other is sent twice."""
+    weights, cuts = some_weights(1, megabytes=1), iter([5 << 16, 10 << 16])
+    cut_at, send = [next(cuts)], Group._one
+
+    def cut(group: Group, bucket: torch.Tensor, start: int, total: int) -> None:
+        if group._rank == rank and [start] == cut_at:
+            cut_at[:] = [next(cuts, -1)]
+            raise TransferError("the cable was pulled")
+        send(group, bucket, start, total)
+
+    monkeypatch.setattr(Group, "_one", cut)
+    staging, offsets = LocalStaging(CPU), list[int]()
+    assert_equal(fetch(learner, learner.publish(1, weights), staging, offsets=offsets, timeout_s=2.0), weights)
+    assert offsets == [0, 5 << 16, 10 << 16]
+    assert sorted(set(sent)) == [number << 16 for number in range(17)]
+    assert len(sent) - 17 <= (0 if rank == 0 else 2)  # of a bucket that a receiver refuses, the learner knows nothing
+
+
+def test_a_transfer_that_brings_nothing_is_a_failure(
+    learner: LearnerHalf, sent: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = Group._one
+
+    def cut(group: Group, bucket: torch.Tensor, start: int, total: int) -> None:
+        if group._rank == 0 and start == 2 << 16:
+            raise TransferError("the cable was pulled")
+        send(group, bucket, start, total)
+
+    monkeypatch.setattr(Group, "_one", cut)
+    manifest, offsets = learner.publish(1, some_weights(1, megabytes=1)), list[int]()
+    with pytest.raises(TimeoutError, match=r"nccl: version 1, receiver 0: .*bytes 131,072 to 196,608 of 1,048"):
+        fetch(learner, manifest, LocalStaging(CPU), offsets=offsets, timeout_s=2.0)
+    assert offsets == [0, 2 << 16]
+    assert sent == [0, 1 << 16]
+
+
+def test_what_is_left_of_another_version_is_not_gone_on_with(learner: LearnerHalf) -> None:
+    stage = Stage(CPU)
+    for version, offset in ((1, 0), (2, 64)):
+        manifest = learner.publish(version, some_weights(version))
+        request = TransferRequest(
+            version=version,
+            publication=learner.publication.id,
+            nonce=f"v{version}",
+            channel="nccl",
+            receivers=1,
+            offset=offset,
+        )
+        start = learner.device_weights.answer(b"a", request)
+        assert isinstance(start, TransferStart)
+        order = {**order_of(manifest, start.port, request.nonce), "offset": offset}
+        stage.begin(StageOrder(**order), rank=1)
+        wait_for(lambda: stage.arrival.is_done or stage.arrival.problem)
+    assert stage.arrival == Arrival(64, problem="the first 64 bytes of version 2 are not at hand")
+
+
+def test_an_offset_behind_the_end_is_refused(learner: LearnerHalf) -> None:
+    learner.publish(1, some_weights(1))
+    request = TransferRequest(
+        version=1, publication=learner.publication.id, nonce="far", channel="nccl", receivers=1, offset=1 << 40
+    )
+    answer = learner.device_weights.answer(b"a", request)
+    assert isinstance(answer, Error)
+    assert (answer.code, answer.reason[:24]) == (ErrorCode.MALFORMED, "offset 1,099,511,627,776")
+
+
+# --- peers that die or stand still ----------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_receiver_that_dies_mid_broadcast_harms_nobody_and_its_successor_gets_the_next_version(
+    learner: LearnerHalf, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """192 MiB are three buckets: it dies after the first."""
+
+    def begin(identity: bytes, version: int, nonce: str, crash_at: str = "") -> subprocess.Popen[str]:
+        request = TransferRequest(
+            version=version, publication=learner.publication.id, nonce=nonce, channel="nccl", receivers=1
+        )
+        start = learner.device_weights.answer(identity, request)
+        assert isinstance(start, TransferStart)
+        manifest = learner.publication.manifest(version)
+        return start_receiver(manifest, start, tmp_path, crash_at=crash_at)
+
+    learner.publish(1, some_weights(1, megabytes=192))
+    dies, lives = begin(b"a", 1, "dies", "weights.receiving"), begin(b"b", 1, "lives")
+    published = learner.publish(2, some_weights(2, megabytes=192))  # the learner goes on
+    assert dies.wait(timeout=30) == -signal.SIGKILL
+    assert lives.wait(timeout=30) == 0
+    wait_for(lambda: "version 1 was not sent: transfer dies did not keep up: bytes 67,108,864 to" in caplog.text)
+    again = begin(b"c", published.version, "again")
+    assert again.wait(timeout=30) == 0
+
+
+def test_a_receiver_that_never_comes_is_waited_for_until_the_deadline(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    learner = LearnerHalf(tmp_path, deadline_s=0.2)
+    learner.publish(1, some_weights(1))
+    request = TransferRequest(
+        version=1, publication=learner.publication.id, nonce="nobody", channel="nccl", receivers=2
+    )
+    assert isinstance(learner.device_weights.answer(b"a", request), TransferStart)
+    wait_for(lambda: "waited 0.2 s for receiver 1 of transfer nobody to join the group" in caplog.text)
+    learner.close()
+
+
+def test_a_receiver_says_what_it_waits_for_and_whom(learner: LearnerHalf) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    with pytest.raises(TransferError, match=rf"no connection to the learner at 127.0.0.1 port {port} \(.*refused"):
+        Group.join("127.0.0.1", port, "n", 1, 2, CPU, 0.2)
+
+    held: list[Group] = []
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    host = threading.Thread(target=lambda: held.append(Group.host(listener, "n", 2, CPU, 5.0, "the receiver")))
+    host.start()
+    joined = Group.join("127.0.0.1", port, "n", 1, 2, CPU, 0.3)
+    host.join()
+    with pytest.raises(TransferError, match=rf"the learner at 127.0.0.1 port {port}.*bytes 0 to 8 of 8"):
+        joined.broadcast(torch.zeros(8, dtype=torch.uint8), 0)
+
+
+def test_a_receiver_that_stands_still_is_given_up_with_the_bytes_that_are_there() -> None:
+    manifest_order: dict[str, Any] = {
+        "version": 3,
+        "nonce": "n",
+        "host": "h",
+        "port": 1,
+        "size": 3,
+        "deadline_s": 0.05,
+        "tensors": [{"offset": 64, "nbytes": 36}],
+    }
+
+    async def look() -> list[Arrival]:
+        return [Arrival(40), Arrival(100, is_done=True)]
+
+    waited = r"waited 0.1 s for version 3: of 100 bytes the receivers have 40 and 100"
+    with pytest.raises(TransferError, match=waited) as cut_off:
+        asyncio.run(until_arrived(StageOrder(**manifest_order), look))
+    assert cut_off.value.arrived_bytes == 40  # what both have
+
+    async def full() -> list[Arrival]:
+        return [Arrival(problem="CUDA out of memory. Tried", kind="no_room")]
+
+    with pytest.raises(ProtocolError, match=r"version 3 .* finds no room .*CUDA out of memory") as caught:
+        asyncio.run(until_arrived(StageOrder(**manifest_order), full))
+    assert caught.value.code is ErrorCode.WRONG_CHANNEL
+
+
+def test_a_learner_that_does_not_answer_is_named(learner: LearnerHalf) -> None:
+    manifest = learner.publish(1, some_weights(1))
+    socket: Any = DirectSocket(learner)
+    learner.device_weights.answer = lambda identity, request: Error(code=ErrorCode.VERSION_GONE, reason="", version=9)
+    with pytest.raises(
+        TimeoutError, match=r"waited 0.1 s for the learner at tcp://127.0.0.1:1 to begin with version 1"
+    ):
+        asyncio.run(
+            device_transfer.receive(socket, manifest, "nccl", LocalStaging(CPU), host="127.0.0.1", timeout_s=0.1)
+        )
+
+
+def test_transfers_are_bounded_and_a_connection_has_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("learner.network.device_weights.MOST_TRANSFERS", 4)
+    learner = LearnerHalf(tmp_path, deadline_s=0.2)
+    learner.publish(1, some_weights(1))
+    request = TransferRequest(version=1, publication=learner.publication.id, nonce="n", channel="nccl", receivers=1)
+    for _ in range(6):
+        assert isinstance(learner.device_weights.answer(b"same", request), TransferStart)
+    answers = [learner.device_weights.answer(str(number).encode(), request) for number in range(4)]
+    assert [isinstance(answer, TransferStart) for answer in answers] == [True] * 3 + [False]
+    assert isinstance(answers[-1], Error)
+    assert answers[-1].code is ErrorCode.TOO_LARGE
+    time.sleep(0.9)  # four deadlines: nobody said that they were over
+    assert isinstance(learner.device_weights.answer(b"late", request), TransferStart)
+    learner.close()
+
+
+def test_a_learner_on_a_cpu_has_no_cuda_memory_to_share(learner: LearnerHalf) -> None:
+    learner.publish(1, some_weights(1))
+    request = TransferRequest(version=1, publication=learner.publication.id, nonce="n", channel="cuda_ipc", receivers=1)
+    answer = learner.device_weights.answer(b"a", request)
+    assert isinstance(answer, Error)
+    assert answer.code is ErrorCode.WRONG_CHANNEL
+    assert learner.device_weights.source is None
+
+
+# --- one GPU's memory -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shared_memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """torch's handles of CUDA memory, for storages on the CPU."""
+    shared: dict[str, Any] = {"settled": []}
+
+    def share(storage: Any) -> tuple[Any, ...]:
+        shared["storage"] = storage
+        return (3, b"\x01handle", storage.nbytes(), 512, b"/torch_7", 4, b"event", True)
+
+    def open_it(device: int, *handles: Any) -> Any:
+        nbytes = shared["storage"].nbytes()
+        assert (device, *handles) == (0, b"\x01handle", nbytes, 512, b"/torch_7", 4, b"event", True)
+        return shared["storage"]
+
+    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", share, raising=False)
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", open_it, raising=False)
+    monkeypatch.setattr(
+        torch.UntypedStorage,
+        "_release_ipc_counter",
+        lambda counter, offset, device: shared["settled"].append((counter, offset)),
+    )
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return shared
+
+
+def test_handles_travel_as_bytes_and_numbers_and_are_opened_on_the_receivers_own_device(
+    shared_memory: dict[str, Any],
+) -> None:
+    source = torch.arange(100, dtype=torch.uint8)
+    start = TransferStart(version=1, nonce="n", memory=cuda_ipc.share(source))
+    frames = encode(start)
+    assert len(frames) == 1
+    arrived = decode(frames, (TransferStart,), Limits())
+    assert isinstance(arrived, TransferStart)
+    assert arrived == start
+    assert arrived.memory is not None
+    assert torch.equal(cuda_ipc.open_shared(arrived.memory, CPU), source)
+
+
+def test_shared_memory_is_copied_and_verified_before_the_learner_is_let_go(
+    learner: LearnerHalf, shared_memory: dict[str, Any]
+) -> None:
+    weights = some_weights(1)
+    manifest = learner.publish(1, weights)
+    learner.device_weights._device = torch.device("cuda")
+    learner.device_weights._kept = (1, flat.pack(manifest.tensors, weights.items(), CPU))
+    staging = LocalStaging(CPU)
+    got = fetch(learner, manifest, staging, channel="cuda_ipc")
+    shared_memory["storage"].fill_(0)
+    assert_equal(got, weights)
+    assert not shared_memory["settled"]  # the receiver closes it itself
+
+
+def test_a_process_whose_memory_cannot_be_shared_says_so(
+    learner: LearnerHalf, shared_memory: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(storage: Any) -> Any:
+        raise RuntimeError("CUDA error: operation not supported\nCompile with ...")
+
+    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", refuse)
+    weights = some_weights(1)
+    manifest = learner.publish(1, weights)
+    learner.device_weights._device = torch.device("cuda")
+    learner.device_weights._kept = (1, flat.pack(manifest.tensors, weights.items(), CPU))
+    with pytest.raises(ProtocolError, match=r"memory \(CUDA error: operation not supported\)$") as caught:
+        fetch(learner, manifest, LocalStaging(CPU), channel="cuda_ipc")
+    assert caught.value.code is ErrorCode.WRONG_CHANNEL
+
+
+def test_a_receiver_that_was_killed_does_not_keep_the_learners_memory(
+    tmp_path: Path, shared_memory: dict[str, Any]
+) -> None:
+    learner = LearnerHalf(tmp_path, deadline_s=0.01)
+    weights = some_weights(1)
+    manifest = learner.publish(1, weights)
+    learner.device_weights._device = torch.device("cuda")
+    learner.device_weights._kept = (1, flat.pack(manifest.tensors, weights.items(), CPU))
+    request = TransferRequest(
+        version=1, publication=learner.publication.id, nonce="killed", channel="cuda_ipc", receivers=1
+    )
+    assert isinstance(learner.device_weights.answer(b"a", request), TransferStart)
+    time.sleep(0.05)
+    learner.device_weights.answer(
+        b"b",
+        TransferRequest(version=9, publication=learner.publication.id, nonce="next", channel="cuda_ipc", receivers=1),
+    )
+    assert shared_memory["settled"] == [(b"/torch_7", 4)]
+    learner.close()
+
+
+def wait_for(condition: Any, timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
+
+
+# --- which channel --------------------------------------------------------------------------------------
+
+
+LEARNERS = DeviceSource(uuid="gpu-0", total_bytes=4 * GIB)
+ROOM = 6 * GIB
+
+
+def on(*uuids: str, free: int = ROOM) -> list[DeviceMemory]:
+    return [DeviceMemory(uuid, free) for uuid in uuids]
+
+
+def choose(configured: str = "auto", **changes: Any) -> str:
+    facts = {"same_host": True, "source": LEARNERS, "devices": on("gpu-1"), "open_network": True, "leave_room": "move"}
+    return choose_channel(configured, **{**facts, **changes})
+
+
+@pytest.mark.parametrize(
+    ("facts", "chosen"),
+    [
+        ({"devices": on("gpu-0")}, "cuda_ipc"),
+        ({"devices": on("gpu-1")}, "nccl"),
+        ({"devices": on("gpu-1", "gpu-2")}, "nccl"),
+        ({"devices": on("gpu-1"), "same_host": False}, "nccl"),
+        ({"devices": on("gpu-0", "gpu-1")}, "shm"),  # NCCL refuses two processes on gpu-0
+        ({"devices": on("gpu-0", free=3 * GIB)}, "shm"),
+        ({"devices": on("gpu-1", free=4 * GIB)}, "shm"),  # NCCL needs some, too
+        ({"devices": on("gpu-1"), "open_network": False, "same_host": False}, "zmq"),
+        ({"devices": ()}, "shm"),
+        ({"source": None}, "shm"),
+        ({"source": None, "same_host": False}, "zmq"),
+    ],
+)
+def test_auto_takes_the_best_that_both_sides_have(facts: dict[str, Any], chosen: str) -> None:
+    assert choose(**facts) == chosen
+
+
+@pytest.mark.parametrize("channel", ["shm", "zmq", "nccl"])
+def test_what_is_asked_for_is_taken(channel: str) -> None:
+    assert choose(channel) == channel
+
+
+@pytest.mark.parametrize(
+    ("configured", "facts", "told"),
+    [
+        ("shm", {"same_host": False}, "does not share memory with the learner"),
+        ("nccl", {"source": None}, r"the learner sends none from device memory: .*\(gpu_memory.budget_gib\)"),
+        ("nccl", {"devices": ()}, "the engine is not on a CUDA device"),
+        ("nccl", {"devices": on("gpu-0")}, "NCCL refuses two processes on one"),
+        ("nccl", {"open_network": False}, "NCCL encrypts nothing"),
+        ("nccl", {"devices": on("gpu-1", free=GIB)}, r"needs 4.5 GiB, and gpu-1 has 1.0 free \(move\)"),
+        ("cuda_ipc", {"devices": ()}, "the engine is not on a CUDA device"),
+        (
+            "cuda_ipc",
+            {"devices": on("gpu-0"), "same_host": False},
+            r"on gpu-0, not on the learner's GPU \(gpu-0\) alone",
+        ),
+        ("cuda_ipc", {"devices": on("gpu-1")}, r"on gpu-1, not on the learner's GPU \(gpu-0\) alone"),
+        ("cuda_ipc", {"devices": on("gpu-0", free=GIB)}, "needs 4.0 GiB, and gpu-0 has 1.0 free"),
+    ],
+)
+def test_a_channel_that_cannot_work_is_refused_with_the_fix(configured: str, facts: dict[str, Any], told: str) -> None:
+    with pytest.raises(
+        UserError, match=f"(?s)weights_channel is {configured}, but .*{told}.*Set rollout.weights_channel"
+    ):
+        choose(configured, **facts)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "budget_gib", "told"),
+    [
+        ({"engine": "hf"}, 24, "lower rollout.max_concurrent_sequences"),
+        ({"engine": "vllm"}, 0, "lower gpu_memory_utilization in rollout.engine_args"),
+        ({"engine": "vllm"}, 24, "lower gpu_memory.budget_gib (24), of which vLLM takes its share"),
+    ],
+)
+def test_how_to_leave_room_is_something_that_this_configuration_accepts(
+    make_config: Callable[..., RunConfig], rollout: dict[str, Any], budget_gib: float, told: str
+) -> None:
+    assert how_to_leave_room(make_config(rollout=rollout, gpu_memory={"budget_gib": budget_gib})) == told
+
+
+# --- no room on the learner's device --------------------------------------------------------------------
+
+
+def no_room(*_: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+NO_ROOM = "a copy of the weights to send .* finds no room on the learner's device"
+
+
+def ask(learner: LearnerHalf, version: int) -> TransferStart | Error:
+    request = TransferRequest(
+        version=version, publication=learner.publication.id, nonce=f"v{version}", channel="nccl", receivers=1
+    )
+    return learner.device_weights.answer(b"a", request)
+
+
+@pytest.mark.parametrize("when", ["at the first request", "at a later publication"])
+def test_a_learner_without_room_for_a_copy_trains_on_and_sends_nothing_from_there(
+    learner: LearnerHalf, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, when: str
+) -> None:
+    learner.publish(1, some_weights(1))
+    learner.device_weights.source = LEARNERS
+    if when == "at the first request":
+        monkeypatch.setattr(learner.device_weights, "_from_file", no_room)
+    else:
+        assert isinstance(ask(learner, 1), TransferStart)
+        monkeypatch.setattr("learner.network.device_weights.pack", no_room)
+        learner.publish(2, some_weights(2))
+        assert learner.device_weights._kept is None
+    for version in (3, 4):
+        answer = ask(learner, learner.publication.versions[-1])
+        assert isinstance(answer, Error)
+        assert answer.code is ErrorCode.WRONG_CHANNEL
+        assert re.search(NO_ROOM, answer.reason)
+        learner.publish(version, some_weights(version))
+    assert caplog.text.count("From now on none is sent from there") == 1
+    assert learner.device_weights.source is None  # servers that join later do not ask
+
+
+def test_a_learner_that_was_told_to_send_from_there_stops_without_room(
+    learner: LearnerHalf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner.device_weights = DeviceWeights(
+        learner.publication, CPU, 0, host="127.0.0.1", deadline_s=60.0, required=True
+    )
+    monkeypatch.setattr("learner.network.device_weights.pack", no_room)
+    with pytest.raises(BadStateError, match=rf"version 1: {NO_ROOM}. Set rollout.weights_channel=shm \(or zmq\), or"):
+        learner.publish(1, some_weights(1))

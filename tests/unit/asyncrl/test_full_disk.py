@@ -1,0 +1,146 @@
+"""The kernel refuses to write: journal, checkpoint, metrics, shared memory. The run says where, and continues.
+
+Small disks are mounted where only the learner sees them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.journal.writer import JOURNAL_FILE
+from tests.rigs.small_runs import assert_every_prompt_trained_once, failure_of, logs, small
+from tests.rigs.tiny import ROOT
+from tests.rigs.two_processes import start, with_ports, write_config
+from tests.rigs.waiting import exit_codes
+
+pytestmark = pytest.mark.slow
+
+SMALL_DISK = (
+    'mkdir -p "$1" "$2"; mount -t tmpfs -o size="$3" tmpfs "$1" || exit 99; disk=$1 kept=$2; shift 3; "$@"; '
+    'code=$?; cp -a "$disk/." "$kept"; exit $code'
+)
+"""A shell script: folder to put a small disk on, folder for what is on it at the end, its size, and the command."""
+OWN_MOUNTS = ("unshare", "-Urmpf", "--kill-child", "--mount-proc")
+
+
+def can_mount() -> bool:
+    if not shutil.which("unshare"):
+        return False
+    command = [*OWN_MOUNTS, "sh", "-c", "mount -t tmpfs tmpfs /mnt"]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+needs_mount = pytest.mark.skipif(not can_mount(), reason="may not mount a small disk")
+
+
+def on_small_disk(disk: Path, kept: Path, size: str) -> list[str]:
+    return [*OWN_MOUNTS, "sh", "-c", SMALL_DISK, "sh", str(disk), str(kept), size]
+
+
+def on_full_disk(config: RunConfig, logs_in: Path, under: list[str]) -> None:
+    """Run both services, the learner under a command that leaves it little room, until it stops with code 3."""
+    file = write_config(with_ports(config), logs_in)
+    assert exit_codes([start("learner", file, under=under), start("rollout_server", file)]) == [3, 4], logs(logs_in)
+
+
+def continue_with_room(config: RunConfig, logs_in: Path) -> None:
+    """Resume without the small disk, and finish."""
+    file = logs_in / "config.yaml"
+    assert exit_codes([start("learner", file, "--resume"), start("rollout_server", file)]) == [0, 0], logs(logs_in)
+    assert_every_prompt_trained_once(config.run_path, config.trainer.max_steps or 0)
+
+
+@needs_mount
+@pytest.mark.parametrize(
+    ("place", "size", "says"),
+    [
+        ("run", "1200k", "start again, with --resume if the run had begun"),
+        ("run/checkpoints", "600k", "checkpoints"),
+        ("/dev/shm", "600k", "/dev/shm"),
+    ],
+)
+def test_a_full_disk_stops_the_run_and_with_room_it_continues(
+    make_config: Callable[..., RunConfig], tmp_path: Path, place: str, size: str, says: str
+) -> None:
+    run, disk = tmp_path / "run", tmp_path / place
+    config = small(
+        make_config,
+        learner={"max_staleness": 1},
+        rollout={"weights_channel": "zmq"},
+        trainer={"max_steps": 8, "save_freq": 3},
+    )
+    config = config.model_copy(update={"run_dir": str(run)})
+    on_full_disk(config, tmp_path / "logs", on_small_disk(disk, tmp_path / "kept", size))
+    if disk == run:
+        shutil.copytree(tmp_path / "kept", run, dirs_exist_ok=True)  # to a larger disk
+    failure = failure_of(run)
+    assert failure.service == "learner"
+    assert says in failure.reason
+    assert re.search("MiB free|has [0-9]+ free of", failure.reason)
+    assert str(disk) in failure.reason
+    assert failure.kind == ("bad_state" if place == "/dev/shm" else "disk_full")
+    if (run / JOURNAL_FILE).exists():
+        continue_with_room(config, tmp_path / "logs")
+
+
+@needs_mount
+def test_a_database_that_finds_little_room_says_that_the_disk_is_full(tmp_path: Path) -> None:
+    """Where it begins anew, and where it is opened again: for the file, its log, or their shared memory."""
+    disk = tmp_path / "disk"
+    command = [
+        *on_small_disk(disk, tmp_path / "kept", "2m"),
+        sys.executable,
+        "-m",
+        "tests.rigs.open_on_full_disk",
+        str(disk),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {line["kind"] for line in found} == {"disk_full", "opened"}, done.stdout
+    for begins in (True, False):
+        for place in ("journal", "index"):
+            kinds = [line["kind"] for line in found if (line["begins"], line["place"]) == (begins, place)]
+            assert kinds == sorted(kinds), "with more room it opens"
+            assert len(set(kinds)) == 2
+
+
+@needs_mount
+def test_a_full_disk_under_the_metrics_stops_the_run_and_with_room_it_continues(
+    make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    config = small(make_config, rollout={"weights_channel": "zmq"}, trainer={"max_steps": 8, "samples_per_step": 0})
+    config = config.model_copy(update={"run_dir": str(run)})
+    run.mkdir()
+    (run / "metrics.jsonl").symlink_to(disk / "metrics.jsonl")
+    on_full_disk(config, tmp_path / "logs", on_small_disk(disk, tmp_path / "kept", "8k"))
+    failure = failure_of(run)
+    assert (failure.service, failure.kind) == ("learner", "disk_full")
+    assert "MiB free" in failure.reason
+    shutil.copytree(tmp_path / "kept", disk, dirs_exist_ok=True)
+    continue_with_room(config, tmp_path / "logs")
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_bytes().splitlines()]
+    assert steps == list(range(1, 9))
+
+
+def test_a_limit_on_file_sizes_stops_the_run_and_without_it_it_continues(
+    make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """The journal's write-ahead log is the first file that becomes larger than the published weights."""
+    config = small(make_config, learner={"max_staleness": 1}, trainer={"max_steps": 24})
+    limited = ["prlimit", f"--fsize={1_500_000}"]
+    on_full_disk(config, tmp_path / "logs", limited)
+    failure = failure_of(config.run_path)
+    assert (failure.service, failure.kind) == ("learner", "disk_full")
+    assert f"a file in {config.run_path} is as large as this process may make it: 1.4 MiB (ulimit -f" in failure.reason
+    continue_with_room(config, tmp_path / "logs")

@@ -1,0 +1,133 @@
+"""Who may import whom, read from the source."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PACKAGES = ("protocol", "asyncrl", "learner", "rollout_server")
+FILES = [path.relative_to(ROOT) for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+OURS = set(PACKAGES)
+
+FORBIDDEN = {
+    "protocol": {"asyncrl", "learner", "rollout_server", "torch", "transformers", "vllm", "deepspeed"},
+    "asyncrl": {"learner", "rollout_server", "vllm", "deepspeed"},
+    "learner": {"rollout_server", "vllm"},
+    "rollout_server": {"learner", "deepspeed"},
+}
+MAY_START_SERVICES = ("asyncrl/cli.py", "asyncrl/launch/")
+TORCH_FREE = (
+    "protocol/",
+    "asyncrl/config/",
+    "asyncrl/data/",
+    "asyncrl/rewards/",
+    "asyncrl/telemetry/",
+    "asyncrl/tools/pages/",
+    "asyncrl/tools/inspect/",
+)
+SERIALISERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+
+
+def imported(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Absolute names of imported modules, those inside functions included, and their lines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: imports are absolute"
+            yield node.module or "", node.lineno
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("__import__", "importlib.import_module"):
+            argument = node.args[0]
+            if isinstance(argument, ast.Constant):
+                yield str(argument.value), node.lineno
+
+
+def parse(file: Path) -> ast.AST:
+    return ast.parse((ROOT / file).read_text(), str(file))
+
+
+def test_there_is_something_to_check() -> None:
+    assert {path.parts[0] for path in FILES} == OURS
+    assert len(FILES) > 50
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_layers(package: str) -> None:
+    wrong = []
+    for file in FILES:
+        if file.parts[0] != package:
+            continue
+        forbidden = set(FORBIDDEN[package])
+        if file.as_posix().startswith(MAY_START_SERVICES):
+            forbidden -= OURS
+        wrong += [
+            f"{file}:{line} imports {name}"
+            for name, line in imported(parse(file))
+            if name.partition(".")[0] in forbidden
+        ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_light_parts_never_import_torch() -> None:
+    wrong = [
+        f"{file}:{line} imports {name}"
+        for file in FILES
+        if file.as_posix().startswith(TORCH_FREE)
+        for name, line in imported(parse(file))
+        if name.partition(".")[0] in ("torch", "transformers")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nothing_is_unpickled() -> None:
+    """A message, checkpoint or data file must never be able to run code."""
+    wrong = []
+    for file in FILES:
+        tree = parse(file)
+        wrong += [
+            f"{file}:{line} imports {name}"
+            for name, line in imported(tree)
+            if name.partition(".")[0] in SERIALISERS or name == "multiprocessing.reduction"
+        ]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                problem = unsafe_call(node)
+                if problem:
+                    wrong.append(f"{file}:{node.lineno} {problem}")
+    assert not wrong, "\n".join(wrong)
+
+
+def unsafe_call(node: ast.Call) -> str:
+    name = ast.unparse(node.func)
+    keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+    if name == "torch.load" and keywords.get("weights_only") != "True":
+        return "torch.load without weights_only=True"
+    if name in ("np.load", "numpy.load") and keywords.get("allow_pickle", "False") != "False":
+        return "numpy.load with allow_pickle"
+    if name.endswith((".recv_pyobj", ".send_pyobj")):
+        return f"{name} pickles"
+    if name in ("yaml.load", "yaml.unsafe_load", "yaml.full_load"):
+        return f"{name} can make any object"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("code", "bad"),
+    [
+        ("torch.load(p)", True),
+        ("torch.load(p, weights_only=False)", True),
+        ("torch.load(p, weights_only=True)", False),
+        ("socket.recv_pyobj()", True),
+        ("np.load(p, allow_pickle=True)", True),
+        ("np.load(p)", False),
+        ("yaml.load(t)", True),
+    ],
+)
+def test_the_check_itself(code: str, bad: bool) -> None:
+    node = ast.parse(code, mode="eval").body
+    assert isinstance(node, ast.Call)
+    assert bool(unsafe_call(node)) is bad

@@ -1,0 +1,237 @@
+"""An adapter as a PEFT folder: what PEFT and vLLM make of it, merging, and the commands that take one."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from asyncrl.cli import main
+from asyncrl.config.load import dump_config
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import UserError
+from asyncrl.models.base_weights import base_fingerprint
+from asyncrl.models.loading import load_model
+from asyncrl.models.lora import ADAPTER_WEIGHTS, load_merged, read_adapter, write_adapter_folder
+from asyncrl.models.processing import PromptProcessor
+from asyncrl.models.published import load_published, published_tensors
+from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs
+from asyncrl.tools.evaluate import evaluate
+from protocol.messages import ChatMessage, ImagePart, Prompt, TextPart
+from tests.rigs.adapters import CPU, MakeConfig, Weights, lora_config, made_up_adapter, merged, spec_of
+from tests.unit.rollout_server.test_weight_updates import fresh_logits
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def write(config: RunConfig, adapter: Weights, folder: Path) -> Path:
+    base = base_fingerprint(config.model)
+    write_adapter_folder(folder, spec_of(config), adapter.items(), base=base, base_path=config.model.path)
+    return folder
+
+
+@pytest.fixture
+def prompt_and_blobs() -> tuple[Prompt, dict[str, bytes]]:
+    buffer = io.BytesIO()
+    Image.fromarray(np.random.default_rng(3).integers(0, 256, (28, 56, 3), np.uint8)).save(buffer, "PNG")
+    digest = hashlib.sha256(buffer.getvalue()).hexdigest()
+    message = ChatMessage(role="user", content=(ImagePart(), TextPart(text="What is the sum of the digits?")))
+    return Prompt(row_id="one", messages=(message,), image_hashes=(digest,)), {digest: buffer.getvalue()}
+
+
+def logits(model: Any, config: RunConfig, prompt_and_blobs: tuple[Prompt, dict[str, bytes]]) -> torch.Tensor:
+    prompt, blobs = prompt_and_blobs
+    return fresh_logits(model, PromptProcessor(config.model).encode(prompt, blobs), [5, 6, 7, 8])
+
+
+@pytest.mark.parametrize("tower", [False, True])
+def test_peft_loads_it_on_the_base_and_merging_changes_nothing(
+    make_config: MakeConfig, tmp_path: Path, prompt_and_blobs: tuple[Prompt, dict[str, bytes]], tower: bool
+) -> None:
+    from peft import PeftModel
+
+    config = lora_config(make_config, {"vision_tower": tower, "alpha": 5})
+    adapter = made_up_adapter(config, 1)
+    folder = write(config, adapter, tmp_path / "adapter")
+    expected: Any = load_model(make_config().model, device=CPU)
+    load_published(expected, merged(config, adapter).items())
+    own = logits(expected, config, prompt_and_blobs)
+
+    with_peft = PeftModel.from_pretrained(load_model(config.model, device=CPU), folder)  # type: ignore[arg-type]
+    assert (logits(with_peft, config, prompt_and_blobs) - own).abs().max() < 1e-4
+    one = load_merged(config.model, folder)
+    assert (logits(one, config, prompt_and_blobs) - own).abs().max() < 1e-4
+    assert dict(published_tensors(one)).keys() == dict(published_tensors(expected)).keys(), "nothing is left of it"
+    again = read_adapter(folder)
+    assert list(again) == sorted(adapter)
+    assert all(torch.equal(again[name], adapter[name]) for name in adapter)
+
+
+def test_an_adapter_for_another_base_is_refused_before_loading(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = lora_config(make_config)
+    folder = write(config, made_up_adapter(config, 1), tmp_path / "adapter")
+    other = tmp_path / "other"
+    shutil.copytree(config.model.path, other)
+    tensors = load_file(other / "model.safetensors")
+    tensors["lm_head.weight"] += 1e-3
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(other)})})
+    monkeypatch.setattr("asyncrl.models.lora.load_model", lambda *_, **__: pytest.fail("weights were loaded"))
+    for take in (lambda: load_merged(config.model, folder), lambda: evaluate(config, folder)):
+        with pytest.raises(UserError, match=r"was trained on other base weights .* Set model.path to"):
+            take()
+
+
+def from_elsewhere(config: RunConfig, folder: Path, named: str) -> Path:
+    """An adapter as PEFT itself saves it: without the fingerprint, with a name."""
+    write_adapter_folder(folder, spec_of(config), made_up_adapter(config, 1).items(), base_path=named)
+    return folder
+
+
+def test_an_adapter_that_names_another_folder_is_refused_if_that_holds_other_weights(
+    make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = lora_config(make_config)
+    copy, other = tmp_path / "copy", tmp_path / "other"
+    shutil.copytree(config.model.path, copy)
+    shutil.copytree(config.model.path, other)
+    tensors = load_file(other / "model.safetensors")
+    tensors["lm_head.weight"] += 1e-3
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    for named in (config.model.path, str(copy)):
+        load_merged(config.model, from_elsewhere(config, tmp_path / f"for-{Path(named).name}", named))
+    assert "says that it is for" not in caplog.text
+    folder = from_elsewhere(config, tmp_path / "for-other", str(other))
+    with pytest.raises(UserError, match=rf"is for the model in {other}, which .* Set model.path={other}"):
+        evaluate(config, folder)
+
+
+@pytest.mark.parametrize(("named", "said"), [("some/base", "some/base"), ("", "no base in particular")])
+def test_an_adapter_whose_base_nobody_can_compare_is_taken_with_a_warning(
+    make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture, named: str, said: str
+) -> None:
+    config = lora_config(make_config)
+    load_merged(config.model, from_elsewhere(config, tmp_path / "adapter", named))
+    assert f"says that it is for {said}, and model.path is {config.model.path}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (".layers.0.", ".layers.7.", r"has a layer .*\.layers\.7\.\S+, \d+ wide, and here there is none"),
+        ("", "", r"has a layer model\.\S+, \d+ wide, and here it is \d+ wide. Set model.path to the model that it"),
+    ],
+)
+def test_an_adapter_of_other_layers_is_refused_whoever_made_it(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str, said: str
+) -> None:
+    """Without our metadata nothing says for which base it is, and PEFT only warns of layers that are not there."""
+    config = lora_config(make_config)
+    folder = write(config, made_up_adapter(config, 1), tmp_path / "adapter")
+    load_merged(config.model, folder)
+    tensors = load_file(folder / ADAPTER_WEIGHTS)
+    if old:
+        changed = {name.replace(old, new): tensor for name, tensor in tensors.items()}
+    else:  # twice as wide
+        changed = {name: torch.cat([t, t], 1 if "lora_A" in name else 0) for name, t in tensors.items()}
+    save_file(changed, folder / ADAPTER_WEIGHTS, {"format": "pt"})
+    monkeypatch.setattr("asyncrl.models.lora.load_model", lambda *_, **__: pytest.fail("weights were loaded"))
+    with pytest.raises(UserError, match=said):
+        load_merged(config.model, folder)
+
+
+def test_eval_takes_an_adapter_folder(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = lora_config(make_config)
+    adapter = made_up_adapter(config, 1)
+    folder = write(config, adapter, tmp_path / "adapter")
+    whole: Any = load_model(make_config().model, device=CPU)
+    load_published(whole, merged(config, adapter).items())
+    shutil.copytree(config.model.path, tmp_path / "whole")
+    whole.save_pretrained(tmp_path / "whole")
+    assert evaluate(config, folder) == evaluate(config, tmp_path / "whole")
+
+
+def test_a_model_that_was_trained_whole_has_no_adapter_to_export(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run" / "checkpoints" / "step-000003" / "model").mkdir(parents=True)
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "copy"), "--adapter"]) == 2
+    assert "trained the model itself" in capsys.readouterr().err
+    assert not (tmp_path / "copy").exists()
+
+
+def test_an_adapter_folder_as_model_path_is_refused_with_the_fix(
+    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = lora_config(make_config)
+    folder = write(config, made_up_adapter(config, 1), tmp_path / "adapter")
+    file = tmp_path / "config.yaml"
+    file.write_text(dump_config(config))
+    assert main(["sft", str(file), f"model.path={folder}"]) == 2
+    assert "asyncrl export RUN TARGET, without --adapter" in capsys.readouterr().err
+
+
+# --- vLLM ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
+@pytest.mark.parametrize("tower", [False, True], ids=["language model", "vision tower, too"])
+def test_vllm_samples_from_the_adapter_that_its_request_names(
+    make_config: MakeConfig, tmp_path: Path, prompt_and_blobs: tuple[Prompt, dict[str, bytes]], tower: bool
+) -> None:
+    config = lora_config(make_config, {"alpha": 6, "vision_tower": tower})
+    adapters = [made_up_adapter(config, seed) for seed in (1, 2)]
+    folders = [write(config, a, tmp_path / f"v{number}") for number, a in enumerate(adapters)]
+    prompt, blobs = prompt_and_blobs
+    words = ChatMessage(role="user", content=(TextPart(text="answer 1 2 3"),))
+    text = Prompt(row_id="text", messages=(words,))
+    image = tmp_path / "image.png"
+    image.write_bytes(next(iter(blobs.values())))
+    processor = PromptProcessor(config.model)
+    given = {
+        "temperature": 0.8,
+        "tower": tower,
+        "banned": list(processor.placeholder_ids),
+        "prompts": [
+            {"text": processor.render(prompt), "images": [str(image)]},
+            {"text": processor.render(text), "images": []},
+        ],
+        "out": str(tmp_path / "out.json"),
+    }
+    file = tmp_path / "prompts.json"
+    file.write_text(json.dumps(given))
+    command = [sys.executable, "-m", "tests.rigs.vllm_lora", config.model.path, str(file), *map(str, folders)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
+
+    model: Any = load_model(make_config().model, device=CPU)
+    banned = torch.tensor(processor.placeholder_ids)
+    encoded = [processor.encode(prompt, blobs), processor.encode(text, {})]
+    for number, results in enumerate(json.loads((tmp_path / "out.json").read_text())):
+        for which in (number, 1 - number):
+            load_published(model, merged(config, adapters[which]).items())
+            gaps = []
+            for one, result in zip(encoded, results, strict=True):
+                assert result["prompt"] == one.token_ids.tolist()
+                own = sampling_logprobs(fresh_logits(model, one, result["tokens"][:-1]), temperature=0.8, banned=banned)
+                chosen = gather_logprobs(own, torch.tensor(result["tokens"]))
+                gaps.append((chosen - torch.tensor(result["logprobs"])).abs())
+            gap = torch.cat(gaps)
+            assert gap.max() < 1e-4 if which == number else gap.mean() > 0.1

@@ -1,0 +1,218 @@
+"""`model.lora` resolved to layers, and everything about it that is refused before weights are loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from asyncrl.cli import main
+from asyncrl.config.load import dump_config, load_config
+from asyncrl.config.model import ModelConfig
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import UserError
+from asyncrl.models import loading
+from asyncrl.models.adapter_targets import resolve_adapter
+from asyncrl.models.base_weights import base_fingerprint
+from asyncrl.models.loading import folder_fingerprint
+from protocol.errors import ErrorCode
+from protocol.handshake import check_hello
+from tests.rigs.fuzz import content
+
+MakeConfig = Callable[..., RunConfig]
+
+
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr(loading, "load_model", load)
+
+
+def model(path: Path, **lora: Any) -> ModelConfig:
+    free = {"freeze_vision_tower": False} if lora.get("vision_tower") else {}
+    return ModelConfig.model_validate({"path": str(path), "lora": {"rank": 4, **lora}, **free})
+
+
+@pytest.fixture
+def text_model(tmp_path: Path) -> Path:
+    """A folder without weights: resolving needs none."""
+    from transformers import Qwen2Config
+
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    Qwen2Config(vocab_size=320, intermediate_size=128, **sizes).save_pretrained(tmp_path / "text")
+    return tmp_path / "text"
+
+
+def ends(config: ModelConfig) -> set[str]:
+    spec = resolve_adapter(config)
+    assert spec is not None
+    return {name.rpartition(".")[2] for name in spec.target_modules}
+
+
+ATTENTION, MLP = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}
+
+
+def test_all_linear_layers_of_the_language_model_by_default(tiny_model: Path, text_model: Path) -> None:
+    spec = resolve_adapter(model(tiny_model))
+    assert spec is not None
+    assert (spec.rank, spec.alpha) == (4, 8), "alpha is twice the rank unless it is set"
+    assert ends(model(tiny_model)) == ends(model(text_model)) == ATTENTION | MLP
+    assert all(".language_model." in name for name in spec.target_modules)
+    assert len(spec.target_modules) == 2 * 7
+    assert resolve_adapter(ModelConfig(path=str(tiny_model))) is None
+
+
+def test_names_a_pattern_and_the_vision_tower(tiny_model: Path) -> None:
+    assert ends(model(tiny_model, target_modules=["q_proj", "v_proj"])) == {"q_proj", "v_proj"}
+    assert ends(model(tiny_model, target_modules=r".*layers\.1\.mlp\..*")) == MLP
+    spec = resolve_adapter(model(tiny_model, vision_tower=True, alpha=3))
+    assert spec is not None
+    assert spec.alpha == 3
+    assert any(".visual.blocks." in name for name in spec.target_modules)
+    assert any(".merger." in name for name in spec.target_modules), "the connector, too"
+    assert "lm_head" not in spec.target_modules
+
+
+@pytest.mark.parametrize(
+    ("lora", "said"),
+    [
+        (
+            {"target_modules": ["q_porj", "v_proj"]},
+            "'q_porj' fits no linear layer",
+        ),
+        ({"target_modules": ["q_porj"]}, "[q_proj"),
+        ({"target_modules": "q_proj"}, "Did you mean [q_proj"),
+        ({"target_modules": ["embed_tokens"]}, "fits no linear layer"),
+        ({"target_modules": ["lm_head"]}, "fits no linear layer"),
+        ({"target_modules": ["zzz"]}, "There are down_proj, "),
+        ({"target_modules": ["qkv"]}, "fits only layers of the vision tower or connector"),
+        ({"target_modules": []}, "is empty"),
+        ({"target_modules": ".*(q_proj"}, "no regular expression"),
+    ],
+)
+@pytest.mark.usefixtures("no_weights")
+def test_targets_that_fit_nothing_are_refused_by_name(tiny_model: Path, lora: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        resolve_adapter(model(tiny_model, **lora))
+    assert said in str(caught.value)
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_without_peft_the_user_is_told_what_to_install(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.models.adapter_targets.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install 'asyncrl\[learner,rollout\]'"):
+        resolve_adapter(model(tiny_model))
+    assert resolve_adapter(ModelConfig(path=str(tiny_model))) is None
+
+
+def test_a_text_model_has_no_vision_tower_to_train(text_model: Path) -> None:
+    with pytest.raises(UserError, match=r"reads text only. Set model.lora.vision_tower=false"):
+        resolve_adapter(model(text_model, vision_tower=True))
+
+
+def test_the_launcher_refuses_before_it_writes(
+    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(dump_config(make_config()))
+    for overrides, said in (
+        (["model.lora.rank=4", "model.lora.target_modules=[q_porj]"], "Did you mean [q_proj"),
+        (
+            ["model.lora.rank=4", "model.lora.vision_tower=true", "model.freeze_vision_tower=true"],
+            "freeze_vision_tower",
+        ),
+        (["algorithm.kl_loss_coef=0.01"], "Set model.lora.rank=16"),
+        (["model.lora_rank=4"], "did you mean model.lora.rank?"),
+    ):
+        assert main(["train", str(file), *overrides]) == 2
+        assert said in capsys.readouterr().err
+        assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_target_modules_may_be_a_list_in_a_file_and_in_an_override(make_config: MakeConfig, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(dump_config(make_config()))
+    override = ["model.lora.rank=4", "model.lora.target_modules=[q_proj, v_proj]"]
+    config = load_config(file, override)
+    assert config.model.lora.target_modules == ("q_proj", "v_proj")
+    file.write_text(dump_config(config))
+    assert load_config(file, []) == config
+    assert load_config(file, ["model.lora.target_modules=.*q_proj"]).model.lora.target_modules == ".*q_proj"
+
+
+# --- one base on both sides -------------------------------------------------------------------------------
+
+
+def test_the_fingerprint_is_of_the_content_however_it_is_sharded(tiny_model: Path, tmp_path: Path) -> None:
+    from asyncrl.models.loading import load_model
+
+    own = base_fingerprint(model(tiny_model))
+    sharded = tmp_path / "sharded"
+    load_model(ModelConfig(path=str(tiny_model)), device=torch.device("cpu")).save_pretrained(  # type: ignore[operator]
+        sharded, max_shard_size="100KB"
+    )
+    assert len(list(sharded.glob("model-*.safetensors"))) > 2
+    assert base_fingerprint(model(sharded)) == own
+
+    other = tmp_path / "other"
+    shutil.copytree(tiny_model, other)
+    tensors = load_file(other / "model.safetensors")
+    name = max(tensors)
+    flat = tensors[name].view(-1)
+    flat[0] = torch.nextafter(flat[0], torch.tensor(9.0))
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    assert folder_fingerprint(model(other)) == folder_fingerprint(model(tiny_model)), "the architectures are the same"
+    assert base_fingerprint(model(other)) != own, "one bit of one weight"
+
+
+def test_a_folder_whose_weights_cannot_be_read_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_model, broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(UserError, match="no complete safetensors file"):
+        base_fingerprint(model(broken))
+    weights.unlink()
+    with pytest.raises(UserError, match=r"no model.safetensors"):
+        base_fingerprint(model(broken))
+
+
+def test_the_fingerprint_of_what_travels_knows_rank_alpha_and_layers(tiny_model: Path) -> None:
+    kinds = [{}, {"rank": 8, "alpha": 8}, {"alpha": 9}, {"target_modules": ["q_proj"]}]
+    prints = {folder_fingerprint(model(tiny_model, **lora)) for lora in kinds}
+    prints.add(folder_fingerprint(ModelConfig(path=str(tiny_model))))
+    assert len(prints) == len(kinds) + 1
+
+
+@pytest.mark.parametrize(
+    ("servers", "learners", "welcome"),
+    [("", "", True), ("b1", "b1", True), ("b2", "b1", False), ("", "b1", False), ("b1", "", False)],
+)
+def test_a_server_with_another_base_is_refused_with_the_fix(servers: str, learners: str, welcome: bool) -> None:
+    hello = content.hello("one").model_copy(update={"base_fingerprint": servers})
+    refusal = check_hello(
+        hello,
+        model_fingerprint=content.MODEL,
+        processor_fingerprint=content.PROCESSOR,
+        base_fingerprint=learners,
+        live_server_ids={},
+    )
+    assert (refusal is None) == welcome
+    if refusal is not None:
+        assert refusal.code is ErrorCode.MODEL_MISMATCH
+        assert (servers or "unknown") in refusal.reason
+        assert "*.safetensors" in refusal.fix
+
+
+def test_an_adapter_folder_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({}))
+    with pytest.raises(UserError, match="a folder with an adapter only"):
+        base_fingerprint(ModelConfig(path=str(tmp_path)))

@@ -1,0 +1,483 @@
+"""What does not fit together is refused in seconds: exit code 2, the fix, no run directory, no weights read."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.cli import main as asyncrl
+from asyncrl.config.devices import same_device
+from asyncrl.config.engine_rules import vllm_device_problem
+from asyncrl.config.load import dump_config
+from asyncrl.config.schema import RunConfig
+from asyncrl.data.dataset import open_train
+from asyncrl.errors import UserError
+from asyncrl.launch.inputs import check_inputs, check_media
+from asyncrl.models.folder import check_weights, describe_folder
+from asyncrl.models.processing import PromptProcessor
+from asyncrl.tools.doctor.model import find_model
+from rollout_server.engines.vllm.settings import check_vllm
+
+MakeConfig = Callable[..., RunConfig]
+
+
+def copy_without(model: Path, target: Path, *names: str) -> Path:
+    """The folder without its weights and these files."""
+    left_out = shutil.ignore_patterns("*.safetensors", *names)
+    return Path(shutil.copytree(model, target, ignore=left_out))
+
+
+def blinded(model: Path, target: Path) -> Path:
+    """The folder of a text model."""
+    copy_without(model, target, "processor_config.json", "preprocessor_config.json")
+    described = json.loads((target / "config.json").read_text())
+    described.pop("vision_config")
+    (target / "config.json").write_text(json.dumps(described))
+    return target
+
+
+def refused(
+    command: str, config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], *overrides: str
+) -> str:
+    """The message of a command that changed nothing."""
+    file = tmp_path / "run.yaml"
+    file.write_text(dump_config(config))
+    before = sorted(path.name for path in tmp_path.iterdir())
+    assert asyncrl([command, str(file), *overrides]) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    message = capsys.readouterr().err
+    assert message.startswith("error: ")
+    return message
+
+
+def test_a_relative_model_path_that_is_not_here_names_the_folder_it_was_sought_in(
+    make_config: MakeConfig, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `asyncrl replay` meets it in another folder than the run's."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "started").mkdir()
+    shutil.copytree(tiny_model, tmp_path / "started" / "export")
+    model = make_config(model={"path": "export"}).model
+    monkeypatch.chdir(tmp_path / "started")
+    describe_folder(model)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with pytest.raises(UserError) as refusal:
+        describe_folder(model)
+    assert str(refusal.value) == (
+        f"model.path is 'export': there is no config.json in it, and no such folder in {Path.cwd()}. "
+        "Name a Hugging Face model folder (config.json, *.safetensors, tokenizer and processor files) with "
+        "model.path=..., or start this in the folder in which the run was started"
+    )
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+def test_a_model_path_that_is_no_stray_says_nothing_of_other_folders(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, absolute: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    path = str(tmp_path / "missing") if absolute else "empty"
+    with pytest.raises(UserError) as refusal:
+        describe_folder(make_config(model={"path": path}).model)
+    assert str(refusal.value).startswith(f"model.path is {path!r}: there is no config.json in it. Name a Hugging Face")
+    assert str(refusal.value).endswith("processor files)")
+
+
+def test_a_model_without_eyes_is_given_no_images(
+    make_config: MakeConfig, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(model={"path": str(blinded(tiny_model, tmp_path / "text"))})
+    for command in ("train", "learn"):
+        message = refused(command, config, tmp_path, capsys)
+        assert "row rl.parquet:0 has images or videos in column 'images'" in message
+        assert "has no vision tower (no vision_config in config.json)" in message
+        assert "Use a vision-language model, or set data.image_key" in message
+    assert "no vision tower" in refused("sft", config, tmp_path, capsys, "data.target_key=answer")
+
+
+@pytest.mark.parametrize("command", ["train", "sync", "learn"])
+def test_a_model_without_eyes_is_given_no_videos(
+    make_config: MakeConfig, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "<video> what?", "answer": "a", "videos": [["0.png", "1.png"]]}) + "\n")
+    data = {"train_files": [str(rows)], "val_files": []}
+    blind = make_config(model={"path": str(blinded(tiny_model, tmp_path / "text"))}, data=data)
+    message = refused(command, blind, tmp_path, capsys)
+    assert "row rows.jsonl:0 has images or videos in column 'videos', but the model in" in message
+    assert "set data.video_key to a column that the data has not" in message
+
+
+def test_a_text_model_takes_rows_without_images(make_config: MakeConfig, tiny_model: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "q", "answer": "a", "images": []}\n{"prompt": "q", "answer": "a"}\n')
+    text = blinded(tiny_model, tmp_path / "text")
+    config = make_config(model={"path": str(text)}, data={"train_files": [str(rows)]})
+    check_media(config, describe_folder(config.model), open_train(config.data))
+    rows.write_text('{"prompt": "q", "answer": "a"}\n{"prompt": "q", "answer": "a", "images": ["late.png"]}\n')
+    with pytest.raises(UserError, match=r"row rows.jsonl:1 has images or videos in column 'images'"):
+        check_media(config, describe_folder(config.model), open_train(config.data))
+
+
+@pytest.mark.parametrize("command", ["train", "rollout", "learn"])
+def test_a_missing_processor_is_named(
+    make_config: MakeConfig, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    folder = copy_without(tiny_model, tmp_path / "model", "processor_config.json", "preprocessor_config.json")
+    message = refused(command, make_config(model={"path": str(folder)}), tmp_path, capsys)
+    assert "has a vision model but no image processor. Copy preprocessor_config.json" in message
+
+
+@pytest.mark.parametrize("command", ["train", "rollout", "learn"])
+def test_a_missing_tokenizer_is_named(
+    make_config: MakeConfig, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    folder = copy_without(tiny_model, tmp_path / "model", "tokenizer*.json")
+    message = refused(command, make_config(model={"path": str(folder)}), tmp_path, capsys)
+    assert "has no tokenizer. Copy tokenizer.json" in message
+
+
+@pytest.mark.parametrize("command", ["train", "rollout", "learn"])
+def test_a_missing_chat_template_is_named(
+    make_config: MakeConfig, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    folder = copy_without(tiny_model, tmp_path / "model", "chat_template.*")
+    message = refused(command, make_config(model={"path": str(folder)}), tmp_path, capsys)
+    assert "has no chat template" in message
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**tokenizer, "chat_template": "{{ messages }}"}))
+    describe_folder(make_config(model={"path": str(folder)}).model)
+
+
+@pytest.mark.parametrize("command", ["train", "rollout", "learn"])
+@pytest.mark.parametrize("part", ["", "text_config"])
+def test_quantised_weights_are_named(
+    make_config: MakeConfig,
+    tiny_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    part: str,
+) -> None:
+    folder = copy_without(tiny_model, tmp_path / "model")
+    described = json.loads((folder / "config.json").read_text())
+    (described[part] if part else described)["quantization_config"] = {"quant_method": "awq", "bits": 4}
+    (folder / "config.json").write_text(json.dumps(described))
+    message = refused(command, make_config(model={"path": str(folder)}), tmp_path, capsys)
+    assert "are quantised (awq). Use the original model" in message
+    assert asyncrl(["doctor", "--plan", str(folder)]) == 2
+    assert "are quantised (awq)" in capsys.readouterr().err
+
+
+def test_a_configuration_whose_parts_are_no_mappings_is_named(
+    make_config: MakeConfig, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copy_without(tiny_model, tmp_path / "model")
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**described, "text_config": [1]}))
+    assert "text_config in" in refused("train", make_config(model={"path": str(folder)}), tmp_path, capsys)
+    assert asyncrl(["doctor", "--plan", str(folder)]) == 2
+
+
+@pytest.mark.parametrize("command", ["train", "rollout", "learn"])
+def test_missing_weights_are_named(
+    make_config: MakeConfig, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    folder = copy_without(tiny_model, tmp_path / "model")
+    message = refused(command, make_config(model={"path": str(folder)}), tmp_path, capsys)
+    assert "has no weights (*.safetensors)" in message
+
+
+def _pointer(folder: Path) -> None:
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n")
+
+
+def _cut(folder: Path, size: int) -> None:
+    with (folder / "model.safetensors").open("rb+") as file:
+        file.truncate(size)
+
+
+def _sharded(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    names = {"one": "model-00001-of-00002.safetensors", "other": "model-00002-of-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (
+            lambda folder: _cut(folder, 1000),
+            r"is cut off: it has 1,000 bytes, and its header alone has [\d,]+\. Download",
+        ),
+        (lambda folder: _cut(folder, 4), r"is cut off: it has 4 bytes, .* Download it again"),
+        (lambda folder: _cut(folder, (folder / "model.safetensors").stat().st_size - 1), r"is cut off: .* bytes of "),
+        (lambda folder: (folder / "model.safetensors").open("ab").write(b"more"), r"is too long: .* bytes of "),
+        (_pointer, r"is a git-lfs pointer of 64 bytes, not the weights\. Fetch them with `git lfs pull`"),
+        (lambda folder: (folder / "model.safetensors").write_text("<!DOCTYPE html> not found"), "has no header of"),
+        (_sharded, r"index\.json names model-00002-of-00002\.safetensors, which is not in the folder\. Download it"),
+    ],
+)
+def test_weights_that_are_not_whole_are_named(
+    make_config: MakeConfig,
+    tiny_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    damage: Callable[[Path], object],
+    said: str,
+) -> None:
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    check_weights(make_config(model={"path": str(folder)}).model)
+    damage(folder)
+    config = make_config(model={"path": str(folder)})
+    message = refused("learn", config, tmp_path, capsys)
+    assert re.search(said, message), message
+    assert message.count("\n") == 1
+    with pytest.raises(UserError, match=said):
+        list(find_model(config))  # as doctor says it, with or without its trial
+
+
+def test_a_processor_that_cannot_be_loaded_is_named(make_config: MakeConfig, tiny_model: Path, tmp_path: Path) -> None:
+    folder = copy_without(tiny_model, tmp_path / "model")
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(
+        UserError, match=r"the processor in .*model cannot be loaded \(KeyError: .*\). Copy tokenizer\*, processor_"
+    ):
+        PromptProcessor(make_config(model={"path": str(folder)}).model)
+
+
+def test_an_adapter_alone_is_no_model(
+    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    message = refused("train", make_config(model={"path": str(tmp_path / "adapter")}), tmp_path, capsys)
+    assert "a folder with an adapter only. Name its base model, or merge the two" in message
+
+
+def test_a_damaged_description_is_named(
+    make_config: MakeConfig, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copy_without(tiny_model, tmp_path / "model")
+    (folder / "config.json").write_text('{"model_type": "qwen2_vl", ')
+    message = refused("train", make_config(model={"path": str(folder)}), tmp_path, capsys)
+    assert "cannot read" in message
+    assert "config.json" in message
+
+
+Sections = dict[str, dict[str, Any]]
+
+NO_ENGINE_CAN: dict[str, tuple[Sections, str]] = {
+    "several devices for an engine of one": (
+        {"rollout": {"tensor_parallel_size": 2}},
+        "rollout.tensor_parallel_size is 2, but the hf engine runs on one device. Set rollout.engine=vllm",
+    ),
+    "log-probs that hf does not have": (
+        {"rollout": {"logprobs": "raw"}},
+        "rollout.logprobs is raw, but the hf engine returns .* Set rollout.logprobs=processed",
+    ),
+    "log-probs that vllm is not asked for": (
+        {"rollout": {"engine": "vllm", "logprobs": "raw"}},
+        "rollout.logprobs is raw, but the vllm engine returns .* Set rollout.logprobs=processed",
+    ),
+    "too cold": (
+        {"rollout": {"engine": "vllm", "temperature": 0.001}},
+        "rollout.temperature is 0.001; vllm samples no colder than 0.01 .* Set it to 0.01 or more",
+    ),
+    "too cold held-out rows": (
+        {"rollout": {"engine": "vllm"}, "evaluation": {"temperature": 0.005}},
+        r"evaluation.temperature is 0.005; vllm .* \(evaluation.temperature=0 is greedy\)",
+    ),
+    "a rank above all slots": (
+        {"rollout": {"engine": "vllm"}, "model": {"lora": {"rank": 513}}},
+        "model.lora.rank is 513, and vllm takes at most 512. Lower it, or set rollout.engine=hf",
+    ),
+    "arguments that hf does not take": (
+        {"rollout": {"engine_args": {"max_num_seqs": 4}}},
+        r"rollout.engine_args has \['max_num_seqs'\], but the hf engine takes no arguments",
+    ),
+    "no device": ({"learner": {"device": "gpu"}}, "learner.device is 'gpu', which is no device. Set .*=auto, cpu"),
+    "no device for the engine": ({"rollout": {"device": "cuda:"}}, "rollout.device is 'cuda:', which is no device"),
+}
+
+
+@pytest.mark.parametrize("name", NO_ENGINE_CAN)
+def test_what_the_engine_cannot_do_anywhere_is_refused_with_the_configuration(
+    make_config: MakeConfig, name: str
+) -> None:
+    sections, expected = NO_ENGINE_CAN[name]
+    with pytest.raises(ValueError, match=expected):
+        make_config(**sections)
+
+
+NOT_HERE: dict[str, tuple[Sections, str]] = {
+    "more devices than there are": (
+        {"rollout": {"engine": "vllm", "device": "cpu", "tensor_parallel_size": 64}},
+        r"rollout.tensor_parallel_size is 64, but this machine has 1 device \(its CPU\). Set .*=1",
+    ),
+    "an argument that is not the user's": (
+        {"rollout": {"engine": "vllm", "engine_args": {"dtype": "half"}}},
+        "rollout.engine_args may not have dtype. Set model.dtype",
+    ),
+    "longer than the model knows": (
+        {"data": {"max_response_length": 4000}, "batch": {"tokens_per_microbatch": 8192}},
+        r"one sample may have 4128 tokens .* knows 2048 positions \(max_position_embeddings\). Lower",
+    ),
+    "a device that is not there": ({"rollout": {"device": "cuda"}}, "rollout.device is cuda, but torch .* sees no"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_HERE)
+def test_what_the_engine_cannot_do_here_is_refused(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    sections, expected = NOT_HERE[name]
+    with pytest.raises(UserError, match=expected):
+        check_inputs(make_config(**sections), "rollout_server")
+
+
+def test_each_side_checks_its_own_device(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may start on two machines."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    config = make_config(learner={"device": "cuda:1"}, rollout={"device": "cpu"})
+    check_inputs(config, "rollout_server")
+    with pytest.raises(UserError, match=r"learner.device is cuda:1, but torch .* Set learner.device=cpu or auto"):
+        check_inputs(config, "learner")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(UserError, match=r"learner.device is cuda:1, but this machine has 1 CUDA device\(s\)"):
+        check_inputs(config, "learner")
+
+
+@pytest.mark.parametrize("command", ["train", "learn", "rollout"])
+def test_every_command_refuses_it(
+    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    override = "rollout.tensor_parallel_size=2"
+    assert "runs on one device" in refused(command, make_config(), tmp_path, capsys, override)
+
+
+def test_more_devices_than_gpus(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    config = make_config(rollout={"engine": "vllm", "tensor_parallel_size": 4})
+    with pytest.raises(UserError, match=r"this machine has 2 CUDA device\(s\). Set rollout.tensor_parallel_size=2"):
+        check_inputs(config, "rollout_server")
+
+
+@pytest.mark.parametrize("command", ["train", "learn", "rollout"])
+def test_a_run_over_its_memory_budget_is_refused_by_every_command(
+    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    config = make_config(gpu_memory={"budget_gib": 0.01}, trainer={"mode": "sync"})
+    assert "gpu_memory.budget_gib is 0.01, but the" in refused(command, config, tmp_path, capsys)
+
+
+def test_only_the_learner_needs_room_for_published_weights(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server may be on another machine, or start when two versions are published already."""
+    nearly_full = type("Usage", (), {"free": 1000})()
+    monkeypatch.setattr("shutil.disk_usage", lambda path: nearly_full)
+    config = make_config(gpu_memory={"budget_gib": 4}, trainer={"mode": "sync"})
+    check_inputs(config, "rollout_server")
+    with pytest.raises(UserError, match="published weights need"):
+        check_inputs(config, "learner")
+
+
+# --- devices of a sync run ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("learner", "rollout", "with_cuda", "without"),
+    [
+        ("auto", "auto", True, True),
+        ("auto", "cuda", True, True),
+        ("cuda", "cuda:0", True, True),
+        ("cpu", "auto", False, True),
+        ("cuda:0", "cuda:1", False, False),
+        ("auto", "cuda:1", False, False),
+        ("cpu", "cuda", False, False),
+    ],
+)
+def test_devices_are_compared_by_what_they_mean(
+    make_config: MakeConfig, learner: str, rollout: str, with_cuda: bool, without: bool
+) -> None:
+    config = make_config(learner={"device": learner}, rollout={"device": rollout})
+    assert same_device(config, cuda=True) == with_cuda
+    assert same_device(config, cuda=False) == without, "who names a CUDA device means a machine that has one"
+
+
+def test_whether_auto_is_the_other_sides_device_is_seen_where_they_start(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(trainer={"mode": "sync"}, learner={"device": "cpu"})
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    check_inputs(config, "learner", "rollout_server")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(UserError, match=r"learner.device is cpu and rollout.device is auto: on two devices nobody"):
+        check_inputs(config, "learner", "rollout_server")
+
+
+@pytest.mark.slow
+def test_it_takes_seconds_and_no_torch(make_config: MakeConfig, tiny_model: Path, tmp_path: Path) -> None:
+    config = make_config(model={"path": str(copy_without(tiny_model, tmp_path / "m", "processor_config.json"))})
+    file = tmp_path / "run.yaml"
+    file.write_text(dump_config(config))
+    started = time.monotonic()
+    script = (
+        "import sys; from asyncrl.cli import main; code = main(['train', sys.argv[1]]); print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", f"{script}; sys.exit(code)", str(file)], capture_output=True, text=True
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stdout.strip() == "False"
+    assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize(
+    ("sections", "fix"),
+    [
+        (
+            {"rollout": {"tensor_parallel_size": 2}},
+            "Set rollout.device=cuda, and either learner.device=cuda:2 for the one behind, or "
+            "CUDA_VISIBLE_DEVICES=1,2 in the environment of a server that is started by itself (asyncrl rollout)",
+        ),
+        (
+            {"learner": {"device": "cuda:1"}},
+            "Set rollout.device=cuda learner.device=cuda, and CUDA_VISIBLE_DEVICES=1 in the environment",
+        ),
+        (
+            {"learner": {"device": "cuda:1"}, "trainer": {"mode": "sync"}},
+            "Set rollout.device=cuda learner.device=cuda, and CUDA_VISIBLE_DEVICES=1 in the environment",
+        ),
+        (
+            {"learner": {"device": "cpu"}},
+            "Set rollout.device=cuda, and CUDA_VISIBLE_DEVICES=1 in the environment",
+        ),
+    ],
+    ids=["two devices", "one device", "turns", "learner without"],
+)
+def test_vllm_cannot_be_given_another_device_than_the_first(
+    make_config: MakeConfig, sections: dict[str, Any], fix: str
+) -> None:
+    rollout = {"engine": "vllm", "device": "cuda:1", **sections.get("rollout", {})}
+    with pytest.raises(UserError) as refused:
+        check_vllm(make_config(**{**sections, "rollout": rollout}))
+    known = "rollout.device is cuda:1, but vLLM takes the first of the devices that it sees. "
+    assert str(refused.value) == known + fix
+    for device in ("cuda", "cuda:0", "cuda:00", "auto", "cpu"):
+        assert vllm_device_problem(make_config(rollout={"engine": "vllm", "device": device})) == ""
+    assert vllm_device_problem(make_config(rollout={"engine": "hf", "device": "cuda:1"})) == ""

@@ -1,0 +1,95 @@
+"""The fingerprint of processor, tokenizer and template: whatever changes what the model sees changes it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.models.processing import PromptProcessor
+from protocol.errors import ErrorCode
+from protocol.handshake import check_hello
+from protocol.messages import Refusal
+from tests.rigs.alignment_rig import pair_config
+from tests.rigs.fuzz import content
+
+__all__ = ["pair_config"]
+
+
+PROCESSOR_CHANGES: dict[str, Any] = {
+    "size": {"shortest_edge": 784, "longest_edge": 50_000},
+    "patch_size": 14,
+    "merge_size": 1,
+    "temporal_patch_size": 1,
+    "resample": 2,
+    "rescale_factor": 1 / 127,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "do_rescale": False,
+    "do_normalize": False,
+    "do_resize": False,
+    "do_convert_rgb": False,
+}
+
+
+def fingerprint_problem(mine: PromptProcessor, theirs: PromptProcessor) -> Refusal | None:
+    hello = content.hello("s").model_copy(update={"processor_fingerprint": theirs.fingerprint})
+    return check_hello(
+        hello, model_fingerprint=content.MODEL, processor_fingerprint=mine.fingerprint, live_server_ids={}
+    )
+
+
+@pytest.mark.parametrize("part", ["image_processor", "video_processor"])
+@pytest.mark.parametrize("setting", PROCESSOR_CHANGES)
+def test_every_processor_setting_is_in_the_fingerprint(pair_config: RunConfig, part: str, setting: str) -> None:
+    mine, theirs = PromptProcessor(pair_config.model), PromptProcessor(pair_config.model)
+    assert fingerprint_problem(mine, theirs) is None
+    assert getattr(getattr(theirs.processor, part), setting) != PROCESSOR_CHANGES[setting]
+    setattr(getattr(theirs.processor, part), setting, PROCESSOR_CHANGES[setting])
+    refusal = fingerprint_problem(mine, theirs)
+    assert refusal is not None
+    assert refusal.code is ErrorCode.PROCESSOR_MISMATCH
+
+
+def _other_template(folder: Path) -> None:
+    file = folder / "chat_template.jinja"
+    file.write_text(file.read_text() + " ")
+
+
+def _edited(name: str, change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        content_ = json.loads((folder / name).read_text())
+        change(content_)
+        (folder / name).write_text(json.dumps(content_))
+
+    return edit
+
+
+def _added_token(tokenizer: dict[str, Any]) -> None:
+    last = tokenizer["added_tokens"][-1]
+    number = max(tokenizer["model"]["vocab"].values()) + 1
+    tokenizer["added_tokens"].append({**last, "id": max(number, last["id"] + 1), "content": "<|new|>"})
+
+
+FOLDER_CHANGES: dict[str, Callable[[Path], None]] = {
+    "chat template": _other_template,
+    "added token": _edited("tokenizer.json", _added_token),
+    "normaliser": _edited("tokenizer.json", lambda t: t.update(normalizer={"type": "Lowercase"})),
+    "special token": _edited("tokenizer_config.json", lambda t: t.update(pad_token="<|vision_pad|>")),
+}
+
+
+@pytest.mark.parametrize("name", FOLDER_CHANGES)
+def test_tokenizer_and_template_are_in_the_fingerprint(pair_config: RunConfig, tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "other"
+    shutil.copytree(pair_config.model.path, folder)
+    mine = PromptProcessor(pair_config.model)
+    other = pair_config.model.model_copy(update={"path": str(folder)})
+    assert fingerprint_problem(mine, PromptProcessor(other)) is None, "the folder's own name does not matter"
+    FOLDER_CHANGES[name](folder)
+    assert fingerprint_problem(mine, PromptProcessor(other)) is not None

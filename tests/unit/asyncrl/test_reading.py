@@ -1,0 +1,210 @@
+"""The commands that only look at a run, where its files cannot be read: one line that names the file, and a fix.
+
+A symbolic link to itself cannot be opened by anybody, root included: it stands for another user's file or folder.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from asyncrl import cli
+from asyncrl.config.load import dump_config
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import BadStateError, UserError
+from asyncrl.journal.sample_tables import INDEX_FILE
+from asyncrl.telemetry.reading import is_there, telling_unreadable
+from asyncrl.tools.inspect import __main__ as inspect
+from asyncrl.tools.report.page import page_of
+from asyncrl.tools.report.pictures import Pictures
+from asyncrl.tools.report.run import SIGNS, read_run
+from learner import replay
+from learner.checkpoint import format as checkpoint
+from tests.rigs import made_up_run as made
+from tests.rigs.made_up_samples import MadeUpStore
+from tests.tools.test_panel import write_run
+
+COMMANDS: dict[str, Callable[[str], int]] = {
+    "inspect": lambda run: inspect.main([run]),
+    "inspect --reindex": lambda run: inspect.main([run, "--reindex"]),
+    "watch": lambda run: cli.main(["watch", run]),
+    "report": lambda run: cli.main(["report", run]),
+    "replay": lambda run: replay.main([run, "--step", "1"]),
+}
+
+
+def close_off(path: Path) -> None:
+    if path.is_dir():
+        path.rename(path.with_name(f"{path.name}.before"))
+    path.unlink(missing_ok=True)
+    path.symlink_to(path.name)
+
+
+def check_told(said: str, path: Path) -> None:
+    assert said.startswith(f"error: cannot read {path}: Too many levels of symbolic links. Restore it, or copy"), said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("closed", ["run", "run/grpo"])
+def test_a_folder_that_cannot_be_looked_into_may_hold_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, closed: str
+) -> None:
+    run = tmp_path / "run" / "grpo"
+    run.mkdir(parents=True)
+    close_off(tmp_path / closed)
+    assert COMMANDS[command](str(run)) == 2
+    said = capsys.readouterr().err
+    (name,) = [name for name in SIGNS if f"{name}:" in said]
+    check_told(said, run / name)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_where_there_is_no_run_it_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    for run in (tmp_path, tmp_path / "nowhere"):
+        assert COMMANDS[command](str(run)) == 2
+        assert capsys.readouterr().err.startswith("error: there is no ")
+
+
+def test_another_users_file_is_for_that_user_to_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, flags: int) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr("asyncrl.telemetry.reading.os.open", refuse)
+    with pytest.raises(UserError, match=r"cannot read .*/x: Permission denied\. Work as the user whose run it is, or"):
+        is_there(tmp_path / "x")
+
+
+def test_what_is_no_file_is_not_told_as_one() -> None:
+    with pytest.raises(BrokenPipeError), telling_unreadable():
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+# --- watch ---
+
+
+@pytest.mark.parametrize("name", ["status.json", "metrics.jsonl", "evaluations.jsonl", "samples.jsonl"])
+def test_watch_names_the_file_that_it_cannot_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    write_run(tmp_path)
+    close_off(tmp_path / name)
+    assert cli.main(["watch", str(tmp_path)]) == 2
+    check_told(capsys.readouterr().err, tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["status.json", "metrics.jsonl"])
+def test_watch_ends_where_a_file_becomes_another_users(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    write_run(tmp_path).status(phase="training", step=40, total_steps=100, time=time.time())
+    closing = threading.Timer(0.5, close_off, [tmp_path / name])
+    closing.start()
+    assert cli.main(["watch", str(tmp_path)]) == 2
+    said = capsys.readouterr()
+    assert "step 40 of 100" in said.out
+    check_told(said.err, tmp_path / name)
+
+
+# --- report ---
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "status.json", "config.yaml", "timeline.jsonl",
+     "environment.json", "failure.json"],
+)  # fmt: skip
+def test_a_report_says_which_file_it_could_not_read(tmp_path: Path, name: str) -> None:
+    run = made.make_run(tmp_path / "run")
+    close_off(run / name)
+    read = read_run(run)
+    said = [sentence for sentence in read.missing if sentence.startswith(name)]
+    assert [sentence.partition(":")[0] for sentence in said] == [
+        f"{name} cannot be read (Too many levels of symbolic links)"
+    ]
+    page = page_of(read)
+    assert said[0].partition(":")[0] in page
+    assert f"There is no {name}:" not in page
+
+
+def test_a_report_needs_something_that_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = made.make_run(tmp_path / "run")
+    for name in SIGNS:
+        close_off(run / name)
+    assert cli.main(["report", str(run)]) == 2
+    check_told(capsys.readouterr().err, run / SIGNS[0])
+
+
+def test_a_damaged_file_is_there(tmp_path: Path) -> None:
+    run = made.make_run(tmp_path / "run")
+    for name in ("status.json", "failure.json", "environment.json"):
+        (run / name).write_text("{")
+    assert [sentence.partition(":")[0] for sentence in read_run(run).missing] == [
+        "environment.json is damaged", "failure.json is damaged", "status.json is damaged",
+    ]  # fmt: skip
+
+
+def test_an_image_that_cannot_be_read_says_why(tmp_path: Path) -> None:
+    run = made.make_run(tmp_path / "run")
+    digest = made.image(run)
+    close_off(run / "images")
+    assert Pictures(run).get(digest).problem == "Too many levels of symbolic links"
+
+
+# --- inspect ---
+
+
+def test_inspect_names_the_groups_that_it_cannot_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It meets them late: the journal itself can be read."""
+    store = MadeUpStore()
+    groups = tmp_path / "journal.sqlite.groups-000001"
+    close_off(groups)
+    monkeypatch.setattr(store, "detail", lambda ticket_id: groups.open())
+    monkeypatch.setattr(inspect, "SampleStore", lambda run_dir: store)
+    assert inspect.main([str(tmp_path), "--ticket", "1"]) == 2
+    check_told(capsys.readouterr().err, groups)
+
+
+@pytest.mark.parametrize("name", ["journal.sqlite", INDEX_FILE])
+def test_an_index_is_not_made_of_what_cannot_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    (tmp_path / "journal.sqlite").touch()
+    close_off(tmp_path / name)
+    assert inspect.main([str(tmp_path), "--reindex"]) == 2
+    check_told(capsys.readouterr().err, tmp_path / name)
+
+
+# --- replay ---
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "checkpoints"])
+def test_replay_names_what_it_cannot_read(
+    make_config: Callable[..., RunConfig], capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    config = make_config()
+    run = config.run_path
+    run.mkdir()
+    (run / "config.yaml").write_text(dump_config(config))
+    (run / "journal.sqlite").touch()
+    close_off(run / name)
+    assert replay.main([str(run), "--step", "1"]) == 2
+    check_told(capsys.readouterr().err, run / name)
+
+
+def test_a_checkpoint_that_cannot_be_read_is_not_called_damaged(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "checksums.json").write_text(json.dumps({"model/weights": "0"}))
+    close_off(tmp_path / "model" / "weights")
+    with pytest.raises(BadStateError, match="cannot be used"):
+        checkpoint.read_state(tmp_path)
+    with pytest.raises(UserError, match=r"cannot read .*/weights"):
+        replay._read_state(tmp_path)

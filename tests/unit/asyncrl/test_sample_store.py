@@ -1,0 +1,555 @@
+"""A run's samples, looked at while it trains and after it: lists, filters, one group in full, and what is missing."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.config.load import dump_config
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import RunTakenError, UserError
+from asyncrl.journal.sample_index import SampleIndex
+from asyncrl.journal.sample_rows import TrainedBatch
+from asyncrl.journal.sample_tables import INDEX_FILE
+from asyncrl.journal.writer import JOURNAL_FILE, Journal
+from asyncrl.models.processing import PromptProcessor
+from asyncrl.run_folder.full_disk import is_disk_full
+from asyncrl.run_folder.lock import LAUNCHER_LOCK, LEARNER_LOCK, holding
+from asyncrl.tools.inspect.__main__ import main as inspect
+from asyncrl.tools.samples import SampleQuery, SampleRow, SampleStore
+from asyncrl.tools.samples.model import Order
+from asyncrl.tools.samples.rebuild import rebuild_index
+from asyncrl.tools.samples.texts import TokenTexts
+from learner.training.batch import Batch
+from learner.training.step import LearnerStep
+from protocol.codec import encode
+from tests.rigs.file_sizes import file_size_limit
+from tests.rigs.made_up_batch import KeepGradients, made_up_batch
+from tests.rigs.tiny import ROOT
+
+EVERYTHING = 1000
+FIRST = 3
+"""A step whose version may consume the made-up batch: its tokens are of versions 0 to 2."""
+
+
+@dataclass
+class MadeUpRun:
+    folder: Path
+    config: RunConfig
+    batch: Batch
+    trained: TrainedBatch
+    journal: Journal
+    index: SampleIndex
+
+    def consume(self, step: int, *numbers: int) -> None:
+        """In the journal alone, as before the step."""
+        with self.journal.transaction():
+            self.journal.consume(step, [self.batch.received[number].slot for number in numbers])
+            self.journal.count(trained=len(numbers))
+
+    def report(self, step: int, *numbers: int) -> None:
+        """In the index, as after it."""
+        received = [self.batch.received[number] for number in numbers]
+        parts = [self.part(number) for number in numbers]
+        columns = (np.concatenate([getattr(p, name) for p in parts]) for name in ("advantages", "logprobs", "masked"))
+        self.index.write(step, step - 1, [(item.ticket.prompt, item.group) for item in received], TrainedBatch(*columns))
+
+    def part(self, number: int) -> TrainedBatch:
+        """Of one group."""
+        lengths = [int(item.group.lengths.sum()) for item in self.batch.received]
+        size = self.config.batch.group_size
+        return self.trained.part(number * size, size, sum(lengths[:number]), lengths[number])
+
+
+@pytest.fixture
+def run(tmp_path: Path, make_config: Callable[..., RunConfig]) -> Iterator[MadeUpRun]:
+    """Two steps of a group and two groups; the fourth group waits."""
+    config = make_config()
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(dump_config(config))
+    batch = made_up_batch(config, PromptProcessor(config.model))
+    journal, index = Journal(folder / JOURNAL_FILE), SampleIndex(folder)
+    with journal.transaction():
+        journal.add_tickets([item.slot for item in batch.received])
+        for item in batch.received:
+            journal.add_group(item.slot.ticket_id, encode(item.group))
+        journal.count(issued=len(batch.received))
+    made = MadeUpRun(folder, config, batch, make_up_training(batch), journal, index)
+    for step, numbers in ((FIRST, (0,)), (FIRST + 1, (1, 2))):
+        made.consume(step, *numbers)
+        made.report(step, *numbers)
+    yield made
+    index.close()
+    journal.close()
+
+
+def make_up_training(batch: Batch) -> TrainedBatch:
+    random = np.random.default_rng(1)
+    behaviour = batch.behaviour_logprobs.numpy()
+    logprobs = behaviour + random.normal(0, 0.3, len(behaviour)).astype(np.float32)
+    sampled = np.concatenate([item.group.loss_mask for item in batch.received]) == 1
+    scored = np.repeat(~np.isnan(batch.scores.numpy()), np.concatenate([item.group.lengths for item in batch.received]))
+    trained = sampled & scored
+    advantages = random.normal(size=len(batch.scores)).astype(np.float32)
+    return TrainedBatch(advantages, np.where(trained, logprobs, np.nan), trained & (random.random(len(trained)) < 0.2))
+
+
+@pytest.fixture
+def store(run: MadeUpRun) -> Iterator[SampleStore]:
+    with closing(SampleStore(run.folder)) as opened:
+        yield opened
+
+
+def everything(store: SampleStore) -> tuple[SampleRow, ...]:
+    return store.find(SampleQuery(), limit=EVERYTHING).rows
+
+
+def test_every_sample_is_in_the_list_newest_first(run: MadeUpRun, store: SampleStore) -> None:
+    rows = everything(store)
+    assert [(row.step, row.ticket_id, row.trajectory) for row in rows] == [
+        (step, ticket_id, number) for step, ticket_id in ((None, 3), (4, 2), (4, 1), (3, 0)) for number in range(4)
+    ]
+    assert not store.notices
+    row = next(row for row in rows if (row.ticket_id, row.trajectory) == (1, 0))
+    item, part = run.batch.received[1], run.part(1)
+    record, length = item.group.trajectories[0], int(item.group.lengths[0])
+    difference = np.abs(part.logprobs - item.group.logprobs)[:length]
+    assert row == SampleRow(
+        ticket_id=1,
+        trajectory=0,
+        step=4,
+        row_id=item.ticket.prompt.row_id,
+        prompt=row.prompt,
+        answer=str(item.ticket.prompt.answer),
+        status="finished",
+        finish_reason="stop",
+        reward=record.reward,
+        advantage=float(part.advantages[0]),
+        length=length,
+        staleness=2,
+        logprob_diff_max=float(np.nanmax(difference)),
+        error="",
+        has_payload=True,
+    )
+    assert row.prompt.startswith("<image>What is")
+    failed = next(row for row in rows if (row.ticket_id, row.trajectory) == (1, 2))
+    assert (failed.reward, failed.logprob_diff_max, failed.error) == (None, None, "reward_exception")
+
+
+def fits(row: SampleRow, query: SampleQuery) -> bool:
+    """What a query means, in Python."""
+    conditions = [
+        query.steps is None or (row.step is not None and query.steps[0] <= row.step <= query.steps[1]),
+        query.rewards is None or (row.reward is not None and query.rewards[0] <= row.reward <= query.rewards[1]),
+        not query.statuses or row.status in query.statuses,
+        query.staleness is None or query.staleness[0] <= row.staleness <= query.staleness[1],
+        query.prompt.lower() in row.prompt.lower(),
+    ]
+    return all(conditions)
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        SampleQuery(steps=(4, 9)),
+        SampleQuery(rewards=(0.3, 0.7)),
+        SampleQuery(statuses=("error",)),
+        SampleQuery(statuses=("error", "truncated")),
+        SampleQuery(staleness=(1, 1)),
+        SampleQuery(prompt="WHAT IS THE SUM"),
+        SampleQuery(prompt="%"),
+        SampleQuery(steps=(3, 4), rewards=(0.2, 0.9), statuses=("finished",), staleness=(1, 5), prompt="largest"),
+    ],
+    ids=str,
+)
+def test_a_filter_finds_what_fits_and_nothing_else(store: SampleStore, query: SampleQuery) -> None:
+    expected = [row for row in everything(store) if fits(row, query)]
+    page = store.find(query, limit=EVERYTHING)
+    assert list(page.rows) == expected
+    assert page.total == len(expected)
+
+
+@pytest.mark.parametrize(
+    ("order", "key"),
+    [
+        ("oldest", lambda row: math.inf if row.step is None else row.step),
+        ("best", lambda row: math.inf if row.reward is None else -row.reward),
+        ("worst", lambda row: math.inf if row.reward is None else row.reward),
+        ("stalest", lambda row: -row.staleness),
+        ("longest", lambda row: -row.length),
+    ],
+)
+def test_orders(store: SampleStore, order: Order, key: Callable[[SampleRow], float]) -> None:
+    rows = store.find(SampleQuery(order=order), limit=EVERYTHING).rows
+    assert set(rows) == set(everything(store))
+    assert [key(row) for row in rows] == sorted(key(row) for row in rows)
+
+
+def test_an_unknown_order_is_named(store: SampleStore) -> None:
+    with pytest.raises(UserError, match="newest, oldest"):
+        store.find(SampleQuery(order="tallest"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("order", ["newest", "best", "stalest"])
+def test_pages_together_are_the_whole(store: SampleStore, order: Order) -> None:
+    query = SampleQuery(order=order)
+    pages = [store.find(query, limit=3, offset=start) for start in range(0, 18, 3)]
+    assert [row for page in pages for row in page.rows] == list(store.find(query, limit=EVERYTHING).rows)
+    assert {page.total for page in pages} == {16}
+
+
+def test_a_group_in_full(run: MadeUpRun, store: SampleStore) -> None:
+    detail = store.detail(1)
+    item, part = run.batch.received[1], run.part(1)
+    prompt = item.ticket.prompt
+    assert (detail.step, detail.server_id, detail.row_id, detail.problem) == (4, "s", prompt.row_id, "")
+    assert detail.messages[-1] == {"role": "user", "content": detail.prompt}
+    assert [image.hash for image in detail.images] == list(prompt.image_hashes)
+    assert [image.data for image in detail.images] == [item.prepared.blobs[digest] for digest in prompt.image_hashes]
+    ends = np.cumsum(item.group.lengths)
+    processor = PromptProcessor(run.config.model)
+    for number, (trajectory, end) in enumerate(zip(detail.trajectories, ends, strict=True)):
+        here = slice(int(end - item.group.lengths[number]), int(end))
+        assert np.array_equal(trajectory.token_ids, item.group.token_ids[here])
+        assert "".join(trajectory.tokens) == processor.tokenizer.decode(trajectory.token_ids.tolist())
+        assert len(trajectory.tokens) == len(trajectory.token_ids)
+        assert np.array_equal(trajectory.logprobs, item.group.logprobs[here])
+        assert np.array_equal(trajectory.masked, part.masked[here])
+        assert np.array_equal(trajectory.loss_mask, item.group.loss_mask[here])
+        assert np.array_equal(trajectory.versions, item.group.versions[here])
+        assert trajectory.learner_logprobs is not None
+        np.testing.assert_allclose(trajectory.learner_logprobs, part.logprobs[here], atol=2e-3)
+    failed = detail.trajectories[2]
+    assert failed.learner_logprobs is not None
+    assert np.isnan(failed.learner_logprobs).all(), "it was not scored, so nothing was trained"
+    assert detail.trajectories[2].error == "reward_exception"
+
+
+def test_an_unknown_ticket_is_a_users_mistake(store: SampleStore) -> None:
+    with pytest.raises(UserError, match="no sample of ticket 77"):
+        store.detail(77)
+
+
+def test_no_run_is_a_users_mistake(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no run in"):
+        SampleStore(tmp_path)
+
+
+def test_a_group_that_waits_has_its_row_when_it_is_looked_at(run: MadeUpRun, store: SampleStore) -> None:
+    row = everything(store)[0]
+    assert (row.step, row.row_id, row.logprob_diff_max) == (None, "", None)
+    assert "What is" in row.prompt
+    detail = store.detail(3)
+    prompt = run.batch.received[3].ticket.prompt
+    assert (detail.step, detail.row_id, detail.answer) == (None, prompt.row_id, str(prompt.answer))
+    assert detail.images[0].data
+    assert detail.trajectories[0].learner_logprobs is None
+
+
+def test_an_open_store_follows_the_learner(run: MadeUpRun, store: SampleStore) -> None:
+    assert everything(store)[0].step is None
+    run.consume(5, 3)
+    between = everything(store)[0]
+    assert (between.step, between.advantage) == (5, None), "taken, and not trained yet"
+    run.report(5, 3)
+    after = everything(store)[0]
+    assert (after.step, after.advantage) == (5, float(run.part(3).advantages[0]))
+    assert len(everything(store)) == 16
+
+
+def test_a_step_that_is_made_again_replaces_what_it_wrote(run: MadeUpRun, store: SampleStore) -> None:
+    before = everything(store)
+    run.trained = replace(run.trained, advantages=run.trained.advantages + 1)
+    run.report(4, 1, 2)
+    after = everything(store)
+    assert [row.ticket_id for row in after] == [row.ticket_id for row in before]
+    assert after[4].advantage == pytest.approx(before[4].advantage + 1)  # type: ignore[operator]
+
+
+def test_a_resumed_run_forgets_what_it_does_not_make_again(run: MadeUpRun, store: SampleStore) -> None:
+    run.index.truncate_after(3)
+    with closing(SampleIndex(run.folder)):
+        steps = {row.ticket_id: row.step for row in everything(store)}
+    assert steps == {0: 3, 1: 4, 2: 4, 3: None}, "what the journal holds is shown nevertheless"
+    assert all(row.advantage is None for row in everything(store) if row.ticket_id != 0)
+
+
+def test_of_a_group_that_is_not_kept_the_row_stays(run: MadeUpRun, store: SampleStore) -> None:
+    everything(store)
+    first = run.journal.forget_payloads(3)
+    run.index.forget_tokens(first)
+    rows = {row.ticket_id: row.has_payload for row in everything(store)}
+    assert rows == {0: False, 1: True, 2: True, 3: True}
+    detail = store.detail(0)
+    assert "not kept any more" in detail.problem
+    assert [t.reward for t in detail.trajectories] == [r.reward for r in run.batch.received[0].group.trajectories]
+    assert detail.images[0].data
+    assert not detail.trajectories[0].tokens
+    assert store.detail(1).trajectories[0].learner_logprobs is not None
+
+
+def test_a_file_that_vanishes_is_told(run: MadeUpRun, store: SampleStore) -> None:
+    everything(store)
+    for file in run.folder.glob(f"{JOURNAL_FILE}.groups-*"):
+        file.unlink()
+    assert not any(row.has_payload for row in everything(store))
+    detail = store.detail(1)
+    assert detail.is_damaged
+    assert re.fullmatch(r"its tokens cannot be read: .*\.groups-\d+ is missing\. Restore that file.*", detail.problem)
+    assert [row.reward for row in detail.rows], "its rows are in the index"
+
+
+def test_a_file_that_is_cut_off_is_told(run: MadeUpRun, store: SampleStore, capsys: pytest.CaptureFixture[str]) -> None:
+    everything(store)
+    assert inspect(["--ticket", "1", str(run.folder)]) == 0
+    for file in run.folder.glob(f"{JOURNAL_FILE}.groups-*"):
+        os.truncate(file, 10)
+    assert "is cut off or damaged. Restore that file" in store.detail(1).problem
+    capsys.readouterr()
+    for words in (["--json"], []):
+        assert inspect(["--ticket", "1", str(run.folder), *words]) == 1
+        said = capsys.readouterr()
+        assert said.out
+        assert said.err.startswith("error: ticket 1: its tokens cannot be read: ")
+    run.journal.forget_payloads(3)
+    assert inspect(["--ticket", "0", str(run.folder)]) == 0, "forgotten as the configuration says"
+    assert not store.detail(0).is_damaged
+
+
+def test_a_run_that_kept_nothing_says_so(run: MadeUpRun, capsys: pytest.CaptureFixture[str]) -> None:
+    """One that was made before samples were kept."""
+    run.index.close()
+    (run.folder / INDEX_FILE).unlink()
+    with run.journal.transaction():
+        run.journal._db.execute("DELETE FROM groups")
+    for words in ([], ["--reindex"]):
+        assert inspect([str(run.folder), *words]) == 0
+        said = capsys.readouterr().err
+        assert f"keeps no group of the {FIRST + 1} steps, and no index lists them" in said
+        assert "note: there is no sample\n" in said
+        run.journal.close()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"run_dir: \xff\xfe", r"cannot read .*config\.yaml: 'utf-8' codec"),
+        (b"run_dir: [", r"cannot read .*config\.yaml: while parsing"),
+        (b"model: 3", r"config\.yaml is no configuration of a run: it has not model, data, trainer\. Restore it"),
+        (b"- 1", r"config\.yaml is no configuration of a run"),
+    ],
+)
+def test_a_configuration_that_cannot_be_read_is_one_line(
+    run: MadeUpRun, capsys: pytest.CaptureFixture[str], content: bytes, said: str
+) -> None:
+    (run.folder / "config.yaml").write_bytes(content)
+    assert inspect([str(run.folder)]) == 2
+    message = capsys.readouterr().err
+    assert re.match(f"error: .*{said}", message), message
+    assert message.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "make", "why"),
+    [
+        (LEARNER_LOCK, lambda file: file.symlink_to(file), "Too many levels of symbolic links"),
+        (INDEX_FILE, Path.mkdir, "unable to open database file"),
+    ],
+)
+def test_an_archive_is_not_indexed_in_place(
+    run: MadeUpRun, capsys: pytest.CaptureFixture[str], file: str, make: Callable[[Path], None], why: str
+) -> None:
+    """What cannot be opened cannot be opened by root, either."""
+    run.index.close()
+    (run.folder / file).unlink(missing_ok=True)
+    make(run.folder / file)
+    assert inspect([str(run.folder), "--reindex"]) == 2
+    assert capsys.readouterr().err == (
+        f"error: nothing can be written in {run.folder} ({why}): the index would be {run.folder / INDEX_FILE}. Copy "
+        "the run directory to where there is room and you may write, and --reindex there\n"
+    )
+
+
+def test_an_index_that_finds_no_room_says_so(run: MadeUpRun, capsys: pytest.CaptureFixture[str]) -> None:
+    """SQLite makes shared memory for a journal and an index that nobody has open, to read them, too."""
+    run.index.close()
+    with file_size_limit(4096):
+        with pytest.raises(OSError, match="File too large") as caught:
+            run.index.truncate_after(FIRST)
+        assert is_disk_full(caught.value)
+        with pytest.raises(UserError, match=r"\(File too large\): the index would be"):
+            rebuild_index(run.folder)
+        with closing(SampleStore(run.folder)) as store:
+            assert everything(store)
+            (notice,) = store.notices
+    assert f"{run.folder / INDEX_FILE} cannot be read: a file in {run.folder} is as large as" in notice
+    run.journal.close()
+    with file_size_limit(4096):
+        assert inspect([str(run.folder)]) == 3
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: a file in {run.folder} is as large as this process may make it")
+    assert said.endswith("Raise the limit and look again\n")
+
+
+def damage(file: Path) -> None:
+    file.write_bytes(b"SQLite format 3\0" + bytes(range(256)) * 64)
+
+
+@pytest.mark.parametrize("harm", [Path.unlink, damage], ids=["missing", "damaged"])
+def test_without_an_index_the_journal_is_shown_and_the_index_can_be_made_anew(
+    run: MadeUpRun, harm: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(SampleStore(run.folder)) as store:
+        before = everything(store)
+    run.index.close()
+    run.journal.close()
+    harm(run.folder / INDEX_FILE)
+    with closing(SampleStore(run.folder)) as store:
+        found = everything(store)
+        assert [(row.ticket_id, row.trajectory, row.reward) for row in found] == [
+            (row.ticket_id, row.trajectory, row.reward) for row in before
+        ]
+        assert bool(store.notices) == (harm is damage)
+        if store.notices:
+            assert "--reindex" in store.notices[0]
+        assert rebuild_index(run.folder) == 3
+        again = everything(store)  # the store that is open takes up the new one
+        assert not store.notices
+    unknown = {"advantage": None, "logprob_diff_max": None}
+    assert again == tuple(replace(row, **unknown) for row in before)
+    assert rebuild_index(run.folder) == 0
+
+
+def test_more_than_fits_into_memory_is_told(run: MadeUpRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.tools.samples.store.MOST_IN_MEMORY", 2)
+    run.index.close()
+    (run.folder / INDEX_FILE).unlink()
+    with closing(SampleStore(run.folder)) as store:
+        assert {row.ticket_id for row in everything(store)} == {2, 3}, "the newest"
+        assert "2 older groups" in " ".join(store.notices)
+        assert "there is no" in store.notices[0]
+
+
+@pytest.mark.parametrize(("lock", "who"), [(LEARNER_LOCK, "learner"), (LAUNCHER_LOCK, "launcher")])
+def test_an_index_is_not_made_anew_under_a_learner_nor_before_its_launcher_starts_it_again(
+    run: MadeUpRun, lock: str, who: str
+) -> None:
+    with holding(run.folder, lock), pytest.raises(RunTakenError, match=f"another {who}"):
+        rebuild_index(run.folder)
+    assert rebuild_index(run.folder) == 0
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_learner_begins_a_damaged_index_anew(run: MadeUpRun, caplog: pytest.LogCaptureFixture, is_open: bool) -> None:
+    run.index.close()
+    if is_open:
+        run.index.truncate_after(9)
+    damage(run.folder / INDEX_FILE)
+    run.consume(5, 3)
+    run.report(5, 3)
+    assert "begun anew" in caplog.text
+    with closing(SampleStore(run.folder)) as store:
+        assert {row.ticket_id for row in everything(store) if row.advantage is not None} == {3}
+
+
+def test_images_of_changed_data_are_not_shown(run: MadeUpRun, tmp_path: Path) -> None:
+    folder = tmp_path / "moved"
+    shutil.copytree(run.folder, folder)
+    text = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(text.replace("rl.parquet", "eval.parquet"))
+    with closing(SampleStore(folder)) as store:
+        image = store.detail(1).images[0]
+    assert image.data is None
+    assert "changed" in image.problem
+    (folder / "config.yaml").write_text(text.replace("rl.parquet", "gone.parquet"))
+    with closing(SampleStore(folder)) as store:
+        assert "there is no data file" in store.detail(1).images[0].problem
+
+
+def test_images_in_the_run_directory_need_no_data_set(run: MadeUpRun) -> None:
+    (run.folder / "config.yaml").unlink()
+    prompt, blobs = run.batch.received[1].ticket.prompt, run.batch.received[1].prepared.blobs
+    digest = prompt.image_hashes[0]
+    with closing(SampleStore(run.folder)) as store:
+        assert "config.yaml" in store.detail(1).images[0].problem
+        (run.folder / "images").mkdir()
+        (run.folder / "images" / f"{digest}.png").write_bytes(blobs[digest])
+        assert store.detail(1).images[0].data == blobs[digest]
+        assert "no tokenizer" in store.detail(1).problem
+
+
+def test_characters_of_several_tokens_come_out_whole(run: MadeUpRun, tiny_model: Path) -> None:
+    texts = TokenTexts(run.folder, {"model": {"path": str(tiny_model)}})
+    tokenizer = PromptProcessor(run.config.model).tokenizer
+    ids = np.asarray(tokenizer("größer 猫 🙂 6<|im_end|>")["input_ids"], np.int32)
+    assert len(ids) > len("größer 猫 🙂 6")
+    pieces = texts.each(ids)
+    assert "".join(pieces) == tokenizer.decode(ids.tolist()) == "größer 猫 🙂 6<|im_end|>"
+    assert len(pieces) == len(ids)
+    assert "猫" in "".join(piece for piece in pieces if "猫" in piece)
+    cut = texts.each(ids[: int(np.flatnonzero([p == "" for p in pieces])[0]) + 1])
+    assert "".join(cut).endswith("�"), "the beginning of a character is not dropped"
+
+
+def test_odd_texts_can_be_stored(run: MadeUpRun, store: SampleStore) -> None:
+    item = run.batch.received[0]
+    prompt = item.ticket.prompt.model_copy(update={"answer": {"\ud800": [1, None]}, "row_id": "x:\ud800"})
+    odd = replace(item, prepared=replace(item.prepared, ticket=item.ticket.model_copy(update={"prompt": prompt})))
+    run.index.write(3, 2, [(odd.ticket.prompt, odd.group)], run.part(0))
+    assert json.loads(store.detail(0).answer.replace("\\", "\\\\"))
+
+
+def test_the_store_loads_no_torch(run: MadeUpRun) -> None:
+    code = (
+        "import sys, pathlib; from asyncrl.tools.samples import SampleStore; s = SampleStore(pathlib.Path(sys.argv[1])); "
+        "s.detail(1); print(sorted({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, run.folder], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_step_hands_out_what_its_metrics_summarise(make_config: Callable[..., RunConfig], one_thread: None) -> None:
+    config = make_config(
+        algorithm={"updates_per_batch": 2, "correction": {"kind": "token_mis", "lower": 0.99, "upper": 1.01}},
+        batch={"tokens_per_microbatch": 256},
+    )
+    torch.manual_seed(0)
+    engine = KeepGradients(config, config.learner.optim, 1)
+    engine.prepare()
+    batch = made_up_batch(config, PromptProcessor(config.model))
+    step = LearnerStep(engine, config)
+    values = step(batch, 2)
+    trained = ~np.isnan(step.trained.logprobs)
+    scored = np.repeat(~np.isnan(batch.scores.numpy()), np.concatenate([i.group.lengths for i in batch.received]))
+    sampled = np.concatenate([item.group.loss_mask for item in batch.received]) == 1
+    assert np.array_equal(trained, sampled & scored)
+    difference = (step.trained.logprobs - batch.behaviour_logprobs.numpy())[trained]
+    assert np.abs(difference).max() == pytest.approx(values["logprob_diff_max"])
+    assert 0 < step.trained.masked[trained].mean() == pytest.approx(values["mask_fraction"])
+    assert not step.trained.masked[~trained].any()
+    assert step.trained.advantages.shape == (16,)
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_looking_runs() -> None:
+    """Its table from a journal of 30 MiB; `--gib 10` is what its figures are of."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "inspect_journal.py"), "--gib", "0.03", "--repeats", "1"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "| from the start of Python to the first page |" in done.stdout
+    assert "| index of a step of 32 x 8 samples |" in done.stdout

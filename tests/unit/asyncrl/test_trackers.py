@@ -1,0 +1,270 @@
+"""What TensorBoard and W&B are told can be read back with their own formats, and neither can hurt a run."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import struct
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from asyncrl.config.load import dump_config, load_config
+from asyncrl.config.schema import RunConfig, TelemetryConfig
+from asyncrl.errors import UserError
+from asyncrl.telemetry.recorder import RunRecorder
+from asyncrl.telemetry.trackers import OPENERS, Sample, TrackedRun, Tracker, Trackers, check_trackers
+from tests.rigs.waiting import wait_until
+
+CONFIG = {"learner": {"optim": {"lr": 1e-4}, "max_staleness": 2}, "data": {"train_files": ["a.parquet"]}}
+
+
+def png(colour: str) -> bytes:
+    encoded = io.BytesIO()
+    Image.new("RGB", (700, 350), colour).save(encoded, format="PNG")
+    return encoded.getvalue()
+
+
+def recorder_of(folder: Path, *names: str, errors: Counter[str] | None = None) -> RunRecorder:
+    run = TrackedRun(folder, "digits", CONFIG)
+    return RunRecorder(
+        folder, Trackers(run, {name: OPENERS[name] for name in names}, Counter() if errors is None else errors)
+    )
+
+
+def record_steps(recorder: RunRecorder, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        recorder.step({"step": step, "time": time.time(), "reward/mean": step / 10, "loss": float("nan"), "name": "x"})
+        completions = [{"text": f"it | is `{step}`", "reward": 1.0, "status": "finished"}, {"text": "", "reward": None}]
+        sample = {"step": step, "row_id": "rl:1", "prompt": "which?", "answer": "7", "completions": completions}
+        recorder.sample(sample, {"ab" * 8: png("red"), "cd" * 8: png("blue")})
+
+
+# --- TensorBoard ---------------------------------------------------------------------------------
+
+
+def read_events(folder: Path) -> Any:
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    accumulator = accumulators.EventAccumulator(str(folder / "tensorboard"), size_guidance={"images": 0, "tensors": 0})
+    return accumulator.Reload()
+
+
+def test_tensorboard_shows_curves_evaluations_samples_and_the_configuration(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    errors: Counter[str] = Counter()
+    recorder = recorder_of(tmp_path, "tensorboard", errors=errors)
+    recorder.evaluation({"step": 0, "accuracy": 0.25, "rows": 16})
+    record_steps(recorder, 1, 3)
+    recorder.close()
+    events = read_events(tmp_path)
+    assert errors == {}
+    assert [(e.step, round(e.value, 6)) for e in events.Scalars("reward/mean")] == [(1, 0.1), (2, 0.2), (3, 0.3)]
+    assert [e.value for e in events.Scalars("held_out/accuracy")] == [0.25]
+    assert "time" not in events.Tags()["scalars"]
+    (text, *_) = events.Tensors("samples/0")
+    shown = text.tensor_proto.string_val[0].decode()
+    assert "| 1.000 | finished | `it \\| is '1'` |" in shown, "model text formats nothing"
+    images = events.Images("samples/0/1")
+    assert [image.step for image in images] == [1, 2, 3]
+    assert (images[0].width, images[0].height) == (512, 256), "large pictures are made smaller"
+    assert Image.open(io.BytesIO(images[0].encoded_image_string)).convert("RGB").getpixel((0, 0)) == (0, 0, 255)
+    assert "max_staleness: 2" in events.Tensors("configuration")[0].tensor_proto.string_val[0].decode()
+
+
+def test_a_resumed_run_has_each_step_once_in_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    recorder = recorder_of(tmp_path, "tensorboard")
+    record_steps(recorder, 1, 6)
+    recorder.evaluation({"step": 5, "accuracy": 0.5})
+    recorder.close()
+    time.sleep(1.1)  # event files are ordered by the second
+    resumed = recorder_of(tmp_path, "tensorboard")
+    resumed.truncate_after(3, evaluations_after=6)
+    record_steps(resumed, 4, 7)
+    resumed.close()
+    events = read_events(tmp_path)
+    assert [e.step for e in events.Scalars("reward/mean")] == [1, 2, 3, 4, 5, 6, 7]
+    assert [(e.step, e.value) for e in events.Scalars("held_out/accuracy")] == [(5, 0.5)], "it is not made again"
+
+
+# --- Weights & Biases -----------------------------------------------------------------------------
+
+BLOCK = 32768
+
+
+def wandb_records(file: Path) -> Iterator[Any]:
+    """W&B's offline file: LevelDB's log format after a header of 7 bytes, each record a protocol buffer."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, offset, whole = file.read_bytes(), 7, b""
+    while offset + 7 <= len(data):
+        if BLOCK - offset % BLOCK < 7:  # a block's end has no room for a header
+            offset += BLOCK - offset % BLOCK
+            continue
+        length, kind = struct.unpack("<HB", data[offset + 4 : offset + 7])
+        whole += data[offset + 7 : offset + 7 + length]
+        offset += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            record = wandb_internal_pb2.Record()  # pyright: ignore[reportAttributeAccessIssue]
+            record.ParseFromString(whole)
+            yield record
+            whole = b""
+
+
+def history_of(file: Path) -> list[dict[str, Any]]:
+    return [
+        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        for record in wandb_records(file)
+        if record.WhichOneof("record_type") == "history"
+    ]
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setattr("asyncrl.telemetry.trackers.running.CLOSE_S", 60.0)  # a busy machine
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+    for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.delenv("WANDB_DATA_DIR")  # is set by the tracker
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("offline")
+def test_wandb_offline_is_one_run_with_each_step_once_over_a_resume(tmp_path: Path) -> None:
+    run, errors = tmp_path / "run", Counter[str]()
+    recorder = recorder_of(run, "wandb", errors=errors)
+    recorder.evaluation({"step": 0, "accuracy": 0.25, "rows": 16})
+    record_steps(recorder, 1, 4)
+    recorder.evaluation({"step": 4, "accuracy": 0.5, "rows": 16})
+    recorder.close()
+    resumed = recorder_of(run, "wandb", errors=errors)
+    resumed.truncate_after(2, evaluations_after=4)
+    record_steps(resumed, 3, 6)
+    resumed.evaluation({"step": 6, "accuracy": 0.75, "rows": 16})
+    resumed.close()
+    assert errors == {}
+
+    files = sorted(run.glob("wandb/offline-run-*/run-*.wandb"))
+    assert len(files) == 2, "one of each process"
+    for file in files:  # W&B's own process writes them
+        wait_until(
+            lambda file=file: [r.HasField("exit") for r in wandb_records(file)][-1:] == [True], f"the end of {file}"
+        )
+    histories = [history_of(file) for file in files]
+    assert [[line["step"] for line in history] for history in histories] == [[0, 1, 2, 3, 4], [5, 6]]
+    assert histories[0][0]["held_out/accuracy"] == 0.25
+    assert (histories[1][-1]["reward/mean"], histories[1][-1]["held_out/accuracy"]) == (0.6, 0.75)
+    began = [record.run for file in files for record in wandb_records(file) if record.HasField("run")]
+    assert len({each.run_id for each in began}) == 1
+    assert began[0].project == "digits"
+    settings = {item.key: json.loads(item.value_json) for item in began[0].config.update}
+    assert settings["learner"]["max_staleness"] == 2
+    (table,) = [r.artifact.manifest for r in wandb_records(files[1]) if r.HasField("artifact")][-1:]
+    stored = {entry.path: Path(entry.local_path) for entry in table.contents}
+    assert all(path.is_relative_to(run) for path in stored.values()), "an offline run is complete in its folder"
+    shown = json.loads(stored["samples.table.json"].read_text())
+    assert shown["columns"][-3:] == ["completion", "reward", "status"]
+    assert shown["data"][0][-3:] == ["it | is `6`", 1.0, "finished"]
+    assert Image.open(stored[shown["data"][0][2]["path"]]).size == (512, 256)
+
+
+# --- no harm ---------------------------------------------------------------------------------------
+
+
+class Broken:
+    """Raises at everything, or hangs."""
+
+    def __init__(self, hangs_s: float = 0.0):
+        self.hangs_s = hangs_s
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        time.sleep(self.hangs_s)
+        raise OSError("no route to host")
+
+    def evaluation(self, step: int, results: Mapping[str, float]) -> None:
+        raise OSError("no route to host")
+
+    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+        raise OSError("no route to host")
+
+    def close(self) -> None:
+        raise OSError("no route to host")
+
+
+def trackers_of(folder: Path, opener: Callable[[TrackedRun], Tracker], errors: Counter[str]) -> Trackers:
+    return Trackers(TrackedRun(folder, "p", {}), {"broken": opener}, errors)
+
+
+def test_a_tracker_that_raises_is_told_once_and_counted_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    errors: Counter[str] = Counter()
+    with caplog.at_level(logging.WARNING):
+        recorder = RunRecorder(tmp_path, trackers_of(tmp_path, lambda _: Broken(), errors))
+        record_steps(recorder, 1, 5)
+        recorder.close()
+    assert errors == {"tracker_broken": 5 + 5 + 1}  # steps, samples, close
+    assert caplog.text.count("no route to host") == 1
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 5
+
+
+def test_a_tracker_that_cannot_be_opened_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(_: TrackedRun) -> Tracker:
+        raise ValueError("wrong key")
+
+    errors: Counter[str] = Counter()
+    recorder = RunRecorder(tmp_path, trackers_of(tmp_path, refuse, errors))
+    record_steps(recorder, 1, 3)
+    recorder.close()
+    assert errors == {"tracker_broken": 1}
+    assert "ValueError: wrong key" in caplog.text
+
+
+def test_a_slow_tracker_neither_delays_the_run_nor_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.telemetry.trackers.running.QUEUE_LENGTH", 4)
+    monkeypatch.setattr("asyncrl.telemetry.trackers.running.CLOSE_S", 0.2)
+    errors: Counter[str] = Counter()
+    trackers = trackers_of(tmp_path, lambda _: Broken(hangs_s=30), errors)
+    began = time.monotonic()
+    for step in range(50):
+        trackers.step({"step": step})
+    assert time.monotonic() - began < 0.5
+    trackers.close()
+    assert time.monotonic() - began < 2
+    assert errors["tracker_broken"] >= 50 - 4, "what is lost is counted"
+
+
+# --- configuration ---------------------------------------------------------------------------------
+
+
+def test_an_unknown_tracker_is_refused_with_those_that_there_are(
+    make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(dump_config(make_config()))
+    with pytest.raises(UserError, match=r"telemetry.trackers.0 is 'tensorbord'.*did you mean tensorboard") as refused:
+        load_config(file, ["telemetry.trackers=[tensorbord]"])
+    assert "wandb" in str(refused.value)
+    assert load_config(file, ["telemetry.trackers=[wandb]"]).telemetry.trackers == ("wandb",)
+
+
+def test_a_missing_package_is_refused_with_the_line_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "wandb").mkdir()  # W&B's own folder of an earlier run: importable, and not the package
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(UserError, match=r"pip install 'asyncrl\[wandb\]'"):
+        check_trackers(TelemetryConfig(trackers=("wandb",)))
+    check_trackers(TelemetryConfig())

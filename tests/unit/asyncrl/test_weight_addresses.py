@@ -1,0 +1,67 @@
+"""The same weights have the same log-probs wherever their file had them: a CPU's products round by addresses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from asyncrl.config.model import ModelConfig
+from asyncrl.models.loading import ALIGNMENT_BYTES, load_model
+from asyncrl.models.sleeping import Sleeper
+from asyncrl.models.wake_parity import fixed_prompt, fixed_tokens
+from rollout_server.engines.hf.prefill import prefill
+from tests.conftest import DIGITS, run_script
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Layers of the demo's width: the products of narrower ones round alike anywhere."""
+    folder = tmp_path_factory.mktemp("model") / "model"
+    run_script(DIGITS / "make_model.py", "--out", str(folder), "--layers", "2", "--vision-depth", "1")
+    return folder
+
+
+def load_behind_header(folder: Path, longer_by: int) -> torch.nn.Module:
+    """The model of a file whose header has so many bytes more."""
+    weights = folder / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(weights).items()}
+    save_file(tensors, weights, metadata={"format": "pt", "padding": "x" * longer_by})
+    return load_model(ModelConfig(path=str(folder)), device=CPU).eval()
+
+
+def logprobs(model: torch.nn.Module) -> torch.Tensor:
+    """[T, V] of a few tokens."""
+    prompt = fixed_prompt(fixed_tokens(model.config.text_config.vocab_size, []))
+    with torch.inference_mode():
+        return prefill(model, [prompt], CPU).logits[0].float().log_softmax(-1)
+
+
+def addresses(model: torch.nn.Module) -> set[int]:
+    """Within a line of the cache."""
+    return {tensor.data_ptr() % ALIGNMENT_BYTES for tensor in (*model.parameters(), *model.buffers())}
+
+
+def test_headers_of_any_length_lead_to_the_same_bits(folder: Path) -> None:
+    expected = None
+    for longer_by in range(0, ALIGNMENT_BYTES, 8):
+        model = load_behind_header(folder, longer_by)
+        assert addresses(model) == {0}
+        found = logprobs(model)
+        expected = found if expected is None else expected
+        assert torch.equal(found, expected), longer_by
+
+
+@pytest.mark.parametrize("longer_by", [0, 8])
+def test_sleep_changes_no_bit_of_what_a_model_says(folder: Path, tmp_path: Path, longer_by: int) -> None:
+    model = load_behind_header(folder, longer_by)
+    before = logprobs(model)
+    sleeper = Sleeper("the model", CPU, tmp_path)
+    sleeper.sleep(tensor for part in (model.parameters(), model.buffers()) for tensor in part)
+    sleeper.wake()
+    assert addresses(model) == {0}
+    assert torch.equal(logprobs(model), before)

@@ -1,0 +1,629 @@
+"""What a scrape of each service reads: every value is the one that was said or is there to be looked at."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from asyncrl.config.schema import RunConfig, TelemetryConfig
+from asyncrl.errors import BadStateError
+from asyncrl.journal.writer import Journal
+from asyncrl.telemetry.metrics import Metric, MetricSet
+from asyncrl.telemetry.recorder import RunRecorder
+from asyncrl.telemetry.waits import WaitClock
+from learner.network.servers import ModelFacts
+from learner.network.thread import NetworkThread
+from learner.reporting.metrics import GAUGE_OF_RECORD, GAUGE_OF_STALENESS_RECORD
+from learner.reporting.metrics import METRICS as LEARNER
+from learner.reporting.prometheus import LearnerExporter
+from learner.reporting.reporter import Reporter
+from learner.service import Learner
+from learner.tickets.ledger import TicketLedger
+from learner.tickets.ticket import PreparedTicket, ReceivedGroup
+from learner.training.batch import Batch
+from learner.training.non_finite import NotFiniteError
+from protocol.endpoints import SHARED_MEMORY
+from protocol.messages import (
+    ChatMessage,
+    FinishReason,
+    GroupTimings,
+    ImagePart,
+    Prompt,
+    ServerHeartbeat,
+    TrajectoryRecord,
+    TrajectoryStatus,
+    WeightManifest,
+    WeightsLoaded,
+)
+from rollout_server.engines.base import Completion, EngineUsage
+from rollout_server.metrics import METRICS as ROLLOUT
+from rollout_server.prometheus import ServerExporter, ServerState
+from tests.rigs.ports import own_port
+from tests.unit.learner.test_tickets import issue, prepared, received
+
+CPU = torch.device("cpu")
+NOWHERE = TelemetryConfig(learner_port=0, rollout_port=0)
+Values = dict[tuple[str, str], float]
+"""By name without the service's prefix, and labels as `name=value`."""
+
+
+def scrape(registry: CollectorRegistry) -> Values:
+    values: Values = {}
+    for family in text_string_to_metric_families(generate_latest(registry).decode()):
+        for sample in family.samples:
+            labels = ",".join(f"{name}={value}" for name, value in sorted(sample.labels.items()))
+            values[sample.name.removeprefix("asyncrl_learner_").removeprefix("asyncrl_rollout_"), labels] = sample.value
+    return values
+
+
+def single_gauges(table: tuple[Metric, ...], values: Values) -> dict[str, float]:
+    """Those without labels that are there."""
+    names = {m.name.removeprefix("asyncrl_learner_").removeprefix("asyncrl_rollout_") for m in table if gauge(m)}
+    return {name: values[name, ""] for name in names if (name, "") in values}
+
+
+def gauge(metric: Metric) -> bool:
+    return metric.kind == "gauge" and not metric.labels
+
+
+class Rig:
+    """A learner's exporter with a ledger and an exchange that is never started."""
+
+    def __init__(self, config: RunConfig, folder: Path):
+        network = config.network.model_copy(update={"control_port": own_port(), "weights_port": own_port()})
+        self.folder = folder
+        self.exporter = LearnerExporter(config.telemetry)
+        self.ledger = TicketLedger(
+            Journal(folder / "journal.sqlite"), prompts_per_step=2, bound=1, total_groups=20, on_stale="drop"
+        )
+        publication: Any = SimpleNamespace(nbytes=4096)
+        self.exchange = NetworkThread(
+            config.model_copy(update={"network": network}),
+            "run",
+            ledger=self.ledger,
+            write_ticket=prepared,
+            publication=publication,
+            facts=ModelFacts("model", "processor", 9),
+            version=0,
+        )
+        self.waits = WaitClock()
+        self.asleep = False
+
+    def watch(self) -> None:
+        self.exporter.watch(
+            self.exchange,
+            self.ledger,
+            self.waits,
+            device=CPU,
+            is_asleep=lambda: self.asleep,
+            run_path=self.folder,
+            step=4,
+            total_steps=50,
+        )
+
+    def scrape(self) -> Values:
+        return scrape(self.exporter.registry)
+
+    def welcome(self, server_id: str, *, max_groups: int = 8, aligned: bool = True) -> None:
+        server: Any = SimpleNamespace(hello=SimpleNamespace(max_groups=max_groups), aligned=aligned)
+        self.exchange.servers[server_id] = server
+
+    def close(self) -> None:
+        self.exporter.close()
+        self.exchange.stop(None)
+        self.ledger.journal.close()
+
+
+@pytest.fixture
+def starting(make_config: Callable[..., RunConfig], tmp_path: Path) -> Iterator[Rig]:
+    """Its exporter answers already, and has nothing to look at."""
+    made = Rig(make_config(), tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def rig(starting: Rig) -> Rig:
+    starting.watch()
+    return starting
+
+
+# --- nothing yet ---------------------------------------------------------------------------------------
+
+LOOKED_AT = {
+    "credits",
+    "disk_free_bytes",
+    "disk_size_bytes",
+    "journal_bytes",
+    "journal_lag_groups",
+    "last_step_age_seconds",
+    "ledger_residual_groups",
+    "oldest_buffered_seconds",
+    "oldest_ticket_seconds",
+    "pulse_age_seconds",
+    "rss_bytes",
+    "servers",
+    "shared_memory_bytes",
+    "shared_memory_free_bytes",
+}
+
+
+def test_a_gauge_of_the_learner_without_a_value_is_nan(starting: Rig) -> None:
+    before = single_gauges(LEARNER, starting.scrape())
+    assert all(map(math.isnan, before.values()))
+    assert not before.keys() & LOOKED_AT, "a residual that is NaN is not 0: it would wake somebody"
+    assert before.keys() | LOOKED_AT == {
+        metric.name.removeprefix("asyncrl_learner_") for metric in LEARNER if gauge(metric)
+    }
+    starting.watch()
+    known = {name for name, value in single_gauges(LEARNER, starting.scrape()).items() if not math.isnan(value)}
+    assert known == {*LOOKED_AT, "step", "total_steps"}
+
+
+def test_a_gauge_of_the_server_without_a_value_is_nan() -> None:
+    exporter = ServerExporter(NOWHERE)
+    assert all(map(math.isnan, single_gauges(ROLLOUT, scrape(exporter.registry)).values()))
+    exporter.serve(lambda: CPU)
+    values = single_gauges(ROLLOUT, scrape(exporter.registry))
+    exporter.close()
+    assert {name for name, value in values.items() if not math.isnan(value)} == {"rss_bytes"}, "loading is no silence"
+
+
+# --- the learner: a step ---------------------------------------------------------------------------------
+
+GAUGES = {
+    "reward/std": ("reward_std", 0.31),
+    "accuracy": ("accuracy", 0.62),
+    "zero_variance_groups": ("zero_variance_groups", 3.0),
+    "response_length/mean": ("completion_tokens", 17.5),
+    "loss": ("loss", -0.02),
+    "grad_norm": ("grad_norm", 1.7),
+    "lr": ("learning_rate", 3e-6),
+    "entropy": ("entropy", 0.9),
+    "reference_kl": ("reference_kl", 0.05),
+    "ess": ("effective_sample_size", 0.97),
+    "mismatch_kl_k3": ("mismatch_kl", 0.011),
+    "mismatch_kl_k1": ("mismatch_kl_k1", 0.012),
+    "ratio_max": ("ratio_max", 2.4),
+    "logprob_diff_max": ("logprob_diff_max", 0.4),
+    "clip_fraction": ("clip_fraction", 0.13),
+    "mask_fraction": ("mask_fraction", 0.14),
+    "truncation_fraction": ("truncation_fraction", 0.15),
+    "idle/learner": ("idle_ratio", 0.25),
+    "model_flops_per_s": ("model_flops", 50.0),
+    "length_bias": ("length_bias", -0.25),
+    "staleness/bound": ("staleness_bound", 4.0),
+    "lease_fence": ("lease_fence", 12.0),
+    "asleep_s/learner": ("asleep_seconds", 8.5),
+    "sleep_s/learner": ("sleep_seconds", 0.6),
+    "wake_s/learner": ("wake_seconds", 0.7),
+    "sleep_bytes/learner": ("sleep_bytes", 2048.0),
+}
+"""Name in a step's record -> gauge, and a value of its own."""
+STALE = {name: 0.1 * number for number, name in enumerate(GAUGE_OF_STALENESS_RECORD, 1)}
+TIMES = {"step_s": 4.0, "wait_s": 1.0, "learn_s": 2.0, "publish_s": 0.2}
+
+
+def record(**changed: float) -> dict[str, float]:
+    values = {name: value for name, (_, value) in GAUGES.items()} | TIMES
+    values |= {"tokens": 640.0, "rows/finished": 7.0, "rows/error": 1.0, "reward/mean": 0.5, "reward/short": 0.75}
+    values |= {"ratio/p01": 0.8, "ratio/p50": 1.01, "ratio/p99": 1.3}
+    values |= {f"staleness_2/{name}": value for name, value in STALE.items()}
+    return values | changed
+
+
+def batch_of(*groups: ReceivedGroup) -> Batch:
+    nothing = torch.zeros(0)
+    versions = np.concatenate([item.group.versions for item in groups])
+    return Batch(groups, (), nothing, nothing, np.zeros(0), nothing, versions)
+
+
+def stale_batch() -> Batch:
+    """Tokens of versions 4, 6 (from a cache of 3) and 5, 6, 6, whose last is not trained."""
+    slots = TicketLedger(Journal(None), prompts_per_step=2, bound=1, total_groups=2).admissible(0)
+    first, second = received(prepared(slots[0]), 4, 6), received(prepared(slots[1]), 5, 6, 6)
+    cached, mask = np.asarray([4, 3], np.int32), np.asarray([1, 1, 0], np.uint8)
+    return batch_of(
+        replace(first, group=first.group.model_copy(update={"kv_versions": cached})),
+        replace(second, group=second.group.model_copy(update={"loss_mask": mask})),
+    )
+
+
+def test_a_steps_numbers_are_in_the_gauges_of_their_names(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("learner.reporting.prometheus.peak_flops", lambda device: 200.0)
+    monkeypatch.setattr(rig.ledger, "length_bias", dict)  # then what the step said of it would be lost
+    rig.exporter.step(9, 6, record(), stale_batch())
+    assert {name: gauge for name, (gauge, _) in GAUGES.items()} == GAUGE_OF_RECORD
+    before_looking = {name: rig.exporter._metrics[gauge]._value.get() for name, (gauge, _) in GAUGES.items()}
+    assert before_looking == {name: value for name, (_, value) in GAUGES.items()}
+    values = rig.scrape()
+    assert values["step", ""] == 9
+    assert values["policy_version", ""] == 7
+    assert values["steps_total", ""] == 1
+    assert values["tokens_total", ""] == 640
+    assert values["groups_consumed_total", ""] == 2
+    assert values["mfu", ""] == 0.25
+    assert {label: v for (name, label), v in values.items() if name == "reward"} == {
+        "component=mean": 0.5,
+        "component=short": 0.75,
+    }
+    for name in ("rows", "trajectories_total"):
+        assert (values[name, "status=finished"], values[name, "status=error"]) == (7, 1)
+    for name in ("step", "wait", "learn", "publish"):
+        assert (values[f"{name}_seconds_count", ""], values[f"{name}_seconds_sum", ""]) == (1, TIMES[f"{name}_s"])
+    assert [values["ratio", f"quantile={q}"] for q in ("0.01", "0.5", "0.99")] == [0.8, 1.01, 1.3]
+    for name, metric in GAUGE_OF_STALENESS_RECORD.items():
+        assert values[metric, "staleness=2"] == STALE[name]
+        assert math.isnan(values[metric, "staleness=1"])
+
+
+def test_staleness_is_of_trained_tokens_of_groups_and_of_the_cache(rig: Rig) -> None:
+    rig.exporter.step(7, 6, record(), stale_batch())
+    values = rig.scrape()
+    for name, expected in (
+        ("token", [2, 3, 4]),  # 2, 0 and 1, 0
+        ("kv", [1, 2, 3, 4]),  # 2, 3 and 1, 0
+        ("group", [0, 1, 2]),  # 2 and 1
+    ):
+        cumulative = [values[f"{name}_staleness_versions_bucket", f"le={v}.0"] for v in range(len(expected))]
+        assert cumulative == expected, name
+    assert values["kv_staleness_versions_sum", ""] == 6
+
+
+def test_what_the_last_step_does_not_know_is_nan_and_not_what_an_earlier_one_knew(rig: Rig) -> None:
+    rig.exporter.step(1, 0, record(), batch_of(received(issue(rig.ledger, 0)[0])))
+    none_scored = record()
+    for name in ("accuracy", "reward/std", "reward/mean", "reward/short"):
+        del none_scored[name]
+    rig.exporter.step(2, 1, none_scored, batch_of(received(issue(rig.ledger, 1)[0])))
+    values = rig.scrape()
+    for name, label in (("accuracy", ""), ("reward_std", ""), ("reward", "component=mean")):
+        assert math.isnan(values[name, label]), name
+    assert values["entropy", ""] == 0.9
+    assert math.isnan(values["mfu", ""]), "of a CPU nobody knows the peak"
+
+
+def test_evaluations_publications_and_the_end_have_their_values(rig: Rig) -> None:
+    rig.exporter.evaluated(accuracy=0.9, reward=0.8, rows=16)
+    rig.exporter.evaluated(accuracy=0.7, reward=0.4, rows=16)
+    rig.exporter.published(WeightManifest(version=3, publication="p", tensors=(), total_bytes=512))
+    rig.exporter.stopped("crash")
+    values = rig.scrape()
+    assert (values["held_out_accuracy", ""], values["held_out_reward", ""]) == (0.7, 0.4)
+    assert (values["held_out_best", ""], values["held_out_rows", ""]) == (0.9, 16)
+    assert (values["policy_version", ""], values["publish_bytes", ""]) == (3, 512)
+    assert values["stopped", "kind=crash"] == 1
+
+
+def test_a_learner_that_comes_back_knows_the_evaluations_before_it(
+    rig: Rig, make_config: Callable[..., RunConfig]
+) -> None:
+    config = make_config()
+    recorder = RunRecorder(config.run_path)
+    for step, accuracy in ((0, 0.5), (2, 0.9), (4, float("nan")), (6, 0.7), (8, 0.99)):
+        counted = {"rows": 16, "errors": 1}
+        recorder.evaluation({"step": step, "version": step, "accuracy": accuracy, "reward": accuracy / 2, **counted})
+    processor: Any = None
+    reporter = Reporter(config, rig.exchange, rig.ledger, processor, rig.exporter, total_steps=50)
+    reporter.truncate_after(6, made_again=7)
+    values = rig.scrape()
+    assert (values["held_out_accuracy", ""], values["held_out_reward", ""]) == (0.7, 0.35)
+    assert (values["held_out_best", ""], values["held_out_rows", ""]) == (0.9, 15), "the one after step 7 was forgotten"
+    reporter.close()
+
+
+@pytest.mark.parametrize("number", ["loss", "grad_norm"])
+def test_a_step_that_gives_up_is_counted_and_its_number_is_no_longer_the_last_finite_one(rig: Rig, number: str) -> None:
+    def learn(groups: Any) -> Any:
+        raise NotFiniteError(number, "it is nan")
+
+    rig.exporter.step(1, 0, record(), batch_of(received(issue(rig.ledger, 0)[0])))
+    counted = {"loss": 0.0, "grad_norm": 0.0}
+    assert {n: rig.scrape()["not_finite_total", f"number={n}"] for n in counted} == counted
+    learner: Any = SimpleNamespace(
+        progress=SimpleNamespace(version=1), training=SimpleNamespace(learn=learn), exporter=rig.exporter
+    )
+    with pytest.raises(BadStateError, match="it is nan"):
+        Learner._learn(learner, [], 0.0, publish=True)
+    values = rig.scrape()
+    assert {n: values["not_finite_total", f"number={n}"] for n in counted} == counted | {number: 1.0}
+    assert math.isnan(values[number, ""])
+
+
+def test_another_number_of_a_step_that_is_not_finite_is_counted_by_its_name(rig: Rig) -> None:
+    rig.exporter.step(1, 0, record(entropy=math.nan), batch_of(received(issue(rig.ledger, 0)[0])))
+    assert rig.scrape()["not_finite_total", "number=entropy"] == 1
+
+
+# --- the learner: at a scrape ----------------------------------------------------------------------------
+
+
+def fill(ledger: TicketLedger) -> None:
+    """9 issued: 2 trained (2 and 4 tokens), 1 dropped (6), 1 buffered (5 tokens) for 5 s, 1 with server a for a
+    minute, 4 waiting. And 3 that nobody knows of."""
+    first = issue(ledger, 0)
+    for item, tokens in zip(first[:3], (2, 4, 6), strict=True):
+        ledger.receive([received(item, *[0] * tokens)])
+    ledger.take()
+    ledger.advance(1)
+    ledger.advance(2)
+    second = issue(ledger, 2)
+    ledger.receive([replace(received(second[0], *[2] * 5), arrived_at=time.monotonic() - 5)])
+    ledger.out.assign([3], "a")
+    ledger.out._entries[3].issued_at -= 60
+    ledger._counters["issued"] += 3
+
+
+def test_each_scrape_looks_at_the_ledger(rig: Rig) -> None:
+    fill(rig.ledger)
+    rig.welcome("a", max_groups=8)
+    rig.welcome("b", aligned=False)
+    values = rig.scrape()
+    states = {label: v for (name, label), v in values.items() if name == "groups"}
+    assert states == {
+        "state=issued": 12,
+        "state=trained": 2,
+        "state=dropped_stale": 1,
+        "state=buffered": 1,
+        "state=in_flight": 1,
+        "state=waiting": 4,
+    }
+    assert values["ledger_residual_groups", ""] == 3
+    assert values["drops_total", "reason=stale"] == 1
+    lengths = {s: values["mean_length", f"state={s}"] for s in ("trained", "dropped", "buffered")}
+    assert lengths == {"trained": 3, "dropped": 6, "buffered": 5}
+    assert values["length_bias", ""] == pytest.approx(-0.25)
+    assert values["oldest_ticket_seconds", ""] == pytest.approx(60, abs=2)
+    assert values["oldest_buffered_seconds", ""] == pytest.approx(5, abs=2)
+    assert values["servers", ""] == 2
+    assert values["credits", ""] == 7
+    assert rig.scrape()["drops_total", "reason=stale"] == 1, "a second look counts nothing twice"
+
+
+def test_each_scrape_looks_at_memory_and_disks(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    disks = {rig.folder: (1000, 600, 400), SHARED_MEMORY: (100, 93, 7)}
+    monkeypatch.setattr(
+        "learner.reporting.prometheus.shutil.disk_usage",
+        lambda path: SimpleNamespace(**dict(zip(("total", "used", "free"), disks[path], strict=True))),
+    )
+    process: Any = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=123, vms=999))
+    rig.exporter._process = process
+    for asleep, states in ((False, {"allocated": 5, "free": 6}), (True, {"allocated": 1, "free": 10})):
+        rig.asleep = asleep
+        monkeypatch.setattr("learner.reporting.prometheus.memory_by_state", lambda device, states=states: states)
+        values = rig.scrape()
+    assert values["disk_free_bytes", ""] == 400
+    if SHARED_MEMORY.is_dir():
+        assert values["shared_memory_free_bytes", ""] == 7
+    assert values["shared_memory_bytes", ""] == 4096
+    assert values["rss_bytes", ""] == 123
+    assert values["journal_bytes", ""] == rig.ledger.journal.file_bytes > 1000
+    assert {label: v for (name, label), v in values.items() if name == "device_bytes"} == {
+        "phase=awake,state=allocated": 5,
+        "phase=awake,state=free": 6,
+        "phase=asleep,state=allocated": 1,
+        "phase=asleep,state=free": 10,
+    }
+
+
+def test_each_scrape_looks_at_clocks_waits_and_errors(rig: Rig) -> None:
+    rig.waits._seconds["groups"] = 12.0
+    rig.exchange.errors["muted"] = 4
+    rig.exchange._connections.looked_at = time.monotonic() - 7
+    rig.exporter._step_at -= 30
+    values = rig.scrape()
+    assert values["pulse_age_seconds", ""] == pytest.approx(7, abs=2)
+    assert values["last_step_age_seconds", ""] == pytest.approx(30, abs=2)
+    assert values["waiting_seconds_total", "for=groups"] == 12
+    assert values["errors_total", "kind=muted"] == 4
+    assert values["total_steps", ""] == 50
+    assert values["step", ""] == 4
+    rig.exporter.step(5, 4, record(), batch_of(received(issue(rig.ledger, 0)[0])))
+    assert rig.scrape()["last_step_age_seconds", ""] < 2
+
+
+def test_the_journals_lag_is_that_of_groups_on_their_way_into_it(rig: Rig) -> None:
+    item = issue(rig.ledger, 0)[0]
+    rig.exchange._intake._arrived[0] = ("a", replace(received(item), arrived_at=time.monotonic() - 0.3))
+    assert rig.scrape()["journal_lag_groups", ""] == 1
+    rig.exchange._intake.keep()
+    values = rig.scrape()
+    assert values["journal_lag_groups", ""] == 0
+    assert values["journal_lag_seconds_count", ""] == 1
+    assert values["journal_lag_seconds_sum", ""] == pytest.approx(0.3, abs=0.2)
+
+
+def with_image(item: PreparedTicket, digest: str, data: bytes) -> PreparedTicket:
+    prompt = Prompt(row_id="r", messages=(ChatMessage(role="user", content=(ImagePart(),)),), image_hashes=(digest,))
+    ticket = item.ticket.model_copy(update={"prompt": prompt, "group_size": 4})
+    return replace(item, ticket=ticket, blobs={digest: data})
+
+
+def test_an_image_is_sent_once_for_all_trajectories_of_a_message(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two groups of four with one image between them, and a third that has its own."""
+    rig.welcome("a")
+    tickets = issue(rig.ledger, 0)
+    same, other = "ab" * 32, "cd" * 32
+    message = [with_image(tickets[0], same, b"12345"), with_image(tickets[1], same, b"12345")]
+    monkeypatch.setattr(rig.exchange._connections, "send", lambda server_id, message: True)
+    rig.exchange._handout._send("a", [*message, with_image(tickets[2], other, b"123")], [])
+    values = rig.scrape()
+    assert values["image_blob_bytes_total", ""] == 5 + 3
+    assert values["image_blob_hits_total", ""] == 7 + 3
+    assert values["image_blob_bytes_saved_total", ""] == 7 * 5 + 3 * 3
+    monkeypatch.setattr(rig.exchange._connections, "send", lambda server_id, message: False)
+    rig.exchange._handout._send("a", message, [])
+    assert rig.scrape()["image_blob_bytes_total", ""] == 8, "nothing went out"
+
+
+def test_a_servers_parity_is_shown_while_it_is_here(rig: Rig) -> None:
+
+    def shown(metric: str) -> dict[str, float]:
+        return {label: v for (name, label), v in rig.scrape().items() if name == metric}
+
+    for number in range(4):
+        server_id = f"host-{number}-a1b2c3"
+        rig.welcome(server_id)
+        rig.exporter.parity(server_id, largest=0.1 + number, mean=0.01 + number)
+        assert shown("parity_max") == {f"server={server_id}": 0.1 + number}
+        assert shown("parity_mean") == {f"server={server_id}": 0.01 + number}
+        del rig.exchange.servers[server_id]
+        assert shown("parity_max") == shown("parity_mean") == {}
+    rig.welcome("host-3-a1b2c3")  # again, and not compared again
+    assert shown("parity_max") == {"server=host-3-a1b2c3": 3.1}
+
+
+def test_two_scrapes_at_once_look_one_after_the_other() -> None:
+    metrics = MetricSet((), "learner")
+    looking: list[int] = [0]
+    most: list[int] = []
+
+    def look() -> None:
+        looking[0] += 1
+        most.append(looking[0])
+        time.sleep(0.05)
+        looking[0] -= 1
+
+    metrics.before_scrape(look)
+    threads = [threading.Thread(target=generate_latest, args=(metrics.registry,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(5)
+    assert most == [1, 1, 1]
+
+
+# --- the rollout server ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server() -> Iterator[ServerExporter]:
+    exporter = ServerExporter(NOWHERE)
+    exporter.serve(lambda: CPU)
+    yield exporter
+    exporter.close()
+
+
+def beat(uptime_s: float, busy_s: float) -> ServerHeartbeat:
+    return ServerHeartbeat(
+        version=1,
+        groups_queued=3,
+        groups_running=2,
+        groups_unacknowledged=1,
+        tokens_generated=1000,
+        busy_s=busy_s,
+        uptime_s=uptime_s,
+    )
+
+
+def test_each_scrape_looks_at_the_servers_last_heartbeat(
+    server: ServerExporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout_server.prometheus.memory_by_state", lambda device: {"allocated": 5, "free": 6})
+    usage = EngineUsage(1000, 30.0, 5, 9, update_pause_s=2.5, kv_cache_ratio=0.4)
+    heard = time.monotonic() - 4
+    server.beat(ServerState(usage, beat(40.0, 30.0), heard, "weights", is_asleep=False))
+    server.beat(ServerState(replace(usage, busy_s=36.0), beat(48.0, 36.0), heard, "tickets", is_asleep=True))
+    assert server._beat_at is not None
+    server._beat_at -= 3
+    values = scrape(server.registry)
+    held = {label: v for (name, label), v in values.items() if name == "held_groups"}
+    assert held == {"state=queued": 3, "state=running": 2, "state=unacknowledged": 1}
+    assert values["tokens_total", ""] == 1000
+    assert values["busy_seconds_total", ""] == 36
+    assert values["update_pause_seconds_total", ""] == 2.5
+    assert values["idle_ratio", ""] == 0.25
+    assert values["sequences_running", ""] == 5
+    assert values["kv_cache_ratio", ""] == 0.4
+    assert values["waiting_seconds_total", "for=weights"] == 10
+    assert values["waiting_seconds_total", "for=tickets"] == 2
+    assert values["learner_silence_seconds", ""] == pytest.approx(4, abs=2)
+    assert values["pulse_age_seconds", ""] == pytest.approx(3, abs=2)
+    memory = {label: v for (name, label), v in values.items() if name == "device_bytes"}
+    assert memory == {"phase=asleep,state=allocated": 5, "phase=asleep,state=free": 6}
+
+
+def test_a_server_without_a_welcome_yet_shows_how_long_it_waits_and_that_it_lives(
+    server: ServerExporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.monotonic()
+    monkeypatch.setattr("rollout_server.prometheus.time", SimpleNamespace(monotonic=lambda: now))
+
+    def seen() -> tuple[float, float]:
+        values = scrape(server.registry)
+        return values["learner_silence_seconds", ""], values["pulse_age_seconds", ""]
+
+    now += 400
+    assert all(map(math.isnan, seen())), "it loads, and waits for nobody yet"
+    server.said_hello()
+    now += 400
+    server.said_hello()
+    now += 3
+    assert seen() == (403, 3)
+    server.beat(ServerState(EngineUsage(0, 0.0, 0, 0), beat(500.0, 0.0), now - 1, "tickets", is_asleep=False))
+    assert seen() == (1, 0)
+
+
+def test_the_servers_memory_is_that_of_its_children_too(server: ServerExporter) -> None:
+    def process(pid: int, rss: int, *children: Any) -> Any:
+        def memory_info() -> Any:
+            if rss == 0:
+                raise psutil.NoSuchProcess(pid)
+            return SimpleNamespace(rss=rss)
+
+        return SimpleNamespace(memory_info=memory_info, children=lambda recursive: list(children))
+
+    server._process = process(1, 100, process(2, 20), process(3, 0), process(4, 3))
+    assert scrape(server.registry)["rss_bytes", ""] == 123
+    server._process = psutil.Process(os.getpid())
+    assert scrape(server.registry)["rss_bytes", ""] > 1 << 24
+
+
+def test_what_the_server_produced_loaded_and_slept(server: ServerExporter) -> None:
+    slot = TicketLedger(Journal(None), prompts_per_step=1, bound=0, total_groups=1).admissible(0)[0]
+    group = received(prepared(slot)).group
+    timings = GroupTimings(queued_s=9, generate_s=2, reward_s=0.5)
+    server.produced(group.model_copy(update={"timings": timings}))
+    column = np.zeros(12, np.int32)
+    completion = Completion(0, 0, column, column.astype(np.float32), column, FinishReason.STOP)
+    for status, kind in ((TrajectoryStatus.FINISHED, ""), (TrajectoryStatus.TIMED_OUT, "reward_timeout")):
+        server.trajectory(
+            completion, TrajectoryRecord(status=status, finish_reason=FinishReason.STOP, error_kind=kind, turns=())
+        )
+    server.loaded(WeightsLoaded(version=5, channel="shm", transfer_s=0.3, load_s=0.7), nbytes=512)
+    server.failed("ValueError")
+    server.turn_began(6)
+    server.stale_fence()
+    server.woke(1.5, asleep_s=20.0)
+    server.woke(1.25, asleep_s=33.0)
+    server.slept(0.75, nbytes=2048)
+    server.stopped("learner_left")
+    values = scrape(server.registry)
+    assert values["groups_total", ""] == 1
+    assert (values["generate_seconds_sum", ""], values["reward_seconds_sum", ""]) == (2, 0.5)
+    assert values["completion_tokens_sum", ""] == 24
+    assert (values["trajectories_total", "status=finished"], values["trajectories_total", "status=timed_out"]) == (1, 1)
+    assert values["reward_errors_total", "kind=reward_timeout"] == 1
+    assert values["policy_version", ""] == 5
+    assert values["weight_seconds_sum", "phase=transfer"] == pytest.approx(0.3)
+    assert values["weight_seconds_sum", "phase=load"] == pytest.approx(0.7)
+    assert values["weight_bytes_total", ""] == 512
+    assert values["errors_total", "kind=ValueError"] == 1
+    assert (values["lease_fence", ""], values["stale_fences_total", ""]) == (6, 1)
+    assert (values["wake_seconds", ""], values["asleep_seconds_total", ""]) == (1.25, 33)
+    assert (values["sleep_seconds", ""], values["sleep_bytes", ""]) == (0.75, 2048)
+    assert values["stopped", "kind=learner_left"] == 1

@@ -1,0 +1,46 @@
+"""When tickets leave the learner."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+from asyncrl.journal.writer import Journal, TicketSlot
+from learner.network.servers import Servers
+from learner.network.ticket_sender import TicketSender
+from learner.tickets.ledger import TicketLedger
+from protocol.codec import Limits
+from protocol.messages import TicketKind, Tickets
+from tests.unit.learner.test_tickets import prepared
+
+
+class ServerOfAll:
+    """Connections with one server that takes everything."""
+
+    def __init__(self) -> None:
+        self.aligned = {"s": SimpleNamespace(hello=SimpleNamespace(max_groups=100))}
+        self.sent: list[int] = []
+
+    def send(self, server_id: str, message: Any) -> bool:
+        assert isinstance(message, Tickets)
+        self.sent += [ticket.ticket_id for ticket in message.tickets]
+        return True
+
+
+def test_tickets_of_before_a_restart_wait_for_the_first_publication() -> None:
+    """A server could only wait for weights that are not there, fail the ticket, and end the run."""
+    before = TicketLedger(Journal(None), prompts_per_step=2, bound=0, total_groups=4)
+    before.issue([prepared(slot) for slot in before.admissible(0)])
+    ledger = TicketLedger(before.journal, prompts_per_step=2, bound=0, total_groups=4)
+    ledger.recover(prepared, withhold_s=0.0)
+    server = ServerOfAll()
+    handout = TicketSender(cast(Servers, server), ledger, prepared, Limits())
+    handout.work()
+    assert server.sent == [], "the learner makes its steps again and has published nothing"
+    evaluation = prepared(TicketSlot(2**40, 0, 0, 0), TicketKind.EVAL)
+    handout.prepare(lambda: [evaluation])
+    handout.work()
+    assert server.sent == [2**40]
+    handout.admitted = 0
+    handout.work()
+    assert server.sent == [2**40, 0, 1]

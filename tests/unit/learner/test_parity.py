@@ -1,0 +1,249 @@
+"""Engine and learner agree on log-probs, and what only log-probs show: other pixels, stale features, other tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.data.images import content_hash
+from asyncrl.models.processing import PromptProcessor
+from asyncrl.models.published import load_published, published_tensors
+from learner.network.parity_check import ParityJudge, compare
+from learner.network.thread import NetworkThread
+from learner.tickets.ticket import ReceivedGroup
+from learner.tickets.writer import PARITY_IDS
+from learner.training.batch import make_batch
+from learner.training.engines.torch_engine import TorchEngine
+from learner.training.step import LearnerStep
+from protocol.errors import ProtocolError
+from protocol.messages import FinishReason, TicketKind
+from rollout_server.engines.base import Completion
+from rollout_server.engines.hf.engine import HFEngine
+from tests.rigs.alignment_rig import Started, answer, learner_engine, pair_config, parity_tickets, started, verify
+
+__all__ = ["pair_config", "started"]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.7}, {"top_k": 5, "min_p": 0.02}])
+def test_engine_and_learner_agree_under_the_runs_own_sampling(
+    pair_config: RunConfig, started: Started, sampling: dict[str, float]
+) -> None:
+    rollout = pair_config.rollout.model_copy(update=sampling)
+    config = pair_config.model_copy(update={"rollout": rollout})
+    processor = PromptProcessor(config.model)
+    items = parity_tickets(config, processor)
+    assert [len(item.ticket.prompt.image_hashes) for item in items] == [2, 2], "rows with images come first"
+    assert {item.ticket.kind for item in items} == {TicketKind.PARITY}
+    received = answer(started(HFEngine(config, processor)), processor, items)
+    for one in received:
+        verify(one)
+    parity = compare(learner_engine(config), processor, received, config.batch.tokens_per_microbatch)
+    assert parity.tokens == sum(one.group.token_ids.size for one in received) > 8
+    assert parity.mean <= parity.largest < 1e-4
+
+
+def test_parity_tickets_are_the_same_every_time_and_no_training_tickets(pair_config: RunConfig) -> None:
+    processor = PromptProcessor(pair_config.model)
+    first, second = (parity_tickets(pair_config, processor) for _ in range(2))
+    assert [item.ticket for item in first] == [item.ticket for item in second]
+    assert all(item.ticket.ticket_id >= PARITY_IDS and not item.is_training for item in first)
+
+
+def test_other_pixels_behind_an_equal_fingerprint_fail_the_parity_check(
+    pair_config: RunConfig, started: Started
+) -> None:
+    """Ids, grids and hashes are right: only the log-probs show it."""
+    processor, theirs = PromptProcessor(pair_config.model), PromptProcessor(pair_config.model)
+    theirs.processor.image_processor.image_mean = [0.0, 0.0, 0.0]
+    received = answer(
+        started(HFEngine(pair_config, processor)), theirs, items := parity_tickets(pair_config, processor)
+    )
+    assert len(items) == 2
+    for one in received:
+        verify(one)
+    assert compare(learner_engine(pair_config), processor, received, 512).largest > pair_config.max_logprob_difference
+
+
+# --- faults: a stale encoder cache ------------------------------------------------------------------
+
+
+class KeepsOldFeatures(HFEngine):
+    """Its encoder cache is keyed by the image alone, and no weight update clears it."""
+
+    def _load(self) -> None:
+        super()._load()
+        tower, cache = self._model.model.visual, {}
+        compute = tower.forward
+
+        def forward(pixels: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            key = content_hash(pixels.numpy().tobytes())
+            if key not in cache:
+                cache[key] = compute(pixels, *args, **kwargs)
+            return copy.copy(cache[key])  # the caller splits it in place
+
+        tower.forward = forward
+
+
+def with_other_vision_tower(engine: TorchEngine) -> list[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    return [
+        (name, t + 0.3 * torch.randn(t.shape, generator=generator) if ".visual." in name and t.ndim > 1 else t.clone())
+        for name, t in published_tensors(engine.model)
+    ]
+
+
+@pytest.mark.parametrize("engine_class", [HFEngine, KeepsOldFeatures])
+def test_a_stale_encoder_cache_is_seen_by_the_diagnostics_of_the_first_step_and_by_a_check_after_the_update(
+    pair_config: RunConfig, started: Started, caplog: pytest.LogCaptureFixture, engine_class: type[HFEngine]
+) -> None:
+    stale = engine_class is KeepsOldFeatures
+    processor, limit = PromptProcessor(pair_config.model), pair_config.max_logprob_difference
+    items = parity_tickets(pair_config, processor)
+    engine, learner = started(engine_class(pair_config, processor)), learner_engine(pair_config)
+    before = compare(learner, processor, answer(engine, processor, items), 512)
+    assert before.largest < limit, "as the server joins, nothing is stale"
+
+    weights = with_other_vision_tower(learner)
+    load_published(learner.model, weights)
+    asyncio.run(engine.update_weights(1, weights))
+    received = answer(engine, processor, items)
+    for one in received:
+        verify(one, version=1)  # ids, grids and hashes cannot show it
+    after = compare(learner, processor, received, 512)
+    assert (after.largest > limit) == stale
+
+    values = LearnerStep(learner, pair_config)(make_batch(received, processor), version=1)
+    nothing: Any = None
+    ParityJudge(pair_config, nothing, learner, processor, nothing).watch(1, values)
+    warned = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warned) == stale
+    assert all("on tokens of the learner's own version" in record.getMessage() for record in warned)
+
+
+# --- faults: text that is tokenised again -----------------------------------------------------------
+
+
+class TokenisesAgain(HFEngine):
+    """Hands the text of a completion on, as an HTTP front end without token ids would."""
+
+    def __init__(self, config: RunConfig, processor: PromptProcessor):
+        super().__init__(config, processor)
+        self._processor = processor
+
+    async def generate(self, requests: Any) -> Any:
+        async for completion in super().generate(requests):
+            yield self._again(completion)
+
+    def _again(self, completion: Completion) -> Completion:
+        tokenizer = self._processor.tokenizer
+        text = tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = ids[: self._config.data.max_response_length]  # as a front end would that knows the limit
+        return dataclasses.replace(
+            completion,
+            token_ids=np.asarray(ids, np.int32),
+            logprobs=np.resize(completion.logprobs, len(ids)),
+            versions=np.resize(completion.versions, len(ids)),
+        )
+
+
+def test_text_that_is_tokenised_again_is_refused_by_row(pair_config: RunConfig, started: Started) -> None:
+    processor = PromptProcessor(pair_config.model)
+    items = [
+        dataclasses.replace(item, ticket=item.ticket.model_copy(update={"group_size": 64}))
+        for item in parity_tickets(pair_config, processor)
+    ]
+    received = answer(started(TokenisesAgain(pair_config, processor)), processor, items)
+    caught = r"row rows.jsonl:\d from server-1: completion \d+ (ended by|was cut at)"
+    for one in received:
+        with pytest.raises(ProtocolError, match=caught):
+            verify(one)
+
+
+def test_text_that_is_tokenised_again_to_the_same_length_fails_the_parity_check(
+    pair_config: RunConfig, started: Started
+) -> None:
+    """One id has become another of the same text, which no look at a sample shows."""
+    processor = PromptProcessor(pair_config.model)
+    received = answer(started(HFEngine(pair_config, processor)), processor, parity_tickets(pair_config, processor))
+    group = received[1].group
+    ids = group.token_ids.copy()
+    ids[2] = 7 if ids[2] != 7 else 8
+    changed = [received[0], dataclasses.replace(received[1], group=group.model_copy(update={"token_ids": ids}))]
+    verify(changed[1])
+    parity = compare(learner_engine(pair_config), processor, changed, 512)
+    assert parity.largest > pair_config.max_logprob_difference
+    assert "row rows.jsonl:2 (completion 0), token" in parity.worst
+
+
+# --- the verdict ------------------------------------------------------------------------------------
+
+
+class SaysWhatItIsTold:
+    """The exchange as the judge sees it."""
+
+    def __init__(self, *checks: Any):
+        self.alignment = self
+        self.checks = list(checks)
+        self.said: list[tuple[str, ...]] = []
+
+    def take_complete(self) -> list[Any]:
+        return self.checks
+
+    def parity(self, server_id: str, largest: float, mean: float) -> None:
+        self.said.append(("recorded", server_id))
+
+    def accept_server(self, check: Any) -> None:
+        self.said.append(("accepted", check.server_id))
+
+    def repeat_parity(self, check: Any) -> None:
+        self.said.append(("repeated", check.server_id))
+
+    def refuse_server(self, check: Any, reason: str, fix: str) -> None:
+        self.said.append(("refused", check.server_id, reason, fix))
+
+
+def test_the_judge_accepts_refuses_with_the_numbers_and_repeats(pair_config: RunConfig, started: Started) -> None:
+    processor = PromptProcessor(pair_config.model)
+    items = parity_tickets(pair_config, processor)
+    received = answer(started(HFEngine(pair_config, processor)), processor, items)
+
+    def check(name: str, groups: Sequence[ReceivedGroup]) -> Any:
+        found = {one.ticket.ticket_id: one for one in groups}
+        return type("Check", (), {"server_id": name, "groups": found, "tickets": found})
+
+    logprobs = received[1].group.logprobs.copy()
+    logprobs[1] -= 0.25
+    wrong = dataclasses.replace(received[1], group=received[1].group.model_copy(update={"logprobs": logprobs}))
+    exchange: Any = SaysWhatItIsTold(check("good", received), check("bad", [received[0], wrong]))
+    judge = ParityJudge(pair_config, cast(NetworkThread, exchange), learner_engine(pair_config), processor, exchange)
+    judge.judge(version=0)
+    assert exchange.said[:3] == [("recorded", "good"), ("accepted", "good"), ("recorded", "bad")]
+    kind, server, reason, fix = exchange.said[3]
+    assert (kind, server) == ("refused", "bad")
+    assert "differ by at most 0.25 nats" in reason
+    assert "on average" in reason
+    assert "0.001 is accepted (alignment.max_logprob_difference)" in reason
+    assert "Largest at row rows.jsonl:2 (completion 0), token 1 (" in reason
+    assert "stale prefix or encoder cache" in fix
+    judge.judge(version=1)
+    assert exchange.said[4:] == [("repeated", "good"), ("repeated", "bad")]
+
+
+def test_a_truncated_completion_of_full_length_is_fine(pair_config: RunConfig, started: Started) -> None:
+    processor = PromptProcessor(pair_config.model)
+    items = parity_tickets(pair_config, processor)
+    received = answer(started(HFEngine(pair_config, processor)), processor, items)
+    reasons = {record.finish_reason for one in received for record in one.group.trajectories}
+    assert FinishReason.LENGTH in reasons
+    for one in received:
+        verify(one)

@@ -1,0 +1,157 @@
+"""Heavy-tailed lengths, in short: every bound and mode, up to 64 servers. `benchmarks/` has the tables."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+
+import learner.tickets.ledger
+from asyncrl.config.learner import OnStale
+from asyncrl.journal.writer import TicketSlot
+from benchmarks.staleness.simulation import simulate
+from benchmarks.staleness.sockets import run_over_sockets
+from benchmarks.staleness.virtual_time import NothingToWaitFor, run_in_virtual_time
+from benchmarks.staleness.workload import TextlessProcessor, Workload
+from learner.network.sharing import share_tickets
+from learner.tickets.ledger import TicketLedger
+from learner.tickets.ticket import PreparedTicket
+from rollout_server.engines.base import GenerationRequest
+from rollout_server.engines.scripted import ScriptedEngine
+
+MODES: tuple[OnStale, ...] = get_args(OnStale)
+SHORT = Workload(servers=4, bound=2, steps=14, prompts_per_step=16, sequences=64)
+
+
+@pytest.mark.parametrize("on_stale", MODES)
+@pytest.mark.parametrize("bound", [0, 1, 2, 4, 8, None])
+def test_no_consumed_token_is_older_than_its_bound(bound: int | None, on_stale: OnStale) -> None:
+    seen = simulate(replace(SHORT, bound=bound, on_stale=on_stale))
+    assert not seen.problems
+    if bound in (0, 1, 2, 4):
+        assert seen.oldest == bound, "the bound is put to use"
+    assert seen.staleness.total() == sum(seen.lengths)
+    mean, error = seen.true_bias
+    if on_stale == "wait" or bound == 0:
+        assert (seen.dropped, seen.masked_tokens, seen.bias) == (0, 0, 0)
+        assert abs(mean) < 3 * error, "trained lengths are those that the engine samples"
+    elif bound == 2:
+        assert seen.bias < -0.05
+        assert mean < -2 * error
+
+
+@pytest.mark.parametrize("on_stale", MODES)
+def test_64_servers_of_one_group_each(on_stale: OnStale) -> None:
+    seen = simulate(replace(SHORT, servers=64, sequences=256, prompts_per_step=64, steps=6, on_stale=on_stale))
+    assert not seen.problems
+    assert seen.oldest == 2
+
+
+def test_waiting_costs_the_learner_less_with_a_larger_bound() -> None:
+    idle = [simulate(replace(SHORT, bound=bound, steps=24)).idle_ratio for bound in (0, 1, 4)]
+    assert idle[0] > idle[1] > idle[2]
+
+
+def test_draining_before_new_weights_ends_in_no_deadlock() -> None:
+    seen = simulate(replace(SHORT, weight_update="drain"))
+    assert not seen.problems
+    assert seen.idle_ratio > simulate(SHORT).idle_ratio, "a straggler holds up its whole server"
+
+
+def test_the_simulation_repeats_itself() -> None:
+    first, second = simulate(SHORT), simulate(SHORT)
+    assert first == second
+    assert first != simulate(replace(SHORT, seed=2))
+
+
+def test_a_flaw_in_the_ledger_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check is not the ledger's own."""
+    monkeypatch.setattr(TicketLedger, "_late", lambda ledger, earliest: [])
+    monkeypatch.setattr(learner.tickets.ledger, "within_bound", lambda item, version, on_stale: item)
+    seen = simulate(SHORT)
+    assert any("tokens" in problem and "bound 2" in problem for problem in seen.problems)
+    assert seen.oldest > 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on_stale", MODES)
+def test_real_sockets_and_real_time_agree_with_the_simulation(on_stale: OnStale) -> None:
+    quick = {"seconds_per_token": 0.008, "learn_s": 0.15, "weights_s": (0.0, 0.02), "latency_s": 0.002}
+    workload = replace(SHORT, servers=8, bound=1, on_stale=on_stale, steps=8, longest=64, **quick)
+    seen, simulated = run_over_sockets(workload), simulate(workload)
+    assert not seen.problems
+    assert seen.oldest == 1
+    assert seen.mean_staleness == pytest.approx(simulated.mean_staleness, abs=0.25)
+    assert seen.bias == pytest.approx(simulated.bias, abs=0.15)
+
+
+def test_the_expected_length_is_what_the_engine_samples() -> None:
+    workload = replace(SHORT, seconds_per_token=0.0)
+    ticket = workload.write_ticket(TicketSlot(0, 0, 0, 0)).ticket
+    processor: Any = TextlessProcessor()
+    request = GenerationRequest(0, processor.encode(ticket.prompt, {}), 4000, 3, ticket.sampling)
+    config = workload.config()
+
+    async def sample() -> list[int]:
+        engine = ScriptedEngine(config, processor)
+        return [len(completion.token_ids) async for completion in engine.generate([request])]
+
+    lengths = run_in_virtual_time(sample())
+    assert np.mean(lengths) == pytest.approx(workload.mean_length, abs=3 * np.std(lengths) / len(lengths) ** 0.5)
+    assert max(lengths) == workload.longest
+
+
+# --- the tools -------------------------------------------------------------------------------------
+
+
+def test_virtual_time_jumps_and_keeps_order() -> None:
+    async def sleepers() -> tuple[list[int], float]:
+        order: list[int] = []
+
+        async def sleeper(seconds: int) -> None:
+            await asyncio.sleep(seconds)
+            order.append(seconds)
+
+        await asyncio.gather(*(sleeper(seconds) for seconds in (3600, 1, 60)))
+        return order, asyncio.get_running_loop().time()
+
+    assert run_in_virtual_time(sleepers()) == ([1, 60, 3600], 3600)
+
+
+def test_a_deadlock_in_virtual_time_is_an_error() -> None:
+    async def wait_for_nobody() -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(NothingToWaitFor):
+        run_in_virtual_time(wait_for_nobody())
+
+
+def tickets(count: int) -> list[PreparedTicket]:
+    return [SHORT.write_ticket(TicketSlot(i, i, 0, 2)) for i in range(count)]
+
+
+def shared(
+    count: int, held: dict[str, int], most: int = 100, never: tuple[int, str] = (-1, "")
+) -> dict[str, list[int]]:
+    shares = share_tickets(
+        tickets(count), held, dict.fromkeys(held, most), lambda ticket_id, server_id: (ticket_id, server_id) != never
+    )
+    return {server_id: [item.ticket.ticket_id for item in items] for server_id, items in shares.items()}
+
+
+def test_tickets_are_shared_equally_and_the_least_loaded_come_first() -> None:
+    assert shared(5, {"busy": 3, "idle": 0}) == {"idle": [0, 1, 2], "busy": [3, 4]}
+    assert shared(1, {"busy": 3, "idle": 0}) == {"idle": [0]}
+    assert shared(3, {}) == {}
+
+
+def test_no_server_gets_more_than_it_is_willing_to_hold() -> None:
+    assert shared(9, {"a": 0, "b": 2}, most=3) == {"a": [0, 1, 2], "b": [3]}
+    assert shared(9, {"a": 5}, most=3) == {}
+
+
+def test_a_ticket_goes_to_a_server_that_may_try_it() -> None:
+    assert shared(2, {"a": 0, "b": 0}, never=(0, "a")) == {"a": [1], "b": [0]}

@@ -1,0 +1,486 @@
+"""The ticket ledger: how many tickets are out, in which order groups are trained, and that none is lost."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.config.learner import OnStale
+from asyncrl.errors import BadStateError, UserError
+from asyncrl.journal.writer import Journal, TicketSlot
+from asyncrl.models.prompt_facts import PromptFacts
+from learner.tickets.ledger import TicketLedger
+from learner.tickets.outstanding import MAX_ATTEMPTS
+from learner.tickets.ticket import PreparedTicket, ReceivedGroup
+from protocol.messages import (
+    FinishReason,
+    Group,
+    GroupTimings,
+    Prompt,
+    Sampling,
+    Ticket,
+    TicketKind,
+    TrajectoryRecord,
+    TrajectoryStatus,
+)
+
+SAMPLING = Sampling(max_new_tokens=4, stop_token_ids=(0,))
+
+
+def make_ledger(per_step: int, bound: int, total: int, on_stale: OnStale = "wait") -> TicketLedger:
+    journal = Journal(None)
+    return TicketLedger(journal, prompts_per_step=per_step, bound=bound, total_groups=total, on_stale=on_stale)
+
+
+def restarted(ledger: TicketLedger, per_step: int, bound: int, total: int) -> TicketLedger:
+    """The ledger of a learner that was killed and has started again on the same journal."""
+    again = TicketLedger(ledger.journal, prompts_per_step=per_step, bound=bound, total_groups=total)
+    again.recover(prepared, withhold_s=0.0)
+    again.advance(ledger.version)
+    return again
+
+
+def prepared(slot: TicketSlot, kind: TicketKind = TicketKind.TRAIN) -> PreparedTicket:
+    prompt = Prompt(row_id=f"d:{slot.position}", messages=())
+    ticket = Ticket(
+        ticket_id=slot.ticket_id,
+        kind=kind,
+        prompt=prompt,
+        group_size=1,
+        seed=1,
+        min_version=slot.version,
+        sampling=SAMPLING,
+    )
+    facts = PromptFacts(np.zeros(1, np.int32), np.zeros((0, 3), np.int32), ())
+    return PreparedTicket(ticket, {}, slot, facts)
+
+
+def received(item: PreparedTicket, *versions: int) -> ReceivedGroup:
+    """A group of one trajectory, its tokens sampled at these versions, or one token at the ticket's own."""
+    sampled = np.asarray(versions or (item.ticket.min_version,), np.int32)
+    record = TrajectoryRecord(status=TrajectoryStatus.FINISHED, finish_reason=FinishReason.STOP, reward=1.0, turns=())
+    group = Group(
+        ticket_id=item.ticket.ticket_id,
+        server_id="s",
+        prompt_ids=np.zeros(1, np.int32),
+        image_grids=np.zeros((0, 3), np.int32),
+        image_hashes=(),
+        lengths=np.asarray([sampled.size], np.int32),
+        token_ids=np.zeros(sampled.size, np.int32),
+        loss_mask=np.ones(sampled.size, np.uint8),
+        logprobs=np.zeros(sampled.size, np.float32),
+        versions=sampled,
+        trajectories=(record,),
+        timings=GroupTimings(queued_s=0, generate_s=0, reward_s=0),
+    )
+    return ReceivedGroup(item, group)
+
+
+def issue(ledger: TicketLedger, version: int) -> list[PreparedTicket]:
+    items = [prepared(slot) for slot in ledger.admissible(version)]
+    ledger.issue(items)
+    return items
+
+
+def arrive(ledger: TicketLedger, item: PreparedTicket, *versions: int) -> None:
+    ledger.receive([received(item, *versions)])
+
+
+def step(ledger: TicketLedger) -> list[ReceivedGroup]:
+    """One learner step: its groups are taken, and the version moves."""
+    taken = ledger.take()
+    ledger.advance(ledger.version + 1)
+    return taken
+
+
+def ids(items: list[PreparedTicket]) -> list[int]:
+    return [item.ticket.ticket_id for item in items]
+
+
+def taken_ids(ledger: TicketLedger) -> list[int]:
+    return [group.ticket.ticket_id for group in step(ledger)]
+
+
+def positions(groups: list[ReceivedGroup]) -> list[int]:
+    return [group.slot.position for group in groups]
+
+
+@pytest.mark.parametrize("max_staleness", range(5))
+def test_admission_capacity(max_staleness: int) -> None:
+    per_step, steps = 8, 7
+    ledger = make_ledger(per_step, max_staleness, steps * per_step)
+    for version in range(steps):
+        issue(ledger, version)
+        expected = min((max_staleness + version + 1) * per_step, steps * per_step)
+        assert ledger.counts().issued == expected
+        assert not ledger.admissible(version), "nothing more before the next version"
+        for item in ledger.out.waiting()[:per_step]:
+            arrive(ledger, item)
+        assert taken_ids(ledger) == list(range(version * per_step, (version + 1) * per_step))
+    assert ledger.counts().trained == steps * per_step
+    assert ledger.counts().residual == 0
+
+
+def test_the_published_example_of_the_staleness_gate() -> None:
+    assert len(make_ledger(8, 2, 1000).admissible(3)) == 48
+
+
+def test_take_prefers_the_oldest() -> None:
+    ledger = make_ledger(2, 2, 100)
+    items = issue(ledger, 0)
+    assert ids(items) == [0, 1, 2, 3, 4, 5]
+    for place in (5, 3, 1, 0, 4, 2):
+        arrive(ledger, items[place])
+    assert taken_ids(ledger) == [0, 1]
+    assert taken_ids(ledger) == [2, 3]
+
+
+def test_a_step_waits_for_tickets_that_would_become_stale() -> None:
+    ledger = make_ledger(2, 1, 100)
+    first = issue(ledger, 0)  # 0 to 3, all of version 0: last chance is the step at version 1
+    for place in (1, 2):
+        arrive(ledger, first[place])
+    assert ledger.ready(), "0 and 3 can still be trained at version 1"
+    step(ledger)
+    for item in issue(ledger, 1):
+        arrive(ledger, item)
+    assert not ledger.ready()
+    assert [ticket_id for ticket_id, _, _ in ledger.blockers()] == [0, 3]
+    ledger.out.assign([0], "server")
+    assert [server for _, server, _ in ledger.blockers()] == ["server", None]
+    arrive(ledger, first[0])
+    assert not ledger.ready()
+    arrive(ledger, first[3])
+    assert ledger.ready()
+    assert taken_ids(ledger) == [0, 3]
+
+
+def test_a_step_waits_before_too_many_tickets_fall_due_together() -> None:
+    """A newer group must not take the place of an older ticket: at its deadline there would be no room for it."""
+    ledger = make_ledger(1, 2, 100)
+    first = issue(ledger, 0)  # 0, 1, 2: one for each of the steps at versions 0, 1, 2
+    arrive(ledger, first[0])
+    step(ledger)
+    arrive(ledger, *issue(ledger, 1))
+    assert not ledger.ready(), "1 and 2 are out, and the steps at versions 1 and 2 are theirs"
+    assert [ticket_id for ticket_id, _, _ in ledger.blockers()] == [1, 2]
+    arrive(ledger, first[2])
+    assert taken_ids(ledger) == [2]
+    arrive(ledger, first[1])
+    assert taken_ids(ledger) == [1]
+    assert taken_ids(ledger) == [3]
+
+
+def test_a_group_sampled_late_has_a_later_deadline_than_its_ticket() -> None:
+    ledger = make_ledger(1, 1, 100)
+    first = issue(ledger, 0)
+    arrive(ledger, first[0])
+    step(ledger)
+    (second,) = issue(ledger, 1)
+    arrive(ledger, first[1], 1, 1)  # waited on its server: sampled by version 1
+    arrive(ledger, second)
+    assert taken_ids(ledger) == [1]
+    assert taken_ids(ledger) == [2]
+
+
+def test_a_stale_token_stops_the_run() -> None:
+    ledger = make_ledger(1, 0, 10)
+    arrive(ledger, *issue(ledger, 0))
+    step(ledger)
+    (item,) = issue(ledger, 1)
+    arrive(ledger, item, 0)
+    with pytest.raises(BadStateError, match=r"ticket 1 has a token of version 0 at version 1: over the"):
+        ledger.take()
+
+
+def test_drop_goes_on_without_stragglers_and_issues_their_prompts_again() -> None:
+    ledger = make_ledger(2, 1, 6, "drop")
+    first = issue(ledger, 0)
+    arrive(ledger, first[0])
+    arrive(ledger, first[1])
+    assert positions(step(ledger)) == [0, 1]
+    second = issue(ledger, 1)
+    assert ids(second) == [4, 5]
+    arrive(ledger, first[3], 0, 0, 1)
+    arrive(ledger, second[1])
+    assert ledger.ready(), "2 is the last chance of nobody: drop does not wait"
+    assert positions(step(ledger)) == [3, 5]
+    arrive(ledger, first[2], 0, 1)  # a token of version 0 at version 2
+    counts = ledger.counts()
+    assert (counts.dropped, counts.buffered, counts.residual) == ({"stale": 1}, 0, 0)
+    (again,) = issue(ledger, 2)
+    assert (again.slot.ticket_id, again.slot.position) == (6, 2), "a new ticket for the same prompt"
+    arrive(ledger, again)
+    arrive(ledger, second[0])
+    assert positions(step(ledger)) == [4, 2]
+    counts = ledger.counts()
+    assert (counts.issued, counts.trained, counts.dropped, counts.residual) == (7, 6, {"stale": 1}, 0)
+    assert ledger.length_bias()["length/dropped"] == 2
+    # Trained: 1 + 1 + 3 + 1 + 1 + 1 tokens in 6 trajectories; finished: 10 tokens in 7.
+    assert ledger.length_bias()["length_bias"] == pytest.approx((8 / 6) / (10 / 7) - 1)
+
+
+def test_a_journal_with_drops_adds_up_when_it_is_opened_again(tmp_path: Path) -> None:
+    file = tmp_path / "journal.sqlite"
+    ledger = TicketLedger(Journal(file), prompts_per_step=1, bound=0, total_groups=2, on_stale="drop")
+    (late,) = issue(ledger, 0)
+    ledger.advance(1)
+    arrive(ledger, late, 0, 0, 0)
+    assert ledger.counts().dropped == {"stale": 1}
+    ledger.journal.close()
+    again = TicketLedger(Journal(file), prompts_per_step=1, bound=0, total_groups=2, on_stale="drop")
+    assert again.counts() == ledger.counts()
+    assert [slot.position for slot in again.admissible(1)] == [0, 1]
+    assert again.length_bias() == ledger.length_bias()
+
+
+def test_mask_trains_the_fresh_tokens_of_a_straggler() -> None:
+    ledger = make_ledger(1, 1, 3, "mask")
+    first = issue(ledger, 0)
+    arrive(ledger, first[1])
+    step(ledger)
+    arrive(ledger, *issue(ledger, 1))
+    step(ledger)
+    arrive(ledger, first[0], 0, 0, 1, 2)
+    (group,) = step(ledger)
+    assert group.group.loss_mask.tolist() == [0, 0, 1, 1]
+    assert ledger.counts().dropped == {"stale": 0}
+    assert ledger.length_bias()["length_bias"] == pytest.approx(4 / 6 - 1)
+
+
+def test_short_groups_that_arrive_first_are_no_length_bias() -> None:
+    ledger = make_ledger(1, 2, 3)
+    first, second, _ = issue(ledger, 0)
+    arrive(ledger, first, *[0] * 9)
+    arrive(ledger, second, 0)
+    step(ledger)
+    report = ledger.length_bias()
+    assert (report["length/trained"], report["length/buffered"], report["length_bias"]) == (9, 1, 0)
+
+
+def test_mask_drops_a_group_without_a_fresh_token() -> None:
+    ledger = make_ledger(1, 0, 3, "mask")
+    arrive(ledger, *issue(ledger, 0))
+    step(ledger)
+    (late,) = issue(ledger, 1)
+    ledger.advance(2)
+    arrive(ledger, late, 0, 1)
+    assert ledger.counts().dropped == {"stale": 1}
+    assert [slot.position for slot in ledger.admissible(2)] == [1, 2]
+
+
+def test_on_policy_a_batch_that_a_lost_server_began_is_sampled_again_as_a_whole() -> None:
+    ledger = make_ledger(3, 0, 6)
+    items = issue(ledger, 0)
+    assert ledger.batch_mates(items) == [], "the first time it goes out whole by itself"
+    arrive(ledger, items[1])
+    assert ids(ledger.batch_mates([items[0], items[2]])) == [1]
+    off_policy = make_ledger(3, 1, 6)
+    first = issue(off_policy, 0)
+    arrive(off_policy, first[1])
+    assert off_policy.batch_mates([first[0], first[2]]) == []
+
+
+def test_a_lost_server_returns_its_tickets() -> None:
+    ledger = make_ledger(4, 0, 10)
+    items = issue(ledger, 0)
+    ledger.out.assign([0, 1], "a")
+    ledger.out.assign([2], "b")
+    assert (ledger.out.held_by("a"), ledger.out.held_by("b")) == (2, 1)
+    assert ids(ledger.out.waiting()) == [3]
+    arrive(ledger, items[0])
+    assert ledger.out.lose_server("a") == 1
+    assert ids(ledger.out.waiting()) == [1, 3]
+    assert ledger.out.held_by("a") == 0
+    counts = ledger.counts()
+    assert (counts.waiting, counts.in_flight, counts.buffered, counts.residual) == (2, 1, 1, 0)
+
+
+def test_a_server_that_reconnects_keeps_what_it_holds_and_loses_what_it_does_not() -> None:
+    ledger = make_ledger(4, 0, 10)
+    issue(ledger, 0)
+    ledger.out.assign([0, 1], "a")
+    ledger.out.assign([2], "b")
+    assert ledger.out.reconcile("a", [1, 2, 3, 99]) == 1, "3 waited for somebody; 2 is with b; 99 is not ours"
+    assert (ledger.out.held_by("a"), ledger.out.held_by("b")) == (2, 1)
+    assert ids(ledger.out.waiting()) == [0]
+
+
+def test_losing_servers_is_not_the_ticket_s_fault() -> None:
+    ledger = make_ledger(1, 0, 10)
+    issue(ledger, 0)
+    for _ in range(MAX_ATTEMPTS + 2):
+        ledger.out.assign([0], "a")
+        ledger.out.lose_server("a")
+    assert ids(ledger.out.waiting()) == [0]
+
+
+def test_a_ticket_that_keeps_failing_stops_the_run() -> None:
+    ledger = make_ledger(1, 0, 10)
+    issue(ledger, 0)
+    assert MAX_ATTEMPTS == 3
+    for _ in range(2):
+        ledger.out.assign([0], "a")
+        ledger.out.give_back(0, "out of memory")
+        assert ids(ledger.out.waiting()) == [0]
+    ledger.out.give_back(99, "not ours")
+    with pytest.raises(BadStateError, match=r"ticket 0 \(row d:0\) failed 3 times: out of memory"):
+        ledger.out.give_back(0, "out of memory")
+
+
+def test_evaluation_is_counted_apart() -> None:
+    ledger = make_ledger(1, 0, 10)
+    issue(ledger, 0)
+    evaluation = [prepared(TicketSlot(2**40 + i, i, 0, 0), TicketKind.EVAL) for i in range(3)]
+    ledger.issue(evaluation)
+    for item in reversed(evaluation):
+        arrive(ledger, item)
+    assert ledger.evaluation_arrived() == 3
+    assert ledger.counts().issued == 1
+    assert [group.ticket.ticket_id for group in ledger.take_evaluation()] == [2**40, 2**40 + 1, 2**40 + 2]
+    assert ledger.evaluation_arrived() == 0
+    assert ids(ledger.out.waiting()) == [0]
+    assert [ticket_id for ticket_id, _, _ in ledger.blockers()] == [0]
+
+
+def test_a_group_that_is_no_longer_awaited_is_known_as_a_duplicate() -> None:
+    ledger = make_ledger(1, 0, 10)
+    (item,) = issue(ledger, 0)
+    assert ledger.out.get(0) is item
+    arrive(ledger, item)
+    assert ledger.out.get(0) is None
+    assert ledger.was_issued(0)
+    assert not ledger.was_issued(1)
+
+
+def test_a_restart_continues_with_the_same_tickets_buffer_and_steps() -> None:
+    ledger = make_ledger(2, 2, 12)
+    items = issue(ledger, 0)
+    for place in (0, 2, 4):
+        arrive(ledger, items[place], 0)
+    before = step(ledger)  # 0 and 2; 4 is buffered, 1, 3 and 5 are out
+    again = restarted(ledger, 2, 2, 12)
+    counts = again.counts()
+    assert (counts.issued, counts.waiting, counts.buffered, counts.trained, counts.residual) == (6, 3, 1, 2, 0)
+    assert ids(again.out.waiting()) == [1, 3, 5]
+    assert again.last_step == 1
+    repeated = again.take_again(1, prepared)
+    assert positions(repeated) == positions(before) == [0, 2]
+    assert all(np.array_equal(a.group.versions, b.group.versions) for a, b in zip(repeated, before, strict=True))
+    trained = positions(before)
+    for version in range(1, 6):
+        issue(again, version)
+        for item in again.out.waiting():
+            arrive(again, item, version)
+        trained += positions(step(again))
+    assert sorted(trained) == list(range(12))
+    assert again.counts().residual == 0
+
+
+def test_after_a_restart_a_journaled_group_must_be_of_the_prompt_that_its_ticket_has() -> None:
+    """Else completions of one prompt would be trained under another, without a word."""
+    ledger = make_ledger(2, 0, 4)
+    issue(ledger, 0)
+    for item in ledger.out.waiting():
+        arrive(ledger, item, 0)
+
+    def rewritten(slot: TicketSlot) -> PreparedTicket:
+        facts = PromptFacts(np.ones(1, np.int32), np.zeros((0, 3), np.int32), ())
+        return replace(prepared(slot), facts=facts)
+
+    again = TicketLedger(ledger.journal, prompts_per_step=2, bound=0, total_groups=4)
+    with pytest.raises(UserError, match="ticket 0 was not sampled from row d:0 as it is now: prompt ids differ"):
+        again.recover(rewritten, withhold_s=0.0)
+    step(ledger)
+    again = TicketLedger(ledger.journal, prompts_per_step=2, bound=0, total_groups=4)
+    with pytest.raises(UserError, match="not sampled from row d:0"):
+        again.take_again(1, rewritten)
+    assert len(again.take_again(1, prepared)) == 2
+
+
+def test_tickets_of_before_a_restart_are_withheld_for_their_servers() -> None:
+    ledger = make_ledger(2, 0, 4)
+    issue(ledger, 0)
+    again = TicketLedger(ledger.journal, prompts_per_step=2, bound=0, total_groups=4)
+    again.recover(prepared, withhold_s=60.0)
+    assert again.out.waiting() == []
+    assert again.out.reconcile("a", [1]) == 1
+    assert again.out.held_by("a") == 1
+    again.recover(prepared, withhold_s=60.0)
+    assert again.counts().issued == 2, "recovering twice changes nothing"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    per_step=st.integers(1, 4),
+    max_staleness=st.integers(0, 4),
+    steps=st.integers(1, 6),
+    on_stale=st.sampled_from(["wait", "drop", "mask"]),
+)
+def test_nothing_is_lost_or_doubled(
+    seed: int, per_step: int, max_staleness: int, steps: int, on_stale: OnStale
+) -> None:
+    """Random issues, assignments, arrivals, lost servers, failures and restarts: every prompt is trained once."""
+    rng = random.Random(seed)
+    shape = {"prompts_per_step": per_step, "bound": max_staleness, "total_groups": steps * per_step}
+    ledger = TicketLedger(Journal(None), **shape, on_stale=on_stale)
+    trained: list[int] = []
+    failures: dict[int, int] = {}
+
+    def consume() -> None:
+        for group in step(ledger):
+            sampled = group.group.versions[group.group.loss_mask == 1]
+            assert ledger.version - 1 - int(sampled.min()) <= max_staleness
+            trained.append(group.slot.position)
+
+    for _ in range(2000):
+        if ledger.version == steps:
+            break
+        choice = rng.choice(["issue", "assign", "receive", "receive", "lose", "fail", "restart", "step", "step"])
+        waiting = ledger.out.waiting()
+        if choice == "issue":
+            issue(ledger, ledger.version)
+        elif choice == "assign" and waiting:
+            ledger.out.assign(ids(rng.sample(waiting, rng.randint(1, len(waiting)))), rng.choice("ab"))
+        elif choice == "receive" and waiting:
+            item = rng.choice(waiting)
+            versions = sorted(rng.choices(range(item.ticket.min_version, ledger.version + 1), k=3))
+            arrive(ledger, item, *versions)
+        elif choice == "lose":
+            ledger.out.lose_server(rng.choice("ab"))
+        elif choice == "fail" and waiting:
+            ticket_id = rng.choice(waiting).ticket.ticket_id
+            failures[ticket_id] = failures.get(ticket_id, 0) + 1
+            if failures[ticket_id] < MAX_ATTEMPTS:
+                ledger.out.give_back(ticket_id, "scripted")
+        elif choice == "restart" and rng.random() < 0.2:
+            version = ledger.version
+            ledger = TicketLedger(ledger.journal, **shape, on_stale=on_stale)
+            ledger.recover(prepared, withhold_s=0.0)
+            ledger.advance(version)
+            assert ledger.last_step == version
+            failures = {}
+        elif choice == "step" and ledger.ready():
+            consume()
+        counts = ledger.counts()
+        assert counts.residual == 0
+        assert min(counts.waiting, counts.in_flight, counts.buffered) >= 0
+        assert counts.issued - counts.dropped["stale"] <= (max_staleness + ledger.version + 1) * per_step
+        if on_stale == "wait":
+            assert counts.dropped == {"stale": 0}
+    while ledger.version < steps:  # whatever the dice left undone
+        ledger.out.lose_server("a")
+        ledger.out.lose_server("b")
+        issue(ledger, ledger.version)
+        for item in ledger.out.waiting():
+            arrive(ledger, item, ledger.version)
+        if ledger.ready():
+            consume()
+    assert sorted(trained) == list(range(steps * per_step))

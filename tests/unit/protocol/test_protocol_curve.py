@@ -1,0 +1,351 @@
+"""Keys on both sides: who gets in, who does not, and what each of them is told."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from asyncrl.cli import main
+from asyncrl.config.load import dump_config
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import UserError
+from learner.network.ports import LearnerPorts, open_ports
+from protocol.curve import KeyFileError, make_keys, read_learner_keys, read_server_keys
+from protocol.curve_auth import HandshakeRejected
+from protocol.endpoints import InsecureBindError, check_dial
+from protocol.errors import ErrorCode
+from protocol.messages import ControlFromLearner, Error, Hello
+from protocol.sockets import Received, ServerSocket
+from rollout_server.dialling import dial
+from rollout_server.link import LearnerLink
+from tests.rigs.ports import own_port
+
+WAIT_S = 5.0
+HELLO = Hello(
+    server_id="s", session="1", host_id="h", engine="hf", model_fingerprint="m", processor_fingerprint="p",
+    max_groups=1, pid=1,
+)  # fmt: skip
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    make_keys(tmp_path / "keys")
+    return tmp_path / "keys"
+
+
+def config_with(**network: object) -> RunConfig:
+    ports = {"control_port": own_port(), "weights_port": own_port(), "start_timeout_s": 10.0}
+    return RunConfig.model_validate(
+        {
+            "run_dir": "r",
+            "model": {"path": "m"},
+            "data": {"train_files": ["t"]},
+            "reward": {"functions": [{"function": "exact_match"}]},
+            "network": ports | network,
+        }
+    )
+
+
+@contextmanager
+def learner_at(config: RunConfig) -> Iterator[LearnerPorts]:
+    context = zmq.Context()
+    ports = open_ports(config, context)
+    try:
+        yield ports
+    finally:
+        ports.close()
+        started = time.monotonic()
+        context.term()
+        assert time.monotonic() - started < 3.0, "a socket was left open"
+
+
+def knock(ports: LearnerPorts, config: RunConfig, *, weights: bool = False) -> Received:
+    """A server of this configuration says hello to one of the learner's sockets, and hears an answer."""
+
+    async def server() -> Received:
+        learner = ports.weights if weights else ports.control
+        sock = dial(config, config.weights_endpoint if weights else config.control_endpoint, (Error,))
+        try:
+            await sock.send(HELLO, 2.0)
+            received = await asyncio.to_thread(learner.recv, WAIT_S)
+            assert received is not None
+            learner.send(received.identity, Error(code=ErrorCode.MALFORMED, reason="heard"))
+            answer = await sock.recv(WAIT_S)
+            assert isinstance(answer, Error)
+            assert isinstance(received, Received) or weights
+            return received  # type: ignore[return-value]
+        finally:
+            sock.close()
+
+    return asyncio.run(server())
+
+
+async def connect(config: RunConfig) -> None:
+    link = LearnerLink(config, engine="hf", fingerprints=("m", "p"), in_work=tuple)
+    try:
+        await link.connect()
+    finally:
+        link.close()
+
+
+def test_keys_are_made_private_and_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = tmp_path / "a" / "keys"
+    assert main(["keys", str(folder)]) == 0
+    printed = capsys.readouterr().out
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    assert files == ["learner.public", "learner.secret", "server.secret", "servers/server.public"]
+    for name in files:
+        assert str(folder / name) in printed
+        assert (folder / name).read_text().strip() not in printed, "only names of files, never a key"
+        mode = stat.S_IMODE((folder / name).stat().st_mode)
+        assert mode == (0o600 if name.endswith(".secret") else 0o644)
+    assert "network.keys_dir" in printed
+    before = {name: (folder / name).read_bytes() for name in files}
+    assert main(["keys", str(folder)]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert before == {name: (folder / name).read_bytes() for name in files}
+
+    assert main(["keys", str(folder), "--server", "gpu7"]) == 0
+    assert "gpu7.secret as server.secret" in capsys.readouterr().out
+    assert set(read_learner_keys(folder).authorised().values()) == {"server", "gpu7"}
+    assert main(["keys", str(folder), "--server", "../x"]) == 2
+    assert main(["keys", str(tmp_path / "none"), "--server", "gpu8"]) == 2
+
+
+def test_a_mask_of_the_user_cannot_open_the_secrets(tmp_path: Path):
+    before = os.umask(0)
+    try:
+        make_keys(tmp_path / "k")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "k" / "learner.secret").stat().st_mode) == 0o600
+
+
+def test_unusable_key_files_are_named_with_the_fix(keys: Path):
+    (keys / "learner.secret").chmod(0o644)
+    with pytest.raises(KeyFileError, match="chmod 600"):
+        read_learner_keys(keys)
+    (keys / "learner.secret").chmod(0o600)
+    for damaged in (b"", b"x" * 39, b"~" * 40, b"#" * 40, b"\xff" * 40, os.urandom(500)):
+        (keys / "server.secret").write_bytes(damaged)
+        with pytest.raises(KeyFileError, match="does not hold a key") as caught:
+            read_server_keys(keys)
+        assert repr(damaged)[2:-1] not in str(caught.value) or not damaged
+    (keys / "server.secret").unlink()
+    with pytest.raises(KeyFileError, match="asyncrl keys DIR"):
+        read_server_keys(keys)
+    (keys / "servers" / "server.public").unlink()
+    with pytest.raises(KeyFileError, match="no rollout server could connect"):
+        read_learner_keys(keys)
+
+
+def test_secrets_appear_in_no_text(keys: Path):
+    config = config_with(keys_dir=str(keys))
+    texts = [repr(read_learner_keys(keys)), repr(read_server_keys(keys)), repr(config), dump_config(config)]
+    for path in keys.glob("*.secret"):
+        secret = path.read_text().strip()
+        assert not any(secret in text or repr(secret)[1:-1] in text for text in texts)
+
+
+def test_a_server_with_a_key_is_heard_on_both_sockets(keys: Path):
+    config = config_with(keys_dir=str(keys))
+    with learner_at(config) as ports:
+        assert knock(ports, config).message == HELLO
+        knock(ports, config, weights=True)
+        assert not ports.take_rejections()
+
+
+def test_a_key_added_during_the_run_is_let_in(keys: Path, tmp_path: Path):
+    make_keys(tmp_path / "other")
+    (tmp_path / "other" / "learner.public").write_bytes((keys / "learner.public").read_bytes())
+    config = config_with(keys_dir=str(keys))
+    late = config.model_copy(
+        update={"network": config.network.model_copy(update={"keys_dir": str(tmp_path / "other")})}
+    )
+    with learner_at(config) as ports:
+        (keys / "servers" / "late.public").write_bytes((tmp_path / "other/servers/server.public").read_bytes())
+        assert knock(ports, late).message == HELLO
+
+
+def other_keys(keys: Path, tmp_path: Path) -> dict[str, object]:
+    """An unknown server that believes the right learner."""
+    make_keys(tmp_path / "other")
+    (tmp_path / "other" / "learner.public").write_bytes((keys / "learner.public").read_bytes())
+    return {"keys_dir": str(tmp_path / "other")}
+
+
+def wrong_learner(_keys: Path, tmp_path: Path) -> dict[str, object]:
+    make_keys(tmp_path / "other")
+    return {"keys_dir": str(tmp_path / "other")}
+
+
+def no_keys(_keys: Path, _tmp_path: Path) -> dict[str, object]:
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("make", "message", "kind"),
+    [
+        (other_keys, "does not know this server's key", "rejected_key"),
+        (wrong_learner, "learner.public is not the key of the learner", "failed_handshake"),
+        (no_keys, r"uses keys and this server none|the learner there uses keys", "failed_handshake"),
+    ],
+)
+def test_a_wrong_key_is_said_at_once_and_counted_by_the_learner(
+    keys: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    make: Callable[[Path, Path], dict[str, object]],
+    message: str,
+    kind: str,
+):
+    config = config_with(keys_dir=str(keys))
+    network = config.network.model_copy(update={"keys_dir": "", **make(keys, tmp_path)})
+    stranger = config.model_copy(update={"network": network})
+    started = time.monotonic()
+    with caplog.at_level(logging.DEBUG), learner_at(config) as ports:
+        with pytest.raises(UserError, match=message):
+            asyncio.run(connect(stranger))
+        assert time.monotonic() - started < 0.8 * config.network.start_timeout_s
+        assert ports.take_rejections()[kind] >= 1
+        assert ports.control.counters.messages_in == 0
+        assert knock(ports, config).message == HELLO, "the others come and go"
+    logged = [record.getMessage() for record in caplog.records]
+    assert sum("rejected" in line for line in logged) == 1, "logged once"
+    for path in [*keys.rglob("*"), *(tmp_path / "other").rglob("*")]:
+        if path.is_file():
+            assert not any(path.read_text().strip() in line for line in logged)
+
+
+def test_a_server_with_keys_does_not_talk_to_a_learner_without(keys: Path):
+    """Nobody can lure it by answering in its learner's place."""
+    config = config_with()
+    secure = config.model_copy(update={"network": config.network.model_copy(update={"keys_dir": str(keys)})})
+    with learner_at(config) as ports:
+        with pytest.raises(UserError, match=r"uses none and this server keys|that learner uses no keys"):
+            asyncio.run(connect(secure))
+        assert ports.control.counters.messages_in == 0
+
+
+def test_another_service_on_the_port_is_told_from_a_missing_learner(tmp_path: Path):
+    async def scenario() -> None:
+        async def hang_up(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            writer.close()
+
+        service = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+        port = service.sockets[0].getsockname()[1]
+        try:
+            with pytest.raises(UserError, match="something else than a learner listens there"):
+                await connect(config_with(control_port=port))
+        finally:
+            service.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_traffic_is_encrypted(keys: Path):
+    """What passes a wire between the two is looked at."""
+    config = config_with(keys_dir=str(keys))
+    seen = bytearray()
+
+    async def scenario(ports: LearnerPorts) -> None:
+        async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            while data := await reader.read(65536):
+                seen.extend(data)
+                writer.write(data)
+
+        async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            onward_reader, onward_writer = await asyncio.open_connection("127.0.0.1", config.network.control_port)
+            await asyncio.gather(pump(reader, onward_writer), pump(onward_reader, writer), return_exceptions=True)
+
+        wire = await asyncio.start_server(relay, "127.0.0.1", 0)
+        sock = ServerSocket(
+            f"tcp://127.0.0.1:{wire.sockets[0].getsockname()[1]}",
+            ControlFromLearner,
+            keys=read_server_keys(keys),
+            linger_s=0,
+        )
+        await sock.send(HELLO.model_copy(update={"engine": "PLAINLY-READABLE"}), WAIT_S)
+        assert isinstance(await asyncio.to_thread(ports.control.recv, WAIT_S), Received)
+        sock.close()
+        wire.close()
+
+    with learner_at(config) as ports:
+        asyncio.run(scenario(ports))
+    assert len(seen) > 200
+    assert b"CURVE" in seen
+    assert b"PLAINLY" not in seen
+    assert b"server_id" not in seen
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "*"])
+def test_a_public_bind_needs_keys_or_consent(keys: Path, host: str):
+    with pytest.raises(UserError) as caught, learner_at(config_with(host=host)):
+        pass
+    for named in ("asyncrl keys DIR", "network.keys_dir", "network.insecure=true", "network.host=127.0.0.1"):
+        assert named in str(caught.value)
+    with learner_at(config_with(host=host, keys_dir=str(keys))) as ports:
+        assert ports.control.endpoint.startswith("tcp://0.0.0.0:")
+    with learner_at(config_with(host=host, insecure=True)) as ports:
+        assert ports.weights.endpoint.startswith("tcp://0.0.0.0:")
+
+
+def test_a_server_dials_other_machines_only_with_keys_or_consent():
+    for endpoint in ("tcp://192.0.2.1:1", "tcp://no-such-machine.invalid:1", "tcp://0.0.0.0:1"):
+        with pytest.raises(InsecureBindError, match="asyncrl keys DIR"):
+            check_dial(endpoint)
+    check_dial("tcp://127.0.0.1:1")
+    check_dial("tcp://localhost:1")
+    with pytest.raises(UserError, match=r"network\.keys_dir"):
+        asyncio.run(connect(config_with(host="192.0.2.1")))
+
+
+def test_missing_keys_are_a_mistake_of_the_user_on_both_sides(tmp_path: Path):
+    config = config_with(keys_dir=str(tmp_path / "none"))
+    with pytest.raises(UserError, match="asyncrl keys DIR"), learner_at(config):
+        pass
+    with pytest.raises(UserError, match="asyncrl keys DIR"):
+        asyncio.run(connect(config))
+
+
+def test_a_connection_that_never_authenticates_blocks_nobody(keys: Path):
+    config = config_with(keys_dir=str(keys))
+    with learner_at(config) as ports:
+        silent = [socket.create_connection(("127.0.0.1", config.network.control_port)) for _ in range(20)]
+        for stranger in silent[:10]:
+            stranger.sendall(os.urandom(300))
+        assert knock(ports, config).message == HELLO
+        for stranger in silent:
+            stranger.close()
+
+
+def test_rejected_handshakes_do_not_pile_up_in_a_server(keys: Path, tmp_path: Path):
+    """Events are read when a message could not be sent; until then they wait, and closing is instant."""
+    make_keys(tmp_path / "other")
+    config = config_with(keys_dir=str(keys))
+
+    async def scenario() -> None:
+        context = zmq.asyncio.Context()
+        sock = ServerSocket(
+            config.control_endpoint, (Error,), keys=read_server_keys(tmp_path / "other"), context=context, linger_s=0
+        )
+        await asyncio.sleep(1.0)
+        with pytest.raises(HandshakeRejected):
+            await sock.send(HELLO, 0.1)
+        sock.close()
+        context.term()
+
+    with learner_at(config):
+        asyncio.run(asyncio.wait_for(scenario(), 10))

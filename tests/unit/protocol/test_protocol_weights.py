@@ -1,0 +1,607 @@
+"""Weights arrive byte for byte, over shared memory and over ZeroMQ, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from protocol import weights
+from protocol.arrival import RunningChecksums
+from protocol.endpoints import PortInUseError
+from protocol.errors import ErrorCode, ProtocolError
+from protocol.layout import ALIGNMENT, ITEMSIZE, PublicationError, plan_layout
+from protocol.messages import (
+    Chunk,
+    ChunkRequest,
+    Error,
+    WeightManifest,
+    WeightsFromLearner,
+    WeightsFromServer,
+)
+from protocol.shm import check_manifest, open_shm
+from protocol.sockets import LearnerSocket, Received, ServerSocket
+from protocol.transfer import MAX_CHUNK_BYTES, answer_chunk_request, fetch
+from protocol.weight_file import WeightFile, map_for_reading
+from protocol.weights import Publication, Tensor, remove_stale
+
+WAIT_S = 10.0
+
+
+def make_tensors(seed: int = 0, large: int = 100_000) -> list[Tensor]:
+    """Odd sizes, an empty tensor, a scalar, several dtypes."""
+    random = np.random.default_rng(seed)
+    return [
+        Tensor(name, dtype, shape, memoryview(random.bytes(int(np.prod(shape)) * ITEMSIZE[dtype])))
+        for name, dtype, shape in (
+            ("embed", "bfloat16", (large, 3)),
+            ("bias", "float32", (7,)),
+            ("empty", "float32", (0, 4)),
+            ("scale", "float64", ()),
+            ("mask", "bool", (13,)),
+        )
+    ]
+
+
+@pytest.fixture
+def publication(tmp_path: Path) -> Iterator[Publication]:
+    with Publication("run-1", tmp_path) as opened:
+        yield opened
+
+
+def assert_equals(tensors: list[Tensor], views: dict[str, memoryview]) -> None:
+    assert {t.name: bytes(t.data) for t in tensors} == {name: bytes(view) for name, view in views.items()}
+
+
+# --- layout ---------------------------------------------------------------------------------------
+
+
+def test_layout_is_aligned_and_without_overlap():
+    layout = plan_layout((t.name, t.dtype, t.shape, t.data.nbytes) for t in make_tensors())
+    end = 0
+    for slot in layout.slots:
+        assert slot.offset % ALIGNMENT == 0
+        assert end <= slot.offset < end + ALIGNMENT
+        end = slot.offset + slot.nbytes
+    assert layout.total_bytes == end
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ([("a", "float32", (2,), 8), ("a", "float32", (2,), 8)], "'a' is listed twice"),
+        ([("a", "complex64", (2,), 16)], "dtype 'complex64'"),
+        ([("a", "float32", (2,), 7)], r"float32\[2\] does not have 7 bytes"),
+        ([("a", "float32", (-1, -2), 8)], "does not have 8 bytes"),
+        ([], "nothing to publish"),
+    ],
+)
+def test_impossible_layouts(tensors: list[tuple[str, str, tuple[int, ...], int]], message: str):
+    with pytest.raises(PublicationError, match=message):
+        plan_layout(tensors)
+
+
+# --- shared memory --------------------------------------------------------------------------------
+
+
+def test_shared_memory_is_byte_for_byte_equal(publication: Publication):
+    tensors = make_tensors()
+    manifest = publication.publish(3, tensors)
+    with open_shm(manifest) as mapped:
+        assert_equals(tensors, mapped.tensors)
+        assert all(view.readonly for view in mapped.tensors.values())
+        whole = publication.read(3, 0, manifest.total_bytes)
+        entry = manifest.tensors[1]
+        assert whole[entry.offset : entry.offset + entry.nbytes] == tensors[1].data
+
+
+def test_the_newest_two_versions_are_kept(publication: Publication, tmp_path: Path):
+    manifests = [publication.publish(version, make_tensors(version)) for version in (1, 2, 5)]
+    assert publication.versions == (2, 5)
+    assert sorted(path.suffix or path.name[-3:] for path in tmp_path.iterdir()) == ["-v2", "-v5", ".lock"]
+    with pytest.raises(ProtocolError) as caught:
+        publication.read(1, 0, 10)
+    assert caught.value.code is ErrorCode.VERSION_GONE
+    assert "there is 2, 5" in caught.value.reason
+    with pytest.raises(ProtocolError) as caught:
+        open_shm(manifests[0])
+    assert caught.value.code is ErrorCode.VERSION_GONE
+    assert publication.manifest(5) == manifests[2]
+
+
+def test_a_mapped_version_outlives_its_replacement(publication: Publication):
+    tensors = make_tensors(1)
+    mapped = open_shm(publication.publish(1, tensors))
+    for version in (2, 3, 4):
+        publication.publish(version, make_tensors(version))
+    publication.close()
+    assert_equals(tensors, mapped.tensors)
+
+
+@pytest.fixture
+def refilled(tmp_path: Path) -> Iterator[Publication]:
+    """Fills files again, as publications in shared memory do."""
+    with Publication("run-2", tmp_path, refill=True) as opened:
+        yield opened
+
+
+def inode(manifest: WeightManifest) -> int:
+    return os.stat(manifest.shm_path).st_ino
+
+
+def test_the_file_of_a_dropped_version_is_filled_again(refilled: Publication, tmp_path: Path):
+    manifests, inodes = [], []
+    for version in range(1, 7):
+        manifests.append(refilled.publish(version, make_tensors(version)))
+        inodes.append(inode(manifests[-1]))
+        with open_shm(manifests[-1]) as mapped:
+            assert_equals(make_tensors(version), mapped.tensors)
+    assert inodes == inodes[:2] * 3, "two files serve all versions"
+    assert len(list(tmp_path.iterdir())) == 3
+    with pytest.raises(ProtocolError) as caught:
+        open_shm(manifests[3])
+    assert caught.value.code is ErrorCode.VERSION_GONE
+    with open_shm(manifests[4]) as mapped:
+        assert_equals(make_tensors(5), mapped.tensors)
+
+
+def test_a_file_that_is_still_read_is_not_filled_again(refilled: Publication):
+    """By a server that has it mapped, or by a chunk that is being sent: the bytes stay as they were."""
+    first = refilled.publish(1, make_tensors(1))
+    mapped = open_shm(first)
+    chunk = refilled.publish(2, make_tensors(2)) and refilled.read(2, 0, 1000)
+    used = {inode(first), inode(refilled.manifest(2))}
+    for version in (3, 4, 5):
+        assert inode(refilled.publish(version, make_tensors(version))) not in used
+    assert_equals(make_tensors(1), mapped.tensors)
+    assert bytes(chunk) == bytes(make_tensors(2)[0].data[:1000])
+    kept = mapped.tensors["embed"]
+    mapped.close()
+    assert bytes(kept) == bytes(make_tensors(1)[0].data), "a view that outlives `close` is safe as well"
+
+
+def test_a_version_of_another_size_gets_a_new_file(refilled: Publication):
+    for version, large in ((1, 10), (2, 10), (3, 5000), (4, 100)):
+        tensors = make_tensors(version, large)
+        with open_shm(refilled.publish(version, tensors)) as mapped:
+            assert_equals(tensors, mapped.tensors)
+
+
+def test_a_reader_that_comes_while_a_file_is_filled_is_told_that_its_version_has_gone(tmp_path: Path):
+    """It has opened the file under its old name, but locks it too late."""
+    layout = plan_layout([("w", "uint8", (4,), 4)])
+    file = WeightFile.create(tmp_path / "v1")
+    file.fill(layout, [memoryview(b"1111")])
+    file.show(tmp_path / "v1")
+    assert file.take_back(tmp_path / "v3", 4)
+    os.link(file.path, tmp_path / "v1")  # as if it had been opened before it was taken back
+    assert map_for_reading(tmp_path / "v1", 4) is None, "locked"
+    file.fill(layout, [memoryview(b"3333")])
+    file.show(tmp_path / "v3")
+    held = map_for_reading(tmp_path / "v3", 4)
+    assert bytes(held or b"") == b"3333"
+    assert not file.take_back(tmp_path / "v5", 4), "somebody reads it"
+    file.remove()
+    assert bytes(held or b"") == b"3333"
+
+
+READER = """
+import sys, time
+from pathlib import Path
+from protocol.weight_file import map_for_reading
+view = map_for_reading(Path(sys.argv[1]), int(sys.argv[2]))
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_killed_reader_does_not_keep_its_file(refilled: Publication):
+    first = refilled.publish(1, make_tensors(1))
+    with subprocess.Popen(
+        [sys.executable, "-c", READER, first.shm_path, str(first.total_bytes)],
+        cwd=Path(__file__).parents[3],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as reader:
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == "ready\n"
+        was = inode(first)
+        reader.send_signal(signal.SIGKILL)
+        reader.wait(timeout=WAIT_S)
+    refilled.publish(2, make_tensors(2))
+    assert inode(refilled.publish(3, make_tensors(3))) == was
+
+
+def test_views_handed_out_survive_the_drop_of_their_version(publication: Publication):
+    tensors = make_tensors(1)
+    publication.publish(1, tensors)
+    view = publication.read(1, 0, 1000)
+    publication.publish(2, make_tensors(2))
+    publication.publish(3, make_tensors(3))
+    assert bytes(view) == bytes(tensors[0].data[:1000])
+
+
+def test_a_file_with_other_bytes_is_recognised(publication: Publication):
+    manifest = publication.publish(1, make_tensors())
+    with open(manifest.shm_path, "r+b") as file:
+        file.seek(manifest.tensors[1].offset)
+        file.write(b"overwritten")
+    with pytest.raises(ProtocolError, match="checksum of 'bias'") as caught:
+        open_shm(manifest)
+    assert caught.value.code is ErrorCode.VERSION_GONE
+    open_shm(manifest, verify=False).close()
+    os.truncate(manifest.shm_path, 100)
+    with pytest.raises(ProtocolError, match="shorter") as caught:
+        open_shm(manifest)
+    assert caught.value.code is ErrorCode.VERSION_GONE
+
+
+def test_manifests_that_contradict_themselves_are_refused(publication: Publication):
+    manifest = publication.publish(1, make_tensors())
+    first, *rest = manifest.tensors
+    for changes in (
+        {"total_bytes": manifest.total_bytes + 64},
+        {"tensors": (first.model_copy(update={"offset": 128}), *rest)},
+        {"tensors": (first.model_copy(update={"nbytes": 10}), *rest)},
+        {"tensors": (first, first)},
+        {"tensors": (), "total_bytes": 0},
+        {"shm_path": "/etc/hostname"},
+    ):
+        broken = manifest.model_copy(update=changes)
+        with pytest.raises(ProtocolError) as caught:
+            open_shm(broken)
+        assert caught.value.code is ErrorCode.MALFORMED
+    check_manifest(manifest)
+
+
+def test_ranges_outside_are_refused(publication: Publication):
+    total = publication.publish(1, make_tensors()).total_bytes
+    for offset, nbytes in ((-1, 10), (0, 0), (0, total + 1), (total, 1)):
+        with pytest.raises(ProtocolError) as caught:
+            publication.read(1, offset, nbytes)
+        assert caught.value.code is ErrorCode.MALFORMED
+
+
+def test_versions_must_grow_and_a_closed_publication_refuses(publication: Publication, tmp_path: Path):
+    publication.publish(2, make_tensors())
+    with pytest.raises(PublicationError, match="version 2 is not newer than 2"):
+        publication.publish(2, make_tensors())
+    publication.close()
+    publication.close()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(PublicationError, match="closed"):
+        publication.publish(3, make_tensors())
+
+
+def test_a_full_directory_is_explained(publication: Publication, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(weights.shutil, "disk_usage", lambda _: usage(64 << 20, 64 << 20, 1000))
+    with pytest.raises(PublicationError) as caught:
+        publication.publish(1, make_tensors(large=1 << 20))
+    assert "needs 7 MiB" in str(caught.value)
+    assert "1 free of 64 MiB" in str(caught.value)
+    assert "--shm-size=13m" in str(caught.value)
+    monkeypatch.setattr(weights.shutil, "disk_usage", lambda _: usage(1 << 40, 0, 1 << 40))
+
+    def full(_file: WeightFile, _offset: int, _view: memoryview) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(WeightFile, "_write", full)
+    with pytest.raises(PublicationError, match="shm-size"):
+        publication.publish(1, make_tensors())
+    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"], "no partial file stays behind"
+
+
+@pytest.mark.parametrize("where", ["fill", "show", "map_for_reading"])
+def test_an_interrupted_publication_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str):
+    """Ctrl-C may come at any moment; nobody else removes a file whose lock has gone."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with Publication("run", tmp_path) as publication:
+        publication.publish(1, make_tensors())
+        monkeypatch.setattr(weights if where == "map_for_reading" else WeightFile, where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            publication.publish(2, make_tensors())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_directory_is_explained(tmp_path: Path):
+    with pytest.raises(PublicationError, match="is not a directory"):
+        Publication("run", tmp_path / "missing")
+
+
+CRASHING_LEARNER = """
+import sys, time
+from pathlib import Path
+from protocol.weights import Publication, Tensor
+publication = Publication("crash", Path(sys.argv[1]))
+publication.publish(1, [Tensor("w", "uint8", (100,), memoryview(bytes(100)))])
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_files_of_a_killed_learner_are_removed_and_those_of_a_living_one_stay(tmp_path: Path):
+    root = Path(__file__).parents[3]
+    with subprocess.Popen(
+        [sys.executable, "-c", CRASHING_LEARNER, str(tmp_path)], cwd=root, stdout=subprocess.PIPE, text=True
+    ) as crashing:
+        assert crashing.stdout is not None
+        assert crashing.stdout.readline() == "ready\n"
+        left = sorted(tmp_path.iterdir())
+        assert len(left) == 2
+        assert str(crashing.pid) in left[0].name
+        assert remove_stale(tmp_path) == [], "it is alive"
+        crashing.send_signal(signal.SIGKILL)
+    with Publication("next", tmp_path):
+        assert not any(path.exists() for path in left)
+        assert len(list(tmp_path.iterdir())) == 1
+
+
+# --- over ZeroMQ ----------------------------------------------------------------------------------
+
+
+def _bound(endpoint: str) -> LearnerSocket:
+    """ZeroMQ frees the port of a closed socket a moment later, on a thread of its own."""
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        try:
+            return LearnerSocket(endpoint, WeightsFromServer, setting="network.weights_port", linger_s=0)
+        except PortInUseError:
+            assert time.monotonic() < deadline, f"{endpoint} was not freed"
+            time.sleep(0.05)
+
+
+@contextmanager
+def serving(
+    publication: Publication,
+    behave: Callable[[ChunkRequest], bool] = lambda _: True,
+    endpoint: str = "tcp://127.0.0.1:0",
+) -> Iterator[LearnerSocket]:
+    """A learner's weights endpoint in a thread; a request for which `behave` is False gets no answer."""
+    sock = _bound(endpoint)
+    stop = threading.Event()
+
+    def serve() -> None:
+        while not stop.is_set():
+            received = sock.recv(0.02)
+            if not isinstance(received, Received):
+                continue
+            assert isinstance(received.message, ChunkRequest)
+            if behave(received.message):
+                sock.send(received.identity, answer_chunk_request(publication, received.message))
+        sock.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield sock
+    finally:
+        stop.set()
+        thread.join(timeout=WAIT_S)
+
+
+def pull(endpoint: str, *manifests: WeightManifest, **options: float) -> list[bytearray | Exception]:
+    """Fetch the versions one after another over one socket."""
+
+    async def run() -> list[bytearray | Exception]:
+        sock = ServerSocket(endpoint, WeightsFromLearner, linger_s=0)
+        results: list[bytearray | Exception] = []
+        for manifest in manifests:
+            into = bytearray(manifest.total_bytes)
+            chosen = {"timeout_s": WAIT_S, "chunk_bytes": 50_000, "retry_s": 0.1, **options}
+            try:
+                await fetch(sock, manifest, into, **chosen)  # type: ignore[arg-type]
+                results.append(into)
+            except (ProtocolError, TimeoutError) as problem:
+                results.append(problem)
+        sock.close()
+        return results
+
+    return asyncio.run(run())
+
+
+def views_of(manifest: WeightManifest, data: bytearray | Exception) -> dict[str, memoryview]:
+    assert isinstance(data, bytearray), data
+    return {t.name: memoryview(data)[t.offset : t.offset + t.nbytes] for t in manifest.tensors}
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 64, 50_000, 1 << 20])
+def test_zmq_equals_shared_memory(publication: Publication, chunk_bytes: int):
+    tensors = make_tensors(large=100_000 if chunk_bytes > 100 else 50)
+    manifest = publication.publish(1, tensors)
+    with serving(publication) as sock:
+        (data,) = pull(sock.endpoint, manifest, chunk_bytes=chunk_bytes)
+    assert_equals(tensors, views_of(manifest, data))
+    with open_shm(manifest) as mapped:
+        assert {n: bytes(v) for n, v in mapped.tensors.items()} == {
+            n: bytes(v) for n, v in views_of(manifest, data).items()
+        }
+
+
+def test_only_lost_chunks_are_asked_for_again(publication: Publication):
+    tensors = make_tensors()
+    manifest = publication.publish(1, tensors)
+    asked: list[int] = []
+
+    def lose_each_third_once(request: ChunkRequest) -> bool:
+        asked.append(request.offset)
+        return not (request.offset // 50_000 % 3 == 0 and asked.count(request.offset) == 1)
+
+    with serving(publication, lose_each_third_once) as sock:
+        (data,) = pull(sock.endpoint, manifest)
+    assert_equals(tensors, views_of(manifest, data))
+    for index, offset in enumerate(range(0, manifest.total_bytes, 50_000)):
+        assert asked.count(offset) == (2 if index % 3 == 0 else 1)
+
+
+def test_a_transfer_resumes_after_the_connection_was_cut(publication: Publication):
+    tensors = make_tensors()
+    manifest = publication.publish(1, tensors)
+    asked: list[int] = []
+
+    def first_five(request: ChunkRequest) -> bool:
+        asked.append(request.offset)
+        return len(asked) <= 5
+
+    async def run() -> tuple[bytearray, list[int]]:
+        with serving(publication, first_five) as first:
+            sock = ServerSocket(first.endpoint, WeightsFromLearner, linger_s=0)
+            into = bytearray(manifest.total_bytes)
+            transfer = asyncio.create_task(
+                fetch(sock, manifest, into, timeout_s=WAIT_S, chunk_bytes=50_000, retry_s=0.1)
+            )
+            complete = publication.read(1, 0, manifest.total_bytes)
+            async with asyncio.timeout(WAIT_S):
+                while len(asked) <= 5 or into[: 5 * 50_000] != complete[: 5 * 50_000]:
+                    await asyncio.sleep(0.01)
+        before = asked[:5]
+        asked.clear()
+        with serving(publication, lambda r: asked.append(r.offset) is None, first.endpoint):
+            await transfer
+        sock.close()
+        return into, before
+
+    data, before = asyncio.run(run())
+    assert_equals(tensors, views_of(manifest, data))
+    assert not set(before) & set(asked), "what had arrived is not asked for again"
+
+
+def test_a_version_that_has_gone_ends_the_transfer_and_the_next_one_works(publication: Publication):
+    old = publication.publish(1, make_tensors(1))
+    publication.publish(2, make_tensors(2))
+    newest = make_tensors(3)
+    new = publication.publish(3, newest)
+    with serving(publication) as sock:
+        gone, data = pull(sock.endpoint, old, new)
+    assert isinstance(gone, ProtocolError)
+    assert gone.code is ErrorCode.VERSION_GONE
+    assert_equals(newest, views_of(new, data))
+
+
+def test_a_version_that_goes_during_the_transfer(publication: Publication):
+    manifest = publication.publish(1, make_tensors(1))
+    served = []
+
+    def move_on_after_three(request: ChunkRequest) -> bool:
+        served.append(request.offset)
+        if len(served) == 4:
+            publication.publish(2, make_tensors(2))
+            publication.publish(3, make_tensors(3))
+        return True
+
+    with serving(publication, move_on_after_three) as sock:
+        (gone,) = pull(sock.endpoint, manifest, window=2)
+    assert isinstance(gone, ProtocolError)
+    assert gone.code is ErrorCode.VERSION_GONE
+
+
+def test_a_silent_learner_is_named_after_the_deadline(publication: Publication):
+    manifest = publication.publish(1, make_tensors())
+    start = time.monotonic()
+    with serving(publication, lambda _: False) as sock:
+        (problem,) = pull(sock.endpoint, manifest, timeout_s=0.4)
+    assert isinstance(problem, TimeoutError)
+    assert sock.endpoint in str(problem)
+    assert "13 of 13 chunks of version 1" in str(problem)
+    assert time.monotonic() - start < 3.0
+
+
+def test_corrupted_bytes_are_fetched_again_and_then_refused(publication: Publication):
+    manifest = publication.publish(1, make_tensors())
+    wrong = manifest.tensors[1].model_copy(update={"xxh3": 1})
+    asked: list[int] = []
+    broken = manifest.model_copy(update={"tensors": (manifest.tensors[0], wrong, *manifest.tensors[2:])})
+    with serving(publication, lambda request: asked.append(request.offset) is None) as sock:
+        (problem,) = pull(sock.endpoint, broken)
+    assert isinstance(problem, ProtocolError)
+    assert problem.code is ErrorCode.MALFORMED
+    assert "'bias'" in problem.reason
+    assert asked[13:] == [wrong.offset], "only the damaged tensor travels again"
+
+
+def test_the_target_must_fit(publication: Publication):
+    manifest = publication.publish(1, make_tensors())
+
+    async def run() -> None:
+        sock = ServerSocket("tcp://127.0.0.1:9", WeightsFromLearner, linger_s=0)
+        with pytest.raises(ValueError, match="the target has 3 bytes"):
+            await fetch(sock, manifest, bytearray(3), timeout_s=1.0)
+        sock.close()
+
+    asyncio.run(run())
+
+
+def test_chunk_requests_are_answered_or_refused(publication: Publication):
+    total = publication.publish(1, make_tensors()).total_bytes
+    good = answer_chunk_request(publication, ChunkRequest(version=1, publication=publication.id, offset=10, nbytes=20))
+    assert isinstance(good, Chunk)
+    assert good.data.nbytes == 20
+    for version, whose, offset, nbytes, code in (
+        (0, publication.id, 0, 10, ErrorCode.VERSION_GONE),
+        (1, "another", 10, 20, ErrorCode.VERSION_GONE),
+        (1, publication.id, total, 10, ErrorCode.MALFORMED),
+        (1, publication.id, 0, MAX_CHUNK_BYTES + 1, ErrorCode.TOO_LARGE),
+    ):
+        refused = answer_chunk_request(
+            publication, ChunkRequest(version=version, publication=whose, offset=offset, nbytes=nbytes)
+        )
+        assert isinstance(refused, Error)
+        assert refused.code is code
+        assert refused.version == version
+
+
+def test_checksums_of_what_arrives_are_those_of_the_whole(publication: Publication):
+    """Whatever the pieces in which it arrives; nothing is read before it is there."""
+    manifest = publication.publish(1, make_tensors())
+    complete = bytes(publication.read(1, 0, manifest.total_bytes))
+    for step, most in ((1 << 20, 1 << 20), (777, 500), (64, 64), (100_000, 3)):
+        target = bytearray(manifest.total_bytes)
+        running = RunningChecksums(manifest.tensors, memoryview(target))
+        for end in range(step, manifest.total_bytes + step, step):
+            target[end - step : end] = complete[end - step : end]
+            running.advance(min(end, manifest.total_bytes), most)
+        assert running.finish() == []
+    damaged = bytearray(complete)
+    damaged[manifest.tensors[1].offset] ^= 1
+    assert RunningChecksums(manifest.tensors, memoryview(damaged)).finish() == ["bias"]
+
+
+def test_a_slow_answer_is_not_asked_for_twice_while_others_arrive(publication: Publication):
+    manifest = publication.publish(1, make_tensors(large=200_000))
+    asked: list[int] = []
+
+    def slowly(request: ChunkRequest) -> bool:
+        asked.append(request.offset)
+        time.sleep(0.1)  # one is early by far, and all of a window of 16 take longer than `retry_s`
+        return True
+
+    with serving(publication, slowly) as sock:
+        (data,) = pull(sock.endpoint, manifest, retry_s=1.2)
+    assert_equals(make_tensors(large=200_000), views_of(manifest, data))
+    assert len(asked) == len(set(asked)) == 25
+
+
+def test_a_lock_that_somebody_holds_for_a_moment_is_waited_for(tmp_path: Path) -> None:
+    """Whoever looks for what dead learners have left tries every lock."""
+    lock = tmp_path / "asyncrl-weights-x.lock"
+    held = os.open(lock, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    threading.Timer(0.2, os.close, (held,)).start()
+    os.close(weights._take_lock(lock))
+    with pytest.raises(PublicationError, match=r"cannot publish weights in .*nowhere"):
+        weights._take_lock(tmp_path / "nowhere" / "x.lock")

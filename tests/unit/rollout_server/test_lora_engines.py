@@ -1,0 +1,260 @@
+"""Adapters in both engines: what is trained, the reference policy, and versions that are swapped under sequences."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.algorithms.reference_kl import reference_kl
+from asyncrl.errors import UserError
+from asyncrl.models.loading import load_model
+from asyncrl.models.lora import adapter_name, add_adapter
+from asyncrl.models.processing import EncodedPrompt, PromptProcessor
+from asyncrl.models.published import load_published, published_tensors
+from learner.training.engines import create_engine as create_train_engine
+from learner.training.engines.torch_engine import TorchEngine
+from learner.training.packing import Completion as Trained
+from learner.training.packing import TrainGroup, build_micro_batch, plan_micro_batches
+from learner.training.step import LearnerStep
+from rollout_server.engines.base import Completion, GenerationRequest
+from tests.rigs.adapters import CPU, MakeConfig, lora_config, made_up_adapter, merged, spec_of
+from tests.rigs.made_up_batch import KeepGradients, made_up_batch
+from tests.unit.rollout_server.test_weight_updates import (
+    LENGTHS,
+    gaps,
+    half_an_update_stops_the_engine,
+    prompts,
+    sample_with_updates,
+)
+
+__all__ = ["prompts"]
+pytestmark = pytest.mark.usefixtures("one_thread")
+TOWER = {"vision_tower": True}
+
+
+def learner_logprobs(
+    engine: TorchEngine, requests: list[GenerationRequest], done: list[Completion]
+) -> dict[tuple[int, int], np.ndarray]:
+    """Of each completion, from packed forward passes."""
+    budget = engine._config.batch.tokens_per_microbatch
+    groups = [
+        TrainGroup(
+            request.prompt,
+            tuple(
+                Trained(number, c.token_ids, np.ones(len(c.token_ids), np.uint8))
+                for number, c in enumerate(done)
+                if c.request_id == request.request_id
+            ),
+        )
+        for request in requests
+    ]
+    found = {number: np.zeros(len(c.token_ids), np.float32) for number, c in enumerate(done)}
+    for part in plan_micro_batches(groups, budget):
+        micro_batch = build_micro_batch(engine.unwrap_model(), part, engine.device)
+        with torch.no_grad():
+            values = engine.forward(micro_batch).logprobs.numpy()
+        for row, column, value in zip(micro_batch.row.tolist(), micro_batch.column.tolist(), values, strict=True):
+            found[row][column] = value
+    return {(done[number].request_id, done[number].index): values for number, values in found.items()}
+
+
+# --- training -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lora", [{}, TOWER], ids=["language model", "vision tower, too"])
+def test_only_adapters_get_a_gradient_and_move(make_config: MakeConfig, lora: dict[str, Any]) -> None:
+    config = lora_config(make_config, lora, data={"max_prompt_length": 64})
+    engine = TorchEngine(config, config.learner.optim, 1)
+    engine.prepare()
+    before = {name: p.detach().clone() for name, p in engine.unwrap_model().named_parameters()}
+    LearnerStep(engine, config)(made_up_batch(config, PromptProcessor(config.model)), 3)
+    moved = {n for n, p in engine.unwrap_model().named_parameters() if not torch.equal(p, before[n])}
+    assert moved == {name for name in before if ".lora_B." in name}, "A has no gradient while B is 0"
+    assert any(".visual." in name for name in moved) == bool(lora)
+    assert [name for name, _ in engine.published_state()] == list(made_up_adapter(config, 0))
+
+
+def test_the_same_seed_begins_with_the_same_adapter(make_config: MakeConfig) -> None:
+    def initial(seed: int) -> dict[str, torch.Tensor]:
+        config = lora_config(make_config, trainer={"seed": seed})
+        engine = TorchEngine(config, config.learner.optim, 1)
+        torch.rand(seed)
+        engine.prepare()
+        return dict(engine.published_state())
+
+    one, again, other = initial(1), initial(1), initial(2)
+    assert all(torch.equal(one[name], again[name]) for name in one)
+    assert not all(torch.equal(one[name], other[name]) for name in one)
+    assert all(not tensor.any() for name, tensor in one.items() if "lora_B" in name), "it changes nothing yet"
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.1])
+def test_micro_batching_changes_nothing(make_config: MakeConfig, kl: float) -> None:
+    results = []
+    for budget in (72, 4096):
+        config = lora_config(
+            make_config,
+            data={"max_prompt_length": 64},
+            batch={"tokens_per_microbatch": budget},
+            algorithm={"kl_loss_coef": kl},
+        )
+        engine = KeepGradients(config, config.learner.optim, 1)
+        engine.prepare()
+        load_published(engine.unwrap_model(), made_up_adapter(config, 1).items())
+        metrics = LearnerStep(engine, config)(made_up_batch(config, PromptProcessor(config.model)), 3)
+        results.append((metrics, engine.gradients))
+    (many_metrics, many), (metrics, one) = results
+    # Terms of about 1 that cancel to 0.002: fp32 rounds the former, so the error is theirs.
+    assert many_metrics["loss"] == pytest.approx(metrics["loss"], rel=1e-5, abs=1e-6)
+    assert ("reference_kl" in metrics) == bool(kl)
+    assert {name for name, g in one.items() if g.any()} == {name for name in one if ".lora_" in name}
+    norm = torch.stack([g.norm() for g in one.values()]).norm()
+    assert torch.stack([(many[n] - g).norm() for n, g in one.items()]).norm() / norm < 1e-5
+
+
+def test_bf16_weights_get_fp32_adapters(make_config: MakeConfig) -> None:
+    config = lora_config(make_config)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+    engine = TorchEngine(config, config.learner.optim, 1)
+    engine.prepare()
+    assert {t.dtype for _, t in engine.published_state()} == {torch.float32}
+    model = load_model(config.model, device=CPU)
+    add_adapter(model, spec_of(config))
+    load_published(model, engine.published_state())
+    assert {t.dtype for _, t in published_tensors(model)} == {torch.float32}
+    assert {p.dtype for n, p in model.named_parameters() if ".lora_" not in n} == {torch.bfloat16}
+
+
+# --- the reference policy -------------------------------------------------------------------------------
+
+
+def test_the_reference_is_the_base_model(make_config: MakeConfig) -> None:
+    config, plain = lora_config(make_config), make_config()
+    batch = made_up_batch(config, PromptProcessor(config.model))
+    engines = []
+    for each in (config, plain):
+        engine = create_train_engine(each, each.learner.optim, 1)
+        engine.prepare()
+        engines.append(engine)
+    adapted, base = engines
+    load_published(adapted.unwrap_model(), made_up_adapter(config, 1).items())
+    part = plan_micro_batches(batch.train_groups, 4096)[0]
+    micro_batch = build_micro_batch(base.unwrap_model(), part, base.device)
+    with adapted.reference():
+        reference = adapted.forward(micro_batch).logprobs
+    assert not reference.requires_grad
+    assert torch.equal(reference, base.forward(micro_batch).logprobs)
+    assert (adapted.forward(micro_batch).logprobs - reference).abs().max() > 0.1, "and on again afterwards"
+    assert adapted.forward(micro_batch).logprobs.requires_grad
+    with pytest.raises(UserError, match=r"Set model.lora.rank=16"), base.reference():
+        pass
+
+
+def test_k3_is_the_reference_value() -> None:
+    logprobs = torch.tensor([-1.0, -2.0, -0.5, 0.0, -40.0], requires_grad=True)
+    kl = reference_kl(logprobs, torch.tensor([-1.5, -1.8, -0.5, -60.0, 0.0]))
+    torch.testing.assert_close(kl[:3], torch.tensor([0.10653066, 0.02140276, 0.0]))
+    assert kl[3:].tolist() == [10.0, 10.0], "cut"
+    kl.sum().backward()
+    assert logprobs.grad is not None
+    d = torch.tensor([0.5, -0.2, 0.0])
+    torch.testing.assert_close(logprobs.grad[:3], 1 - (-d).exp())
+    assert logprobs.grad[3:].tolist() == [0.0, 0.0]
+
+
+def test_the_kl_term_is_its_coefficient_times_k3(make_config: MakeConfig) -> None:
+    """With zero advantages nothing else is in the loss; far from the reference the step goes back to it."""
+    metrics = {}
+    for coefficient in (0.0, 0.5):
+        config = lora_config(make_config, algorithm={"kl_loss_coef": coefficient})
+        engine = KeepGradients(config, config.learner.optim, 1)
+        engine.prepare()
+        load_published(engine.unwrap_model(), made_up_adapter(config, 1).items())
+        batch = made_up_batch(config, PromptProcessor(config.model))
+        step = LearnerStep(engine, config)
+        step.estimator = lambda scores, groups, algorithm: torch.zeros_like(scores)
+        metrics[coefficient] = step(batch, 3), engine.gradients
+    (without, no_gradient), (with_kl, gradient) = metrics[0.0], metrics[0.5]
+    assert "reference_kl" not in without
+    assert without["loss"] == 0
+    assert not any(g.any() for g in no_gradient.values())
+    assert with_kl["reference_kl"] > 0.01
+    assert with_kl["loss"] == pytest.approx(0.5 * with_kl["reference_kl"], rel=1e-4)
+    assert any(g.any() for g in gradient.values())
+
+
+# --- the engine that samples -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lora", "dtype", "largest"),
+    [({}, "float32", 1e-5), (TOWER, "float32", 1e-5), ({}, "bfloat16", 0.2)],
+    ids=["language model", "vision tower, too", "bf16 weights"],
+)
+def test_learner_and_engine_agree_on_an_adapter(
+    make_config: MakeConfig, prompts: tuple[EncodedPrompt, ...], lora: dict[str, Any], dtype: str, largest: float
+) -> None:
+    config = lora_config(make_config, lora, rollout={"temperature": 0.8})
+    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+    adapter = made_up_adapter(config, 1)
+    requests, done = sample_with_updates(config, prompts, [adapter], (8, 8, 8, 8))
+    trainer = TorchEngine(config, config.learner.optim, 1)
+    trainer.prepare()
+    load_published(trainer.unwrap_model(), adapter.items())
+    expected = learner_logprobs(trainer, requests, done)
+    assert max(np.abs(expected[c.request_id, c.index] - c.logprobs).max() for c in done) < largest
+
+
+@pytest.mark.parametrize("mode", ["recompute", "drain"])
+@pytest.mark.parametrize("lora", [{}, TOWER], ids=["language model", "vision tower, too"])
+def test_a_hot_swap_never_mixes_adapters_under_one_version(
+    make_config: MakeConfig, prompts: tuple[EncodedPrompt, ...], mode: str, lora: dict[str, Any]
+) -> None:
+    """Every token's log-prob is that of the adapter whose version it carries, and of no other."""
+    config = lora_config(make_config, lora, rollout={"weight_update": mode})
+    adapters = [made_up_adapter(config, seed) for seed in (0, 1, 2)]
+    requests, done = sample_with_updates(config, prompts, adapters, LENGTHS)
+    policies = [merged(config, adapter) for adapter in adapters]
+    spread = max(len(np.unique(c.versions)) for c in done)
+    assert spread >= 2 if mode == "recompute" else spread == 1
+    plain = make_config()
+    for completion in done:
+        request = requests[completion.request_id]
+        assert completion.kv_versions is None
+        assert (np.diff(completion.versions) >= 0).all()
+        assert gaps(plain, policies, request, completion).max() < 1e-4
+        swapped = replace(completion, versions=(completion.versions + 1) % 3)
+        assert gaps(plain, policies, request, swapped).mean() > 0.1
+
+
+def test_kept_caches_say_which_adapter_filled_them(make_config: MakeConfig, prompts: tuple[EncodedPrompt, ...]) -> None:
+    config = lora_config(make_config, rollout={"weight_update": "keep"})
+    adapters = [made_up_adapter(config, seed) for seed in (0, 1)]
+    requests, done = sample_with_updates(config, prompts, adapters, LENGTHS)
+    policies = [merged(config, adapter) for adapter in adapters]
+    mixed = [c for c in done if c.kv_versions is not None]
+    assert mixed
+    for completion in mixed:
+        assert completion.kv_versions is not None
+        gap = gaps(make_config(), policies, requests[completion.request_id], completion)
+        assert gap[completion.kv_versions == completion.versions].max() < 1e-4
+        assert gap[completion.kv_versions < completion.versions].max() > 1e-3
+
+
+def test_a_half_loaded_adapter_ends_sampling(make_config: MakeConfig, prompts: tuple[EncodedPrompt, ...]) -> None:
+    config = lora_config(make_config)
+    half_an_update_stops_the_engine(config, prompts[0], made_up_adapter(config, 1))
+
+
+def test_a_name_never_gets_other_tensors(make_config: MakeConfig) -> None:
+    config = lora_config(make_config)
+    one, other = made_up_adapter(config, 1), made_up_adapter(config, 2)
+    name = adapter_name(7, one.items())
+    assert name.startswith("v7-")
+    assert adapter_name(7, one.items()) == name
+    assert adapter_name(7, other.items()) != name, "a learner that came back made version 7 again"
+    assert adapter_name(8, one.items()) != name

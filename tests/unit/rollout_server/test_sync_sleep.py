@@ -1,0 +1,348 @@
+"""Sleep takes the weights off the device, and wake brings them back bit for bit. CPU; the same code serves GPUs."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import resource
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import BadStateError
+from asyncrl.models.processing import PromptProcessor
+from asyncrl.models.published import published_tensors
+from asyncrl.models.sleep_store import HostMemory
+from asyncrl.models.sleeping import Sleeper
+from asyncrl.models.wake_parity import fixed_prompt, fixed_tokens
+from benchmarks.sleep_memory import make_model, measure
+from learner.training.engines.torch_engine import TorchEngine
+from protocol.messages import Sampling
+from rollout_server.engines import create_engine
+from rollout_server.engines.base import Completion, GenerationRequest
+from rollout_server.engines.hf.decode_batch import DecodeBatch
+from rollout_server.engines.hf.decode_loop import Command, DecodeLoop
+from rollout_server.engines.hf.engine import HFEngine
+from rollout_server.engines.scripted import ScriptedEngine
+
+CPU = torch.device("cpu")
+
+
+def odd_tensors() -> list[torch.Tensor]:
+    """Every kind of memory that a model or an optimiser may have."""
+    generator = torch.Generator().manual_seed(1)
+    base = torch.randn(64, 48, generator=generator)
+    return [
+        base,
+        torch.randn(7, 5, generator=generator).t(),
+        torch.randn(33, generator=generator).to(torch.bfloat16),
+        torch.randn(2, 3, 4, 5, generator=generator).to(memory_format=torch.channels_last),
+        torch.randn(10, 12, generator=generator)[:, 3:7],
+        torch.tensor(7.0),
+        torch.empty(0, 4),
+        torch.arange(11),
+        torch.nn.Parameter(torch.full((3,), float("nan"))),
+        torch.randn(5, generator=generator)[1:],
+    ]
+
+
+def bits(tensor: torch.Tensor) -> list[int]:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).tolist()
+
+
+@pytest.mark.parametrize("store", ["file", "memory"])
+def test_whatever_a_tensor_looks_like_it_comes_back_as_it_was(tmp_path: Path, store: str) -> None:
+    memory = HostMemory(pinned=False, chunk_bytes=1000) if store == "memory" else None
+    sleeper = Sleeper("the test", CPU, tmp_path, memory)
+    tensors = odd_tensors()
+    before = [(t.dtype, t.shape, bits(t)) for t in tensors]
+    for _ in range(2):
+        moved = sleeper.sleep([*tensors, tensors[0]])
+        assert moved == sum(t[1].numel() * t[0].itemsize for t in before), "each once"
+        assert all(t.numel() == 0 for t in tensors)
+        assert sleeper.wake() == moved
+        assert [(t.dtype, t.shape, bits(t)) for t in tensors] == before
+    assert tensors[1].stride() == (1, 5), "the order in memory is kept where it is dense"
+    assert list(tmp_path.iterdir()) == [], "the file has no name"
+
+
+def test_a_flipped_bit_is_found_and_named(tmp_path: Path) -> None:
+    memory = HostMemory(pinned=False)
+    sleeper = Sleeper("the test", CPU, tmp_path, memory)
+    sleeper.sleep([torch.ones(3), torch.ones(5, 2)])
+    memory._chunks[0][64 + 17] ^= 4
+    with pytest.raises(BadStateError, match=r"the test woke up damaged: tensor 2 of 2, torch\.float32\(5, 2\)"):
+        sleeper.wake()
+
+
+def wake_with_too_little_memory(folder: Path) -> None:
+    sleeper = Sleeper("the test", CPU, folder)
+    tensor = torch.ones(256 << 20, dtype=torch.uint8)
+    sleeper.sleep([tensor])
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (100 << 20), hard))
+    try:
+        with pytest.raises(BadStateError, match=r"needs 256 MiB on cpu and got 0; \d+ MiB are free") as caught:
+            sleeper.wake()
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    assert 50 <= int(str(caught.value).split("; ")[1].split()[0]) <= 101
+    assert sleeper.wake() == 256 << 20, "what sleeps is still whole"
+    assert int(tensor.sum(dtype=torch.int64)) == 256 << 20
+
+
+def test_what_cannot_wake_says_what_it_needed_and_what_there_was(tmp_path: Path) -> None:
+    # In a process of its own: the heap of one that ran many tests may have 256 MiB free that no limit takes away.
+    child = multiprocessing.get_context("spawn").Process(target=wake_with_too_little_memory, args=(tmp_path,))
+    child.start()
+    child.join(120)
+    assert child.exitcode == 0, "its traceback is above"
+
+
+# --- the training engine ----------------------------------------------------------------------------
+
+
+def trained(config: RunConfig, *, naps: bool) -> TorchEngine:
+    """Two optimiser steps on made-up gradients, the last gradients still there."""
+    torch.manual_seed(0)
+    engine = TorchEngine(config, config.learner.optim, 3)
+    engine.prepare()
+    for _ in range(3):
+        for p in engine.model.parameters():
+            p.grad = torch.randn(p.shape)
+        if naps:
+            engine.sleep()
+            engine.wake()
+        if engine.schedule.last_epoch < 2:
+            engine.optimizer_step()
+    return engine
+
+
+def test_training_with_naps_is_training_without_bit_for_bit(
+    make_config: Callable[..., RunConfig], one_thread: None
+) -> None:
+    plain, napped = (trained(make_config(), naps=naps) for naps in (False, True))
+    for (name, one), (_, other) in zip(plain.model.named_parameters(), napped.model.named_parameters(), strict=True):
+        assert torch.equal(one, other), name
+        assert torch.equal(one.grad, other.grad), name
+    states = [engine.optimizer.state_dict()["state"] for engine in (plain, napped)]
+    assert states[0].keys() == states[1].keys()
+    for number, state in states[0].items():
+        assert all(torch.equal(value, states[1][number][name]) for name, value in state.items())
+
+
+def test_tied_weights_and_the_optimisers_references_stay(make_config: Callable[..., RunConfig]) -> None:
+    engine = trained(make_config(), naps=False)
+    model = engine.model
+    model.lm_head.weight = model.get_input_embeddings().weight
+    held = {id(p) for group in engine.optimizer.param_groups for p in group["params"]}
+    engine.sleep()
+    engine.wake()
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    assert {id(p) for p in model.parameters()} <= held | {id(model.lm_head.weight)}
+    before = model.lm_head.weight.detach().clone()
+    model.get_input_embeddings().weight.grad = torch.ones_like(before)
+    engine.optimizer_step()
+    assert not torch.equal(before, model.lm_head.weight)
+
+
+def test_asleep_the_training_engine_refuses_everything(make_config: Callable[..., RunConfig], tmp_path: Path) -> None:
+    engine = trained(make_config(), naps=False)
+    engine.sleep()
+    calls: list[Callable[[], Any]] = [
+        engine.sleep,
+        engine.unwrap_model,
+        engine.optimizer_step,
+        engine.published_state,
+        lambda: engine.forward(None),  # type: ignore[arg-type]
+        lambda: engine.save(tmp_path),
+    ]
+    for call in calls:
+        with pytest.raises(BadStateError, match="the training engine is asleep"):
+            call()
+
+
+def test_a_training_engine_that_is_awake_stays_as_it_is(make_config: Callable[..., RunConfig]) -> None:
+    engine = trained(make_config(), naps=False)
+    assert engine.wake() == 0
+    moved = engine.sleep()
+    assert (engine.wake(), engine.wake()) == (moved, 0)
+    engine.unwrap_model()
+
+
+def test_a_training_engine_that_says_something_else_after_waking_stops(make_config: Callable[..., RunConfig]) -> None:
+    engine = trained(make_config(), naps=False)
+    engine.sleep()
+    engine._before = engine._before + 0.25
+    with pytest.raises(BadStateError, match=r"the log-prob of fixed token \d+ was -?\d+\.\d+ and is -?\d+\.\d+"):
+        engine.wake()
+
+
+# --- the hf engine ------------------------------------------------------------------------------------
+
+
+async def started(config: RunConfig) -> HFEngine:
+    engine = HFEngine(config, PromptProcessor(config.model))
+    await engine.start()
+    return engine
+
+
+async def sample(engine: HFEngine, request: GenerationRequest) -> list[list[int]]:
+    completions: list[Completion] = [completion async for completion in engine.generate([request])]
+    return [c.token_ids.tolist() for c in sorted(completions, key=lambda c: c.index)]
+
+
+@pytest.fixture
+def request_(make_config: Callable[..., RunConfig]) -> GenerationRequest:
+    processor = PromptProcessor(make_config().model)
+    stop = processor.tokenizer.eos_token_id
+    sampling = Sampling(max_new_tokens=12, stop_token_ids=(stop,), banned_token_ids=processor.placeholder_ids)
+    return GenerationRequest(1, fixed_prompt(fixed_tokens(300, processor.placeholder_ids)), 3, 7, sampling)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_the_hf_engine_samples_the_same_after_a_nap(
+    make_config: Callable[..., RunConfig], request_: GenerationRequest, level: int, one_thread: None
+) -> None:
+    config = make_config(rollout={"sleep_level": level})
+
+    async def scenario() -> None:
+        engine = await started(config)
+        weights = [(name, tensor.clone()) for name, tensor in published_tensors(engine._model)]
+        before = await sample(engine, request_)
+        await engine.sleep()
+        assert all(p.numel() == 0 for p in engine._model.parameters())
+        assert engine.usage.sleep_bytes >= sum(t.nbytes for _, t in weights)
+        with pytest.raises(BadStateError, match="the hf engine is asleep"):
+            await engine.update_weights(1, weights)
+        waiting = asyncio.create_task(sample(engine, request_))
+        await asyncio.sleep(0.1)
+        assert not waiting.done(), "what comes while it sleeps waits"
+        await engine.wake()
+        if level == 2:
+            await asyncio.sleep(0.1)
+            assert not waiting.done(), "without weights nothing is sampled"
+            await engine.update_weights(1, weights)
+        assert await waiting == before
+        assert await sample(engine, request_) == before
+        await engine.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("engine", ["hf", "scripted"])
+def test_an_engine_sleeps_once_and_wakes_as_often_as_it_is_told(
+    make_config: Callable[..., RunConfig], request_: GenerationRequest, engine: str
+) -> None:
+    config = make_config(rollout={"engine": engine})
+
+    async def scenario() -> None:
+        waking = create_engine(config, PromptProcessor(config.model))
+        await waking.start()
+        await waking.wake()
+        await waking.sleep()
+        with pytest.raises(BadStateError, match=f"the {engine} engine is asleep: .*[Ww]ake it first"):
+            await waking.sleep()
+        waiting = asyncio.ensure_future(anext(waking.generate([request_])))
+        await asyncio.sleep(0.05)
+        assert not waiting.done(), "still asleep"
+        await waking.wake()
+        await waking.wake()
+        await waiting
+        await waking.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_found_no_room_to_sleep_goes_on_sampling(
+    make_config: Callable[..., RunConfig], request_: GenerationRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        engine = await started(make_config())
+
+        def no_room(*_: Any) -> None:
+            raise OSError("No space left on device")
+
+        monkeypatch.setattr(engine._sleeper._store, "reserve", no_room)
+        with pytest.raises(OSError, match="No space"):
+            await engine.sleep()
+        assert len(await asyncio.wait_for(sample(engine, request_), 20)) == 3
+        await engine.close()
+
+    asyncio.run(scenario())
+
+
+def test_level_2_notices_weights_that_did_not_arrive_whole(
+    make_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        engine = await started(make_config(rollout={"sleep_level": 2}))
+        weights = [(name, tensor.clone()) for name, tensor in published_tensors(engine._model)]
+        await engine.sleep()
+        await engine.wake()
+
+        def load(model: torch.nn.Module, tensors: Any) -> None:
+            own = dict(published_tensors(model))
+            for number, (name, tensor) in enumerate(tensors):
+                own[name].copy_(tensor * 2 if number == 3 else tensor)
+
+        monkeypatch.setattr("rollout_server.engines.hf.engine.load_published", load)
+        with pytest.raises(BadStateError, match=r"1 of \d+ tensors are not those that were published, such as model"):
+            await engine.update_weights(1, weights)
+        await engine.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_scripted_engine_sleeps_like_one_with_a_device(
+    make_config: Callable[..., RunConfig], request_: GenerationRequest
+) -> None:
+    config = make_config(rollout={"engine": "scripted", "engine_args": {"mean_length": 3}})
+
+    async def scenario() -> None:
+        engine = ScriptedEngine(config, PromptProcessor(config.model))
+        await engine.start()
+        await engine.sleep()
+        with pytest.raises(BadStateError, match="asleep"):
+            await engine.update_weights(1, [])
+        waiting = asyncio.create_task(anext(engine.generate([request_])))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        await engine.wake()
+        await waiting
+
+    asyncio.run(scenario())
+
+
+def test_who_waited_for_a_command_finds_nothing_of_it_in_memory() -> None:
+    """It may hold a whole version of the weights."""
+    loop = DecodeLoop(lambda: DecodeBatch(None, (), CPU), 1)
+    try:
+        for _ in range(20):
+            weights = torch.ones(1)
+            held, left = weakref.ref(weights), Queue[bool]()
+            run, done = (lambda kept=weights: None), (lambda error, held=held, left=left: left.put(held() is not None))
+            loop.order(Command(run, done, drains=False))
+            del weights, run
+            assert left.get(timeout=60) is False
+    finally:
+        loop.close()
+
+
+@pytest.mark.slow
+def test_sleep_really_frees_the_memory_of_both_processes(tmp_path: Path) -> None:
+    """40 M parameters: 145 MB of weights, and as much again for each of the optimiser's two moments."""
+    model = make_model(tmp_path / "model")
+    for side in ("learner", "hf, level 1", "hf, level 2"):
+        memory = measure(side, model)
+        freed = memory["before"] - memory["asleep"]
+        assert memory["should free"] > (400 if side == "learner" else 130), memory
+        assert freed > 0.9 * memory["should free"], (side, memory)
+        assert abs(memory["awake"] - memory["before"]) < 0.1 * memory["should free"], (side, memory)

@@ -1,0 +1,499 @@
+"""Whose turn it is: what each side does with grants, recalls and returns, the late ones above all."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from asyncrl.cli import main
+from asyncrl.config.load import dump_config
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import BadStateError, UserError
+from asyncrl.journal.writer import Journal, TicketSlot
+from asyncrl.telemetry.recorder import RunRecorder
+from asyncrl.telemetry.timeline import Timeline
+from asyncrl.tools.panel.panel import RunPanel
+from asyncrl.tools.panel.run_snapshot import Story
+from learner.network.device_lease import DeviceTurns, first_turn
+from learner.network.lease_grants import LeaseGrants
+from learner.network.servers import ModelFacts, Servers, ServerState
+from learner.network.thread import NetworkThread
+from learner.service import Learner
+from learner.tickets.ledger import TicketLedger
+from learner.training.engines.torch_engine import TorchEngine
+from protocol.endpoints import host_id
+from protocol.errors import ErrorCode
+from protocol.lease import LEASE_FILE, DeviceLease, LeaseError
+from protocol.messages import (
+    Error,
+    Hello,
+    LeaseGrant,
+    LeaseRecall,
+    LeaseReturn,
+    Refusal,
+    Tickets,
+    WeightManifest,
+    WeightsLoaded,
+    Welcome,
+)
+from rollout_server.device_lease import SharedDevice
+from rollout_server.engines.base import EngineUsage
+from rollout_server.prometheus import ServerExporter
+from tests.rigs.fuzz import content
+from tests.rigs.fuzz.rig import write_ticket
+from tests.rigs.ports import own_port
+from tests.rigs.tiny import ROOT
+from tests.rigs.unconnected import Ledger, Ports
+
+MakeConfig = Callable[..., RunConfig]
+
+
+def returned(fence: int) -> LeaseReturn:
+    return LeaseReturn(fence=fence, wake_s=0.1, sleep_s=0.2, sleep_bytes=3)
+
+
+# --- the learner's side -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ports() -> Ports:
+    return Ports()
+
+
+@pytest.fixture
+def connections(make_config: MakeConfig, ports: Ports) -> Servers:
+    config = make_config(trainer={"mode": "sync"}, network={"weights_port": 1})
+    ledger: Any = Ledger()
+    learner_ports: Any = ports
+    facts = ModelFacts(content.MODEL, content.PROCESSOR, 9)
+    return Servers(config, "run", learner_ports, ledger, facts)
+
+
+def hello(name: str, pid: int, mode: str = "sync") -> Hello:
+    return content.hello(name).model_copy(update={"pid": pid, "mode": mode, "host_id": host_id()})
+
+
+def leases(ports: Ports) -> list[tuple[bytes, str, int]]:
+    """Sent since the last call."""
+    sent = [(i, type(m).__name__, m.fence) for i, m in ports.sent if isinstance(m, LeaseGrant | LeaseRecall)]
+    ports.sent.clear()
+    return sent
+
+
+def test_a_grant_goes_to_whoever_is_there_and_each_has_a_number_of_its_own(connections: Servers, ports: Ports) -> None:
+    lending = LeaseGrants(connections)
+    lending.lend(2)
+    lending.offer()
+    assert leases(ports) == [], "nobody is there"
+    connections.servers["a"] = ServerState(content.hello("a"), b"a")
+    lending.offer()
+    lending.offer()
+    assert leases(ports) == [(b"a", "LeaseGrant", 2)]
+    connections.servers = {"b": ServerState(content.hello("b"), b"b")}
+    lending.offer()
+    assert leases(ports) == [(b"b", "LeaseGrant", 3)], "a's number is not given twice"
+    connections.servers = {"b": ServerState(content.hello("b"), b"b")}
+    lending.offer()
+    assert leases(ports) == [(b"b", "LeaseGrant", 4)], "after a reconnection nobody knows what had arrived"
+    lending.recall()
+    lending.offer()
+    assert leases(ports) == [(b"b", "LeaseRecall", 4)]
+    lending.lend(3)
+    lending.offer()
+    assert leases(ports) == [(b"b", "LeaseGrant", 5)], "numbers never fall"
+
+
+def test_a_return_under_an_old_fence_is_refused_and_counted(connections: Servers, ports: Ports) -> None:
+    lending = LeaseGrants(connections)
+    server = connections.servers["a"] = ServerState(content.hello("a"), b"a")
+    for fence in (1, 7):
+        lending.take_return(server, returned(fence))
+    lending.lend(2)
+    lending.offer()
+    ports.sent.clear()
+    lending.take_return(server, returned(1))
+    assert lending.returned is None
+    assert connections.errors == {ErrorCode.STALE_FENCE: 3}
+    assert [m.code for _, m in ports.sent] == [ErrorCode.STALE_FENCE]
+    lending.take_return(server, returned(2))
+    assert lending.returned == returned(2)
+    ports.sent.clear()
+    lending.offer()
+    assert leases(ports) == [(b"a", "LeaseGrant", 3)], "nobody had asked for it: while we sleep, it is granted again"
+
+
+def test_one_device_one_server(connections: Servers, ports: Ports) -> None:
+    connections.greet(b"x", hello("asynchronous", os.getpid(), mode="async"), 0)
+    connections.greet(b"a", hello("a", os.getpid()), 0)
+    connections.greet(b"b", hello("b", os.getpid()), 0)
+    refused, welcomed, second = [message for _, message in ports.sent]
+    assert isinstance(refused, Refusal)
+    assert (refused.code, refused.fix) == (ErrorCode.MODE_MISMATCH, "Start both with the same trainer.mode")
+    assert isinstance(welcomed, Welcome)
+    assert isinstance(second, Refusal)
+    assert "in sync mode the learner shares its device with one, which is 'a'" in second.reason
+
+
+def test_the_successor_of_a_dead_server_is_welcome_at_once(connections: Servers, ports: Ports) -> None:
+    gone = 2**22 + 1  # above the largest process id
+    connections.greet(b"a", hello("a", gone), 0)
+    connections.greet(b"b", hello("b", os.getpid()), 0)
+    assert list(connections.servers) == ["b"]
+
+
+def test_only_a_servers_own_turn_with_weights_counts_towards_its_parity_deadline(make_config: MakeConfig) -> None:
+    """Neither while the learner has the device, nor while an engine of many gigabytes starts."""
+    network = {"control_port": own_port(), "weights_port": own_port()}
+    config = make_config(trainer={"mode": "sync"}, learner={"wait_timeout_s": 2.0}, network=network)
+    ledger = TicketLedger(Journal(None), prompts_per_step=1, bound=0, total_groups=1)
+    nothing: Any = None
+    exchange = NetworkThread(
+        config,
+        "run",
+        ledger=ledger,
+        write_ticket=nothing,
+        publication=nothing,
+        facts=ModelFacts(content.MODEL, content.PROCESSOR, 9),
+        version=0,
+        parity_tickets=[write_ticket(TicketSlot(0, 0, version=0, bound=0))],
+    )
+    alignment, connections, lending = exchange.alignment, exchange._connections, exchange._lending
+    sent: list[Any] = []
+    connections.send = lambda server_id, message: sent.append(message) is None
+    server = connections.servers["a"] = ServerState(content.hello("a"), b"a")
+    connections.manifest = WeightManifest(version=0, publication="p", tensors=(), total_bytes=0)
+
+    def later() -> None:
+        alignment._looked_at -= 1.5  # over the deadline of one second
+        alignment.work()
+
+    try:
+        alignment.work()
+        later()
+        lending.lend(2)
+        lending.offer()
+        assert [type(message) for message in sent] == [Tickets, LeaseGrant]
+        later()
+        server.loaded = WeightsLoaded(version=0, channel="shm", transfer_s=0.0, load_s=0.0)
+        lending.take_return(server, returned(2))
+        later()
+        assert not server.refused, "it could not have answered"
+        lending.offer()
+        with pytest.raises(BadStateError, match="has not answered its parity tickets for 1 s"):
+            later()
+    finally:
+        exchange.stop(None)
+
+
+class Sleepy:
+    """A training engine that only notes what it is told; and the exchange."""
+
+    lease_returned = None
+    failure: Exception | None = None
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+        self.timeline = Timeline()
+
+    def sleep(self) -> int:
+        self.told.append("sleep")
+        return 42
+
+    def wake(self) -> int:
+        self.told.append("wake")
+        return 42
+
+    def lend(self, fence: int) -> None:
+        self.told.append(fence)
+
+    def recall(self) -> None:
+        self.told.append("recall")
+
+    def check(self) -> None:
+        if self.failure:
+            raise self.failure
+
+
+def test_the_learner_sleeps_before_it_lends_and_wakes_after_it_has_the_device(make_config: MakeConfig) -> None:
+    config = make_config(trainer={"mode": "sync"}, learner={"wait_timeout_s": 0.3})
+    lease = first_turn(config)
+    both: Any = Sleepy()
+    turns = DeviceTurns(config, lease, both, both)
+    turns.take_back(lambda: None)
+    assert both.told == [], "it is ours"
+    turns.lend()
+    turns.lend()
+    assert both.told == ["sleep", 2]
+    server = DeviceLease(config.run_path, "rollout_server")
+    assert server.try_take(2)
+    with pytest.raises(BadStateError, match=r"learner waited 0.3 s .*: rollout_server \(pid \d+, fence 2"):
+        turns.take_back(lambda: None)
+    server.give_up()
+    turns.take_back(lambda: None)
+    assert both.told == ["sleep", 2, "recall", "recall", "wake"]
+    assert [(span["who"], span["what"]) for span in both.timeline.take()] == [("learner", "asleep")]
+    report = turns.report()
+    assert (report["lease_fence"], report["sleep_bytes/learner"]) == (3, 42)
+    assert report["asleep_s/learner"] > 0.3
+    assert turns.report()["asleep_s/learner"] == 0.0, "of each step its own"
+
+
+# --- the server's side --------------------------------------------------------------------------------
+
+
+class Engine:
+    usage = EngineUsage(0, 0.0, 0, 0, sleep_bytes=7)
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    async def start(self) -> None:
+        self.told.append("start")
+
+    async def wake(self) -> None:
+        self.told.append("wake")
+
+    async def sleep(self) -> None:
+        self.told.append("sleep")
+
+
+class Link:
+    learner_is_silent = False
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    async def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+
+class Server:
+    """A shared device with nothing real around it but the lease."""
+
+    def __init__(self, config: RunConfig):
+        self.engine, self.link = Engine(), Link()
+        engine: Any = self.engine
+        link: Any = self.link
+        self.exporter = ServerExporter(config.telemetry)
+        self.device = SharedDevice(config, engine, link, self.exporter)
+        self.learner = DeviceLease(config.run_path, "learner")
+
+    async def until(self, satisfied: Callable[[], bool]) -> None:
+        async with asyncio.timeout(5):
+            while not satisfied():
+                await asyncio.sleep(0.005)
+
+    @property
+    def returns(self) -> list[int]:
+        return [message.fence for message in self.link.sent if isinstance(message, LeaseReturn)]
+
+    @property
+    def stale(self) -> float:
+        registry = self.exporter.registry
+        return registry.get_sample_value("asyncrl_rollout_stale_fences_total") or 0.0
+
+
+def play(config: RunConfig, scene: Callable[[Server], Any]) -> None:
+    async def scenario() -> None:
+        server = Server(config)
+        turns = asyncio.create_task(server.device.take_turns())
+        try:
+            await scene(server)
+        finally:
+            turns.cancel()
+            if turns.done() and not turns.cancelled():
+                turns.result()
+
+    asyncio.run(scenario())
+
+
+@pytest.fixture
+def config(make_config: MakeConfig) -> RunConfig:
+    return make_config(trainer={"mode": "sync"}, network={"heartbeat_s": 0.05}, learner={"wait_timeout_s": 0.5})
+
+
+def test_a_turn_begins_with_the_grant_and_ends_when_the_work_is_done(config: RunConfig) -> None:
+    async def scene(server: Server) -> None:
+        device = server.device
+        working = asyncio.Event()
+        finish = asyncio.Event()
+
+        async def work() -> None:
+            async with device.in_use():
+                working.set()
+                await finish.wait()
+
+        task = asyncio.create_task(work())
+        await asyncio.sleep(0.05)
+        assert server.engine.told == [], "no model without a turn"
+        assert device.grant(1) is None
+        await working.wait()
+        assert not server.learner.try_take()
+        assert device.recall(1) is None
+        await asyncio.sleep(0.1)
+        assert server.engine.told == ["start"], "what is generated is finished first"
+        late = asyncio.create_task(work())
+        finish.set()
+        await task
+        await server.until(lambda: server.returns == [1])
+        assert not late.done(), "what comes after the recall waits for the next turn"
+        assert server.learner.try_take()
+        assert device.grant(3) is None
+        await asyncio.sleep(0.05)
+        assert server.engine.told == ["start", "sleep"], "the lease decides, not the message"
+        server.learner.give_up()
+        await late
+        assert server.engine.told == ["start", "sleep", "wake"]
+
+    play(config, scene)
+
+
+def test_messages_that_were_overtaken_are_refused_and_counted(config: RunConfig) -> None:
+    async def scene(server: Server) -> None:
+        device = server.device
+        device.grant(4)
+        await server.until(lambda: server.engine.told == ["start"])
+        assert isinstance(device.recall(3), Error)
+        assert isinstance(device.grant(4), Error)
+        await asyncio.sleep(0.1)
+        assert server.engine.told == ["start"], "it still has its turn"
+        assert device.recall(6) is None, "a newer recall ends the older turn, too"
+        await server.until(lambda: server.returns == [4])
+        assert isinstance(device.grant(6), Error), "it was recalled before it came"
+        assert server.learner.try_take(9)
+        server.learner.give_up()
+        assert device.grant(8) is None, "the server cannot know"
+        await server.until(lambda: server.stale == 4)
+        assert server.engine.told == ["start", "sleep"]
+        assert server.link.sent[-1].code is ErrorCode.STALE_FENCE
+        assert device.grant(10) is None
+        await server.until(lambda: server.engine.told[-1] == "wake")
+
+    play(config, scene)
+
+
+def test_without_a_learner_the_device_is_returned_and_old_grants_are_void(config: RunConfig) -> None:
+    async def scene(server: Server) -> None:
+        device = server.device
+        device.grant(1)
+        await server.until(lambda: server.engine.told == ["start"])
+        device.grant(2)
+        server.link.learner_is_silent = True
+        await server.until(lambda: server.returns == [1])
+        await asyncio.sleep(0.1)
+        assert server.engine.told == ["start", "sleep"], "a grant of the lost learner is no reason to wake up"
+        server.link.learner_is_silent = False
+        device.learner_came_back()
+        assert server.learner.try_take()
+        server.learner.give_up()
+        device.grant(3)
+        await server.until(lambda: server.engine.told[-1] == "wake")
+
+    play(config, scene)
+
+
+def test_a_granted_device_that_stays_taken_is_an_error_with_the_holders_name(config: RunConfig) -> None:
+    async def scene(server: Server) -> None:
+        assert server.learner.try_take()
+        server.device.grant(2)
+        await asyncio.sleep(1.0)
+
+    with pytest.raises(BadStateError, match=r"rollout_server waited 0.5 s .*: learner \(pid \d+, fence 1\) has had it"):
+        play(config, scene)
+
+
+def test_nothing_touches_the_device_without_the_lease(config: RunConfig) -> None:
+    async def scene(server: Server) -> None:
+        server.device.grant(1)
+        await server.until(lambda: server.engine.told == ["start"])
+        server.device._lease.give_up()  # as a mistake of ours would
+        with pytest.raises(LeaseError, match="rollout_server may not touch the device"):
+            async with server.device.in_use():
+                pass
+
+    play(config, scene)
+
+
+# --- configuration ------------------------------------------------------------------------------------
+
+
+def test_sync_mode_is_on_policy_unless_somebody_says_otherwise(make_config: MakeConfig) -> None:
+    values = make_config().model_dump()
+    values["trainer"]["mode"] = "sync"
+    del values["learner"]["max_staleness"]
+    assert RunConfig.model_validate(values).learner.max_staleness == 0
+    del values["learner"]
+    assert RunConfig.model_validate(values).learner.max_staleness == 0
+    values["trainer"]["mode"] = "async"
+    assert RunConfig.model_validate(values).learner.max_staleness == 2
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({"learner": {"max_staleness": 2}}, "Set learner.max_staleness=0, or trainer.mode=async"),
+        ({"learner": {"max_staleness": "auto"}}, "learner.max_staleness is auto"),
+        ({"rollout": {"servers": 2}}, "Set rollout.servers=1"),
+        ({"rollout": {"device": "cuda:1"}}, "learner.device is auto and rollout.device is cuda:1"),
+        ({"rollout": {"tensor_parallel_size": 2}}, "Set rollout.tensor_parallel_size=1"),
+        ({"rollout": {"weights_channel": "nccl"}}, "Set rollout.weights_channel=auto"),
+        (
+            {"model": {"lora": {"rank": 4}}, "rollout": {"engine": "vllm", "sleep_level": 2}},
+            "only adapters are published. Set rollout.sleep_level=1, or rollout.engine=hf",
+        ),
+        ({"rollout": {"weights_channel": "cuda_ipc"}}, "Set rollout.weights_channel=auto"),
+    ],
+)
+def test_what_contradicts_sync_mode_is_refused_with_the_fix(
+    make_config: MakeConfig, sections: dict[str, dict[str, Any]], told: str
+) -> None:
+    with pytest.raises(ValueError, match=r"trainer\.mode is sync") as caught:
+        make_config(trainer={"mode": "sync"}, **sections)
+    assert told in str(caught.value)
+
+
+def test_one_device_has_two_names(make_config: MakeConfig) -> None:
+    make_config(trainer={"mode": "sync"}, learner={"device": "cuda"}, rollout={"device": "cuda:0"})
+
+
+def test_a_learner_that_could_not_start_leaves_no_run_directory(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prepare(engine: TorchEngine) -> None:
+        assert (Path(config.run_dir) / LEASE_FILE).exists(), "it has the device before it touches it"
+        raise UserError("no such weights")
+
+    config = make_config(trainer={"mode": "sync"})
+    monkeypatch.setattr(TorchEngine, "prepare", prepare)
+    with pytest.raises(UserError, match="no such weights"):
+        Learner(config)
+    assert not Path(config.run_dir).exists()
+
+
+def test_the_panel_says_who_has_the_device(tmp_path: Path) -> None:
+    RunRecorder(tmp_path).status(phase="training", device={"holder": "rollout_server", "pid": 7, "fence": 12})
+    story = Story(tmp_path)
+    story.refresh()
+    console = Console(file=io.StringIO(), width=110)
+    with console.capture() as shown:
+        console.print(RunPanel(story))
+    assert "held by rollout_server   turn 12" in shown.get()
+
+
+def test_the_command_refuses_a_contradiction(
+    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(dump_config(make_config(learner={"max_staleness": 2})))
+    assert main(["sync", str(file), "--dry-run"]) == 2
+    assert "Set learner.max_staleness=0" in capsys.readouterr().err
+    script = ["bash", str(ROOT / "scripts" / "sync_single_gpu.sh")]
+    assert subprocess.run(script, capture_output=True, timeout=10).returncode == 2

