@@ -65,7 +65,8 @@ class MadeUpRun:
         received = [self.batch.received[number] for number in numbers]
         parts = [self.part(number) for number in numbers]
         columns = (np.concatenate([getattr(p, name) for p in parts]) for name in ("advantages", "logprobs", "masked"))
-        self.index.write(step, step - 1, [(item.ticket.prompt, item.group) for item in received], TrainedBatch(*columns))
+        batch = [(item.ticket.prompt, item.group) for item in received]
+        self.index.write(step, step - 1, batch, TrainedBatch(*columns))
 
     def part(self, number: int) -> TrainedBatch:
         """Of one group."""
@@ -515,7 +516,8 @@ def test_odd_texts_can_be_stored(run: MadeUpRun, store: SampleStore) -> None:
 
 def test_the_store_loads_no_torch(run: MadeUpRun) -> None:
     code = (
-        "import sys, pathlib; from asyncrl.tools.samples import SampleStore; s = SampleStore(pathlib.Path(sys.argv[1])); "
+        "import sys, pathlib; from asyncrl.tools.samples import SampleStore; "
+        "s = SampleStore(pathlib.Path(sys.argv[1])); "
         "s.detail(1); print(sorted({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code, run.folder], capture_output=True, text=True, check=True)
