@@ -273,7 +273,7 @@ def _health(arguments: argparse.Namespace) -> int:
 
 
 def _watch(arguments: argparse.Namespace) -> int:
-    from asyncrl.tools.panel.watch import watch
+    from asyncrl.tools.panel.display import watch
 
     return watch(arguments.run_dir)
 

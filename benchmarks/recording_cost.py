@@ -55,7 +55,7 @@ def save(name: str, measured: dict[str, Any]) -> None:
 
 def measure_recording() -> None:
     """In the learner."""
-    from asyncrl.telemetry.trackers.running import _Worker
+    from asyncrl.telemetry.trackers.threads import TrackerThread
     from learner.reporting.reporter import Reporter
 
     spent: dict[str, float] = {}
@@ -78,13 +78,13 @@ def measure_recording() -> None:
 
     for name in ("step", "status", "evaluated", "published"):
         timed(name)
-    work = _Worker._work
+    work = TrackerThread.run
 
-    def measured_work(worker: _Worker) -> None:
+    def measured_work(worker: TrackerThread) -> None:
         work(worker)
-        trackers[worker._name] = time.thread_time()
+        trackers[worker._tracker] = time.thread_time()
 
-    _Worker._work = measured_work
+    TrackerThread.run = measured_work
 
     def at_end() -> None:
         (began, before), (ended, after) = marks[0], marks[-1]

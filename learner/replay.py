@@ -30,7 +30,7 @@ from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import published_tensors
 from asyncrl.run_folder.checkpoints import ADAPTER_FOLDER, CHECKPOINTS, MODEL_FOLDER, checkpoint_folder
 from asyncrl.telemetry.jsonl import JsonlTail
-from asyncrl.telemetry.reading import is_there, telling_unreadable
+from asyncrl.telemetry.reading import is_there, unreadable_as_user_error
 from asyncrl.telemetry.recorder import CONFIG_FILE, METRICS_FILE
 from asyncrl.tools.step_comparison import Comparison, compare_numbers, compare_weights
 from learner.checkpoint.format import LearnerState, complete_checkpoints, read_state
@@ -204,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_intermixed_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     try:
-        with telling_unreadable():
+        with unreadable_as_user_error():
             run = Recorded.open(parsed.run_dir, parsed.overrides)
             with closing(run.journal):
                 compared = list(replay(run, parsed.step))

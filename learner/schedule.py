@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.telemetry.waits import WaitClock
+from asyncrl.telemetry.timeline import WaitClock
 from learner.network.device_lease import DeviceTurns, OwnDevice
 from learner.network.parity_check import ParityJudge
 from learner.network.thread import NetworkThread

@@ -14,8 +14,7 @@ from asyncrl.models.processing import PromptProcessor
 from asyncrl.run_folder.failure import kind_of
 from asyncrl.run_folder.learner_lock import LearnerLock
 from asyncrl.telemetry.recorder import is_finished
-from asyncrl.telemetry.timeline import LEARNER
-from asyncrl.telemetry.waits import WaitClock
+from asyncrl.telemetry.timeline import LEARNER, WaitClock
 from asyncrl.weight_transfer.requirements import check_cuda
 from learner.checkpoint.saver import Saver
 from learner.network.device_lease import DeviceTurns, OwnDevice, first_turn

@@ -16,7 +16,7 @@ def _gauge(name: str, *rest: str) -> kinds.Metric:
 
 
 def _look(name: str, *rest: str) -> kinds.Metric:
-    return kinds.looked_at(PREFIX + name, *rest)
+    return kinds.gauge_set_on_scrape(PREFIX + name, *rest)
 
 
 def _counter(name: str, *rest: str) -> kinds.Metric:

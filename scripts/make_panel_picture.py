@@ -15,20 +15,20 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
 from asyncrl.tools.panel.panel import RunPanel
-from asyncrl.tools.panel.run_snapshot import Story
+from asyncrl.tools.panel.run_snapshot import RunSnapshot
 
 FILE = Path(__file__).parent.parent / "docs" / "images" / "panel.svg"
 WIDTH, HEIGHT = 100, 32
 
 
-def panel_picture(run: Path) -> str:
-    """SVG."""
-    story = Story(run)
-    story.refresh()
+def panel_picture(run_dir: Path) -> str:
+    """The panel as SVG."""
+    run = RunSnapshot(run_dir)
+    run.refresh()
     console = Console(
         record=True, width=WIDTH, height=HEIGHT, file=io.StringIO(), force_terminal=True, color_system="truecolor"
     )
-    console.print(RunPanel(story))
+    console.print(RunPanel(run))
     svg = console.export_svg(title="asyncrl train", theme=MONOKAI, unique_id="panel")
     return "\n".join(line.rstrip() for line in svg.splitlines()) + "\n"
 

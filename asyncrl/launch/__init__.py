@@ -1,3 +1,2 @@
 """From one command to a watched run. Reading order: `train` (checks, then both services) -> `supervisor` (what crashes
-is started again) -> `processes` (children that never outlive us) -> `story` (what the run directory says) -> `panel`
-(the three questions on a terminal)."""
+is started again) -> `processes` (children that never outlive us). asyncrl/tools/panel shows the run meanwhile."""

@@ -19,8 +19,8 @@ from asyncrl.run_folder.full_disk import describe_full_disk, is_disk_full, room_
 from asyncrl.run_folder.lock import LAUNCHER_LOCK, LEARNER_LOCK, holding, refuse_busy, sole_launcher
 from asyncrl.run_folder.saved_config import save_config
 from asyncrl.tools.panel.display import Display
-from asyncrl.tools.panel.run_snapshot import Story
-from asyncrl.tools.panel.wording import MISSING, number
+from asyncrl.tools.panel.formatting import MISSING, number
+from asyncrl.tools.panel.run_snapshot import RunSnapshot
 
 logger = logging.getLogger(__name__)
 
@@ -55,18 +55,18 @@ def _launch(config: RunConfig, *, resume: bool) -> int:
     launch = config.launch
     policy = RestartPolicy(launch.max_restarts, launch.restart_delay_s, launch.healthy_s)
     print(f"run directory {config.run_dir}: logs/, then config.yaml, metrics.jsonl, samples.jsonl", flush=True)
-    with Display(Story(config.run_path, since=time.time())) as display:
+    with Display(RunSnapshot(config.run_path, since=time.time())) as display:
         supervisor = Supervisor(*services, policy=policy, tell=display.note)
         outcome = supervisor.run(display.tick)
     if outcome.failed and outcome.failed.failure:
-        _adopt(outcome.failed.failure, display.story)
+        _adopt(outcome.failed.failure, display.run)
     if supervisor.restarts:
         counts = ", ".join(f"{name} {count}" for name, count in sorted(supervisor.restarts.items()))
         print(f"started again: {counts}", flush=True)
-    return report(config, outcome, display.story)
+    return report(config, outcome, display.run)
 
 
-def _adopt(file: Path, story: Story) -> None:
+def _adopt(file: Path, story: RunSnapshot) -> None:
     """What stopped a server has ended a run that was under way, unless the learner has a reason of its own."""
     failure, is_under_way = read_failure(file.parent, file.name), story.status and story.phase != "finished"
     if failure is None or failure.time < story.since or not is_under_way or read_failure(story.run_dir):
@@ -108,7 +108,7 @@ def write_candidate(config: RunConfig) -> Path:
         raise UserError(f"cannot write {file}: {error.strerror}. Set another run_dir=...") from None
 
 
-def report(config: RunConfig, outcome: Outcome, story: Story) -> int:
+def report(config: RunConfig, outcome: Outcome, story: RunSnapshot) -> int:
     """Say how it ended and where everything is."""
     if outcome.failed is not None and outcome.code != ExitCode.INTERRUPTED:
         print(_why(config, outcome, story.since), file=sys.stderr)

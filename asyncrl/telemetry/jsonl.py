@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 def write_atomically(path: Path, data: bytes, durable: bool = True) -> None:
-    """Readers see the old content or the new, never a part. `durable` survives a power cut too, and costs a sync."""
+    """Replace a file: readers see the old content or the new. `durable` survives a power cut too, and costs a sync."""
     # The process id keeps two writers from sharing one temporary file.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -45,8 +45,9 @@ def keep_steps(path: Path, last_step: int) -> int:
     kept: list[bytes] = []
     dropped = 0
     for line in path.read_bytes().splitlines(keepends=True):
-        step = _step(line)
-        if step is None:
+        step = (_parse(line) or {}).get("step") if line.endswith(b"\n") else None
+        if not isinstance(step, int | float):
+            step = None
             logger.warning("%s: dropped a line that is not a JSON object with a step: %r", path, line[:80])
         if step is None or step > last_step:
             dropped += 1
@@ -57,19 +58,10 @@ def keep_steps(path: Path, last_step: int) -> int:
     return dropped
 
 
-def _step(line: bytes) -> float | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    step = record.get("step") if isinstance(record, dict) and line.endswith(b"\n") else None
-    return step if isinstance(step, int | float) else None
-
-
 class JsonlTail:
-    """Follows a file that another process appends to. Every finished line is handed out once.
+    """Follows a file that another process appends to, and returns each finished line once.
 
-    Of what is there already, no more than about the `newest_bytes`, where that is given.
+    `newest_bytes`: at the first read only about this much of the file's end; None reads all of it.
     """
 
     def __init__(self, path: Path, newest_bytes: int | None = None):
@@ -98,7 +90,7 @@ class JsonlTail:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """None for a line that is not an object: a reader must outlive whatever a crash left in a file."""
+    """The line's object, or None: a reader must survive whatever a crash left in a file."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):

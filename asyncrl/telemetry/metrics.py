@@ -11,6 +11,8 @@ from math import nan
 from typing import Any, Literal, cast
 from wsgiref.simple_server import WSGIServer
 
+import numpy as np
+import prometheus_client
 from prometheus_client import (
     REGISTRY,
     CollectorRegistry,
@@ -22,9 +24,9 @@ from prometheus_client import (
 )
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from asyncrl.errors import UserError
-from asyncrl.telemetry.histogram import Histogram
 
 logger = logging.getLogger(__name__)
 
@@ -46,17 +48,17 @@ class Metric:
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
     """Upper bounds of a histogram, rising; infinity is added."""
-    looked_at: bool = False
-    """On each scrape, once there is something to look at: only then there is the gauge. Any other is NaN until it is
-    set. 0 would be taken for a measurement, and a residual of NaN for one that is not 0."""
+    set_on_scrape: bool = False
+    """The gauge is set on each scrape, and exported from the first `before_scrape` on. Any other gauge is NaN until it
+    is set: 0 would be taken for a measurement, and a residual of NaN for one that is not 0."""
 
 
 def gauge(name: str, unit: str, help: str, healthy: str, *labels: str) -> Metric:
     return Metric(name=name, kind="gauge", unit=unit, help=help, healthy=healthy, labels=labels)
 
 
-def looked_at(name: str, unit: str, help: str, healthy: str) -> Metric:
-    return replace(gauge(name, unit, help, healthy), looked_at=True)
+def gauge_set_on_scrape(name: str, unit: str, help: str, healthy: str) -> Metric:
+    return replace(gauge(name, unit, help, healthy), set_on_scrape=True)
 
 
 def counter(name: str, unit: str, help: str, healthy: str, *labels: str) -> Metric:
@@ -72,7 +74,7 @@ def histogram(
 
 
 def device_memory(prefix: str) -> Metric:
-    """What both services have a device for."""
+    """The gauge that both services have for their device."""
     return gauge(
         f"{prefix}device_bytes",
         "bytes",
@@ -83,44 +85,60 @@ def device_memory(prefix: str) -> Metric:
     )
 
 
+class Histogram(prometheus_client.Histogram):
+    """A Prometheus histogram that counts a whole array of values at once."""
+
+    def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
+        self.observe_counts(np.asarray([amount]))
+
+    def observe_counts(self, values: np.ndarray) -> None:
+        """Count every value of an array of any shape: one sort into buckets, however many values there are.
+
+        Raises ValueError on NaN, which no bucket can hold.
+        """
+        self._raise_if_not_observable()
+        flat = np.asarray(values, dtype=np.float64).ravel()
+        missing = int(np.isnan(flat).sum())
+        if missing:
+            raise ValueError(f"{missing} of {flat.size} observed values are NaN")
+        # A value belongs to the first bucket whose bound is not below it ("le"), hence side="left".
+        counts = np.bincount(np.searchsorted(self._upper_bounds, flat, side="left"))
+        for bucket, count in zip(self._buckets, counts.tolist(), strict=False):
+            bucket.inc(count)
+        self._sum.inc(float(flat.sum()))
+
+    def _child_samples(self) -> Iterator[Sample]:
+        """The library's samples without `_created`, a series for each combination of labels that tells nothing."""
+        return (sample for sample in super()._child_samples() if sample.name != "_created")
+
+
 class MetricSet:
     """Prometheus objects of one service, in a registry of their own.
 
     `metrics.steps_total`, `metrics["steps_total"]` and `metrics["asyncrl_learner_steps_total"]` are the
-    same object: a `Counter`, `Gauge` or `asyncrl.telemetry.histogram.Histogram`.
+    same object: a `Counter`, `Gauge` or `Histogram`.
     """
 
     def __init__(self, table: Sequence[Metric], service: Literal["learner", "rollout"]):
         self.registry = CollectorRegistry()
         self._service = service
         self._prefix = f"asyncrl_{service}_"
-        self._metrics: dict[str, Counter | Gauge | Histogram] = {}
         self._endpoint: tuple[WSGIServer, threading.Thread] | None = None
-        self._raised: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
-        self._refresh = _Refresh(self.registry)  # first: it is asked first
-        self._unseen: list[Gauge] = []
-        for metric in table:
-            self._metrics[self._short(metric.name)] = self._build(metric)
+        self._totals: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        self._refresh = _RefreshOnScrape(self.registry)  # first: it is collected first
+        self._unregistered: list[Gauge] = []
+        self._metrics = {metric.name.removeprefix(self._prefix): self._build(metric) for metric in table}
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
 
-    def _short(self, name: str) -> str:
-        if not name.startswith(self._prefix):
-            raise ValueError(f"{name} should start with {self._prefix}")
-        return name.removeprefix(self._prefix)
-
     def _build(self, metric: Metric) -> Counter | Gauge | Histogram:
-        if (metric.kind == "histogram") != bool(metric.buckets):
-            raise ValueError(f"{metric.name}: a {metric.kind} with buckets {metric.buckets}")
-        if (metric.kind == "counter") != metric.name.endswith("_total"):
-            raise ValueError(f"{metric.name}: counters, and only counters, end in _total")
         if metric.kind == "histogram":
-            return Histogram(metric.name, metric.help, metric.labels, metric.buckets, self.registry)
+            return Histogram(metric.name, metric.help, metric.labels, registry=self.registry, buckets=metric.buckets)
         if metric.kind == "counter":
             return Counter(metric.name, metric.help, metric.labels, registry=self.registry)
-        built = Gauge(metric.name, metric.help, metric.labels, registry=None if metric.looked_at else self.registry)
-        if metric.looked_at:
-            self._unseen.append(built)
+        built = Gauge(metric.name, metric.help, metric.labels, registry=None if metric.set_on_scrape else self.registry)
+        if metric.set_on_scrape:
+            self._unregistered.append(built)
         elif not metric.labels:
             built.set(nan)
         return built
@@ -141,25 +159,25 @@ class MetricSet:
             raise AttributeError(error.args[0]) from None
 
     def raise_to(self, name: str, total: float, **labels: str) -> None:
-        """Let a counter stand at a total that something else counts. One that fell has begun again from 0."""
+        """Set a counter to a total that is counted elsewhere. A total that fell has begun again from 0."""
         key = (name, tuple(sorted(labels.items())))
-        before = self._raised.get(key, 0.0)
+        before = self._totals.get(key, 0.0)
         counter = self[name].labels(**labels) if labels else self[name]
         counter.inc(total - before if total >= before else total)
-        self._raised[key] = total
+        self._totals[key] = total
 
     def before_scrape(self, refresh: Callable[[], None]) -> None:
-        """Called on the endpoint's thread before each answer: for what is cheap to look at and changes all the time."""
+        """Call `refresh` on the endpoint's thread before each answer: it sets gauges that change all the time."""
         self._refresh.call = refresh
-        while self._unseen:
-            self.registry.register(self._unseen.pop())
+        while self._unregistered:
+            self.registry.register(self._unregistered.pop())
 
     def include(self, prefix: str) -> None:
-        """Answer, too, with what a library keeps in prometheus_client's own registry under names of this prefix.
+        """Export a library's metrics with this prefix, too, from prometheus_client's own registry.
 
-        Not with all of that registry: it repeats the metrics of the process that are here already.
+        Not all of that registry: it repeats the metrics of the process.
         """
-        self.registry.register(_OfALibrary(prefix))
+        self.registry.register(_LibraryMetrics(prefix))
 
     def serve(self, host: str, port: int) -> int:
         """Answer `GET /metrics` from a daemon thread; returns the port, which port 0 leaves to the system."""
@@ -177,18 +195,17 @@ class MetricSet:
         return bound
 
     def close(self) -> None:
-        """Free the port. Harmless when nothing is served."""
-        if self._endpoint is None:
-            return
-        server, thread = self._endpoint
-        self._endpoint = None
-        server.shutdown()
-        server.server_close()
-        thread.join(STOP_DEADLINE_S)
+        """Free the port, where one is served."""
+        if self._endpoint is not None:
+            server, thread = self._endpoint
+            self._endpoint = None
+            server.shutdown()
+            server.server_close()
+            thread.join(STOP_DEADLINE_S)
 
 
-class _Refresh(Collector):
-    """Has no metrics: being collected is the occasion, of one scrape after another."""
+class _RefreshOnScrape(Collector):
+    """Exports nothing; being collected at the start of a scrape, it refreshes the gauges that are set on scrapes."""
 
     def __init__(self, registry: CollectorRegistry):
         self.call: Callable[[], None] = lambda: None
@@ -204,7 +221,7 @@ class _Refresh(Collector):
         return iter(())
 
 
-class _OfALibrary(Collector):
+class _LibraryMetrics(Collector):
     def __init__(self, prefix: str):
         self._prefix = prefix
 
@@ -214,10 +231,7 @@ class _OfALibrary(Collector):
 
 def document(table: Sequence[Metric]) -> str:
     """The table in Markdown."""
-    lines = [
-        "| metric | kind | unit | labels | meaning | healthy |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = ["| metric | kind | unit | labels | meaning | healthy |", "|---|---|---|---|---|---|"]
     for metric in table:
         labels = ", ".join(f"`{label}`" for label in metric.labels)
         cells = (f"`{metric.name}`", metric.kind, metric.unit, labels, metric.help, metric.healthy)

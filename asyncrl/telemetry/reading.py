@@ -1,4 +1,4 @@
-"""For those who only look at a run: its directory may be another user's."""
+"""Errors for readers of a run directory, which may be another user's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asyncrl.errors import UserError
 
 
 def is_there(path: Path) -> bool:
-    """A file or folder of a run. Raises UserError where it cannot be read, or what it is in cannot be looked into."""
+    """True if a file or folder of a run exists. Raises UserError if it, or the folder above it, cannot be read."""
     try:
         os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
     except (FileNotFoundError, NotADirectoryError):
@@ -22,8 +22,8 @@ def is_there(path: Path) -> bool:
 
 
 @contextmanager
-def telling_unreadable() -> Iterator[None]:
-    """A file that cannot be read within is a UserError that names it."""
+def unreadable_as_user_error() -> Iterator[None]:
+    """Turn the OSError of a file that cannot be read within the block into a UserError that names the file."""
     try:
         yield
     except OSError as problem:

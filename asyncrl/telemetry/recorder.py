@@ -1,4 +1,4 @@
-"""The files of a run directory that tell its story."""
+"""Files of a run directory that a learner writes for readers: metrics, evaluations, samples, timeline, status."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncrl.telemetry.background_writer import LatestFile
 from asyncrl.telemetry.jsonl import JsonlTail, drop_unfinished_line, keep_steps, write_atomically
-from asyncrl.telemetry.latest import LatestFile
 from asyncrl.telemetry.trackers import Trackers
 
 logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.yaml"
-"""Resolved, as the learner accepted it."""
+"""The resolved configuration, as the learner accepted it."""
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -64,60 +64,56 @@ class RunRecorder:
             self._trackers.sample(sample, images)
 
     def timeline(self, spans: Sequence[Mapping[str, Any]]) -> None:
-        """Lines of timeline.jsonl. A resumed run keeps them all: the time was spent."""
-        text = "".join(json.dumps(self._finite(TIMELINE_FILE, span), ensure_ascii=False) + "\n" for span in spans)
-        with (self._run_dir / TIMELINE_FILE).open("ab") as file:
-            file.write(text.encode(errors="backslashreplace"))
+        """Append lines of timeline.jsonl. A resumed run keeps them all: the time was spent."""
+        self._append(TIMELINE_FILE, *spans)
 
     def status(self, **fields: Any) -> None:
-        """Replace these fields of status.json; the others stay as they were said last by this process.
+        """Replace these fields of status.json; the others keep the values that this process gave them last.
 
         A new phase is in the file on return, everything else a moment later.
         """
-        is_new_phase = (
-            "phase" not in self._status or fields.get("phase", self._status["phase"]) != self._status["phase"]
-        )
+        before = self._status.get("phase")
         self._status.update(fields, time=time.time())
-        text = json.dumps(self._finite(STATUS_FILE, self._status), ensure_ascii=False)
-        data = text.encode(errors="backslashreplace")
-        if is_new_phase:
+        data = self._encoded(STATUS_FILE, self._status)
+        if before is None or self._status.get("phase") != before:
             self._status_file.write(data)
         else:
             self._status_file.write_soon(data)
 
     def truncate_after(self, step: int, *, evaluations_after: int) -> None:
-        """Forget what was written past the step that a run resumes from. Images stay: they are named by content.
+        """Cut back what was written past the step that a run resumes from. Images stay: they are named by content.
 
         Steps up to `evaluations_after` will be made again, exactly; their evaluations need not.
         """
-        told = max((int(line["step"]) for line in self._lines(METRICS_FILE)), default=0)
+        last_recorded = max((int(line["step"]) for line in self._lines(METRICS_FILE)), default=0)
         for name, last in ((METRICS_FILE, step), (SAMPLES_FILE, step), (EVALUATIONS_FILE, evaluations_after)):
             dropped = keep_steps(self._run_dir / name, last)
             if dropped:
                 logger.info("resuming after step %d: dropped %d later lines of %s", last, dropped, name)
         if self._trackers:
             later = [evaluation for evaluation in self.evaluations() if evaluation["step"] > step]
-            self._trackers.resume(step, told, later)
+            self._trackers.resume(step, last_recorded, later)
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """Those that are recorded, in the order in which they were made."""
+        """Recorded evaluations, in the order in which they were made."""
         return self._lines(EVALUATIONS_FILE)
 
     def close(self) -> None:
-        """Give trackers the time to write what they have."""
+        """Let trackers write what they have, for a limited time."""
         if self._trackers:
             self._trackers.close()
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
-        """Those with a step."""
+        """Lines with a step."""
         return [line for line in JsonlTail(self._run_dir / name).new_records()[0] if "step" in line]
 
-    def _append(self, name: str, record: Mapping[str, Any]) -> None:
-        if "step" not in record:
-            raise ValueError(f"a line of {name} needs a step; it has {sorted(record)}")
-        line = json.dumps(self._finite(name, dict(record)), ensure_ascii=False) + "\n"
+    def _append(self, name: str, *records: Mapping[str, Any]) -> None:
+        lines = b"".join(self._encoded(name, record) + b"\n" for record in records)
         with (self._run_dir / name).open("ab") as file:
-            file.write(line.encode(errors="backslashreplace"))
+            file.write(lines)
+
+    def _encoded(self, name: str, record: Mapping[str, Any]) -> bytes:
+        return json.dumps(self._finite(name, record), ensure_ascii=False).encode(errors="backslashreplace")
 
     def _finite(self, name: str, value: Any, key: str = "") -> Any:
         """The same value with plain Python numbers, and None where a number is not finite."""
@@ -146,7 +142,7 @@ class RunRecorder:
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:
-    """What the run said of itself last; empty before it says anything, and where the file cannot be read."""
+    """The newest content of status.json; empty before the first, and where the file cannot be read."""
     try:
         status = json.loads((run_dir / STATUS_FILE).read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -155,12 +151,12 @@ def read_status(run_dir: Path) -> dict[str, Any]:
 
 
 def is_finished(run_dir: Path) -> bool:
-    """So the run said of itself last."""
+    """True if the run's last phase is `finished`."""
     return read_status(run_dir).get("phase") == "finished"
 
 
 def image_extension(data: bytes) -> str:
-    """By the first bytes: png, jpg, webp, or bin for everything else."""
+    """File ending by the first bytes: png, jpg, webp, or bin for everything else."""
     if data.startswith(b"\x89PNG\r\n\x1a\n"):
         return "png"
     if data.startswith(b"\xff\xd8\xff"):

@@ -1,7 +1,7 @@
-"""Who did what, and when: spans of wall-clock time that become lines of timeline.jsonl.
+"""Time that activities and waits take. Spans of wall-clock time become lines of timeline.jsonl.
 
 A line is `{"who": "learner", "what": "saving", "since": ..., "until": ...}`, times in Unix seconds, with more
-keys where a span has more to say. The seconds of a learner's steps are not here: they are in metrics.jsonl.
+keys where a span has details. The seconds of a learner's steps are not here: they are in metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ LEARNER = "learner"
 MERGED_GAP_S = 0.01
 """Spans of the same activity that are closer than this become one."""
 MAX_PENDING = 4096
-"""Spans that are kept until they are written; beyond it gaps are closed, the shortest first."""
+"""Spans that are kept until they are written; above it the shortest gaps are closed."""
 
 _Spans = list[tuple[float, float]]
 
 
 class Timeline:
-    """Any thread may add to it; whoever writes the file takes what has come together."""
+    """Collects spans from any thread until the writer of the file takes them."""
 
     def __init__(self, clock: Callable[[], float] = time.time):
         self._clock = clock
@@ -31,13 +31,13 @@ class Timeline:
         self._lines: list[dict[str, Any]] = []
         self._taken_until: dict[tuple[str, str], float] = {}
 
-    def ended(self, who: str, what: str, seconds: float, *, ago_s: float = 0.0, **more: Any) -> None:
-        """It lasted so long and ended just now, or `ago_s` ago. With `more` to say it stays a line of its own."""
+    def ended(self, who: str, what: str, seconds: float, *, ago_s: float = 0.0, **details: Any) -> None:
+        """Add an activity of so many seconds that ended `ago_s` ago. One with details stays a line of its own."""
         until = self._clock() - ago_s
         since = until - max(seconds, 0.0)
         with self._lock:
-            if more:
-                self._lines.append(_line(who, what, since, until) | more)
+            if details:
+                self._lines.append(_line(who, what, since, until) | details)
                 return
             spans = self._spans.setdefault((who, what), [])
             spans.append((since, until))
@@ -46,7 +46,7 @@ class Timeline:
 
     @contextmanager
     def doing(self, who: str, what: str) -> Iterator[None]:
-        """From here to the end of the block, however it ends."""
+        """Add the time of the block, however it ends."""
         began = time.monotonic()
         try:
             yield
@@ -54,14 +54,13 @@ class Timeline:
             self.ended(who, what, time.monotonic() - began)
 
     def take(self) -> list[dict[str, Any]]:
-        """Everything since the last call, in no order. Spans of one activity never overlap."""
+        """Lines since the last call, in no order. Spans of one activity never overlap."""
         with self._lock:
             spans, lines = self._spans, self._lines
             self._spans, self._lines = {}, []
         for key, pending in spans.items():
             taken = self._taken_until.get(key, 0.0)
-            fresh = [(max(since, taken), until) for since, until in pending if until > taken]
-            merged = merge(fresh, MERGED_GAP_S)
+            merged = merge([(max(since, taken), until) for since, until in pending if until > taken], MERGED_GAP_S)
             lines += [_line(*key, since, until) for since, until in merged]
             if merged:
                 self._taken_until[key] = merged[-1][1]
@@ -69,7 +68,7 @@ class Timeline:
 
 
 def merge(spans: Sequence[tuple[float, float]], gap_s: float = 0.0) -> _Spans:
-    """Their union, in order; what is closer than `gap_s` becomes one."""
+    """The union of spans, in order; spans that are closer than `gap_s` become one."""
     merged: _Spans = []
     for since, until in sorted(spans):
         if merged and since <= merged[-1][1] + gap_s:
@@ -80,7 +79,7 @@ def merge(spans: Sequence[tuple[float, float]], gap_s: float = 0.0) -> _Spans:
 
 
 def _fewer(spans: _Spans) -> _Spans:
-    """At most half of what may be kept."""
+    """The same spans, merged to at most half of MAX_PENDING."""
     gap_s = MERGED_GAP_S
     while len(spans := merge(spans, gap_s)) > MAX_PENDING // 2:
         gap_s *= 2
@@ -89,3 +88,28 @@ def _fewer(spans: _Spans) -> _Spans:
 
 def _line(who: str, what: str, since: float, until: float) -> dict[str, Any]:
     return {"who": who, "what": what, "since": round(since, 3), "until": round(until, 3)}
+
+
+class WaitClock:
+    """Sums the seconds that one thread waits, by reason. Any thread may read the totals, during a wait, too."""
+
+    def __init__(self) -> None:
+        self._state: tuple[dict[str, float], str, float] = ({}, "", 0.0)
+        """Seconds of the waits before, and reason and start (monotonic seconds) of this one; replaced as a whole."""
+
+    @contextmanager
+    def waiting(self, reason: str) -> Iterator[None]:
+        """Count the block's time. A wait inside another one counts for itself alone."""
+        outer = self._state[1]
+        self._state = (self.totals(), reason, time.monotonic())
+        try:
+            yield
+        finally:
+            self._state = (self.totals(), outer, time.monotonic())
+
+    def totals(self) -> dict[str, float]:
+        """Seconds by reason."""
+        seconds, reason, since = self._state
+        if not reason:
+            return seconds
+        return {**seconds, reason: seconds.get(reason, 0.0) + time.monotonic() - since}

@@ -17,7 +17,7 @@ from asyncrl.algorithms.diagnostics import STALENESS_BUCKETS
 from asyncrl.config.schema import TelemetryConfig
 from asyncrl.models.device_facts import memory_by_state, peak_flops
 from asyncrl.telemetry.metrics import MetricSet
-from asyncrl.telemetry.waits import WaitClock
+from asyncrl.telemetry.timeline import WaitClock
 from learner.network.thread import NetworkThread
 from learner.reporting.metrics import GAUGE_OF_RECORD, GAUGE_OF_STALENESS_RECORD, METRICS, QUANTILE_OF_RECORD
 from learner.tickets.ledger import TicketLedger

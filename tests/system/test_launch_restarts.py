@@ -19,7 +19,7 @@ from rich.console import Console
 from asyncrl.launch.processes import Service
 from asyncrl.launch.supervisor import LONGEST_DELAY_S, Outcome, RestartPolicy, Supervisor
 from asyncrl.tools.panel.display import Display
-from asyncrl.tools.panel.run_snapshot import Story
+from asyncrl.tools.panel.run_snapshot import RunSnapshot
 
 QUICK = RestartPolicy(max_restarts=3, delay_s=0.05)
 COUNT = """
@@ -195,7 +195,7 @@ def test_delays_double_up_to_a_minute() -> None:
 def test_restarts_are_told_on_the_terminal(tmp_path: Path, terminal: bool) -> None:
     (tmp_path / "status.json").write_text(json.dumps({"phase": "training"}))
     output = io.StringIO()
-    with Display(Story(tmp_path), Console(file=output, force_terminal=terminal, width=120, height=60)) as display:
+    with Display(RunSnapshot(tmp_path), Console(file=output, force_terminal=terminal, width=120, height=60)) as display:
         display.note("learner was killed by SIGKILL; restart 1 of 5 in 1 s")
         shown = output.getvalue()
     assert "learner was killed by SIGKILL; restart 1 of 5 in 1 s" in shown

@@ -23,16 +23,14 @@ from rich.console import Console
 
 from asyncrl.cli import main
 from asyncrl.errors import UserError
+from asyncrl.telemetry.alert_thresholds import NOT_IN_A_RUN_DIRECTORY
 from asyncrl.telemetry.jsonl import JsonlTail
-from asyncrl.telemetry.limits import NOT_IN_A_RUN_DIRECTORY
 from asyncrl.telemetry.recorder import RunRecorder, read_status
 from asyncrl.tools.panel.alerts import CONDITIONS, alerts
 from asyncrl.tools.panel.display import Display
-from asyncrl.tools.panel.glyphs import Glyphs, slice_means
-from asyncrl.tools.panel.pace import seconds_per_step
+from asyncrl.tools.panel.formatting import Glyphs, duration, slice_means, time_left
 from asyncrl.tools.panel.panel import RunPanel
-from asyncrl.tools.panel.run_snapshot import Story
-from asyncrl.tools.panel.wording import duration, time_left
+from asyncrl.tools.panel.run_snapshot import RunSnapshot, seconds_per_step
 from tests.rigs.tiny import ROOT
 
 
@@ -80,7 +78,7 @@ def write_run(folder: Path, steps: int = 40) -> RunRecorder:
 
 def text_of(folder: Path, width: int = 110, height: int = 60) -> str:
     console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system="truecolor")
-    story = Story(folder)
+    story = RunSnapshot(folder)
     story.refresh()
     with console.capture() as capture:
         console.print(RunPanel(story))
@@ -140,7 +138,7 @@ def test_a_terminal_of_24_lines_is_enough(tmp_path: Path) -> None:
     write_run(tmp_path / "run")
     output = io.StringIO()
     console = Console(file=output, force_terminal=True, width=80, height=24)
-    with Display(Story(tmp_path / "run"), console) as display:
+    with Display(RunSnapshot(tmp_path / "run"), console) as display:
         display.tick()
         shown = output.getvalue()
     assert "it is seven" in shown
@@ -158,13 +156,13 @@ def test_a_picture_that_costs_more_is_drawn_less_often(
     monkeypatch.setattr("asyncrl.tools.panel.display.time.thread_time", lambda: cpu)
     drawn: list[float] = []
 
-    class SlowStory(Story):
+    class SlowSnapshot(RunSnapshot):
         def refresh(self) -> None:
             nonlocal cpu
             cpu += cpu_s
             drawn.append(now)
 
-    display = Display(SlowStory(tmp_path), Console(file=io.StringIO(), force_terminal=True))
+    display = Display(SlowSnapshot(tmp_path), Console(file=io.StringIO(), force_terminal=True))
     for tick in range(600):
         now = 0.1 * tick
         display.tick()
@@ -206,7 +204,7 @@ def test_an_empty_run_directory_is_shown_too(tmp_path: Path) -> None:
 def plain(folder: Path, during: Callable[[], object] = lambda: None) -> str:
     """What is printed where there is no terminal, of a run directory that changes by `during`."""
     output = io.StringIO()
-    with Display(Story(folder), Console(file=output, force_terminal=False, width=80)) as display:
+    with Display(RunSnapshot(folder), Console(file=output, force_terminal=False, width=80)) as display:
         during()
         display.tick()
     return output.getvalue()
@@ -234,7 +232,7 @@ def test_a_resumed_run_does_not_repeat_what_was_told_before(tmp_path: Path) -> N
 
 def test_the_status_of_an_earlier_process_is_not_shown(tmp_path: Path) -> None:
     write_run(tmp_path)
-    story = Story(tmp_path, since=time.time() + 60)
+    story = RunSnapshot(tmp_path, since=time.time() + 60)
     story.refresh()
     assert story.status == {}
     story.since = 0.0
@@ -244,7 +242,7 @@ def test_the_status_of_an_earlier_process_is_not_shown(tmp_path: Path) -> None:
 
 def test_the_story_follows_a_growing_and_a_cut_file(tmp_path: Path) -> None:
     recorder = write_run(tmp_path, steps=5)
-    story = Story(tmp_path)
+    story = RunSnapshot(tmp_path)
     story.refresh()
     recorder.step({"step": 6, "step_s": 2.0})
     story.refresh()
@@ -265,7 +263,7 @@ def test_a_sparkline_shows_the_course_in_few_characters() -> None:
 
 
 def test_durations_are_said_in_words() -> None:
-    assert [duration(seconds) for seconds in (None, 5, 61, 3700)] == ["-", "0 min 05 s", "1 min 01 s", "1 h 01 min"]
+    assert [duration(seconds) for seconds in (5, 61, 3700)] == ["0 min 05 s", "1 min 01 s", "1 h 01 min"]
 
 
 # --- terminals of every kind ---------------------------------------------------------------------
@@ -275,7 +273,7 @@ def shown(folder: Path, width: int, height: int, encoding: str = "utf-8") -> lis
     """Lines of the panel, without its colours."""
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)  # strict: what cannot be encoded raises
     console = Console(file=stream, width=width, height=height, force_terminal=True)
-    story = Story(folder)
+    story = RunSnapshot(folder)
     story.refresh()
     console.print(RunPanel(story))
     stream.flush()
@@ -365,7 +363,7 @@ def test_the_time_left_is_said_with_the_clock(tmp_path: Path) -> None:
     for line in steps_of(time.time() - 10.0 - 20 * 60.0, 1, 20, 60.0):
         recorder.step(line)
     recorder.status(phase="training", total_steps=50)
-    story = Story(tmp_path)
+    story = RunSnapshot(tmp_path)
     story.refresh()
     assert story.seconds_left() == pytest.approx(30 * 60.0, abs=5)
     assert re.fullmatch(r"(30 min 0|29 min 5)\d s left, (\w{3} )?\d\d:\d\d", time_left(story))
@@ -378,7 +376,7 @@ def test_a_long_run_is_followed_in_little_memory(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "reward/mean": {n}}}\n' for n in range(1, 3001)))
     line = json.dumps({"step": 1, "prompt": "x" * 1000, "completions": [{"text": "y", "reward": 1.0}]}) + "\n"
     (tmp_path / "samples.jsonl").write_text(line * 5000)
-    story = Story(tmp_path)
+    story = RunSnapshot(tmp_path)
     story.refresh()
     assert (len(story.steps), len(story.rewards)) == (512, 3000)
     assert story.good["completion"]["text"] == "y"
@@ -402,12 +400,12 @@ HEALTHY = {
 }
 
 
-def story_of(folder: Path, **values: Any) -> Story:
+def story_of(folder: Path, **values: Any) -> RunSnapshot:
     recorder = RunRecorder(folder)
     for step in range(1, 41):
         recorder.step({"step": step, **HEALTHY, "reward/mean": step / 40, **values})
     recorder.status(phase="training", servers=[{"id": "a"}])
-    story = Story(folder)
+    story = RunSnapshot(folder)
     story.refresh()
     return story
 
@@ -496,7 +494,7 @@ def test_plain_lines_say_a_warning_once_and_what_a_long_wait_is_for(
     story_of(tmp_path, entropy=0.01)
     RunRecorder(tmp_path).status(phase="training", waiting_for="groups of step 41", servers=[{"id": "a"}])
     output = io.StringIO()
-    with Display(Story(tmp_path), Console(file=output, width=80)) as display:
+    with Display(RunSnapshot(tmp_path), Console(file=output, width=80)) as display:
         for _ in range(3):
             display._show()
     lines = output.getvalue().splitlines()
@@ -536,14 +534,14 @@ def test_the_terminal_has_its_cursor_back_whatever_ends_the_display(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = io.StringIO()
-    display = Display(Story(tmp_path), Console(file=shown, force_terminal=True, width=80, height=24))
+    display = Display(RunSnapshot(tmp_path), Console(file=shown, force_terminal=True, width=80, height=24))
 
     def unreadable() -> None:
         raise UserError("cannot read status.json")
 
     display.__enter__()
     assert "\x1b[?25h" not in shown.getvalue(), "it is hidden"
-    monkeypatch.setattr(display.story, "refresh", unreadable)
+    monkeypatch.setattr(display.run, "refresh", unreadable)
     with pytest.raises(UserError):
         display.__exit__(None, None, None)
     assert "\x1b[?25h" in shown.getvalue()

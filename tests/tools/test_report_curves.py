@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.tools.panel.run_snapshot import Story
+from asyncrl.tools.panel.run_snapshot import RunSnapshot
 from asyncrl.tools.report.activity import exclusive, lanes, subtract
 from asyncrl.tools.report.chart import Curve, line_chart, ticks
 from asyncrl.tools.report.run import read_run
@@ -160,7 +160,7 @@ def test_a_pause_counts_once_however_often_a_start_failed_in_it(
     starts = [{"time": made.BEGAN + at, "step": 20} for at in (*crashed, 0, *failed, 400)]
     (run / "environment.json").write_text(json.dumps({"starts": starts}))
     assert read_run(run).busy_s == pytest.approx(400)
-    story = Story(run)
+    story = RunSnapshot(run)
     story.refresh()
     assert story.seconds_taken() == pytest.approx(400), "asyncrl watch says the same"
     (run / "metrics.jsonl").unlink()

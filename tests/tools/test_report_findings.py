@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import yaml
 
-from asyncrl.telemetry.limits import (
+from asyncrl.telemetry.alert_thresholds import (
     FIRST_STEP_S,
-    LIMITS,
     NOT_IN_A_RUN_DIRECTORY,
     STANDARD_ERRORS,
     STARVES_AT_BOUND,
+    THRESHOLDS,
     USUAL_STEPS,
 )
 from asyncrl.tools.report.findings import findings, verdict
@@ -52,8 +52,8 @@ def alerting_rules() -> list[dict[str, Any]]:
 def test_the_limits_are_those_of_the_alerts() -> None:
     rules = {rule["alert"]: rule for rule in alerting_rules()}
     unlimited = {"RunStopped", "NotANumber", *NOT_IN_A_RUN_DIRECTORY}
-    assert set(rules) == LIMITS.keys() | unlimited, "an alert is new: add it to LIMITS and CHECKS, or say why not"
-    for name, limit in LIMITS.items():
+    assert set(rules) == THRESHOLDS.keys() | unlimited, "an alert is new: add it to THRESHOLDS and CHECKS"
+    for name, limit in THRESHOLDS.items():
         expression, wait = rules[name]["expr"], rules[name].get("for", "0s")
         numbers = [float(number) for number in re.findall(r"(?:[<>*,]|!=) (\d[\d.e]*)", expression)]
         assert limit.value in numbers, f"{name}: {limit.value} is not in {expression}"

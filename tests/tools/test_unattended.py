@@ -21,7 +21,7 @@ from asyncrl.launch.processes import JOURNAL_FILE
 from asyncrl.launch.unattended import next_attempt
 from asyncrl.run_folder.failure import FAILURE_FILE, Kind, kind_of
 from asyncrl.telemetry.recorder import RunRecorder
-from asyncrl.telemetry.waits import WaitClock
+from asyncrl.telemetry.timeline import WaitClock
 from asyncrl.tools.health import LONGEST_PULSE_S, LONGEST_START_S, LONGEST_STEP_S, ailments
 from tests.rigs.small_runs import save_failure
 

@@ -16,7 +16,7 @@ from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.launch.processes import JOURNAL_FILE
 from asyncrl.telemetry.recorder import RunRecorder
-from asyncrl.tools.panel.run_snapshot import Story
+from asyncrl.tools.panel.run_snapshot import RunSnapshot
 from tests.tools.test_panel import text_of, write_run
 
 STEPS = [
@@ -67,7 +67,7 @@ def test_whatever_is_in_the_files_is_survived(tmp_path: Path) -> None:
 def test_time_is_counted_anew_where_the_file_is_cut_back(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(json.dumps(step) + "\n" for step in STEPS))
-    story = Story(tmp_path)
+    story = RunSnapshot(tmp_path)
     story.refresh()
     assert story.seconds_taken() == 160 + 30
     file.write_text(json.dumps(STEPS[0]) + "\n")

@@ -6,7 +6,7 @@ package in an extra of the same name.
 
 from __future__ import annotations
 
-from asyncrl.telemetry.trackers.base import Sample, TrackedRun, Tracker
-from asyncrl.telemetry.trackers.running import OPENERS, Trackers, check_trackers, open_trackers
+from asyncrl.telemetry.trackers.threads import OPENERS, Trackers, check_trackers, open_trackers
+from asyncrl.telemetry.trackers.tracker import Sample, TrackedRun, Tracker
 
 __all__ = ["OPENERS", "Sample", "TrackedRun", "Tracker", "Trackers", "check_trackers", "open_trackers"]

@@ -15,7 +15,7 @@ from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from asyncrl.telemetry.trackers.base import Sample, TrackedRun, numbers
+from asyncrl.telemetry.trackers.tracker import Sample, TrackedRun, numbers
 
 FOLDER = "tensorboard"
 FLUSH_S = 10

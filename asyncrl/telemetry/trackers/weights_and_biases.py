@@ -9,7 +9,7 @@ from pathlib import Path
 
 import wandb
 
-from asyncrl.telemetry.trackers.base import Sample, TrackedRun
+from asyncrl.telemetry.trackers.tracker import Sample, TrackedRun
 
 ID_FILE = "wandb-id"
 COLUMNS = ("step", "row", "image", "prompt", "answer", "completion", "reward", "status")
@@ -17,7 +17,7 @@ COLUMNS = ("step", "row", "image", "prompt", "answer", "completion", "reward", "
 
 class WandbTracker:
     def __init__(self, run: TrackedRun, *, finish_s: float):
-        self._told = run.told
+        self._last_recorded = run.last_recorded
         # Pictures of an offline run wait here: with the run, and not in a home that a container may not have.
         os.environ.setdefault("WANDB_DATA_DIR", str((run.run_path / "wandb").absolute()))
         mode = os.environ.get("WANDB_MODE")
@@ -42,14 +42,14 @@ class WandbTracker:
         )
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        if step > self._told:  # those made again from the journal are the same
+        if step > self._last_recorded:  # steps made again from the journal are the same
             self._log(step, metrics)
 
     def evaluation(self, step: int, results: Mapping[str, float]) -> None:
         self._log(step, {f"held_out/{name}": value for name, value in results.items()})
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
-        if step <= self._told:
+        if step <= self._last_recorded:
             return
         table = wandb.Table(columns=list(COLUMNS))
         for sample in samples:
@@ -77,7 +77,7 @@ class WandbTracker:
 
 
 def _run_id(run_path: Path) -> str:
-    """One for all processes of a run."""
+    """The W&B id that all processes of a run share."""
     file = run_path / ID_FILE
     if not file.exists():
         file.write_text(uuid.uuid4().hex[:12])

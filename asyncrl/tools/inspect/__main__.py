@@ -18,7 +18,7 @@ from asyncrl.launch.broken_pipe import ends_with_its_reader
 from asyncrl.launch.console import Console
 from asyncrl.run_folder.failure import kind_of
 from asyncrl.run_folder.full_disk import describe_full_disk
-from asyncrl.telemetry.reading import is_there, telling_unreadable
+from asyncrl.telemetry.reading import is_there, unreadable_as_user_error
 from asyncrl.tools.inspect.group import print_group
 from asyncrl.tools.inspect.listing import nothing_here, print_listing, tab_separated
 from asyncrl.tools.inspect.query import FILTERS, ORDERS, STATUSES, read_query
@@ -40,7 +40,7 @@ class _Ticket(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
-        with telling_unreadable():
+        with unreadable_as_user_error():
             return _inspect(arguments)
     except (UserError, BadStateError) as error:
         reason = str(error)

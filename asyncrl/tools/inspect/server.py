@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.telemetry.reading import telling_unreadable
+from asyncrl.telemetry.reading import unreadable_as_user_error
 from asyncrl.telemetry.recorder import read_status
 from asyncrl.tools.inspect.page import CONTENT_SECURITY_POLICY, page
 from asyncrl.tools.inspect.pictures import for_browser
@@ -100,7 +100,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         path, _, query = self.path.partition("?")
         try:
-            with telling_unreadable():
+            with unreadable_as_user_error():
                 self._answer(path.split("/")[1:], dict(parse_qsl(query)))
         except UserError as error:
             self._fail(HTTPStatus.BAD_REQUEST, str(error))

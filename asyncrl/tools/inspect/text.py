@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import unicodedata
 
-from asyncrl.telemetry.escape import code_of
-
 
 def visible(text: str, *, lines: bool = False) -> str:
     """Control, formatting and private characters are shown, not sent: text may hold escape sequences to a terminal.
@@ -24,7 +22,7 @@ def _escaped(character: str, lines: bool) -> str:
         return "↵\n" if lines else "↵"
     if character == "\t":
         return "→"
-    return code_of(character)
+    return character.encode("unicode_escape").decode()
 
 
 def one_line(text: str, limit: int) -> str:

@@ -1,147 +1,121 @@
-"""What should worry somebody who looks at a run: the conditions of docker/prometheus/alerts.yml, seen from its files.
+"""Warnings about a run: the conditions of docker/prometheus/alerts.yml, seen from its files.
 
 Where those have to hold for some minutes, these have to hold in the mean of the last steps. What only Prometheus sees
-is missing: who answers a scrape, how fast a disk fills, the shared memory of the learner's machine.
+is missing: which processes answer a scrape, how fast a disk fills, the shared memory of the learner's machine.
 """
 
 from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from statistics import linear_regression
 
+from asyncrl.telemetry.alert_thresholds import STARVES_AT_BOUND, THRESHOLDS, has_fallen, longest_step_s
 from asyncrl.telemetry.environment import read_starts
-from asyncrl.telemetry.limits import LIMITS, STARVES_AT_BOUND, has_fallen, longest_step_s
-from asyncrl.tools.panel.run_snapshot import Story
+from asyncrl.tools.panel.run_snapshot import RunSnapshot
 
 STEPS = 10
-"""Over which a condition has to hold."""
+"""Steps over which a condition has to hold."""
 LONG = 30
-"""The same of what is normal for a while."""
-SILENT_S = LIMITS["LearnerSilent"].value + LIMITS["LearnerSilent"].hold_s
-SMALL_DISK_BYTES = LIMITS["DiskFilling"].value
+"""The same for what is normal for a while."""
 
 
-def alerts(story: Story) -> dict[str, str]:
-    """In words, the gravest first; none of a run that has ended."""
-    if story.has_ended:
+def alerts(run: RunSnapshot) -> dict[str, str]:
+    """Messages by name of the Prometheus alert, the gravest first; none for a run that has ended."""
+    if run.has_ended:
         return {}
-    return {name: words for name, condition in CONDITIONS.items() if (words := condition(story))}
+    return {name: message for name, condition in CONDITIONS.items() if (message := condition(run))}
 
 
-def _limit(alert: str) -> float:
-    return LIMITS[alert].value
+def _threshold(alert: str) -> float:
+    return THRESHOLDS[alert].value
 
 
-def _ledger_residual(story: Story) -> str:
-    groups = story.latest.get("ledger_residual")
+def _not_a_number(run: RunSnapshot) -> str:
+    # RunRecorder writes what is not finite as null.
+    bad = [name for name in ("loss", "grad_norm") if name in run.latest and run.latest[name] is None]
+    return f"{' and '.join(bad)} of step {run.latest.get('step')}: not a number" if bad else ""
+
+
+def _ledger_residual(run: RunSnapshot) -> str:
+    groups = run.latest.get("ledger_residual")
     return f"{groups} groups are in no state of the ledger: samples were lost or counted twice" if groups else ""
 
 
-def _learner_silent(story: Story) -> str:
-    silent_s = time.time() - story.status.get("time", time.time())
-    return f"the learner has said nothing for {silent_s:.0f} s" if silent_s > SILENT_S else ""
+def _learner_silent(run: RunSnapshot) -> str:
+    silent_s, threshold = time.time() - run.status.get("time", time.time()), THRESHOLDS["LearnerSilent"]
+    is_silent = silent_s > threshold.value + threshold.hold_s
+    return f"the learner has said nothing for {silent_s:.0f} s" if is_silent else ""
 
 
-def _no_progress(story: Story) -> str:
-    """While it answers. An evaluation has deadlines of its own."""
-    if story.status.get("phase") != "training" or _learner_silent(story):
+def _no_progress(run: RunSnapshot) -> str:
+    """No step for long, of a learner that is not silent. An evaluation has deadlines of its own."""
+    if run.status.get("phase") != "training" or _learner_silent(run):
         return ""
-    began = max([story.since, *(start.get("time", 0.0) for start in read_starts(story.run_dir))])
-    steps = [step for step in story.steps if step.get("time", 0.0) > began and step.get("step_s") is not None]
+    began = max([run.since, *(start.get("time", 0.0) for start in read_starts(run.run_dir))])
+    steps = [step for step in run.steps if step.get("time", 0.0) > began and step.get("step_s") is not None]
     usual_s = sum(step["step_s"] for step in steps) / len(steps) if steps else None
     waited_s = time.time() - (steps[-1]["time"] if steps else began)
     return f"no step for {waited_s / 60:.0f} min" if began and waited_s > longest_step_s(usual_s) else ""
 
 
-def _no_server(story: Story) -> str:
-    alone = story.status.get("phase") == "training" and story.status.get("servers") == []
-    return "no rollout server is connected: nothing is sampled" if alone else ""
+def _no_server(run: RunSnapshot) -> str:
+    is_alone = run.status.get("phase") == "training" and run.status.get("servers") == []
+    return "no rollout server is connected: nothing is sampled" if is_alone else ""
 
 
-def _not_a_number(story: Story) -> str:
-    # RunRecorder writes what is not finite as null.
-    bad = [name for name in ("loss", "grad_norm") if name in story.latest and story.latest[name] is None]
-    return f"{' and '.join(bad)} of step {story.latest.get('step')}: not a number" if bad else ""
+def _disk(run: RunSnapshot) -> str:
+    free = shutil.disk_usage(run.run_dir).free if run.run_dir.exists() else float("inf")
+    return f"the disk of the run directory has {free / 1e9:.1f} GB left" if free < _threshold("DiskFilling") else ""
 
 
-def _staleness_at_bound(story: Story) -> str:
-    """While the learner waits. Servers that are ahead of it fill its buffer to the bound, too, and nothing is wrong."""
-    mean, bound = story.mean("staleness/mean", STEPS), story.latest.get("staleness/bound")
-    idle = story.mean("idle/learner", STEPS)
-    if mean is None or idle is None or not bound:
-        return ""
-    slow = mean > _limit("StalenessAtBound") * bound and idle > STARVES_AT_BOUND
-    return "tokens are as stale as they may be, and the learner waits: servers are too slow" if slow else ""
-
-
-def _ess(story: Story) -> str:
-    ess = _below(story, "ess", "EffectiveSampleSizeCollapse")
-    return "" if ess is None else f"effective sample size {ess:.0%}: a few tokens decide the gradient"
-
-
-def _mismatch_kl(story: Story) -> str:
-    nats = _above(story, "mismatch_kl_k3", "MismatchKl")
-    return "" if nats is None else f"learner and engine disagree: {nats:.3f} nats per token"
-
-
-def _entropy(story: Story) -> str:
-    nats = _below(story, "entropy", "EntropyCollapse")
-    return "" if nats is None else f"entropy {nats:.3f} nats per token: hardly any exploration"
-
-
-def _below(story: Story, key: str, alert: str) -> float | None:
-    """The mean of the last steps, if it is."""
-    mean = story.mean(key, STEPS)
-    return mean if mean is not None and mean < _limit(alert) else None
-
-
-def _above(story: Story, key: str, alert: str, steps: int = STEPS) -> float | None:
-    mean = story.mean(key, steps)
-    return mean if mean is not None and mean > _limit(alert) else None
-
-
-def _reward_hacking(story: Story) -> str:
-    scored = [evaluation for evaluation in story.evaluations if evaluation.get("accuracy") is not None]
+def _reward_hacking(run: RunSnapshot) -> str:
+    scored = [evaluation for evaluation in run.evaluations if evaluation.get("accuracy") is not None]
     if not scored:
         return ""
     best, last = max(scored, key=lambda evaluation: evaluation["accuracy"]), scored[-1]
     rows = last.get("rows", 0) - last.get("errors", 0)
-    rises = _slope([reward for step, reward in story.rewards if step > best.get("step", 0)]) > 0
+    later = [reward for step, reward in run.rewards if step > best.get("step", 0)]
+    rises = len(later) > 1 and linear_regression(range(len(later)), later).slope > 0
     if not rises or rows < 1 or not has_fallen(best["accuracy"], last["accuracy"], rows):
         return ""
     return f"held-out fell by {best['accuracy'] - last['accuracy']:.2f} while reward rises: look at samples"
 
 
-def _slope(values: Sequence[float]) -> float:
-    """Of the least-squares line, but for a factor."""
-    middle = (len(values) - 1) / 2
-    return sum((place - middle) * value for place, value in enumerate(values))
+def _rewards_fail(run: RunSnapshot) -> str:
+    counts = [(name, n) for step in run.steps[-STEPS:] for name, n in step.items() if name.startswith("rows/") and n]
+    failed = sum(n for name, n in counts if name == "rows/error")
+    fail_often = failed > _threshold("RewardsFail") * sum(n for _, n in counts)
+    return "more than one trajectory in twenty fails" if fail_often else ""
 
 
-def _rewards_fail(story: Story) -> str:
-    rows = [sum(_rows(step).values()) for step in story.steps[-STEPS:]]
-    failed = [_rows(step).get("rows/error", 0.0) for step in story.steps[-STEPS:]]
-    return "more than one trajectory in twenty fails" if sum(failed) > _limit("RewardsFail") * sum(rows) else ""
+def _staleness_at_bound(run: RunSnapshot) -> str:
+    """Tokens at their bound while the learner waits. Servers ahead of it fill its buffer, too: no fault."""
+    mean, bound = run.mean("staleness/mean", STEPS), run.latest.get("staleness/bound")
+    idle = run.mean("idle/learner", STEPS)
+    if mean is None or idle is None or not bound:
+        return ""
+    slow = mean > _threshold("StalenessAtBound") * bound and idle > STARVES_AT_BOUND
+    return "tokens are as stale as they may be, and the learner waits: servers are too slow" if slow else ""
 
 
-def _rows(step: dict[str, Any]) -> dict[str, float]:
-    """Trajectories by status."""
-    return {name: count for name, count in step.items() if name.startswith("rows/") and count is not None}
+def _below(alert: str, key: str, message: str, run: RunSnapshot) -> str:
+    mean = run.mean(key, STEPS)
+    return message.format(mean) if mean is not None and mean < _threshold(alert) else ""
 
 
-def _starves(story: Story) -> str:
-    idle = _above(story, "idle/learner", "LearnerStarves", LONG)
-    return "" if idle is None else f"the learner waits {idle:.0%} of its time: add rollout servers"
+def _above(alert: str, key: str, message: str, run: RunSnapshot, steps: int = STEPS) -> str:
+    mean = run.mean(key, steps)
+    return message.format(mean) if mean is not None and mean > _threshold(alert) else ""
 
 
-def _disk(story: Story) -> str:
-    free = shutil.disk_usage(story.run_dir).free if story.run_dir.exists() else SMALL_DISK_BYTES
-    return f"the disk of the run directory has {free / 1e9:.1f} GB left" if free < SMALL_DISK_BYTES else ""
-
-
-CONDITIONS: dict[str, Callable[[Story], str]] = {
+LOW_ESS = "effective sample size {:.0%}: a few tokens decide the gradient"
+DISAGREE = "learner and engine disagree: {:.3f} nats per token"
+LOW_ENTROPY = "entropy {:.3f} nats per token: hardly any exploration"
+STARVES = "the learner waits {:.0%} of its time: add rollout servers"
+CONDITIONS: dict[str, Callable[[RunSnapshot], str]] = {
     "NotANumber": _not_a_number,
     "LedgerResidual": _ledger_residual,
     "LearnerSilent": _learner_silent,
@@ -149,11 +123,11 @@ CONDITIONS: dict[str, Callable[[Story], str]] = {
     "NoRolloutServer": _no_server,
     "DiskFilling": _disk,
     "RewardHacking": _reward_hacking,
-    "EffectiveSampleSizeCollapse": _ess,
-    "MismatchKl": _mismatch_kl,
-    "EntropyCollapse": _entropy,
+    "EffectiveSampleSizeCollapse": partial(_below, "EffectiveSampleSizeCollapse", "ess", LOW_ESS),
+    "MismatchKl": partial(_above, "MismatchKl", "mismatch_kl_k3", DISAGREE),
+    "EntropyCollapse": partial(_below, "EntropyCollapse", "entropy", LOW_ENTROPY),
     "RewardsFail": _rewards_fail,
     "StalenessAtBound": _staleness_at_bound,
-    "LearnerStarves": _starves,
+    "LearnerStarves": partial(_above, "LearnerStarves", "idle/learner", STARVES, steps=LONG),
 }
-"""By the name of the Prometheus alert."""
+"""Keys are names of Prometheus alerts."""

@@ -1,4 +1,4 @@
-"""The story of a run while it goes on: a live panel or, where standard output is no terminal, plain lines."""
+"""Display of a run while it goes on: a live panel or, where standard output is no terminal, plain lines."""
 
 from __future__ import annotations
 
@@ -6,67 +6,72 @@ import io
 import sys
 import time
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 from rich.live import Live
 
+from asyncrl.errors import ExitCode, UserError
 from asyncrl.launch.console import Console
+from asyncrl.telemetry.reading import is_there, unreadable_as_user_error
+from asyncrl.telemetry.recorder import METRICS_FILE, STATUS_FILE
 from asyncrl.tools.panel.alerts import alerts
-from asyncrl.tools.panel.glyphs import Glyphs
+from asyncrl.tools.panel.formatting import MISSING, Glyphs, number, time_left
 from asyncrl.tools.panel.panel import RunPanel
-from asyncrl.tools.panel.run_snapshot import Story
-from asyncrl.tools.panel.wording import MISSING, number, time_left
+from asyncrl.tools.panel.run_snapshot import RunSnapshot
 
 PLAIN_EVERY_STEPS = 20
 REFRESH_S = 1.0
 LONGEST_REFRESH_S = 5.0
 DRAWING_SHARE = 0.005
-"""Of one CPU. Where a picture takes more than its share of a second, the next one comes later: slow machines, which
-have the least to spare, would pay the most for the same panel."""
+"""Share of one CPU. A picture that takes more than its share of a second delays the next one: slow machines, which have
+the least to spare, would pay the most for the same panel."""
 STUCK_S = 60.0
-"""Without a step; plain lines then say what is waited for, each time after twice as long."""
+"""Seconds without a step before plain lines say what the run waits for; each time doubles them."""
+COMES_BACK_S = 30.0
+"""Seconds within which a learner that failed may be started again."""
 
 
 class Display(AbstractContextManager["Display"]):
-    """Shows the story while a run goes on. Call `tick` often; it is cheap."""
+    """Shows a run while it goes on. Call `tick` often; it is cheap."""
 
-    def __init__(self, story: Story, console: Console | None = None, *, from_the_start: bool = False):
-        """Plain lines tell what is new; `from_the_start` also what was there before."""
-        self.story = story
-        self.console = console or _console()
+    def __init__(self, run: RunSnapshot, console: Console | None = None, *, from_the_start: bool = False):
+        """Plain lines report what is new; `from_the_start` also what the run has written before."""
+        self.run = run
+        self.console = console or _stdout_console()
         self._glyphs = Glyphs.of(self.console.encoding)
         self._from_the_start = from_the_start
         self._live: Live | None = None
         self._size = self.console.size
         self._refreshed_at = 0.0
         self._pause_s = 0.0
-        self._told_step = 0
-        self._told_evaluations: list[dict[str, Any]] = []
-        self._told_alerts: set[str] = set()
+        self._printed_step = 0
+        self._printed_evaluations: list[dict[str, Any]] = []
+        self._printed_alerts: set[str] = set()
         self._last_step = 0
         self._new_step_at = time.monotonic()
         self._stuck_s = STUCK_S
 
     def __enter__(self) -> Display:
-        self.story.refresh()
+        self.run.refresh()
         if self.console.is_terminal and not self.console.is_dumb_terminal:
-            self._live = Live(RunPanel(self.story), console=self.console, auto_refresh=False)
+            self._live = Live(RunPanel(self.run), console=self.console, auto_refresh=False)
             self._live.start()
-        if not self._from_the_start:  # it was told by the run that this one resumes
-            self._told_step, self._told_evaluations = self.story.latest.get("step", 0), self.story.evaluations
+        if not self._from_the_start:  # the run that this one resumes has printed it
+            self._printed_step, self._printed_evaluations = self.run.latest.get("step", 0), self.run.evaluations
         return self
 
     def __exit__(self, *_: object) -> None:
         try:
             self._show(last=True)
-        finally:  # whatever it meets, the terminal gets its cursor back
+        finally:  # the terminal gets its cursor back after any error
             if self._live:
                 self._live.stop()
 
     def note(self, line: str) -> None:
-        """Something that the run directory does not say, such as a crash: a row of the panel, or a line."""
+        """Show an event that is not in the run directory, such as a crash: a row of the panel, or a line."""
         line = f"{time.strftime('%H:%M:%S')} {line}"
-        self.story.notes.append(line)
+        self.run.notes.append(line)
         if self._live:
             self._show()
         else:
@@ -78,60 +83,68 @@ class Display(AbstractContextManager["Display"]):
 
     def _show(self, last: bool = False) -> None:
         began = time.thread_time()
-        self.story.refresh()
+        self.run.refresh()
         if self._live is None:
-            self._tell(last)
+            self._print_news(last)
         else:
-            self._draw(self._live)
+            if self.console.size != self._size:  # the terminal has broken the old frame's lines elsewhere
+                self._size = self.console.size
+                self.console.clear()
+            self._live.refresh()
         self._refreshed_at = time.monotonic()
         self._pause_s = min(max(REFRESH_S, (time.thread_time() - began) / DRAWING_SHARE), LONGEST_REFRESH_S)
 
-    def _draw(self, live: Live) -> None:
-        if self.console.size != self._size:  # the terminal has broken the old frame's lines elsewhere
-            self._size = self.console.size
-            self.console.clear()
-        live.refresh()
-
-    # --- plain lines -------------------------------------------------------------------------------
-
-    def _tell(self, last: bool) -> None:
-        """Every evaluation and warning, the first step, the last one and one now and then, and long waits."""
-        step = self.story.latest.get("step", 0)
-        if step < self._told_step:  # a resumed learner cuts back to its checkpoint
-            self._told_step = 0
-        for evaluation in self.story.evaluations:
-            if evaluation not in self._told_evaluations:
+    def _print_news(self, last: bool) -> None:
+        """Plain lines: every evaluation and warning, the first step, the last one and one now and then, long waits."""
+        step = self.run.latest.get("step", 0)
+        if step < self._printed_step:  # a resumed learner cuts back to its checkpoint
+            self._printed_step = 0
+        for evaluation in self.run.evaluations:
+            if evaluation not in self._printed_evaluations:
                 self._print(_evaluation_line(evaluation))
-        self._told_evaluations = self.story.evaluations
-        pause = 1 if last or self._told_step == 0 else PLAIN_EVERY_STEPS
-        if step >= self._told_step + pause:
-            self._told_step = step
-            self._print(_step_line(self.story))
-        self._tell_alerts()
-        self._tell_wait(step)
-
-    def _tell_alerts(self) -> None:
-        """As each begins."""
-        now = alerts(self.story)
-        for name in now.keys() - self._told_alerts:
-            self._print(f"warning: {now[name]}")
-        self._told_alerts = set(now)
-
-    def _tell_wait(self, step: int) -> None:
+        self._printed_evaluations = self.run.evaluations
+        pause = 1 if last or self._printed_step == 0 else PLAIN_EVERY_STEPS
+        if step >= self._printed_step + pause:
+            self._printed_step = step
+            self._print(_step_line(self.run))
+        warnings = alerts(self.run)
+        for name in warnings.keys() - self._printed_alerts:
+            self._print(f"warning: {warnings[name]}")
+        self._printed_alerts = set(warnings)
         now = time.monotonic()
-        if step != self._last_step or self.story.has_ended:
+        if step != self._last_step or self.run.has_ended:
             self._last_step, self._new_step_at, self._stuck_s = step, now, STUCK_S
         elif now - self._new_step_at >= self._stuck_s:
-            waiting = self.story.status.get("waiting_for") or "nothing that the learner has said"
-            self._print(f"step {step}: no other for {self._stuck_s:.0f} s, {self.story.phase}, waiting for {waiting}")
+            waiting = self.run.status.get("waiting_for") or "nothing that the learner has said"
+            self._print(f"step {step}: no other for {self._stuck_s:.0f} s, {self.run.phase}, waiting for {waiting}")
             self._stuck_s *= 2
 
     def _print(self, line: str) -> None:
         self.console.print(self._glyphs.line(line), markup=False, highlight=False, soft_wrap=True)
 
 
-def _console() -> Console:
-    """Of standard output. FORCE_COLOR in the environment does not make a terminal of a file."""
+def watch(run_dir: Path) -> int:
+    """Show a run that another process makes, until it has ended: 0 if it is finished, else 1. Only reads.
+
+    Raises UserError where there is no run, or its files cannot be read.
+    """
+    if not [name for name in (STATUS_FILE, METRICS_FILE) if is_there(run_dir / name)]:
+        raise UserError(f"there is no run in {run_dir}: it has neither {STATUS_FILE} nor {METRICS_FILE}")
+    with unreadable_as_user_error(), Display(RunSnapshot(run_dir), from_the_start=True) as display:
+        while not _is_over(display.run):
+            display.tick()
+            is_there(run_dir / STATUS_FILE)  # raises where it has become another user's: its last words would stay
+            time.sleep(REFRESH_S / 4)
+    return ExitCode.FINISHED if display.run.phase == "finished" else ExitCode.CRASHED
+
+
+def _is_over(run: RunSnapshot) -> bool:
+    silent_s = time.time() - run.status.get("time", 0.0)
+    return run.phase == "finished" or (run.has_ended and silent_s > COMES_BACK_S)
+
+
+def _stdout_console() -> Console:
+    """A console for standard output. FORCE_COLOR in the environment does not make a terminal of a file."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # whatever is printed, a run does not end by it
     return Console(force_terminal=None if sys.stdout.isatty() else False)
@@ -143,12 +156,12 @@ def _evaluation_line(evaluation: dict[str, Any]) -> str:
     return f"step {evaluation.get('step')}: held-out accuracy {accuracy} over {rows} rows, {errors} without a score"
 
 
-def _step_line(story: Story) -> str:
-    step = story.latest
+def _step_line(run: RunSnapshot) -> str:
+    step = run.latest
     return (
-        f"step {step['step']} of {story.status.get('total_steps', '?')}: "
+        f"step {step['step']} of {run.status.get('total_steps', '?')}: "
         f"reward {number(step.get('reward/mean'))}, staleness {number(step.get('staleness/mean'), 1)}, "
         f"entropy {number(step.get('entropy'))}, {number(step.get('step_s'), 2)} s per step, "
-        f"idle learner {number(story.last('idle/learner'), 2)} rollout {number(story.last('idle/rollout'), 2)}, "
-        f"{time_left(story) or 'time left unknown'}"
+        f"idle learner {number(run.last('idle/learner'), 2)} rollout {number(run.last('idle/rollout'), 2)}, "
+        f"{time_left(run) or 'time left unknown'}"
     )

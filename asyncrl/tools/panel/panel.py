@@ -15,22 +15,22 @@ from rich.panel import Panel
 from rich.text import Text
 
 from asyncrl.tools.panel.answers import Answers, Row, phase_style
-from asyncrl.tools.panel.glyphs import Glyphs
-from asyncrl.tools.panel.run_snapshot import Story
+from asyncrl.tools.panel.formatting import Glyphs
+from asyncrl.tools.panel.run_snapshot import RunSnapshot
 
 NAME_CELLS = 12
 GAP = 2
 NARROW = 70
 TALL = 40
 SAMPLE_LINES = 3
-"""Of a completion, in a tall terminal."""
+"""Lines of a completion in a tall terminal."""
 
 
 @dataclass(frozen=True)
 class RunPanel:
-    """The story so far, as large as the console lets it be."""
+    """A run so far, as large as the console lets it be."""
 
-    story: Story
+    run: RunSnapshot
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         padding = 1 if options.max_width < NARROW else 2
@@ -38,7 +38,7 @@ class RunPanel:
         height = console.size.height
         room = options.max_width - 2 * padding - 2
         names = min(NAME_CELLS, room // 3)
-        view = Answers(self.story, glyphs, room - names - GAP, SAMPLE_LINES if height >= TALL else 1)
+        view = Answers(self.run, glyphs, room - names - GAP, SAMPLE_LINES if height >= TALL else 1)
         sections = [
             ("Is it learning?", list(view.learning())),
             ("Is the pipeline healthy?", list(view.pipeline())),
@@ -51,12 +51,12 @@ class RunPanel:
         for question, rows in sections if spare >= 0 else _fitting(sections, height - borders_and_progress):
             heading = Text(question, "bold cyan", no_wrap=True)
             parts += [*([Text("")] if spare >= gaps else []), heading, _block(rows, names, glyphs)]
-        phase = self.story.phase
+        phase = self.run.phase
         yield Panel(
             Group(*parts),
             box=ROUNDED,
             title=Text.assemble(
-                ("asyncrl", "bold"), f"  {glyphs.cut(self.story.run_dir, room // 2)}  ", (phase, phase_style(phase))
+                ("asyncrl", "bold"), f"  {glyphs.cut(self.run.run_dir, room // 2)}  ", (phase, phase_style(phase))
             ),
             title_align="left",
             border_style="dim",
@@ -65,19 +65,19 @@ class RunPanel:
 
 
 def _height(rows: list[Row]) -> int:
-    """With the question."""
+    """Lines of a section, with its question."""
     return 1 + sum(len(row.lines) for row in rows)
 
 
 def _fitting(sections: list[tuple[str, list[Row]]], height: int) -> list[tuple[str, list[Row]]]:
-    """Second lines go first, then the rows of the highest rank, the last of them first."""
+    """Sections without second lines, then without rows of the highest rank, the last of them first, until they fit."""
     sections = [(question, [replace(row, lines=row.lines[:1]) for row in rows]) for question, rows in sections]
     while sum(_height(rows) for _, rows in sections) > height:
         ranked = [(row.rank, place, rows) for _, rows in sections for place, row in enumerate(rows) if row.rank]
         if not ranked:
             break
         rank = max(rank for rank, _, _ in ranked)
-        _, place, rows = [found for found in ranked if found[0] == rank][-1]
+        _, place, rows = [candidate for candidate in ranked if candidate[0] == rank][-1]
         del rows[place]
     return sections
 

@@ -1,41 +1,61 @@
-"""What a run directory says so far, read as it grows."""
+"""A run directory's records so far, read as it grows.
+
+A crash, a full disk or an editor may have left anything in the files: what cannot be shown is left out.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from asyncrl.telemetry.jsonl import JsonlTail
 from asyncrl.telemetry.recorder import EVALUATIONS_FILE, METRICS_FILE, SAMPLES_FILE, read_status
-from asyncrl.tools.panel.pace import SAME_PROCESS_S, begun_at, seconds_per_step
-from asyncrl.tools.panel.safe_records import sound_numbers, sound_sample, sound_status
 
 STEPS_KEPT = 512
 NEWEST_SAMPLES_BYTES = 2 << 20
-"""Of a file that may be gigabytes: two samples are shown."""
+"""Bytes that are read of a file that may have gigabytes: two samples are shown."""
 ENDED = ("finished", "failed", "interrupted")
+LARGEST_NUMBER = 1e15
+STATUS_TYPES: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("phase", "waiting_for"), str),
+    **dict.fromkeys(("step", "total_steps"), int),
+    **dict.fromkeys(("groups", "errors", "device"), dict),
+    "time": (int, float),
+    "servers": list,
+}
+RECENT_STEPS = 30
+FEWEST_STEPS = 3
+PAUSE = 3.0
+"""An interval this many times as long as usual holds an evaluation, a checkpoint or a wait."""
+SAME_PROCESS_S = 2.0
+
+Step = Mapping[str, Any]
+"""A line of metrics.jsonl."""
 
 
 @dataclass
-class Story:
+class RunSnapshot:
     """`refresh` brings it up to date; every field is empty until the run has written something."""
 
     run_dir: Path
     since: float = 0.0
-    """Unix time. An older status is an earlier process' and says nothing about this one."""
+    """Unix time. A status before it was written by an earlier process, and is ignored."""
     steps: list[dict[str, Any]] = field(default_factory=list)
-    """The last of them."""
+    """The newest STEPS_KEPT steps."""
     rewards: list[tuple[int, float]] = field(default_factory=list)
-    """Step and mean reward of all of them."""
+    """Step and mean reward of all steps."""
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     good: dict[str, Any] = field(default_factory=dict)
     """The newest sample's prompt with its best completion, if that scored."""
     bad: dict[str, Any] = field(default_factory=dict)
     status: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    """What the launcher has to say: crashes and restarts."""
+    """Crashes and restarts that the launcher reports."""
 
     def __post_init__(self) -> None:
         self._steps = JsonlTail(self.run_dir / METRICS_FILE)
@@ -48,28 +68,28 @@ class Story:
         if restarted:
             self.steps, self.rewards = [], []
             self._forget_processes()
-        steps = _sound(records)
+        steps = _with_numbers(records)
         self.steps = (self.steps + steps)[-STEPS_KEPT:]
         for step in steps:
             self._count_time(step)
             if step.get("reward/mean") is not None:
                 self.rewards.append((step["step"], step["reward/mean"]))
         records, restarted = self._evaluations.new_records()
-        self.evaluations = ([] if restarted else self.evaluations) + _sound(records)
+        self.evaluations = ([] if restarted else self.evaluations) + _with_numbers(records)
         for sample in self._samples.new_records()[0]:
-            self._remember(sound_sample(sample))
-        status = sound_status(read_status(self.run_dir))
+            self._keep_sample(sample)
+        status = _valid_status(read_status(self.run_dir))
         if status and status.get("time", self.since) >= self.since:
             self.status = status
 
     def _forget_processes(self) -> None:
         self._earlier_s = 0.0
-        """Of learners before the latest one."""
+        """Seconds of learners before the latest one."""
         self._process: tuple[float, float] | None = None
         """Unix times of the latest one's beginning and of its newest step."""
 
-    def _count_time(self, step: dict[str, Any]) -> None:
-        begun = begun_at(step)
+    def _count_time(self, step: Step) -> None:
+        begun = _begun_at(step)
         if begun is None:
             return
         if self._process is not None and abs(begun - self._process[0]) >= SAME_PROCESS_S:
@@ -77,10 +97,18 @@ class Story:
             self._process = None
         self._process = (self._process[0] if self._process else begun, step["time"])
 
-    def _remember(self, sample: dict[str, Any]) -> None:
-        scored = sample["completions"]
+    def _keep_sample(self, record: dict[str, Any]) -> None:
+        listed = record.get("completions")
+        scored = [
+            one
+            for one in (listed if isinstance(listed, list) else [])
+            if isinstance(one, dict) and _is_number(one.get("reward")) and isinstance(one.get("text", ""), str)
+        ]
         if not scored:
             return
+        sample = {key: record[key] for key in ("prompt", "answer") if isinstance(record.get(key), str)}
+        if _is_number(record.get("step")):
+            sample["step"] = record["step"]
         best, worst = max(scored, key=lambda c: c["reward"]), min(scored, key=lambda c: c["reward"])
         self.good = {**sample, "completion": best}
         if worst["reward"] < best["reward"] or not self.bad:
@@ -91,11 +119,11 @@ class Story:
         return self.steps[-1] if self.steps else {}
 
     def last(self, key: str) -> Any:
-        """The newest value that is there; slow numbers are not in every step."""
+        """The newest value of a metric; slow metrics are not in every step."""
         return next((step[key] for step in reversed(self.steps[-50:]) if step.get(key) is not None), None)
 
     def mean(self, key: str, count: int) -> float | None:
-        """Of the last `count` steps; None where not all of them have it."""
+        """Mean of a metric over the last `count` steps; None where not all of them have it."""
         values = [step[key] for step in self.steps[-count:] if step.get(key) is not None]
         return sum(values) / count if len(values) == count else None
 
@@ -108,7 +136,7 @@ class Story:
         return self.phase in ENDED
 
     def seconds_taken(self) -> float | None:
-        """While learners ran; None where that is not recorded."""
+        """Seconds in which learners ran; None where that is not recorded."""
         if self._process is None:
             return None
         begun, newest = self._process
@@ -116,7 +144,7 @@ class Story:
         return self._earlier_s + end - begun
 
     def seconds_left(self) -> float | None:
-        """At the pace of the steps so far; None where that is not known yet, or the run has ended."""
+        """Seconds to the end at the pace of the steps so far; None where that is unknown, or the run has ended."""
         total, pace = self.status.get("total_steps"), seconds_per_step(self.steps)
         if not total or pace is None or self.has_ended or self.latest.get("time") is None:
             return None
@@ -124,5 +152,55 @@ class Story:
         return max(0.0, (total - self.latest["step"]) * pace - of_this_step)
 
 
-def _sound(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [numbers for record in records if (numbers := sound_numbers(record)) is not None]
+def seconds_per_step(steps: Sequence[Step]) -> float | None:
+    """Seconds of a recent step and its share of all pauses so far. None before there are a few steps.
+
+    Counted from one step to the next in the same process: time in which nothing ran does not count.
+    """
+    intervals = [after["uptime_s"] - before["uptime_s"] for before, after in pairwise(steps) if _follows(before, after)]
+    if len(intervals) < FEWEST_STEPS:
+        return None
+    usual = median(intervals)
+    pauses = sum(interval - usual for interval in intervals if interval > PAUSE * usual)
+    return median(intervals[-RECENT_STEPS:]) + pauses / len(intervals)
+
+
+def _follows(before: Step, after: Step) -> bool:
+    """True for steps of one process. A step made again from the journal waits for nothing and publishes nothing."""
+    if after.get("publish_bytes") == 0 or after.get("step") != before.get("step", 0) + 1:
+        return False
+    begun = [_begun_at(step) for step in (before, after)]
+    return None not in begun and abs(begun[1] - begun[0]) < SAME_PROCESS_S
+
+
+def _begun_at(step: Step) -> Any:
+    """Unix time at which the process of this step began."""
+    is_timed = step.get("time") is not None and step.get("uptime_s") is not None
+    return step["time"] - step["uptime_s"] if is_timed else None
+
+
+def _with_numbers(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The numbers of steps or evaluations; records without a step are left out."""
+    return [
+        {key: value for key, value in record.items() if value is None or _is_number(value)}
+        for record in records
+        if isinstance(record.get("step"), int) and _is_number(record["step"])
+    ]
+
+
+def _valid_status(record: dict[str, Any]) -> dict[str, Any]:
+    """The status without fields of a wrong type."""
+    status: dict[str, Any] = {
+        key: value
+        for key, value in record.items()
+        if isinstance(value, STATUS_TYPES.get(key, object))
+        and (not isinstance(value, int | float) or _is_number(value))
+    }
+    if "servers" in status:
+        status["servers"] = [server for server in status["servers"] if isinstance(server, dict)]
+    return status
+
+
+def _is_number(value: Any) -> bool:
+    """True for a number that can be shown: finite, and no integer of a thousand digits."""
+    return isinstance(value, int | float) and -LARGEST_NUMBER < value < LARGEST_NUMBER

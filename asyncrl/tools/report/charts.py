@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from asyncrl.telemetry.limits import LIMITS
+from asyncrl.telemetry.alert_thresholds import THRESHOLDS
 from asyncrl.tools.report.chart import Curve, line_chart, stack_chart
 from asyncrl.tools.report.markup import duration, share
 from asyncrl.tools.report.run import Run, number
@@ -53,7 +53,7 @@ def _learning(run: Run) -> Iterator[str]:
     accuracy = [*noisy(run, "accuracy", "training"), Curve("held out", run.held_out, "dots")]
     yield line_chart("Accuracy", accuracy, **_SHARE)
     entropy = [Curve("entropy", run.points("entropy"))]
-    yield line_chart("Entropy", entropy, unit="nats per token", floor=0.0, limit=LIMITS["EntropyCollapse"].value)
+    yield line_chart("Entropy", entropy, unit="nats per token", floor=0.0, limit=THRESHOLDS["EntropyCollapse"].value)
     yield line_chart("Loss", noisy(run, "loss", "loss"), unit="nats")
     norm = noisy(run, "grad_norm", "before clipping")
     yield line_chart("Gradient norm", norm, floor=0.0, logarithmic=_spans_decades(run, "grad_norm"))
@@ -80,12 +80,12 @@ def _off_policyness(run: Run) -> Iterator[str]:
     stale = plain(run, ("staleness/mean", "mean"), ("staleness/max", "oldest"))
     yield line_chart("Token staleness", [*stale, bound], unit="versions", floor=0.0)
     ess = noisy(run, "ess", "all tokens")
-    limit = LIMITS["EffectiveSampleSizeCollapse"].value
+    limit = THRESHOLDS["EffectiveSampleSizeCollapse"].value
     yield line_chart("Effective sample size", ess, limit=limit, ceiling=1.0, show=share)
     kl = noisy(run, "mismatch_kl_k3", "k3")
     logarithmic = _spans_decades(run, "mismatch_kl_k3")
     title = "KL of behaviour and learner"
-    limit = LIMITS["MismatchKl"].value
+    limit = THRESHOLDS["MismatchKl"].value
     yield line_chart(title, kl, unit="nats per token", limit=limit, logarithmic=logarithmic)
     ratios = plain(run, ("ratio/p01", "p1"), ("ratio/p50", "median"), ("ratio/p99", "p99"), ("ratio_max", "largest"))
     yield line_chart("Ratio learner / behaviour", ratios, unit="raw", logarithmic=_spans_decades(run, "ratio_max"))

@@ -6,7 +6,7 @@ import shutil
 import time
 from collections.abc import Iterator
 
-from asyncrl.telemetry.limits import LIMITS, longest_step_s
+from asyncrl.telemetry.alert_thresholds import THRESHOLDS, longest_step_s
 from asyncrl.tools.report.finding import Finding
 from asyncrl.tools.report.limits import RESTARTS
 from asyncrl.tools.report.markup import count, duration
@@ -30,7 +30,7 @@ def silent(run: Run) -> Iterator[Finding]:
     spoke = number(run.status.get("time"))
     if run.failure or run.ending in ("finished", "failed", "interrupted") or spoke is None:
         return
-    silent_s, limit = time.time() - spoke, LIMITS["LearnerSilent"]
+    silent_s, limit = time.time() - spoke, THRESHOLDS["LearnerSilent"]
     if silent_s > limit.value + limit.hold_s:
         advice = "If it is meant to be running, look at logs/learner.log; --resume continues from what is journaled."
         at = f"silent for {duration(silent_s)} while {run.ending or 'starting'}"
@@ -64,6 +64,6 @@ def disk(run: Run) -> Iterator[Finding]:
     if run.ending == "finished":
         return
     free = shutil.disk_usage(run.path).free
-    if free < LIMITS["DiskFilling"].value:
+    if free < THRESHOLDS["DiskFilling"].value:
         advice = "Make room: old runs, trainer.save_limit, trainer.journal_limit_mib."
         yield Finding("warning", "The disk is nearly full", f"{free / 2**30:.2g} GiB free", advice)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from asyncrl.telemetry.limits import LIMITS, STARVES_AT_BOUND, has_fallen
+from asyncrl.telemetry.alert_thresholds import STARVES_AT_BOUND, THRESHOLDS, has_fallen
 from asyncrl.tools.report import ending
 from asyncrl.tools.report.alert_durations import long_enough, longest
 from asyncrl.tools.report.finding import Finding, Level
@@ -48,7 +48,9 @@ def _names(found: list[Finding]) -> str:
 
 def _residual(run: Run) -> Iterator[Finding]:
     wrong = [
-        step for step in run.steps if abs(number(step.get("ledger_residual")) or 0.0) > LIMITS["LedgerResidual"].value
+        step
+        for step in run.steps
+        if abs(number(step.get("ledger_residual")) or 0.0) > THRESHOLDS["LedgerResidual"].value
     ]
     if wrong:
         value = f"{figure(number(wrong[-1]['ledger_residual']))} groups, first at step {wrong[0]['step']:.0f}"
@@ -94,7 +96,7 @@ def _reward_hacking(run: Run) -> Iterator[Finding]:
 
 
 def _entropy(run: Run) -> Iterator[Finding]:
-    limit = LIMITS["EntropyCollapse"]
+    limit = THRESHOLDS["EntropyCollapse"]
     stretch = longest(run, _below("entropy", limit.value))
     if stretch and long_enough(stretch, limit.hold_s):
         value = f"below {limit.value:g} nats per token in {stretch}; lowest {figure(min(run.values('entropy')))}"
@@ -136,7 +138,7 @@ def _rewards_fail(run: Run) -> Iterator[Finding]:
     total = sum(rows.values())
     bad = {kind: rows.get(kind, 0.0) for kind in ("error", "timed_out")}
     part = sum(bad.values()) / total if total else 0.0
-    if part > LIMITS["RewardsFail"].value:
+    if part > THRESHOLDS["RewardsFail"].value:
         value = ", ".join(f"{kind.replace('_', ' ')} {n:,.0f}" for kind, n in bad.items() if n)
         advice = "These rows are left out of the loss. The error samples below have the messages."
         yield Finding("warning", "Rewards fail", f"{share(part)} of the trajectories ({value})", advice)
@@ -146,7 +148,7 @@ def _rewards_fail(run: Run) -> Iterator[Finding]:
 
 
 def _effective_sample_size(run: Run) -> Iterator[Finding]:
-    limit = LIMITS["EffectiveSampleSizeCollapse"]
+    limit = THRESHOLDS["EffectiveSampleSizeCollapse"]
     stretch = longest(run, _below("ess", limit.value))
     if stretch and long_enough(stretch, limit.hold_s):
         value = f"below {share(limit.value)} in {stretch}; lowest {share(min(run.values('ess')))}"
@@ -155,7 +157,7 @@ def _effective_sample_size(run: Run) -> Iterator[Finding]:
 
 
 def _mismatch(run: Run) -> Iterator[Finding]:
-    limit = LIMITS["MismatchKl"]
+    limit = THRESHOLDS["MismatchKl"]
     stretch = longest(run, _above("mismatch_kl_k3", limit.value))
     if stretch and long_enough(stretch, limit.hold_s):
         value = (
@@ -168,7 +170,7 @@ def _mismatch(run: Run) -> Iterator[Finding]:
 
 
 def _staleness(run: Run) -> Iterator[Finding]:
-    limit = LIMITS["StalenessAtBound"]
+    limit = THRESHOLDS["StalenessAtBound"]
 
     def at_bound(step: Record) -> bool | None:
         mean, bound = number(step.get("staleness/mean")), number(step.get("staleness/bound"))
@@ -195,7 +197,7 @@ def _staleness(run: Run) -> Iterator[Finding]:
 
 
 def _learner_starves(run: Run) -> Iterator[Finding]:
-    limit = LIMITS["LearnerStarves"]
+    limit = THRESHOLDS["LearnerStarves"]
     stretch = longest(run, _above("idle/learner", limit.value))
     if run.setting("trainer.mode") != "sync" and stretch and long_enough(stretch, limit.hold_s):
         value = f"more than {share(limit.value)} of its time in {stretch}"

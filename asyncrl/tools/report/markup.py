@@ -7,15 +7,13 @@ import re
 from datetime import datetime
 from typing import Any
 
-from asyncrl.telemetry.escape import code_of
-
 _SHOWN = {"\n", "\t"}
 
 
 def text(value: Any) -> str:
     """Escaped, for elements and quoted attributes. Control characters and what turns the direction of writing show as
     their codes: a model may have written them."""
-    shown = "".join(c if c.isprintable() or c in _SHOWN else code_of(c) for c in str(value))
+    shown = "".join(c if c.isprintable() or c in _SHOWN else c.encode("unicode_escape").decode() for c in str(value))
     return html.escape(shown, quote=True)
 
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from asyncrl.telemetry import background_writer as behind
-from asyncrl.telemetry.background_writer import MOST_WAITING, BackgroundWriter
+from asyncrl.telemetry.background_writer import MAX_WAITING, BackgroundWriter
 
 
 def test_work_is_done_in_order_and_elsewhere() -> None:
@@ -24,7 +24,7 @@ def test_work_is_done_in_order_and_elsewhere() -> None:
 
 def test_a_caller_that_is_too_fast_waits() -> None:
     worker, go = BackgroundWriter("test"), threading.Event()
-    for _ in range(MOST_WAITING):
+    for _ in range(MAX_WAITING):
         worker.do(go.wait, 30)
     late = threading.Thread(target=worker.do, args=(int,))
     late.start()

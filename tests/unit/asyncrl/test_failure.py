@@ -30,7 +30,7 @@ from asyncrl.run_folder.failure import (
     read_failure,
 )
 from asyncrl.run_folder.full_disk import describe_full_disk, is_disk_full
-from asyncrl.tools.panel.run_snapshot import Story
+from asyncrl.tools.panel.run_snapshot import RunSnapshot
 from tests.rigs.small_runs import save_failure
 
 CONFIG = """\
@@ -279,7 +279,7 @@ def test_the_launcher_prints_the_reason(tmp_path: Path, capsys: pytest.CaptureFi
     if saved:
         reason, when = ("the loss is nan", since + 1) if saved == "now" else ("of before", since - 1)
         save_failure(tmp_path, reason=reason, time=when)
-    assert report(config(tmp_path), Outcome(3, failed=learner), Story(tmp_path, since=since)) == 3
+    assert report(config(tmp_path), Outcome(3, failed=learner), RunSnapshot(tmp_path, since=since)) == 3
     told = capsys.readouterr().err.splitlines()
     assert told[0] == "error: the loss is nan"
     assert len(told) == (2 if saved == "now" else 1)
@@ -298,7 +298,7 @@ def test_the_launcher_says_so_where_a_log_was_cut_off(
     assert learner.process is not None
     learner.process.wait(timeout=10)
     learner.log.write_text(log)
-    assert report(config(tmp_path), Outcome(3, failed=learner), Story(tmp_path)) == 3
+    assert report(config(tmp_path), Outcome(3, failed=learner), RunSnapshot(tmp_path)) == 3
     told = capsys.readouterr().err
     assert re.match(r"error: learner ended with code 3; its log does not say why \([0-9,.]+ MiB free there\)\n", told)
     assert told.rstrip("\n").endswith(log)
@@ -309,7 +309,7 @@ def test_the_launcher_says_how_often_it_has_tried(tmp_path: Path, capsys: pytest
     learner.start()
     assert learner.process is not None
     learner.process.wait(timeout=10)
-    assert report(config(tmp_path), Outcome(1, failed=learner, gave_up=True), Story(tmp_path)) == 1
+    assert report(config(tmp_path), Outcome(1, failed=learner, gave_up=True), RunSnapshot(tmp_path)) == 1
     told = capsys.readouterr().err
     assert "learner ended with code 1 once more after 5 restarts (launch.max_restarts)" in told
     assert told.splitlines()[-1] == "ValueError: why"
@@ -319,9 +319,9 @@ def test_an_interrupted_run_says_whether_it_can_be_continued(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server = Service("rollout_server", ["true"], tmp_path / "x.log", {})
-    assert report(config(tmp_path), Outcome(130), Story(tmp_path)) == 130
+    assert report(config(tmp_path), Outcome(130), RunSnapshot(tmp_path)) == 130
     (tmp_path / "journal.sqlite").touch()
-    assert report(config(tmp_path), Outcome(130, failed=server), Story(tmp_path)) == 130
+    assert report(config(tmp_path), Outcome(130, failed=server), RunSnapshot(tmp_path)) == 130
     first, second = capsys.readouterr().out.splitlines()
     assert first == "interrupted before it had begun"
     assert second == "rollout_server was told to stop, and the run with it; the same command with --resume continues"

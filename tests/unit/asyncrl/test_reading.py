@@ -19,7 +19,7 @@ from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.journal.sample_tables import INDEX_FILE
-from asyncrl.telemetry.reading import is_there, telling_unreadable
+from asyncrl.telemetry.reading import is_there, unreadable_as_user_error
 from asyncrl.tools.inspect import __main__ as inspect
 from asyncrl.tools.report.page import page_of
 from asyncrl.tools.report.pictures import Pictures
@@ -82,7 +82,7 @@ def test_another_users_file_is_for_that_user_to_open(tmp_path: Path, monkeypatch
 
 
 def test_what_is_no_file_is_not_told_as_one() -> None:
-    with pytest.raises(BrokenPipeError), telling_unreadable():
+    with pytest.raises(BrokenPipeError), unreadable_as_user_error():
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
 

@@ -129,7 +129,7 @@ def history_of(file: Path) -> list[dict[str, Any]]:
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    monkeypatch.setattr("asyncrl.telemetry.trackers.running.CLOSE_S", 60.0)  # a busy machine
+    monkeypatch.setattr("asyncrl.telemetry.trackers.threads.CLOSE_S", 60.0)  # a busy machine
     for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
@@ -231,8 +231,8 @@ def test_a_tracker_that_cannot_be_opened_is_counted(tmp_path: Path, caplog: pyte
 
 
 def test_a_slow_tracker_neither_delays_the_run_nor_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.telemetry.trackers.running.QUEUE_LENGTH", 4)
-    monkeypatch.setattr("asyncrl.telemetry.trackers.running.CLOSE_S", 0.2)
+    monkeypatch.setattr("asyncrl.telemetry.trackers.threads.QUEUE_LENGTH", 4)
+    monkeypatch.setattr("asyncrl.telemetry.trackers.threads.CLOSE_S", 0.2)
     errors: Counter[str] = Counter()
     trackers = trackers_of(tmp_path, lambda _: Broken(hangs_s=30), errors)
     began = time.monotonic()

@@ -24,7 +24,7 @@ from asyncrl.errors import BadStateError
 from asyncrl.journal.writer import Journal
 from asyncrl.telemetry.metrics import Metric, MetricSet
 from asyncrl.telemetry.recorder import RunRecorder
-from asyncrl.telemetry.waits import WaitClock
+from asyncrl.telemetry.timeline import WaitClock
 from learner.network.servers import ModelFacts
 from learner.network.thread import NetworkThread
 from learner.reporting.metrics import GAUGE_OF_RECORD, GAUGE_OF_STALENESS_RECORD

@@ -21,7 +21,7 @@ from asyncrl.journal.writer import Journal, TicketSlot
 from asyncrl.telemetry.recorder import RunRecorder
 from asyncrl.telemetry.timeline import Timeline
 from asyncrl.tools.panel.panel import RunPanel
-from asyncrl.tools.panel.run_snapshot import Story
+from asyncrl.tools.panel.run_snapshot import RunSnapshot
 from learner.network.device_lease import DeviceTurns, first_turn
 from learner.network.lease_grants import LeaseGrants
 from learner.network.servers import ModelFacts, Servers, ServerState
@@ -480,7 +480,7 @@ def test_a_learner_that_could_not_start_leaves_no_run_directory(
 
 def test_the_panel_says_who_has_the_device(tmp_path: Path) -> None:
     RunRecorder(tmp_path).status(phase="training", device={"holder": "rollout_server", "pid": 7, "fence": 12})
-    story = Story(tmp_path)
+    story = RunSnapshot(tmp_path)
     story.refresh()
     console = Console(file=io.StringIO(), width=110)
     with console.capture() as shown:

@@ -1,4 +1,4 @@
-"""What every tracker is, and what it is told."""
+"""The interface of a tracker, and the data that it gets."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class TrackedRun:
     config: Mapping[str, Any]
     """Hyperparameters: the resolved configuration, by section."""
     resumed_after: int | None = None
-    """The step that this process goes on from, if there was one before it: what came later is made again."""
-    told: int = 0
-    """The last step that an earlier process told of."""
+    """Step that this process goes on from, if there was one before it: later steps are made again."""
+    last_recorded: int = 0
+    """Last step that an earlier process recorded."""
     evaluations: tuple[Mapping[str, Any], ...] = ()
-    """Of steps after `resumed_after`, told by an earlier process: they are not made again."""
+    """Evaluations of steps after `resumed_after` that an earlier process recorded: they are not made again."""
 
 
 class Tracker(Protocol):
@@ -57,7 +57,7 @@ class Tracker(Protocol):
 
 
 def numbers(record: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
-    """A line's step, and everything else in it that is a number, but for the clock's."""
+    """The step of a line, and its other numbers except the clock's."""
     values = {k: float(value) for k, value in record.items() if _is_number(value) and k not in ("step", "time")}
     return int(record["step"]), values
 
