@@ -292,7 +292,7 @@ def _keys(arguments: argparse.Namespace) -> int:
 
 
 def _import_config(arguments: argparse.Namespace) -> int:
-    from asyncrl.tools.import_config.command import import_config
+    from asyncrl.tools.import_config.write import import_config
 
     return import_config(arguments.source, arguments.out)
 

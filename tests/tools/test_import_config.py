@@ -17,10 +17,10 @@ from asyncrl.config.suggest import ALIASES, known_paths
 from asyncrl.errors import UserError
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.spec import load_reward
-from asyncrl.tools.import_config.foreign_config import Theirs, read_theirs
-from asyncrl.tools.import_config.importing import Import, translate
-from asyncrl.tools.import_config.outcome import Verdict
+from asyncrl.tools.import_config.derived_rules import Verdict
+from asyncrl.tools.import_config.foreign_config import ForeignConfig, read_foreign_config
 from asyncrl.tools.import_config.rules import RULES, THEIR_DEFAULTS
+from asyncrl.tools.import_config.translation import Import, translate
 from tests.rigs.tiny import ROOT
 
 HERE = ROOT / "tests" / "rigs"
@@ -38,16 +38,16 @@ def verdicts(done: Import) -> dict[str, Verdict]:
 
 
 def imported(path: Path) -> Import:
-    return translate(read_theirs(path))
+    return translate(read_foreign_config(path))
 
 
 def of(framework: Any = "EasyR1", **values: Any) -> Import:
-    return translate(Theirs(framework, values))
+    return translate(ForeignConfig(framework, values))
 
 
 @pytest.mark.parametrize("name", ["rllava.yaml", "easyr1.yaml"])
 def test_every_key_has_an_answer(name: str) -> None:
-    theirs = read_theirs(IMPORTED / name)
+    theirs = read_foreign_config(IMPORTED / name)
     done = translate(theirs)
     assert len(theirs.values) > 50
     assert {theirs.spelled(key) for key in theirs.values} <= {line.key for line in done.lines}
@@ -226,7 +226,7 @@ def test_each_way_of_calling_a_reward(
 def test_the_printed_file_names_what_is_missing_and_keeps_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["import-config", str(IMPORTED / "easyr1.yaml")]) == 2
     printed = capsys.readouterr().out
-    for key in read_theirs(IMPORTED / "easyr1.yaml").values:
+    for key in read_foreign_config(IMPORTED / "easyr1.yaml").values:
         assert key in printed
     assert "hf download Qwen/Qwen2.5-VL-7B-Instruct --local-dir models/Qwen2.5-VL-7B-Instruct" in printed
     assert "With -o an adapter is written" in printed
@@ -256,7 +256,7 @@ def test_other_files_are_refused(text: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "theirs.yaml"
     path.write_text(text)
     with pytest.raises(UserError, match=said):
-        read_theirs(path)
+        read_foreign_config(path)
 
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -274,7 +274,7 @@ def test_a_configuration_of_ours_is_refused(path: Path, capsys: pytest.CaptureFi
 def test_rllavas_sections_alone_are_not_taken_for_ours(tmp_path: Path) -> None:
     path = tmp_path / "theirs.yaml"
     path.write_text("data: {train_files: a}\nalgorithm: {}\nrollout: {n: 4}\nreward: {}\ntrainer: {}\n")
-    assert read_theirs(path).framework == "RLLaVA"
+    assert read_foreign_config(path).framework == "RLLaVA"
 
 
 @pytest.mark.parametrize("name", ["theirs.yaml", "theirs.sh", "theirs"])
@@ -300,7 +300,7 @@ def test_a_script_without_training_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.sh"
     path.write_text("echo 'two\nlines'\n")
     with pytest.raises(UserError, match="starts neither"):
-        read_theirs(path)
+        read_foreign_config(path)
 
 
 def test_mini_batches_that_do_not_divide_the_batch_are_named() -> None:

@@ -1,2 +1,5 @@
-"""Configurations of RLLaVA and EasyR1 become ours: `asyncrl import-config`. Reading order: `theirs` (what they wrote),
-`rules` (each of their keys), `derived` (those that need more than one), `importing`, `writing`."""
+"""`asyncrl import-config`: configurations of RLLaVA and EasyR1 become ours.
+
+Reading order: `foreign_config` (reads their file), `rules` (what each key is here), `derived_rules` (keys that depend on
+others), `translation` (applies the rules), `write` (YAML, account and reward adapter).
+"""

@@ -1,4 +1,4 @@
-"""What another framework's configuration says: a YAML file, or the shell script that starts it with `key=value`."""
+"""Reads another framework's configuration: a YAML file, or the shell script that starts a run with `key=value`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SHARED = {"data", "algorithm", "rollout", "reward", "trainer"}
 
 
 @dataclass
-class Theirs:
+class ForeignConfig:
     """Their settings under dotted names, without EasyR1's `worker.`."""
 
     framework: Framework
@@ -43,8 +43,8 @@ class Theirs:
         return _WORKER + key if below else key
 
 
-def read_theirs(path: Path) -> Theirs:
-    """A YAML file, or a shell script with the YAML file that it names. UserError where it is neither."""
+def read_foreign_config(path: Path) -> ForeignConfig:
+    """Reads a YAML file, or a shell script with the YAML file that it names. UserError where it is neither."""
     if path.is_dir():
         raise UserError(f"{path} is a folder. Name the YAML file or the script in it")
     if not path.is_file():
@@ -52,18 +52,20 @@ def read_theirs(path: Path) -> Theirs:
     if path.suffix not in (".sh", ".bash"):
         values = _read_yaml(path)
         return _of_framework(values, "", {}, [str(path)])
-    command = _training_command(path)
-    values = _read_yaml(command.config) if command.config else {}
-    for key, text in command.overrides.items():
+    module, before, after = _training_command(path)
+    named = next((word.removeprefix("config=") for word in after if word.startswith("config=")), "")
+    config = [_config_file(path, named)] if named else []
+    values = _read_yaml(config[0]) if config else {}
+    for key, text in (match.groups() for word in after if (match := _OVERRIDE.fullmatch(word))):
         value, _, problems = yaml_text.parse(text, f"{path}: {key}")
         values[key] = text if problems else value
         for inner in [known for known in values if known.startswith(key + ".")]:
             del values[inner]
-    sources = [str(path), *([str(command.config)] if command.config else [])]
-    return _of_framework(values, command.module, command.flags, sources)
+    flags = {name: value for name, _, value in (word.partition("=") for word in before) if name.startswith("--")}
+    return _of_framework(values, module, flags, [str(file) for file in (path, *config)])
 
 
-def _of_framework(values: dict[str, Any], module: str, flags: dict[str, str], sources: list[str]) -> Theirs:
+def _of_framework(values: dict[str, Any], module: str, flags: dict[str, str], sources: list[str]) -> ForeignConfig:
     sections = {key.split(".")[0] for key in values}
     if "actor_rollout_ref" in sections:
         raise UserError(
@@ -81,7 +83,7 @@ def _of_framework(values: dict[str, Any], module: str, flags: dict[str, str], so
             f"{sources[0]} looks like neither RLLaVA's configuration (sections actor, rollout) nor EasyR1's (section "
             f"worker): it has {', '.join(sorted(sections)) or 'nothing'}"
         )
-    return Theirs(framework, {key.removeprefix(_WORKER): value for key, value in values.items()}, flags, sources)
+    return ForeignConfig(framework, {key.removeprefix(_WORKER): value for key, value in values.items()}, flags, sources)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -109,39 +111,18 @@ def _flat(value: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{key}", inner
 
 
-@dataclass(frozen=True)
-class _Command:
-    module: str
-    config: Path | None
-    overrides: dict[str, str]
-    flags: dict[str, str]
-
-
-def _training_command(path: Path) -> _Command:
-    """The one command of a script that starts `-m rllava...` or `-m verl...`."""
+def _training_command(path: Path) -> tuple[str, list[str], list[str]]:
+    """Module, words before it and words after it of the script's one command `-m rllava...` or `-m verl...`."""
     variables: dict[str, str] = {}
     for words in _commands(path):
         while words and (words[0] == "export" or _ASSIGNMENT.fullmatch(words[0])):
             match = _ASSIGNMENT.fullmatch(words.pop(0))
             if match:
                 variables[match[1]] = _expanded(match[2], variables)
-        module = next((word for word in words if _MODULE.match(word)), "")
-        if module:
-            start = words.index(module)
-            return _parsed(path, module, words[:start], words[start + 1 :], variables)
+        for number, word in enumerate(words):
+            if _MODULE.match(word):
+                return word, words[:number], [_expanded(later, variables) for later in words[number + 1 :]]
     raise UserError(f"{path} starts neither `-m rllava...` nor `-m verl...`. Name the YAML file that it uses instead")
-
-
-def _parsed(path: Path, module: str, before: list[str], after: list[str], variables: dict[str, str]) -> _Command:
-    config, overrides = None, {}
-    for word in (_expanded(word, variables) for word in after):
-        override = _OVERRIDE.fullmatch(word)
-        if override:
-            overrides[override[1]] = override[2]
-        elif word.startswith("config="):
-            config = _config_file(path, word.removeprefix("config="))
-    flags = {name: value for name, _, value in (word.partition("=") for word in before) if name.startswith("--")}
-    return _Command(module, config, overrides, flags)
 
 
 def _commands(path: Path) -> Iterator[list[str]]:

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.config.suggest import suggestion
-from asyncrl.tools.import_config.foreign_config import Theirs
-from asyncrl.tools.import_config.outcome import Outcome, nothing_to_set
-from asyncrl.tools.import_config.rules import BELOW, RULES, THEIR_DEFAULTS
+from asyncrl.tools.import_config.derived_rules import Outcome, no_counterpart, translated
+from asyncrl.tools.import_config.foreign_config import ForeignConfig
+from asyncrl.tools.import_config.rules import RULES, SECTIONS, THEIR_DEFAULTS
 
 ON_POLICY = "learner.max_staleness"
+_LAUNCHER = "a flag of their launcher: asyncrl train CONFIG starts one learner and rollout.servers servers"
 
 
 @dataclass(frozen=True)
@@ -28,65 +29,58 @@ class Line:
 
 @dataclass(frozen=True)
 class Import:
-    theirs: Theirs
+    theirs: ForeignConfig
     settings: Mapping[str, Any]
-    """Ours, dotted."""
+    """Our keys, dotted, and their values."""
     lines: tuple[Line, ...]
     missing: tuple[str, ...]
 
     def origin(self, ours: str) -> Line | None:
-        """Where a setting of ours comes from."""
+        """The first line that gives this setting of ours."""
         return next((line for line in self.lines if ours in line.outcome.settings), None)
 
 
-def translate(theirs: Theirs) -> Import:
-    """What several keys say, the later one in their file says last; what is given comes before any default."""
+def translate(theirs: ForeignConfig) -> Import:
+    """Of several keys for one setting, the last in their file decides; what is given comes before any default."""
     defaults = THEIR_DEFAULTS[theirs.framework]
-    everything = {**defaults, **theirs.values}
-    given = [Line(theirs.spelled(key), value, _outcome(key, value, everything)) for key, value in theirs.values.items()]
-    said = {key for line in given for key in line.outcome.settings}
+    values = {**defaults, **theirs.values}
+    given = [Line(theirs.spelled(key), value, _outcome(key, value, values)) for key, value in theirs.values.items()]
+    given_settings = {key for line in given for key in line.outcome.settings}
     implied = [
-        Line(theirs.spelled(key), value, outcome, is_default=True)
+        Line(theirs.spelled(key), value, _outcome(key, value, values), is_default=True)
         for key, value in defaults.items()
         if key not in theirs.values
-        and _speaks(outcome := _outcome(key, value, everything))
-        and not said & {*outcome.settings}
     ]
-    launcher = [Line(flag, value, Outcome("no counterpart", text=_LAUNCHER)) for flag, value in theirs.launcher.items()]
+    implied = [
+        line
+        for line in implied
+        if (line.outcome.settings or line.outcome.verdict == "no counterpart")
+        and not given_settings & {*line.outcome.settings}
+    ]
+    launcher = [Line(flag, value, no_counterpart(_LAUNCHER)) for flag, value in theirs.launcher.items()]
     lines = [*given, *implied, *launcher]
     settings = {ON_POLICY: 0} | {key: value for line in lines for key, value in line.outcome.settings.items()}
     return Import(theirs, settings, tuple(lines), tuple(_missing(lines, settings)))
 
 
-_LAUNCHER = "a flag of their launcher: asyncrl train CONFIG starts one learner and rollout.servers servers"
-
-
-def _outcome(key: str, value: Any, everything: Mapping[str, Any]) -> Outcome:
-    rule = RULES.get(key) or next((rule for start, rule in BELOW.items() if key.startswith(start)), None)
+def _outcome(key: str, value: Any, values: Mapping[str, Any]) -> Outcome:
+    rule = RULES.get(key) or next((rule for start, rule in SECTIONS.items() if key.startswith(start)), None)
     if rule is None:
-        hint = suggestion(key)
-        return Outcome("unknown", text=hint or "nothing of this name is known")
+        return Outcome("unknown", text=suggestion(key) or "nothing of this name is known")
     if value is None or value == {}:
-        return nothing_to_set("empty there")
+        return translated("empty there")
     try:
-        return rule(value, everything)
+        return rule(value, values)
     except (TypeError, AttributeError, ValueError):  # a rule knows the types that their schema allows
         return Outcome("unknown", text=f"{value!r} is not what their schema allows there")
-
-
-def _speaks(outcome: Outcome) -> bool:
-    return bool(outcome.settings) or outcome.verdict == "no counterpart"
 
 
 def _missing(lines: list[Line], settings: Mapping[str, Any]) -> Iterator[str]:
     yield from (line.outcome.missing for line in lines if line.outcome.missing)
     for key, value in settings.items():
-        texts = value if isinstance(value, list) else [value]
-        yield from (
-            f"{key}: it is {text}, with a variable that the script does not set"
-            for text in texts
-            if isinstance(text, str) and "$" in text
-        )
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and "$" in text:
+                yield f"{key}: it is {text}, with a variable that the script does not set"
     if "model.path" not in settings:
         yield "model.path: a Hugging Face model folder"
     if "data.train_files" not in settings:

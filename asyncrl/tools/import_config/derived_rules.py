@@ -1,0 +1,269 @@
+"""Kinds of rules, and the rules of keys whose meaning here depends on more than one of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+Verdict = Literal["taken over", "translated", "no counterpart", "unknown"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one of their keys becomes."""
+
+    verdict: Verdict
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Our keys, dotted, and their values."""
+    text: str = ""
+    """How it was translated, or why there is no counterpart."""
+    missing: str = ""
+    """What the user still has to give."""
+
+
+Values = Mapping[str, Any]
+"""All of their settings: those given, and their defaults for the others."""
+Rule = Callable[[Any, Values], Outcome]
+"""Takes a value that is not null and all of their settings."""
+
+
+def no_counterpart(text: str, missing: str = "") -> Outcome:
+    return Outcome("no counterpart", text=text, missing=missing)
+
+
+def translated(text: str, settings: Mapping[str, Any] | None = None) -> Outcome:
+    return Outcome("translated", settings or {}, text)
+
+
+# --- kinds of rules, for the table -----------------------------------------------------------------
+
+
+def same(ours: str) -> Rule:
+    """One key for another, same meaning, same unit."""
+    return lambda value, _: Outcome("taken over", {ours: value})
+
+
+def absent(why: str) -> Rule:
+    return lambda value, _: no_counterpart(why)
+
+
+def read_with(whole: str) -> Rule:
+    return lambda value, _: translated(f"read with {whole}")
+
+
+def one_value(harmless: Any, text: str, why: str) -> Rule:
+    return lambda value, _: translated(text) if value == harmless else no_counterpart(why)
+
+
+def minus_one_is_off(ours: str, meaning: str) -> Rule:
+    def rule(value: Any, _: Values) -> Outcome:
+        if isinstance(value, int) and value < 0:
+            return translated(f"off is -1 there and 0 here ({meaning})", {ours: 0})
+        return Outcome("taken over", {ours: value})
+
+    return rule
+
+
+def other_values(ours: str, values: Mapping[str, tuple[str, str]], otherwise: str) -> Rule:
+    def rule(value: Any, _: Values) -> Outcome:
+        if value not in values:
+            return no_counterpart(otherwise)
+        becomes, text = values[value]
+        return Outcome("translated" if text else "taken over", {ours: becomes}, text)
+
+    return rule
+
+
+# --- batches and warm-up -----------------------------------------------------------------------------
+
+
+def updates_per_batch(value: Any, theirs: Values) -> Outcome:
+    """Their mini-batch is counted in prompts: both frameworks multiply it by rollout.n themselves."""
+    prompts = theirs.get("data.rollout_batch_size", theirs.get("data.train_batch_size"))
+    if not isinstance(value, int) or not isinstance(prompts, int) or value <= 0 or prompts % value:
+        missing = f"algorithm.updates_per_batch: optimiser steps per batch of {prompts} prompts"
+        return no_counterpart(f"a batch of {prompts} prompts cannot be cut into parts of {value}", missing)
+    updates = prompts // value
+    text = f"{prompts} prompts in parts of {value}: {updates} updates"
+    return translated(text, {"algorithm.updates_per_batch": updates})
+
+
+def tokens_per_microbatch(value: Any, theirs: Values) -> Outcome:
+    """Samples of the longest length become packed tokens, as in their dynamic batching."""
+    longest = theirs["data.max_prompt_length"] + theirs["data.max_response_length"]
+    text = f"{value} samples of at most {longest} tokens; it changes memory and speed only"
+    return translated(text, {"batch.tokens_per_microbatch": value * longest})
+
+
+def warmup_ratio(value: Any, theirs: Values) -> Outcome:
+    if theirs.get("actor.optim.lr_warmup_steps") is not None:
+        return translated("lr_warmup_steps decides there, too")
+    if not value:
+        return translated("no warm-up", {"learner.optim.lr_warmup_steps": 0})
+    updates = _updates(theirs)
+    steps = theirs.get("trainer.max_steps")
+    if not steps:
+        return no_counterpart(
+            "a share of the steps, whose number depends on the data; here it is a number of optimiser steps",
+            f"learner.optim.lr_warmup_steps: {value} x learner steps x {updates} updates per batch",
+        )
+    text = f"{value} of {steps} steps, with {updates} optimiser steps each"
+    return translated(text, {"learner.optim.lr_warmup_steps": int(value * steps) * updates})
+
+
+def warmup_steps(value: Any, theirs: Values) -> Outcome:
+    updates = _updates(theirs)
+    text = f"{value} batches, with {updates} optimiser steps each"
+    return translated(text, {"learner.optim.lr_warmup_steps": value * updates})
+
+
+def _updates(theirs: Values) -> int:
+    key = "actor.global_batch_size" if "actor.global_batch_size" in theirs else "actor.ppo_mini_batch_size"
+    return updates_per_batch(theirs.get(key), theirs).settings.get("algorithm.updates_per_batch", 1)
+
+
+# --- KL, LoRA, correction -------------------------------------------------------------------------------
+
+_IN_REWARD = "it is subtracted from the reward there; here a KL term is part of the loss (algorithm.kl_loss_coef)"
+
+
+def kl_in_easyr1(value: Any, theirs: Values) -> Outcome:
+    if theirs.get("algorithm.disable_kl") or not value:
+        return translated("off there")
+    if not theirs.get("algorithm.use_kl_loss"):
+        return no_counterpart(_IN_REWARD)
+    return _kl_loss(value, theirs.get("algorithm.kl_penalty", ""), theirs)
+
+
+def kl_in_rllava(value: Any, theirs: Values) -> Outcome:
+    if not theirs.get("algorithm.use_kl_loss") or not value:
+        return translated("off there")
+    return _kl_loss(value, theirs.get("actor.kl_loss_type", ""), theirs)
+
+
+def kl_in_reward(value: Any, _: Values) -> Outcome:
+    return no_counterpart(_IN_REWARD) if value else translated("off there")
+
+
+def _kl_loss(coefficient: float, estimate: str, theirs: Values) -> Outcome:
+    if not (theirs.get("actor.model.lora.rank") or theirs.get("actor.model.use_peft")):
+        return no_counterpart(
+            "the reference policy here is the base model under its adapters: only with model.lora.rank above 0, "
+            f"and then algorithm.kl_loss_coef={coefficient}"
+        )
+    text = "" if estimate == "low_var_kl" else f"their estimate is {estimate}, here it is always k3 (their low_var_kl)"
+    return Outcome("translated" if text else "taken over", {"algorithm.kl_loss_coef": coefficient}, text)
+
+
+def lora_only(ours: str) -> Rule:
+    """RLLaVA keeps LoRA's numbers in its configuration where LoRA is off, too."""
+
+    def rule(value: Any, theirs: Values) -> Outcome:
+        if not theirs.get("actor.model.use_peft"):
+            return translated("LoRA is off there (use_peft)")
+        return Outcome("taken over", {ours: value})
+
+    return rule
+
+
+def target_modules(value: Any, _: Values) -> Outcome:
+    if isinstance(value, str) and "," in value:
+        names = [name.strip() for name in value.split(",") if name.strip()]
+        return translated("a list here", {"model.lora.target_modules": names})
+    return Outcome("taken over", {"model.lora.target_modules": value})
+
+
+def excluded_modules(value: Any, _: Values) -> Outcome:
+    if isinstance(value, str) and "visual" in value:
+        return translated("no adapters in the vision tower", {"model.lora.vision_tower": False})
+    return no_counterpart("name what is to have adapters: model.lora.target_modules")
+
+
+def importance_cap(value: Any, _: Values) -> Outcome:
+    if value > 0:
+        settings = {"algorithm.correction.kind": "token_tis", "algorithm.correction.cap": value}
+        return translated("truncated importance sampling per token", settings)
+    return translated("off there", {"algorithm.correction.kind": "none"})
+
+
+# --- files, folders and trackers --------------------------------------------------------------------------
+
+
+def run_dir(value: Any, theirs: Values) -> Outcome:
+    folder = theirs.get("trainer.save_checkpoint_path")
+    if folder is None:
+        outputs, project = theirs.get("trainer.outputs_dir"), theirs.get("trainer.project_name")
+        below = Path(str(project), str(value)) if outputs and project else Path(str(value))
+        folder = Path(outputs or "runs") / below
+    return translated("a run is its folder", {"run_dir": str(folder)})
+
+
+def model_path(value: Any, _: Values) -> Outcome:
+    """Ours is a folder; theirs may be a name on the hub."""
+    missing = f"model.path: a folder here. {value} is none: hf download {value} --local-dir models/{Path(value).name}"
+    return Outcome("taken over", {"model.path": value}, missing="" if Path(value).is_dir() else missing)
+
+
+def data_files(ours: str) -> Rule:
+    def rule(value: Any, _: Values) -> Outcome:
+        names = [value] if isinstance(value, str) else list(value)
+        hub = [
+            name
+            for name in names
+            if "@" not in name and name.count("/") == 1 and not Path(name).suffix and not Path(name).exists()
+        ]
+        files = [f"{name}@train" if name in hub else name for name in names]
+        text = f"without a split it is {hub[0]}@train" if hub else ""
+        return Outcome("translated" if text else "taken over", {ours: files}, text)
+
+    return rule
+
+
+def validation_images(value: Any, theirs: Values) -> Outcome:
+    if value == theirs.get("data.train_image_dir"):
+        return translated("data.image_dir serves both")
+    return no_counterpart("data.image_dir serves both kinds of rows: use absolute paths in one of the two files")
+
+
+def trackers(value: Any, _: Values) -> Outcome:
+    chosen = [name for name in value if name in ("tensorboard", "wandb")]
+    text = "metrics.jsonl and Prometheus' endpoints are always there, and others are not"
+    return translated(text, {"telemetry.trackers": chosen})
+
+
+def kept_checkpoints(value: Any, _: Values) -> Outcome:
+    if value > 0:
+        return Outcome("taken over", {"trainer.save_limit": value})
+    return no_counterpart("the newest trainer.save_limit checkpoints are kept, never all")
+
+
+# --- rewards -------------------------------------------------------------------------------------------------
+
+
+def reward_call(theirs: Values) -> str:
+    """How their reward function is called: `batch`, `sequential`, `pair`, or empty where its file says it."""
+    if theirs.get("reward.score_function") or theirs.get("reward.reward_type") == "function":
+        return "pair"
+    kind = theirs.get("reward.reward_type")
+    return kind if kind in ("batch", "sequential") else ""
+
+
+def reward_function(value: Any, theirs: Values) -> Outcome:
+    """Their function is called in another way than ours: `write` puts an adapter in between."""
+    entry: dict[str, Any] = {"function": value if ":" in value else f"{value}:main"}
+    arguments = ("reward.reward_function_kwargs.", "reward.score_function_kwargs.")
+    kwargs = {key.split("_kwargs.", 1)[1]: given for key, given in theirs.items() if key.startswith(arguments)}
+    if kwargs:
+        entry["kwargs"] = kwargs
+    return translated("called through an adapter, which takes `overall`", {"reward.functions": [entry]})
+
+
+def reward_type(value: Any, _: Values) -> Outcome:
+    if value in ("batch", "sequential", "function"):
+        return translated("the adapter calls the function that way; here it gets one completion at a time")
+    return no_counterpart(
+        "rewards of environments do not exist here",
+        "reward.functions: a function that scores a completion (docs/bring-your-own.md)",
+    )
