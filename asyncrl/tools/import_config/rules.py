@@ -136,58 +136,48 @@ READ_WITH = {
     "the reward function": "reward.reward_function_kwargs reward.score_function_kwargs",
 }
 """Keys that are read together with another one."""
-NO_COUNTERPART = {
-    _ONE_DEVICE: "actor.strategy",
-    "groups are sampled one by one as they are needed": "data.mini_rollout_batch_size",
-    "all held-out rows are scored, as many at a time as the server takes": "data.val_batch_size",
-    "put it into the model folder as chat_template.jinja": "data.override_chat_template",
-    "image sizes are those of the model folder's preprocessor_config.json: set them there": (
-        "data.min_pixels data.max_pixels"
-    ),
-    "one process reads and measures rows": "data.num_workers data.filter_overlong_prompts_workers",
-    "of an adaptive coefficient; here it is fixed": (
-        "algorithm.kl_horizon algorithm.kl_target algorithm.kl_ctrl.horizon algorithm.kl_ctrl.target_kl"
-    ),
-    "of a KL term in the reward": "algorithm.kl_ctrl.kl_coef",
-    "groups without spread have advantage 0 and are not sampled again": (
-        "algorithm.filter_key algorithm.filter_low algorithm.filter_high trainer.max_try_make_batch"
-    ),
-    "batch.tokens_per_microbatch serves every pass": (
-        "actor.micro_batch_size_per_device_for_experience actor.log_prob_micro_batch_size"
-    ),
-    "algorithm.clip_ratio_low and clip_ratio_high are always both set": "actor.clip_ratio",
-    "tokenizer, processor and dtype are those of both sides: model.path, model.dtype": (
-        "actor.model.tokenizer_path rollout.dtype rollout.vllm.dtype"
-    ),
-    "the learner does not compile, and takes the attention that packing needs": (
-        "actor.use_torch_compile actor.model.attn_implementation"
-    ),
-    "adapters are all that is trained, without dropout: the log-probs of a step must repeat": (
-        "actor.model.lora_dropout actor.model.lora_task_type actor.model.lora_modules_to_save"
-    ),
-    "trainer.seed decides, through the seed of each ticket": "rollout.seed rollout.vllm.seed",
-    "a row's images are taken as they are": "rollout.limit_images",
-    "it is data.max_prompt_length + data.max_response_length": "rollout.max_model_len rollout.vllm.max_model_len",
-    "the engine starts with the learner's weights": "rollout.load_format rollout.vllm.load_format",
-    "the engine's statistics are metrics here": (
-        "rollout.disable_log_stats rollout.vllm.disable_log_stats rollout.disable_tqdm"
-    ),
-    "rollout.max_concurrent_sequences bounds what is decoded together": "rollout.micro_batch_size",
-    "a rollout server is always a process of its own, and dials the learner: network.host, network.timeout_s": (
-        "rollout.service_mode rollout.service_url rollout.service_timeout"
-    ),
-    "a built-in of theirs: name its file and function": "reward.compute_score",
-    "a new run starts from model.path; --resume goes on from the newest checkpoint": (
-        "trainer.load_checkpoint_path trainer.find_last_checkpoint"
-    ),
-    "one process and device for the learner; rollout.servers, here or elsewhere (docs/multi-node.md)": (
-        "trainer.nnodes trainer.n_gpus_per_node"
-    ),
-    "samples of training are kept instead: trainer.samples_per_step": "trainer.val_generations_to_log",
-    "there is no Ray": "trainer.ray_timeline",
-    "asynchronous is the rule: learner.max_staleness": "trainer.async_training",
-}
-"""Why keys have no counterpart, and which."""
+NO_COUNTERPART = """
+actor.strategy | the learner works on one device: nothing is sharded
+data.mini_rollout_batch_size | groups are sampled one by one as they are needed
+data.val_batch_size | all held-out rows are scored, as many at a time as the server takes
+data.override_chat_template | put it into the model folder as chat_template.jinja
+data.min_pixels data.max_pixels | image sizes are those of the model folder's preprocessor_config.json: set them there
+data.num_workers data.filter_overlong_prompts_workers | one process reads and measures rows
+algorithm.kl_horizon algorithm.kl_target algorithm.kl_ctrl.horizon | of an adaptive coefficient; here it is fixed
+algorithm.kl_ctrl.target_kl | of an adaptive coefficient; here it is fixed
+algorithm.kl_ctrl.kl_coef | of a KL term in the reward
+algorithm.filter_key algorithm.filter_low | groups without spread have advantage 0 and are not sampled again
+algorithm.filter_high trainer.max_try_make_batch | groups without spread have advantage 0 and are not sampled again
+actor.micro_batch_size_per_device_for_experience | batch.tokens_per_microbatch serves every pass
+actor.log_prob_micro_batch_size | batch.tokens_per_microbatch serves every pass
+actor.clip_ratio | algorithm.clip_ratio_low and clip_ratio_high are always both set
+actor.model.tokenizer_path | tokenizer, processor and dtype are those of both sides: model.path, model.dtype
+rollout.dtype rollout.vllm.dtype | tokenizer, processor and dtype are those of both sides: model.path, model.dtype
+actor.use_torch_compile | the learner does not compile, and takes the attention that packing needs
+actor.model.attn_implementation | the learner does not compile, and takes the attention that packing needs
+actor.model.lora_dropout | adapters are all that is trained, without dropout: the log-probs of a step must repeat
+actor.model.lora_task_type | adapters are all that is trained, without dropout: the log-probs of a step must repeat
+actor.model.lora_modules_to_save | adapters are all that is trained, without dropout: the log-probs of a step must repeat
+rollout.seed rollout.vllm.seed | trainer.seed decides, through the seed of each ticket
+rollout.limit_images | a row's images are taken as they are
+rollout.max_model_len rollout.vllm.max_model_len | it is data.max_prompt_length + data.max_response_length
+rollout.load_format rollout.vllm.load_format | the engine starts with the learner's weights
+rollout.disable_log_stats rollout.vllm.disable_log_stats | the engine's statistics are metrics here
+rollout.disable_tqdm | the engine's statistics are metrics here
+rollout.micro_batch_size | rollout.max_concurrent_sequences bounds what is decoded together
+rollout.service_mode | a rollout server is always a process of its own, and dials the learner: network.host, network.timeout_s
+rollout.service_url | a rollout server is always a process of its own, and dials the learner: network.host, network.timeout_s
+rollout.service_timeout | a rollout server is always a process of its own, and dials the learner: network.host, network.timeout_s
+reward.compute_score | a built-in of theirs: name its file and function
+trainer.load_checkpoint_path | a new run starts from model.path; --resume goes on from the newest checkpoint
+trainer.find_last_checkpoint | a new run starts from model.path; --resume goes on from the newest checkpoint
+trainer.nnodes | one process and device for the learner; rollout.servers, here or elsewhere (docs/multi-node.md)
+trainer.n_gpus_per_node | one process and device for the learner; rollout.servers, here or elsewhere (docs/multi-node.md)
+trainer.val_generations_to_log | samples of training are kept instead: trainer.samples_per_step
+trainer.ray_timeline | there is no Ray
+trainer.async_training | asynchronous is the rule: learner.max_staleness
+"""
+"""Keys without a counterpart, and why."""
 DERIVED: dict[str, Rule] = {
     "data.train_files": derived.data_files("data.train_files"),
     "data.val_files": derived.data_files("data.val_files"),
@@ -222,7 +212,11 @@ RULES: Mapping[str, Rule] = {
     **{key: derived.minus_one_is_off(*row) for key, row in MINUS_ONE_IS_OFF.items()},
     **{key: derived.one_value(*row) for key, row in ONE_VALUE.items()},
     **{key: derived.read_with(whole) for whole, keys in READ_WITH.items() for key in keys.split()},
-    **{key: derived.absent(why) for why, keys in NO_COUNTERPART.items() for key in keys.split()},
+    **{
+        key: derived.absent(why)
+        for keys, _, why in (line.partition(" | ") for line in NO_COUNTERPART.strip().splitlines())
+        for key in keys.split()
+    },
     **DERIVED,
 }
 SECTIONS: Mapping[str, Rule] = {
