@@ -141,38 +141,29 @@ actor.strategy | the learner works on one device: nothing is sharded
 data.mini_rollout_batch_size | groups are sampled one by one as they are needed
 data.val_batch_size | all held-out rows are scored, as many at a time as the server takes
 data.override_chat_template | put it into the model folder as chat_template.jinja
-data.min_pixels data.max_pixels | image sizes are those of the model folder's preprocessor_config.json: set them there
+data.min_pixels data.max_pixels | image sizes are those of the model folder's preprocessor_config.json
 data.num_workers data.filter_overlong_prompts_workers | one process reads and measures rows
-algorithm.kl_horizon algorithm.kl_target algorithm.kl_ctrl.horizon | of an adaptive coefficient; here it is fixed
-algorithm.kl_ctrl.target_kl | of an adaptive coefficient; here it is fixed
+algorithm.kl_horizon algorithm.kl_target algorithm.kl_ctrl.horizon | the coefficient is fixed
+algorithm.kl_ctrl.target_kl | the coefficient is fixed
 algorithm.kl_ctrl.kl_coef | of a KL term in the reward
-algorithm.filter_key algorithm.filter_low | groups without spread have advantage 0 and are not sampled again
-algorithm.filter_high trainer.max_try_make_batch | groups without spread have advantage 0 and are not sampled again
+algorithm.filter_key algorithm.filter_low algorithm.filter_high | groups without spread have advantage 0
+trainer.max_try_make_batch | groups without spread have advantage 0
 actor.micro_batch_size_per_device_for_experience | batch.tokens_per_microbatch serves every pass
 actor.log_prob_micro_batch_size | batch.tokens_per_microbatch serves every pass
 actor.clip_ratio | algorithm.clip_ratio_low and clip_ratio_high are always both set
-actor.model.tokenizer_path | tokenizer, processor and dtype are those of both sides: model.path, model.dtype
-rollout.dtype rollout.vllm.dtype | tokenizer, processor and dtype are those of both sides: model.path, model.dtype
-actor.use_torch_compile | the learner does not compile, and takes the attention that packing needs
-actor.model.attn_implementation | the learner does not compile, and takes the attention that packing needs
-actor.model.lora_dropout | adapters are all that is trained, without dropout: the log-probs of a step must repeat
-actor.model.lora_task_type | adapters are all that is trained, without dropout: the log-probs of a step must repeat
-actor.model.lora_modules_to_save | adapters are all that is trained, without dropout: the log-probs of a step must repeat
+actor.model.tokenizer_path rollout.dtype rollout.vllm.dtype | that of model.path and model.dtype
+actor.use_torch_compile actor.model.attn_implementation | the learner does not compile, and packing decides
+actor.model.lora_dropout actor.model.lora_task_type actor.model.lora_modules_to_save | only adapters, no dropout
 rollout.seed rollout.vllm.seed | trainer.seed decides, through the seed of each ticket
 rollout.limit_images | a row's images are taken as they are
 rollout.max_model_len rollout.vllm.max_model_len | it is data.max_prompt_length + data.max_response_length
 rollout.load_format rollout.vllm.load_format | the engine starts with the learner's weights
-rollout.disable_log_stats rollout.vllm.disable_log_stats | the engine's statistics are metrics here
-rollout.disable_tqdm | the engine's statistics are metrics here
+rollout.disable_log_stats rollout.vllm.disable_log_stats rollout.disable_tqdm | the engine's statistics are metrics here
 rollout.micro_batch_size | rollout.max_concurrent_sequences bounds what is decoded together
-rollout.service_mode | a rollout server is always a process of its own, and dials the learner: network.host, network.timeout_s
-rollout.service_url | a rollout server is always a process of its own, and dials the learner: network.host, network.timeout_s
-rollout.service_timeout | a rollout server is always a process of its own, and dials the learner: network.host, network.timeout_s
+rollout.service_mode rollout.service_url rollout.service_timeout | a server dials the learner (network.host)
 reward.compute_score | a built-in of theirs: name its file and function
-trainer.load_checkpoint_path | a new run starts from model.path; --resume goes on from the newest checkpoint
-trainer.find_last_checkpoint | a new run starts from model.path; --resume goes on from the newest checkpoint
-trainer.nnodes | one process and device for the learner; rollout.servers, here or elsewhere (docs/multi-node.md)
-trainer.n_gpus_per_node | one process and device for the learner; rollout.servers, here or elsewhere (docs/multi-node.md)
+trainer.load_checkpoint_path trainer.find_last_checkpoint | --resume goes on, a new run starts from model.path
+trainer.nnodes trainer.n_gpus_per_node | one learner; servers may run elsewhere (docs/multi-node.md)
 trainer.val_generations_to_log | samples of training are kept instead: trainer.samples_per_step
 trainer.ray_timeline | there is no Ray
 trainer.async_training | asynchronous is the rule: learner.max_staleness
