@@ -255,7 +255,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
             "expected: asyncrl doctor [CONFIG [key=value ...]], or asyncrl doctor --plan TARGET [key=value ...]"
         )
     if arguments.plan:
-        from asyncrl.tools.doctor.plan_table import memory_table
+        from asyncrl.tools.memory_plan.table import memory_table
 
         print(memory_table(Path(arguments.plan), overrides))
         return 0

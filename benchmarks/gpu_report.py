@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from asyncrl.tools.memory_plan.advice import gib
-from asyncrl.tools.memory_plan.plan import GIB
+from asyncrl.tools.memory_plan.plan import GIB, gib
 from asyncrl.tools.memory_plan.table import describe
 from benchmarks.gpu_cycle import FULL, TINY, Cycle, cycle_config, link_bytes_per_second, run_cycle
 from benchmarks.random_models import SIZES, make_model

@@ -8,6 +8,8 @@ if TYPE_CHECKING:
     from asyncrl.config.schema import RunConfig
 
 DEVICE_CHANNELS = ("nccl", "cuda_ipc")
+NCCL_BYTES = 1 << 29
+"""Device memory that NCCL takes for itself on each device, generously."""
 
 
 def network_is_open(config: RunConfig) -> bool:

@@ -13,6 +13,8 @@ COLDEST_FOR_VLLM = 0.01
 """It samples colder ones at this temperature, without a word; 0 is greedy."""
 LARGEST_RANK_FOR_VLLM = 512
 """Of adapters: its largest slot."""
+PREFILL_TOKENS = 16_384
+"""Most padded prompt tokens that the hf engine admits in one forward pass (a single prompt may be longer)."""
 
 
 def engine_problems(config: RunConfig) -> list[str]:

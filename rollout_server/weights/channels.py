@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+from asyncrl.config.channel_rules import NCCL_BYTES
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
-from asyncrl.tools.memory_plan.limits import NCCL_BYTES
 from protocol.messages import Channel, DeviceSource
 from rollout_server.weights.staging import GIB, DeviceMemory
 

@@ -45,7 +45,7 @@ def test_a_full_micro_batch_takes_what_was_planned(
         "data": {"max_prompt_length": 64 if device == "cpu" else 1024},
     }
     config = cycle_config(random_model(size, dtype, device), tmp_path, TINY, **sections)
-    planned = rehearse_learner(config, foreach=device == "cuda").passing
+    planned = rehearse_learner(config).passing
     measured = passing_bytes(config)
     assert measured <= 1.05 * planned
     assert planned <= ABOVE * measured

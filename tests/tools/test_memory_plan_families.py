@@ -18,11 +18,9 @@ from asyncrl.models import shared_prefix
 from asyncrl.models.loading import load_model, model_class
 from asyncrl.tools.memory_plan import plan as planning
 from asyncrl.tools.memory_plan.advice import check_plan
-from asyncrl.tools.memory_plan.experts import grouped_experts
-from asyncrl.tools.memory_plan.live_bytes import LiveBytes, nbytes
+from asyncrl.tools.memory_plan.live_bytes import LiveBytes, cuda_kernels, nbytes
 from asyncrl.tools.memory_plan.plan import make_plan
-from asyncrl.tools.memory_plan.rehearsal import rehearse_learner, train_pass
-from asyncrl.tools.memory_plan.vision import image_features
+from asyncrl.tools.memory_plan.rehearsal import image_features, rehearse_learner, train_pass
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -148,7 +146,7 @@ def test_grouped_experts_have_the_shapes_of_the_real_product() -> None:
     for device in ("cpu", "meta"):
         tokens = torch.randn(8, 16, device=device, requires_grad=True)
         weights = torch.randn(2, 16, 32, device=device, requires_grad=True)
-        with grouped_experts() if device == "meta" else LiveBytes("cpu"):
+        with cuda_kernels() if device == "meta" else LiveBytes("cpu"):
             product = torch.nn.functional.grouped_mm(tokens, weights, offs=offsets.to(device))
             product.square().sum().backward()
         assert product.shape == (8, 32)

@@ -1,4 +1,4 @@
-"""A plan over its budget is refused: by how much, and which settings would bring how much, largest first."""
+"""Refuses a plan over its budget, and names the settings that would help, largest first."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 from asyncrl.config.channel_rules import DEVICE_CHANNELS
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
-from asyncrl.tools.memory_plan.plan import GIB, MemoryPlan, changed, device_sharing, make_plan
+from asyncrl.tools.memory_plan.plan import GIB, MemoryPlan, changed, device_sharing, gib, make_plan
 from asyncrl.tools.memory_plan.rehearsal import longest_sequence
 from protocol.endpoints import SHARED_MEMORY
 
@@ -41,7 +41,7 @@ def check_shared_memory(plan: MemoryPlan) -> None:
 
 
 def refusal(plan: MemoryPlan) -> str:
-    """What does not fit, its parts, and the way out."""
+    """Names the phases that do not fit, their largest parts, and what to change."""
     lines: list[str] = []
     for phase in plan.phases:
         if phase.nbytes > plan.budget:
@@ -56,9 +56,12 @@ def refusal(plan: MemoryPlan) -> str:
 
 def advice(plan: MemoryPlan) -> list[str]:
     """Single changes with the peak that they lead to, largest first, and the first few that fit together."""
-    useful = sorted(
-        (pair for pair in _tried(plan) if pair[1].excess < plan.excess), key=lambda pair: (pair[1].excess, pair[1].peak)
-    )
+    tried: list[tuple[Change, MemoryPlan]] = []
+    for change in _levers(plan.config):
+        with suppress(UserError):  # what the model does not allow, such as adapters where there is no linear layer
+            tried.append((change, make_plan(changed(plan.config, change), before=plan)))
+    useful = [(change, other) for change, other in tried if other.excess < plan.excess]
+    useful.sort(key=lambda pair: (pair[1].excess, pair[1].peak))
     if not useful:
         return ["No setting changes that: use a smaller model or a larger device"]
     lines = ["What to change, largest first:"]
@@ -73,15 +76,8 @@ def advice(plan: MemoryPlan) -> list[str]:
     return [*lines, f"All of them together need {gib(fitting.peak)}: use a smaller model or a larger device"]
 
 
-def _tried(plan: MemoryPlan) -> Iterator[tuple[Change, MemoryPlan]]:
-    """Each change with the plan it leads to, but those that the model does not allow, such as adapters nowhere."""
-    for change in _levers(plan.config):
-        with suppress(UserError):
-            yield change, make_plan(changed(plan.config, change), before=plan)
-
-
 def _course(plan: MemoryPlan, other: MemoryPlan) -> str:
-    """Of what the change helps most."""
+    """Peak before and after, of the phase that the change helps most."""
     if [phase.name for phase in plan.phases] != [phase.name for phase in other.phases]:
         return f"{gib(plan.peak)} -> {gib(other.peak)}"
     pairs = list(zip(plan.phases, other.phases, strict=True))
@@ -90,7 +86,7 @@ def _course(plan: MemoryPlan, other: MemoryPlan) -> str:
 
 
 def _levers(config: RunConfig) -> Iterator[Change]:
-    """What a user may change without changing the task."""
+    """Settings that a user may change without changing the task."""
     batch, rollout = config.batch, config.rollout
     other_channel = {"rollout.weights_channel": "shm"} if rollout.weights_channel in DEVICE_CHANNELS else {}
     if other_channel:
@@ -105,19 +101,17 @@ def _levers(config: RunConfig) -> Iterator[Change]:
         yield {"model.freeze_vision_tower": True}
     if not config.learner.gradient_checkpointing:
         yield {"learner.gradient_checkpointing": True}
-    fewer_tokens = max(longest_sequence(config), batch.tokens_per_microbatch // 4)
-    if fewer_tokens < batch.tokens_per_microbatch:
-        yield {"batch.tokens_per_microbatch": fewer_tokens}
-    fewer_sequences = max(batch.group_size, rollout.max_concurrent_sequences // 4)
-    if fewer_sequences < rollout.max_concurrent_sequences:
-        yield {"rollout.max_concurrent_sequences": fewer_sequences}
+    fewer = {
+        "batch.tokens_per_microbatch": max(longest_sequence(config), batch.tokens_per_microbatch // 4),
+        "rollout.max_concurrent_sequences": max(batch.group_size, rollout.max_concurrent_sequences // 4),
+    }
+    if fewer["batch.tokens_per_microbatch"] < batch.tokens_per_microbatch:
+        yield {"batch.tokens_per_microbatch": fewer["batch.tokens_per_microbatch"]}
+    if fewer["rollout.max_concurrent_sequences"] < rollout.max_concurrent_sequences:
+        yield {"rollout.max_concurrent_sequences": fewer["rollout.max_concurrent_sequences"]}
 
 
 def _text(change: Change) -> str:
     return " ".join(
         f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in change.items()
     )
-
-
-def gib(nbytes: int) -> str:
-    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB // 10 else f"{nbytes / 2**20:.1f} MiB"

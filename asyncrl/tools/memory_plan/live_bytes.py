@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,15 +31,12 @@ class LiveBytes(TorchDispatchMode):
         for tensor in known:
             self._seen[tensor.untyped_storage()] = True
 
-    def restart(self) -> int:
-        """Forget the peak so far. Returns what is alive now."""
-        self.peak = self.live
-        return self.live
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.device_type == "meta":
-            args, kwargs = _on_meta(args, kwargs or {})
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        mixed = len({tensor.device.type for tensor in _tensors((*args, *kwargs.values()))}) > 1
+        if self.device_type == "meta" and mixed:
+            args, kwargs = tree_map(lambda value: value.to("meta") if torch.is_tensor(value) else value, (args, kwargs))
+        result = func(*args, **kwargs)
         for tensor in _tensors((result,)):
             if tensor.device.type == self.device_type:
                 self._count(tensor.untyped_storage())
@@ -56,7 +55,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """What operations take and return holds no deeper containers than lists; pytrees would cost most of the time."""
+    """Operations take and return no deeper containers than lists; pytrees would cost most of the time."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -64,13 +63,66 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-def _on_meta(args: Any, kwargs: Any) -> Any:
-    if len({tensor.device.type for tensor in _tensors((*args, *kwargs.values()))}) < 2:
-        return args, kwargs
-    return tree_map(lambda value: value.to("meta") if isinstance(value, torch.Tensor) else value, (args, kwargs))
-
-
 def nbytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Of all of them, shared storage once."""
+    """Bytes of all of them, shared storage once."""
     storages = {id(storage): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
     return sum(storage.nbytes() for storage in storages.values())
+
+
+# --- stand-ins for CUDA's kernels ------------------------------------------------------------------
+
+
+@contextmanager
+def cuda_kernels() -> Iterator[None]:
+    """Attention and grouped products allocate what CUDA's kernels do, on the meta device, for all of this process.
+
+    torch has no fused attention for meta and would count the whole score matrix, and its grouped product for meta takes
+    bfloat16 only. A TorchFunctionMode would not do: it is off during a backward pass, where checkpointed layers run
+    again.
+    """
+    with (
+        patch("torch.nn.functional.scaled_dot_product_attention", _attend),
+        patch("torch.nn.functional.grouped_mm", lambda tokens, weights, *, offs: _Product.apply(tokens, weights)),
+    ):
+        yield
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, **_: Any
+) -> Any:
+    grouped = query.shape[-3] != key.shape[-3]
+    assert attn_mask is None or not grouped, "with a mask and shared key heads torch computes whole score matrices"
+    return _Attention.apply(query, key, value, attn_mask)
+
+
+class _Attention(torch.autograd.Function):
+    """Keeps the inputs, the output, one fp32 log-sum-exp per query, and a boolean mask in the inputs' dtype."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        output = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        log_sum_exp = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        additive = mask if mask is None or mask.dtype != torch.bool else torch.empty_like(mask, dtype=query.dtype)
+        ctx.save_for_backward(query, key, value, additive, output, log_sum_exp)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        query, key, value, *_ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
+
+
+class _Product(torch.autograd.Function):
+    """[S, D] tokens, sorted by expert, and [E, D, F] weights -> [S, F]."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(tokens, weights)
+        return tokens.new_empty((len(tokens), weights.shape[-1]))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        needed = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
+        return tuple(torch.empty_like(tensor) if wanted else None for tensor, wanted in needed)

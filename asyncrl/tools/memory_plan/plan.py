@@ -1,4 +1,4 @@
-"""The rehearsed bytes put together: what each device holds while its owner works, and what the host holds."""
+"""The memory plan: what each device holds while learner or engine works, and what the host holds."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from typing import Literal
 
 import torch
 
-from asyncrl.config.channel_rules import DEVICE_CHANNELS
+from asyncrl.config.channel_rules import DEVICE_CHANNELS, NCCL_BYTES
 from asyncrl.config.devices import same_device
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.models.folder import read_config
-from asyncrl.tools.memory_plan.limits import NCCL_BYTES
 from asyncrl.tools.memory_plan.rehearsal import (
     EngineBytes,
     LearnerBytes,
@@ -31,16 +30,16 @@ logger = logging.getLogger(__name__)
 
 GIB = 2**30
 CONTEXT_BYTES = GIB // 2
-"""Of a process that has used the device: CUDA's context and the libraries' workspaces. An estimate."""
+"""CUDA's context and the libraries' workspaces of a process that has used the device. An estimate."""
 ALLOCATOR_SHARE = 0.05
-"""What torch's allocator loses to rounding and gaps, of the tensors that come and go. An estimate."""
+"""Share of the tensors that come and go which torch's allocator loses to rounding and gaps. An estimate."""
 SENT_VERSIONS = 2
-"""In the learner's device memory, over a device channel: the newest, and one that is still being sent."""
+"""Versions in the learner's device memory, over a device channel: the newest, and one that is still being sent."""
 PUBLISHED_VERSIONS = 3
-"""In shared memory (protocol/weights.py): the newest two, and one that a slow server may still have mapped."""
+"""Versions in shared memory (protocol/weights.py): the newest two, and one that a slow server may have mapped."""
 
 Sharing = Literal["turns", "together", "apart"]
-"""Of a device between learner and engine: one after the other (sync mode), at the same time, or not at all."""
+"""How learner and engine share a device: one after the other (sync mode), at the same time, or not at all."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Phase:
-    """What one device holds at the worst moment of something."""
+    """What one device holds at its worst moment."""
 
     name: str
     lines: tuple[Line, ...]
@@ -70,7 +69,7 @@ class MemoryPlan:
     """None for the scripted engine, which has no model."""
     sharing: Sharing
     phases: tuple[Phase, ...]
-    """Of one device each; each must fit the budget."""
+    """Each is of one device, and must fit the budget."""
     host: tuple[Line, ...]
 
     @property
@@ -94,34 +93,48 @@ class MemoryPlan:
 
 
 def make_plan(config: RunConfig, *, before: MemoryPlan | None = None) -> MemoryPlan:
-    """Seconds, and no weights: the model is rehearsed on the meta device. Raises UserError for what is no model.
+    """Takes seconds and loads no weights. Raises UserError for what is no model.
 
-    Of the plan `before`, of a configuration that differs little, what would be the same is taken over.
+    What would be the same is taken from `before`, the plan of a configuration that differs little.
     """
     read_config(config.model)  # refuses what can be planned and not trained
-    if before is not None and _same_for_learner(config, before.config):
-        learner = before.learner
-    else:
-        learner = _learner_bytes(config)
-    if before is not None and _same_for_engine(config, before.config):
-        engine = before.engine
-    elif config.rollout.engine == "scripted":
-        engine = None
-    else:
-        with _named_failure(config):
+    with _named_failure(config):
+        if (
+            before
+            and changed(config, {"rollout": before.config.rollout, "trainer": before.config.trainer}) == before.config
+        ):
+            learner = before.learner
+        else:
+            learner = rehearse_learner(config)
+        tokens = before.config.batch.tokens_per_microbatch if before else 0
+        if config.rollout.engine == "scripted":
+            engine = None
+        elif (
+            before
+            and changed(config, {"learner": before.config.learner, "batch.tokens_per_microbatch": tokens})
+            == before.config
+        ):
+            engine = before.engine
+        else:
             engine = rehearse_engine(config)
     sharing = device_sharing(config)
-    learning = Phase("learner awake", (*learner_lines(learner, config), *_sent(learner, config)))
+    learning = Phase("learner awake", tuple(_learner_lines(learner, config)))
     phases = [learning]
     if engine is not None:
-        sampling = Phase("engine awake", (*engine_lines(engine, config), *_received(learner, config)))
-        phases = _combine(learning, sampling, sharing)
+        sampling = Phase("engine awake", (*_engine_lines(engine, config), *_arriving_lines(learner, config)))
+        contexts = {
+            phase: [line for line in phase.lines if line.name.startswith("context")] for phase in (learning, sampling)
+        }
+        if sharing == "together":
+            phases = [Phase("learner and engine at the same time", learning.lines + sampling.lines)]
+        elif sharing == "apart":
+            phases = [learning, sampling]
+        else:  # a process that sleeps leaves its context
+            phases = [
+                Phase(learning.name, (*learning.lines, *contexts[sampling])),
+                Phase(sampling.name, (*sampling.lines, *contexts[learning])),
+            ]
     return MemoryPlan(config, learner, engine, sharing, tuple(phases), tuple(_host_lines(config, learner, engine)))
-
-
-def _learner_bytes(config: RunConfig) -> LearnerBytes:
-    with _named_failure(config):
-        return rehearse_learner(config, foreach=config.learner.device != "cpu")
 
 
 @contextmanager
@@ -141,35 +154,10 @@ def _named_failure(config: RunConfig) -> Iterator[None]:
         ) from problem
 
 
-def _same_for_learner(config: RunConfig, before: RunConfig) -> bool:
-    return changed(config, {"rollout": before.rollout, "trainer": before.trainer}) == before
-
-
-def _same_for_engine(config: RunConfig, before: RunConfig) -> bool:
-    tokens = before.batch.tokens_per_microbatch
-    return changed(config, {"learner": before.learner, "batch.tokens_per_microbatch": tokens}) == before
-
-
 def device_sharing(config: RunConfig) -> Sharing:
     if config.trainer.mode == "sync":
         return "turns"
     return "together" if same_device(config, cuda=torch.cuda.is_available()) else "apart"
-
-
-def _combine(learning: Phase, sampling: Phase, sharing: Sharing) -> list[Phase]:
-    if sharing == "apart":
-        return [learning, sampling]
-    if sharing == "together":
-        return [Phase("learner and engine at the same time", learning.lines + sampling.lines)]
-    return [
-        Phase(learning.name, (*learning.lines, *_only_context(sampling))),
-        Phase(sampling.name, (*sampling.lines, *_only_context(learning))),
-    ]
-
-
-def _only_context(other: Phase) -> list[Line]:
-    """All that a process which sleeps leaves on the device."""
-    return [line for line in other.lines if line.name.startswith("context")]
 
 
 def _context(device: str, process: str, copies: int = 1) -> list[Line]:
@@ -177,42 +165,31 @@ def _context(device: str, process: str, copies: int = 1) -> list[Line]:
     return [] if device == "cpu" else [Line(f"context of the {process}", copies * CONTEXT_BYTES, "an estimate")]
 
 
-def learner_lines(learner: LearnerBytes, config: RunConfig) -> list[Line]:
-    batch = config.batch
-    coming = max(learner.passing, learner.stepping)
-    what = (
-        f"forward and backward of {batch.tokens_per_microbatch} tokens (batch.tokens_per_microbatch)"
-        if learner.passing >= learner.stepping
-        else "the optimiser's update, one copy of what is trained"
-    )
-    dtype = config.model.dtype
-    return [
-        Line("weights", learner.weights, f"{count(learner.parameters)} in {dtype}"),
-        Line("gradients", learner.gradients, f"{count(learner.trained)} are trained"),
-        Line("AdamW moments", learner.moments, "two averages of each"),
-        Line("working memory", coming, what),
-        Line("allocator", int(ALLOCATOR_SHARE * coming), f"{ALLOCATOR_SHARE:.0%} of it, an estimate"),
-        *_context(config.learner.device, "learner"),
-    ]
-
-
-def _sent(learner: LearnerBytes, config: RunConfig) -> list[Line]:
-    """What a device channel takes of the learner's device (docs/decisions/013)."""
+def _learner_lines(learner: LearnerBytes, config: RunConfig) -> Iterator[Line]:
+    working = max(learner.passing, learner.stepping)
+    what = f"forward and backward of {config.batch.tokens_per_microbatch} tokens (batch.tokens_per_microbatch)"
+    if working > learner.passing:
+        what = "the optimiser's update, one copy of what is trained"
+    yield Line("weights", learner.weights, f"{count(learner.parameters)} in {config.model.dtype}")
+    yield Line("gradients", learner.gradients, f"{count(learner.trained)} are trained")
+    yield Line("AdamW moments", learner.moments, "two averages of each")
+    yield Line("working memory", working, what)
+    yield _allocator(working)
+    yield from _context(config.learner.device, "learner")
     channel = config.rollout.weights_channel
-    if channel not in DEVICE_CHANNELS:
-        return []
-    why = f"rollout.weights_channel={channel}: the newest version, and one that is still being sent"
-    return [Line("weights that are sent", SENT_VERSIONS * learner.published, why), *_nccl(config, "learner")]
+    if channel in DEVICE_CHANNELS:  # docs/decisions/013
+        why = f"rollout.weights_channel={channel}: the newest version, and one that is still being sent"
+        yield Line("weights that are sent", SENT_VERSIONS * learner.published, why)
+        yield from _nccl(config, "learner")
 
 
-def _received(learner: LearnerBytes, config: RunConfig) -> list[Line]:
-    """And of an engine's: a whole version on each worker's, whatever part of the model is there."""
+def _arriving_lines(learner: LearnerBytes, config: RunConfig) -> Iterator[Line]:
+    """A device channel takes a whole version on each worker's device, whatever part of the model is there."""
     channel = config.rollout.weights_channel
-    if channel not in DEVICE_CHANNELS:
-        return []
-    why = f"rollout.weights_channel={channel}: a whole version, beside the model" + _servers(config)
-    arriving = config.rollout.servers * learner.published
-    return [Line("weights that arrive", arriving, why), *_nccl(config, "rollout server")]
+    if channel in DEVICE_CHANNELS:
+        why = f"rollout.weights_channel={channel}: a whole version, beside the model" + _servers(config)
+        yield Line("weights that arrive", config.rollout.servers * learner.published, why)
+        yield from _nccl(config, "rollout server")
 
 
 def _nccl(config: RunConfig, process: str) -> list[Line]:
@@ -220,6 +197,10 @@ def _nccl(config: RunConfig, process: str) -> list[Line]:
     if config.rollout.weights_channel != "nccl":
         return []
     return [Line(f"NCCL of the {process}", config.rollout.servers * NCCL_BYTES, "an estimate" + _servers(config))]
+
+
+def _allocator(working: int) -> Line:
+    return Line("allocator", int(ALLOCATOR_SHARE * working), f"{ALLOCATOR_SHARE:.0%} of it, an estimate")
 
 
 def _servers(config: RunConfig) -> str:
@@ -231,50 +212,40 @@ def count(parameters: int) -> str:
     return f"{parameters / 1e9:.3g} billion" if parameters >= 1e9 else f"{parameters / 1e6:.3g} million"
 
 
-def engine_lines(engine: EngineBytes, config: RunConfig) -> list[Line]:
-    rollout = config.rollout
-    tokens = longest_sequence(config)
-    parts = rollout.tensor_parallel_size if rollout.engine == "vllm" else 1
-    copies = rollout.servers
-    sequences = 1 if rollout.engine == "vllm" else rollout.max_concurrent_sequences
+def gib(nbytes: int) -> str:
+    """`12.3 GiB` or `4.5 MiB`"""
+    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB // 10 else f"{nbytes / 2**20:.1f} MiB"
+
+
+def _engine_lines(engine: EngineBytes, config: RunConfig) -> Iterator[Line]:
+    rollout, tokens, copies = config.rollout, longest_sequence(config), config.rollout.servers
     if rollout.engine == "vllm":
+        parts, sequences = rollout.tensor_parallel_size, 1
         why = f"one sequence of {tokens} tokens at least; vllm takes the rest of its share for more"
         working = f"a step of {scheduled_tokens(config)} tokens"
     else:
+        parts, sequences = 1, rollout.max_concurrent_sequences
         why = f"{sequences} sequences (rollout.max_concurrent_sequences) of {tokens} tokens"
         working = f"prefill of {prefilled_prompts(config)} prompts, or sampling"
-    cache = sequences * engine.cache_per_sequence
-    return [
-        Line("weights", copies * engine.weights // parts, config.model.dtype + _servers(config)),
-        Line("KV cache", copies * cache // parts, why),
-        Line("working memory", copies * engine.working, working),
-        Line("allocator", int(ALLOCATOR_SHARE * copies * engine.working), f"{ALLOCATOR_SHARE:.0%} of it, an estimate"),
-        *_context(config.rollout.device, "rollout server", copies),
-    ]
+    yield Line("weights", copies * engine.weights // parts, config.model.dtype + _servers(config))
+    yield Line("KV cache", copies * sequences * engine.cache_per_sequence // parts, why)
+    yield Line("working memory", copies * engine.working, working)
+    yield _allocator(copies * engine.working)
+    yield from _context(rollout.device, "rollout server", copies)
 
 
-def _host_lines(config: RunConfig, learner: LearnerBytes, engine: EngineBytes | None) -> list[Line]:
-    lines = [
-        Line(
-            "published weights, in /dev/shm",
-            PUBLISHED_VERSIONS * learner.published,
-            "the newest two versions, and one that a server may still load",
-        )
-    ]
+def _host_lines(config: RunConfig, learner: LearnerBytes, engine: EngineBytes | None) -> Iterator[Line]:
+    why = "the newest two versions, and one that a server may still load"
+    yield Line("published weights, in /dev/shm", PUBLISHED_VERSIONS * learner.published, why)
     if config.trainer.mode == "sync":
-        lines.append(Line("learner asleep", learner.weights + learner.moments, "weights and moments, pinned"))
-        if engine is not None:
-            lines.append(_engine_asleep(config, learner, engine))
-    return lines
-
-
-def _engine_asleep(config: RunConfig, learner: LearnerBytes, engine: EngineBytes) -> Line:
-    """At level 2 an engine forgets what is published to it again; the base of an adapter never is."""
-    if config.rollout.sleep_level == 1:
-        return Line("engine asleep", engine.weights, "weights, pinned")
-    kept = max(0, engine.weights - learner.published)
-    why = "the weights that are not published, pinned" if config.model.lora.rank else "forgotten"
-    return Line("engine asleep", kept, f"{why} (rollout.sleep_level=2)")
+        yield Line("learner asleep", learner.weights + learner.moments, "weights and moments, pinned")
+    if config.trainer.mode == "sync" and engine is not None:
+        if config.rollout.sleep_level == 1:
+            yield Line("engine asleep", engine.weights, "weights, pinned")
+        else:  # it forgets what is published to it again; the base of an adapter never is
+            why = "the weights that are not published, pinned" if config.model.lora.rank else "forgotten"
+            kept = max(0, engine.weights - learner.published)
+            yield Line("engine asleep", kept, f"{why} (rollout.sleep_level=2)")
 
 
 # --- what others need of a plan ------------------------------------------------------------------
@@ -291,10 +262,11 @@ def vllm_memory_utilization(config: RunConfig, device_bytes: int) -> float:
     if sharing == "turns":
         learner = sum(line.nbytes for line in _context(config.learner.device, "learner"))
     elif sharing == "together" or config.rollout.weights_channel in DEVICE_CHANNELS:
-        rehearsed = _learner_bytes(config)
-        arriving = sum(line.nbytes for line in _received(rehearsed, config))
+        with _named_failure(config):
+            rehearsed = rehearse_learner(config)
+        arriving = sum(line.nbytes for line in _arriving_lines(rehearsed, config))
         if sharing == "together":
-            learner = sum(line.nbytes for line in (*learner_lines(rehearsed, config), *_sent(rehearsed, config)))
+            learner = sum(line.nbytes for line in _learner_lines(rehearsed, config))
     budget = min(config.gpu_memory.budget_gib * GIB, device_bytes)
     share = math.floor((budget - learner - arriving) / config.rollout.servers / device_bytes * 1000) / 1000
     if share <= 0:

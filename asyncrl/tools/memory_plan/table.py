@@ -1,11 +1,18 @@
-"""A plan as text."""
+"""`asyncrl doctor --plan`: the memory table of a configuration or of a model folder, as text."""
 
 from __future__ import annotations
 
-from asyncrl.tools.memory_plan.advice import advice, gib
-from asyncrl.tools.memory_plan.plan import GIB, Line, MemoryPlan, count
+import os
+from collections.abc import Sequence
+from pathlib import Path
 
-MIB = 2**20
+from asyncrl.config.load import load_config
+from asyncrl.config.model import ModelConfig
+from asyncrl.config.schema import RunConfig
+from asyncrl.models.folder import read_config
+from asyncrl.tools.memory_plan.advice import advice
+from asyncrl.tools.memory_plan.plan import GIB, MemoryPlan, Phase, count, gib, make_plan
+
 _SHARING = {
     "turns": "one device, in turns (trainer.mode=sync)",
     "together": "one device, both at the same time",
@@ -13,37 +20,49 @@ _SHARING = {
 }
 
 
+def memory_table(target: Path, overrides: Sequence[str]) -> str:
+    """The table of a configuration, or of a model folder with the default settings."""
+    return describe(make_plan(_planned_config(target, overrides)))
+
+
+def _planned_config(target: Path, overrides: Sequence[str]) -> RunConfig:
+    if not target.is_dir():
+        return load_config(target, overrides)
+    described = read_config(ModelConfig(path=str(target)))
+    sections = (described, described.get("text_config") or {})
+    stored = [str(section.get(key)) for section in sections for key in ("dtype", "torch_dtype")]
+    defaults = (
+        f"model.path={target}",
+        f"model.dtype={'bfloat16' if any('16' in name for name in stored) else 'float32'}",
+        "run_dir=plan",
+        "data.train_files=[plan]",
+        "reward.functions=[{function: exact_match}]",
+    )
+    return load_config(Path(os.devnull), [*defaults, *overrides])
+
+
 def describe(plan: MemoryPlan) -> str:
     """The memory table, and whether it fits."""
     config = plan.config
     adapted = f", LoRA of rank {config.model.lora.rank}" if config.model.lora.rank else ""
-    head = (
+    text = [
         f"{config.model.path}: {count(plan.learner.parameters)} parameters in {config.model.dtype}{adapted}"
         f"; engine {config.rollout.engine}; {_SHARING[plan.sharing]}"
-    )
-    unit, size = ("GiB", GIB) if plan.peak >= GIB else ("MiB", MIB)
-    parts = [head]
-    for phase in plan.phases:
-        parts += ["", *_part(phase.name, phase.lines, unit, size), _row("= at most", phase.nbytes / size, "")]
-    parts += ["", *_part("host memory", plan.host, unit, size), "", *_verdict(plan)]
-    return "\n".join(line.rstrip() for line in parts)
+    ]
+    unit, size = ("GiB", GIB) if plan.peak >= GIB else ("MiB", 2**20)
+    for part in (*plan.phases, Phase("host memory", plan.host)):
+        text += ["", f"  {part.name.upper():<36}{unit:>9}"]
+        text += [f"  {line.name:<36}{line.nbytes / size:>9.2f}  {line.why}" for line in part.lines]
+        if part in plan.phases:
+            text.append(f"  {'= at most':<36}{part.nbytes / size:>9.2f}")
+    return "\n".join([*map(str.rstrip, text), "", *_verdict(plan)])
 
 
 def _verdict(plan: MemoryPlan) -> list[str]:
+    budget = f"gpu_memory.budget_gib={plan.config.gpu_memory.budget_gib:g}"
     if not plan.budget:
-        return [
-            f"Fits a device of {gib(plan.peak)} and more. Set gpu_memory.budget_gib to have a run refused that does not"
-        ]
+        fits = f"Fits a device of {gib(plan.peak)} and more"
+        return [f"{fits}. Set gpu_memory.budget_gib to have a run refused that does not"]
     if plan.excess:
-        return [f"DOES NOT FIT gpu_memory.budget_gib={plan.config.gpu_memory.budget_gib:g}", *advice(plan)]
-    return [
-        f"Fits gpu_memory.budget_gib={plan.config.gpu_memory.budget_gib:g}, with {gib(plan.budget - plan.peak)} left"
-    ]
-
-
-def _part(name: str, lines: tuple[Line, ...], unit: str, size: int) -> list[str]:
-    return [f"  {name.upper():<36}{unit:>9}", *(_row(line.name, line.nbytes / size, line.why) for line in lines)]
-
-
-def _row(name: str, value: float, why: str) -> str:
-    return f"  {name:<36}{value:>9.2f}  {why}"
+        return [f"DOES NOT FIT {budget}", *advice(plan)]
+    return [f"Fits {budget}, with {gib(plan.budget - plan.peak)} left"]

@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from asyncrl.config.engine_rules import PREFILL_TOKENS
 from asyncrl.errors import BadStateError
-from asyncrl.tools.memory_plan.limits import PREFILL_TOKENS
 from rollout_server.engines.base import Completion, EngineDied, EngineUsage, GenerationRequest
 from rollout_server.engines.hf.decode_batch import DecodeBatch, DecodeRow
 
