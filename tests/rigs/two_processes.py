@@ -12,6 +12,7 @@ from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from protocol.faults import VARIABLE
 from tests.rigs.ports import own_port
+from tests.rigs.prefork import ForkedProcess, template
 from tests.rigs.waiting import exit_codes
 
 
@@ -24,13 +25,17 @@ def with_ports(config: RunConfig, port: Callable[[], int] = own_port) -> RunConf
 
 def start(
     module: str, config_file: Path, *arguments: str, crash_at: str = "", under: Sequence[str] = ()
-) -> subprocess.Popen[str]:
+) -> subprocess.Popen[str] | ForkedProcess:
     """A service; with `crash_at` it dies by SIGKILL at that place (see protocol/faults.py). `under` is a command that
     runs the command that follows it."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", VARIABLE: crash_at}
-    log = (config_file.parent / f"{module}.log").open("a")
-    command = [*under, sys.executable, "-m", module, "--config", str(config_file), *arguments]
-    return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True, env=environment)
+    log = config_file.parent / f"{module}.log"
+    words = ["--config", str(config_file), *arguments]
+    if not under:
+        return template().start(module, words, log, environment)
+    with log.open("a") as file:
+        command = [*under, sys.executable, "-m", module, *words]
+        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, text=True, env=environment)
 
 
 def write_config(config: RunConfig, folder: Path) -> Path:
