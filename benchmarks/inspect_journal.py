@@ -25,12 +25,11 @@ from statistics import median
 import numpy as np
 from group_traffic import BANNED, GROUP_SIZE, KINDS, TOKENS, facts, group, prepared
 
-from asyncrl.journal.sample_index import SampleIndex
-from asyncrl.journal.sample_rows import TrainedBatch
+from asyncrl.journal.sample_index import SampleIndex, TrainedBatch
 from asyncrl.journal.state import TicketSlot
 from asyncrl.journal.writer import JOURNAL_FILE, Journal
-from asyncrl.tools.samples import Page, SampleQuery, SampleStore
-from asyncrl.tools.samples.model import Order
+from asyncrl.tools.samples.model import Order, Page, SampleQuery
+from asyncrl.tools.samples.store import SampleStore
 from learner.tickets.ticket import PreparedTicket, ReceivedGroup
 from protocol.codec import encode
 from protocol.messages import FinishReason, Group, TextPart, TrajectoryRecord, TrajectoryStatus, Turn

@@ -22,7 +22,8 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from asyncrl.tools.inspect.server import InspectServer
 from asyncrl.tools.report.write import write_report
-from asyncrl.tools.samples import SampleQuery, SampleRow, SampleStore
+from asyncrl.tools.samples.model import SampleQuery, SampleRow
+from asyncrl.tools.samples.store import SampleStore
 
 WIDTH, HEIGHT = 1360, 860
 PAGE_ROWS = 50

@@ -11,8 +11,7 @@ import psutil
 import torch
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.journal.sample_index import SampleIndex
-from asyncrl.journal.sample_rows import TrainedBatch
+from asyncrl.journal.sample_index import SampleIndex, TrainedBatch
 from asyncrl.models.device_facts import device_name, memory_by_state
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.rewards.presentation import plain_text

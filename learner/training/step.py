@@ -27,7 +27,7 @@ from asyncrl.algorithms.reference_kl import reference_kl
 from asyncrl.algorithms.tokens import PolicyTokens
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
-from asyncrl.journal.sample_rows import TrainedBatch
+from asyncrl.journal.sample_index import TrainedBatch
 from learner.training.batch import Batch
 from learner.training.engines.base import TokenOutputs, TrainEngine
 from learner.training.non_finite import NotFiniteError, name_parameters, name_rows, not_finite_tokens

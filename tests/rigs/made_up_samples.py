@@ -1,4 +1,4 @@
-"""A sample store without a run: groups in memory, some of them hostile."""
+"""A store of samples without a run: groups in memory, some of them with hostile text."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import numpy as np
 from PIL import Image
 
 from asyncrl.errors import UserError
-from asyncrl.tools.samples import Page, SampleDetail, SampleImage, SampleQuery, SampleRow, TrajectoryDetail
-from protocol.messages import TrajectoryStatus
+from asyncrl.tools.samples.model import Page, SampleDetail, SampleImage, SampleQuery, SampleRow, TrajectoryDetail
 
 GROUPS, GROUP_SIZE = 60, 4
 HOSTILE_TICKET, FORGOTTEN_TICKET, LONG_TICKET = 3, 4, 5
@@ -19,7 +18,7 @@ LONG = 9000
 
 
 class MadeUpStore:
-    """As SampleStore reads a run: ticket t was trained by step t, with rewards from -1 to 1."""
+    """Answers as a SampleStore does. Step t trained ticket t, with rewards from -1 to 2."""
 
     notices: tuple[str, ...] = ()
 
@@ -28,7 +27,8 @@ class MadeUpStore:
         self.closed = False
 
     def find(self, query: SampleQuery, *, limit: int = 50, offset: int = 0) -> Page:
-        rows = [row for detail in self.groups.values() for row in detail.rows if _fits(row, query)]
+        trajectories = (trajectory for detail in self.groups.values() for trajectory in detail.trajectories)
+        rows = [trajectory.row for trajectory in trajectories if _fits(trajectory.row, query)]
         if query.order == "worst":
             rows.sort(key=lambda row: np.inf if row.reward is None else row.reward)
         elif query.order == "newest":
@@ -54,31 +54,22 @@ def png(shade: int, size: tuple[int, int] = (98, 28)) -> bytes:
 
 
 def made_up_group(ticket_id: int) -> SampleDetail:
-    trajectories = tuple(_trajectory(ticket_id, number) for number in range(GROUP_SIZE))
     prompt = f"<image>What is the largest digit? Question {ticket_id}"
-    rows = tuple(
-        SampleRow(
-            ticket_id=ticket_id, trajectory=one.trajectory, step=ticket_id, row_id=f"rl.parquet:{ticket_id}",
-            prompt=prompt, answer="9", status=one.status, finish_reason=one.finish_reason, reward=one.reward,
-            advantage=one.advantage, length=max(len(one.tokens), 7), staleness=ticket_id % 3,
-            logprob_diff_max=0.01 * ticket_id, error=one.error, has_payload=bool(one.tokens),
-        )
-        for one in trajectories
-    )  # fmt: skip
+    trajectories = tuple(_trajectory(ticket_id, number, prompt) for number in range(GROUP_SIZE))
     data = png(ticket_id)
     images = (SampleImage(hashlib.sha256(data).hexdigest(), data),)
     if ticket_id == HOSTILE_TICKET:
         prompt = HOSTILE
         images += (SampleImage("ab" * 32, b"<svg onload=alert(1)>"), SampleImage("cd" * 32, None, "it is gone"))
     return SampleDetail(
-        ticket_id=ticket_id, step=ticket_id, server_id="server-1", row_id=f"rl.parquet:{ticket_id}", prompt=prompt,
+        ticket_id=ticket_id, server_id="server-1", row_id=f"rl.parquet:{ticket_id}",
         messages=({"role": "system", "content": "Answer briefly."}, {"role": "user", "content": prompt}),
-        images=images, answer="9", rows=rows, trajectories=trajectories,
+        images=images, answer="9", trajectories=trajectories,
         problem="" if ticket_id != FORGOTTEN_TICKET else "Its tokens are not kept any more",
     )  # fmt: skip
 
 
-def _trajectory(ticket_id: int, number: int) -> TrajectoryDetail:
+def _trajectory(ticket_id: int, number: int, prompt: str) -> TrajectoryDetail:
     tokens = ("read", " 6", " 6", " 9", " answer", " 9", "<|im_end|>")
     if ticket_id == HOSTILE_TICKET:
         tokens = (HOSTILE, "\n", "\t", "", "plain")
@@ -87,22 +78,23 @@ def _trajectory(ticket_id: int, number: int) -> TrajectoryDetail:
     elif ticket_id == LONG_TICKET:
         tokens = tuple(f" {i}" for i in range(LONG))
     size = len(tokens)
-    status = (
-        (TrajectoryStatus.ERROR if ticket_id % 10 == 0 else TrajectoryStatus.TRUNCATED) if number == 3 else "finished"
-    )
+    failed = number == 3 and ticket_id % 10 == 0
+    row = SampleRow(
+        ticket_id=ticket_id, trajectory=number, step=ticket_id, row_id=f"rl.parquet:{ticket_id}", prompt=prompt,
+        answer="9", status="error" if failed else "truncated" if number == 3 else "finished", finish_reason="stop",
+        reward=None if failed else number - 1.0, advantage=None if failed else 0.5 * number - 0.75,
+        length=max(size, 7), staleness=ticket_id % 3, logprob_diff_max=0.01 * ticket_id,
+        error=f"reward_exception: {HOSTILE}" if failed else "", has_payload=bool(tokens),
+    )  # fmt: skip
     engine = np.linspace(-0.001, -6.0, size, dtype=np.float32)
     gaps = np.resize(np.float32([0, 0.05, -0.05, 0.2, -0.2, 0.5, -2.0]), size)
-    loss_mask = np.ones(size, np.uint8)
+    loss_mask, masked = np.ones(size, np.uint8), np.zeros(size, bool)
     loss_mask[1:2] = 0
-    masked = np.zeros(size, bool)
     masked[2:3] = True
-    failed = status == TrajectoryStatus.ERROR
     return TrajectoryDetail(
-        trajectory=number, status=str(status), finish_reason="stop", reward=None if failed else number - 1.0,
-        rewards={"answer": float(number)}, advantage=None if failed else 0.5 * number - 0.75,
-        error=f"reward_exception: {HOSTILE}" if failed else "", tokens=tokens,
-        token_ids=np.arange(size, dtype=np.int32), logprobs=engine, learner_logprobs=engine + gaps,
-        versions=np.resize(np.int32([ticket_id, ticket_id - ticket_id % 3]), size), loss_mask=loss_mask, masked=masked,
+        row, rewards={"answer": float(number)}, tokens=tokens, token_ids=np.arange(size, dtype=np.int32),
+        logprobs=engine, learner_logprobs=engine + gaps, loss_mask=loss_mask, masked=masked,
+        versions=np.resize(np.int32([ticket_id, ticket_id - ticket_id % 3]), size),
     )  # fmt: skip
 
 

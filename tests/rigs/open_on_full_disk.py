@@ -14,8 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from asyncrl.journal.sample_index import SampleIndex
-from asyncrl.journal.sample_rows import TrainedBatch
+from asyncrl.journal.sample_index import SampleIndex, TrainedBatch
 from asyncrl.journal.writer import JOURNAL_FILE, Journal
 from asyncrl.run_folder.failure import kind_of
 

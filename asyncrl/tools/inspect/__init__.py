@@ -1,4 +1,4 @@
 """`asyncrl inspect RUN`: look at any sample of a run, in the terminal or in a browser. Starts fast: no torch.
 
-`query` (what is asked for) -> `listing`, `group` (the terminal) -> `records` (JSON) -> `server`, `page` (the browser).
+Reading order: `filters` (a query's words), `terminal` (lists and groups), `records` (JSON), `server` (the browser).
 """

@@ -1,4 +1,4 @@
-"""`python -m asyncrl.tools.inspect RUN`, which `asyncrl inspect` becomes."""
+"""The command line `python -m asyncrl.tools.inspect RUN`, which `asyncrl inspect` becomes."""
 
 from __future__ import annotations
 
@@ -9,31 +9,24 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 from asyncrl.errors import BadStateError, ExitCode, UserError
-from asyncrl.journal.sample_tables import INDEX_FILE
+from asyncrl.journal.sample_index import INDEX_FILE
 from asyncrl.journal.writer import JOURNAL_FILE
 from asyncrl.launch.broken_pipe import ends_with_its_reader
 from asyncrl.launch.console import Console
 from asyncrl.run_folder.failure import kind_of
 from asyncrl.run_folder.full_disk import describe_full_disk
 from asyncrl.telemetry.reading import is_there, unreadable_as_user_error
-from asyncrl.tools.inspect.group import print_group
-from asyncrl.tools.inspect.listing import nothing_here, print_listing, tab_separated
-from asyncrl.tools.inspect.query import FILTERS, ORDERS, STATUSES, read_query
+from asyncrl.tools.inspect.filters import FILTERS, ORDERS, STATUSES, read_query
 from asyncrl.tools.inspect.records import detail_record, row_record
+from asyncrl.tools.inspect.terminal import print_group, print_listing, tab_separated, why_empty
 from asyncrl.tools.pages.token_levels import COLOURINGS
-from asyncrl.tools.samples import SampleDetail, SampleQuery, SampleStore
+from asyncrl.tools.samples.model import SampleQuery
 from asyncrl.tools.samples.rebuild import rebuild_index
+from asyncrl.tools.samples.store import SampleStore
 
 WEB_PORT = 7610
-
-
-class _Ticket(NamedTuple):
-    ticket_id: int
-    trajectory: int | None
-    """One completion of the group, or all."""
 
 
 @ends_with_its_reader
@@ -44,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _inspect(arguments)
     except (UserError, BadStateError) as error:
         reason = str(error)
-        if kind_of(error) == "disk_full":  # who looks needs a little room, too
+        if kind_of(error) == "disk_full":  # reading needs a little room, too
             reason = describe_full_disk(error, arguments.run_dir, then="look again")
         print(f"error: {reason}", file=sys.stderr)
         return ExitCode.USER_ERROR if isinstance(error, UserError) else ExitCode.BAD_STATE
@@ -89,37 +82,37 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    """The exit code: 1 if a group that should be there is damaged."""
+    """Return the exit code: 1 if a group that should be there is damaged."""
     if arguments.reindex:
         for name in (JOURNAL_FILE, INDEX_FILE):
             is_there(arguments.run_dir / name)  # SQLite does not say why it cannot open a file
         print(f"{rebuild_index(arguments.run_dir)} groups added to the index", file=sys.stderr)
-    with closing(SampleStore(arguments.run_dir)) as store:
-        code = _show(arguments, store)
-        sys.stdout.flush()
-        return code
-
-
-def _show(arguments: argparse.Namespace, store: SampleStore) -> int:
     words = {name: getattr(arguments, name) for name in FILTERS}
-    query = read_query(words)
-    if arguments.web is not None:
-        from asyncrl.tools.inspect.server import serve
+    code = ExitCode.FINISHED
+    with closing(SampleStore(arguments.run_dir)) as store:
+        query = read_query(words)
+        if arguments.web is not None:
+            from asyncrl.tools.inspect.server import serve
 
-        ticket_id = arguments.ticket.ticket_id if arguments.ticket else None
-        serve(store, arguments.run_dir, arguments.host, arguments.web, words, ticket_id)
-    elif arguments.ticket is not None:
-        return _show_group(arguments, store)
-    else:
-        _show_list(arguments, store, query)
-    return ExitCode.FINISHED
+            ticket_id = arguments.ticket[0] if arguments.ticket else None
+            serve(store, arguments.run_dir, arguments.host, arguments.web, words, ticket_id)
+        elif arguments.ticket is not None:
+            code = _show_group(arguments, store)
+        else:
+            _show_list(arguments, store, query)
+        sys.stdout.flush()
+    return code
 
 
-def _show_group(arguments: argparse.Namespace, store: SampleStore) -> int:
-    ticket: _Ticket = arguments.ticket
-    detail = store.detail(ticket.ticket_id)
-    if ticket.trajectory is not None:
-        detail = _one_of(detail, ticket.trajectory)
+def _show_group(arguments: argparse.Namespace, store: SampleStore) -> ExitCode:
+    ticket_id, number = arguments.ticket
+    detail = store.detail(ticket_id)
+    if number is not None:
+        chosen = tuple(trajectory for trajectory in detail.trajectories if trajectory.row.trajectory == number)
+        if not chosen:
+            known = ", ".join(f"{ticket_id}.{trajectory.row.trajectory}" for trajectory in detail.trajectories)
+            raise UserError(f"there is no sample {ticket_id}.{number}. The group has {known}")
+        detail = replace(detail, trajectories=chosen)
     if arguments.json:
         print(json.dumps(detail_record(detail)))
     else:
@@ -127,17 +120,8 @@ def _show_group(arguments: argparse.Namespace, store: SampleStore) -> int:
     if not detail.is_damaged:
         return ExitCode.FINISHED
     sys.stdout.flush()
-    print(f"error: ticket {detail.ticket_id}: {detail.problem}", file=sys.stderr)
+    print(f"error: ticket {ticket_id}: {detail.problem}", file=sys.stderr)
     return ExitCode.CRASHED
-
-
-def _one_of(group: SampleDetail, trajectory: int) -> SampleDetail:
-    both = [pair for pair in zip(group.rows, group.trajectories, strict=True) if pair[0].trajectory == trajectory]
-    if not both:
-        known = ", ".join(f"{row.ticket_id}.{row.trajectory}" for row in group.rows)
-        raise UserError(f"there is no sample {group.ticket_id}.{trajectory}. The group has {known}")
-    rows, trajectories = zip(*both, strict=True)
-    return replace(group, rows=rows, trajectories=trajectories)
 
 
 def _show_list(arguments: argparse.Namespace, store: SampleStore, query: SampleQuery) -> None:
@@ -153,8 +137,8 @@ def _show_list(arguments: argparse.Namespace, store: SampleStore, query: SampleQ
         print_listing(console, page, beginnings, arguments.offset, query)
     else:
         print("\n".join(tab_separated(page.rows, beginnings)))
-    if not page.rows and not console.is_terminal:  # the table says it
-        print(f"note: {nothing_here(page, arguments.offset, query)}", file=sys.stderr)
+    if not page.rows and not console.is_terminal:  # else it is below the table
+        print(f"note: {why_empty(page, arguments.offset, query)}", file=sys.stderr)
 
 
 def _console() -> Console:
@@ -167,11 +151,11 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _ticket(text: str) -> _Ticket:
-    """As lists have it: 7 or 7.3."""
+def _ticket(text: str) -> tuple[int, int | None]:
+    """Parse an ID as lists have it: 7 for a group, or 7.3 for one completion of it."""
     group, dot, trajectory = text.partition(".")
     try:
-        return _Ticket(_count(group), _count(trajectory) if dot else None)
+        return _count(group), _count(trajectory) if dot else None
     except (argparse.ArgumentTypeError, ValueError):  # int() refuses thousands of digits
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is no ID such as 7 or 7.3") from None
 

@@ -10,59 +10,47 @@ import numpy as np
 
 from asyncrl.tools.inspect.pictures import image_facts
 from asyncrl.tools.pages.token_levels import Colouring, token_levels
-from asyncrl.tools.samples import SampleDetail, SampleRow, TrajectoryDetail
+from asyncrl.tools.samples.model import SampleDetail, SampleRow, TrajectoryDetail
 
 
 def row_record(row: SampleRow, beginning: str) -> dict[str, Any]:
-    """`beginning`: of its completion."""
+    """Convert a row of a list; `beginning` is that of its completion."""
     return {name: _finite(value) for name, value in asdict(row).items()} | {"completion": beginning}
 
 
 def detail_record(detail: SampleDetail) -> dict[str, Any]:
-    """One group: its prompt, images (without bytes) and completions with a value of every column per token."""
+    """Convert a group: its prompt, images (without bytes) and completions, with a value of every column per token."""
     return {
-        **{name: getattr(detail, name) for name in ("ticket_id", "step", "server_id", "row_id", "prompt", "messages")},
-        "answer": detail.answer,
+        **{name: getattr(detail, name) for name in ("ticket_id", "step", "server_id", "row_id", "messages", "answer")},
+        "prompt": detail.messages[-1]["content"],
         "problem": detail.problem,
         "images": [asdict(image_facts(image)) for image in detail.images],
-        "trajectories": [
-            _trajectory(row, trajectory) for row, trajectory in zip(detail.rows, detail.trajectories, strict=True)
-        ],
+        "trajectories": [_trajectory(trajectory) for trajectory in detail.trajectories],
     }
 
 
-def consumed_at(row: SampleRow, trajectory: TrajectoryDetail) -> int:
-    """The policy version that trained on it, or would now."""
-    sampled = trajectory.versions[trajectory.loss_mask == 1]
-    return int(sampled.min()) + row.staleness if sampled.size else 0
-
-
-def levels_of(row: SampleRow, trajectory: TrajectoryDetail) -> dict[Colouring, str]:
+def levels_of(trajectory: TrajectoryDetail) -> dict[Colouring, str]:
     learner = trajectory.learner_logprobs
     return token_levels(
         logprobs=trajectory.logprobs.tolist(),
         learner_logprobs=None if learner is None else learner.tolist(),
         versions=trajectory.versions.tolist(),
-        consumed_at=consumed_at(row, trajectory),
+        consumed_at=trajectory.consumed_at,
         loss_mask=trajectory.loss_mask.tolist(),
         masked=trajectory.masked.tolist(),
     )
 
 
-def _trajectory(row: SampleRow, trajectory: TrajectoryDetail) -> dict[str, Any]:
-    learner = trajectory.learner_logprobs
+def _trajectory(trajectory: TrajectoryDetail) -> dict[str, Any]:
+    row, learner = trajectory.row, trajectory.learner_logprobs
+    names = (
+        "trajectory", "status", "finish_reason", "reward", "advantage", "error", "length", "staleness",
+        "logprob_diff_max",
+    )  # fmt: skip
     return {
-        "trajectory": row.trajectory,
-        "status": trajectory.status,
-        "finish_reason": trajectory.finish_reason,
-        "reward": _finite(trajectory.reward),
+        **{name: _finite(getattr(row, name)) for name in names},
         "rewards": {name: _finite(value) for name, value in trajectory.rewards.items()},
-        "advantage": _finite(trajectory.advantage),
-        "error": trajectory.error,
-        "length": row.length,
-        "staleness": row.staleness,
-        "logprob_diff_max": _finite(row.logprob_diff_max),
-        "consumed_at": consumed_at(row, trajectory),
+        "consumed_at": trajectory.consumed_at,
         "tokens": trajectory.tokens,
         "token_ids": trajectory.token_ids.tolist(),
         "logprobs": _rounded(trajectory.logprobs),
@@ -70,15 +58,15 @@ def _trajectory(row: SampleRow, trajectory: TrajectoryDetail) -> dict[str, Any]:
         "versions": trajectory.versions.tolist(),
         "loss_mask": trajectory.loss_mask.tolist(),
         "masked": trajectory.masked.astype(int).tolist(),
-        "levels": levels_of(row, trajectory),
+        "levels": levels_of(trajectory),
     }
 
 
 def _rounded(values: np.ndarray) -> list[float | None]:
-    """To the sixth digit: what float32 tells."""
+    """Round to six digits, which is what float32 holds; None where a value is not finite."""
     return [round(value, 6) if math.isfinite(value) else None for value in values.tolist()]
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN."""
+    """Replace NaN and infinities, which JSON has not, by None."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

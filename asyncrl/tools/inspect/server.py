@@ -1,15 +1,16 @@
-"""The page's server: reads only, and answers nobody but a browser on this machine unless told otherwise."""
+"""The web page of `asyncrl inspect` and its server, which only reads. It listens on loopback unless told otherwise."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import ipaddress
 import json
 import signal
 import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,37 +21,57 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.telemetry.reading import unreadable_as_user_error
 from asyncrl.telemetry.recorder import read_status
-from asyncrl.tools.inspect.page import CONTENT_SECURITY_POLICY, page
+from asyncrl.tools.inspect.filters import ORDERS, STATUSES, read_query
 from asyncrl.tools.inspect.pictures import for_browser
-from asyncrl.tools.inspect.query import ORDERS, STATUSES, read_query
 from asyncrl.tools.inspect.records import detail_record, row_record
+from asyncrl.tools.pages import piece
 from asyncrl.tools.pages.token_levels import LEGENDS, TITLES
-from asyncrl.tools.samples import SampleDetail, SampleImage, SampleQuery, SampleStore
+from asyncrl.tools.samples.model import SampleDetail, SampleImage, SampleQuery
+from asyncrl.tools.samples.store import SampleStore
 
 REQUEST_TIMEOUT_S = 10.0
-"""Of a silent connection."""
+"""After this long a silent connection is closed."""
 MOST_ROWS = 500
 KEPT_GROUPS = 8
-"""Whose images a page may ask for without the group being read again."""
-HEADERS = {
-    "Content-Security-Policy": CONTENT_SECURITY_POLICY,
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Cross-Origin-Opener-Policy": "same-origin",
-}
+"""Groups whose images are kept, so that a page may fetch them without the group being read again."""
+_PAGE_FOLDER = Path(__file__).parent / "page"
+
+
+def _page_file(name: str) -> str:
+    return (_PAGE_FOLDER / name).read_text(encoding="utf-8")
+
+
+@cache
+def _page() -> tuple[bytes, str]:
+    """Join markup, styles and script into one page, and return it with its Content-Security-Policy.
+
+    The browser runs this page's own script and nothing that a sample could bring in.
+    """
+    style = "\n".join([piece("theme.css"), piece("tokens.css"), _page_file("inspect.css")])
+    script = "\n".join([piece("tokens.js"), *map(_page_file, ("address.js", "group.js", "inspect.js"))])
+    page = _page_file("index.html").replace("/*style*/", style).replace("/*script*/", script)
+    policy = (
+        f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; img-src 'self' data:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'"
+    )
+    return page.encode(), policy
+
+
+def _digest(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 class InspectServer(ThreadingHTTPServer):
-    """Opens the port on construction; `serve_forever` answers. UserError where the port cannot be had."""
+    """The constructor opens the port, or raises UserError; `serve_forever` answers."""
 
     daemon_threads = True
 
     def __init__(self, store: SampleStore, run_dir: Path, host: str, port: int):
         self.store, self.run_dir, self.host = store, run_dir, host
         self._lock = threading.Lock()
-        self._details: OrderedDict[int, SampleDetail] = OrderedDict()
-        """Groups that were read last."""
+        self._images: dict[int, tuple[SampleImage, ...]] = {}
+        """Images of the groups that were read last, by ticket."""
         self.address_family = AF_INET6 if ":" in host else AF_INET
         try:
             super().__init__((host, port), _Handler)
@@ -64,24 +85,20 @@ class InspectServer(ThreadingHTTPServer):
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.server_address[1]}/"
 
-    @cached_property
-    def page(self) -> bytes:
-        return page().encode()
-
     def detail(self, ticket_id: int) -> SampleDetail:
-        """As it is now: a group that waited may have been trained since."""
+        """Read a group as it is now: one that waited may have been trained since."""
         detail = self.store.detail(ticket_id)
         with self._lock:
-            self._details[ticket_id] = detail
-            self._details.move_to_end(ticket_id)
-            while len(self._details) > KEPT_GROUPS:
-                self._details.popitem(last=False)
+            self._images.pop(ticket_id, None)
+            self._images[ticket_id] = detail.images
+            while len(self._images) > KEPT_GROUPS:
+                del self._images[next(iter(self._images))]
         return detail
 
     def images(self, ticket_id: int) -> tuple[SampleImage, ...]:
         with self._lock:
-            known = self._details.get(ticket_id)
-        return (known or self.detail(ticket_id)).images
+            images = self._images.get(ticket_id)
+        return self.detail(ticket_id).images if images is None else images
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):  # a browser that went away is no error
@@ -95,7 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = REQUEST_TIMEOUT_S
 
     def do_GET(self) -> None:
-        if not self._is_named_rightly():
+        if not self._is_host_allowed():
             self._fail(HTTPStatus.MISDIRECTED_REQUEST, "this server is not reached by that name")
             return
         path, _, query = self.path.partition("?")
@@ -109,8 +126,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def _is_named_rightly(self) -> bool:
-        """A web site whose name is made to lead here sends its own name: browsers must not hand it our samples."""
+    def _is_host_allowed(self) -> bool:
+        """Refuse foreign names: else a web site whose name resolves to this machine could read the samples."""
         try:
             name = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
             if name not in ("localhost", self.server.host.lower()):
@@ -122,7 +139,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, path: list[str], words: Mapping[str, str]) -> None:
         match path:
             case [""]:
-                self._send("text/html; charset=utf-8", self.server.page)
+                self._send("text/html; charset=utf-8", _page()[0])
             case ["api", "run"]:
                 self._send_json(self._run())
             case ["api", "samples"]:
@@ -149,10 +166,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _samples(self, words: Mapping[str, str]) -> dict[str, Any]:
         query = read_query(words)
         offset, limit = _whole("offset", words.get("offset", "0")), _whole("limit", words.get("limit", "50"))
-        found = self.server.store.find(query, limit=min(max(limit, 1), MOST_ROWS), offset=offset)
-        texts = self.server.store.beginnings(found.rows)
-        rows = [row_record(row, text) for row, text in zip(found.rows, texts, strict=True)]
-        return {"total": found.total, "offset": offset, "rows": rows, "notices": self.server.store.notices}
+        page = self.server.store.find(query, limit=min(max(limit, 1), MOST_ROWS), offset=offset)
+        texts = self.server.store.beginnings(page.rows)
+        rows = [row_record(row, text) for row, text in zip(page.rows, texts, strict=True)]
+        return {"total": page.total, "offset": offset, "rows": rows, "notices": self.server.store.notices}
 
     def _image(self, digest: str, ticket_id: int) -> None:
         images = [image for image in self.server.images(ticket_id) if image.hash == digest]
@@ -170,21 +187,30 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, kind: str, body: bytes, status: HTTPStatus = HTTPStatus.OK, keep: str = "no-store") -> None:
         self.send_response(status)
-        for name, value in {**HEADERS, "Content-Type": kind, "Cache-Control": keep}.items():
+        headers = {
+            "Content-Security-Policy": _page()[1],
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+            "Cross-Origin-Resource-Policy": "same-origin",
+            "Cross-Origin-Opener-Policy": "same-origin",
+            "Content-Type": kind,
+            "Cache-Control": keep,
+            "Content-Length": str(len(body)),
+        }
+        for name, value in headers.items():
             self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: the terminal keeps the address in sight."""
+        """Log nothing: the terminal keeps the address in sight."""
 
 
 def serve(
     store: SampleStore, run_dir: Path, host: str, port: int, filters: Mapping[str, str], ticket_id: int | None
 ) -> None:
-    """Until it is interrupted."""
+    """Serve the page until it is interrupted."""
     with InspectServer(store, run_dir, host, port) as server:
         opened = {name: value for name, value in filters.items() if value}
         if ticket_id is not None:
@@ -192,7 +218,7 @@ def serve(
         print(f"{server.url}{'?' if opened else ''}{urlencode(opened)}   (Ctrl-C ends it)", flush=True)
         if not _is_loopback(host):
             print(f"warning: whoever reaches {host} can read every sample of {run_dir}", file=sys.stderr, flush=True)
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # started in the background, it ends in order, too
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # a process in the background ends in order, too
         try:
             server.serve_forever()
         except KeyboardInterrupt:

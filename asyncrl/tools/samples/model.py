@@ -1,4 +1,4 @@
-"""What is shown of a sample. A *sample* is one trajectory; its group is that of its ticket."""
+"""A sample as it is shown: one trajectory, with its row of a list and its tokens."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ Order = Literal["newest", "oldest", "best", "worst", "stalest", "longest"]
 
 @dataclass(frozen=True)
 class SampleQuery:
-    """All conditions that are given must hold; ranges include both ends."""
+    """The filters of a list. All given conditions must hold; ranges include both ends."""
 
     steps: tuple[int, int] | None = None
     rewards: tuple[float, float] | None = None
     statuses: tuple[str, ...] = ()
     staleness: tuple[int, int] | None = None
-    """Of the oldest sampled token, in versions behind the one that consumed it."""
+    """Versions between the oldest sampled token and the policy that consumed it."""
     prompt: str = ""
-    """Part of the prompt's text, in upper or lower case."""
+    """A part of the prompt's text, in upper or lower case."""
     order: Order = "newest"
 
 
@@ -31,13 +31,13 @@ class SampleRow:
 
     ticket_id: int
     trajectory: int
-    """Its number in the group."""
+    """The number of the trajectory in its group."""
     step: int | None
-    """That trained it; None: journaled, and not trained yet."""
+    """The step that trained on it; None: journaled, and not trained yet."""
     row_id: str
     """Empty where only the journal knows the sample (see `SampleStore.notices`)."""
     prompt: str
-    """Beginning of the last message's text."""
+    """The beginning of the last message's text."""
     answer: str
     status: str
     finish_reason: str
@@ -50,14 +50,16 @@ class SampleRow:
     """Largest absolute difference between learner and engine of a trained token; None: nothing was trained."""
     error: str
     has_payload: bool
-    """Whether its tokens are still kept."""
+    """Whether the journal still keeps its tokens."""
 
 
 @dataclass(frozen=True)
 class Page:
+    """A part of a list."""
+
     rows: tuple[SampleRow, ...]
     total: int
-    """Samples that fit the query."""
+    """Samples that match the query."""
 
 
 @dataclass(frozen=True)
@@ -66,55 +68,56 @@ class SampleImage:
 
     hash: str
     data: bytes | None
-    """Encoded bytes; None where `problem` says why not."""
+    """Encoded bytes; None where `problem` says why they are missing."""
     problem: str = ""
     frames: int = 0
-    """Of the video that it begins; 0: it is an image."""
+    """Number of frames of the video; 0 for an image."""
 
 
 @dataclass(frozen=True)
 class TrajectoryDetail:
-    """Columns are [T], over the completion's tokens; all empty where the group is not kept any more."""
+    """A trajectory in full. Columns are [T], over the completion's tokens; all are empty if the group is not kept."""
 
-    trajectory: int
-    status: str
-    finish_reason: str
-    reward: float | None
-    advantage: float | None
-    error: str
+    row: SampleRow
     rewards: Mapping[str, float] = field(default_factory=dict)
     """Components before weighting."""
     tokens: tuple[str, ...] = ()
-    """Their texts: together, the completion. A character of several tokens stands at the last of them."""
+    """Texts which together are the completion. A character of several tokens is in the last of them."""
     token_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
-    """Of the engine that sampled it."""
+    """Log-probs of the engine that sampled the tokens."""
     learner_logprobs: np.ndarray | None = None
-    """Of the learner at the step, to three digits of the difference; NaN where nothing was trained; None: not known."""
+    """The learner's at the step, to three digits of the difference; NaN where nothing was trained; None: not known."""
     versions: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     loss_mask: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))
     """1 on tokens that the policy sampled."""
     masked: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
-    """bool: dropped by the correction."""
+    """bool: the correction dropped the token."""
+
+    @property
+    def consumed_at(self) -> int:
+        """The policy version that trained on it, or would train on it now."""
+        sampled = self.versions[self.loss_mask == 1]
+        return int(sampled.min()) + self.row.staleness if sampled.size else 0
 
 
 @dataclass(frozen=True)
 class SampleDetail:
-    """A whole group."""
+    """A group in full."""
 
     ticket_id: int
-    step: int | None
     server_id: str
     row_id: str
-    prompt: str
-    """Text of the last message, in full."""
     messages: tuple[Mapping[str, str], ...]
-    """`role` and `content`, with `<image>` and `<video>` where they stand."""
+    """Messages with `role` and `content`; `<image>` and `<video>` mark the places of media."""
     images: tuple[SampleImage, ...]
     answer: str
-    rows: tuple[SampleRow, ...]
     trajectories: tuple[TrajectoryDetail, ...]
     problem: str
     """Why something is missing; empty if nothing is."""
     is_damaged: bool = False
-    """Its tokens should be there."""
+    """Whether the journal should have its tokens, and cannot read them."""
+
+    @property
+    def step(self) -> int | None:
+        return self.trajectories[0].row.step

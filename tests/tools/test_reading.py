@@ -18,7 +18,7 @@ from asyncrl import cli
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.journal.sample_tables import INDEX_FILE
+from asyncrl.journal.sample_index import INDEX_FILE
 from asyncrl.telemetry.reading import is_there, unreadable_as_user_error
 from asyncrl.tools.inspect import __main__ as inspect
 from asyncrl.tools.report.page import page_of

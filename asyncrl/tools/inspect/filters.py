@@ -1,4 +1,4 @@
-"""Filters as they are written: the same words on the command line and in the address of the page."""
+"""Read the filters of a list: the same words on the command line and in the address of the page."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ from collections.abc import Mapping
 from typing import get_args
 
 from asyncrl.errors import UserError
-from asyncrl.tools.samples import SampleQuery
-from asyncrl.tools.samples.model import Order
+from asyncrl.tools.samples.model import Order, SampleQuery
 from protocol.messages import TrajectoryStatus
 
 ORDERS: tuple[Order, ...] = get_args(Order)
 STATUSES = tuple(str(status) for status in TrajectoryStatus)
 FILTERS = ("step", "reward", "status", "staleness", "prompt", "order")
 LARGEST = 2**62
-"""SQLite's integers have 64 bits."""
+"""The largest whole number of a filter: SQLite's integers have 64 bits."""
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _RANGE = re.compile(rf"({_NUMBER})(?:-({_NUMBER}))?")
 _BOUND = re.compile(rf"(<=|>=|<|>)({_NUMBER})")
 
 
 def read_query(words: Mapping[str, str]) -> SampleQuery:
-    """Keys are those of FILTERS; what is missing or empty does not filter. UserError names what cannot be read."""
+    """Build a query from words by the names of FILTERS. Empty words do not filter; UserError names unreadable ones."""
     given = {name: words[name].strip() for name in FILTERS if words.get(name, "").strip()}
     return SampleQuery(
         steps=_whole("step", given["step"]) if "step" in given else None,
@@ -36,22 +35,22 @@ def read_query(words: Mapping[str, str]) -> SampleQuery:
 
 
 def _range(name: str, text: str) -> tuple[float, float]:
-    """Inclusive ends of `0.5`, `0-0.5`, `-1--0.5`, `<0.5`, `>=0`."""
+    """Parse the inclusive ends of `0.5`, `0-0.5`, `-1--0.5`, `<0.5`, `>=0`."""
     text = text.replace(" ", "")
-    if found := _RANGE.fullmatch(text):
-        low = float(found[1])
-        high = float(found[2]) if found[2] is not None else low
+    if match := _RANGE.fullmatch(text):
+        low = float(match[1])
+        high = float(match[2]) if match[2] is not None else low
         if low > high:
             raise UserError(f"{name} {text} is empty: {low:g} is above {high:g}. Write the lower end first")
         return low, high
-    if found := _BOUND.fullmatch(text):
-        bound = float(found[2])
+    if match := _BOUND.fullmatch(text):
+        bound = float(match[2])
         return {
             "<": (-math.inf, math.nextafter(bound, -math.inf)),
             "<=": (-math.inf, bound),
             ">": (math.nextafter(bound, math.inf), math.inf),
             ">=": (bound, math.inf),
-        }[found[1]]
+        }[match[1]]
     raise UserError(f"{name} cannot be {text!r}. Write one value (3), a range (1-5), or a bound (<3, >=1)")
 
 
@@ -71,7 +70,6 @@ def _statuses(text: str) -> tuple[str, ...]:
 
 
 def _order(text: str) -> Order:
-    for order in ORDERS:
-        if order == text:
-            return order
+    if text in ORDERS:
+        return text
     raise UserError(f"there is no order {text!r}. Samples can be listed {', '.join(ORDERS)} first")

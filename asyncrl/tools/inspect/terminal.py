@@ -1,0 +1,267 @@
+"""Samples in the terminal: a list of many, a line each; or one group in full, with its tokens coloured."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, ConsoleRenderable
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from asyncrl.tools.inspect.pictures import half_blocks, image_facts
+from asyncrl.tools.inspect.records import levels_of
+from asyncrl.tools.pages.token_levels import (
+    DIFFERENCES,
+    LEGENDS,
+    LESS,
+    MASKED,
+    MORE,
+    TITLES,
+    UNKNOWN,
+    UNSAMPLED,
+    Colouring,
+)
+from asyncrl.tools.samples.model import Page, SampleDetail, SampleImage, SampleQuery, SampleRow, TrajectoryDetail
+from protocol.messages import TrajectoryStatus
+
+MISSING = "-"
+COLUMNS = (
+    "step", "ticket", "trajectory", "status", "reward", "length", "staleness", "logprob_diff_max", "row_id", "prompt",
+    "completion", "error",
+)  # fmt: skip
+STATUS_STYLES: dict[str, str] = {
+    TrajectoryStatus.TRUNCATED: "yellow",
+    TrajectoryStatus.TIMED_OUT: "red",
+    TrajectoryStatus.ERROR: "bold red",
+}
+LARGE_DIFFERENCE = 0.5
+"""A log-prob difference, in nats, that is worth a second look."""
+NUM_LARGEST = 3
+"""Number of the largest differences that are listed below a completion."""
+PICTURE_COLUMNS, PICTURE_LINES = 64, 24
+
+
+def _graded(levels: str, colour: str) -> dict[str, str]:
+    styles = (colour, f"bold {colour}", f"#000000 on {colour}", f"bold underline #ffffff on {colour}")
+    return dict(zip(levels, styles, strict=True))
+
+
+TOKEN_STYLES: dict[Colouring, dict[str, str]] = {
+    "diff": _graded(LESS, "red") | _graded(MORE, "blue") | {UNSAMPLED: "dim italic", UNKNOWN: "dim"},
+    "version": _graded("1234", "yellow") | {UNSAMPLED: "dim italic"},
+    "mask": {UNSAMPLED: "dim italic", MASKED: "strike red"},
+    "logprob": _graded("1234", "magenta") | {UNSAMPLED: "dim italic"},
+}
+
+
+# --- text that a model or a data set wrote ---------------------------------------------------------
+
+
+def visible(text: str, *, lines: bool = False) -> str:
+    """Show control, formatting and private characters as codes: text may hold escape sequences to a terminal.
+
+    With `lines`, a line break is shown and made as well.
+    """
+    return "".join(character if _harmless(character) else _escaped(character, lines) for character in text)
+
+
+def _harmless(character: str) -> bool:
+    return character.isprintable() or unicodedata.category(character) == "Zs"  # spaces of every script
+
+
+def _escaped(character: str, lines: bool) -> str:
+    if character == "\n":
+        return "↵\n" if lines else "↵"
+    return "→" if character == "\t" else character.encode("unicode_escape").decode()
+
+
+def one_line(text: str, limit: int) -> str:
+    """Shorten to at most `limit` characters, with white space as single spaces."""
+    line = visible(" ".join(text[: 4 * limit].split()))
+    return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return MISSING if value is None else f"{value:z.{digits}f}"
+
+
+def _reward(row: SampleRow) -> Text:
+    """Colour by the advantage: green is made more likely, red less."""
+    advantage = row.advantage or 0.0
+    style = "dim" if row.reward is None else "green" if advantage > 0 else "red" if advantage < 0 else ""
+    return Text(_number(row.reward), style)
+
+
+def _difference(value: float | None) -> Text:
+    return Text(_number(value, 3), "yellow" if value is not None and value > LARGE_DIFFERENCE else "")
+
+
+def _status(status: str) -> Text:
+    return Text(visible(status), STATUS_STYLES.get(status, ""))
+
+
+# --- a list ----------------------------------------------------------------------------------------
+
+
+def print_listing(console: Console, page: Page, beginnings: Sequence[str], offset: int, query: SampleQuery) -> None:
+    console.print(_table(page.rows, beginnings, console.width))
+    last = offset + len(page.rows)
+    hints = ["--web shows them in a browser"]
+    if page.rows:
+        line = f"{offset + 1:,} to {last:,} of {page.total:,} samples"
+        next_ones = [f"--offset {last} the next ones"] if last < page.total else []
+        hints = ["--ticket ID shows one group", *next_ones, *hints]
+    else:
+        line = why_empty(page, offset, query)
+    console.print(Text.assemble(line, (f"   {', '.join(hints)}", "dim")))
+
+
+def why_empty(page: Page, offset: int, query: SampleQuery) -> str:
+    if page.total:
+        return f"no sample from --offset {offset} on: {page.total:,} match"
+    return "there is no sample" if query == SampleQuery(order=query.order) else "no sample matches these filters"
+
+
+def tab_separated(rows: Sequence[SampleRow], beginnings: Sequence[str]) -> Iterator[str]:
+    """Yield a line with the columns' names, then one for each sample."""
+    yield "\t".join(COLUMNS)
+    for row, beginning in zip(rows, beginnings, strict=True):
+        values = (
+            row.step, row.ticket_id, row.trajectory, row.status, row.reward, row.length, row.staleness,
+            row.logprob_diff_max, row.row_id, row.prompt, beginning, row.error,
+        )  # fmt: skip
+        yield "\t".join(MISSING if value is None else visible(str(value)) for value in values)
+
+
+def _table(rows: Sequence[SampleRow], beginnings: Sequence[str], width: int) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="dim", expand=True)
+    for name in ("step", "ticket", "reward", "tokens", "stale", "Δ max"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("status", no_wrap=True)
+    table.add_column("prompt", ratio=2, no_wrap=True, overflow="ellipsis")
+    table.add_column("completion", ratio=3, no_wrap=True, overflow="ellipsis")
+    for row, beginning in zip(rows, beginnings, strict=True):
+        table.add_row(
+            MISSING if row.step is None else str(row.step),
+            f"{row.ticket_id}.{row.trajectory}",
+            _reward(row),
+            str(row.length),
+            str(row.staleness),
+            _difference(row.logprob_diff_max),
+            _status(row.status),
+            Text(one_line(row.prompt, width)),
+            Text(one_line(row.error, width), "red") if row.error else Text(one_line(beginning, width)),
+        )
+    return table
+
+
+# --- a group in full -------------------------------------------------------------------------------
+
+
+def print_group(console: Console, detail: SampleDetail, colouring: Colouring) -> None:
+    """Print a group. Outside a terminal each value stands on a line of its own, however long."""
+    wraps, colours = not console.is_terminal, console.color_system is not None
+    for part in _heading(detail, console):
+        console.print(part, soft_wrap=wraps)
+    if detail.problem:
+        console.print(Text(detail.problem, "yellow"), soft_wrap=wraps)
+    for trajectory in detail.trajectories:
+        title, parts = _title(trajectory), _completion(trajectory, colouring, colours)
+        if console.is_terminal:
+            console.print(Rule(style="dim"), title, *(Padding(part, (0, 0, 0, 2)) for part in parts))
+        else:
+            console.print(Text(""), title, *parts, sep="\n", soft_wrap=True)
+    console.print(Text(""), _legend(colouring, colours), sep="\n", soft_wrap=wraps)
+
+
+def _heading(detail: SampleDetail, console: Console) -> Iterator[ConsoleRenderable]:
+    step = "not trained on yet" if detail.step is None else f"step {detail.step}"
+    row_id = visible(detail.trajectories[0].row.row_id)
+    yield Text.assemble((f"ticket {detail.ticket_id}", "bold"), f"   {step}   ", (row_id, "dim"))
+    for image in detail.images:
+        yield Text("")
+        yield _picture(image, console)
+    yield Text("")
+    for message in detail.messages:
+        yield Text.assemble((f"{visible(message['role'])}  ", "dim"), visible(message["content"], lines=True))
+    yield Text.assemble(("answer  ", "dim"), (visible(detail.answer, lines=True) or MISSING, "bold"))
+
+
+def _picture(image: SampleImage, console: Console) -> Text:
+    facts = image_facts(image)
+    if facts.problem:
+        return Text(f"{facts.problem} ({facts.hash})", "yellow")
+    about = Text(f"{facts.width} × {facts.height} {facts.format}, {facts.bytes:,} bytes, {facts.hash}", "dim")
+    if console.color_system not in ("256", "truecolor"):
+        return about
+    drawn = half_blocks(image, min(PICTURE_COLUMNS, console.width - 4), PICTURE_LINES)
+    return about if drawn is None else Text("\n").join([drawn, about])
+
+
+def _title(trajectory: TrajectoryDetail) -> Text:
+    row = trajectory.row
+    parts = [
+        Text(f"{row.ticket_id}.{row.trajectory}", "bold"),
+        Text.assemble("reward ", _reward(row)),
+        *(Text(f"{visible(name)} {_number(value)}", "dim") for name, value in trajectory.rewards.items()),
+        *([Text(f"advantage {_number(row.advantage)}")] if row.advantage is not None else []),
+        _status(row.status),
+        Text(f"{row.length} tokens"),
+        Text(f"staleness {row.staleness}"),
+        Text.assemble("Δ max ", _difference(row.logprob_diff_max)),
+    ]
+    return Text("   ").join(parts)
+
+
+def _completion(trajectory: TrajectoryDetail, colouring: Colouring, colours: bool) -> Iterator[ConsoleRenderable]:
+    if trajectory.row.error:
+        yield Text(visible(trajectory.row.error, lines=True), "red")
+    if not trajectory.tokens:
+        yield Text("(its tokens are not kept any more)" if trajectory.row.length else "(empty)", "dim")
+        return
+    levels = levels_of(trajectory)[colouring]
+    text = Text(overflow="fold")
+    for token, level in zip(trajectory.tokens, levels, strict=True):
+        text.append(visible(token, lines=True), TOKEN_STYLES[colouring].get(level, ""))
+    yield text
+    if not colours:
+        yield Text(f"{colouring}  {levels}")
+    if colouring == "version":
+        yield Text(f"versions {_stretches(trajectory.versions)}, consumed at {trajectory.consumed_at}", "dim")
+    if colouring == "diff":
+        yield from _largest_differences(trajectory)
+
+
+def _stretches(versions: np.ndarray) -> str:
+    """`3 (tokens 1 to 40), 4 (tokens 41 to 64)`."""
+    starts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
+    return ", ".join(f"{versions[start]} (tokens {start + 1} to {end})" for start, end in pairwise(starts))
+
+
+def _largest_differences(trajectory: TrajectoryDetail) -> Iterator[Text]:
+    learner, engine = trajectory.learner_logprobs, trajectory.logprobs
+    if learner is None:
+        yield Text("the learner's log-probs of this group are not known", "dim")
+        return
+    gaps = np.nan_to_num(learner - engine, nan=0.0)
+    for i in np.argsort(-abs(gaps), kind="stable")[:NUM_LARGEST]:
+        if abs(gaps[i]) >= DIFFERENCES[0]:
+            yield Text(
+                f"token {i + 1} {visible(trajectory.tokens[i])!r}  engine {engine[i]:.4f}  learner {learner[i]:.4f}  "
+                f"difference {gaps[i]:+.4f}",
+                "dim",
+            )
+
+
+def _legend(colouring: Colouring, colours: bool) -> Text:
+    entries = [
+        Text.assemble(("" if colours else f"{level} ", "dim"), (meaning, TOKEN_STYLES[colouring].get(level, "")))
+        for level, meaning in LEGENDS[colouring]
+    ]
+    return Text.assemble((f"{TITLES[colouring]}:  ", "dim"), Text("   ").join(entries))
