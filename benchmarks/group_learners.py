@@ -10,7 +10,8 @@ from pathlib import Path
 import zmq
 from group_traffic import KINDS, VOCABULARY, image, prepared
 
-from asyncrl.config.schema import Durability, RunConfig
+from asyncrl.config.run_sections import Durability
+from asyncrl.config.schema import RunConfig
 from asyncrl.journal.writer import Journal, TicketSlot
 from asyncrl.launch.drawn_ports import free_port
 from learner.network.servers import ModelFacts

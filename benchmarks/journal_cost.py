@@ -21,7 +21,7 @@ from statistics import median
 
 from group_traffic import KINDS, group, prepared
 
-from asyncrl.config.schema import Durability
+from asyncrl.config.run_sections import Durability
 from asyncrl.journal.writer import Journal
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import ReceivedGroup

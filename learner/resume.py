@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 import xxhash
 
-from asyncrl.config.schema import RunConfig, TrainerConfig
+from asyncrl.config.run_sections import TrainerConfig
+from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.journal.reader import JournalReader
 from asyncrl.journal.writer import JOURNAL_FILE, Journal

@@ -11,7 +11,7 @@ import psutil
 import torch
 from prometheus_client import CollectorRegistry
 
-from asyncrl.config.schema import TelemetryConfig
+from asyncrl.config.run_sections import TelemetryConfig
 from asyncrl.models.device_facts import memory_by_state
 from asyncrl.telemetry.metrics import MetricSet
 from protocol.messages import Group, ServerHeartbeat, TrajectoryRecord, WeightsLoaded

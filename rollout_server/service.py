@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 
-from asyncrl.config.channel_rules import DEVICE_CHANNELS, network_is_open
+from asyncrl.config.device_rules import DEVICE_CHANNELS, network_is_open
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, LearnerLeftError
 from asyncrl.models.base_weights import base_fingerprint

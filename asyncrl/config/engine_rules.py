@@ -2,63 +2,62 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
-from asyncrl.config.devices import meant_device, same_device
-
-if TYPE_CHECKING:
-    from asyncrl.config.schema import RunConfig
+from asyncrl.config.device_rules import meant_device, same_device
+from asyncrl.config.run_sections import RunSections
 
 COLDEST_FOR_VLLM = 0.01
-"""It samples colder ones at this temperature, without a word; 0 is greedy."""
+"""Lowest temperature that vLLM samples at, except 0 (greedy). It replaces lower ones by this without a word."""
 LARGEST_RANK_FOR_VLLM = 512
-"""Of adapters: its largest slot."""
+"""Largest rank of adapters that vLLM has a slot for."""
 PREFILL_TOKENS = 16_384
 """Most padded prompt tokens that the hf engine admits in one forward pass (a single prompt may be longer)."""
 
 
-def engine_problems(config: RunConfig) -> list[str]:
-    """One line for each setting that the chosen engine would have to ignore, with its fix."""
+def engine_problems(config: RunSections) -> Iterator[str]:
+    """Name each setting that the chosen engine would have to ignore, with its fix."""
     rollout = config.rollout
-    problems: list[str] = []
     if rollout.engine != "vllm" and rollout.tensor_parallel_size != 1:
-        problems.append(
+        yield (
             f"rollout.tensor_parallel_size is {rollout.tensor_parallel_size}, but the {rollout.engine} engine runs on "
             "one device. Set rollout.engine=vllm or rollout.tensor_parallel_size=1"
         )
-    if rollout.engine == "hf" and rollout.engine_args:
-        problems.append(
-            f"rollout.engine_args has {sorted(rollout.engine_args)}, but the hf engine takes no arguments. Leave them "
-            "out"
-        )
     if rollout.engine != "scripted" and rollout.logprobs == "raw":
-        problems.append(
+        yield (
             f"rollout.logprobs is raw, but the {rollout.engine} engine returns those of the distribution it samples "
             "from. Set rollout.logprobs=processed"
         )
-    if rollout.engine == "vllm":
-        problems += _vllm_problems(config)
-    if rollout.engine == "scripted" and config.alignment.rows:
-        problems.append("rollout.engine=scripted makes up its log-probs: set alignment.rows=0")
-    return problems
+    yield from {"hf": _hf_problems, "vllm": _vllm_problems, "scripted": _scripted_problems}[rollout.engine](config)
 
 
-def _vllm_problems(config: RunConfig) -> list[str]:
-    temperatures = {
-        "rollout.temperature": config.rollout.temperature,
-        "evaluation.temperature": config.evaluation.temperature,
-    }
-    problems = [f"{key} is {too_cold(value)}" for key, value in temperatures.items() if too_cold(value)]
+def _hf_problems(config: RunSections) -> Iterator[str]:
+    if config.rollout.engine_args:
+        yield (
+            f"rollout.engine_args has {sorted(config.rollout.engine_args)}, but the hf engine takes no arguments. "
+            "Leave them out"
+        )
+
+
+def _scripted_problems(config: RunSections) -> Iterator[str]:
+    if config.alignment.rows:
+        yield "rollout.engine=scripted makes up its log-probs: set alignment.rows=0"
+
+
+def _vllm_problems(config: RunSections) -> Iterator[str]:
+    for section in ("rollout", "evaluation"):
+        problem = too_cold(getattr(config, section).temperature)
+        if problem:
+            yield f"{section}.temperature is {problem}"
     if config.model.lora.rank > LARGEST_RANK_FOR_VLLM:
-        problems.append(
+        yield (
             f"model.lora.rank is {config.model.lora.rank}, and vllm takes at most {LARGEST_RANK_FOR_VLLM}. Lower it, "
             "or set rollout.engine=hf"
         )
-    return problems
 
 
-def vllm_device_problem(config: RunConfig) -> str:
-    """Why a server cannot give vLLM its device, with the fix; empty if it can. Other commands need not."""
+def vllm_device_problem(config: RunSections) -> str:
+    """Why a server cannot give vLLM its device, with the fix; empty if it can."""
     rollout = config.rollout
     first = int(rollout.device.partition("cuda:")[2] or 0)
     if rollout.engine != "vllm" or first == 0:

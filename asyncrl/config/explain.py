@@ -11,18 +11,15 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.config.yaml_text import write
 
 
-def explain(config: RunConfig, num_rows: int | None = None, num_val_rows: int | None = None) -> str:
-    """The resolved configuration, the three batch numbers and all that follows from them.
-
-    Rows are those left after filtering; without them the lines that need them say so.
-    """
-    return "\n".join(["# Configuration", dump_config(config), explain_batches(config, num_rows, num_val_rows)])
-
-
-def explain_batches(config: RunConfig, num_rows: int | None = None, num_val_rows: int | None = None) -> str:
-    """The three batch numbers and everything derived from them, one per line."""
+def explain(config: RunConfig, num_rows: int) -> str:
+    """The resolved configuration, the three batch numbers and all that follows from them. Rows are those left after
+    filtering."""
     batch, updates = config.batch, config.algorithm.updates_per_batch
     longest = config.data.max_prompt_length + config.data.max_response_length
+    tokens = config.trajectories_per_step * config.data.max_response_length
+    total = config.total_steps(num_rows)
+    epochs = total * batch.prompts_per_step / num_rows if num_rows else 0.0
+    bound = "trainer.max_steps" if config.trainer.max_steps else "trainer.total_epochs, rounded up to whole steps"
     lines = [
         ("batch.prompts_per_step", batch.prompts_per_step, "groups that one learner step consumes"),
         ("batch.group_size", batch.group_size, "completions per prompt"),
@@ -31,35 +28,14 @@ def explain_batches(config: RunConfig, num_rows: int | None = None, num_val_rows
         ("optimiser steps per batch", updates, "algorithm.updates_per_batch"),
         ("groups per optimiser step", batch.prompts_per_step // updates, "prompts_per_step / updates_per_batch"),
         ("groups in flight, at most", config.groups_in_flight, "(largest staleness + 1) * prompts_per_step"),
-        (
-            "completion tokens per step, at most",
-            config.trajectories_per_step * config.data.max_response_length,
-            "trajectories per step * data.max_response_length",
-        ),
-        *_lengths(config, num_rows),
+        ("completion tokens per step, at most", tokens, "trajectories per step * data.max_response_length"),
+        ("steps per epoch", f"{num_rows / batch.prompts_per_step:.4g}", f"{num_rows} training rows / prompts_per_step"),
+        ("steps in all", total, f"{bound}; {epochs:.4g} epochs"),
+        ("optimiser steps in all", total * updates, "steps in all * updates_per_batch"),
     ]
-    if num_val_rows is not None:
-        completions = num_val_rows * config.evaluation.group_size
-        lines.append(("completions per evaluation", completions, f"{num_val_rows} rows * evaluation.group_size"))
     width = max(len(name) for name, _, _ in lines)
-    return "\n".join(["# Batches", *(f"{name:<{width}}  {value!s:>8}  {why}" for name, value, why in lines)])
-
-
-def _lengths(config: RunConfig, num_rows: int | None) -> list[tuple[str, int | str, str]]:
-    """Steps per epoch and in all, as far as the number of rows is known."""
-    if num_rows is None:
-        known = config.trainer.max_steps
-        why = "trainer.max_steps" if known else "trainer.total_epochs over the training rows, not counted here"
-        return [("steps in all", known or "?", why)]
-    total = config.total_steps(num_rows)
-    epochs = total * config.batch.prompts_per_step / num_rows if num_rows else 0.0
-    why = "trainer.max_steps" if config.trainer.max_steps else "trainer.total_epochs, rounded up to whole steps"
-    per_epoch = num_rows / config.batch.prompts_per_step
-    return [
-        ("steps per epoch", f"{per_epoch:.4g}", f"{num_rows} training rows / prompts_per_step"),
-        ("steps in all", total, f"{why}; {epochs:.4g} epochs"),
-        ("optimiser steps in all", total * config.algorithm.updates_per_batch, "steps in all * updates_per_batch"),
-    ]
+    table = [f"{name:<{width}}  {value!s:>8}  {why}" for name, value, why in lines]
+    return "\n".join(["# Configuration", dump_config(config), "# Batches", *table])
 
 
 def config_reference() -> str:
@@ -92,7 +68,7 @@ def _table(keys: Iterable[Key]) -> list[str]:
 
 
 def _default_text(default: object) -> str:
-    """As one would write it in the file."""
+    """The default as it would be written in the file."""
     if default == "":
         return '""'
     if isinstance(default, float):

@@ -34,7 +34,7 @@ class Key:
     type_text: str
     """What a value must be, in words: `whole number > 0`."""
     default: Any
-    """REQUIRED if there is none."""
+    """The value of a key that is left out; REQUIRED if it must be given."""
     text: str
     """The docstring of the field."""
 
@@ -59,7 +59,7 @@ def dotted(path: Sequence[str | int]) -> str:
 
 
 def type_text(field: FieldInfo) -> str:
-    """What the field accepts, in words: `whole number > 0`."""
+    """Describe what the field accepts: `whole number > 0`."""
     bounds = [
         f"{sign} {getattr(bound, name)}"
         for bound in field.metadata
@@ -70,7 +70,7 @@ def type_text(field: FieldInfo) -> str:
 
 
 def annotation_text(annotation: Any) -> str:
-    """What a type accepts, in words: `list of text`."""
+    """Describe what a type accepts: `list of text`."""
     if annotation in _SCALARS:
         return _SCALARS[annotation]
     origin, arguments = get_origin(annotation), get_args(annotation)
@@ -87,25 +87,18 @@ def annotation_text(annotation: Any) -> str:
     return str(annotation)
 
 
-def default_of(field: FieldInfo, name: str, parent: Any) -> Any:
-    """The default that holds here: the parent section's own default instance comes before its class.
-
-    `sft.optim.lr` is 1e-5 though OptimConfig says 1e-6.
-    """
-    return getattr(parent, name) if isinstance(parent, BaseModel) else field.get_default(call_default_factory=True)
-
-
-def iter_keys(section: type[BaseModel] = RunConfig, prefix: str = "", default: Any = None) -> Iterator[Key]:
+def iter_keys(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[Key]:
     """Every setting below a section, in the order of the schema."""
     for name, field in section.model_fields.items():
-        path, field_default = prefix + name, default_of(field, name, default)
+        path = prefix + name
         inner, item = section_of(field.annotation), section_of(item_of(field.annotation))
         if inner:
-            yield from iter_keys(inner, path + ".", field_default)
+            yield from iter_keys(inner, path + ".")
         elif item:
             yield from iter_keys(item, f"{path}.N.")
         else:
-            yield Key(path, type_text(field), field_default, (field.description or "").strip())
+            default = field.get_default(call_default_factory=True)
+            yield Key(path, type_text(field), default, (field.description or "").strip())
 
 
 @dataclass(frozen=True)
@@ -115,11 +108,17 @@ class Place:
     field: FieldInfo | None
     """The field that owns the place: for `('data', 'train_files', 0)` that of data.train_files."""
     annotation: Any
-    """Of the place itself: there `str`."""
+    """The type of the place itself: there `str`."""
+
+    @property
+    def type_text(self) -> str:
+        """What may stand there, in words."""
+        own = self.field is not None and self.annotation == self.field.annotation
+        return type_text(self.field) if self.field and own else annotation_text(self.annotation)
 
 
 def place_at(path: Path) -> Place | None:
-    """What may stand at a path, or None if the schema has no such place."""
+    """Look a path up in the schema; None if the schema has no such place."""
     annotation: Any = RunConfig
     field: FieldInfo | None = None
     for part in path:

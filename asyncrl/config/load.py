@@ -6,22 +6,16 @@ written: relative ones are relative to the current working directory, not to the
 
 from __future__ import annotations
 
-import re
-import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from asyncrl.config import keys, yaml_text
-from asyncrl.config.conform import conform, split_names
 from asyncrl.config.schema import RunConfig
-from asyncrl.config.suggest import close_names, file_hint, known_paths, suggestion
+from asyncrl.config.suggest import file_hint, suggestion
 from asyncrl.errors import UserError
-
-_short = reprlib.Repr()
-_short.maxstring = _short.maxother = 120
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -29,17 +23,12 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     draft = _Draft(path)
     for override in overrides:
         draft.override(override)
-    data, conform_problems = conform(draft.data)
-    for place, problem in conform_problems:
-        draft.report(place, problem)
+    config = None
     try:
-        config = RunConfig.model_validate(data)
+        config = RunConfig.model_validate(draft.data)
     except ValidationError as error:
-        config = None
-        reported = {place for place, _ in conform_problems}
         for detail in error.errors():
-            if detail["loc"] not in reported:
-                draft.report_invalid(detail)
+            draft.report(detail)
     if draft.problems or config is None:
         count = len(draft.problems)
         header = f"{path}: {count} problems" if count > 1 else f"{path}"
@@ -53,141 +42,107 @@ def dump_config(config: RunConfig) -> str:
 
 
 class _Draft:
-    """The configuration before it is checked, with the place that each value came from."""
+    """The configuration before it is checked, and where each of its values comes from."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.problems: list[str] = []
+        self._path = path
         try:
             text = path.read_text(encoding="utf-8")
         except FileNotFoundError:
             raise UserError(f"there is no configuration file {path}: {file_hint(path)}") from None
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"cannot read the configuration file {path}: {error}") from None
-        value, self.origins, self.problems = yaml_text.parse(text, str(path))
-        if value is None and self.problems:
-            raise UserError("\n".join(self.problems))
+        value, self._node = yaml_text.parse(text, str(path))
         if not isinstance(value, dict | None):
-            raise UserError(f"{path} holds {_short.repr(value)}: expected lines such as `run_dir: runs/first`")
+            raise UserError(f"{path} holds {value!r:.120}: expected lines such as `run_dir: runs/first`")
         self.data: dict[str, Any] = value or {}
-
-    def report(self, place: keys.Path, problem: str) -> None:
-        origin = self._origin(place)
-        self.problems.append(f"{keys.dotted(place)} {problem}" + (f" [{origin}]" if origin else ""))
-
-    def report_invalid(self, detail: Any) -> None:
-        """Put one of pydantic's findings into our words."""
-        place: keys.Path = detail["loc"]
-        expected = _expected(place)
-        if detail["type"] == "missing":
-            field = _field(place)
-            what = f" ({field.description.strip().rstrip('.')})" if field and field.description else ""
-            name = keys.dotted(place)
-            self.problems.append(f"{name} is missing{what}. Add it to {self.path}, or give {name}=VALUE")
-        elif detail["type"] == "value_error":
-            for line in detail["msg"].removeprefix("Value error, ").splitlines():
-                origins = {path: self.origins.get(tuple(path.split("."))) for path in known_paths() if path in line}
-                where = ", ".join(f"{path}: {origin}" for path, origin in origins.items() if origin)
-                self.problems.append(line + (f" [{where}]" if where else ""))
-        elif detail["input"] is None:
-            self.report(place, f"is empty: expected {expected}. Leave it out to get the default")
-        else:
-            quotes = " in quotes" if expected == "text" and isinstance(detail["input"], int | float) else ""
-            meant = _meant(detail)
-            self.report(
-                place, f"is {_short.repr(detail['input'])}: expected {expected or detail['msg']}{quotes}{meant}"
-            )
-
-    def _origin(self, place: keys.Path) -> str:
-        """Where the value was given: of the place itself or the nearest thing around it, or empty for defaults."""
-        for end in range(len(place), 0, -1):
-            if place[:end] in self.origins:
-                return self.origins[place[:end]]
-        return ""
+        self._overrides: dict[keys.Path, str] = {}
 
     def override(self, text: str) -> None:
-        """Apply one `a.b.c=value`."""
+        """Apply one `a.b.c=value`. The value of a text key is taken as it stands, any other is YAML."""
         name, equals, raw = text.partition("=")
         if not equals or not name:
             self.problems.append(f"override {text!r} has no `=`: expected key=value, such as batch.group_size=8")
             return
         place: keys.Path = tuple(int(part) if part.isdigit() else part for part in name.strip().split("."))
-        found = keys.place_at(place)
-        if found is None:
-            hint = suggestion(_with_n(place))
-            self.problems.append(f"unknown key {name}" + (f": {hint}" if hint else "") + f" [override {text}]")
-            return
-        if found.annotation is str:
-            value = yaml_text.unquoted(raw)  # text as it stands: `system_prompt=Answer: yes` is no mapping
+        known = keys.place_at(place)
+        try:
+            is_text = known is not None and known.annotation is str
+            value = raw if is_text else yaml_text.parse(raw, f"override {text}")[0]
+            self.data = _put(self.data, place, value)
+            self._overrides[place] = text
+        except UserError as problem:
+            self.problems.append(str(problem))
+        except LookupError:
+            problem = (
+                f"{name}: there is no such item; the index after the last appends" if known else f"unknown key {name}"
+            )
+            self.problems.append(f"{problem} [override {text}]")
+
+    def report(self, detail: Any) -> None:
+        """Put one of pydantic's findings into our words."""
+        place, given = detail["loc"], detail["input"]
+        if detail["type"] == "extra_forbidden":
+            self.problems += [self._unknown(leaf) + self._origin(place) for leaf in _leaves(place, given)]
+        elif detail["type"] == "missing":
+            self._report_missing(place)
+        elif detail["type"] == "value_error":
+            self.problems += detail["msg"].removeprefix("Value error, ").splitlines()
         else:
-            value, _, problems = yaml_text.parse(raw, f"override {text}")
-            if problems:
-                self.problems += problems
-                return
-        if self._set(place, value, text):
-            for known in [known for known in self.origins if known[: len(place)] == place]:
-                del self.origins[known]
-            self.origins[place] = f"override {text}"
+            known = keys.place_at(place)
+            shown = "empty" if given is None else f"{given!r:.120}"
+            expected = known.type_text if known else detail["msg"]
+            self.problems.append(f"{keys.dotted(place)} is {shown}: expected {expected}{self._origin(place)}")
 
-    def _set(self, place: keys.Path, value: Any, text: str) -> bool:
-        cursor: Any = self.data
-        for depth, part in enumerate(place):
-            last = depth == len(place) - 1
-            around = keys.dotted(place[:depth])
-            if isinstance(part, int) and isinstance(cursor, list):
-                if part > len(cursor):
-                    self.problems.append(
-                        f"{around} has {len(cursor)} items, so there is no item {part} to set: use an index "
-                        f"below {len(cursor)}, or {len(cursor)} to append [override {text}]"
-                    )
-                    return False
-                if part == len(cursor):
-                    cursor.append(None)
-            elif not isinstance(cursor, dict):
-                self.report(place[:depth], f"is {_short.repr(cursor)}, so nothing can be set below it")
-                return False
-            node: Any = cursor  # a list with an index, or a mapping with a key: checked above
-            if last:
-                node[part] = value
-            else:
-                inner = node.get(part) if isinstance(node, dict) else node[part]
-                node[part] = _container(place[: depth + 1], inner)
-                cursor = node[part]
-        return True
+    def _report_missing(self, place: keys.Path) -> None:
+        """One problem for each required key of a missing section, or for the key itself."""
+        known = keys.place_at(place)
+        section = keys.section_of(known.annotation) if known else None
+        if section:
+            for name in (name for name, field in section.model_fields.items() if field.is_required()):
+                self._report_missing((*place, name))
+            return
+        name = keys.dotted(place)
+        meaning = known.field.description if known and known.field else None
+        what = f" ({meaning.strip().rstrip('.')})" if meaning else ""
+        self.problems.append(f"{name} is missing{what}. Add it to {self._path}, or give {name}=VALUE")
+
+    def _unknown(self, place: keys.Path) -> str:
+        """One problem for each setting below an unknown key, because each has its own counterpart here."""
+        text = f"unknown key {keys.dotted(place)}"
+        if "." in str(place[-1]):
+            return f"{text}: in the file keys are nested; dots are for overrides on the command line"
+        hint = suggestion(keys.dotted(["N" if isinstance(part, int) else part for part in place]))
+        return text + (f": {hint}" if hint else "")
+
+    def _origin(self, place: keys.Path) -> str:
+        """Where a value was given: in an override of it or of what is around it, else in a line of the file."""
+        for end in range(len(place), 0, -1):
+            if place[:end] in self._overrides:
+                return f" [override {self._overrides[place[:end]]}]"
+        return f" [{self._path} line {yaml_text.line_of(self._node, place)}]"
 
 
-def _container(place: keys.Path, given: Any) -> Any:
-    """What an override sets into: what is there, else the default list, else an empty mapping."""
-    found = keys.place_at(place)
-    if found is None or keys.item_of(found.annotation) is None:
-        return {} if given is None else given
-    if given is None and found.field is not None:
-        default = found.field.get_default(call_default_factory=True)
-        return list(default) if isinstance(default, tuple | list) else []
-    return split_names(given) if isinstance(given, str) else given
+def _put(data: Any, place: keys.Path, value: Any) -> Any:
+    """Nested mappings and lists with a value put in; the index after a list's last item appends. Raises LookupError."""
+    if not place:
+        return value
+    part, below = place[0], place[1:]
+    if data is None:
+        data = [] if isinstance(part, int) else {}
+    if isinstance(data, list) and isinstance(part, int) and part <= len(data):
+        item = data[part] if part < len(data) else None
+        return [*data[:part], _put(item, below, value), *data[part + 1 :]]
+    if isinstance(data, dict):
+        return {**data, part: _put(data.get(part), below, value)}
+    raise LookupError(part)
 
 
-def _meant(detail: Any) -> str:
-    """A half sentence for a misspelt name out of a few."""
-    if detail["type"] != "literal_error":
-        return ""
-    close = close_names(str(detail["input"]), re.findall(r"'([^']*)'", detail["ctx"]["expected"]))
-    return f"; did you mean {close[0]}?" if close else ""
-
-
-def _field(place: keys.Path) -> Any:
-    found = keys.place_at(place)
-    return found.field if found else None
-
-
-def _expected(place: keys.Path) -> str:
-    """What the schema wants at a place, in words."""
-    found = keys.place_at(place)
-    if found is None:
-        return ""
-    if found.field is not None and found.annotation == found.field.annotation:
-        return keys.type_text(found.field)
-    return keys.annotation_text(found.annotation)
-
-
-def _with_n(place: keys.Path) -> str:
-    return keys.dotted(["N" if isinstance(part, int) else part for part in place])
+def _leaves(place: keys.Path, value: Any) -> Iterator[keys.Path]:
+    """Every setting below an unknown key, or the key itself."""
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _leaves((*place, name), inner)
+    else:
+        yield place

@@ -15,10 +15,10 @@ distribution that it samples from, truncation included (*processed*). A truncate
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
-if TYPE_CHECKING:
-    from asyncrl.config.schema import RunConfig
+from asyncrl.config.run_sections import RunSections
 
 ENGINE_SAMPLING_KEYS = {
     "temperature": "Set rollout.temperature, which the learner reads, too",
@@ -54,70 +54,59 @@ MASKS_OF_TRUNCATED_SAMPLES = ("veto",)
 """Masks whose bound is far below any kept mass."""
 PROXIMAL_OF_TRUNCATED_SAMPLES = ("recompute", "target")
 """Values of algorithm.proximal that are policies over the whole vocabulary."""
-
-
 UNTRUNCATED = {"top_p": 1, "top_k": 0, "min_p": 0}
 """Keys of `rollout` that cut off a part of the distribution, and the values at which they do not."""
 
 
-def sampling_problems(config: RunConfig) -> list[str]:
-    """One line for each setting under which the learner's ratio would be wrong, with its fix."""
+def sampling_problems(config: RunSections) -> Iterator[str]:
+    """Name each setting under which the learner's ratio would be wrong, with its fix."""
     rollout = config.rollout
-    problems = [
-        f"rollout.engine_args has {place}, which would change what is sampled without the learner knowing. {fix}"
-        for place, fix in _hidden(rollout.engine_args)
-    ]
+    for place, fix in _sampling_arguments(rollout.engine_args):
+        yield f"rollout.engine_args has {place}, which would change what is sampled without the learner knowing. {fix}"
     cut = [name for name, off in UNTRUNCATED.items() if getattr(rollout, name) != off]
     named = ", ".join(f"rollout.{name}={getattr(rollout, name):g}" for name in cut)
     untruncated = ", ".join(f"rollout.{name}={UNTRUNCATED[name]}" for name in cut)
     if cut and rollout.logprobs == "raw":
-        problems.append(
+        yield (
             f"rollout.logprobs is raw and {named}: log-probs before truncation are not those of the sampled "
             "distribution, and every importance ratio would be wrong. Set rollout.logprobs=processed, or sample "
             f"untruncated ({untruncated})"
         )
     if rollout.logprobs == "raw" and rollout.temperature != 1:
-        problems.append(
+        yield (
             f"rollout.logprobs is raw and rollout.temperature={rollout.temperature:g}: log-probs before the "
             "temperature are not those of the sampled distribution, and every importance ratio would be wrong. "
             "Set rollout.logprobs=processed or rollout.temperature=1"
         )
-    problems += [
-        f"{setting} and {named}: with truncated sampling pi_learner / pi_behaviour is below 1 by the mass that was cut "
-        f"off, which this takes for a policy that has drifted. {fix}, or sample untruncated ({untruncated})"
-        for setting, fix in (_takes_truncation_for_drift(config) if cut else ())
-    ]
-    return problems
+    for setting, fix in _drift_measures(config) if cut else ():
+        yield (
+            f"{setting} and {named}: with truncated sampling pi_learner / pi_behaviour is below 1 by the mass that was "
+            f"cut off, which this takes for a policy that has drifted. {fix}, or sample untruncated ({untruncated})"
+        )
 
 
-def _takes_truncation_for_drift(config: RunConfig) -> list[tuple[str, str]]:
+def _drift_measures(config: RunSections) -> Iterator[tuple[str, str]]:
     """Settings that ask of the ratio how far the policies are apart, each with what to set instead."""
-    found: list[tuple[str, str]] = []
     algorithm = config.algorithm
-    kind, masks = algorithm.correction.kind, [mask.kind for mask in algorithm.correction.masks]
+    kind = algorithm.correction.kind
     if kind not in WEIGHTS_OF_TRUNCATED_SAMPLES:
         allowed = ", ".join(WEIGHTS_OF_TRUNCATED_SAMPLES)
-        found.append((f"algorithm.correction.kind is {kind}", f"Set algorithm.correction.kind to one of {allowed}"))
-    for mask in masks:
-        if mask not in MASKS_OF_TRUNCATED_SAMPLES:
-            found.append((f"algorithm.correction.masks has {mask}", "Leave that mask out"))
+        yield f"algorithm.correction.kind is {kind}", f"Set algorithm.correction.kind to one of {allowed}"
+    for mask in algorithm.correction.masks:
+        if mask.kind not in MASKS_OF_TRUNCATED_SAMPLES:
+            yield f"algorithm.correction.masks has {mask.kind}", "Leave that mask out"
     if algorithm.proximal not in PROXIMAL_OF_TRUNCATED_SAMPLES:
-        found.append((f"algorithm.proximal is {algorithm.proximal}", "Set algorithm.proximal=recompute"))
+        yield f"algorithm.proximal is {algorithm.proximal}", "Set algorithm.proximal=recompute"
     if config.learner.max_staleness == "auto":
-        found.append(("learner.max_staleness is auto", "Set learner.max_staleness to a number"))
+        yield "learner.max_staleness is auto", "Set learner.max_staleness to a number"
     if algorithm.policy_loss == "dppo":
-        found.append(("algorithm.policy_loss is dppo", "Set algorithm.policy_loss=ppo"))
-    return found
+        yield "algorithm.policy_loss is dppo", "Set algorithm.policy_loss=ppo"
 
 
-def _hidden(engine_args: Any, prefix: str = "") -> list[tuple[str, str]]:
-    """Sampling keys at any depth of a mapping: where, and the fix."""
-    if not isinstance(engine_args, dict):
-        return []
-    found: list[tuple[str, str]] = []
-    for name, value in engine_args.items():
+def _sampling_arguments(engine_args: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Find sampling keys at any depth of a mapping: each with its place and the fix."""
+    for name, value in engine_args.items() if isinstance(engine_args, dict) else ():
         if name in ENGINE_SAMPLING_KEYS:
-            found.append((f"{prefix}{name}", ENGINE_SAMPLING_KEYS[name]))
+            yield f"{prefix}{name}", ENGINE_SAMPLING_KEYS[name]
         else:
-            found += _hidden(value, f"{prefix}{name}.")
-    return found
+            yield from _sampling_arguments(value, f"{prefix}{name}.")

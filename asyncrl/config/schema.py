@@ -1,280 +1,69 @@
-"""The one configuration of a run. Every field's text below it is also its line in `asyncrl config-reference`.
-
-Key names follow RLLaVA and EasyR1 where the meaning is the same. Numbers that must agree are derived
-(see the properties of `RunConfig`), never repeated.
-"""
+"""The one configuration of a run: all its sections, checked against each other."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.channel_rules import channel_problems
-from asyncrl.config.data import DataConfig
-from asyncrl.config.devices import device_problems
+from asyncrl.config.device_rules import device_problems, imply_staleness_0
 from asyncrl.config.engine_rules import engine_problems
-from asyncrl.config.learner import LearnerConfig, OptimConfig
-from asyncrl.config.model import ModelConfig
-from asyncrl.config.reward import RewardConfig
-from asyncrl.config.rollout import RolloutConfig
+from asyncrl.config.run_sections import TOKEN_BYTES, RunSections
 from asyncrl.config.sampling_rules import sampling_problems
-from asyncrl.config.section import Section
-from asyncrl.config.sync_rules import imply_staleness_0, sync_problems
-
-_PROMPT_ID_BYTES, _IMAGE_GRID_BYTES, _LENGTH_BYTES, _TOKEN_BYTES = 4, 12, 4, 17
-"""Of a group on the wire. An image has a placeholder in its prompt at least; a token of a completion has id, log-prob,
-version, version of the cache, mask.
-"""
-DEFAULT_LOGPROB_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.2}
-"""Of one token between engine and learner, in nats: several times what rounding makes of it (docs/decisions/012)."""
-Durability = Literal["process", "power"]
 
 
-class BatchConfig(Section):
-    """The three batch numbers. Everything else derives from them."""
-
-    prompts_per_step: int = Field(default=32, gt=0)
-    """Groups per learner step."""
-    group_size: int = Field(default=8, gt=0)
-    """Completions sampled per prompt."""
-    tokens_per_microbatch: int = Field(default=8192, gt=0)
-    """Most packed tokens in one forward and backward pass; changes memory, never the result."""
-
-
-class EvaluationConfig(Section):
-    every_steps: int = Field(default=0, ge=0)
-    """Evaluate on val_files after this many steps; 0 means only at the end (and the start)."""
-    before_training: bool = True
-    """Evaluate the initial policy."""
-    temperature: float = Field(default=0.0, ge=0)
-    """0 means greedy."""
-    group_size: int = Field(default=1, gt=0)
-    """Completions per held-out row."""
-
-
-class SftConfig(Section):
-    """`asyncrl sft`: supervised warm start on `data.target_key`."""
-
-    steps: int = Field(default=0, ge=0)
-    """Optimiser steps; 0 means one epoch."""
-    rows_per_step: int = Field(default=64, gt=0)
-    """Rows per optimiser step."""
-    optim: OptimConfig = OptimConfig(lr=1e-5)
-
-
-class TrainerConfig(Section):
-    mode: Literal["async", "sync"] = "async"
-    """`sync`: learner and rollout server take turns on one device, at learner.max_staleness 0 (`asyncrl sync`)."""
-    max_steps: int = Field(default=0, ge=0)
-    """Learner steps; 0 means total_epochs over the training rows."""
-    total_epochs: int = Field(default=1, gt=0)
-    """Passes over the training rows when max_steps is 0."""
-    save_freq: int = Field(default=0, ge=0)
-    """Checkpoint every so many steps; 0 means only at the end."""
-    save_limit: int = Field(default=2, gt=0)
-    """Checkpoints kept."""
-    durability: Durability = "process"
-    """What an acknowledged group survives: the death of the `process`, or also loss of `power` (a disk sync each)."""
-    journal_limit_mib: int = Field(default=2048, gt=0)
-    """Groups that only the next checkpoint will hold; above it one is written, whatever save_freq is."""
-    keep_samples_gib: float = Field(default=8.0, ge=0)
-    """Groups kept after their checkpoint, for `asyncrl inspect` and `asyncrl replay`; the oldest go first."""
-    seed: int = Field(default=1, ge=0)
-    """Decides data order, sampling and initial states."""
-    samples_per_step: int = Field(default=2, ge=0)
-    """Groups of each step written to samples.jsonl with their images."""
-
-
-class AlignmentConfig(Section):
-    """Every rollout server that joins samples a few rows first; the learner computes their log-probs again."""
-
-    rows: int = Field(default=2, ge=0)
-    """Training rows for each server, with their images; 0 turns the check off."""
-    max_logprob_difference: float = Field(default=0.0, ge=0)
-    """Largest difference of one token that is accepted, in nats; 0 means 0.001 for float32 and 0.2 for bfloat16."""
-
-
-class GpuMemoryConfig(Section):
-    """A plan of the device's memory for both halves of a sync run, checked before anything is loaded."""
-
-    budget_gib: float = Field(default=0.0, ge=0)
-    """Of one device; 0 means no plan."""
-
-
-class NetworkConfig(Section):
-    host: str = "127.0.0.1"
-    """Address that the learner binds and servers dial."""
-    control_port: int = Field(default=7601, ge=0, le=65535)
-    """Tickets and groups; 0 lets `asyncrl train` pick a free port."""
-    weights_port: int = Field(default=7602, ge=0, le=65535)
-    """Bulk weight transfers; 0 lets `asyncrl train` pick a free port."""
-    keys_dir: str = ""
-    """Folder of keys made by `asyncrl keys`; with it every connection is encrypted and authenticated (CURVE)."""
-    insecure: bool = False
-    """Allow an address other than loopback without keys."""
-    heartbeat_s: float = Field(default=2.0, gt=0)
-    """Each side says it is alive this often."""
-    timeout_s: float = Field(default=30.0, gt=0)
-    """Silence after which a peer counts as gone."""
-    reconnect_timeout_s: float = Field(default=600.0, gt=0)
-    """A rollout server works on and waits this long for a learner that has gone."""
-    start_timeout_s: float = Field(default=300.0, gt=0)
-    """Longest wait of a learner for the first server, model loading included, and of a server for its learner."""
-    max_message_mib: int = Field(default=256, gt=0)
-    """Larger messages are refused; a group, or the tickets with their images that are sent together."""
-
-
-class LaunchConfig(Section):
-    """What `asyncrl train` does when a service crashes: it starts it again, the learner with --resume."""
-
-    max_restarts: int = Field(default=5, ge=0)
-    """Of one service; at the next crash the run ends. 0 means that the first crash ends it."""
-    restart_delay_s: float = Field(default=1.0, gt=0)
-    """Before the first restart; each further one waits twice as long, up to a minute."""
-    healthy_s: float = Field(default=600.0, gt=0)
-    """A service that ran this long before it crashed has all its restarts again."""
-
-
-Tracker = Literal["tensorboard", "wandb"]
-
-
-class TelemetryConfig(Section):
-    learner_port: int = Field(default=9101, ge=0, le=65535)
-    """Prometheus endpoint of the learner; 0 lets `asyncrl train` pick a free port."""
-    rollout_port: int = Field(default=9102, ge=0, le=65535)
-    """Prometheus endpoint of the rollout server; 0 lets `asyncrl train` pick a free port. The further servers that it
-    starts take the ports after this one."""
-    host: str = "127.0.0.1"
-    """Address of the Prometheus endpoints."""
-    linger_s: float = Field(default=0.0, ge=0)
-    """The endpoints answer this long after the end, so that a scrape sees it: a few of Prometheus' intervals."""
-    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
-    """Least severe message in the logs of both processes."""
-    trackers: tuple[Tracker, ...] = ()
-    """Other programs that show the run, each an extra: `tensorboard` (in run_dir/tensorboard), `wandb` (offline in
-    run_dir/wandb where there is no key; WANDB_MODE decides)."""
-    project: str = "asyncrl"
-    """W&B project; the run is named after run_dir."""
-    samples_every_steps: int = Field(default=20, gt=0)
-    """How often trackers show the samples of a step with their images; samples.jsonl has those of all steps."""
-
-
-class RunConfig(Section):
-    run_dir: str
-    """Everything the run writes goes here; must not exist yet, or be resumed."""
-    model: ModelConfig
-    data: DataConfig
-    batch: BatchConfig = BatchConfig()
-    algorithm: AlgorithmConfig = AlgorithmConfig()
-    learner: LearnerConfig = LearnerConfig()
-    rollout: RolloutConfig = RolloutConfig()
-    reward: RewardConfig
-    evaluation: EvaluationConfig = EvaluationConfig()
-    sft: SftConfig = SftConfig()
-    trainer: TrainerConfig = TrainerConfig()
-    alignment: AlignmentConfig = AlignmentConfig()
-    gpu_memory: GpuMemoryConfig = GpuMemoryConfig()
-    network: NetworkConfig = NetworkConfig()
-    launch: LaunchConfig = LaunchConfig()
-    telemetry: TelemetryConfig = TelemetryConfig()
-
+class RunConfig(RunSections):
     @model_validator(mode="before")
     @classmethod
     def _sync_is_on_policy(cls, values: Any) -> Any:
         return imply_staleness_0(values)
 
     @model_validator(mode="after")
-    def _numbers_fit(self) -> RunConfig:
-        problems: list[str] = []
-        if self.algorithm.adv_estimator == "grpo" and self.batch.group_size < 2:
-            problems.append(
-                f"batch.group_size is {self.batch.group_size}: GRPO needs at least 2 completions per prompt "
-                "to compute an advantage. Set batch.group_size=8"
-            )
-        if self.batch.prompts_per_step % self.algorithm.updates_per_batch:
-            problems.append(
-                f"batch.prompts_per_step ({self.batch.prompts_per_step}) must be a multiple of "
-                f"algorithm.updates_per_batch ({self.algorithm.updates_per_batch})"
-            )
-        group_mib = self.group_bytes(self.batch.group_size) / 2**20
-        if group_mib > self.network.max_message_mib / 2:
-            problems.append(
-                f"a group may have {group_mib:.0f} MiB (batch.group_size × data.max_response_length × "
-                f"{_TOKEN_BYTES} bytes, and its prompt), over half of network.max_message_mib = "
-                f"{self.network.max_message_mib}. Raise the latter"
-            )
-        longest = self.data.max_prompt_length + self.data.max_response_length
-        if longest > self.batch.tokens_per_microbatch:
-            problems.append(
-                f"one sample may have {longest} tokens (data.max_prompt_length + data.max_response_length), "
-                f"over batch.tokens_per_microbatch = {self.batch.tokens_per_microbatch}. "
-                "Raise the latter or lower one of the former"
-            )
-        if self.rollout.max_concurrent_sequences < self.batch.group_size:
-            problems.append(
-                f"rollout.max_concurrent_sequences ({self.rollout.max_concurrent_sequences}) is smaller than "
-                f"batch.group_size ({self.batch.group_size})"
-            )
-        if self.algorithm.kl_loss_coef and not self.model.lora.rank:
-            problems.append(
-                f"algorithm.kl_loss_coef is {self.algorithm.kl_loss_coef}, but there is no reference policy: it is the "
-                "model without its adapters, and model.lora.rank is 0. Set model.lora.rank=16, or "
-                "algorithm.kl_loss_coef=0"
-            )
-        problems += device_problems(self)
-        problems += engine_problems(self)
-        problems += sampling_problems(self)
-        problems += sync_problems(self)
-        problems += channel_problems(self)
+    def _sections_fit(self) -> RunConfig:
+        rules = (number_problems, device_problems, engine_problems, sampling_problems)
+        problems = [problem for rule in rules for problem in rule(self)]
         if problems:
             raise ValueError("\n".join(problems))
         return self
 
-    @property
-    def run_path(self) -> Path:
-        return Path(self.run_dir)
 
-    @property
-    def trajectories_per_step(self) -> int:
-        return self.batch.prompts_per_step * self.batch.group_size
-
-    @property
-    def groups_in_flight(self) -> int:
-        """Most groups issued and not yet trained: `(largest_staleness + 1) * prompts_per_step`."""
-        return (self.largest_staleness + 1) * self.batch.prompts_per_step
-
-    @property
-    def largest_staleness(self) -> int:
-        """The bound, or with `auto` the largest that it may become."""
-        bound = self.learner.max_staleness
-        return self.learner.adaptive_staleness.max if bound == "auto" else bound
-
-    @property
-    def max_logprob_difference(self) -> float:
-        """Between engine and learner, of one token, in nats."""
-        return self.alignment.max_logprob_difference or DEFAULT_LOGPROB_DIFFERENCE[self.model.dtype]
-
-    def group_bytes(self, group_size: int) -> int:
-        """Of the arrays of the largest group that fits its ticket, on the wire and in the journal."""
-        prompt_bytes = self.data.max_prompt_length * (_PROMPT_ID_BYTES + _IMAGE_GRID_BYTES)
-        return prompt_bytes + group_size * (_LENGTH_BYTES + self.data.max_response_length * _TOKEN_BYTES)
-
-    def total_steps(self, num_rows: int) -> int:
-        """Learner steps of the run: trainer.max_steps, else as many as visit every training row total_epochs times."""
-        visits = self.trainer.total_epochs * num_rows
-        return self.trainer.max_steps or -(-visits // self.batch.prompts_per_step)
-
-    @property
-    def control_endpoint(self) -> str:
-        return self.learner_endpoint(self.network.control_port)
-
-    @property
-    def weights_endpoint(self) -> str:
-        return self.learner_endpoint(self.network.weights_port)
-
-    def learner_endpoint(self, port: int) -> str:
-        host = self.network.host
-        return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+def number_problems(config: RunSections) -> list[str]:
+    """Name each number that does not fit another one, with its fix."""
+    batch, algorithm = config.batch, config.algorithm
+    problems: list[str] = []
+    if algorithm.adv_estimator == "grpo" and batch.group_size < 2:
+        problems.append(
+            f"batch.group_size is {batch.group_size}: GRPO needs at least 2 completions per prompt "
+            "to compute an advantage. Set batch.group_size=8"
+        )
+    if batch.prompts_per_step % algorithm.updates_per_batch:
+        problems.append(
+            f"batch.prompts_per_step ({batch.prompts_per_step}) must be a multiple of "
+            f"algorithm.updates_per_batch ({algorithm.updates_per_batch})"
+        )
+    group_mib = config.group_bytes(batch.group_size) / 2**20
+    if group_mib > config.network.max_message_mib / 2:
+        problems.append(
+            f"a group may have {group_mib:.0f} MiB (batch.group_size × data.max_response_length × "
+            f"{TOKEN_BYTES} bytes, and its prompt), over half of network.max_message_mib = "
+            f"{config.network.max_message_mib}. Raise the latter"
+        )
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if longest > batch.tokens_per_microbatch:
+        problems.append(
+            f"one sample may have {longest} tokens (data.max_prompt_length + data.max_response_length), "
+            f"over batch.tokens_per_microbatch = {batch.tokens_per_microbatch}. "
+            "Raise the latter or lower one of the former"
+        )
+    if config.rollout.max_concurrent_sequences < batch.group_size:
+        problems.append(
+            f"rollout.max_concurrent_sequences ({config.rollout.max_concurrent_sequences}) is smaller than "
+            f"batch.group_size ({batch.group_size})"
+        )
+    if algorithm.kl_loss_coef and not config.model.lora.rank:
+        problems.append(
+            f"algorithm.kl_loss_coef is {algorithm.kl_loss_coef}, but there is no reference policy: it is the "
+            "model without its adapters, and model.lora.rank is 0. Set model.lora.rank=16, or "
+            "algorithm.kl_loss_coef=0"
+        )
+    return problems

@@ -1,4 +1,4 @@
-"""What the user may have meant by a key that does not exist."""
+"""Names that the user may have meant: of a key that does not exist, of a file that is missing."""
 
 from __future__ import annotations
 
@@ -17,43 +17,22 @@ ALIASES = {
     "data.gen_batch_size": "batch.prompts_per_step",
     "data.train_image_dir": "data.image_dir",
     "data.val_image_dir": "data.image_dir",
-    "data.seed": "trainer.seed",
-    "rollout.seed": "trainer.seed",
     "rollout.name": "rollout.engine",
     "rollout.prompt_length": "data.max_prompt_length",
     "rollout.response_length": "data.max_response_length",
     "rollout.max_num_seqs": "rollout.max_concurrent_sequences",
-    "rollout.max_staleness": "learner.max_staleness",
     "rollout.val_override_config.temperature": "evaluation.temperature",
     "rollout.val_override_config.n": "evaluation.group_size",
-    "actor.model.model_path": "model.path",
-    "actor.model.tokenizer_path": "model.path",
-    "model.model_path": "model.path",
-    "model.tokenizer_path": "model.path",
-    "actor.model.trust_remote_code": "model.trust_remote_code",
-    "actor.model.freeze_vision_tower": "model.freeze_vision_tower",
+    "model_path": "model.path",
+    "tokenizer_path": "model.path",
     "actor.strategy": "learner.engine",
-    "optim.lr": "learner.optim.lr",
-    "optim.betas": "learner.optim.betas",
-    "optim.weight_decay": "learner.optim.weight_decay",
-    "optim.lr_warmup_steps": "learner.optim.lr_warmup_steps",
-    "optim.lr_scheduler_type": "learner.optim.lr_scheduler_type",
     "optim.warmup_style": "learner.optim.lr_scheduler_type",
-    "optim.min_lr_ratio": "learner.optim.min_lr_ratio",
-    "actor.max_grad_norm": "learner.optim.max_grad_norm",
     "actor.grad_clip": "learner.optim.max_grad_norm",
     "actor.clip_ratio": "algorithm.clip_ratio_high",
-    "actor.clip_ratio_low": "algorithm.clip_ratio_low",
-    "actor.clip_ratio_high": "algorithm.clip_ratio_high",
     "actor.clip_ratio_dual": "algorithm.clip_ratio_c",
-    "actor.clip_ratio_c": "algorithm.clip_ratio_c",
-    "actor.loss_agg_mode": "algorithm.loss_agg_mode",
-    "actor.entropy_coeff": "algorithm.entropy_coeff",
-    "actor.kl_loss_coef": "algorithm.kl_loss_coef",
     "algorithm.kl_coef": "algorithm.kl_loss_coef",
     "model.lora_rank": "model.lora.rank",
     "model.lora_alpha": "model.lora.alpha",
-    "model.target_modules": "model.lora.target_modules",
     "actor.policy_loss.loss_mode": "algorithm.policy_loss",
     "actor.ppo_epochs": "algorithm.updates_per_batch",
     "actor.ppo_mini_batch_size": "algorithm.updates_per_batch",
@@ -89,7 +68,6 @@ ALIASES = {
     "max_new_tokens": "data.max_response_length",
     "learning_rate": "learner.optim.lr",
     "warmup_steps": "learner.optim.lr_warmup_steps",
-    "lr_scheduler_type": "learner.optim.lr_scheduler_type",
     "beta": "algorithm.kl_loss_coef",
     "lora_r": "model.lora.rank",
     "lora_alpha": "model.lora.alpha",
@@ -114,9 +92,8 @@ ALIASES = {
     "save_steps": "trainer.save_freq",
     "save_total_limit": "trainer.save_limit",
     "eval_steps": "evaluation.every_steps",
-    "seed": "trainer.seed",
 }
-"""Key of another framework -> ours. A longer unknown key matches by its end (`worker.actor.optim.lr`)."""
+"""Key of another framework -> ours, where the last name differs. A longer unknown key matches by its end."""
 
 ABSENT = {
     "trainer.n_gpus_per_node": "the learner uses the one device of learner.device, the server that of rollout.device",
@@ -129,46 +106,26 @@ ABSENT = {
 
 @cache
 def known_paths() -> tuple[str, ...]:
+    """Every key of the schema, dotted, in its order."""
     return tuple(key.path for key in iter_keys())
 
 
 def suggestion(path: str) -> str:
     """A half sentence after `unknown key ...: `, or nothing. `path` is dotted, list items written `N`."""
-    for name in _endings(path):
-        if name in ABSENT:
-            return f"there is no such setting here: {ABSENT[name]}"
-        if name in ALIASES:
-            return f"did you mean {ALIASES[name]}?"
-    guesses = _same_section(path) or _same_name(path) or _similar(path)
-    return f"did you mean {' or '.join(guesses[:2])}?" if guesses else ""
-
-
-def _endings(path: str) -> list[str]:
-    """`a.b.c` -> `a.b.c`, `b.c`, `c`."""
     parts = path.split(".")
-    return [".".join(parts[start:]) for start in range(len(parts))]
-
-
-def _same_section(path: str) -> list[str]:
-    """A misspelt name in the right section."""
-    section, _, name = path.rpartition(".")
-    siblings = {known.rpartition(".")[2]: known for known in known_paths() if known.rpartition(".")[0] == section}
-    return [siblings[close] for close in difflib.get_close_matches(name, siblings, n=1, cutoff=0.6)]
-
-
-def _same_name(path: str) -> list[str]:
-    """The right name in another section."""
-    name = path.rpartition(".")[2]
-    same = [known for known in known_paths() if known.rpartition(".")[2] == name]
-    return sorted(same, key=lambda known: -difflib.SequenceMatcher(None, path, known).ratio())
-
-
-def _similar(path: str) -> list[str]:
-    return difflib.get_close_matches(path, known_paths(), n=1, cutoff=0.65)
+    for start in range(len(parts)):
+        ending = ".".join(parts[start:])
+        if ending in ABSENT:
+            return f"there is no such setting here: {ABSENT[ending]}"
+        same_name = [known for known in known_paths() if f".{known}".endswith(f".{ending}")]
+        if ending in ALIASES or same_name:
+            return f"did you mean {ALIASES.get(ending) or same_name[0]}?"
+    close = difflib.get_close_matches(path, known_paths(), n=1, cutoff=0.65)
+    return f"did you mean {close[0]}?" if close else ""
 
 
 def file_hint(path: Path) -> str:
-    """For a file that is not there: names like it in its folder, or where the path stops existing."""
+    """Half a sentence about a missing file: similar names in its folder, or where the path stops existing."""
     folder = path.parent
     if not folder.is_dir():
         while not folder.is_dir() and folder != folder.parent:

@@ -6,12 +6,14 @@ These are the rules of YAML 1.2. PyYAML alone follows 1.1, which reads `1e-6` as
 from __future__ import annotations
 
 import re
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import yaml
+from yaml.constructor import ConstructorError
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from asyncrl.config.keys import Path, dotted
+from asyncrl.errors import UserError
 
 _RULES = (
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
@@ -28,6 +30,26 @@ _RULES = (
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = {}  # noqa: RUF012  (PyYAML declares it so; _RULES fill our own table)
 
+    def construct_mapping(self, node: MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """Build a mapping from text to values. A name that is given twice is refused."""
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, ScalarNode):
+                raise ConstructorError(None, None, "a key must be a plain name", key.start_mark)
+            if key.value in lines:
+                problem = f"{key.value} is given twice, first in line {lines[key.value]}. Keep one"
+                raise ConstructorError(None, None, problem, key.start_mark)
+            lines[key.value] = key.start_mark.line + 1
+        return {key.value: self.construct_object(value, deep=True) for key, value in node.value}
+
+    def construct_yaml_int(self, node: ScalarNode) -> int:
+        """Read a whole number; a leading 0 is no octal number."""
+        text = self.construct_scalar(node)
+        return int(text, 16) if text.lower().startswith("0x") else int(text)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+
 
 class _Dumper(yaml.SafeDumper):
     """Quotes whatever YAML 1.1 or 1.2 would not read back as text."""
@@ -39,92 +61,35 @@ for _tag, _pattern, _first in _RULES:
     _Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", _compiled, list(_first))
 
 
-def _whole_number(loader: yaml.SafeLoader, node: ScalarNode) -> int:
-    text = loader.construct_scalar(node)
-    return int(text, 16) if text.lower().startswith("0x") else int(text)
-
-
-_Loader.add_constructor("tag:yaml.org,2002:int", _whole_number)
-
-
-def parse(text: str, name: str) -> tuple[Any, dict[Path, str], list[str]]:
-    """Read YAML. Returns the value, where each place came from (`run.yaml line 7`), and the problems found."""
+def parse(text: str, name: str) -> tuple[Any, Node | None]:
+    """Read YAML. Returns the value and its node, which knows the lines. Raises UserError."""
     try:
         loader = _Loader(text)
-    except yaml.reader.ReaderError as error:
-        return None, {}, [f"{name}: this is not valid YAML: {' '.join(str(error).split())}"]
-    try:
         node = loader.get_single_node()
-        if node is None:
-            return None, {}, []
-        reading = _Reading(loader, name)
-        value = reading.value(node, ())
-        return value, reading.origins, reading.problems
+        return (None if node is None else loader.construct_document(node)), node
     except yaml.MarkedYAMLError as error:
         line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
         hint = ". YAML indents with spaces, never tabs" if "'\\t'" in str(error.problem) else ""
-        return None, {}, [f"{name}{line}: this is not valid YAML: {error.problem}{hint}"]
+        raise UserError(f"{name}{line}: this is not valid YAML: {error.problem}{hint}") from None
     except (yaml.YAMLError, ValueError) as error:
-        return None, {}, [f"{name}: this is not valid YAML: {error}"]
-    finally:
-        loader.dispose()
+        raise UserError(f"{name}: this is not valid YAML: {' '.join(str(error).split())}") from None
 
 
-class _Reading:
-    """Walks the node tree of one document, because only nodes know their lines."""
-
-    def __init__(self, loader: _Loader, name: str) -> None:
-        self.origins: dict[Path, str] = {}
-        self.problems: list[str] = []
-        self._loader = loader
-        self._name = name
-        self._open: list[Node] = []
-
-    def value(self, node: Node, path: Path) -> Any:
-        if any(node is parent for parent in self._open):
-            raise yaml.YAMLError(f"an alias at {self._at(node)} contains itself")
-        self.origins[path] = self._at(node)
-        self._open.append(node)
-        try:
-            if isinstance(node, MappingNode):
-                return self._mapping(node, path)
-            if isinstance(node, SequenceNode):
-                return [self.value(item, (*path, i)) for i, item in enumerate(node.value)]
-            return self._loader.construct_object(node)
-        finally:
-            self._open.pop()
-
-    def _mapping(self, node: MappingNode, path: Path) -> dict[str, Any]:
-        result: dict[str, Any] = {}
-        for key_node, value_node in node.value:
-            if not isinstance(key_node, ScalarNode):
-                self.problems.append(f"{self._at(key_node)}: a key must be a plain name")
-                continue
-            key = str(key_node.value)
-            place = (*path, key)
-            if key in result:
-                self.problems.append(
-                    f"{dotted(place)} is given twice: at {self.origins[place]} and {self._at(key_node)}. Keep one"
-                )
-                continue
-            result[key] = self.value(value_node, place)
-            self.origins[place] = self._at(key_node)
-        return result
-
-    def _at(self, node: Node) -> str:
-        return f"{self._name} line {node.start_mark.line + 1}"
+def line_of(node: Node | None, place: Sequence[str | int]) -> int:
+    """The line of a place, or of the nearest thing around it that the text has."""
+    line = 0
+    for part in place:
+        if isinstance(node, MappingNode):
+            found = next(((key, value) for key, value in node.value if key.value == str(part)), None)
+            if found is None:
+                break
+            line, node = found[0].start_mark.line, found[1]
+        elif isinstance(node, SequenceNode) and isinstance(part, int) and part < len(node.value):
+            item: Node = node.value[part]
+            line, node = item.start_mark.line, item
+    return line + 1
 
 
 def write(value: Any) -> str:
     """YAML text that `parse` reads back as the same value."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100_000)
-
-
-def unquoted(text: str) -> str:
-    """The text of a scalar: as it stands, or without the quotes around all of it."""
-    stripped = text.strip()
-    if len(stripped) >= 2 and stripped[0] == stripped[-1] and stripped[0] in "'\"":
-        value, _, problems = parse(stripped, "")
-        if isinstance(value, str) and not problems:
-            return value
-    return stripped

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from asyncrl.config.schema import Durability
+from asyncrl.config.run_sections import Durability
 from asyncrl.errors import BadStateError
 from asyncrl.run_folder.full_disk import find_no_room, is_disk_full
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from asyncrl.config.schema import Durability
+from asyncrl.config.run_sections import Durability
 from asyncrl.errors import BadStateError
 from asyncrl.journal.database import (
     LOG_BYTES,

@@ -7,8 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from asyncrl.config.channel_rules import DEVICE_CHANNELS
-from asyncrl.config.devices import same_device, two_devices
+from asyncrl.config.device_rules import DEVICE_CHANNELS, same_device, two_devices
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import Purpose, RowSource, open_train, open_validation
 from asyncrl.errors import UserError

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from asyncrl.config.devices import meant_device
+from asyncrl.config.device_rules import meant_device
 from asyncrl.config.model import ModelConfig
 from asyncrl.errors import UserError
 from asyncrl.models.folder import model_folder

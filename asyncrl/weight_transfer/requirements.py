@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from asyncrl.config.channel_rules import DEVICE_CHANNELS
+from asyncrl.config.device_rules import DEVICE_CHANNELS
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.models.loading import resolve_device

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from asyncrl.config.channel_rules import DEVICE_CHANNELS
+from asyncrl.config.device_rules import DEVICE_CHANNELS
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
 from asyncrl.models.published import tensor_bytes

@@ -14,7 +14,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from asyncrl.algorithms.diagnostics import STALENESS_BUCKETS
-from asyncrl.config.schema import TelemetryConfig
+from asyncrl.config.run_sections import TelemetryConfig
 from asyncrl.models.device_facts import memory_by_state, peak_flops
 from asyncrl.telemetry.metrics import MetricSet
 from asyncrl.telemetry.timeline import WaitClock

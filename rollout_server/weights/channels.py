@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from asyncrl.config.channel_rules import NCCL_BYTES
+from asyncrl.config.device_rules import NCCL_BYTES
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from protocol.messages import Channel, DeviceSource

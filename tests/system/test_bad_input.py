@@ -245,7 +245,7 @@ def test_the_learner_refuses_an_unknown_key(make_config: MakeConfig, tmp_path: P
     config = make_config()
     file = tmp_path / "config.yaml"
     file.write_text(dump_config(config).replace("group_size: 4", "group_sise: 4", 1))
-    assert_refused(run_learner(file), config, "batch.group_sise is an unknown key: did you mean batch.group_size?")
+    assert_refused(run_learner(file), config, "unknown key batch.group_sise: did you mean batch.group_size?")
 
 
 def test_the_learner_refuses_data_without_the_answer_key(make_config: MakeConfig, tmp_path: Path) -> None:

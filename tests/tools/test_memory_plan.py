@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from asyncrl.cli import main as asyncrl
-from asyncrl.config.channel_rules import NCCL_BYTES
+from asyncrl.config.device_rules import NCCL_BYTES
 from asyncrl.config.engine_rules import PREFILL_TOKENS
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig

@@ -16,7 +16,8 @@ from asyncrl.errors import UserError
 from asyncrl.telemetry.trackers.tracker import Sample, TrackedRun, Tracker, numbers
 
 if TYPE_CHECKING:
-    from asyncrl.config.schema import RunConfig, TelemetryConfig
+    from asyncrl.config.run_sections import TelemetryConfig
+from asyncrl.config.schema import RunConfig
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 
-from asyncrl.config.devices import meant_device
+from asyncrl.config.device_rules import meant_device
 from asyncrl.config.schema import RunConfig
 from asyncrl.tools.doctor.devices import Device
 from asyncrl.tools.doctor.findings import Finding, Findings, size

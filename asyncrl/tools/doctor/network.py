@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from asyncrl.config.channel_rules import network_is_open
+from asyncrl.config.device_rules import network_is_open
 from asyncrl.config.schema import RunConfig
 from asyncrl.tools.doctor.findings import Finding, Findings, problem
 from protocol.curve import LEARNER_SECRET, SERVER_SECRET, KeyFileError, read_learner_keys, read_server_keys

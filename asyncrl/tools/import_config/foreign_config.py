@@ -57,8 +57,10 @@ def read_foreign_config(path: Path) -> ForeignConfig:
     config = [_config_file(path, named)] if named else []
     values = _read_yaml(config[0]) if config else {}
     for key, text in (match.groups() for word in after if (match := _OVERRIDE.fullmatch(word))):
-        value, _, problems = yaml_text.parse(text, f"{path}: {key}")
-        values[key] = text if problems else value
+        try:
+            values[key], _ = yaml_text.parse(text, f"{path}: {key}")
+        except UserError:  # a text that is no YAML
+            values[key] = text
         for inner in [known for known in values if known.startswith(key + ".")]:
             del values[inner]
     flags = {name: value for name, _, value in (word.partition("=") for word in before) if name.startswith("--")}
@@ -87,9 +89,9 @@ def _of_framework(values: dict[str, Any], module: str, flags: dict[str, str], so
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    value, _, problems = yaml_text.parse(_text(path), str(path))
-    if problems or not isinstance(value, dict):
-        raise UserError("\n".join(problems) or f"{path} holds no configuration")
+    value, _ = yaml_text.parse(_text(path), str(path))
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds no configuration")
     return dict(_flat(value))
 
 

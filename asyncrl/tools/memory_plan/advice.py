@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
-from asyncrl.config.channel_rules import DEVICE_CHANNELS
+from asyncrl.config.device_rules import DEVICE_CHANNELS
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.tools.memory_plan.plan import GIB, MemoryPlan, changed, device_sharing, gib, make_plan

@@ -11,8 +11,7 @@ from typing import Literal
 
 import torch
 
-from asyncrl.config.channel_rules import DEVICE_CHANNELS, NCCL_BYTES
-from asyncrl.config.devices import same_device
+from asyncrl.config.device_rules import DEVICE_CHANNELS, NCCL_BYTES, same_device
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.models.folder import read_config

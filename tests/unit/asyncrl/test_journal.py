@@ -17,7 +17,7 @@ import pytest
 
 import asyncrl.journal.segments
 import asyncrl.journal.writer
-from asyncrl.config.schema import Durability
+from asyncrl.config.run_sections import Durability
 from asyncrl.errors import BadStateError
 from asyncrl.journal.database import PAGE_BYTES
 from asyncrl.journal.payloads import pack_frames

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from asyncrl.cli import main as asyncrl
-from asyncrl.config.devices import same_device
+from asyncrl.config.device_rules import same_device
 from asyncrl.config.engine_rules import vllm_device_problem
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig

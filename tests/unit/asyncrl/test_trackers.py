@@ -17,7 +17,8 @@ import pytest
 from PIL import Image
 
 from asyncrl.config.load import dump_config, load_config
-from asyncrl.config.schema import RunConfig, TelemetryConfig
+from asyncrl.config.run_sections import TelemetryConfig
+from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.telemetry.recorder import RunRecorder
 from asyncrl.telemetry.trackers import OPENERS, Sample, TrackedRun, Tracker, Trackers, check_trackers

@@ -19,7 +19,8 @@ import torch
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from asyncrl.config.schema import RunConfig, TelemetryConfig
+from asyncrl.config.run_sections import TelemetryConfig
+from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
 from asyncrl.journal.writer import Journal
 from asyncrl.telemetry.metrics import Metric, MetricSet

@@ -1,0 +1,129 @@
+"""What device names mean, and which settings contradict them: devices that are none, weights that come from device
+memory (rollout.weights_channel nccl or cuda_ipc), and learner and server that take turns on one device (sync mode).
+
+These are names only: what a machine has is asked where torch is loaded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from asyncrl.config.run_sections import RunSections
+
+DEVICE_CHANNELS = ("nccl", "cuda_ipc")
+"""Values of rollout.weights_channel that copy from one device's memory to another's."""
+NCCL_BYTES = 1 << 29
+"""Device memory that NCCL takes for itself on each device, generously."""
+_NAME = re.compile(r"auto|cpu|cuda(:\d+)?")
+
+
+def meant_device(name: str, *, cuda: bool) -> str:
+    """Resolve a device's name: `auto` is the first CUDA device where there are some (`cuda`), else the CPU; `cuda` is
+    the first one."""
+    if name == "auto" and not cuda:
+        return "cpu"
+    return "cuda:0" if name in ("auto", "cuda") else name
+
+
+def same_device(config: RunSections, *, cuda: bool) -> bool:
+    """Whether learner and rollout server work on one device. A name with `cuda` means a machine that has some."""
+    names = (config.learner.device, config.rollout.device)
+    cuda = cuda or any(name.startswith("cuda") for name in names)
+    learner, rollout = (meant_device(name, cuda=cuda) for name in names)
+    return learner == rollout
+
+
+def network_is_open(config: RunSections) -> bool:
+    """Whether data may travel unencrypted: it stays on this machine, or the user allows it."""
+    from protocol.endpoints import is_loopback  # imports ZeroMQ, which reading a configuration does not need
+
+    network = config.network
+    return network.insecure or network.host == "localhost" or is_loopback(network.host)
+
+
+def device_problems(config: RunSections) -> Iterator[str]:
+    """Name each contradiction, with its fix."""
+    for key, name in (("learner.device", config.learner.device), ("rollout.device", config.rollout.device)):
+        if not _NAME.fullmatch(name):
+            yield f"{key} is {name!r}, which is no device. Set {key}=auto, cpu, cuda, or cuda:1 for the second GPU"
+    if config.rollout.weights_channel in DEVICE_CHANNELS:
+        yield from (
+            f"rollout.weights_channel is {config.rollout.weights_channel}, but {problem}. Set "
+            "rollout.weights_channel=auto"
+            for problem in _channel_problems(config)
+        )
+    if config.trainer.mode == "sync":
+        yield from _sync_problems(config)
+
+
+def _channel_problems(config: RunSections) -> Iterator[str]:
+    rollout = config.rollout
+    if config.model.lora.rank:
+        yield "model.lora trains adapters, which are small and are read from files"
+    if rollout.engine == "scripted":
+        yield "the scripted engine has no model"
+    for key, device in (("learner.device", config.learner.device), ("rollout.device", rollout.device)):
+        if device == "cpu":
+            yield f"{key} is cpu, and it goes from one CUDA device to another"
+    if rollout.weights_channel == "cuda_ipc" and rollout.tensor_parallel_size > 1:
+        yield f"rollout.tensor_parallel_size is {rollout.tensor_parallel_size}, and it shares the memory of one GPU"
+    if rollout.weights_channel == "nccl" and not network_is_open(config):
+        yield (
+            f"network.host is {config.network.host}, not loopback, and NCCL encrypts nothing (network.insecure=true "
+            "allows that on a network that you trust)"
+        )
+
+
+def imply_staleness_0(values: Any) -> Any:
+    """Make a sync run on-policy where the file does not say how stale its tokens may be."""
+    if not isinstance(values, dict):
+        return values
+    trainer, learner = values.get("trainer"), values.get("learner", {})
+    if not isinstance(trainer, dict) or trainer.get("mode") != "sync" or not isinstance(learner, dict):
+        return values
+    return {**values, "learner": {"max_staleness": 0, **learner}}
+
+
+def two_devices(config: RunSections) -> str:
+    """Why sync mode refuses devices that differ, and the fix."""
+    return (
+        f"trainer.mode is sync, but learner.device is {config.learner.device} and rollout.device is "
+        f"{config.rollout.device}: on two devices nobody needs to sleep. Set both to the same, or trainer.mode=async"
+    )
+
+
+def _sync_problems(config: RunSections) -> Iterator[str]:
+    """The learner can only wait for groups of its own version, there is one server, and weights cannot go from one
+    device to another. Whether `auto` is the device that the other side names may depend on the machine: that is checked
+    at the launch (asyncrl/launch/inputs.py)."""
+    learner, rollout = config.learner, config.rollout
+    if learner.max_staleness != 0:
+        yield (
+            f"trainer.mode is sync and learner.max_staleness is {learner.max_staleness}: taking turns, the server only "
+            "has the learner's own version. Set learner.max_staleness=0, or trainer.mode=async"
+        )
+    if rollout.servers != 1:
+        yield (
+            f"trainer.mode is sync and rollout.servers is {rollout.servers}: the learner shares its device with one "
+            "server. Set rollout.servers=1, or trainer.mode=async"
+        )
+    if not same_device(config, cuda=False):
+        yield two_devices(config)
+    if rollout.tensor_parallel_size != 1:
+        yield (
+            f"trainer.mode is sync and rollout.tensor_parallel_size is {rollout.tensor_parallel_size}: there is one "
+            "device. Set rollout.tensor_parallel_size=1, or trainer.mode=async"
+        )
+    if rollout.weights_channel in DEVICE_CHANNELS:
+        yield (
+            f"trainer.mode is sync and rollout.weights_channel is {rollout.weights_channel}, which copies from the "
+            "learner's device memory: it is empty while the server is awake. Set rollout.weights_channel=auto"
+        )
+    if rollout.engine == "vllm" and rollout.sleep_level == 2 and config.model.lora.rank:
+        yield (
+            f"trainer.mode is sync, model.lora.rank is {config.model.lora.rank} and rollout.sleep_level is 2: vllm "
+            "would forget the base weights, and only adapters are published. Set rollout.sleep_level=1, or "
+            "rollout.engine=hf, which keeps what is not published"
+        )
