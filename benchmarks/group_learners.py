@@ -19,7 +19,7 @@ from learner.network.thread import NetworkThread
 from learner.tickets.ledger import TicketLedger
 from protocol.codec import encode
 from protocol.messages import Ack, Tickets, WeightManifest
-from protocol.sockets.learner import TURN_MESSAGES
+from protocol.sockets import TURN_MESSAGES
 from protocol.weights import Publication
 
 PER_STEP, BOUND, CHECKPOINT_EVERY = 32, 3, 4

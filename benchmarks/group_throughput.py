@@ -45,7 +45,7 @@ from group_traffic import IMAGE_BYTES, client_process, group
 
 import asyncrl.journal.writer
 import learner.network.group_receiver
-import protocol.sockets.learner
+import protocol.sockets
 from asyncrl.journal.segments import Segments
 from learner.network.thread import NetworkThread
 from learner.network.ticket_sender import TicketSender
@@ -152,7 +152,7 @@ def where_time_goes(arm: Arm, groups: int) -> dict[str, float]:
     parts = (
         (NetworkThread, "_receive_control", "other: receiving"),
         (LearnerSocket, "_take", "taking frames from the socket"),
-        (protocol.sockets.learner, "read_frames", "decode"),
+        (protocol.sockets, "decode", "decode"),
         (learner.network.group_receiver.GroupReceiver, "accept", "verify"),
         (journal, "pack_frames", "pack"),
         (Segments, "append", "checksum, write to the segment"),

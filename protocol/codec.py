@@ -1,4 +1,4 @@
-"""Messages to ZeroMQ frames and back.
+"""Encoding of messages into ZeroMQ frames, and decoding.
 
 Frame 0 is a MessagePack map, the *header*: the message's fields, told apart by `type`. Arrays and blobs
 follow as raw frames, in the order in which the header names them. Decoding copies no array and no blob.
@@ -6,7 +6,7 @@ follow as raw frames, in the order in which the header names them. Decoding copi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import UnionType
@@ -29,12 +29,12 @@ MAX_REASON = 500
 REPORTED_ERRORS = 3
 
 Frame: TypeAlias = bytes | memoryview | zmq.Frame
-Expected: TypeAlias = type[Wire] | UnionType | Iterable[type[Wire]]
+Expected: TypeAlias = type[Wire] | UnionType | tuple[type[Wire], ...]
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a message may weigh. Both sides use the same numbers, so a sender finds out first."""
+    """Largest message. Both sides use the same numbers, so a sender finds out first."""
 
     max_message_bytes: int = 256 * MIB
     max_header_bytes: int = 8 * MIB
@@ -121,14 +121,10 @@ def read_header(frames: Sequence[Frame], limits: Limits) -> dict[str, Any]:
     return header
 
 
-def models_by_type(expected: Expected) -> dict[str, type[Wire]]:
-    """`type` tag to model."""
-    return _models_by_type(expected if isinstance(expected, type | UnionType) else tuple(expected))
-
-
 @lru_cache(maxsize=64)
-def _models_by_type(expected: Any) -> dict[str, type[Wire]]:
-    models = expected if isinstance(expected, tuple) else (get_args(expected) or (expected,))
+def models_by_type(expected: Expected) -> dict[str, type[Wire]]:
+    """Models of a union (or several models) by their `type` tag."""
+    models = expected if isinstance(expected, tuple) else get_args(expected) or (cast(type[Wire], expected),)
     return {model.model_fields["type"].default: model for model in models}
 
 
@@ -170,5 +166,5 @@ def _reason(name: str, problem: ValidationError) -> str:
 
 
 def _shorten(text: str) -> str:
-    """One line of at most MAX_REASON characters; the peer's own words may be in it."""
+    """Cut to one line of at most MAX_REASON characters; the peer's own words may be in it."""
     return printable(text, MAX_REASON)

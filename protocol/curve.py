@@ -1,9 +1,9 @@
-"""CURVE key pairs as files: who may talk to this learner, and whom a rollout server may believe.
+"""CURVE key pairs as files: the learner's own, and those of the rollout servers that may connect.
 
     DIR/learner.secret          the learner's machine only (mode 0600)
     DIR/learner.public          every machine
     DIR/server.secret           rollout servers' machines only (mode 0600)
-    DIR/servers/<name>.public   the learner's machine: whoever is listed may connect
+    DIR/servers/<name>.public   the learner's machine: the servers that may connect
 
 A file holds one key: 40 characters of Z85 (https://rfc.zeromq.org/spec/32).
 """
@@ -32,7 +32,7 @@ class KeyFileError(ValueError):
 
 @dataclass(frozen=True)
 class LearnerKeys:
-    """The learner's own pair, and the folder of those who may connect."""
+    """The learner's own pair, and the folder of the servers' public keys."""
 
     secret: bytes = field(repr=False)
     public: bytes
@@ -41,7 +41,7 @@ class LearnerKeys:
     def authorised(self) -> dict[bytes, str]:
         """Raw public key (32 bytes) -> name. Read anew each time: keys may come and go during a run.
 
-        A file that holds no key authorises nobody.
+        A file that holds no key is skipped.
         """
         found: dict[bytes, str] = {}
         for path in sorted(self.servers.glob("*.public")):
@@ -54,7 +54,7 @@ class LearnerKeys:
 
 @dataclass(frozen=True)
 class ServerKeys:
-    """A rollout server's own pair, and the only learner that it believes."""
+    """A rollout server's own pair, and the public key of the only learner that it accepts."""
 
     secret: bytes = field(repr=False)
     public: bytes
@@ -63,7 +63,7 @@ class ServerKeys:
 
 
 def make_keys(folder: Path) -> list[Path]:
-    """A learner's pair and one server's pair; returns the files. Nothing is overwritten.
+    """Make a learner's pair and one server's pair, and return the files. Nothing is overwritten.
 
     Raises KeyFileError.
     """
@@ -79,7 +79,7 @@ def make_keys(folder: Path) -> list[Path]:
 
 
 def make_server_key(folder: Path, name: str) -> list[Path]:
-    """One more server's pair, which can be withdrawn alone: `<name>.secret` and `servers/<name>.public`."""
+    """Make one more server's pair, which can be withdrawn alone: `<name>.secret` and `servers/<name>.public`."""
     if not _NAME.match(name) or name in ("learner", DEFAULT_SERVER):
         raise KeyFileError(f"{name!r} cannot name a server's key: use letters, digits, '_', '-' and '.'")
     if not (folder / LEARNER_PUBLIC).is_file():
@@ -90,7 +90,7 @@ def make_server_key(folder: Path, name: str) -> list[Path]:
 
 
 def copying_advice(folder: Path, server: str | None) -> str:
-    """What goes where, for the user who has just made these keys."""
+    """Explain which new file belongs on which machine."""
     source = folder / (f"{server}.secret" if server else SERVER_SECRET)
     public = folder / SERVERS / f"{server or DEFAULT_SERVER}.public"
     return "\n".join(
@@ -105,7 +105,7 @@ def copying_advice(folder: Path, server: str | None) -> str:
 
 
 def read_learner_keys(folder: Path) -> LearnerKeys:
-    """Raises KeyFileError if a file is missing, readable by everybody or damaged, or nobody may connect."""
+    """Read the learner's keys. Raises KeyFileError for a missing, public or damaged file, or no server key."""
     secret = _read_secret(folder / LEARNER_SECRET)
     keys = LearnerKeys(secret, zmq.curve_public(secret), folder / SERVERS)
     if not keys.authorised():
@@ -117,7 +117,7 @@ def read_learner_keys(folder: Path) -> LearnerKeys:
 
 
 def read_server_keys(folder: Path) -> ServerKeys:
-    """Raises KeyFileError if a file is missing, readable by everybody or damaged."""
+    """Read a server's keys. Raises KeyFileError if a file is missing, public or damaged."""
     secret = _read_secret(folder / SERVER_SECRET)
     return ServerKeys(secret, zmq.curve_public(secret), _read(folder / LEARNER_PUBLIC), folder)
 
@@ -145,11 +145,11 @@ def _make_folder(folder: Path) -> None:
 
 
 def _write(path: Path, key: bytes, mode: int) -> Path:
-    """O_EXCL: also a file that appeared a moment ago is kept."""
+    """Write a new file. O_EXCL keeps one that appeared a moment ago."""
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with os.fdopen(fd, "wb") as file:
-            os.fchmod(fd, mode)  # whatever the umask
+            os.fchmod(fd, mode)  # independent of the umask
             file.write(key + b"\n")
     except OSError as problem:
         raise KeyFileError(f"cannot write {path}: {problem.strerror}") from problem
@@ -164,7 +164,7 @@ def _read_secret(path: Path) -> bytes:
 
 
 def _read(path: Path) -> bytes:
-    """The key in Z85. The text of the file never appears in a message."""
+    """Read a key in Z85. The text of the file never appears in a message."""
     try:
         key = path.read_bytes()[: 4 * _KEY_LENGTH].strip()
     except OSError as problem:

@@ -1,4 +1,4 @@
-"""Where sockets may bind, and which processes share memory."""
+"""Addresses that sockets may bind or dial, and the identity of a host whose processes share memory."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class InsecureBindError(BindError):
 
 
 class PortInUseError(BindError):
-    """Somebody else listens there."""
+    """Another process listens there."""
 
 
 class AddressError(BindError):
-    """Nobody here can listen on any port of it: the name is not known, or the address another machine's."""
+    """No port of this address can be bound here: its name is unknown, or it is another machine's."""
 
 
 def bind(sock: zmq.Socket, endpoint: str, *, setting: str, private: bool = False) -> str:
@@ -56,7 +56,7 @@ def bind(sock: zmq.Socket, endpoint: str, *, setting: str, private: bool = False
 
 
 def check_dial(endpoint: str, *, prefix: str = "network.") -> None:
-    """Raises InsecureBindError unless a peer without keys may dial this: tickets decide what a server runs.
+    """Raise InsecureBindError unless a peer without keys may dial this: tickets decide what a server runs.
 
     A name that is not known yet (the learner's machine may start later) counts as another machine.
     """
@@ -70,7 +70,7 @@ def check_dial(endpoint: str, *, prefix: str = "network.") -> None:
 
 
 def is_loopback(address: str) -> bool:
-    """Of a numeric address. A wildcard is not: it listens on every interface."""
+    """True for a numeric loopback address. A wildcard is none: it listens on every interface."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -78,6 +78,7 @@ def is_loopback(address: str) -> bool:
 
 
 def public_without_keys(endpoint: str, prefix: str) -> str:
+    """The error message for a public address without keys."""
     return (
         f"{endpoint} is not this machine's loopback, and without keys the traffic is neither encrypted nor "
         f"authenticated. Make keys with `asyncrl keys DIR` and set {prefix}keys_dir=DIR on both sides, set "
@@ -94,7 +95,7 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
 
 
 def check_bind(host: str, port: int, *, setting: str) -> None:
-    """Raises the BindError that `bind` would meet now. Binding remains the only proof. Port 0 checks the host alone."""
+    """Raise the BindError that `bind` would meet now; port 0 checks the host alone. Binding remains the only proof."""
     address = _resolve(host, _host_setting(setting))
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
@@ -106,7 +107,7 @@ def check_bind(host: str, port: int, *, setting: str) -> None:
 
 
 def _bind_error(problem: OSError | zmq.ZMQError, host: str, port: int, setting: str) -> BindError:
-    """By what the system says, with the setting to change."""
+    """Translate the system's error into one that names the setting to change."""
     host_setting = _host_setting(setting)
     if problem.errno == errno.EADDRINUSE:
         return PortInUseError(
@@ -132,16 +133,16 @@ def _bind_error(problem: OSError | zmq.ZMQError, host: str, port: int, setting: 
 
 
 def _host_setting(setting: str) -> str:
-    """Of the same section: `network.control_port` has its address in `network.host`."""
+    """The host key of the same section: `network.control_port` -> `network.host`."""
     section = setting.rpartition(".")[0]
     return f"{section}.host" if section else "host"
 
 
 def host_id(directory: Path = SHARED_MEMORY) -> str:
-    """Equal for two processes that can share files in `directory`: one kernel boot, one file system.
+    """An id equal for two processes that can share files in `directory`: one kernel boot, one file system.
 
     Two containers on one machine differ unless they share the directory. Where there is no such
-    directory the answer is unique, hence equal to nobody's.
+    directory the answer is unique, hence equal to no other.
     """
     try:
         boot_id = _BOOT_ID.read_text().strip()

@@ -1,4 +1,4 @@
-"""What can be wrong with a message or a peer, as stable codes."""
+"""Stable codes of errors in messages and peers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from enum import StrEnum
 
 
 class ErrorCode(StrEnum):
+    """Code of an `error` or `refusal` message; README.md says what its receiver does."""
+
     MALFORMED = "malformed"
     """Not MessagePack, or not a message of this protocol."""
     TOO_LARGE = "too_large"
@@ -33,7 +35,7 @@ class ErrorCode(StrEnum):
     STALE_FENCE = "stale_fence"
     """The device lease has passed on since the fence that the message names, or was never lent."""
     MUTED = "muted"
-    """The peer sent too much that could not be used, or too much at all: it is not listened to for a while."""
+    """The peer sent too many useless messages, or too many at all: it is ignored for a while."""
 
 
 class ProtocolError(Exception):

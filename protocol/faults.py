@@ -1,4 +1,4 @@
-"""Places where a test may kill the process: `ASYNCRL_CRASH_AT=group.journaled:3` at the third pass of that place.
+"""Crash points for tests: `ASYNCRL_CRASH_AT=group.journaled:3` kills the process at the third pass of that point.
 
 A process that dies by SIGKILL runs no handler and flushes nothing, as in a power cut of the container.
 """
@@ -38,7 +38,7 @@ VARIABLE = "ASYNCRL_CRASH_AT"
 
 
 def _armed() -> dict[str, int]:
-    """Passes left of the place that the environment names."""
+    """Passes left until the crash point that the environment names."""
     value = os.environ.get(VARIABLE, "")
     if not value:
         return {}
@@ -52,7 +52,7 @@ _left = _armed()
 
 
 def crash_point(name: str) -> None:
-    """Nothing, unless a test has armed this place."""
+    """Kill this process if a test has armed this point; otherwise do nothing."""
     if name not in _left:
         return
     _left[name] -= 1

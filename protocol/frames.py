@@ -128,7 +128,7 @@ def _encode_blob(blob: memoryview, info: SerializationInfo) -> Any:
 
 MAX_DIMENSIONS = 4
 ITEM_BYTES = {"<i4": 4, "<i8": 8, "<f4": 4, "|u1": 1}
-"""Of the data types that may travel."""
+"""Item sizes of the data types that may travel."""
 
 Int32Array = Annotated[np.ndarray, _decoded_array("<i4"), _encoded_array("<i4")]
 """[N] little-endian int32, one raw frame."""

@@ -1,4 +1,4 @@
-"""Who is welcome: the learner's answer to a `hello`, as pure functions."""
+"""The learner's answer to a `hello`, as pure functions: welcome or refusal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check_hello(
     base_fingerprint: str = "",
     live_server_ids: Mapping[str, str],
 ) -> Refusal | None:
-    """None if this server may work with a learner of these fingerprints.
+    """Refuse a server that does not fit a learner of these fingerprints; None if it fits.
 
     `live_server_ids` maps the id of each welcomed, living server to its session: the same session again is a
     reconnection and fine, another session is a second process that took the id.
@@ -59,7 +59,7 @@ def check_hello(
 
 
 def check_mode(hello: Hello, mode: str, tenant: Hello | None) -> Refusal | None:
-    """None if this server shares devices as the learner does; `tenant` is the living one that it would share with."""
+    """Refuse a server of another trainer.mode, or a second one beside the living `tenant`; None if it fits."""
     server = f"server {hello.server_id!r}"
     if hello.mode != mode:
         return Refusal(
@@ -79,7 +79,7 @@ def check_mode(hello: Hello, mode: str, tenant: Hello | None) -> Refusal | None:
 
 
 def refusal_for_undecodable_hello(frames: Sequence[Frame], limits: Limits | None = None) -> Refusal | None:
-    """The answer to a hello of another protocol major, whose other fields may not fit our model of it.
+    """Refuse a hello of another protocol major, whose other fields may not fit our model of it.
 
     None if `frames` are anything else.
     """

@@ -1,8 +1,8 @@
-"""The device lease: which process may touch the device now.
+"""The device lease: the one process that may touch the device now.
 
 The kernel keeps it: a holder has `device.lease` in the run directory locked (flock), so a dead holder's lease comes
 back when its process is gone and not before. The file says whose tenure it is. Each tenure has a *fence*, a number
-larger than all before it; whoever comes with a number that is not newer has been overtaken and is refused.
+larger than all before it; a number that is not newer has been overtaken and is refused.
 
 `lease.jsonl` beside it is the trace: one line for each lease taken and each returned, in seconds of CLOCK_MONOTONIC,
 which all processes of a machine share. A holder that dies leaves no line.
@@ -25,16 +25,16 @@ LEASE_FILE = "device.lease"
 TRACE_FILE = "lease.jsonl"
 USERS_FILE = "device.users"
 POLL_S = 0.01
-"""Between two looks of one who waits for it."""
+"""Seconds between two attempts of a process that waits for the lease."""
 _RECORD_BYTES = 512
 
 
 class LeaseError(Exception):
-    """The lease is not the caller's; the message says whose it is."""
+    """The caller does not hold the lease; the message names the holder."""
 
 
 class LeaseTimeout(LeaseError):
-    """It did not come free in time."""
+    """The lease did not become free in time."""
 
 
 class StaleFence(LeaseError):
@@ -43,15 +43,15 @@ class StaleFence(LeaseError):
 
 @dataclass(frozen=True)
 class Tenure:
-    """The newest holder, as the file says."""
+    """The newest holder, as recorded in the file."""
 
     fence: int
     holder: str
     pid: int
     born: str
-    """The process's start, in ticks since the machine's: the system gives process ids away again."""
+    """Start of the process, in ticks since the machine's: the system reuses process ids."""
     since: float
-    """Monotonic seconds."""
+    """Start of the tenure, in monotonic seconds."""
     held: bool
     """False once it was returned; a holder that died leaves it True."""
 
@@ -63,11 +63,11 @@ class DeviceLease:
         self.folder = folder
         self.holder = holder
         self.fence: int | None = None
-        """Of the tenure that this process has now."""
+        """Fence of this process's tenure; None while it holds no lease."""
         self._fd = -1
 
     def try_take(self, fence: int | None = None) -> bool:
-        """Take it if it is free; without `fence` under the next number. Raises StaleFence."""
+        """Take the lease if it is free, under `fence` or the next number. Raises StaleFence."""
         assert self.fence is None, f"{self.holder} holds the lease already"
         self.folder.mkdir(parents=True, exist_ok=True)
         # Not inherited by children: theirs would outlive us.
@@ -99,7 +99,7 @@ class DeviceLease:
         return True
 
     def give_up(self) -> None:
-        """Return it: whoever waits may have the device from now on."""
+        """Return the lease: other processes may take it from now on."""
         self.check()
         self._trace("returned")
         self._record(self._fd, held=False)
@@ -108,16 +108,16 @@ class DeviceLease:
         self._fd, self.fence = -1, None
 
     def check(self) -> None:
-        """Raises LeaseError unless this process may touch the device."""
+        """Raise LeaseError unless this process may touch the device."""
         if self.fence is None:
             raise LeaseError(f"{self.holder} may not touch the device: {describe(self.folder)}")
 
     def timeout(self, waited_s: float, setting: str) -> LeaseTimeout:
-        """What a wait ends with that has lasted too long; `setting` is its key in the configuration."""
+        """The error for a wait that has lasted too long; `setting` is its key in the configuration."""
         return LeaseTimeout(f"{self.holder} waited {waited_s:g} s for the device ({setting}): {describe(self.folder)}")
 
     def forget(self) -> None:
-        """Leave no trace of a run that could not begin. Only the first holder may."""
+        """Remove all traces of a run that could not begin. Does nothing unless this is the first tenure."""
         if self.fence == 1:
             for name in (LEASE_FILE, TRACE_FILE, USERS_FILE):
                 (self.folder / name).unlink(missing_ok=True)
@@ -125,7 +125,7 @@ class DeviceLease:
             self._fd, self.fence = -1, None
 
     def _record(self, fd: int, *, held: bool) -> None:
-        """In one write of constant size: there is no moment at which the file says nothing."""
+        """Record this tenure, in one write of constant size: the file is never empty."""
         assert self.fence is not None
         pid = os.getpid()
         tenure = Tenure(self.fence, self.holder, pid, process_birth(pid) or "", time.monotonic(), held)
@@ -133,22 +133,18 @@ class DeviceLease:
 
     def _trace(self, event: str) -> None:
         line = {"fence": self.fence, "holder": self.holder, "pid": os.getpid(), "event": event}
-        fd = os.open(self.folder / TRACE_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        try:
-            os.write(fd, (json.dumps({**line, "monotonic": time.monotonic()}) + "\n").encode())
-        finally:
-            os.close(fd)
+        _append(self.folder / TRACE_FILE, json.dumps({**line, "monotonic": time.monotonic()}))
 
 
 def read_tenure(folder: Path) -> Tenure | None:
-    """The newest one, of whichever process; None if there was none."""
+    """The newest tenure of any process; None if there was none."""
     with suppress(FileNotFoundError), (folder / LEASE_FILE).open("rb") as file:
         return _parse(file.read(_RECORD_BYTES), folder / LEASE_FILE)
     return None
 
 
 def describe(folder: Path) -> str:
-    """Who has the device, for messages."""
+    """Describe the holder of the device, for messages."""
     tenure = read_tenure(folder)
     if tenure is None:
         return "nobody has had it yet"
@@ -162,18 +158,19 @@ def describe(folder: Path) -> str:
 
 
 def use_device_for(holder: int, folder: Path) -> None:
-    """This process is about to touch the device for the process `holder`: its tenures do not end before this does."""
-    line = f"{holder} {process_birth(holder)} {os.getpid()} {process_birth(os.getpid())}\n"
+    """Register this process as a user of the device for `holder`, whose tenures do not end before this process does."""
     folder.mkdir(parents=True, exist_ok=True)
-    fd = os.open(folder / USERS_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-    try:
-        os.write(fd, line.encode())
-    finally:
-        os.close(fd)
+    _append(folder / USERS_FILE, f"{holder} {process_birth(holder)} {os.getpid()} {process_birth(os.getpid())}")
+
+
+def _append(path: Path, line: str) -> None:
+    """Append in one write: lines of several processes stay whole."""
+    with open(path, "ab", buffering=0) as file:
+        file.write(f"{line}\n".encode())
 
 
 def _processes(folder: Path, tenure: Tenure) -> list[int]:
-    """The holder and those that use the device for it, as far as they have not ended; this process does not count.
+    """Living processes of a tenure: the holder and those that use the device for it, without this process.
 
     A process that ends gives its memory back before that.
     """
@@ -200,7 +197,7 @@ def _parse(record: bytes, path: Path) -> Tenure | None:
 
 
 def process_birth(pid: int) -> str | None:
-    """When the process started, as a text to compare; None if it has ended: its parent may still see its id."""
+    """Start time of a process, as a text to compare; None if it has ended (also as a zombie)."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:

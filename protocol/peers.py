@@ -1,7 +1,7 @@
-"""What one peer may cost the learner: a budget of bad messages and of messages at all, then silence for a while.
+"""Per-peer budgets of bad messages and of messages at all; a peer beyond them is ignored for a while.
 
-A connection over its budget is *muted*: what it sends is dropped without being decoded. Repetition doubles the
-time. The others lose nothing: ZeroMQ takes messages from its connections in turns.
+A connection over its budget is *muted*: what it sends is dropped without being decoded. The others lose nothing:
+ZeroMQ takes messages from its connections in turns.
 """
 
 from __future__ import annotations
@@ -13,20 +13,19 @@ from dataclasses import dataclass
 
 MAX_ACCOUNTS = 4096
 """Connections remembered; beyond it the longest silent one is forgotten."""
-LONGEST_MUTE_S = 3600.0
 
 
 @dataclass(frozen=True)
 class PeerLimits:
-    """Per connection."""
+    """Budget of one connection."""
 
     bad_messages: int = 16
-    """In `interval_s`: messages that could not be decoded, and groups that were refused."""
+    """Undecodable messages and refused groups per `interval_s`."""
     messages: int = 20_000
-    """In `interval_s`, good or bad."""
+    """Messages per `interval_s`, good or bad."""
     interval_s: float = 10.0
     mute_s: float = 60.0
-    """The first time; doubled each further time, up to an hour."""
+    """Seconds in which everything from a muted peer is dropped."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +41,11 @@ class _Account:
     since: float
     messages: int = 0
     bad: int = 0
-    times_muted: int = 0
     muted_until: float = 0.0
 
 
 class PeerBudget:
-    """Accounts by connection. For one thread."""
+    """Accounts of all connections. Not thread-safe."""
 
     def __init__(self, limits: PeerLimits | None = None, clock: Callable[[], float] = time.monotonic):
         self.limits = limits or PeerLimits()
@@ -59,7 +57,7 @@ class PeerBudget:
         return account is not None and self._clock() < account.muted_until
 
     def count(self, identity: bytes) -> Muted | None:
-        """One message of this connection has arrived."""
+        """Count one message that has arrived."""
         account = self._account(identity)
         account.messages += 1
         if account.messages <= self.limits.messages:
@@ -67,7 +65,7 @@ class PeerBudget:
         return self._mute(identity, account, f"{account.messages:,} messages")
 
     def charge(self, identity: bytes) -> Muted | None:
-        """It could not be used."""
+        """Count one message that could not be used."""
         account = self._account(identity)
         account.bad += 1
         if account.bad < self.limits.bad_messages:
@@ -85,9 +83,9 @@ class PeerBudget:
         return account
 
     def _mute(self, identity: bytes, account: _Account, what: str) -> Muted:
-        mute_s = min(self.limits.mute_s * 2**account.times_muted, LONGEST_MUTE_S)
         seconds = self._clock() - account.since
-        account.times_muted += 1
-        account.muted_until = self._clock() + mute_s
+        account.muted_until = self._clock() + self.limits.mute_s
         account.messages = account.bad = 0
-        return Muted(identity, f"it sent {what} in {seconds:.1f} s; what it sends is ignored for {mute_s:g} s")
+        return Muted(
+            identity, f"it sent {what} in {seconds:.1f} s; what it sends is ignored for {self.limits.mute_s:g} s"
+        )

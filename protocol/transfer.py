@@ -6,12 +6,15 @@ import asyncio
 import logging
 import time
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from protocol.arrival import RunningChecksums
+import xxhash
+
 from protocol.codec import MIB
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.faults import crash_point
-from protocol.messages import Chunk, ChunkRequest, Error, WeightManifest
+from protocol.messages import Chunk, ChunkRequest, Error, TensorEntry, WeightManifest
 from protocol.shm import check_manifest
 from protocol.sockets import BadMessage, SendTimeout, ServerSocket
 from protocol.weights import Publication
@@ -19,17 +22,19 @@ from protocol.weights import Publication
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 2 * MIB
-"""Smaller frames cost more time each than their bytes do; frames of 64 MiB are slower by a factor of four."""
+"""Bytes asked for at once. Smaller frames cost more time than their bytes do; 64 MiB ones are four times slower."""
 WINDOW = 16
 """Chunks on their way at a time: enough to keep both sides and the network busy at once."""
 MAX_CHUNK_BYTES = 4 * MIB
-"""Times the learner's queue for one peer (CHUNK_QUEUES) this is what a reader that stalls can make it hold: 256 MiB."""
+"""Largest chunk. Times the learner's queue for one peer (CHUNK_QUEUES) it bounds a stalled reader's cost: 256 MiB."""
 ATTEMPTS = 2
-"""How often a tensor may arrive with a wrong checksum before we give up."""
+"""Transfers of a tensor with a wrong checksum before the fetch fails."""
+_STEP_BYTES = 8 << 20
+"""Most bytes of one checksum step between two messages."""
 
 
 def answer_chunk_request(publication: Publication, request: ChunkRequest) -> Chunk | Error:
-    """The learner's side."""
+    """The learner's answer: the bytes, or the reason why not."""
     try:
         if request.nbytes > MAX_CHUNK_BYTES:
             raise ProtocolError(
@@ -64,7 +69,7 @@ async def fetch(
         raise ValueError(f"the target has {target.nbytes} bytes, the publication {manifest.total_bytes}")
     if chunk_bytes > MAX_CHUNK_BYTES:
         raise ValueError(f"chunk_bytes is {chunk_bytes}, the learner sends at most {MAX_CHUNK_BYTES}")
-    pull = _Pull(socket, manifest, target, timeout_s, window, retry_s)
+    pull = _Pull(socket, manifest, target, timeout_s, window, min(retry_s, timeout_s))
     tensors = manifest.tensors
     ranges = [(0, manifest.total_bytes)]
     for _attempt in range(ATTEMPTS):
@@ -85,7 +90,7 @@ async def fetch(
 
 
 def _chunks(ranges: list[tuple[int, int]], chunk_bytes: int) -> dict[int, int]:
-    """Offset to size of the pieces that cover `ranges` of (offset, size)."""
+    """Cut `ranges` of (offset, size) into pieces: offset to size."""
     return {
         start: min(chunk_bytes, offset + nbytes - start)
         for offset, nbytes in ranges
@@ -93,40 +98,67 @@ def _chunks(ranges: list[tuple[int, int]], chunk_bytes: int) -> dict[int, int]:
     }
 
 
+class RunningChecksums:
+    """Checksums of a publication's tensors, computed front to back while their bytes arrive."""
+
+    def __init__(self, entries: Sequence[TensorEntry], target: memoryview):
+        self._entries = sorted(entries, key=lambda entry: entry.offset)
+        self._target = target
+        self._index = 0
+        self._done = 0  # bytes of the current tensor
+        self._hash = xxhash.xxh3_64()
+        self.wrong: list[str] = []
+        """Names of complete tensors whose checksum is not the manifest's."""
+
+    def advance(self, end: int, most: int = _STEP_BYTES) -> None:
+        """Read bytes that have arrived (all before `end`); at most `most`, because the event loop waits meanwhile."""
+        while self._index < len(self._entries) and most > 0:
+            entry = self._entries[self._index]
+            nbytes = min(end - entry.offset, entry.nbytes) - self._done
+            nbytes = min(nbytes, most)
+            if nbytes > 0:
+                start = entry.offset + self._done
+                self._hash.update(self._target[start : start + nbytes])
+                self._done += nbytes
+                most -= nbytes
+            if self._done < entry.nbytes or end < entry.offset + entry.nbytes:
+                return
+            if self._hash.intdigest() != entry.xxh3:
+                self.wrong.append(entry.name)
+            self._index, self._done = self._index + 1, 0
+            self._hash.reset()
+
+    def finish(self) -> list[str]:
+        """Read the rest once everything has arrived, and return the names of wrong tensors."""
+        self.advance(self._target.nbytes, most=self._target.nbytes + 1)
+        return self.wrong
+
+
+@dataclass(frozen=True)
 class _Pull:
     """Requests chunks of one version, at most `window` at a time."""
 
-    def __init__(
-        self,
-        socket: ServerSocket,
-        manifest: WeightManifest,
-        target: memoryview,
-        timeout_s: float,
-        window: int,
-        retry_s: float,
-    ):
-        self._socket = socket
-        self._version = manifest.version
-        self._publication = manifest.publication
-        self._target = target
-        self._timeout_s = timeout_s
-        self._window = window
-        self._retry_s = min(retry_s, timeout_s)
+    socket: ServerSocket
+    manifest: WeightManifest
+    target: memoryview
+    timeout_s: float
+    window: int
+    retry_s: float
 
     async def run(self, chunks: dict[int, int], checksums: RunningChecksums) -> None:
-        """Returns when all `chunks` (offset to size, in ascending order) lie in the target."""
+        """Return when all `chunks` (offset to size, in ascending order) lie in the target."""
         waiting, unread = deque(chunks), deque(chunks)
         asked: dict[int, float] = {}
         total = len(chunks)
         progress_at = time.monotonic()
         while chunks:
-            while waiting and len(asked) < self._window:
+            while waiting and len(asked) < self.window:
                 offset = waiting.popleft()
                 if not await self._ask(offset, chunks[offset]):
                     waiting.appendleft(offset)
                     break
                 asked[offset] = time.monotonic()
-            chunk = await self._receive(self._retry_s if asked else 0.0)
+            chunk = await self._receive(self.retry_s if asked else 0.0)
             now = time.monotonic()
             if chunk is not None and self._store(chunk, chunks):
                 crash_point("weights.fetching")
@@ -134,46 +166,46 @@ class _Pull:
                 progress_at = now
                 while unread and unread[0] not in chunks:
                     unread.popleft()
-                checksums.advance(unread[0] if unread else self._target.nbytes)
+                checksums.advance(unread[0] if unread else self.target.nbytes)
                 continue
             # Not while others arrive: over a slow link an answer may be on its way for longer.
-            overdue = [
-                offset for offset, asked_at in asked.items() if now - max(asked_at, progress_at) >= self._retry_s
-            ]
+            overdue = [offset for offset, asked_at in asked.items() if now - max(asked_at, progress_at) >= self.retry_s]
             for offset in reversed(overdue):
                 del asked[offset]
                 waiting.appendleft(offset)
-            if now - progress_at >= self._timeout_s:
+            if now - progress_at >= self.timeout_s:
                 raise TimeoutError(
-                    f"no weights arrived for {self._timeout_s:g} s from the learner at "
-                    f"{self._socket.endpoint}: {len(chunks)} of {total} chunks of version "
-                    f"{self._version} are missing"
+                    f"no weights arrived for {self.timeout_s:g} s from the learner at "
+                    f"{self.socket.endpoint}: {len(chunks)} of {total} chunks of version "
+                    f"{self.manifest.version} are missing"
                 )
 
     async def _ask(self, offset: int, nbytes: int) -> bool:
-        request = ChunkRequest(version=self._version, publication=self._publication, offset=offset, nbytes=nbytes)
+        request = ChunkRequest(
+            version=self.manifest.version, publication=self.manifest.publication, offset=offset, nbytes=nbytes
+        )
         try:
-            await self._socket.send(request, timeout_s=self._retry_s)
+            await self.socket.send(request, timeout_s=self.retry_s)
         except SendTimeout as problem:
             logger.warning("%s; trying again", problem)
             return False
         return True
 
     async def _receive(self, timeout_s: float) -> Chunk | None:
-        message = await self._socket.recv(timeout_s)
+        message = await self.socket.recv(timeout_s)
         if isinstance(message, BadMessage):
             logger.warning("weights: %s", message.error)
-        elif isinstance(message, Error) and message.version in (None, self._version):
+        elif isinstance(message, Error) and message.version in (None, self.manifest.version):
             raise ProtocolError(message.code, message.reason)
         elif isinstance(message, Chunk):
             return message
         return None
 
     def _store(self, chunk: Chunk, missing: dict[int, int]) -> bool:
-        """False for what is not wanted: a late answer to an earlier request or to one that was sent twice."""
+        """Copy the chunk into the target; False for a late answer to an earlier request or to one sent twice."""
         nbytes = missing.get(chunk.offset)
-        if chunk.version != self._version or nbytes is None or chunk.data.nbytes != nbytes:
+        if chunk.version != self.manifest.version or nbytes is None or chunk.data.nbytes != nbytes:
             return False
-        self._target[chunk.offset : chunk.offset + nbytes] = chunk.data
+        self.target[chunk.offset : chunk.offset + nbytes] = chunk.data
         del missing[chunk.offset]
         return True

@@ -1,16 +1,17 @@
-"""A file of published weights, filled again with a later version once nobody reads the earlier one.
+"""The file of one published version: tensors at aligned offsets, filled again once nobody reads it.
 
 Filling memory that is there already takes a third of the time of new memory, which the kernel has to find and to
 zero. Safety is the kernel's: a reader holds a shared lock (flock) for as long as it has the file mapped, and drops it
-even when it is killed; the writer fills only what it has locked alone. While it is filled a file has another name.
+even when it is killed; the writer fills only files that it has locked exclusively. A file has another name meanwhile.
 """
 
 from __future__ import annotations
 
 import fcntl
+import math
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property
@@ -19,18 +20,65 @@ from pathlib import Path
 import numpy as np
 
 from protocol.faults import crash_point
-from protocol.layout import Layout
 
+PREFIX = "asyncrl-weights-"
+"""Prefix of the names of files with published weights."""
 PARTIAL = ".partial"
-"""Ends the name of a file that is being filled."""
+"""Suffix of the name of a file that is being filled."""
 _WRITE_BYTES = 1 << 20
 _PIECE_BYTES = 16 << 20
 THREADS = 2
-"""That copy, and as many that compute checksums; the machine has other work."""
+"""Threads that copy, and as many that compute checksums; the machine has other work."""
+_POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # Linux only; elsewhere pages come one by one
+ALIGNMENT = 64
+"""Alignment in bytes: a cache line, and more than any dtype needs."""
+
+ITEMSIZE: dict[str, int] = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+"""Bytes of one element, by torch dtype name without the prefix."""
+
+
+class PublicationError(Exception):
+    """Weights that cannot be published or mapped; the message is for the user."""
+
+
+def plan_layout(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> tuple[list[int], int]:
+    """Offsets of tensors `(name, dtype, shape, nbytes)` placed one after another, and the end of the last one.
+
+    Raises PublicationError for a tensor that cannot be placed.
+    """
+    offsets: list[int] = []
+    names: set[str] = set()
+    end = 0
+    for name, dtype, shape, nbytes in tensors:
+        if name in names:
+            raise PublicationError(f"tensor {name!r} is listed twice")
+        names.add(name)
+        if dtype not in ITEMSIZE:
+            raise PublicationError(f"tensor {name!r} has dtype {dtype!r}; known are {', '.join(ITEMSIZE)}")
+        if any(n < 0 for n in shape) or math.prod(shape) * ITEMSIZE[dtype] != nbytes:
+            raise PublicationError(f"tensor {name!r}: {dtype}{list(shape)} does not have {nbytes} bytes")
+        offsets.append(-(-end // ALIGNMENT) * ALIGNMENT)
+        end = offsets[-1] + nbytes
+    if end == 0:
+        raise PublicationError("there is nothing to publish: no tensor has any element")
+    return offsets, end
 
 
 class WeightFile:
-    """One file in shared memory. Its owner calls: (`create` or `take_back`), `fill`, `show`, ..., `remove`."""
+    """A writer's file in shared memory. Call order: (`create` or `take_back`), `fill`, `show`, ..., `remove`."""
 
     def __init__(self, path: Path, fd: int):
         self.path = path
@@ -49,7 +97,7 @@ class WeightFile:
         """Hide the file under the partial name of `path`; False if it has gone, has another size, or is still read."""
         partial = path.with_name(path.name + PARTIAL)
         try:
-            self.path.rename(partial)  # first: whoever looks for the old name from now on finds nothing
+            self.path.rename(partial)  # first: from now on readers find nothing under the old name
         except FileNotFoundError:
             return False
         self.path = partial
@@ -59,41 +107,41 @@ class WeightFile:
             return False
         return nbytes == self._nbytes
 
-    def fill(self, layout: Layout, data: Sequence[memoryview]) -> None:
-        """Put the bytes of every slot in place. Raises OSError, which may be ENOSPC for a new file."""
+    def fill(self, offsets: Sequence[int], data: Sequence[memoryview]) -> None:
+        """Put each tensor's bytes at its offset. Raises OSError, which may be ENOSPC for a new file."""
         put = self._write if self._nbytes == 0 else self._copy
         with ThreadPoolExecutor(THREADS, thread_name_prefix="weights") as pool:
-            for _ in pool.map(put, *zip(*_pieces(layout, data), strict=True)):
+            for _ in pool.map(put, *zip(*_pieces(offsets, data), strict=True)):
                 pass
         if self._nbytes == 0:
-            os.ftruncate(self._fd, layout.total_bytes)
-            self._nbytes = layout.total_bytes
+            self._nbytes = offsets[-1] + data[-1].nbytes
+            os.ftruncate(self._fd, self._nbytes)
 
     def _write(self, offset: int, view: memoryview) -> None:
-        """Into a new file. Not through a mapping: without room a write fails, where a mapping kills the process."""
+        """Write into a new file. A write without room fails, where a mapping would kill the process."""
         while view.nbytes:
             crash_point("weights.filling")
             written = os.pwrite(self._fd, view[:_WRITE_BYTES], offset)
             view, offset = view[written:], offset + written
 
     def _copy(self, offset: int, view: memoryview) -> None:
-        """numpy lets other threads run meanwhile: the learner's sockets, and checksums of the same bytes."""
+        """Copy into the mapped file. numpy lets other threads run meanwhile: sockets, and checksums."""
         crash_point("weights.filling")
         np.copyto(self._array[offset : offset + view.nbytes], np.frombuffer(view, np.uint8))
 
     @cached_property
     def _array(self) -> np.ndarray:
-        """[N] bytes of the file, mapped in one go when it is first filled again."""
+        """The file's [N] bytes, mapped in one go when it is first filled again."""
         return np.frombuffer(mmap.mmap(self._fd, self._nbytes, flags=mmap.MAP_SHARED | _POPULATE), np.uint8)
 
     def show(self, path: Path) -> None:
-        """The content is complete: let readers lock it, and give it its name."""
+        """Give the complete file its name, and let readers lock it."""
         fcntl.flock(self._fd, fcntl.LOCK_UN)
         self.path.rename(path)
         self.path = path
 
     def remove(self) -> None:
-        """Readers that have it mapped may go on."""
+        """Delete the file. Readers that have it mapped may go on."""
         self.path.unlink(missing_ok=True)
         self.__dict__.pop("_array", None)
         with suppress(OSError):
@@ -101,11 +149,8 @@ class WeightFile:
         self._fd = -1
 
 
-_POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # Linux only; elsewhere pages come one by one
-
-
 def map_for_reading(path: Path, total_bytes: int) -> memoryview | None:
-    """A read-only mapping whose bytes do not change before its last view goes; None if the file has been taken back.
+    """Map the file read-only; None if it has been taken back. Its bytes do not change before the last view goes.
 
     Python's mapping keeps a duplicate of the descriptor, and with it the lock, as long as it lives.
     Raises OSError, or ValueError if the file is shorter.
@@ -124,8 +169,8 @@ def map_for_reading(path: Path, total_bytes: int) -> memoryview | None:
         os.close(fd)
 
 
-def _pieces(layout: Layout, data: Sequence[memoryview]) -> Iterator[tuple[int, memoryview]]:
-    """Offset in the file and bytes, small enough that threads share the work whatever the tensors' sizes."""
-    for slot, view in zip(layout.slots, data, strict=True):
+def _pieces(offsets: Sequence[int], data: Sequence[memoryview]) -> Iterator[tuple[int, memoryview]]:
+    """Cut tensors into (offset in the file, bytes) small enough that threads share the work evenly."""
+    for offset, view in zip(offsets, data, strict=True):
         for start in range(0, view.nbytes, _PIECE_BYTES):
-            yield slot.offset + start, view[start : start + _PIECE_BYTES]
+            yield offset + start, view[start : start + _PIECE_BYTES]

@@ -14,30 +14,26 @@ import os
 import re
 import shutil
 import threading
-import time
 import uuid
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
 
 from protocol.endpoints import SHARED_MEMORY
 from protocol.errors import ErrorCode, ProtocolError
-from protocol.layout import Layout, PublicationError, plan_layout
 from protocol.messages import AdapterSpec, TensorEntry, WeightManifest
-from protocol.shm import PREFIX, Checksums
-from protocol.weight_file import THREADS, WeightFile, map_for_reading
+from protocol.weight_file import PREFIX, THREADS, PublicationError, WeightFile, map_for_reading, plan_layout
 
 KEPT_VERSIONS = 2
+"""Versions that can be fetched at a time."""
 
 
-LOCK_S = 1.0
-"""Longest that somebody else may hold the lock of a new publication: who looks for what dead learners have left."""
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """A tensor to publish: contiguous little-endian bytes and what they mean."""
+class Tensor(NamedTuple):
+    """A tensor to publish: contiguous little-endian bytes and their type."""
 
     name: str
     dtype: str
@@ -61,26 +57,28 @@ class Publication:
     """
 
     def __init__(self, run_id: str, directory: Path = SHARED_MEMORY, *, refill: bool | None = None):
-        """`refill`: fill files again. By default only those in shared memory: what is there cannot run out, while
-        on a disk that copies on write it could, and a mapping that runs out of room kills the process."""
+        """`refill` reuses files, by default only in shared memory: there a file's pages cannot run out.
+
+        On a disk that copies on write they could, and a mapping that runs out of room kills the process.
+        """
         self.directory = Path(directory)
         self._refill = self.directory == SHARED_MEMORY if refill is None else refill
         if not self.directory.is_dir():
             raise PublicationError(f"{self.directory} is not a directory. Name another one to publish weights in")
         remove_stale(self.directory)
         self.id = uuid.uuid4().hex[:12]
-        """No other publication has it."""
+        """Unique id of this publication."""
         safe_id = re.sub(r"[^A-Za-z0-9_]", "_", run_id)[:80]
         self._base = self.directory / f"{PREFIX}{safe_id}-{os.getpid()}-{self.id}"
         self._lock_path = self._base.with_name(self._base.name + ".lock")
-        self._lock_fd = _take_lock(self._lock_path)
+        self._lock_fd: int | None = _create_locked(self._lock_path)
         self._snapshots: dict[int, _Snapshot] = {}
         self._guard = threading.Lock()
 
     def publish(self, version: int, tensors: Iterable[Tensor], adapter: AdapterSpec | None = None) -> WeightManifest:
         """Write all tensors as `version`, drop all but the newest two versions, and return the manifest.
 
-        `adapter` says that they are one, and what it looks like.
+        `adapter` describes them if they are adapters.
 
         Raises PublicationError if a tensor is malformed, the version is not new, or the directory is full.
         """
@@ -89,29 +87,23 @@ class Publication:
         if self._snapshots and version <= max(self._snapshots):
             raise PublicationError(f"version {version} is not newer than {max(self._snapshots)}")
         chosen = list(tensors)
-        layout = plan_layout((t.name, t.dtype, t.shape, t.data.nbytes) for t in chosen)
+        offsets, total_bytes = plan_layout((t.name, t.dtype, t.shape, t.data.nbytes) for t in chosen)
         path = self._base.with_name(f"{self._base.name}-v{version}")
         data = [tensor.data.cast("B") if tensor.data.nbytes else memoryview(b"") for tensor in chosen]
-        with Checksums(data, threads=THREADS) as checksums:  # at the same time as the copy
-            file = self._write(path, layout, data)
+        with ThreadPoolExecutor(THREADS, thread_name_prefix="xxh3") as pool:
+            checksums = pool.map(xxhash.xxh3_64_intdigest, data)  # at the same time as the copy
+            file = self._write(path, offsets, total_bytes, data)
             entries = tuple(
-                TensorEntry(
-                    name=slot.name,
-                    dtype=slot.dtype,
-                    shape=slot.shape,
-                    offset=slot.offset,
-                    nbytes=slot.nbytes,
-                    xxh3=checksum,
-                )
-                for slot, checksum in zip(layout.slots, checksums.result(), strict=True)
+                TensorEntry(name=t.name, dtype=t.dtype, shape=t.shape, offset=offset, nbytes=t.data.nbytes, xxh3=xxh3)
+                for t, offset, xxh3 in zip(chosen, offsets, checksums, strict=True)
             )
-        view = map_for_reading(path, layout.total_bytes)
-        assert view is not None, "nobody else takes our files back"
+        view = map_for_reading(path, total_bytes)
+        assert view is not None, "only this publication takes its files back"
         manifest = WeightManifest(
             version=version,
             publication=self.id,
             tensors=entries,
-            total_bytes=layout.total_bytes,
+            total_bytes=total_bytes,
             shm_path=str(path),
             adapter=adapter,
         )
@@ -120,13 +112,13 @@ class Publication:
         return manifest
 
     def check_is_meant(self, publication: str) -> None:
-        """Raises ProtocolError VERSION_GONE for another's id: versions of the same number are others there."""
+        """Raise ProtocolError VERSION_GONE for another publication's id: its versions have other bits."""
         if publication != self.id:
             reason = f"publication {publication} has ended, that of this learner is {self.id}"
             raise ProtocolError(ErrorCode.VERSION_GONE, reason)
 
     def manifest(self, version: int) -> WeightManifest:
-        """Raises ProtocolError VERSION_GONE."""
+        """The manifest of a version. Raises ProtocolError VERSION_GONE."""
         return self._snapshot(version).manifest
 
     @property
@@ -137,12 +129,12 @@ class Publication:
 
     @property
     def nbytes(self) -> int:
-        """Of all versions that can still be read."""
+        """Bytes of all versions that can still be read."""
         with self._guard:
             return sum(snapshot.view.nbytes for snapshot in self._snapshots.values())
 
     def read(self, version: int, offset: int, nbytes: int) -> memoryview:
-        """A read-only view. Raises ProtocolError: VERSION_GONE, or MALFORMED for a range outside."""
+        """A read-only view of a version's bytes. Raises ProtocolError VERSION_GONE, or MALFORMED for a bad range."""
         snapshot = self._snapshot(version)
         total = snapshot.view.nbytes
         if offset < 0 or nbytes <= 0 or offset + nbytes > total:
@@ -158,7 +150,7 @@ class Publication:
             file.remove()
         if self._lock_fd is not None:
             for path in self.directory.glob(f"{self._base.name}-v*"):
-                path.unlink(missing_ok=True)  # of a publication that was interrupted; without our lock nobody would
+                path.unlink(missing_ok=True)  # left by an interrupted `publish`; without our lock they would stay
             self._lock_path.unlink(missing_ok=True)
             os.close(self._lock_fd)
             self._lock_fd = None
@@ -180,25 +172,25 @@ class Publication:
         return snapshot
 
     def _drop(self, keep: int) -> list[WeightFile]:
-        """Forget all but the newest `keep` versions; their files, still there under their names."""
+        """Forget all but the newest `keep` versions, and return their files, which still have their names."""
         with self._guard:
             # The mapping goes with its last view: one may be in a chunk that is being sent.
             return [self._snapshots.pop(min(self._snapshots)).file for _ in range(len(self._snapshots) - keep)]
 
-    def _write(self, path: Path, layout: Layout, data: Sequence[memoryview]) -> WeightFile:
-        """The complete file under its name, an old one filled again where nobody reads it."""
+    def _write(self, path: Path, offsets: list[int], total_bytes: int, data: Sequence[memoryview]) -> WeightFile:
+        """Write the file of a version, reusing an old one that nobody reads."""
         file: WeightFile | None = None
         try:
             # Room first: the oldest goes before the new one is written, so there are never more than two copies.
             for old in self._drop(KEPT_VERSIONS - 1):
-                if self._refill and file is None and old.take_back(path, layout.total_bytes):
+                if self._refill and file is None and old.take_back(path, total_bytes):
                     file = old
                 else:
                     old.remove()
             if file is None:
-                self._check_room(layout.total_bytes)
+                self._check_room(total_bytes)
                 file = WeightFile.create(path)
-            file.fill(layout, data)
+            file.fill(offsets, data)
             file.show(path)
             return file
         except BaseException as problem:
@@ -208,7 +200,7 @@ class Publication:
                 raise
             if problem.errno in (errno.ENOSPC, errno.EDQUOT):
                 free = shutil.disk_usage(self.directory).free
-                raise PublicationError(self._no_room(layout.total_bytes, free)) from problem
+                raise PublicationError(self._no_room(total_bytes, free)) from problem
             raise PublicationError(f"cannot write weights to {path}: {problem}") from problem
 
     def _check_room(self, needed: int) -> None:
@@ -227,50 +219,35 @@ class Publication:
 
 
 def remove_stale(directory: Path) -> list[Path]:
-    """Remove what dead learners left in `directory`, and return it. Files of living ones stay."""
+    """Remove files of dead learners from `directory`, and return their paths. Files of living ones stay."""
     removed = []
     for lock in directory.glob(f"{PREFIX}*.lock"):
-        fd = _try_lock(lock)
-        if fd is None:
-            continue
-        owner = lock.name.removesuffix(".lock")
-        for path in [*directory.glob(f"{owner}-v*"), lock]:
-            path.unlink(missing_ok=True)
-            removed.append(path)
-        os.close(fd)
+        try:
+            fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            continue  # gone meanwhile, or another user's
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            owner = lock.name.removesuffix(".lock")
+            for path in [*directory.glob(f"{owner}-v*"), lock]:
+                path.unlink(missing_ok=True)
+                removed.append(path)
+        except BlockingIOError:
+            pass  # its learner is alive
+        finally:
+            os.close(fd)
     return removed
 
 
-def _take_lock(path: Path) -> int:
-    deadline = time.monotonic() + LOCK_S
-    while True:
-        try:
-            fd = _try_lock(path, os.O_CREAT)
-        except OSError as problem:
-            raise PublicationError(f"cannot publish weights in {path.parent}: {problem}") from problem
-        if fd is None:
-            if time.monotonic() > deadline:
-                raise PublicationError(f"{path} is locked by another process")
-            time.sleep(LOCK_S / 20)  # one that looks for what dead learners have left holds it for a moment
-            continue
-        with suppress(FileNotFoundError):
-            if os.stat(path).st_ino == os.fstat(fd).st_ino:
-                return fd
-        os.close(fd)  # somebody took it for a dead learner's between our creating and locking it
-
-
-def _try_lock(path: Path, flags: int = 0) -> int | None:
+def _create_locked(path: Path) -> int:
+    """Create a file that is locked before it has its name: `remove_stale` of another process never sees it free."""
+    unnamed = path.with_name(path.name + ".new")
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
-    except OSError:
-        if flags & os.O_CREAT:
-            raise
-        return None  # gone meanwhile, or another user's
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(fd)
-        return None
+        fd = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        unnamed.rename(path)
+    except OSError as problem:
+        raise PublicationError(f"cannot publish weights in {path.parent}: {problem}") from problem
     return fd
 
 

@@ -17,8 +17,7 @@ from protocol.curve_auth import CurveAuthenticator
 from protocol.endpoints import BindError
 from protocol.messages import ControlFromServer, WeightsFromServer
 from protocol.peers import PeerLimits
-from protocol.socket_options import CHUNK_QUEUES, CONTROL_QUEUES
-from protocol.sockets import LearnerSocket
+from protocol.sockets import CHUNK_QUEUES, CONTROL_QUEUES, LearnerSocket
 
 CHUNK_LIMITS = PeerLimits(messages=100_000)
 """10 GB/s of chunks of 1 MiB are legitimate."""
@@ -32,10 +31,8 @@ class LearnerPorts:
     """None without keys."""
 
     def take_rejections(self) -> Counter[str]:
-        """Connections that did not get in, or were ended, since the last call, by kind."""
-        taken = self.gate.take_rejections() if self.gate else Counter()
-        ended = self.control.take_ended() + self.weights.take_ended()
-        return taken + Counter(unfinished_message=ended)
+        """Connections rejected since the last call, by kind."""
+        return self.gate.take_rejections() if self.gate else Counter()
 
     def close(self) -> None:
         if self.gate is not None:
@@ -69,7 +66,7 @@ def open_ports(config: RunConfig, context: zmq.Context) -> LearnerPorts:
                     inbound=_inbound(limits, array_bytes),
                     insecure=network.insecure,
                     keys=keys,
-                    gate=gate,
+                    authenticator=gate,
                     queues=queues,
                     peer_limits=peer_limits,
                     context=context,
@@ -88,5 +85,5 @@ def open_ports(config: RunConfig, context: zmq.Context) -> LearnerPorts:
 
 
 def _inbound(limits: Limits, array_bytes: int) -> Limits:
-    """Of messages with so much data at most. What no good server sends need not fit into memory."""
+    """Limits of messages with at most `array_bytes` of arrays: no good server sends larger ones."""
     return replace(limits, max_message_bytes=min(limits.max_message_bytes, limits.max_header_bytes + array_bytes))

@@ -14,8 +14,8 @@ from learner.network.device_weights import DeviceWeights
 from learner.training.engines.base import TrainEngine
 from protocol.endpoints import SHARED_MEMORY
 from protocol.faults import crash_point
-from protocol.layout import PublicationError
 from protocol.messages import WeightManifest
+from protocol.weight_file import PublicationError
 from protocol.weights import Publication, Tensor
 
 

@@ -60,8 +60,7 @@ from protocol.weights import Publication
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
-"""Longest time between two looks at heartbeats, at what the main thread has handed over, and at an idle socket: one
-that is found empty shows that whatever ZeroMQ holds is unfinished."""
+"""Longest time between two looks at heartbeats, and at what the main thread has handed over."""
 PARTING_S = 5.0
 """Longest wait for the servers' goodbyes."""
 

@@ -1,21 +1,16 @@
-"""Every message of protocol version 3, as typed models. README.md has them as a table; a test compares.
+"""Every message of the protocol as a typed model. README.md lists them in a table; a test compares the two.
 
 Words: a *ticket* is the learner's permission to produce one *group*: the `group_size` trajectories of
 one prompt. A *policy version* counts weight publications; 0 is the initial policy.
 
-Reading order: `wire.py`, the base of all; `tickets.py` go out and `groups.py` come back; `life_cycle.py`, `lease.py`,
-`weights.py`, `device_transfer.py`. Below: who may send what.
+Reading order: `wire.py` has the base class; `tickets.py` go out and `groups.py` come back; then `life_cycle.py` and
+`weights.py`. The unions below say which messages each endpoint receives.
 """
+
+# ruff: noqa: F401  (these names are the interface of the package)
 
 from __future__ import annotations
 
-from protocol.messages.device_transfer import (
-    CudaMemory,
-    DeviceSource,
-    TransferEnd,
-    TransferRequest,
-    TransferStart,
-)
 from protocol.messages.groups import (
     Ack,
     FinishReason,
@@ -26,8 +21,18 @@ from protocol.messages.groups import (
     TrajectoryStatus,
     Turn,
 )
-from protocol.messages.lease import LeaseGrant, LeaseRecall, LeaseReturn
-from protocol.messages.life_cycle import Error, Goodbye, Hello, LearnerHeartbeat, Refusal, ServerHeartbeat, Welcome
+from protocol.messages.life_cycle import (
+    Error,
+    Goodbye,
+    Hello,
+    LearnerHeartbeat,
+    LeaseGrant,
+    LeaseRecall,
+    LeaseReturn,
+    Refusal,
+    ServerHeartbeat,
+    Welcome,
+)
 from protocol.messages.tickets import (
     ChatMessage,
     ContentPart,
@@ -46,7 +51,12 @@ from protocol.messages.weights import (
     Channel,
     Chunk,
     ChunkRequest,
+    CudaMemory,
+    DeviceSource,
     TensorEntry,
+    TransferEnd,
+    TransferRequest,
+    TransferStart,
     WeightManifest,
     WeightsLoaded,
 )
@@ -59,57 +69,3 @@ ControlFromLearner = (
 WeightsFromServer = ChunkRequest | TransferRequest | TransferEnd
 WeightsFromLearner = Chunk | TransferStart | Error
 Message = ControlFromServer | ControlFromLearner | WeightsFromServer | WeightsFromLearner
-
-__all__ = [
-    "LONGEST_TEXT",
-    "PROTOCOL_MAJOR",
-    "PROTOCOL_MINOR",
-    "Ack",
-    "AdapterSpec",
-    "Channel",
-    "ChatMessage",
-    "Chunk",
-    "ChunkRequest",
-    "ContentPart",
-    "ControlFromLearner",
-    "ControlFromServer",
-    "CudaMemory",
-    "DeviceSource",
-    "Error",
-    "FinishReason",
-    "Goodbye",
-    "Group",
-    "GroupTimings",
-    "Hello",
-    "ImagePart",
-    "LearnerHeartbeat",
-    "LeaseGrant",
-    "LeaseRecall",
-    "LeaseReturn",
-    "Message",
-    "Prompt",
-    "Refusal",
-    "Sampling",
-    "ServerHeartbeat",
-    "TensorEntry",
-    "TextPart",
-    "Ticket",
-    "TicketFailed",
-    "TicketKind",
-    "Tickets",
-    "TrajectoryRecord",
-    "TrajectoryStatus",
-    "TransferEnd",
-    "TransferRequest",
-    "TransferStart",
-    "Turn",
-    "Video",
-    "VideoPart",
-    "WeightManifest",
-    "WeightsFromLearner",
-    "WeightsFromServer",
-    "WeightsLoaded",
-    "Welcome",
-    "Wire",
-    "printable",
-]

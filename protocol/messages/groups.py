@@ -1,4 +1,4 @@
-"""What became of tickets: rollout server -> learner, and the answer to it."""
+"""Results of tickets (rollout server -> learner), and their acknowledgement."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ class TrajectoryStatus(StrEnum):
 
 
 class FinishReason(StrEnum):
+    """Why sampling stopped."""
+
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
@@ -38,17 +40,17 @@ class Turn(Wire):
 
 
 class TrajectoryRecord(Wire):
-    """What is said once per trajectory; its tokens are in the group's columns."""
+    """Outcome of one trajectory; its tokens are in the group's columns."""
 
     status: TrajectoryStatus
     finish_reason: FinishReason
     error_kind: Text = ""
-    """For `error` and `timed_out`: a short stable name like `reward_timeout`, `reward_exception`."""
+    """Short stable name for `error` and `timed_out`, like `reward_timeout`, `reward_exception`."""
     error_message: Text = ""
     rewards: dict[str, float] = Field(default_factory=dict)
-    """Each reward component before weighting."""
+    """Reward components before weighting, by name."""
     reward: float | None = None
-    """The weighted sum; None unless the status is scored."""
+    """Weighted sum of the components; None unless the status is scored."""
     turns: Many[Turn]
 
 

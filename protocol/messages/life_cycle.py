@@ -1,13 +1,13 @@
-"""Who is there, who is welcome, who lives: both ways."""
+"""Connection life cycle, both ways: hello, welcome, heartbeats, the device lease, goodbye and errors."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from protocol.errors import ErrorCode
-from protocol.messages.device_transfer import DeviceSource
+from protocol.messages.weights import DeviceSource
 from protocol.messages.wire import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
@@ -30,37 +30,39 @@ class Hello(Wire):
     protocol_minor: int = PROTOCOL_MINOR
     server_id: PeerId
     session: PeerId
-    """New at every start of the process: tells a restart from a reconnection."""
+    """Changes at every start of the process: tells a restart from a reconnection."""
     host_id: Fingerprint
     """Equal on two processes that can share memory."""
     engine: Fingerprint
     model_fingerprint: Fingerprint
-    """Of the architecture: parameter names, shapes and dtypes."""
+    """Fingerprint of the architecture: parameter names, shapes and dtypes."""
     processor_fingerprint: Fingerprint
-    """Of processor, tokenizer and chat template."""
+    """Fingerprint of processor, tokenizer and chat template."""
     base_fingerprint: Fingerprint = ""
-    """Of the content of the weights that adapters are added to; empty where whole models travel."""
+    """Fingerprint of the base weights' content; empty when whole models travel, not adapters."""
     max_groups: int = Field(gt=0)
     """Groups that the server is willing to hold at once, running or queued."""
     pid: int
     mode: Literal["async", "sync"] = "async"
-    """`sync`: touches the device only while it holds the lease that the learner grants."""
+    """`sync`: the server touches the device only while it holds the lease that the learner grants."""
     held_ticket_ids: Many[TicketId] = ()
-    """Tickets in work, and those whose groups are not acknowledged: nobody else need work on them."""
+    """Tickets in work, and those with unacknowledged groups: no other server need work on them."""
 
 
 class Welcome(Wire):
+    """The learner accepts the server, and says how to reach its weights and how often to beat."""
+
     type: Literal["welcome"] = "welcome"
     protocol_major: int = PROTOCOL_MAJOR
     protocol_minor: int = PROTOCOL_MINOR
     run_id: str
     incarnation: str
-    """New at every start of the learner: weights of an earlier one must be loaded again."""
+    """Changes at every start of the learner: weights of an earlier one must be loaded again."""
     host_id: str
     version: Version
     """The learner's policy version; its manifest follows as `weights`."""
     weights_port: int
-    """On the host that the server dialled."""
+    """Port of the weights endpoint, on the host that the server dialled."""
     heartbeat_s: float = Field(gt=0)
     """Send a heartbeat this often; silence of `timeout_s` means the peer is gone."""
     timeout_s: float = Field(gt=0)
@@ -78,6 +80,8 @@ class Refusal(Wire):
 
 
 class ServerHeartbeat(Wire):
+    """The server is alive; its work so far."""
+
     type: Literal["server_heartbeat"] = "server_heartbeat"
     version: Version
     groups_queued: int
@@ -91,13 +95,15 @@ class ServerHeartbeat(Wire):
 
 
 class LearnerHeartbeat(Wire):
+    """The learner is alive."""
+
     type: Literal["learner_heartbeat"] = "learner_heartbeat"
     version: Version
     step: int
 
 
 class Goodbye(Wire):
-    """The sender stops. `expected`: of a server, it is no failure; of a learner, the run is finished."""
+    """The sender stops. `expected` from a server: this is no failure; from a learner: the run is finished."""
 
     type: Literal["goodbye"] = "goodbye"
     reason: Text
@@ -113,4 +119,35 @@ class Error(Wire):
     reason: Text
     ticket_id: TicketId | None = None
     version: Version | None = None
-    """The weights that a chunk request asked for: tells a late answer from one to a newer request."""
+    """Version that a chunk request asked for: tells a late answer from one to a newer request."""
+
+
+Fence = Annotated[int, Field(gt=0, lt=2**63)]
+"""Number of one tenure of the device lease, larger than all before it."""
+
+
+class LeaseGrant(Wire):
+    """The learner sleeps: take the lease under this fence, and wake up (see protocol/lease.py)."""
+
+    type: Literal["lease_grant"] = "lease_grant"
+    fence: Fence
+
+
+class LeaseRecall(Wire):
+    """The learner needs the device: sleep, and return the lease held under this fence or an older one."""
+
+    type: Literal["lease_recall"] = "lease_recall"
+    fence: Fence
+
+
+class LeaseReturn(Wire):
+    """The server sleeps, and the lease is free."""
+
+    type: Literal["lease_return"] = "lease_return"
+    fence: Fence
+    wake_s: Seconds
+    """Seconds to wake up, or to load the model the first time."""
+    sleep_s: Seconds
+    """Seconds to fall asleep."""
+    sleep_bytes: int = Field(ge=0)
+    """Bytes that left the device."""

@@ -12,18 +12,20 @@ from protocol.messages.wire import ContentHash, Many, TicketId, Version, Wire
 
 
 class TextPart(Wire):
+    """Text within a chat message."""
+
     type: Literal["text"] = "text"
     text: str
 
 
 class ImagePart(Wire):
-    """Stands where an image belongs; the images of a prompt are used in order."""
+    """Placeholder of an image; the images of a prompt are used in order."""
 
     type: Literal["image"] = "image"
 
 
 class VideoPart(Wire):
-    """Stands where a video belongs; the videos of a prompt are used in order."""
+    """Placeholder of a video; the videos of a prompt are used in order."""
 
     type: Literal["video"] = "video"
 
@@ -32,15 +34,17 @@ ContentPart = Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="t
 
 
 class Video(Wire):
-    """Frames that were chosen before; no side picks among them."""
+    """Frames of a video, chosen by the learner; no side drops any of them."""
 
     frame_hashes: Annotated[Many[ContentHash], Field(min_length=1)]
     """Content hash of each frame, an encoded image, in order."""
     fps: float = Field(gt=0, allow_inf_nan=False)
-    """Frames per second, as they are here: it places them in time for models that want to know."""
+    """Frames per second of these frames, for models that place them in time."""
 
 
 class ChatMessage(Wire):
+    """One message of a conversation."""
+
     role: Literal["system", "user", "assistant", "tool"]
     content: Many[ContentPart]
 
@@ -54,7 +58,7 @@ class Prompt(Wire):
     image_hashes: Many[ContentHash] = ()
     """Content hash of each image in order of appearance; the bytes travel once per message."""
     videos: Many[Video] = ()
-    """In order of appearance; their frames travel as images do."""
+    """Videos in order of appearance; their frames travel as images do."""
     answer: Any = None
     columns: dict[str, Any] = Field(default_factory=dict)
     """The row's other columns, for the reward."""
@@ -69,7 +73,7 @@ class Prompt(Wire):
 
     @property
     def media_hashes(self) -> tuple[str, ...]:
-        """Of everything that travels with it: images, then the frames of videos."""
+        """Content hashes of all media of the prompt: images, then the frames of videos."""
         return (*self.image_hashes, *(digest for video in self.videos for digest in video.frame_hashes))
 
 
@@ -84,7 +88,7 @@ class Sampling(Wire):
     top_p: float = Field(default=1.0, gt=0, le=1)
     """The most probable tokens until their mass reaches this; 1 keeps all."""
     top_k: int = Field(default=0, ge=0)
-    """So many most probable tokens; 0 keeps all."""
+    """Number of most probable tokens to keep; 0 keeps all."""
     min_p: float = Field(default=0.0, ge=0, le=1)
     """Tokens of at least this fraction of the most probable one's probability; 0 keeps all."""
     max_new_tokens: int = Field(gt=0)
@@ -98,19 +102,23 @@ class Sampling(Wire):
 
 
 class TicketKind(StrEnum):
+    """Purpose of a ticket."""
+
     TRAIN = "train"
     EVAL = "eval"
     PARITY = "parity"
-    """To see whether engine and learner agree on log-probs: sampled like training, without rewards."""
+    """Compares log-probs of engine and learner: sampled like training, without rewards."""
 
 
 class Ticket(Wire):
+    """The learner's permission to produce one group."""
+
     ticket_id: TicketId
     kind: TicketKind
     prompt: Prompt
     group_size: int = Field(gt=0)
     seed: int = Field(ge=0)
-    """Together with the trajectory's index in the group, decides every random draw of it."""
+    """Seed that, with the trajectory's index in the group, decides every random draw."""
     min_version: Version
     """The server may start the ticket only with weights of this version or newer."""
     sampling: Sampling

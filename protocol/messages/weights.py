@@ -1,4 +1,4 @@
-"""Published weights: what there is of them (learner -> rollout server), and their bytes on request."""
+"""Published weights: the manifest of a version, requests for its bytes, and transfers between device memories."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import Literal
 from pydantic import Field
 
 from protocol.frames import Blob
-from protocol.messages.wire import Many, PeerId, Seconds, Version, Wire
+from protocol.messages.wire import Fingerprint, Many, PeerId, Seconds, Version, Wire
 
 
 class TensorEntry(Wire):
+    """One tensor's place in a publication and its checksum."""
+
     name: str
     dtype: str
     """Torch name without the prefix: `float32`, `bfloat16`, ..."""
@@ -23,11 +25,11 @@ class TensorEntry(Wire):
 
 
 class AdapterSpec(Wire):
-    """What low-rank adapters (LoRA) look like: enough to build them on the base model."""
+    """Shape of low-rank adapters (LoRA): enough to build them on the base model."""
 
     rank: int = Field(gt=0)
     alpha: int = Field(gt=0)
-    """Their output is scaled by alpha / rank."""
+    """Adapter output is scaled by alpha / rank."""
     target_modules: Many[str]
     """Full names of the linear layers with an adapter."""
 
@@ -38,7 +40,7 @@ class WeightManifest(Wire):
     type: Literal["weights"] = "weights"
     version: Version
     publication: PeerId
-    """Whose version: a learner that comes back gives the same numbers again, and not everywhere to the same bits."""
+    """The publication's id: a learner that comes back reuses version numbers, not always for the same bits."""
     tensors: Many[TensorEntry]
     total_bytes: int
     shm_path: str = ""
@@ -48,7 +50,7 @@ class WeightManifest(Wire):
 
 
 Channel = Literal["shm", "zmq", "nccl", "cuda_ipc"]
-"""How a version gets from the learner into an engine."""
+"""The way of a version from the learner into an engine."""
 
 
 class WeightsLoaded(Wire):
@@ -62,7 +64,7 @@ class WeightsLoaded(Wire):
 
 
 class ChunkRequest(Wire):
-    """On the weights endpoint: give me these bytes of this version."""
+    """Asks for these bytes of this version, on the weights endpoint."""
 
     type: Literal["chunk_request"] = "chunk_request"
     version: Version
@@ -72,7 +74,66 @@ class ChunkRequest(Wire):
 
 
 class Chunk(Wire):
+    """Bytes of a version, starting at `offset`."""
+
     type: Literal["chunk"] = "chunk"
     version: Version
     offset: int
     data: Blob
+
+
+class DeviceSource(Wire):
+    """The learner's offer of weights from device memory to device memory."""
+
+    uuid: Fingerprint
+    """UUID of the CUDA device that holds the weights."""
+    total_bytes: int = Field(ge=0)
+    """Bytes of a version, for which the receiver needs room beside its model."""
+
+
+class TransferRequest(Wire):
+    """Asks the learner to send this version from its device memory into that of the server's engine."""
+
+    type: Literal["transfer_request"] = "transfer_request"
+    version: Version
+    publication: PeerId
+    nonce: PeerId
+    """Names this transfer."""
+    channel: Literal["nccl", "cuda_ipc"]
+    receivers: int = Field(gt=0, le=64)
+    """Number of the engine's processes, each of which receives everything."""
+    offset: int = Field(default=0, ge=0)
+    """Bytes that all receivers have from an interrupted transfer of this version: go on from there."""
+
+
+class CudaMemory(Wire):
+    """CUDA and torch handles of learner memory that another process on the same GPU can open."""
+
+    handle: bytes = Field(max_length=4096)
+    nbytes: int = Field(gt=0)
+    offset: int = Field(ge=0)
+    counter: bytes = Field(max_length=4096)
+    """Name of torch's reference count of receivers, in memory that both map."""
+    counter_offset: int = Field(ge=0)
+    event: bytes = Field(max_length=4096)
+    """The memory is complete when this event has happened."""
+    event_sync: bool
+
+
+class TransferStart(Wire):
+    """Both sides begin now, at the requested offset. Each transfer has its own group."""
+
+    type: Literal["transfer_start"] = "transfer_start"
+    version: Version
+    nonce: PeerId
+    port: int = Field(default=0, ge=0, le=65535)
+    """`nccl`: rendezvous port of the group, on the host that the server dialled."""
+    memory: CudaMemory | None = None
+    """`cuda_ipc`: the memory to copy from; it does not change until `transfer_end`."""
+
+
+class TransferEnd(Wire):
+    """The engine has received everything, or has given up: the learner may forget the transfer."""
+
+    type: Literal["transfer_end"] = "transfer_end"
+    nonce: PeerId

@@ -1,4 +1,4 @@
-"""What every message is made of: its base, and the types of single values."""
+"""Base class of every message, and the types of single values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROTOCOL_MINOR = 0
 
 T = TypeVar("T")
 Many = Annotated[tuple[T, ...], FailFast()]
-"""A list on the wire. Checking stops at its first mistake: a hostile header could make millions of them."""
+"""A list on the wire. Validation stops at its first mistake: a hostile header could cause millions of them."""
 Version = Annotated[int, Field(ge=0, lt=2**31)]
 TicketId = Annotated[int, Field(ge=0, lt=2**63)]
 Seconds = Annotated[float, Field(allow_inf_nan=False)]
@@ -21,6 +21,7 @@ ContentHash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 """SHA-256 of encoded image bytes, in hexadecimal."""
 
 LONGEST_TEXT = 2000
+"""Characters of a text for people; the rest is cut off."""
 
 
 def printable(text: str, longest: int = LONGEST_TEXT) -> str:
@@ -31,13 +32,13 @@ def printable(text: str, longest: int = LONGEST_TEXT) -> str:
 
 
 Text = Annotated[str, AfterValidator(printable)]
-"""A sentence for people. It ends up in the other side's log, so a peer can fill or forge none."""
+"""A sentence for people, kept short and on one line: it ends up in the other side's log."""
 PeerId = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x20\x7f]+$")]
 """A name in logs and metrics: no spaces, no control characters."""
 Fingerprint = Annotated[str, Field(max_length=200)]
 
 
 class Wire(BaseModel):
-    """Base of everything on the wire: frozen, and unknown fields are refused."""
+    """Base of every message and part: frozen, and unknown fields are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)

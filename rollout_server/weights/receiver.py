@@ -165,17 +165,17 @@ class WeightReceiver:
 @contextmanager
 def _mapped(manifest: WeightManifest) -> Iterator[ArrivedWeights]:
     """The learner's file, which it neither changes nor fills again meanwhile."""
-    with open_shm(manifest) as mapped:
-        try:
-            # By name it may be gone at any moment; an open file is there as long as we have it.
-            fd = os.open(manifest.shm_path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError as problem:
-            reason = f"{manifest.shm_path} (version {manifest.version}) has gone"
-            raise ProtocolError(ErrorCode.VERSION_GONE, reason) from problem
-        try:
-            yield ArrivedWeights(manifest, mapped.tensors, _path_of(fd))
-        finally:
-            os.close(fd)
+    tensors = open_shm(manifest)
+    try:
+        # By name it may be gone at any moment; an open file is there as long as we have it.
+        fd = os.open(manifest.shm_path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError as problem:
+        reason = f"{manifest.shm_path} (version {manifest.version}) has gone"
+        raise ProtocolError(ErrorCode.VERSION_GONE, reason) from problem
+    try:
+        yield ArrivedWeights(manifest, tensors, _path_of(fd))
+    finally:
+        os.close(fd)
 
 
 @contextmanager

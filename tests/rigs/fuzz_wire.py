@@ -1,4 +1,4 @@
-"""Fuzz both ends of the wire: `python -m tests.fuzz_wire --messages 100000 --seed 1`.
+"""Fuzz both ends of the wire: `python -m tests.rigs.fuzz_wire --messages 100000 --seed 1`.
 
 A real learner-side exchange and a good server work while another process sends mutated messages to both of the
 learner's endpoints; then a real server-side link listens to a hostile learner. Prints a table; exit code 1 names what
@@ -26,9 +26,6 @@ from tests.rigs.fuzz.server_side import ServerSideResult, fuzz_server_side
 ROOT = Path(__file__).parents[2]
 RSS_SLACK_MIB = 48.0
 """Allocator noise; a leak of 1 kB per message would show as 100 MiB."""
-PEAK_MIB = 700.0
-"""Above the start. A message without an end may take the bytes of the largest group on the wire, 32 times as much in
-memory if its frames are empty, and what comes within the quarter of a second until it is found out. Measured: 430."""
 WARM_UP_TAKEN = 200
 SLOW_S = 5.0
 """A good server's answers must not take longer, whatever the others do."""
@@ -43,8 +40,6 @@ class LearnerSideResult:
     taken: int = 0
     rss_mib: list[float] = field(default_factory=list)
     """At the start, when warm, and at the end."""
-    peak_mib: float = 0.0
-    """Of resident memory, at any time."""
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
 
@@ -65,12 +60,12 @@ def fuzz_learner_side(messages: int, seed: int, folder: Path, *, curve: bool = F
         while len(rig.taken) < WARM_UP_TAKEN:
             rig.turn()
         first = _start("hostile", *endpoints, str(messages // 5), str(seed), *tail)
-        _work_until_done(rig, first, result)
+        _work_until_done(rig, first)
         result.rss_mib.append(rig.rss_mib())
         hostile = _start("hostile", *endpoints, str(messages - messages // 5), str(seed + 1), *tail)
-        _work_until_done(rig, hostile, result)
+        _work_until_done(rig, hostile)
         before = len(rig.taken)
-        while len(rig.taken) < before + WARM_UP_TAKEN:  # nobody left behind, and nothing broken
+        while len(rig.taken) < before + WARM_UP_TAKEN:  # all tickets go on, and nothing is broken
             rig.turn()
         result.rss_mib.append(rig.rss_mib())
         result.problems += rig.problems()
@@ -84,7 +79,7 @@ def fuzz_learner_side(messages: int, seed: int, folder: Path, *, curve: bool = F
     result.good = _report(good, "the good server", result)
     result.seconds = time.monotonic() - started
     result.errors, result.taken = dict(rig.exchange.errors), len(rig.taken)
-    result.dropped = rig.exchange.control.counters.dropped + rig.exchange.weights.counters.dropped
+    result.dropped = rig.exchange.control.dropped + rig.exchange.weights.dropped
     _judge(result)
     return result
 
@@ -93,10 +88,6 @@ def _judge(result: LearnerSideResult) -> None:
     grown = result.rss_mib[-1] - result.rss_mib[1]
     if grown > RSS_SLACK_MIB:
         result.problems.append(f"resident memory grew by {grown:.0f} MiB after the first fifth")
-    if result.peak_mib - result.rss_mib[0] > PEAK_MIB:
-        result.problems.append(f"resident memory rose from {result.rss_mib[0]:.0f} to {result.peak_mib:.0f} MiB")
-    if result.hostile.get("not_ended"):
-        result.problems.append(f"{result.hostile['not_ended']} messages without an end were never stopped")
     if result.good.get("errors"):
         result.problems.append(f"the good server heard {result.good['errors'][:3]}")
     for what in ("ack", "chunk", "pulse"):
@@ -110,10 +101,9 @@ def _start(module: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def _work_until_done(rig: LearnerRig, process: subprocess.Popen[str], result: LearnerSideResult) -> None:
+def _work_until_done(rig: LearnerRig, process: subprocess.Popen[str]) -> None:
     while process.poll() is None:
         rig.turn()
-        result.peak_mib = max(result.peak_mib, rig.rss_now_mib())
 
 
 def _report(process: subprocess.Popen[str], name: str, result: LearnerSideResult) -> dict[str, Any]:
@@ -134,8 +124,7 @@ def _merge(reports: list[dict[str, Any]]) -> dict[str, Any]:
         for table in ("sent", "answers"):
             for key, count in report.get(table, {}).items():
                 merged[table][key] = merged[table].get(key, 0) + count
-        for count in ("stalled", "not_ended"):
-            merged[count] = merged.get(count, 0) + report.get(count, 0)
+        merged["stalled"] = merged.get("stalled", 0) + report.get("stalled", 0)
         merged["seconds"] += report.get("seconds", 0.0)
         merged["slowest_probe_s"] = max(merged["slowest_probe_s"], report.get("slowest_probe_s", 0.0))
     return merged
@@ -166,7 +155,7 @@ def print_learner_side(result: LearnerSideResult) -> None:
     )
     print(
         f"Resident memory of the learner: {start:.0f} MiB at start, {warm:.0f} MiB after a fifth, {end:.0f} MiB at the "
-        f"end, {result.peak_mib:.0f} MiB at most."
+        f"end."
     )
     top = sorted(result.errors.items(), key=lambda item: -item[1])[:12]
     print(f"Counted by the learner: {dict(top)}\n")

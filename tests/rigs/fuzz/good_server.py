@@ -1,4 +1,4 @@
-"""A server that does its work while others misbehave: `python -m tests.fuzz.good_server CONTROL WEIGHTS [KEYS]`.
+"""A server that does its work while others misbehave: `python -m tests.rigs.fuzz.good_server CONTROL WEIGHTS [KEYS]`.
 
 It ends when the learner says goodbye, and prints what it saw as one JSON object.
 """
@@ -15,6 +15,7 @@ import zmq
 
 from protocol.codec import Limits, decode, encode
 from protocol.curve import read_server_keys
+from protocol.curve_auth import become_curve_client
 from protocol.messages import (
     Ack,
     Chunk,
@@ -27,7 +28,6 @@ from protocol.messages import (
     WeightManifest,
     WeightsFromLearner,
 )
-from protocol.socket_options import become_curve_client
 from tests.rigs.fuzz import content
 
 NAME = "good-server"

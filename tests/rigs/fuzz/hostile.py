@@ -1,8 +1,7 @@
-"""Servers that mean harm: `python -m tests.fuzz.hostile CONTROL WEIGHTS MESSAGES SEED [KEYS]`.
+"""Hostile rollout servers: `python -m tests.rigs.fuzz.hostile CONTROL WEIGHTS MESSAGES SEED [KEYS]`.
 
 Most connections send fewer bad messages than a peer's budget and go, so that each is decoded; some flood and are
-muted; some say hello and never read; some send messages without an end. Each
-polite one ends with a probe whose answer proves that the learner is alive.
+muted; some say hello and never read. Each polite one ends with a probe whose answer proves that the learner is alive.
 Prints counts as one JSON object.
 """
 
@@ -21,6 +20,7 @@ import zmq
 
 from protocol.codec import Limits, decode
 from protocol.curve import read_server_keys
+from protocol.curve_auth import become_curve_client
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import (
     ChunkRequest,
@@ -29,17 +29,15 @@ from protocol.messages import (
     Goodbye,
     LeaseReturn,
     Message,
+    TicketFailed,
     Tickets,
     WeightManifest,
     WeightsFromLearner,
     WeightsLoaded,
     Wire,
 )
-from protocol.messages import TicketFailed as Failed
-from protocol.socket_options import become_curve_client
 from tests.rigs.fuzz import content
 from tests.rigs.fuzz.mutations import Frames, frames_of, mutate, wrong_groups
-from tests.rigs.fuzz.raw_peer import FLOODS, RawPeer, frame_head
 
 PER_CONNECTION = 12
 """Below the 16 bad messages that mute a peer."""
@@ -47,9 +45,6 @@ PROBE_S = 20.0
 FLOOD = 2000
 FLOODED = "more, from peers over their budget"
 NEVER_ISSUED = 10**9
-HALF_FRAME = 1 << 20
-MOST_OPEN = 20
-"""Of these connections; older ones are closed."""
 
 
 class Hostile:
@@ -69,18 +64,10 @@ class Hostile:
         self.sent: Counter[str] = Counter()
         self.probe_s: list[float] = []
         self.stalled = 0
-        self._open: list[RawPeer] = []
-        self.not_ended = 0
-        """Messages without an end that nobody stopped."""
 
     def run(self) -> None:
-        for name in FLOODS:
-            self._without_end(name)
         while self._left > 0:
             draw = self._rng.random()
-            if draw > 0.997:
-                self._without_end(self._rng.choice(list(FLOODS)))
-                self._half_a_frame()
             if draw < 0.03:
                 self._raw_bytes()
             elif draw < 0.032:
@@ -93,8 +80,6 @@ class Hostile:
                 self._polite("control", welcomed=draw > 0.35)
         for sock in self._kept:
             sock.close(linger=0)
-        for peer in self._open:
-            peer.close()
         self._context.term()
 
     # --- kinds of connections -------------------------------------------------------------------
@@ -131,7 +116,7 @@ class Hostile:
             group = wrong_groups(rng, max(0, ticket_id), max(self._versions), name)
             self._send(sock, frames_of(group), "wrong group of another's ticket")
         elif rng.random() < 0.1:
-            failed = Failed(
+            failed = TicketFailed(
                 ticket_id=max(0, max(self._ids) + rng.randint(-20, 5)),
                 error_kind=str(rng.random()),
                 error_message="x\ny",
@@ -141,7 +126,7 @@ class Hostile:
             self._send(sock, mutate(rng, frames_of(self._template(name))), "control, mutated")
 
     def _flood(self) -> None:
-        """Goes on long after it has been muted."""
+        """Send on long after being muted."""
         where = self._rng.choice(("control", "weights"))
         sock = self._dial(where)
         for _ in range(FLOOD):
@@ -150,7 +135,7 @@ class Hostile:
         sock.close(linger=1000)
 
     def _stall(self) -> None:
-        """Says hello, holds tickets, asks for weights, and never reads. A few of these stay for the whole run."""
+        """Say hello, hold tickets, ask for weights, and never read. A few of these stay for the whole run."""
         control, weights = self._dial("control"), self._dial("weights")
         control.setsockopt(zmq.RCVHWM, 1)
         self._send(control, frames_of(content.hello(f"hostile-{self._number}")), "stall", counted=False)
@@ -162,7 +147,7 @@ class Hostile:
             self._kept.pop(0).close(linger=0)
 
     def _raw_bytes(self) -> None:
-        """Below ZeroMQ: broken greetings, frames that declare 2**63 bytes, a connection that says nothing."""
+        """Speak raw TCP: broken greetings, frames that declare 2**63 bytes, a connection that says nothing."""
         host, port = self._endpoints[self._rng.choice(("control", "weights"))].removeprefix("tcp://").split(":")
         greeting = bytearray(b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + b"\x00" + bytes(31))
         for _ in range(self._rng.choice((0, 0, 1, 8))):
@@ -173,30 +158,6 @@ class Hostile:
             stranger.sendall(bytes(greeting) + tail)
         self.sent["bytes that are not ZeroMQ's"] += 1
         self._left -= 1
-
-    def _without_end(self, name: str) -> None:
-        """The learner must hang up; otherwise the connection stays, and what it has sent in the learner's memory.
-
-        With keys these bytes cannot be made by hand, and strangers get no further than the handshake.
-        """
-        if self._keys is not None:
-            return
-        data, most = FLOODS[name]
-        peer = RawPeer.dial(self._endpoints[self._rng.choice(("control", "weights"))])
-        peer.send_until_ended(data, most)
-        self.not_ended += not peer.is_ended_soon()
-        self.sent[f"messages without an end, {name}"] += 1
-        self._open.append(peer)
-
-    def _half_a_frame(self) -> None:
-        """Nothing is wrong with it so far, and so it may stay."""
-        if self._keys is not None:
-            return
-        peer = RawPeer.dial(self._endpoints["control"])
-        peer.send(frame_head(HALF_FRAME, more=self._rng.random() < 0.5) + bytes(HALF_FRAME // 2))
-        self.sent["half a frame, and no more"] += 1
-        self._open.append(peer)
-        del self._open[:-MOST_OPEN]
 
     # --- pieces -----------------------------------------------------------------------------------
 
@@ -228,7 +189,7 @@ class Hostile:
                 lambda: content.group(NEVER_ISSUED + rng.randrange(1000), 0, name),
                 lambda: content.group(NEVER_ISSUED + rng.randrange(1000), 0, name),
                 lambda: content.group(NEVER_ISSUED + rng.randrange(1000), 0, name),
-                lambda: Failed(ticket_id=NEVER_ISSUED, error_kind="kind", error_message="message"),
+                lambda: TicketFailed(ticket_id=NEVER_ISSUED, error_kind="kind", error_message="message"),
                 lambda: WeightsLoaded(version=0, channel="zmq", transfer_s=0.1, load_s=0.1),
                 lambda: LeaseReturn(fence=1, wake_s=0.1, sleep_s=0.1, sleep_bytes=1),
                 lambda: Error(code=ErrorCode.MALFORMED, reason="reason", ticket_id=NEVER_ISSUED),
@@ -256,14 +217,14 @@ class Hostile:
         deadline = time.monotonic() + 0.02
         held: list[tuple[int, int]] = []
         while not held and sock.poll(max(0, round(1000 * (deadline - time.monotonic())))):
-            message = self._heard(sock, ControlFromLearner)
+            message = self._receive(sock, ControlFromLearner)
             if isinstance(message, Tickets):
                 held = [(ticket.ticket_id, ticket.min_version) for ticket in message.tickets]
                 self._ids = (self._ids + [ticket_id for ticket_id, _ in held])[-200:]
                 self._versions.update(version for _, version in held)
         return held
 
-    def _heard(self, sock: zmq.Socket[bytes], expected) -> Message | None:
+    def _receive(self, sock: zmq.Socket[bytes], expected) -> Message | None:
         try:
             message = decode(sock.recv_multipart(copy=False), expected, self._limits)
         except ProtocolError:
@@ -276,7 +237,7 @@ class Hostile:
         return message
 
     def _probe(self, sock: zmq.Socket[bytes], where: str) -> None:
-        """A message type of this connection alone: its answer shows that all before it has been handled."""
+        """Send a message type of this connection alone: its answer shows that all before it has been handled."""
         name = f"probe-{self._number}"
         started = time.monotonic()
         self._send(sock, [msgpack.packb({"type": name})], "probe", counted=False)
@@ -285,7 +246,7 @@ class Hostile:
             left_s = started + PROBE_S - time.monotonic()
             if left_s <= 0 or not sock.poll(round(1000 * left_s)):
                 raise TimeoutError(f"the learner did not answer {name} on {where} within {PROBE_S:g} s: it hangs")
-            message = self._heard(sock, expected)
+            message = self._receive(sock, expected)
             if isinstance(message, Error) and (name in message.reason or message.code is ErrorCode.MUTED):
                 self.probe_s.append(time.monotonic() - started)
                 return
@@ -298,7 +259,6 @@ def main(control: str, weights: str, messages: str, seed: str, keys: str | None 
     report = {
         "sent": dict(hostile.sent),
         "stalled": hostile.stalled,
-        "not_ended": hostile.not_ended,
         "answers": dict(hostile.answers),
         "seconds": time.monotonic() - started,
         "slowest_probe_s": max(hostile.probe_s, default=0.0),

@@ -112,12 +112,9 @@ class LearnerRig:
         self.exchange.admit(self.version)
 
     def rss_mib(self) -> float:
-        """Of what is in use: memory that the allocator keeps for later is no leak."""
+        """Resident memory in use, without what the allocator keeps for later."""
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
-        return self._process.memory_info().rss / 2**20
-
-    def rss_now_mib(self) -> float:
         return self._process.memory_info().rss / 2**20
 
     def problems(self) -> list[str]:

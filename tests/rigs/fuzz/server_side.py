@@ -6,7 +6,6 @@ import asyncio
 import ctypes
 import gc
 import random
-import socket
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -19,12 +18,10 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
 from protocol.codec import Limits, decode
 from protocol.errors import ErrorCode, ProtocolError
-from protocol.layout import PublicationError
 from protocol.messages import (
     Ack,
     Chunk,
     ChunkRequest,
-    ControlFromLearner,
     Error,
     Goodbye,
     LearnerHeartbeat,
@@ -39,17 +36,16 @@ from protocol.messages import (
 from protocol.shm import check_manifest, open_shm
 from protocol.sockets import ServerSocket
 from protocol.transfer import fetch
+from protocol.weight_file import PublicationError
 from rollout_server.link import LearnerLink
 from tests.rigs.fuzz import content
 from tests.rigs.fuzz.mutations import frames_of, mutate
-from tests.rigs.fuzz.raw_peer import FLOODS, RawPeer
 from tests.rigs.fuzz.rig import small_config
 
 BATCH = 20
 HEARD_S = 20.0
 TRANSFER_BYTES = 64 * 1024
 CHUNK_BYTES = 4096
-LIMIT_BYTES = 1 << 20
 
 
 @dataclass
@@ -68,7 +64,6 @@ async def fuzz_server_side(messages: int, seed: int, *, slack_mib: float = 48.0)
     result.rss_mib.append(_rss_mib())
     await _fuzz_link(messages - 2 * (messages // 10), rng, result)
     await _fuzz_transfer(messages // 10, rng, result)
-    await _fuzz_without_end(result)
     result.rss_mib.append(_rss_mib())
     if result.rss_mib[1] - result.rss_mib[0] > slack_mib:
         result.problems.append(f"the server's memory grew from {result.rss_mib[0]:.0f} to {result.rss_mib[1]:.0f} MiB")
@@ -259,28 +254,3 @@ def _answer_hostilely(router: zmq.Socket[bytes], weights: bytes, rng: random.Ran
             result.counts["chunks left whole"] += 1
         router.send_multipart([identity, *answer])
     return damaged
-
-
-# --- messages without an end -----------------------------------------------------------------------
-
-
-async def _fuzz_without_end(result: ServerSideResult) -> None:
-    """The server must hang up before it holds much more than a message of the limit."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-        sock = ServerSocket(endpoint, ControlFromLearner, Limits(max_message_bytes=LIMIT_BYTES), linger_s=0)
-        for name, (data, most) in FLOODS.items():
-            hostile = asyncio.create_task(asyncio.to_thread(_send_without_end, listener, data, most))
-            while not hostile.done():
-                await sock.recv(0.05)
-            result.counts[f"messages without an end ({name})"] += 1
-            if not hostile.result():
-                result.problems.append(f"a server holds {most:,} bytes of a message without an end ({name})")
-        sock.close()
-
-
-def _send_without_end(listener: socket.socket, data: bytes, most: int) -> bool:
-    """Did the server hang up?"""
-    with listener.accept()[0] as connection:
-        peer = RawPeer(connection, b"ROUTER")
-        return peer.send_until_ended(data, most) < most or peer.is_ended_soon()

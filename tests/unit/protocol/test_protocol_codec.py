@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
+import random
 from typing import Any, get_args
 
 import msgpack
@@ -17,8 +16,8 @@ from hypothesis.extra import numpy as hnp
 from protocol.codec import ALL_MODELS, MAX_ELEMENTS, MAX_REASON, Limits, decode, encode
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import (
+    LONGEST_TEXT,
     Ack,
-    ChatMessage,
     Chunk,
     ChunkRequest,
     ControlFromLearner,
@@ -29,22 +28,14 @@ from protocol.messages import (
     Goodbye,
     Group,
     GroupTimings,
-    Hello,
-    ImagePart,
     LearnerHeartbeat,
     LeaseGrant,
     LeaseRecall,
     LeaseReturn,
     Message,
-    Prompt,
     Refusal,
-    Sampling,
-    ServerHeartbeat,
     TensorEntry,
-    TextPart,
-    Ticket,
     TicketFailed,
-    TicketKind,
     Tickets,
     TrajectoryRecord,
     TrajectoryStatus,
@@ -57,84 +48,48 @@ from protocol.messages import (
     Welcome,
     Wire,
 )
+from tests.rigs.fuzz import content
+from tests.rigs.fuzz.mutations import mutate
 
 LIMITS = Limits()
 IMAGE = "ab" * 32
 
 
-def make_group(lengths: list[int], *, images: int = 1, seed: int = 0) -> Group:
-    random = np.random.default_rng(seed)
+def make_group(lengths: list[int], *, images: int = 1) -> Group:
+    draw = np.random.default_rng(0)
     total = sum(lengths)
+    turns = [(Turn(start=0, end=length),) for length in lengths]
+    status, reason = TrajectoryStatus.FINISHED, FinishReason.STOP
     return Group(
         ticket_id=7,
         server_id="server-0",
-        prompt_ids=random.integers(0, 1000, 40).astype(np.int32),
+        prompt_ids=draw.integers(0, 1000, 40).astype(np.int32),
         image_grids=np.ones((images, 3), np.int32),
         image_hashes=(IMAGE,) * images,
         lengths=np.array(lengths, np.int32),
-        token_ids=random.integers(0, 1000, total).astype(np.int32),
-        loss_mask=random.integers(0, 2, total).astype(np.uint8),
-        logprobs=random.normal(size=total).astype(np.float32),
+        token_ids=draw.integers(0, 1000, total).astype(np.int32),
+        loss_mask=draw.integers(0, 2, total).astype(np.uint8),
+        logprobs=draw.normal(size=total).astype(np.float32),
         versions=np.full(total, 3, np.int32),
         trajectories=tuple(
-            TrajectoryRecord(
-                status=TrajectoryStatus.FINISHED,
-                finish_reason=FinishReason.STOP,
-                rewards={"exact": 1.0},
-                reward=1.0,
-                turns=(Turn(start=0, end=length),),
-            )
-            for length in lengths
+            TrajectoryRecord(status=status, finish_reason=reason, rewards={"exact": 1.0}, reward=1.0, turns=turn)
+            for turn in turns
         ),
         timings=GroupTimings(queued_s=0.1, generate_s=2.0, reward_s=0.3),
     )
 
 
 def make_tickets(image: bytes = b"png", columns: dict[str, Any] | None = None) -> Tickets:
-    prompt = Prompt(
-        row_id="train.jsonl:3",
-        messages=(ChatMessage(role="user", content=(ImagePart(), TextPart(text="Wie viele?"))),),
-        image_hashes=(IMAGE,),
-        answer=["4", 4, None],
-        columns=columns if columns is not None else {"level": {"name": "hard", "score": 0.5}},
-    )
-    ticket = Ticket(
-        ticket_id=7,
-        kind=TicketKind.TRAIN,
-        prompt=prompt,
-        group_size=4,
-        seed=2**40,
-        min_version=2,
-        sampling=Sampling(max_new_tokens=16, stop_token_ids=(1, 2)),
-    )
-    return Tickets(tickets=(ticket,), blobs={IMAGE: memoryview(image)})
+    ticket = content.ticket(7, 2)
+    prompt = ticket.prompt.model_copy(update={"columns": columns if columns is not None else {"level": {"score": 0.5}}})
+    return Tickets(tickets=(ticket.model_copy(update={"prompt": prompt}),), blobs={IMAGE: memoryview(image)})
 
 
-def make_manifest() -> WeightManifest:
-    entry = TensorEntry(name="w", dtype="bfloat16", shape=(2, 3), offset=0, nbytes=12, xxh3=(1 << 64) - 1)
-    return WeightManifest(version=4, publication="p", tensors=(entry,), total_bytes=12, shm_path="/dev/shm/x")
-
-
+ENTRY = TensorEntry(name="w", dtype="bfloat16", shape=(2, 3), offset=0, nbytes=12, xxh3=(1 << 64) - 1)
+CUDA = CudaMemory(handle=b"\x00", nbytes=64, offset=2, counter=b"/c", counter_offset=1, event=b"e", event_sync=True)
 EXAMPLES: list[Wire] = [
-    Hello(
-        server_id="server-0",
-        session="s1",
-        host_id="h",
-        engine="hf",
-        model_fingerprint="m",
-        processor_fingerprint="p",
-        max_groups=4,
-        pid=1,
-    ),
-    Welcome(
-        run_id="r",
-        incarnation="i",
-        host_id="h",
-        version=0,
-        weights_port=1,
-        heartbeat_s=2.0,
-        timeout_s=30.0,
-    ),
+    content.hello("server-0"),
+    Welcome(run_id="r", incarnation="i", host_id="h", version=0, weights_port=1, heartbeat_s=2.0, timeout_s=30.0),
     Refusal(code=ErrorCode.MODEL_MISMATCH, reason="a and b", fix="same"),
     make_tickets(),
     make_group([3, 0, 2]),
@@ -142,32 +97,18 @@ EXAMPLES: list[Wire] = [
     make_group([3, 0, 2]).model_copy(update={"kv_versions": np.arange(5, dtype=np.int32)}),
     Ack(ticket_ids=(1, 2)),
     TicketFailed(ticket_id=1, error_kind="engine", error_message="boom"),
-    ServerHeartbeat(
-        version=1,
-        groups_queued=1,
-        groups_running=2,
-        groups_unacknowledged=3,
-        tokens_generated=4,
-        busy_s=0.5,
-        uptime_s=1.5,
-    ),
+    content.heartbeat(),
     LearnerHeartbeat(version=1, step=2),
     Goodbye(reason="finished", unfinished_ticket_ids=(3,)),
     Error(code=ErrorCode.MALFORMED, reason="x", ticket_id=3),
-    make_manifest(),
+    WeightManifest(version=4, publication="p", tensors=(ENTRY,), total_bytes=12, shm_path="/dev/shm/x"),
     LeaseGrant(fence=2),
     LeaseRecall(fence=2),
     LeaseReturn(fence=2, wake_s=0.5, sleep_s=0.25, sleep_bytes=1 << 30),
     WeightsLoaded(version=1, channel="shm", transfer_s=0.1, load_s=0.2),
     TransferRequest(version=3, publication="p", nonce="a1", channel="nccl", receivers=2),
     TransferStart(version=3, nonce="a1", port=7700),
-    TransferStart(
-        version=3,
-        nonce="a2",
-        memory=CudaMemory(
-            handle=b"\x00h", nbytes=64, offset=2, counter=b"/torch", counter_offset=1, event=b"e", event_sync=True
-        ),
-    ),
+    TransferStart(version=3, nonce="a2", memory=CUDA),
     TransferEnd(nonce="a1"),
     ChunkRequest(version=1, publication="p", offset=0, nbytes=10),
     Chunk(version=1, offset=0, data=memoryview(b"0123456789")),
@@ -212,7 +153,7 @@ def test_every_message_type_has_an_example():
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: message.type)
 def test_round_trip(message: Wire):
     assert_same(message, decode(as_bytes(encode(message, LIMITS)), Message, LIMITS))
-    assert_same(message, decode([zmq.Frame(f) for f in as_bytes(encode(message))], {type(message)}, LIMITS))
+    assert_same(message, decode([zmq.Frame(f) for f in as_bytes(encode(message))], type(message), LIMITS))
 
 
 @settings(max_examples=40, deadline=None)
@@ -261,16 +202,6 @@ def test_receiving_copies_no_array_and_no_blob():
 def test_sending_copies_no_array():
     group = make_group([100])
     assert any(np.shares_memory(np.frombuffer(f, np.uint8), group.token_ids) for f in encode(group)[1:])
-
-
-def test_typical_messages_take_well_under_a_millisecond():
-    for message in (make_group([2048] * 8), make_tickets(b"\x00" * 500_000)):
-        durations = []
-        for _ in range(20):
-            start = time.perf_counter()
-            decode(encode(message, LIMITS), Message, LIMITS)
-            durations.append(time.perf_counter() - start)
-        assert min(durations) < 1e-3
 
 
 def pack(value: Any) -> bytes:
@@ -328,9 +259,7 @@ def test_malformed(frames: list[bytes]):
 
 def tampered_group(**changes: Any) -> list[bytes]:
     frames = as_bytes(encode(make_group([3, 2])))
-    content = msgpack.unpackb(frames[0])
-    content.update(changes)
-    frames[0] = pack(content)
+    frames[0] = pack(msgpack.unpackb(frames[0]) | changes)
     return frames
 
 
@@ -360,15 +289,12 @@ def test_wrong_arrays_are_refused_by_name(value: Any):
     assert "group.token_ids" in error.reason
 
 
-def test_reason_names_the_path_and_stays_short():
-    content = msgpack.unpackb(encode(make_tickets())[0])
-    content["tickets"][0]["prompt"]["messages"][0]["content"][1]["text"] = 5
-    error = refused([pack(content), b"png"])
-    assert "tickets.tickets.0.prompt.messages.0.content.1.text" in error.reason
-    flood = [{"turns": [0] * MAX_ELEMENTS} for _ in range(100)]
-    start = time.perf_counter()
+def test_the_reason_names_the_path_and_stays_short():
+    fields = msgpack.unpackb(encode(make_tickets())[0])
+    fields["tickets"][0]["prompt"]["messages"][0]["content"][1]["text"] = 5
+    assert "tickets.tickets.0.prompt.messages.0.content.1.text" in refused([pack(fields), b"png"]).reason
+    flood = [{"turns": [0] * MAX_ELEMENTS} for _ in range(10)]
     assert "more" in refused(header(type="group", trajectories=flood)).reason
-    assert time.perf_counter() - start < 2.0
 
 
 def test_limits():
@@ -402,62 +328,54 @@ def test_values_that_cannot_travel_are_refused_by_the_sender():
         encode(make_tickets(columns={"deep": nested}))
 
 
-@settings(max_examples=300, deadline=None)
-@given(frames=st.lists(st.binary(max_size=60), max_size=5))
-def test_random_frames_never_decode_nor_crash(frames: list[bytes]):
-    refused(frames)
-
-
-wire_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["frame", "dtype", "shape", "type"]), inner, max_size=3)
-    ),
-    max_leaves=6,
-)
-
-
-def containers(value: Any) -> list[Any]:
-    """Every list and dict inside `value`, itself included."""
-    if isinstance(value, dict):
-        return [value, *(found for inner in value.values() for found in containers(inner))]
-    if isinstance(value, list):
-        return [value, *(found for inner in value for found in containers(inner))]
-    return []
-
-
-@settings(max_examples=300, deadline=None)
-@given(example=st.sampled_from(EXAMPLES), data=st.data())
-def test_mutated_messages_decode_or_raise_protocol_errors(example: Wire, data: st.DataObject):
-    frames = as_bytes(encode(example))
-    match data.draw(st.sampled_from(["value", "bytes", "frames", "cut"])):
-        case "value":
-            content = msgpack.unpackb(frames[0])
-            place = data.draw(st.sampled_from([c for c in containers(content) if c]))
-            key = data.draw(st.sampled_from(list(place) if isinstance(place, dict) else range(len(place))))
-            place[key] = data.draw(wire_values)
-            frames[0] = pack(content)
-        case "bytes":
-            damaged = bytearray(frames[0])
-            for _ in range(data.draw(st.integers(1, 4))):
-                damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
-            frames[0] = bytes(damaged)
-        case "frames":
-            frames = data.draw(st.permutations(frames))
-        case "cut":
-            index = data.draw(st.integers(0, len(frames) - 1))
-            frames[index] = frames[index][: data.draw(st.integers(0, len(frames[index])))]
-    with contextlib.suppress(ProtocolError):
-        assert type(decode(frames, Message, LIMITS)) in ALL_MODELS.values()
-
-
-def test_a_cache_version_column_of_another_length_is_refused() -> None:
-    group = make_group([3, 0, 2]).model_copy(update={"kv_versions": np.zeros(4, np.int32)})
-    assert "'kv_versions': 4" in refused(as_bytes(encode(group))).reason
-
-
-def test_cache_versions_cost_no_frame_where_they_are_absent() -> None:
+def test_cache_versions_are_optional_and_as_long_as_the_tokens():
     group = make_group([3, 0, 2])
     with_column = group.model_copy(update={"kv_versions": group.versions})
     assert len(encode(with_column)) == len(encode(group)) + 1
+    wrong = group.model_copy(update={"kv_versions": np.zeros(4, np.int32)})
+    assert "'kv_versions': 4" in refused(as_bytes(encode(wrong))).reason
+
+
+def test_damaged_messages_decode_or_raise_protocol_errors():
+    rng = random.Random(3)
+    reasons = []
+    for number in range(1000):
+        try:
+            decode(mutate(rng, as_bytes(encode(EXAMPLES[number % len(EXAMPLES)]))), Message, LIMITS)
+        except ProtocolError as error:
+            reasons.append(error.reason)
+    assert len(reasons) > 700
+    assert all(reason.isprintable() and len(reason) <= MAX_REASON for reason in reasons)
+
+
+@pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa1a"])
+@pytest.mark.parametrize("depth", [300, 511, 900, 1000, 1023, 1024, 5000])
+@pytest.mark.parametrize("place", [b"\xa9token_ids", b"\xa7timings", b"\xa5extra"])
+def test_deep_nesting_is_malformed(opening: bytes, depth: int, place: bytes):
+    assert refused([b"\x82\xa4type\xa5group" + place + opening * depth + b"\x00"]).code is ErrorCode.MALFORMED
+
+
+@pytest.mark.parametrize("shape", [[1, True], [True, 3]])
+def test_a_boolean_is_no_size(shape: list[int]):
+    frames = as_bytes(encode(make_group([3])))
+    fields = msgpack.unpackb(frames[0])
+    fields["image_grids"]["shape"] = shape
+    assert refused([pack(fields), *frames[1:]]).code is ErrorCode.MALFORMED
+
+
+def test_texts_of_peers_are_short_and_on_one_line():
+    error = Error(code=ErrorCode.MALFORMED, reason="a\nb\x1b[31m" + "x" * 10_000_000)
+    assert error.reason.startswith("a b [31mxxx")
+    assert len(error.reason) == LONGEST_TEXT
+
+
+@pytest.mark.parametrize(
+    ("message", "field", "value"),
+    [
+        *[(content.heartbeat(), "busy_s", value) for value in (float("nan"), float("inf"))],
+        *[(content.hello("s"), "server_id", name) for name in ("", "two words", "line\nbreak", "\x1b[31m", "x" * 201)],
+    ],
+)
+def test_measurements_are_finite_and_names_are_words(message: Wire, field: str, value: object):
+    with pytest.raises(ValueError, match=field):
+        type(message).model_validate(message.model_dump() | {field: value})

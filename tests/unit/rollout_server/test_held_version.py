@@ -16,8 +16,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.models.loading import fingerprint_of
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import Chunk, ChunkRequest, Error, WeightManifest, WeightsFromServer, WeightsLoaded, Welcome
-from protocol.socket_options import CHUNK_QUEUES
-from protocol.sockets import LearnerSocket, Received
+from protocol.sockets import CHUNK_QUEUES, LearnerSocket, Received
 from protocol.transfer import CHUNK_BYTES, WINDOW, answer_chunk_request
 from protocol.weights import Publication, Tensor
 from rollout_server.weights.receiver import WeightReceiver
