@@ -27,9 +27,9 @@ import numpy as np
 import zmq
 
 from protocol.messages import ChunkRequest, WeightManifest, WeightsFromLearner, WeightsFromServer
-from protocol.shm import open_shm
 from protocol.sockets import LearnerSocket, Received, ServerSocket
 from protocol.transfer import answer_chunk_request, fetch
+from protocol.weight_file import open_shm
 from protocol.weights import Publication, Tensor
 
 LAYERS, PER_LAYER = 28, 8

@@ -58,7 +58,7 @@ def encode(message: Wire, limits: Limits | None = None) -> list[bytes | memoryvi
                 "Use text, numbers, booleans, bytes, lists and maps with text keys"
             ),
         ) from problem
-    frames: list[bytes | memoryview] = [header, *sink.frames]
+    frames: list[bytes | memoryview] = [header, *sink]
     if limits is not None:
         _check_sizes([_size(frame) for frame in frames], limits, type(message).__name__)
     return frames

@@ -67,15 +67,10 @@ def make_keys(folder: Path) -> list[Path]:
 
     Raises KeyFileError.
     """
-    _check_absent(folder / LEARNER_SECRET, folder / LEARNER_PUBLIC, folder / SERVER_SECRET)
-    _check_absent(folder / SERVERS / f"{DEFAULT_SERVER}.public")
-    learner_public, learner_secret = zmq.curve_keypair()
-    _make_folder(folder)
-    written = [
-        _write(folder / LEARNER_SECRET, learner_secret, 0o600),
-        _write(folder / LEARNER_PUBLIC, learner_public, 0o644),
-    ]
-    return [*written, *_write_server(folder, folder / SERVER_SECRET, DEFAULT_SERVER)]
+    secret, public = folder / LEARNER_SECRET, folder / LEARNER_PUBLIC
+    server_secret, server_public = folder / SERVER_SECRET, folder / SERVERS / f"{DEFAULT_SERVER}.public"
+    _check_absent(secret, public, server_secret, server_public)
+    return [*_write_pair(secret, public), *_write_pair(server_secret, server_public)]
 
 
 def make_server_key(folder: Path, name: str) -> list[Path]:
@@ -84,9 +79,9 @@ def make_server_key(folder: Path, name: str) -> list[Path]:
         raise KeyFileError(f"{name!r} cannot name a server's key: use letters, digits, '_', '-' and '.'")
     if not (folder / LEARNER_PUBLIC).is_file():
         raise KeyFileError(f"{folder / LEARNER_PUBLIC} does not exist. Make the learner's pair first: asyncrl keys DIR")
-    secret = folder / f"{name}.secret"
-    _check_absent(secret, folder / SERVERS / f"{name}.public")
-    return _write_server(folder, secret, name)
+    secret, public = folder / f"{name}.secret", folder / SERVERS / f"{name}.public"
+    _check_absent(secret, public)
+    return _write_pair(secret, public)
 
 
 def copying_advice(folder: Path, server: str | None) -> str:
@@ -122,10 +117,14 @@ def read_server_keys(folder: Path) -> ServerKeys:
     return ServerKeys(secret, zmq.curve_public(secret), _read(folder / LEARNER_PUBLIC), folder)
 
 
-def _write_server(folder: Path, secret_path: Path, name: str) -> list[Path]:
+def _write_pair(secret_path: Path, public_path: Path) -> list[Path]:
     public, secret = zmq.curve_keypair()
-    _make_folder(folder / SERVERS)
-    return [_write(secret_path, secret, 0o600), _write(folder / SERVERS / f"{name}.public", public, 0o644)]
+    for folder in (secret_path.parent, public_path.parent):
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as problem:
+            raise KeyFileError(f"cannot make {folder}: {problem.strerror}. Name another folder") from problem
+    return [_write(secret_path, secret, 0o600), _write(public_path, public, 0o644)]
 
 
 def _check_absent(*paths: Path) -> None:
@@ -135,13 +134,6 @@ def _check_absent(*paths: Path) -> None:
             f"{', '.join(there)} exists already and is not overwritten: peers that hold its other half could no "
             "longer connect. Name another folder, or remove the old keys on every machine"
         )
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError as problem:
-        raise KeyFileError(f"cannot make {folder}: {problem.strerror}. Name another folder") from problem
 
 
 def _write(path: Path, key: bytes, mode: int) -> Path:

@@ -17,15 +17,12 @@ from pydantic import BeforeValidator, PlainSerializer, SerializationInfo, Valida
 from pydantic_core import PydanticCustomError
 
 
-@dataclass
-class FrameSink:
-    """Collects the frames of one message while it is being encoded."""
-
-    frames: list[memoryview] = field(default_factory=list)
+class FrameSink(list[memoryview]):
+    """Frames of one message while it is being encoded."""
 
     def add(self, data: memoryview) -> int:
-        self.frames.append(data)
-        return len(self.frames)  # frame 0 is the header itself
+        self.append(data)
+        return len(self)  # frame 0 is the header itself
 
 
 @dataclass

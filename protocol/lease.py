@@ -73,14 +73,12 @@ class DeviceLease:
         # Not inherited by children: theirs would outlive us.
         fd = os.open(self.folder / LEASE_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            if not self._lock(fd, fence):
+            if self._lock(fd, fence):
+                self._fd = fd
+        finally:
+            if self._fd != fd:
                 os.close(fd)
-                return False
-        except BaseException:
-            os.close(fd)
-            raise
-        self._fd = fd
-        return True
+        return self._fd == fd
 
     def _lock(self, fd: int, fence: int | None) -> bool:
         try:

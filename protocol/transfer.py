@@ -15,8 +15,8 @@ from protocol.codec import MIB
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.faults import crash_point
 from protocol.messages import Chunk, ChunkRequest, Error, TensorEntry, WeightManifest
-from protocol.shm import check_manifest
 from protocol.sockets import BadMessage, SendTimeout, ServerSocket
+from protocol.weight_file import check_manifest
 from protocol.weights import Publication
 
 logger = logging.getLogger(__name__)

@@ -1,8 +1,9 @@
-"""The file of one published version: tensors at aligned offsets, filled again once nobody reads it.
+"""The file of one published version: tensors at aligned offsets, written by the learner and mapped by servers.
 
-Filling memory that is there already takes a third of the time of new memory, which the kernel has to find and to
-zero. Safety is the kernel's: a reader holds a shared lock (flock) for as long as it has the file mapped, and drops it
-even when it is killed; the writer fills only files that it has locked exclusively. A file has another name meanwhile.
+A file is filled again once it is not read any more: filling memory that is there already takes a third of the time of
+new memory, which the kernel has to find and to zero. Safety is the kernel's: a reader holds a shared lock (flock) for
+as long as it has the file mapped, and drops it even when it is killed; the writer fills only files that it has locked
+exclusively. A file has another name meanwhile.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
+from protocol.errors import ErrorCode, ProtocolError
 from protocol.faults import crash_point
+from protocol.messages import TensorEntry, WeightManifest
 
 PREFIX = "asyncrl-weights-"
 """Prefix of the names of files with published weights."""
@@ -29,6 +33,7 @@ _WRITE_BYTES = 1 << 20
 _PIECE_BYTES = 16 << 20
 THREADS = 2
 """Threads that copy, and as many that compute checksums; the machine has other work."""
+_READING_THREADS = 4
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # Linux only; elsewhere pages come one by one
 ALIGNMENT = 64
 """Alignment in bytes: a cache line, and more than any dtype needs."""
@@ -149,21 +154,21 @@ class WeightFile:
         self._fd = -1
 
 
-def map_for_reading(path: Path, total_bytes: int) -> memoryview | None:
-    """Map the file read-only; None if it has been taken back. Its bytes do not change before the last view goes.
+def map_for_reading(path: Path, total_bytes: int) -> memoryview:
+    """Map the file read-only. Its bytes do not change before the last view goes.
 
     Python's mapping keeps a duplicate of the descriptor, and with it the lock, as long as it lives.
-    Raises OSError, or ValueError if the file is shorter.
+    Raises FileNotFoundError, also if the file has been taken back, OSError, or ValueError if the file is shorter.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return None
+        except BlockingIOError as problem:
+            raise FileNotFoundError(f"{path} is being filled with a later version") from problem
         # Between opening and locking it may have been taken back, filled, and shown under another name.
         if not os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd)):
-            return None
+            raise FileNotFoundError(f"{path} is another file by now")
         return memoryview(mmap.mmap(fd, total_bytes, prot=mmap.PROT_READ))
     finally:
         os.close(fd)
@@ -174,3 +179,53 @@ def _pieces(offsets: Sequence[int], data: Sequence[memoryview]) -> Iterator[tupl
     for offset, view in zip(offsets, data, strict=True):
         for start in range(0, view.nbytes, _PIECE_BYTES):
             yield offset + start, view[start : start + _PIECE_BYTES]
+
+
+def open_shm(manifest: WeightManifest) -> dict[str, memoryview]:
+    """Map the file that `manifest` names, and return read-only bytes of each tensor by its name.
+
+    Only for a server with the learner's `host_id`. The mapping lives until its last view goes, whatever the learner
+    does. Raises ProtocolError: VERSION_GONE if the file has gone or holds something else (take the next manifest, or
+    pull over ZeroMQ), MALFORMED if the manifest contradicts itself; and PublicationError if the file may not be read.
+    """
+    check_manifest(manifest)
+    path = Path(manifest.shm_path)
+    if not path.name.startswith(PREFIX):
+        raise ProtocolError(ErrorCode.MALFORMED, f"{manifest.shm_path!r} is not a file of published weights")
+    try:
+        view = map_for_reading(path, manifest.total_bytes)
+    except FileNotFoundError as problem:
+        raise ProtocolError(ErrorCode.VERSION_GONE, f"{path} (version {manifest.version}) has gone") from problem
+    except ValueError as problem:
+        reason = f"{path} is shorter than the {manifest.total_bytes} bytes of version {manifest.version}"
+        raise ProtocolError(ErrorCode.VERSION_GONE, reason) from problem
+    except OSError as problem:
+        raise PublicationError(f"cannot map {path}: {problem}. Pull weights over zmq instead") from problem
+    wrong = wrong_checksums(manifest.tensors, view)
+    if wrong:
+        reason = f"{path} is not version {manifest.version} any more: checksum of {wrong[0]!r} differs"
+        raise ProtocolError(ErrorCode.VERSION_GONE, reason)
+    return {entry.name: view[entry.offset : entry.offset + entry.nbytes] for entry in manifest.tensors}
+
+
+def check_manifest(manifest: WeightManifest) -> None:
+    """Raise ProtocolError MALFORMED unless offsets, sizes and shapes are those of `plan_layout`."""
+    try:
+        offsets, total_bytes = plan_layout((t.name, t.dtype, t.shape, t.nbytes) for t in manifest.tensors)
+    except PublicationError as problem:
+        raise ProtocolError(ErrorCode.MALFORMED, f"manifest of version {manifest.version}: {problem}") from problem
+    if total_bytes != manifest.total_bytes or offsets != [entry.offset for entry in manifest.tensors]:
+        raise ProtocolError(
+            ErrorCode.MALFORMED,
+            f"manifest of version {manifest.version}: offsets or total size ({manifest.total_bytes} bytes) "
+            f"differ from the layout of its tensors ({total_bytes} bytes)",
+        )
+
+
+def wrong_checksums(entries: Sequence[TensorEntry], view: memoryview) -> list[str]:
+    """Names of the tensors whose bytes in `view` (a whole publication) do not have their checksum."""
+    pieces = [view[entry.offset : entry.offset + entry.nbytes] for entry in entries]
+    # xxhash lets other threads run meanwhile, and memory gives several threads more than it gives one.
+    with ThreadPoolExecutor(_READING_THREADS, thread_name_prefix="xxh3") as pool:
+        checksums = pool.map(xxhash.xxh3_64_intdigest, pieces)
+        return [entry.name for entry, checksum in zip(entries, checksums, strict=True) if checksum != entry.xxh3]

@@ -16,9 +16,9 @@ from asyncrl.models.loading import fingerprint_of
 from protocol.codec import MIB
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import Channel, Chunk, Error, TransferStart, WeightManifest, WeightsLoaded
-from protocol.shm import check_manifest, open_shm
 from protocol.sockets import ServerSocket
 from protocol.transfer import fetch
+from protocol.weight_file import check_manifest, open_shm
 from rollout_server.dialling import dial
 from rollout_server.engines.base import ArrivedWeights, InferenceEngine
 from rollout_server.weights.device_transfer import receive

@@ -33,10 +33,9 @@ from protocol.messages import (
     Welcome,
     Wire,
 )
-from protocol.shm import check_manifest, open_shm
 from protocol.sockets import ServerSocket
 from protocol.transfer import fetch
-from protocol.weight_file import PublicationError
+from protocol.weight_file import PublicationError, check_manifest, open_shm
 from rollout_server.link import LearnerLink
 from tests.rigs.fuzz import content
 from tests.rigs.fuzz.mutations import frames_of, mutate
