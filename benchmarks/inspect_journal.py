@@ -25,8 +25,8 @@ from statistics import median
 import numpy as np
 from group_traffic import BANNED, GROUP_SIZE, KINDS, TOKENS, facts, group, prepared
 
+from asyncrl.journal.database import TicketSlot
 from asyncrl.journal.sample_index import SampleIndex, TrainedBatch
-from asyncrl.journal.state import TicketSlot
 from asyncrl.journal.writer import JOURNAL_FILE, Journal
 from asyncrl.tools.samples.model import Order, Page, SampleQuery
 from asyncrl.tools.samples.store import SampleStore

@@ -40,7 +40,7 @@ from learner.tickets.ticket import ReceivedGroup
 from learner.tickets.writer import TicketWriter
 from learner.training.evaluation import Evaluation
 from learner.training.model_flops import ModelFlops
-from learner.training.non_finite import NotFiniteError
+from learner.training.step import NotFiniteError
 from learner.training.trainer import Trainer
 from protocol.faults import crash_point
 from protocol.lease import DeviceLease
@@ -270,7 +270,7 @@ class Learner:
         """Bytes of the version."""
         manifest = publish(self.publication, self.engine, self.progress.version, self.device_weights)
         self.exchange.announce(manifest)
-        self.reporter.published(manifest)
+        self.exporter.published(manifest)
         return manifest.total_bytes
 
     def _save(self) -> None:

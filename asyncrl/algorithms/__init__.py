@@ -2,7 +2,5 @@
 
 Only tokens that the policy sampled, in rows that were scored, ever reach these functions: `[N]` runs over those
 tokens, `[B]` over trajectories, and `row[N]` says which trajectory a token belongs to. There is nothing to mask.
-Reading order: `advantages` -> `proximal` -> `ratios` -> `masks` -> `corrections` -> `losses` -> `aggregation` ->
-`diagnostics`.
-Formulas are tested against published values (tests/test_algorithms_*.py).
+Reading order: `advantages` -> `ratios` -> `corrections` -> `losses` -> `diagnostics`.
 """

@@ -1,7 +1,8 @@
-"""Off-policy correction: weights that turn samples of the behaviour policy into samples of the proximal one.
+"""Off-policy correction: weights that turn samples of the behaviour policy into samples of the proximal one, and masks.
 
-A weight is detached and multiplies its token's loss; a masked token has weight 0 and keeps its place in every
-denominator. Sequence-level weights are those of the whole trajectory, given to each of its tokens.
+A weight is detached and multiplies its token's loss. A mask drops tokens or whole trajectories that are too far
+off-policy to learn from; masks compose with each other and with any weight. A masked token has weight 0 and keeps its
+place in every denominator. Sequence-level weights are those of the whole trajectory, given to each of its tokens.
 """
 
 from __future__ import annotations
@@ -11,18 +12,23 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncrl.algorithms.masks import masked_tokens
-from asyncrl.algorithms.ratios import geometric_ratio, log_ratio, sequence_ratio
-from asyncrl.algorithms.tokens import PolicyTokens
-from asyncrl.config.algorithm import CorrectionConfig
+from asyncrl.algorithms.ratios import (
+    PolicyTokens,
+    any_in_row,
+    geometric_ratio,
+    log_ratio,
+    row_mean,
+    sequence_ratio,
+)
+from asyncrl.config.algorithm import CorrectionConfig, MaskConfig
 
 
 @dataclass(frozen=True)
 class Correction:
-    """All [N] and detached."""
+    """Weights and masks of a micro-batch's tokens. All [N] and detached."""
 
     weights: torch.Tensor
-    """Of the token losses; 0 where `masked`."""
+    """Factors of the token losses; 0 where `masked`."""
     truncated: torch.Tensor
     """bool: the weight was cut to the cap."""
     masked: torch.Tensor
@@ -43,7 +49,7 @@ def correct(tokens: PolicyTokens, config: CorrectionConfig, outliers: torch.Tens
     log_ratios = log_ratio(tokens.proximal_logprobs, tokens.behaviour_logprobs)
     weights, truncated, rejected = _weigh(log_ratios, tokens.row, config)
     masked_by = {} if rejected is None else {config.kind: rejected}
-    masked_by |= masked_tokens(tokens, log_ratios, config.masks, outliers)
+    masked_by |= {mask.kind: _masked(mask, tokens, log_ratios, outliers) for mask in config.masks}
     masked = torch.zeros_like(truncated)
     for dropped in masked_by.values():
         masked = masked | dropped
@@ -69,3 +75,45 @@ def _weigh(
         return ratios.clamp_max(cap), ratios > cap, None
     lower, upper = config.bounds
     return ratios, nowhere, (ratios < lower) | (ratios > upper)
+
+
+def _masked(
+    mask: MaskConfig, tokens: PolicyTokens, log_ratios: torch.Tensor, outliers: torch.Tensor | None
+) -> torch.Tensor:
+    """[N] bool: what one mask drops."""
+    if mask.kind == "m2po":
+        if outliers is None:
+            raise ValueError("m2po is decided over the whole batch: call m2po_outliers first")
+        return outliers
+    if mask.kind == "opsm":
+        # Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): bad samples that the target policy has left.
+        left = row_mean(tokens.behaviour_logprobs - tokens.logprobs.detach(), tokens.row) > mask.effective_threshold
+        return left & (tokens.advantages < 0)
+    lower, upper = mask.bounds
+    if mask.kind == "dppo_tv":
+        return total_variation_exceeded(tokens, lower, upper)
+    if mask.kind == "veto":
+        ratios = log_ratios.exp()
+        return any_in_row((ratios < lower) | (ratios > upper), tokens.row)
+    ratios = (sequence_ratio if mask.kind == "sequence" else geometric_ratio)(log_ratios, tokens.row)
+    return (ratios < lower) | (ratios > upper)
+
+
+def total_variation_exceeded(tokens: PolicyTokens, lower: float, upper: float) -> torch.Tensor:
+    """[N] bool: the target's probability has already moved, in the direction that the advantage asks for, by more
+    than `upper` above or `lower` below the behaviour's (DPPO-TV, arXiv 2602.04879)."""
+    moved = tokens.logprobs.detach().exp() - tokens.behaviour_logprobs.exp()
+    return ((tokens.advantages > 0) & (moved > upper)) | ((tokens.advantages < 0) & (-moved > lower))
+
+
+def m2po_outliers(proximal_logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, threshold: float) -> torch.Tensor:
+    """[N] bool over all trainable tokens of a batch: the fewest tokens, largest squared log-ratio first, without
+    which the mean squared log-ratio is below the threshold (M2PO, arXiv 2510.01161). One token always stays.
+    """
+    squares = (proximal_logprobs - behaviour_logprobs).double() ** 2
+    ascending, order = torch.sort(squares, stable=True)
+    means = ascending.cumsum(0) / torch.arange(1, len(squares) + 1, device=squares.device)
+    kept = max(int((means < threshold).sum()), 1)  # the running mean of ascending values never falls
+    outliers = torch.zeros_like(squares, dtype=torch.bool)
+    outliers[order[kept:]] = True
+    return outliers

@@ -1,4 +1,4 @@
-"""What is always measured about off-policyness, whatever the correction: over all tokens, and by their staleness."""
+"""Measures of off-policyness, taken at every step whatever the correction: over all tokens, and by their staleness."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STALENESS_BUCKETS = ("0", "1", "2", "3", "4", "5-8", "9+")
 _BUCKET_STARTS = np.array([1, 2, 3, 4, 5, 9])
 
 QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
-"""Of the raw token ratios."""
+"""Reported quantiles of the raw token ratios."""
 
 FRACTIONS = ("clip_fraction", "mask_fraction", "truncation_fraction")
 """Shares of tokens that the loss or the correction touches, reported by staleness as well."""
@@ -29,23 +29,21 @@ def off_policy_report(
 
     All [N]. `fractions`: 0 or 1 for each token, by the names of FRACTIONS; their means are reported.
     """
+
+    def measure(chosen: np.ndarray | slice) -> dict[str, float]:
+        diagnostics = off_policy_diagnostics(learner_logprobs[chosen], behaviour_logprobs[chosen])
+        return diagnostics | {name: float(values[chosen].mean()) for name, values in fractions.items()}
+
     if learner_logprobs.size == 0:
         return {}
-    report = _measure(learner_logprobs, behaviour_logprobs, fractions)
+    report = measure(slice(None))
     bucket = np.searchsorted(_BUCKET_STARTS, staleness, side="right")
     for number, name in enumerate(STALENESS_BUCKETS):
-        here = bucket == number
-        if here.any():
-            part = {key: values[here] for key, values in fractions.items()}
-            measured = _measure(learner_logprobs[here], behaviour_logprobs[here], part)
-            measured["tokens"] = float(here.sum())
+        in_bucket = bucket == number
+        if in_bucket.any():
+            measured = measure(in_bucket) | {"tokens": float(in_bucket.sum())}
             report |= {f"staleness_{name}/{key}": value for key, value in measured.items()}
     return report
-
-
-def _measure(learner: np.ndarray, behaviour: np.ndarray, fractions: Mapping[str, np.ndarray]) -> dict[str, float]:
-    means = {name: float(values.mean()) for name, values in fractions.items()}
-    return off_policy_diagnostics(learner, behaviour) | means
 
 
 def off_policy_diagnostics(learner_logprobs: np.ndarray, behaviour_logprobs: np.ndarray) -> dict[str, float]:

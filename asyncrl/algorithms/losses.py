@@ -1,7 +1,7 @@
-"""Policy losses: per-token losses whose gradient is the policy gradient.
+"""Policy losses, the KL term, and how token losses become one number.
 
-A loss is `f(tokens: PolicyTokens, config) -> PolicyLoss`. It sees trainable tokens only and returns one value per
-token; the correction's weight and the aggregation are applied by the learner.
+A policy loss is `f(tokens: PolicyTokens, config) -> PolicyLoss`: per-token losses whose gradient is the policy
+gradient. It sees trainable tokens only; the correction's weight and the aggregation are applied by the learner.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncrl.algorithms.masks import total_variation_exceeded
-from asyncrl.algorithms.ratios import log_ratio, ratio
-from asyncrl.algorithms.tokens import PolicyTokens
+from asyncrl.algorithms.corrections import total_variation_exceeded
+from asyncrl.algorithms.ratios import PolicyTokens, log_ratio, ratio
 from asyncrl.config.algorithm import AlgorithmConfig
+
+LARGEST_KL = 10.0
+"""One token's estimate of the KL is cut here, so that no single one decides the step."""
 
 
 @dataclass(frozen=True)
@@ -59,3 +61,32 @@ def dppo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
 
 
 POLICY_LOSSES: dict[str, LossFunction] = {"ppo": ppo, "dppo": dppo}
+
+
+def reference_kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
+    """k3 estimate of KL(target || reference): exp(-d) + d - 1 with d = log target - log reference. [N], [N] -> [N]
+
+    Never negative (http://joschu.net/blog/kl-approx.html).
+    """
+    d = logprobs - reference_logprobs
+    return (ratio(reference_logprobs, logprobs) + d - 1).clamp(max=LARGEST_KL)
+
+
+def token_weights(row: torch.Tensor, mode: str, *, max_response_length: int) -> torch.Tensor:
+    """[N] weight of each trainable token of the whole update; `row` [N] is its trajectory.
+
+    token-mean: 1/N. seq-mean-token-mean: 1/(rows * length of the row). seq-mean-token-sum-norm:
+    1/(rows * max_response_length) (Dr. GRPO, arXiv 2503.20783). Rows without trainable tokens do not count.
+
+    The weights are fixed before the batch is cut into micro-batches: the loss is a plain sum and does not depend on
+    micro-batching, packing or the number of learners.
+    """
+    if mode == "token-mean":
+        return torch.full(row.shape, 1.0 / max(len(row), 1))
+    _, index, lengths = torch.unique(row, return_inverse=True, return_counts=True)
+    rows = max(len(lengths), 1)
+    if mode == "seq-mean-token-mean":
+        return 1.0 / (rows * lengths[index].float())
+    if mode == "seq-mean-token-sum-norm":
+        return torch.full(row.shape, 1.0 / (rows * max_response_length))
+    raise ValueError(f"unknown loss_agg_mode {mode!r}")

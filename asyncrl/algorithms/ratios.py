@@ -1,11 +1,61 @@
-"""Importance ratios of tokens, of whole trajectories, and their geometric means: never infinite."""
+"""Log-probs of tokens under the behaviour, proximal and target policies, and their importance ratios.
+
+The proximal policy is what PPO's clip is around, and what the correction weighs samples towards. `recompute`, the
+learner's policy at the start of the step, is exact and costs a forward pass where one batch makes several updates.
+`loglinear` and `linear` place it between the behaviour and the target policy by the age of each token (AReaL, arXiv
+2505.24298): free, and wrong by as much as the policy's path is not a straight line.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
 LOG_RATIO_BOUND = 20.0
 """Log-ratios, and their sums over a trajectory, are clamped here before `exp`, so that no weight is infinite."""
+SMALLEST_PROBABILITY = 1e-10
+
+
+@dataclass(frozen=True)
+class PolicyTokens:
+    """Trainable tokens of whole trajectories: what losses and corrections see of a micro-batch. All [N], fp32."""
+
+    logprobs: torch.Tensor
+    """Target policy, with gradient."""
+    proximal_logprobs: torch.Tensor
+    """Proximal policy, detached."""
+    behaviour_logprobs: torch.Tensor
+    """Behaviour policy, as the engine reported it."""
+    advantages: torch.Tensor
+    row: torch.Tensor
+    """int64 trajectory of each token."""
+
+
+def approximate_proximal(
+    kind: str, logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, versions: torch.Tensor, version: int
+) -> torch.Tensor:
+    """[N] detached proximal log-probs from the target's, the behaviour's and each token's policy version.
+
+    `loglinear`: behaviour + alpha (target - behaviour). `linear`: log((1 - alpha) p_behaviour + alpha p_target).
+    `target`: the target's own. `behaviour`: the behaviour's own.
+
+    The target is on its way to `version + 1` and the proximal policy is `version`, so that a token of version b has
+    alpha = (version - b) / (version + 1 - b); 0 for tokens that are not older, or have no version (negative).
+    """
+    target = logprobs.detach()
+    if kind == "target":
+        return target
+    if kind == "behaviour":
+        return behaviour_logprobs
+    age = (version - versions).clamp_min(0).double()
+    alpha = torch.where(versions >= 0, age / (age + 1), 0.0).float()
+    if kind == "loglinear":
+        return behaviour_logprobs + alpha * (target - behaviour_logprobs)
+    if kind == "linear":
+        mixture = (1 - alpha) * behaviour_logprobs.exp() + alpha * target.exp()
+        return (mixture + SMALLEST_PROBABILITY).log()
+    raise ValueError(f"unknown algorithm.proximal {kind!r}")
 
 
 def log_ratio(numerator_logprobs: torch.Tensor, denominator_logprobs: torch.Tensor) -> torch.Tensor:
@@ -23,7 +73,7 @@ def sequence_ratio(log_ratios: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
 
     Correct only where all trainable tokens of a trajectory are present; packing never splits one.
     """
-    total, _ = _sums(log_ratios, row)
+    total, _ = _row_sums(log_ratios, row)
     return total.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp().to(log_ratios.dtype)
 
 
@@ -34,17 +84,16 @@ def geometric_ratio(log_ratios: torch.Tensor, row: torch.Tensor) -> torch.Tensor
 
 def row_mean(values: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     """Mean over each token's trajectory. [N], [N] -> [N]"""
-    total, count = _sums(values, row)
+    total, count = _row_sums(values, row)
     return (total / count).to(values.dtype)
 
 
 def any_in_row(condition: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     """Whether the condition holds for any token of each token's trajectory. [N] bool, [N] -> [N] bool"""
-    total, _ = _sums(condition.float(), row)
-    return total > 0
+    return _row_sums(condition.float(), row)[0] > 0
 
 
-def _sums(values: torch.Tensor, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _row_sums(values: torch.Tensor, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum of each token's trajectory and its number of tokens, fp64 [N]."""
     _, index, counts = torch.unique(row, return_inverse=True, return_counts=True)
     totals = torch.zeros(len(counts), dtype=torch.float64, device=values.device)

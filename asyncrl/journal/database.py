@@ -1,10 +1,11 @@
-"""The journal's SQLite file: its tables, how it is opened, and what its errors mean."""
+"""The journal's SQLite file: its tables and their rows, how it is opened, and what its errors mean."""
 
 from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.config.run_sections import Durability
@@ -15,11 +16,11 @@ SCHEMA = 3
 """Kept as SQLite's user_version. Raised by changes that make older journals unreadable."""
 PAGE_BYTES = 4096
 TRANSACTION_BYTES = 5 * PAGE_BYTES
-"""About what a transaction adds to the write-ahead log."""
+"""Rough growth of the write-ahead log per transaction."""
 LOG_BYTES = 16 << 20
 """Added to the write-ahead log before it is copied into the file, beside the writing."""
 LONGEST_LOG_BYTES = 4 * LOG_BYTES
-"""A log that grows faster than it can be copied is copied by the writer, who then waits."""
+"""A log that grows faster than it can be copied is copied by the writer, which then waits."""
 WAY_OUT = (
     "Restore it from a backup, or start a new run from the newest checkpoint's model "
     "(asyncrl export RUN TARGET, then model.path=TARGET)"
@@ -43,8 +44,40 @@ CREATE TABLE seal (id INTEGER PRIMARY KEY CHECK (id = 0), commits INTEGER NOT NU
 """
 
 
+@dataclass(frozen=True)
+class TicketSlot:
+    """A ticket without its prompt: everything that cannot be derived from the data."""
+
+    ticket_id: int
+    position: int
+    """Place in the data order."""
+    version: int
+    """The learner's policy version when it was issued."""
+    bound: int
+    """Staleness bound that it was issued under, in versions."""
+
+
+SLOT = "ticket_id, position, version, bound"
+"""Columns of a TicketSlot, in the tables `tickets` and `consumption`."""
+
+
+@dataclass(frozen=True)
+class JournalState:
+    """The unfinished work in a journal, for a learner that starts."""
+
+    counters: dict[str, int]
+    waiting: tuple[TicketSlot, ...]
+    """Tickets that were issued and have no group."""
+    buffered: tuple[TicketSlot, ...]
+    """Tickets whose groups are kept and not consumed."""
+    again: tuple[int, ...]
+    """Positions whose group was dropped and that must be issued again."""
+    last_step: int
+    """The newest step whose groups have been taken; 0 if none."""
+
+
 def open_database(path: Path | None, durability: Durability, *, begun: bool) -> sqlite3.Connection:
-    """For every thread. One that is not `begun` gets its tables."""
+    """Open for every thread. A file that is not `begun` gets its tables."""
     db = sqlite3.connect(path or ":memory:", isolation_level=None, check_same_thread=False)
     db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
     db.execute("PRAGMA journal_mode = WAL")
@@ -59,24 +92,18 @@ def open_database(path: Path | None, durability: Durability, *, begun: bool) -> 
     return db
 
 
-def database_bytes(path: Path | None) -> int:
-    """With its write-ahead log."""
-    files = (path, path.with_name(path.name + "-wal")) if path else ()
-    return sum(file.stat().st_size for file in files if file.exists())
-
-
 def journal_name(path: Path | None) -> str:
     return f"the journal {path or 'in memory'}"
 
 
 @contextmanager
-def telling(doing: str, path: Path | None) -> Iterator[None]:
-    """What goes wrong within is raised as a BadStateError that says whether anything is lost, and the way out."""
+def explain_errors(doing: str, path: Path | None) -> Iterator[None]:
+    """Turn what goes wrong into a BadStateError that says whether anything is lost, and the way out."""
     try:
         yield
     # OSError: of the groups' files. UnicodeDecodeError: SQLite quotes a damaged text.
-    except (sqlite3.Error, OSError, UnicodeDecodeError) as found:
-        problem = (path and find_no_room(found, path)) or found
-        said = problem.strerror if isinstance(problem, OSError) else problem
+    except (sqlite3.Error, OSError, UnicodeDecodeError) as error:
+        problem = (path and find_no_room(error, path)) or error
+        reason = problem.strerror if isinstance(problem, OSError) else problem
         after = "Nothing is lost" if is_disk_full(problem) else WAY_OUT
-        raise BadStateError(f"{doing} {journal_name(path)}: {said}. {after}") from problem
+        raise BadStateError(f"{doing} {journal_name(path)}: {reason}. {after}") from problem

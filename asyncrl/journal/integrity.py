@@ -1,30 +1,88 @@
-"""Is a journal sound? Asked before anything is written to it, so that what is damaged stays as it was found."""
+"""The check of a journal before anything is written to it, so that what is damaged stays as it was found.
+
+SQLite checks the shape of its pages but not the values in them, and ends a damaged write-ahead log early, silently. So
+every transaction leaves behind a digest of all rows, and a file of its own holds the last commit's number.
+"""
 
 from __future__ import annotations
 
 import os
 import sqlite3
+from collections.abc import Iterable
 from contextlib import closing
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from urllib.parse import quote
+
+import xxhash
 
 from asyncrl.errors import BadStateError
 from asyncrl.journal.database import SCHEMA, WAY_OUT, journal_name
-from asyncrl.journal.digest import CommitMark, ContentDigest
 from asyncrl.journal.segments import PLACE, Place, read_place, segment_path
 
+_DIGESTED = {
+    "meta": "SELECT key, value FROM meta",
+    "ledger": "SELECT name, count FROM ledger WHERE count != 0",
+    "tickets": "SELECT ticket_id, position, version, bound FROM tickets",
+    "groups": "SELECT ticket_id, segment, offset, length, checksum FROM groups",
+    "consumption": "SELECT position, ticket_id, version, bound, step FROM consumption",
+    "again": "SELECT position FROM again",
+}
+"""The rows that count. The checksum of a group stands for its payload; a counter of 0 counts like none."""
 _SMALLEST_BYTES = 512
-"""Of any SQLite database."""
+"""Size of the smallest SQLite database."""
 _WAL_MODE_AT, _WAL_MODE = 18, b"\x02\x02"
 """Versions for writing and reading in the file's header. SQLite silently only reads what needs a newer one to write."""
+
+
+class ContentDigest:
+    """The sum of all rows' hashes, modulo 2^64: it follows every insertion and deletion without reading the rest."""
+
+    def __init__(self, value: int = 0):
+        self.value = value
+
+    def add(self, table: str, rows: Iterable[tuple[int | str | bytes, ...]]) -> None:
+        self.value = (self.value + _sum_of_hashes(table, rows)) % 2**64
+
+    def remove(self, table: str, rows: Iterable[tuple[int | str | bytes, ...]]) -> None:
+        self.value = (self.value - _sum_of_hashes(table, rows)) % 2**64
+
+    def to_bytes(self) -> bytes:
+        return self.value.to_bytes(8, "little")
+
+
+def _sum_of_hashes(table: str, rows: Iterable[tuple[int | str | bytes, ...]]) -> int:
+    return sum(xxhash.xxh3_64_intdigest(f"{table}{row!r}".encode()) for row in rows)
+
+
+class CommitMark:
+    """A file of 20 digits next to the journal, written after every commit."""
+
+    def __init__(self, journal: Path):
+        self.path = journal.with_name(journal.name + ".commits")
+        self.path.touch()
+        self._file = self.path.open("r+b", buffering=0)
+        self.close = self._file.close
+
+    def read(self) -> int:
+        """The number of the last commit; 0 where nothing is written yet."""
+        content = os.pread(self._file.fileno(), 64, 0)
+        try:
+            return int(content) if content else 0
+        except ValueError as problem:
+            raise BadStateError(
+                f"{self.path} should hold the number of the journal's last commit, and holds {content!r}. Restore it "
+                "and the journal from a backup; without it nobody can tell whether the journal is whole"
+            ) from problem
+
+    def write(self, commits: int) -> None:
+        os.pwrite(self._file.fileno(), b"%020d" % commits, 0)
 
 
 def check_journal(path: Path, mark: CommitMark, saved_step: int = 0) -> bool:
     """Whether there is a journal. Raises BadStateError with what is wrong with it, and leaves it as it is.
 
-    Not looked at are the groups of steps up to `saved_step`: a checkpoint holds them, and there may be many.
+    The groups of steps up to `saved_step` are not read: a checkpoint holds them, and there may be many.
     """
     if not path.exists() or not _is_begun(path, mark):
         return False
@@ -37,102 +95,76 @@ def _is_begun(path: Path, mark: CommitMark) -> bool:
     """False for the empty file of a run that died before its first commit."""
     if mark.read():
         return True
-    with closing(_read_only(path)) as db:
-        return bool(scalar(db, "SELECT COUNT(*) FROM sqlite_master"))
+    with closing(_open_read_only(path)) as db:
+        return bool(_scalar(db, "SELECT COUNT(*) FROM sqlite_master"))
 
 
 def _find_damage(path: Path, mark: CommitMark, saved_step: int) -> str | None:
-    """What is wrong with pages, indexes, rows, payloads, the account or the last commit. Raises sqlite3.Error, too."""
+    """Damage to pages, indexes, rows, payloads, the account or the last commit. Raises sqlite3.Error, too."""
     marked = mark.read()  # before the rows: a learner that lives would write it after them
     if (size := path.stat().st_size) < _SMALLEST_BYTES:
         return f"has only {size} bytes"  # and SQLite would remove the write-ahead log of a file that it finds empty
-    if (mode := _read_bytes(path, _WAL_MODE_AT, 2)) != _WAL_MODE:
-        return (
-            f"is damaged: its header asks for file format {tuple(mode)}, and has been written with {tuple(_WAL_MODE)}"
-        )
-    with closing(_read_only(path)) as db:
+    with path.open("rb") as file:
+        if (mode := file.read(100)[_WAL_MODE_AT:][:2]) != _WAL_MODE:
+            formats = f"asks for file format {tuple(mode)}, and has been written with {tuple(_WAL_MODE)}"
+            return f"is damaged: its header {formats}"
+    with closing(_open_read_only(path)) as db:
         db.execute("PRAGMA cell_size_check = ON")
         db.execute("BEGIN")  # one state of the file for all that follows
-        return (
-            _schema_problem(db)
-            or _page_problem(db)
-            or _commit_problem(db, marked, mark.path)
-            or _row_problem(db)
-            or _payload_problem(db, path, saved_step)
-            or _account_problem(db)
-        )
+        if (schema := _scalar(db, "PRAGMA user_version")) != SCHEMA:
+            return f"has schema {schema}, and this version of asyncrl reads schema {SCHEMA}"
+        problems = [str(row[0]) for row in db.execute("PRAGMA integrity_check(3)")]
+        if problems != ["ok"]:
+            return f"is damaged: {'; '.join(problems)}"
+        if (commits := _scalar(db, "SELECT commits FROM seal")) < marked:
+            return (
+                f"ends at commit {commits}, but commit {marked} was made: its write-ahead log is damaged or missing, "
+                "or the machine lost power under trainer.durability=process. Acknowledged groups are missing. To "
+                f"accept their loss, remove {mark.path}"
+            )
+        digest = ContentDigest()
+        for table, query in _DIGESTED.items():
+            digest.add(table, db.execute(query))
+        if (digest.to_bytes(),) != db.execute("SELECT digest FROM seal").fetchone():
+            return "is damaged: its rows are not those that were written (digest)"
+        return _payload_problem(db, path, saved_step) or _account_problem(db)
 
 
-def scalar(db: sqlite3.Connection, query: str, values: tuple[int | str, ...] = ()) -> int:
-    return int(db.execute(query, values).fetchone()[0])
+def _scalar(db: sqlite3.Connection, query: str) -> int:
+    return int(db.execute(query).fetchone()[0])
 
 
-def _read_only(path: Path) -> sqlite3.Connection:
-    """It reads the write-ahead log, and does not move it into the file on closing."""
-    return sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, isolation_level=None)
-
-
-def _read_bytes(path: Path, offset: int, count: int) -> bytes:
-    with path.open("rb") as file:
-        file.seek(offset)
-        return file.read(count)
-
-
-def _schema_problem(db: sqlite3.Connection) -> str | None:
-    found = scalar(db, "PRAGMA user_version")
-    return None if found == SCHEMA else f"has schema {found}, and this version of asyncrl reads schema {SCHEMA}"
-
-
-def _page_problem(db: sqlite3.Connection) -> str | None:
-    problems = [str(row[0]) for row in db.execute("PRAGMA integrity_check(3)")]
-    return None if problems == ["ok"] else f"is damaged: {'; '.join(problems)}"
-
-
-def _commit_problem(db: sqlite3.Connection, marked: int, mark: Path) -> str | None:
-    commits = scalar(db, "SELECT commits FROM seal")
-    if commits >= marked:
-        return None
-    return (
-        f"ends at commit {commits}, but commit {marked} was made: its write-ahead log is damaged or missing, or the "
-        "machine lost power under trainer.durability=process. Acknowledged groups are missing. To accept their loss, "
-        f"remove {mark}"
-    )
-
-
-def _row_problem(db: sqlite3.Connection) -> str | None:
-    sealed = db.execute("SELECT digest FROM seal").fetchone()[0]
-    if ContentDigest.of(db).to_bytes() != sealed:
-        return "is damaged: its rows are not those that were written (digest)"
-    return None
+def _open_read_only(path: Path) -> sqlite3.Connection:
+    """A connection that reads the write-ahead log, and does not move it into the file on closing."""
+    return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
 
 
 def _payload_problem(db: sqlite3.Connection, path: Path, saved_step: int) -> str | None:
+    """Groups that are missing or not as they were written."""
     saved = "SELECT 1 FROM consumption WHERE consumption.ticket_id = groups.ticket_id AND step <= ?"
     query = f"SELECT ticket_id, {PLACE} FROM groups WHERE NOT EXISTS ({saved}) ORDER BY segment, offset"
     for number, rows in groupby(db.execute(query, (saved_step,)), key=itemgetter(1)):
-        file = segment_path(path, number)
         try:
-            fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return f"is damaged: {file} with its groups is missing"
-        try:
+            segment = segment_path(path, number).open("rb")
+        except FileNotFoundError as missing:
+            return f"is damaged: {missing.filename} with its groups is missing"
+        with segment:
             for ticket_id, *place in rows:
-                if read_place(fd, Place(*place)) is None:
+                if read_place(segment.fileno(), Place(*place)) is None:
                     return (
-                        f"is damaged: the group of ticket {ticket_id} in {file} does not have its checksum. If the "
-                        "machine lost power under trainer.durability=process, the groups that were acknowledged last "
-                        f"are missing; to accept their loss, remove {path}-wal and {path}.commits"
+                        f"is damaged: the group of ticket {ticket_id} in {segment.name} does not have its checksum. If "
+                        "the machine lost power under trainer.durability=process, the groups that were acknowledged "
+                        f"last are missing; to accept their loss, remove {path}-wal and {path}.commits"
                     )
-        finally:
-            os.close(fd)
     return None
 
 
 def _account_problem(db: sqlite3.Connection) -> str | None:
+    """Tickets that the counters do not account for."""
     counters = dict(db.execute("SELECT name, count FROM ledger"))
     issued, trained = counters.get("issued", 0), counters.get("trained", 0)
     dropped = counters.get("dropped_stale", 0)
-    live, consumed = (scalar(db, f"SELECT COUNT(*) FROM {table}") for table in ("tickets", "consumption"))
+    live, consumed = (_scalar(db, f"SELECT COUNT(*) FROM {table}") for table in ("tickets", "consumption"))
     if issued == trained + dropped + live and consumed == trained:
         return None
     return (

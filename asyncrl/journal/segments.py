@@ -10,64 +10,128 @@ when all its groups are forgotten. A process never appends to the files of an ea
 from __future__ import annotations
 
 import os
+import struct
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import xxhash
+import zmq
+
+from asyncrl.errors import BadStateError
+from protocol.codec import Frame, Limits, decode
+from protocol.errors import ProtocolError
+from protocol.messages import Group
 
 SEGMENT_BYTES = 64 << 20
 """A new file is begun after so much. A file lives as long as its longest remembered group."""
 PLACE = "segment, offset, length, checksum"
 """The columns of a Place."""
-_MOST_PIECES = 512
-"""Of one system call; the kernel takes 1,024."""
+WORD = 4
+"""Bytes of one int32 or float32."""
+SHORT = 256
+"""Largest size in bytes of a frame that is always kept as it is."""
+
+
+# --- one group as bytes -----------------------------------------------------------------------------
+
+
+def pack_frames(frames: Sequence[Frame]) -> list[bytes | memoryview]:
+    """A group in pieces: the number of frames, their sizes in the journal and in full, their bytes.
+
+    A column that repeats one value (the versions between two updates, a mask without tools) is kept as that value.
+    """
+    full = [frame.buffer if isinstance(frame, zmq.Frame) else memoryview(frame) for frame in frames]
+    kept = [full[0], *(_without_repetition(frame) for frame in full[1:])]
+    sizes = [size for pair in zip(kept, full, strict=True) for size in (pair[0].nbytes, pair[1].nbytes)]
+    return [struct.pack(f"<I{len(sizes)}Q", len(full), *sizes), *kept]
+
+
+def _without_repetition(frame: memoryview) -> memoryview:
+    """The first WORD bytes of a frame that is nothing but their repetition."""
+    if frame.nbytes < SHORT or frame.nbytes % WORD or frame[:WORD] != frame[-WORD:]:
+        return frame
+    words = np.frombuffer(frame, np.uint32)
+    return frame[:WORD] if words.min() == words.max() else frame
+
+
+def unpack_group(payload: bytes) -> Group:
+    """The group of `pack_frames`. Arrays are views of `payload`, but for the repetitive ones."""
+    view = memoryview(payload)
+    (count,) = struct.unpack_from("<I", view)
+    sizes = struct.unpack_from(f"<{2 * count}Q", view, 4)
+    start = 4 + 16 * count
+    frames: list[memoryview] = []
+    for kept, full in zip(sizes[::2], sizes[1::2], strict=True):
+        frame = view[start : start + kept]
+        frames.append(frame if kept == full else memoryview(bytes(frame) * (full // WORD)))
+        start += kept
+    try:
+        group = decode(frames, (Group,), Limits(max_message_bytes=sum(sizes[1::2])))
+    except ProtocolError as problem:
+        raise BadStateError(f"a group in the journal cannot be read by this version of asyncrl: {problem}") from problem
+    assert isinstance(group, Group)
+    return group
+
+
+# --- many groups in files ---------------------------------------------------------------------------
 
 
 class Place(NamedTuple):
-    """Where a group lies, and the XXH3 of its bytes (64 bits): what the journal's row holds."""
+    """The position of a group, and the XXH3 of its bytes (64 bits): what the journal's row holds."""
 
     segment: int
     offset: int
     length: int
     checksum: bytes
 
-    @property
-    def end(self) -> int:
-        return self.offset + self.length
+
+def segment_path(journal: Path, number: int) -> Path:
+    return journal.with_name(f"{journal.name}.groups-{number:06d}")
+
+
+def segment_files(journal: Path) -> dict[int, Path]:
+    """Number -> file, of every segment beside the journal."""
+    files = sorted(journal.parent.glob(f"{journal.name}.groups-*"))
+    return {int(number): path for path in files if (number := path.name.rpartition("-")[2]).isdecimal()}
+
+
+def read_place(fd: int, place: Place) -> bytes | None:
+    """A group's bytes; None where they are not those that were written."""
+    payload = os.pread(fd, place.length, place.offset)
+    return payload if xxhash.xxh3_64_digest(payload) == place.checksum else None
 
 
 class Segments:
-    """Like the journal for one thread at a time; only `sync` may run beside the others. `journal` None: in memory."""
+    """All segments of a journal. For one thread at a time, like the journal; only `sync` may run beside the others.
+
+    `journal` None keeps them in memory.
+    """
 
     def __init__(self, journal: Path | None, places: Iterable[Place] = ()):
         """`places`: of all groups that the journal names."""
         self._journal = journal
         self._fds: dict[int, int] = {}
-        """Of the current file; in memory, of all. Others are opened when they are asked for: there may be thousands."""
+        """Descriptor of the current file; in memory, of all. Others are opened on demand: there may be thousands."""
         self._ends: dict[int, int] = {}
-        """Where the last group of each file ends that has been committed."""
+        """End of the last committed group of each file."""
         self._groups: Counter[int] = Counter()
-        """That are remembered, by file."""
+        """Number of remembered groups of each file."""
         self._current: int | None = None
         self._unsynced: set[int] = set()
         self._new_names = False
-        self._syncing = threading.Lock()  # who finds nothing to sync must not return before who syncs it
+        self._syncing = threading.Lock()  # a `sync` with nothing to do must not return before one that is under way
         self._guard = threading.Lock()  # of descriptors, between `sync` and closing
         self.obsolete: list[Path] = []
         """Files without groups. They may be deleted when the transaction that forgot the last one is on the disk."""
         self.live_bytes = 0
         self._remember(places)
-        self._last = max(self._groups, default=0)
-        self._adopt()
-
-    def _adopt(self) -> None:
-        """The files of an earlier process: those with groups end with the last one, the others are obsolete."""
-        found = segment_files(self._journal) if self._journal is not None else {}
-        self._last = max([self._last, *found])
-        for number, path in found.items():
+        files = segment_files(journal) if journal is not None else {}
+        self._last = max([0, *self._groups, *files])
+        for number, path in files.items():  # of an earlier process
             if not self._groups[number]:
                 self.obsolete.append(path)
                 continue
@@ -80,21 +144,22 @@ class Segments:
         return sum(list(self._ends.values()))
 
     def append(self, groups: Sequence[Sequence[bytes | memoryview]]) -> list[Place]:
-        """Groups in pieces, all written on return, and for nobody there before `settle`. Raises OSError."""
+        """Write groups in pieces; they count once `settle` is called with their places. Raises OSError."""
         if self._current is None or self._ends[self._current] >= SEGMENT_BYTES:
             self._begin()
         assert self._current is not None
-        offset = start = self._ends[self._current]
+        offset = self._ends[self._current]
         places: list[Place] = []
-        for pieces in groups:
-            hashed = xxhash.xxh3_64()
-            length = 0
-            for piece in pieces:
-                hashed.update(piece)
-                length += len(piece)
-            places.append(Place(self._current, offset, length, hashed.digest()))
-            offset += length
-        _write(self._fds[self._current], [memoryview(piece) for pieces in groups for piece in pieces], start)
+        with open(self._fds[self._current], "wb", closefd=False) as file:
+            file.seek(offset)
+            for pieces in groups:
+                hashed = xxhash.xxh3_64()
+                for piece in pieces:
+                    hashed.update(piece)
+                file.writelines(pieces)
+                length = sum(map(len, pieces))
+                places.append(Place(self._current, offset, length, hashed.digest()))
+                offset += length
         self._unsynced.add(self._current)  # after the writing, see `sync`
         return places
 
@@ -111,8 +176,7 @@ class Segments:
         if before is not None and not self._groups[before]:
             self._discard(before)
         elif before is not None and self._journal is not None:
-            with self._guard:
-                os.close(self._fds.pop(before))
+            self._close(before)
 
     def settle(self, added: Sequence[Place], forgotten: Sequence[Place]) -> None:
         """The transaction that named and forgot these is committed."""
@@ -127,11 +191,11 @@ class Segments:
     def _remember(self, places: Iterable[Place]) -> None:
         for place in places:
             self._groups[place.segment] += 1
-            self._ends[place.segment] = max(self._ends.get(place.segment, 0), place.end)
+            self._ends[place.segment] = max(self._ends.get(place.segment, 0), place.offset + place.length)
             self.live_bytes += place.length
 
     def cut(self) -> None:
-        """The transaction that would have named what was appended last has failed."""
+        """Remove what was appended last: the transaction that would have named it has failed."""
         if self._current is not None:
             os.ftruncate(self._fds[self._current], self._ends[self._current])
 
@@ -139,18 +203,20 @@ class Segments:
         if number == self._current:
             self._current = None
         del self._ends[number], self._groups[number]
-        with self._guard:
-            self._unsynced.discard(number)
-            if number in self._fds:
-                os.close(self._fds.pop(number))
+        self._unsynced.discard(number)
+        self._close(number)
         if self._journal is not None:
             self.obsolete.append(segment_path(self._journal, number))
 
+    def _close(self, number: int) -> None:
+        with self._guard:
+            if number in self._fds:
+                os.close(self._fds.pop(number))
+
     def sync(self) -> None:
-        """What was appended before is on the disk on return. Raises OSError."""
+        """Bring to the disk what was appended before. Raises OSError."""
         with self._syncing:
-            unsynced = sorted(self._unsynced)
-            for number in unsynced:
+            for number in sorted(self._unsynced):
                 fd = self._open(number)
                 if fd is None:  # discarded since
                     continue
@@ -161,10 +227,14 @@ class Segments:
                     os.close(fd)
             if self._new_names and self._journal is not None:
                 self._new_names = False
-                _sync_folder(self._journal.parent)
+                folder = os.open(self._journal.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                try:
+                    os.fsync(folder)
+                finally:
+                    os.close(folder)
 
     def read(self, place: Place) -> bytes | None:
-        """None where the bytes are not those that were written."""
+        """A group's bytes; None where they are not those that were written."""
         fd = self._open(place.segment)
         if fd is None:
             return None
@@ -174,7 +244,7 @@ class Segments:
             os.close(fd)
 
     def _open(self, number: int) -> int | None:
-        """A descriptor of the caller's own; None where the file is not there."""
+        """A descriptor of the caller's own; None where the file does not exist."""
         with self._guard:
             if number in self._fds:
                 return os.dup(self._fds[number])
@@ -189,41 +259,3 @@ class Segments:
         for fd in self._fds.values():
             os.close(fd)
         self._fds.clear()
-
-
-def segment_path(journal: Path, number: int) -> Path:
-    return journal.with_name(f"{journal.name}.groups-{number:06d}")
-
-
-def segment_files(journal: Path) -> dict[int, Path]:
-    """By number."""
-    found = sorted(journal.parent.glob(f"{journal.name}.groups-*"))
-    return {int(number): path for path in found if (number := path.name.rpartition("-")[2]).isdecimal()}
-
-
-def read_place(fd: int, place: Place) -> bytes | None:
-    """None where the bytes are not those that were written."""
-    payload = os.pread(fd, place.length, place.offset)
-    return payload if xxhash.xxh3_64_digest(payload) == place.checksum else None
-
-
-def _write(fd: int, pieces: list[memoryview], offset: int) -> None:
-    while pieces:
-        written = os.pwritev(fd, pieces[:_MOST_PIECES], offset)
-        offset += written
-        whole = 0
-        while whole < len(pieces) and written >= pieces[whole].nbytes:
-            written -= pieces[whole].nbytes
-            whole += 1
-        del pieces[:whole]
-        if written:
-            pieces[0] = pieces[0][written:]
-
-
-def _sync_folder(folder: Path) -> None:
-    """The names of new files."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

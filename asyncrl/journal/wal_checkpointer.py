@@ -1,6 +1,6 @@
-"""The journal's write-ahead log is copied into its file by a thread of its own, so that no commit waits for it.
+"""The thread that copies the journal's write-ahead log into its file, so that no commit waits for it.
 
-SQLite lets one connection copy while another appends. Left to itself it copies within a commit, and the exchange
+SQLite lets one connection copy while another appends. Left to itself it copies within a commit, and the network thread
 would stand still until all is on the disk. Files of groups that are forgotten are deleted here, too: once the
 transaction that forgot them is on the disk, since a row must never name a file that is gone.
 """
@@ -11,11 +11,12 @@ import queue
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from pathlib import Path
 
 
 class WalCheckpointer:
-    """`copy_soon` never waits. What went wrong meanwhile is raised by the next `check`."""
+    """Copies in the background. `copy_soon` never waits; an error is raised by the next `check`."""
 
     def __init__(self, path: Path, *, before: Callable[[], None]):
         """`before` a copy, what its rows name is brought to the disk: the file without its log is whole, too."""
@@ -25,11 +26,12 @@ class WalCheckpointer:
         self._obsolete: queue.SimpleQueue[Path] = queue.SimpleQueue()
         self._closing = False
         self._failure: sqlite3.Error | OSError | None = None
-        self._copying = threading.Lock()
+        self.paused = threading.Lock()
+        """A lock: its holder may copy instead."""
         self._thread: threading.Thread | None = None
 
     def copy_soon(self, then_delete: Iterable[Path] = ()) -> None:
-        """`then_delete`: files that a committed transaction has made superfluous."""
+        """Copy the log. `then_delete`: files that a committed transaction has made superfluous."""
         for path in then_delete:
             self._obsolete.put(path)
         if self._thread is None:
@@ -42,42 +44,38 @@ class WalCheckpointer:
         if self._failure is not None:
             raise self._failure
 
-    def paused(self) -> threading.Lock:
-        """A lock. Whoever holds it may copy instead."""
-        return self._copying
-
     def close(self) -> list[Path]:
         """Waits for a copy that is under way. Returns the files that are still to be deleted."""
         self._closing = True
         self._wanted.set()
         if self._thread is not None:
             self._thread.join()
+        return self._take_obsolete()
+
+    def _take_obsolete(self) -> list[Path]:
         return [self._obsolete.get_nowait() for _ in range(self._obsolete.qsize())]
 
     def _work(self) -> None:
         try:
-            db = sqlite3.connect(self._path, isolation_level=None)
-            try:
+            with closing(sqlite3.connect(self._path, isolation_level=None)) as db:
                 while True:
                     self._wanted.wait()
                     self._wanted.clear()
                     if self._closing:
                         return
-                    with self._copying:
+                    with self.paused:
                         self._copy(db)
-            finally:
-                db.close()
         except (sqlite3.Error, OSError) as problem:
             self._failure = problem
 
     def _copy(self, db: sqlite3.Connection) -> None:
-        """As far as the log reaches now. It starts again from its beginning once all of it is copied."""
-        superfluous = [self._obsolete.get_nowait() for _ in range(self._obsolete.qsize())]
+        """Copy as far as the log reaches now. It starts again from its beginning once all of it is copied."""
+        superfluous = self._take_obsolete()
         self._before()
         busy, pages, copied = db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
-        if busy or copied < pages:  # a reader of the log holds us up
-            for path in superfluous:
-                self._obsolete.put(path)
-            return
+        is_whole = not busy and copied == pages  # else a reader of the log holds it up
         for path in superfluous:
-            path.unlink(missing_ok=True)
+            if is_whole:
+                path.unlink(missing_ok=True)
+            else:
+                self._obsolete.put(path)

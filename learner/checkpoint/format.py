@@ -3,12 +3,13 @@
 Of a model with an adapter only the adapter is saved: the base weights are those of `model.path`.
 
 Which data has been trained stands in the journal. A checkpoint is the journal's shortcut: without one, a learner
-makes all steps again.
+makes all steps again. Each file's checksum is kept beside it: weights with a flipped bit load without an error.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.export import export_model
@@ -24,13 +26,13 @@ from asyncrl.models.lora import read_adapter, write_adapter_folder
 from asyncrl.models.published import load_published
 from asyncrl.run_folder.checkpoints import ADAPTER_FOLDER, MODEL_FOLDER, checkpoint_folder, checkpoint_folders
 from asyncrl.run_folder.full_disk import is_disk_full
-from learner.checkpoint.files import check_files, write_checksums
 from learner.training.engines.base import TrainEngine
 from protocol.faults import crash_point
 from protocol.messages import AdapterSpec
 
 STATE_FILE = "state.json"
 RANDOM_FILE = "random.pt"
+CHECKSUMS_FILE = "checksums.json"
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,9 @@ class LearnerState:
     adapter: dict[str, Any] | None = None
     """An AdapterSpec."""
     base: str = ""
-    """Fingerprint of the content of the weights that the adapter belongs to."""
+    """Content fingerprint of the weights that the adapter belongs to."""
     controllers: dict[str, Any] = field(default_factory=dict)
-    """States of what adapts itself during the run, by name."""
+    """Name -> state of each setting that adapts itself during the run."""
 
 
 def save_checkpoint(run_path: Path, engine: TrainEngine, processor: Any, state: LearnerState, keep: int) -> Path:
@@ -69,7 +71,7 @@ def save_checkpoint(run_path: Path, engine: TrainEngine, processor: Any, state: 
         raise BadStateError(f"the checkpoint of step {state.step} could not be written ({problem})") from full
     shutil.rmtree(folder, ignore_errors=True)
     building.rename(folder)
-    _flush_folder(folder.parent)
+    _sync(folder.parent)
     crash_point("checkpoint.renamed")
     for old in list(complete_checkpoints(run_path).values())[:-keep]:
         shutil.rmtree(old)
@@ -77,7 +79,7 @@ def save_checkpoint(run_path: Path, engine: TrainEngine, processor: Any, state: 
 
 
 def _write(building: Path, engine: TrainEngine, processor: Any, state: LearnerState) -> None:
-    """All files of a checkpoint, on disk on return."""
+    """Write all files of a checkpoint, and bring them to the disk."""
     building.mkdir(parents=True)
     model = engine.unwrap_model()
     if engine.adapter is None:
@@ -95,11 +97,13 @@ def _write(building: Path, engine: TrainEngine, processor: Any, state: LearnerSt
     torch.save(torch.get_rng_state(), building / RANDOM_FILE)
     (building / STATE_FILE).write_text(json.dumps(asdict(state), indent=2))
     write_checksums(building)
-    _flush(building)
+    for path in building.rglob("*"):
+        if path.is_file():
+            _sync(path)
 
 
 def complete_checkpoints(run_path: Path) -> dict[int, Path]:
-    """By step, oldest first."""
+    """Step -> folder, oldest first."""
     return {step: path for step, path in checkpoint_folders(run_path).items() if (path / STATE_FILE).is_file()}
 
 
@@ -124,7 +128,11 @@ def check_adapter(folder: Path, state: LearnerState, adapter: AdapterSpec | None
     theirs = state.adapter or {}
     changed = [name for name in ("rank", "alpha", "target_modules") if mine.get(name) != theirs.get(name)]
     if changed:
-        was = ", ".join(f"{name} {_short(theirs.get(name))} there, {_short(mine.get(name))} here" for name in changed)
+
+        def short(value: Any) -> str:
+            return f"{len(value)} layers" if isinstance(value, list) else str(value or "none")
+
+        was = ", ".join(f"{name} {short(theirs.get(name))} there, {short(mine.get(name))} here" for name in changed)
         raise UserError(
             f"--resume: {folder} was written with another model.lora: {was}. Resume with the run's own config.yaml, or "
             f"export the checkpoint and start a new run from it: asyncrl export {folder.parent.parent} TARGET"
@@ -134,11 +142,6 @@ def check_adapter(folder: Path, state: LearnerState, adapter: AdapterSpec | None
             f"--resume: the adapter in {folder} belongs to base weights with fingerprint {state.base}; those in "
             f"model.path have {base}. Put the base model that the run was started with back"
         )
-
-
-def _short(value: Any) -> str:
-    """Of an AdapterSpec's value; none means that there is no adapter."""
-    return f"{len(value)} layers" if isinstance(value, list) else str(value or "none")
 
 
 def restore_engine(folder: Path, engine: TrainEngine, state: LearnerState, architecture: str) -> None:
@@ -154,18 +157,44 @@ def restore_engine(folder: Path, engine: TrainEngine, state: LearnerState, archi
     torch.set_rng_state(torch.load(folder / RANDOM_FILE, weights_only=True))
 
 
-def _flush(folder: Path) -> None:
-    """The files are on disk before the folder gets its name."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-
-
-def _flush_folder(folder: Path) -> None:
-    """Its list of names is on disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def _sync(path: Path) -> None:
+    """Bring a file, or a folder's list of names, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_checksums(folder: Path) -> None:
+    (folder / CHECKSUMS_FILE).write_text(json.dumps(_checksums(folder)))
+
+
+def check_files(folder: Path) -> None:
+    """Raises BadStateError naming the first file that is missing or is not what was written."""
+    try:
+        expected = json.loads((folder / CHECKSUMS_FILE).read_text())
+        found = _checksums(folder)
+        for name, checksum in expected.items():
+            if name not in found:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder / name))
+            if found[name] != checksum:
+                raise ValueError(f"{name} is not what was written (checksum)")
+        unknown = sorted(found.keys() - expected.keys())
+        if unknown:
+            raise ValueError(f"{unknown[0]} does not belong there")
+    except (OSError, ValueError, AttributeError) as problem:
+        raise BadStateError(
+            f"the checkpoint {folder} cannot be used: {problem}. Restore it from a backup, or start a new run from "
+            "an older one's model (asyncrl export RUN TARGET --checkpoint STEP, then model.path=TARGET)"
+        ) from problem
+
+
+def _checksums(folder: Path) -> dict[str, str]:
+    """Path in the folder -> XXH3 of the content, of every file."""
+    checksums: dict[str, str] = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != CHECKSUMS_FILE:
+            with path.open("rb") as file:
+                checksums[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
+    return checksums

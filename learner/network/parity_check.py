@@ -17,7 +17,6 @@ from learner.reporting.reporter import Reporter
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.batch import Batch, make_batch
 from learner.training.engines.base import TrainEngine
-from learner.training.non_finite import name_rows
 from learner.training.packing import build_micro_batch, plan_micro_batches
 
 logger = logging.getLogger(__name__)
@@ -72,7 +71,7 @@ def _describe(batch: Batch, processor: PromptProcessor, row: int, column: int, l
     text = processor.tokenizer.decode([token])
     engine = float(batch.behaviour_logprobs[place])
     return (
-        f"row {name_rows([row], batch)}, token {column} ({text!r}, id {token}): engine {engine:.5f}, "
+        f"row {batch.name_rows([row])}, token {column} ({text!r}, id {token}): engine {engine:.5f}, "
         f"learner {learner:.5f}"
     )
 

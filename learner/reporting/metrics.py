@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from asyncrl.algorithms.diagnostics import QUANTILES
 from asyncrl.telemetry import metrics as kinds
 
@@ -11,6 +9,20 @@ PREFIX = "asyncrl_learner_"
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1200.0)
 SHORT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 STALENESS = (0, 1, 2, 3, 4, 6, 8, 16)
+
+_BY_STALENESS = (
+    ("tokens", "tokens", "tokens", "the bound is not always reached"),
+    ("ess", "effective_sample_size", "ratio", "falls slowly with staleness"),
+    ("mismatch_kl_k3", "mismatch_kl", "nats", "rises slowly with staleness"),
+    ("mismatch_kl_k1", "mismatch_kl_k1", "nats", "close to mismatch_kl"),
+    ("ratio/p99", "ratio_p99", "ratio", "rises slowly with staleness"),
+    ("ratio_max", "ratio_max", "ratio", "below 10"),
+    ("logprob_diff_max", "logprob_diff_max", "nats", "small at staleness 0"),
+    ("clip_fraction", "clip_fraction", "ratio", "below 0.3"),
+    ("mask_fraction", "mask_fraction", "ratio", "below 0.1"),
+    ("truncation_fraction", "truncation_fraction", "ratio", "below 0.05"),
+)
+"""Diagnostics by token staleness: name in metrics.jsonl after `staleness_<bucket>/`, gauge, unit, healthy."""
 
 
 def _gauge(name: str, *rest: str) -> kinds.Metric:
@@ -25,10 +37,16 @@ def _counter(name: str, *rest: str) -> kinds.Metric:
     return kinds.counter(PREFIX + name, *rest)
 
 
-_seconds = partial(kinds.histogram, unit="seconds", buckets=SECONDS)
-_versions = partial(kinds.histogram, unit="versions", buckets=STALENESS)
+def _seconds(name: str, help: str, healthy: str, buckets: tuple[float, ...] = SECONDS) -> kinds.Metric:
+    return kinds.histogram(f"{PREFIX}{name}_seconds", "seconds", buckets, help, healthy)
 
-PROGRESS = (
+
+def _versions(name: str, help: str, healthy: str) -> kinds.Metric:
+    return kinds.histogram(f"{PREFIX}{name}_versions", "versions", STALENESS, help, healthy)
+
+
+METRICS = (
+    # progress
     _gauge("policy_version", "versions", "Weight publications so far.", "rises with every step"),
     _gauge("total_steps", "steps", "Steps of the whole run.", "constant"),
     _gauge("step", "steps", "Steps of the run so far, those before a restart included.", "rises steadily"),
@@ -38,9 +56,7 @@ PROGRESS = (
     _counter("groups_consumed", "groups", "Groups consumed by steps.", "rises steadily"),
     _gauge("model_flops", "FLOP/s", "Of the last step's learning: parameters x tokens x 6, or less.", "steady"),
     _gauge("mfu", "ratio", "The same over the device's peak, of devices whose peak is known.", "steady; 0.2 to 0.5"),
-)
-
-LEARNING = (
+    # learning
     _gauge(
         "reward", "score", "Mean of the last batch, by component; `mean` is the weighted sum.", "rises", "component"
     ),
@@ -58,24 +74,20 @@ LEARNING = (
     _gauge("learning_rate", "rate", "Of the last step.", "follows the schedule"),
     _gauge("entropy", "nats", "Mean entropy per trained token.", "falls slowly, never to 0"),
     _gauge("reference_kl", "nats", "k3 estimate of KL(learner || reference) per token.", "rises slowly"),
-)
-
-OFF_POLICYNESS = (
+    # off-policyness
     _versions(
-        f"{PREFIX}token_staleness_versions",
-        help="Per trained token: the learner's version when consumed minus the version that sampled it.",
-        healthy="never above learner.max_staleness",
+        "token_staleness",
+        "Per trained token: the learner's version when consumed minus the version that sampled it.",
+        "never above learner.max_staleness",
     ),
     _versions(
-        f"{PREFIX}group_staleness_versions",
-        help="Per trained group: staleness of its oldest token.",
-        healthy="never above learner.max_staleness",
+        "group_staleness", "Per trained group: staleness of its oldest token.", "never above learner.max_staleness"
     ),
     _versions(
-        f"{PREFIX}kv_staleness_versions",
-        help="Per trained token: the learner's version when consumed minus the oldest in the key-value cache that it "
+        "kv_staleness",
+        "Per trained token: the learner's version when consumed minus the oldest in the key-value cache that it "
         "was sampled from.",
-        healthy="as token_staleness_versions; above it where rollout.weight_update keeps the cache",
+        "as token_staleness_versions; above it where rollout.weight_update keeps the cache",
     ),
     _gauge("staleness_bound", "versions", "Bound that tickets are issued under.", "constant, or moving slowly"),
     _gauge("effective_sample_size", "ratio", "Of the raw token ratios learner/behaviour.", "above 0.9"),
@@ -90,32 +102,13 @@ OFF_POLICYNESS = (
     _gauge("parity_max", "nats", "Largest |log-prob of learner - engine| as a server joined.", "below 0.001", "server"),
     _gauge("parity_mean", "nats", "Mean of the same.", "below 0.0001, or 0.03 in bfloat16", "server"),
     *(
-        _gauge(f"{name}_by_staleness", unit, f"{name} of the last batch by token staleness.", healthy, "staleness")
-        for name, unit, healthy in (
-            ("tokens", "tokens", "the bound is not always reached"),
-            ("effective_sample_size", "ratio", "falls slowly with staleness"),
-            ("mismatch_kl", "nats", "rises slowly with staleness"),
-            ("mismatch_kl_k1", "nats", "close to mismatch_kl"),
-            ("ratio_p99", "ratio", "rises slowly with staleness"),
-            ("ratio_max", "ratio", "below 10"),
-            ("logprob_diff_max", "nats", "small at staleness 0"),
-            ("clip_fraction", "ratio", "below 0.3"),
-            ("mask_fraction", "ratio", "below 0.1"),
-            ("truncation_fraction", "ratio", "below 0.05"),
-        )
+        _gauge(f"{gauge}_by_staleness", unit, f"{gauge} of the last batch by token staleness.", healthy, "staleness")
+        for _, gauge, unit, healthy in _BY_STALENESS
     ),
-)
-
-TIME = (
-    _seconds(f"{PREFIX}step_seconds", help="One step from the end of the last, waiting included.", healthy="steady"),
-    _seconds(
-        f"{PREFIX}wait_seconds",
-        help="Part of a step spent waiting for groups.",
-        healthy="small when rollout keeps up",
-    ),
-    _seconds(
-        f"{PREFIX}learn_seconds", help="Part of a step from the batch to the new weights.", healthy="most of a step"
-    ),
+    # time
+    _seconds("step", "One step from the end of the last, waiting included.", "steady"),
+    _seconds("wait", "Part of a step spent waiting for groups.", "small when rollout keeps up"),
+    _seconds("learn", "Part of a step from the batch to the new weights.", "most of a step"),
     _counter(
         "waiting_seconds", "seconds", "Time that the main thread stood still, by what for.", "groups least", "for"
     ),
@@ -126,9 +119,7 @@ TIME = (
         "below a few steps, an evaluation and a checkpoint",
     ),
     _gauge("idle_ratio", "ratio", "Share of the last step spent waiting for groups.", "below 0.2"),
-)
-
-LEDGER = (
+    # the ledger and the journal
     _gauge(
         "groups",
         "groups",
@@ -149,16 +140,13 @@ LEDGER = (
     ),
     _look("credits", "groups", "What the servers would take now, beyond what they hold.", "0 most of the time"),
     _look("journal_lag_groups", "groups", "Verified groups that are not yet durable.", "near 0"),
-    kinds.histogram(
-        f"{PREFIX}journal_lag_seconds",
-        "seconds",
-        SHORT_SECONDS,
+    _seconds(
+        "journal_lag",
         "From the verification of a group until it is durable and acknowledged.",
         "below 0.1",
+        SHORT_SECONDS,
     ),
-)
-
-WIRE = (
+    # images on the wire
     _counter("image_blob_bytes", "bytes", "Images and frames of videos sent with tickets.", "rises with images"),
     _counter(
         "image_blob_hits",
@@ -167,16 +155,10 @@ WIRE = (
         "group_size - 1 for each image",
     ),
     _counter("image_blob_bytes_saved", "bytes", "What these would have taken.", "group_size - 1 times what is sent"),
-)
-
-WEIGHTS = (
-    _seconds(
-        f"{PREFIX}publish_seconds", help="Writing one policy version for the servers.", healthy="small against a step"
-    ),
+    # weights
+    _seconds("publish", "Writing one policy version for the servers.", "small against a step"),
     _gauge("publish_bytes", "bytes", "Size of one published version.", "constant"),
-)
-
-MEMORY = (
+    # memory and disks
     _look("rss_bytes", "bytes", "Resident memory of the learner process.", "flat after the first steps"),
     kinds.device_memory(PREFIX),
     _look("shared_memory_bytes", "bytes", "Published versions in shared memory.", "two versions"),
@@ -189,17 +171,13 @@ MEMORY = (
     ),
     _look("disk_free_bytes", "bytes", "Left on the file system of the run directory.", "above a few checkpoints"),
     _look("disk_size_bytes", "bytes", "Size of that file system.", "constant"),
-)
-
-DEVICE_TURNS = (
+    # turns on a shared device
     _gauge("lease_fence", "turns", "Of its newest turn on the device (trainer.mode=sync).", "rises by two a step"),
     _gauge("asleep_seconds", "seconds", "Part of the last step asleep.", "as long as the server's turns"),
     _gauge("sleep_seconds", "seconds", "Part of the last step spent falling asleep.", "small against a step"),
     _gauge("wake_seconds", "seconds", "Part of the last step spent waking up.", "small against a step"),
     _gauge("sleep_bytes", "bytes", "What left the device at the newest falling asleep.", "constant"),
-)
-
-HEALTH = (
+    # health
     _look("servers", "servers", "Welcomed rollout servers.", "as many as were started"),
     _look("pulse_age_seconds", "seconds", "Since the exchange thread last looked at its sockets.", "below 5"),
     _gauge("stopped", "runs", "1 once the run has stopped, by kind (finished, bad_state, ...).", "finished", "kind"),
@@ -214,61 +192,31 @@ HEALTH = (
     _counter("errors", "errors", "Unusable messages, refused groups, failed tickets, lost servers.", "0", "kind"),
 )
 
-METRICS = (
-    *PROGRESS,
-    *LEARNING,
-    *OFF_POLICYNESS,
-    *TIME,
-    *LEDGER,
-    *WIRE,
-    *WEIGHTS,
-    *MEMORY,
-    *DEVICE_TURNS,
-    *HEALTH,
-)
-
 GAUGE_OF_RECORD = {
     "reward/std": "reward_std",
-    "accuracy": "accuracy",
-    "zero_variance_groups": "zero_variance_groups",
     "response_length/mean": "completion_tokens",
-    "loss": "loss",
-    "grad_norm": "grad_norm",
     "lr": "learning_rate",
-    "entropy": "entropy",
-    "reference_kl": "reference_kl",
     "ess": "effective_sample_size",
     "mismatch_kl_k3": "mismatch_kl",
-    "mismatch_kl_k1": "mismatch_kl_k1",
-    "ratio_max": "ratio_max",
-    "logprob_diff_max": "logprob_diff_max",
-    "clip_fraction": "clip_fraction",
-    "mask_fraction": "mask_fraction",
-    "truncation_fraction": "truncation_fraction",
     "idle/learner": "idle_ratio",
     "model_flops_per_s": "model_flops",
-    "length_bias": "length_bias",
     "staleness/bound": "staleness_bound",
-    "lease_fence": "lease_fence",
     "asleep_s/learner": "asleep_seconds",
     "sleep_s/learner": "sleep_seconds",
     "wake_s/learner": "wake_seconds",
     "sleep_bytes/learner": "sleep_bytes",
+    **{
+        name: name
+        for name in (
+            *("accuracy", "zero_variance_groups", "loss", "grad_norm", "entropy", "reference_kl", "mismatch_kl_k1"),
+            *("ratio_max", "logprob_diff_max", "clip_fraction", "mask_fraction", "truncation_fraction"),
+            *("length_bias", "lease_fence"),
+        )
+    },
 }
 """Name in metrics.jsonl -> gauge."""
 
-GAUGE_OF_STALENESS_RECORD = {
-    "tokens": "tokens_by_staleness",
-    "ess": "effective_sample_size_by_staleness",
-    "mismatch_kl_k3": "mismatch_kl_by_staleness",
-    "mismatch_kl_k1": "mismatch_kl_k1_by_staleness",
-    "ratio/p99": "ratio_p99_by_staleness",
-    "ratio_max": "ratio_max_by_staleness",
-    "logprob_diff_max": "logprob_diff_max_by_staleness",
-    "clip_fraction": "clip_fraction_by_staleness",
-    "mask_fraction": "mask_fraction_by_staleness",
-    "truncation_fraction": "truncation_fraction_by_staleness",
-}
+GAUGE_OF_STALENESS_RECORD = {name: f"{gauge}_by_staleness" for name, gauge, *_ in _BY_STALENESS}
 """Name in metrics.jsonl after `staleness_<bucket>/` -> gauge with the label `staleness`."""
 
 QUANTILE_OF_RECORD = {f"ratio/{name}": str(quantile) for name, quantile in QUANTILES.items()}

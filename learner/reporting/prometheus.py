@@ -1,4 +1,4 @@
-"""What Prometheus sees of the learner: at the end of each step, and, of what changes all the time, at each scrape."""
+"""The learner's Prometheus endpoint: values set at the end of each step, and values read at each scrape."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from protocol.messages import WeightManifest
 
 
 class LearnerExporter:
-    """Methods whose names begin with `_look` run on the endpoint's thread."""
+    """The learner's metrics. Methods whose names begin with `_read` run on the endpoint's thread."""
 
     def __init__(self, config: TelemetryConfig):
         """Raises UserError where the endpoint's port is taken."""
@@ -35,14 +35,14 @@ class LearnerExporter:
         self._lingers = False
         self._best_accuracy = nan
         self._metrics = MetricSet(METRICS, "learner")
-        # So that there are series before the first one.
+        # Series exist before the first error.
         self._metrics["errors_total"].labels(kind="other")
         for number in ("loss", "grad_norm"):
             self._metrics["not_finite_total"].labels(number=number)
         self._parity: dict[str, tuple[float, float]] = {}
-        """By server, those that have gone included: one that only was away is not compared again."""
+        """Largest and mean difference by server, gone ones included: one that only was away is not compared again."""
         self._shown: set[str] = set()
-        """Servers whose parity the last scrape saw."""
+        """Servers whose parity the last scrape showed."""
         self._components: set[str] = set()
         self._metrics.serve(config.host, config.learner_port)
 
@@ -62,7 +62,7 @@ class LearnerExporter:
         step: int,
         total_steps: int,
     ) -> None:
-        """From now on each scrape looks at these. `step`: made before, by a process before this one."""
+        """Read these at each scrape from now on. `step`: the last step of an earlier process."""
         self._exchange = exchange
         self._ledger = ledger
         self._waits = waits
@@ -74,12 +74,10 @@ class LearnerExporter:
         exchange.tell_lag(self._metrics["journal_lag_seconds"].observe_counts)
         self._metrics["step"].set(step)
         self._metrics["total_steps"].set(total_steps)
-        self._metrics.before_scrape(self._look)
-
-    # --- at the end of a step ------------------------------------------------------------------------
+        self._metrics.before_scrape(self._read)
 
     def step(self, step: int, version: int, record: Mapping[str, float], batch: Batch) -> None:
-        """`version` is the one that consumed the batch."""
+        """Set the values of a finished step; `version` is the one that consumed the batch."""
         m = self._metrics
         self._step_at = time.monotonic()
         m["step"].set(step)
@@ -94,23 +92,24 @@ class LearnerExporter:
             m[gauge].set(nan if value is None else value)
             if value is not None and not isfinite(value):
                 m["not_finite_total"].labels(number=gauge).inc()
+        means: dict[str, float] = {}
         for name, value in record.items():
             section, _, part = name.partition("/")
             if section == "rows":
                 m["rows"].labels(status=part).set(value)
                 m["trajectories_total"].labels(status=part).inc(value)
-        m["mfu"].set(record["model_flops_per_s"] / peak_flops(self._device))
-        self._rewards(record)
-        self._staleness(version, batch)
-        self._off_policyness(record)
-
-    def _rewards(self, record: Mapping[str, float]) -> None:
-        """NaN of a component that the last batch has no score of."""
-        means = {name.removeprefix("reward/"): value for name, value in record.items() if name.startswith("reward/")}
-        means.pop("std", None)
+            elif section == "reward" and part != "std":
+                means[part] = value
         self._components |= means.keys()
-        for component in self._components:
-            self._metrics["reward"].labels(component=component).set(means.get(component, nan))
+        for component in self._components:  # NaN of one that the last batch has no score of
+            m["reward"].labels(component=component).set(means.get(component, nan))
+        m["mfu"].set(record["model_flops_per_s"] / peak_flops(self._device))
+        for name, quantile in QUANTILE_OF_RECORD.items():
+            m["ratio"].labels(quantile=quantile).set(record.get(name, nan))
+        for name, gauge in GAUGE_OF_STALENESS_RECORD.items():
+            for bucket in STALENESS_BUCKETS:
+                m[gauge].labels(staleness=bucket).set(record.get(f"staleness_{bucket}/{name}", nan))
+        self._staleness(version, batch)
 
     def _staleness(self, version: int, batch: Batch) -> None:
         m, groups = self._metrics, [item.group for item in batch.received]
@@ -121,17 +120,8 @@ class LearnerExporter:
         oldest = [group.versions.min() for group in groups if group.versions.size]
         m["group_staleness_versions"].observe_counts(version - np.asarray(oldest))
 
-    def _off_policyness(self, record: Mapping[str, float]) -> None:
-        """Ratio quantiles, and diagnostics by staleness; NaN where the last batch has no such tokens."""
-        for name, quantile in QUANTILE_OF_RECORD.items():
-            self._metrics["ratio"].labels(quantile=quantile).set(record.get(name, nan))
-        for name, gauge in GAUGE_OF_STALENESS_RECORD.items():
-            for bucket in STALENESS_BUCKETS:
-                value = record.get(f"staleness_{bucket}/{name}", nan)
-                self._metrics[gauge].labels(staleness=bucket).set(value)
-
     def not_finite(self, number: str) -> None:
-        """A step was given up: its loss or grad_norm is not finite."""
+        """Count a step that was given up: its loss or grad_norm is not finite."""
         self._metrics["not_finite_total"].labels(number=number).inc()
         self._metrics[number].set(nan)
 
@@ -140,11 +130,11 @@ class LearnerExporter:
         self._metrics["publish_bytes"].set(manifest.total_bytes)
 
     def parity(self, server_id: str, largest: float, mean: float) -> None:
-        """Differences of log-probs at the check of a server that joins."""
+        """Remember the differences of log-probs at the check of a server that joins."""
         self._parity[server_id] = (largest, mean)
 
     def evaluated(self, accuracy: float, reward: float, rows: int) -> None:
-        """`rows`: with a score."""
+        """Set the values of an evaluation; `rows` have a score."""
         self._best_accuracy = accuracy if isnan(self._best_accuracy) else max(self._best_accuracy, accuracy)
         self._metrics["held_out_accuracy"].set(accuracy)
         self._metrics["held_out_best"].set(self._best_accuracy)
@@ -156,12 +146,10 @@ class LearnerExporter:
         self._metrics["stopped"].labels(kind=kind).set(1)
         self._lingers = kind not in ("interrupted", "crash")
 
-    # --- at a scrape ---------------------------------------------------------------------------------
-
-    def _look(self) -> None:
-        self._look_at_ledger()
-        self._look_at_memory()
-        self._look_at_parity()
+    def _read(self) -> None:
+        self._read_ledger()
+        self._read_memory()
+        self._read_parity()
         m = self._metrics
         m["last_step_age_seconds"].set(time.monotonic() - self._step_at)
         m["servers"].set(len(self._exchange.servers))
@@ -177,7 +165,7 @@ class LearnerExporter:
         for kind, count in self._exchange.errors.copy().items():
             m.raise_to("errors_total", count, kind=kind)
 
-    def _look_at_ledger(self) -> None:
+    def _read_ledger(self) -> None:
         m, counts = self._metrics, self._ledger.counts()
         for state in ("issued", "waiting", "in_flight", "buffered", "trained"):
             m["groups"].labels(state=state).set(getattr(counts, state))
@@ -193,19 +181,19 @@ class LearnerExporter:
         m["oldest_ticket_seconds"].set(blockers[0][2] if blockers else 0.0)
         m["oldest_buffered_seconds"].set(self._ledger.oldest_buffered_s())
 
-    def _look_at_parity(self) -> None:
-        """Of the servers that are here: each process has a name of its own, and series would be ever more."""
-        m, here = self._metrics, set(self._parity.copy()) & set(self._exchange.servers.copy())
-        for gone in self._shown - here:
+    def _read_parity(self) -> None:
+        """Show connected servers only: each process has a name of its own, and the series would grow without end."""
+        m, connected = self._metrics, set(self._parity.copy()) & set(self._exchange.servers.copy())
+        for gone in self._shown - connected:
             m["parity_max"].remove(gone)
             m["parity_mean"].remove(gone)
-        for server_id in here:
+        for server_id in connected:
             largest, mean = self._parity[server_id]
             m["parity_max"].labels(server=server_id).set(largest)
             m["parity_mean"].labels(server=server_id).set(mean)
-        self._shown = here
+        self._shown = connected
 
-    def _look_at_memory(self) -> None:
+    def _read_memory(self) -> None:
         m, phase = self._metrics, "asleep" if self._is_asleep() else "awake"
         m["rss_bytes"].set(self._process.memory_info().rss)
         for state, nbytes in memory_by_state(self._device).items():
@@ -219,7 +207,7 @@ class LearnerExporter:
         m["disk_size_bytes"].set(disk.total)
 
     def close(self) -> None:
-        """After `telemetry.linger_s`, so that a scrape sees how it ended; a crash or an interruption does not wait."""
+        """Wait `telemetry.linger_s` first, so that a scrape sees how the run ended; not after a crash."""
         if self._lingers:
             time.sleep(self._linger_s)
         self._metrics.close()

@@ -1,4 +1,4 @@
-"""What the learner writes into its run directory: metrics.jsonl, sampled completions, and the live status."""
+"""The reporter: the learner's files in its run directory (metrics, samples, evaluations, status) and its exporter."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.batch import Batch
 from protocol.lease import read_tenure
-from protocol.messages import WeightManifest, WeightsLoaded
 
 ENDINGS = ("finished", "interrupted", "failed")
 
@@ -43,9 +42,8 @@ class Reporter:
     ):
         self.config = config
         self.exporter = exporter
-        # After what may fail: it makes the run directory.
         self.recorder = RunRecorder(config.run_path, open_trackers(config, exchange.errors))
-        self._samples = SampleIndex(config.run_path)  # of the thread behind
+        self._samples = SampleIndex(config.run_path)  # used by the background thread
         self._behind = BackgroundWriter("samples")
         self._exchange = exchange
         self._ledger = ledger
@@ -65,8 +63,10 @@ class Reporter:
             self.recorder.close()
 
     def truncate_after(self, step: int, *, made_again: int) -> None:
-        """Forget what was written past the step that the run resumes from. Steps up to `made_again` will be, exactly:
-        their evaluations need not, and their samples are still those of these steps."""
+        """Remove what was written past the step that the run resumes from.
+
+        Steps up to `made_again` will be made again, exactly: their evaluations and samples stay.
+        """
         self.recorder.truncate_after(step, evaluations_after=made_again)
         for evaluation in self.recorder.evaluations():
             self._export_evaluation(evaluation)
@@ -74,11 +74,11 @@ class Reporter:
         self._behind.wait()
 
     def finish_samples(self) -> None:
-        """A checkpoint is to hold this step: it will not be made again, and neither would its samples."""
+        """Wait for the samples of the steps so far: once a checkpoint holds them they are not made again."""
         self._behind.wait()
 
     def forget_tokens(self, before_step: int) -> None:
-        """The journal keeps no groups of earlier steps."""
+        """Remove token values of earlier steps: the journal keeps no groups of them."""
         self._behind.do(self._samples.forget_tokens, before_step)
 
     @property
@@ -87,32 +87,21 @@ class Reporter:
         return {int(evaluation["step"]) for evaluation in self.recorder.evaluations()}
 
     def started(self, step: int, device: torch.device) -> None:
-        """This process, after `step`: it has accepted its configuration."""
+        """Record this process, which starts after `step`: it has accepted its configuration."""
         self._device = device
         save_config(self.config)
         record_start(self.config.run_path, step, device_name(device))
 
     def status(self, phase: str, step: int, version: int, waiting_for: str = "") -> None:
+        """Write status.json; at the end of a run also what is left of the timeline."""
         counts = self._ledger.counts()
-        servers = [
-            {
-                "id": server_id,
-                "version": beat.version if beat else 0,
-                "queued": beat.groups_queued if beat else 0,
-                "running": beat.groups_running if beat else 0,
-                "weights": _arrival(server.loaded),
-                "parity": self._parity.get(server_id, {}),
-            }
-            for server_id, server in list(self._exchange.servers.items())
-            for beat in [server.heartbeat]
-        ]
         self.recorder.status(
             phase=phase,
             waiting_for=waiting_for,
             step=step,
             total_steps=self._total_steps,
             version=version,
-            servers=servers,
+            servers=self._servers(),
             groups={
                 "issued": counts.issued,
                 "in_flight": counts.in_flight + counts.waiting,
@@ -121,14 +110,31 @@ class Reporter:
                 "dropped": sum(counts.dropped.values()),
             },
             errors=dict(self._exchange.errors),
-            device=_device(self.config),
+            device=_device_holder(self.config),
         )
         if phase in ENDINGS:
             self._rollout_usage()
             self._write_timeline()
 
+    def _servers(self) -> list[dict[str, Any]]:
+        """One entry of status.json for each server; `weights` is empty before it has any."""
+        entries: list[dict[str, Any]] = []
+        for server_id, server in list(self._exchange.servers.items()):
+            beat, loaded = server.heartbeat, server.loaded
+            entries.append(
+                {
+                    "id": server_id,
+                    "version": beat.version if beat else 0,
+                    "queued": beat.groups_queued if beat else 0,
+                    "running": beat.groups_running if beat else 0,
+                    "weights": loaded.model_dump(include={"channel", "transfer_s", "load_s"}) if loaded else {},
+                    "parity": self._parity.get(server_id, {}),
+                }
+            )
+        return entries
+
     def step(self, step: int, version: int, values: Mapping[str, float], batch: Batch, trained: TrainedBatch) -> None:
-        """One finished learner step; `version` is the one that consumed the batch."""
+        """Record a finished learner step; `version` is the one that consumed the batch."""
         uptime_s = time.monotonic() - self._began
         record = {"step": step, "version": version + 1, "time": time.time(), "uptime_s": uptime_s, **values}
         record |= self._rollout_usage()
@@ -168,9 +174,6 @@ class Reporter:
                 self._server_usage[server_id] = (beat.uptime_s, beat.busy_s, beat.tokens_generated)
         return {"idle/rollout": float(np.mean(idle)), "tokens_per_s/rollout": rate} if idle else {}
 
-    def published(self, manifest: WeightManifest) -> None:
-        self.exporter.published(manifest)
-
     def parity(self, server_id: str, largest: float, mean: float) -> None:
         self._parity[server_id] = {"largest": largest, "mean": mean}
         self.exporter.parity(server_id, largest, mean)
@@ -198,55 +201,43 @@ class Reporter:
         self.exporter.evaluated(accuracy, reward, evaluation["rows"] - evaluation["errors"])
 
     def _sample(self, step: int, received: Sequence[ReceivedGroup]) -> None:
+        """Record these groups with their texts and images."""
         for item in received:
             prompt, group = item.ticket.prompt, item.group
-            bounds = np.concatenate([[0], np.cumsum(group.lengths)])
-            completions = [
-                {
-                    "text": self._processor.decode(group.token_ids[start:end]),
-                    "reward": record.reward,
-                    "rewards": record.rewards,
-                    "status": str(record.status),
-                    "error": record.error_message,
-                    "finish_reason": str(record.finish_reason),
-                    "length": int(end - start),
-                    "token_ids": group.token_ids[start:end].tolist(),
-                }
-                for record, start, end in zip(group.trajectories, bounds[:-1], bounds[1:], strict=True)
-            ]
+            completions: list[dict[str, Any]] = []
+            end = 0
+            for record, length in zip(group.trajectories, group.lengths.tolist(), strict=True):
+                start, end = end, end + length
+                completions.append(
+                    {
+                        "text": self._processor.decode(group.token_ids[start:end]),
+                        "reward": record.reward,
+                        "rewards": record.rewards,
+                        "status": str(record.status),
+                        "error": record.error_message,
+                        "finish_reason": str(record.finish_reason),
+                        "length": length,
+                        "token_ids": group.token_ids[start:end].tolist(),
+                    }
+                )
             first_frames = [video.frame_hashes[0] for video in prompt.videos]
             shown = {digest: item.prepared.blobs[digest] for digest in (*prompt.image_hashes, *first_frames)}
-            self._behind.do(
-                self.recorder.sample,
-                {
-                    "step": step,
-                    "row_id": prompt.row_id,
-                    "prompt": plain_text(prompt.messages[-1]),
-                    "answer": prompt.answer,
-                    "images": list(prompt.image_hashes),
-                    "videos": first_frames,
-                    "completions": completions,
-                },
-                shown,
-            )
+            sample = {
+                "step": step,
+                "row_id": prompt.row_id,
+                "prompt": plain_text(prompt.messages[-1]),
+                "answer": prompt.answer,
+                "images": list(prompt.image_hashes),
+                "videos": first_frames,
+                "completions": completions,
+            }
+            self._behind.do(self.recorder.sample, sample, shown)
 
 
-def _arrival(loaded: WeightsLoaded | None) -> dict[str, Any]:
-    """How a server's newest weights came; empty before it has any."""
-    if loaded is None:
-        return {}
-    return {"channel": loaded.channel, "transfer_s": loaded.transfer_s, "load_s": loaded.load_s}
-
-
-def _device(config: RunConfig) -> dict[str, Any]:
-    """Who has the device, where it is shared; empty elsewhere."""
+def _device_holder(config: RunConfig) -> dict[str, Any]:
+    """The process that has a shared device; empty where it is not shared."""
     tenure = read_tenure(config.run_path) if config.trainer.mode == "sync" else None
     if tenure is None:
         return {}
-    since_s = time.monotonic() - tenure.since
-    return {
-        "holder": tenure.holder if tenure.held else "",
-        "pid": tenure.pid,
-        "fence": tenure.fence,
-        "since_s": since_s,
-    }
+    holder = tenure.holder if tenure.held else ""
+    return {"holder": holder, "pid": tenure.pid, "fence": tenure.fence, "since_s": time.monotonic() - tenure.since}

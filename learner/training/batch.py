@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +13,9 @@ from asyncrl.models.processing import PromptProcessor
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.packing import Completion, TrainGroup
 from protocol.messages import TrajectoryStatus
+
+MOST_NAMED = 3
+"""Rows or parameters named in one message."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,30 @@ class Batch:
         """[N], [N] -> [N] places in the [M] columns."""
         return torch.from_numpy(self.row_start)[row] + column
 
+    def trained_tokens(self, groups: Sequence[TrainGroup]) -> tuple[torch.Tensor, torch.Tensor]:
+        """[N], [N]: row, and place in the [M] columns, of each trainable token of these groups."""
+        completions = [c for group in groups for c in group.completions]
+        columns = [torch.from_numpy(np.flatnonzero(c.loss_mask)) for c in completions]
+        rows = [torch.full((len(column),), c.row) for c, column in zip(completions, columns, strict=True)]
+        nothing = torch.zeros(0, dtype=torch.long)
+        row = torch.cat([nothing, *rows])
+        return row, self.flat_index(row, torch.cat([nothing, *columns]))
+
+    def name_rows(self, rows: Iterable[int]) -> str:
+        """Name rows as the user knows them: the prompt's row id and which of its completions."""
+        names: list[str] = []
+        for row in rows:
+            group = int(self.groups[row])
+            first = int(torch.searchsorted(self.groups, group))
+            names.append(f"{self.received[group].ticket.prompt.row_id} (completion {row - first})")
+        return first_names(names, "rows")
+
+
+def first_names(names: list[str], what: str) -> str:
+    """The first names, and how many more there are."""
+    more = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more {what}" if more > 0 else "")
+
 
 def make_batch(received: Sequence[ReceivedGroup], processor: PromptProcessor) -> Batch:
     """Rows in the order of the groups. Only scored rows with a trainable token are trained on.
@@ -48,27 +75,27 @@ def make_batch(received: Sequence[ReceivedGroup], processor: PromptProcessor) ->
     train_groups: list[TrainGroup] = []
     scores: list[float] = []
     group_of_row: list[int] = []
-    lengths: list[int] = []
     for number, item in enumerate(received):
         group = item.group
-        bounds = np.concatenate([[0], np.cumsum(group.lengths)])
         completions: list[Completion] = []
-        for record, start, end in zip(group.trajectories, bounds[:-1], bounds[1:], strict=True):
+        end = 0
+        for record, length in zip(group.trajectories, group.lengths.tolist(), strict=True):
+            start, end = end, end + length
             mask = group.loss_mask[start:end]
             if record.status.is_scored and mask.any():
                 completions.append(Completion(len(scores), group.token_ids[start:end], mask))
             scores.append(float("nan") if record.reward is None else record.reward)
             group_of_row.append(number)
-            lengths.append(int(end - start))
         if completions:
             prompt = processor.encode(item.ticket.prompt, item.prepared.blobs)
             train_groups.append(TrainGroup(prompt, tuple(completions)))
+    lengths = np.concatenate([item.group.lengths for item in received]).astype(np.int64)
     return Batch(
         received=tuple(received),
         train_groups=tuple(train_groups),
         scores=torch.tensor(scores, dtype=torch.float32),
         groups=torch.tensor(group_of_row, dtype=torch.long),
-        row_start=np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64),
+        row_start=np.cumsum(lengths) - lengths,
         behaviour_logprobs=torch.from_numpy(np.concatenate([item.group.logprobs for item in received])),
         versions=np.concatenate([item.group.versions for item in received]),
     )
@@ -76,16 +103,17 @@ def make_batch(received: Sequence[ReceivedGroup], processor: PromptProcessor) ->
 
 def describe_batch(batch: Batch, version: int, accuracy_component: str) -> dict[str, float]:
     """Rewards, statuses, lengths and staleness of a batch that is about to be trained at `version`."""
-    records = [record for item in batch.received for record in item.group.trajectories]
+    groups = [item.group for item in batch.received]
+    records = [record for group in groups for record in group.trajectories]
     statuses = Counter(record.status for record in records)
-    lengths = np.concatenate([item.group.lengths for item in batch.received])
-    sampled = np.concatenate([item.group.loss_mask for item in batch.received]).astype(bool)
+    lengths = np.concatenate([group.lengths for group in groups])
+    sampled = np.concatenate([group.loss_mask for group in groups]).astype(bool)
     staleness = version - batch.versions[sampled]
-    described: dict[str, float] = {f"rows/{status}": float(statuses[status]) for status in TrajectoryStatus}
+    described = {f"rows/{status}": float(statuses[status]) for status in TrajectoryStatus}
     described |= {
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
-        "prompt_length/mean": float(np.mean([item.group.prompt_ids.size for item in batch.received])),
+        "prompt_length/mean": float(np.mean([group.prompt_ids.size for group in groups])),
         "tokens": float(lengths.sum()),
         "staleness/mean": float(staleness.mean()) if staleness.size else 0.0,
         "staleness/max": float(staleness.max()) if staleness.size else 0.0,
@@ -97,10 +125,6 @@ def describe_batch(batch: Batch, version: int, accuracy_component: str) -> dict[
         rewards = np.asarray([record.reward for record in scored])
         described |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
         described["accuracy"] = described[f"reward/{accuracy_component}"]
-    described["zero_variance_groups"] = float(
-        sum(
-            np.ptp([record.reward for record in item.group.trajectories if record.reward is not None] or [0.0]) == 0
-            for item in batch.received
-        )
-    )
+    rewards_of_groups = ({r.reward for r in group.trajectories if r.reward is not None} for group in groups)
+    described["zero_variance_groups"] = float(sum(len(rewards) <= 1 for rewards in rewards_of_groups))
     return described

@@ -1,4 +1,4 @@
-"""Held-out rows scored by the rollout servers, with the tickets and the weights of training."""
+"""Evaluation: held-out rows scored by the rollout servers, with the tickets and the weights of training."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Evaluation:
         return self._writer.num_held_out_rows
 
     def is_due(self, progress: Progress) -> bool:
-        """Now, and not recorded by a learner before us; the last step always has one."""
+        """Whether one is planned at this step and not recorded by an earlier process; the last step always has one."""
         plan, step = self._config.evaluation, progress.step
         if step == 0:
             planned = plan.before_training
@@ -41,31 +41,24 @@ class Evaluation:
         return planned and self.num_rows > 0 and step not in self._reporter.evaluated_steps
 
     def run(self, step: int, version: int, judge: Callable[[], None]) -> None:
-        """Score every held-out row with `version`; the caller waits, and judges servers that join meanwhile."""
-        with self._exchange.timeline.doing(LEARNER, "evaluating"):
-            self._run(step, version, judge)
+        """Score every held-out row with `version`, comparing servers that join meanwhile (`judge`).
 
-    def _run(self, step: int, version: int, judge: Callable[[], None]) -> None:
+        The deadline is for the next row, however many there are.
+        """
         rows = self.num_rows
-        self._exchange.dispatch(lambda: (self._writer.write_evaluation(index, version) for index in range(rows)))
-        while (arrived := self._ledger.evaluation_arrived()) < rows:
-            self._wait_for_more(arrived, rows, judge)
-        result = self._reporter.evaluated(step, version, self._ledger.take_evaluation())
-        logger.info(
-            "step %d: held-out accuracy %.4f over %d rows (%d could not be scored)",
-            step,
-            result["accuracy"],
-            result["rows"],
-            result["errors"],
-        )
-
-    def _wait_for_more(self, arrived: int, rows: int, judge: Callable[[], None]) -> None:
-        """The deadline is for progress, however many rows there are."""
-        wait_for(
-            self._exchange,
-            self._ledger,
-            lambda: self._ledger.evaluation_arrived() > arrived,
-            timeout_s=self._config.learner.wait_timeout_s,
-            what=lambda: f"a held-out row ({arrived} of {rows} have arrived; learner.wait_timeout_s)",
-            judge=judge,
-        )
+        with self._exchange.timeline.doing(LEARNER, "evaluating"):
+            self._exchange.dispatch(lambda: (self._writer.write_evaluation(index, version) for index in range(rows)))
+            while (arrived := self._ledger.evaluation_arrived()) < rows:
+                wait_for(
+                    self._exchange,
+                    self._ledger,
+                    lambda arrived=arrived: self._ledger.evaluation_arrived() > arrived,
+                    timeout_s=self._config.learner.wait_timeout_s,
+                    what=lambda arrived=arrived: (
+                        f"a held-out row ({arrived} of {rows} have arrived; learner.wait_timeout_s)"
+                    ),
+                    judge=judge,
+                )
+            result = self._reporter.evaluated(step, version, self._ledger.take_evaluation())
+        message = "step %d: held-out accuracy %.4f over %d rows (%d could not be scored)"
+        logger.info(message, step, result["accuracy"], result["rows"], result["errors"])

@@ -14,14 +14,14 @@ FORWARD, ACTIVATION_GRADIENT, WEIGHT_GRADIENT = 2, 2, 2
 
 
 class ModelFlops:
-    """Of the one forward and backward pass that training needs: parameters x tokens, without attention's scores.
+    """Count the one forward and backward pass that training needs: parameters x tokens, without attention's scores.
 
     As in Chowdhery et al. 2022 (arXiv 2204.02311, appendix B), what is computed a second time (recomputed activations,
     proximal and reference log-probs) is no useful work. A packed prompt counts once, whatever its group's size.
     """
 
     def __init__(self, model: Any):
-        """`model`: of Hugging Face."""
+        """`model` is a Hugging Face model."""
         embedding = model.get_input_embeddings().weight
         head = model.get_output_embeddings().weight
         trained: Counter[str] = Counter()
@@ -39,6 +39,7 @@ class ModelFlops:
         }
 
     def of(self, groups: Sequence[TrainGroup]) -> float:
+        """FLOP of one pass over these groups."""
         grids = [grid for group in groups for grid in (group.prompt.image_grids, group.prompt.video_grids)]
         inputs = {
             "tower": sum(int(grid.prod(axis=1).sum()) for grid in grids),

@@ -1,6 +1,6 @@
-"""Groups become packed micro-batches: each group's prompt once, then its completions.
+"""Packing of groups into micro-batches: each group's prompt once, then its completions.
 
-See asyncrl/models/shared_prefix.py for who attends to whom. The last token of a completion predicts nothing that
+See asyncrl/models/shared_prefix.py for the attention between them. The last token of a completion predicts nothing that
 was sampled, so it is a target but no input.
 """
 
@@ -76,16 +76,14 @@ def plan_micro_batches(groups: Sequence[TrainGroup], tokens_per_microbatch: int)
 
 
 def _split(group: TrainGroup, budget: int) -> list[TrainGroup]:
+    """Parts within the budget where possible, at least one completion each."""
     parts: list[TrainGroup] = []
-    taken: list[Completion] = []
     for completion in group.completions:
-        candidate = TrainGroup(group.prompt, (*taken, completion))
-        if taken and candidate.num_tokens > budget:
-            parts.append(TrainGroup(group.prompt, tuple(taken)))
-            taken = []
-        taken.append(completion)
-    if taken:
-        parts.append(TrainGroup(group.prompt, tuple(taken)))
+        larger = TrainGroup(group.prompt, (*parts[-1].completions, completion)) if parts else None
+        if larger is not None and larger.num_tokens <= budget:
+            parts[-1] = larger
+        else:
+            parts.append(TrainGroup(group.prompt, (completion,)))
     return parts
 
 
@@ -98,45 +96,43 @@ def build_micro_batch(model: Any, groups: Sequence[TrainGroup], device: torch.de
     targets: list[np.ndarray] = []
     rows: list[np.ndarray] = []
     columns: list[np.ndarray] = []
-    start = 0
+    end = 0
     for group in groups:
-        place, next_position = prompt_positions(model, group.prompt)
-        prompt_length = len(group.prompt.token_ids)
+        prompt_position, next_position = prompt_positions(model, group.prompt)
         ids.append(group.prompt.token_ids)
         types.append(group.prompt.token_types)
-        positions.append(place)
-        cursor = start + prompt_length
+        positions.append(prompt_position)
+        end += len(group.prompt.token_ids)
+        last_of_prompt = end - 1
         for completion in group.completions:
             inputs = completion.token_ids[:-1]
             ids.append(inputs)
             types.append(np.zeros_like(inputs))
-            positions.append((torch.arange(len(inputs)) + next_position).expand(place.shape[0], -1))
-            sources = np.concatenate([[start + prompt_length - 1], np.arange(cursor, cursor + len(inputs))])
+            positions.append((torch.arange(len(inputs)) + next_position).expand(prompt_position.shape[0], -1))
+            sources = np.concatenate([[last_of_prompt], np.arange(end, end + len(inputs))])
             kept = np.flatnonzero(completion.loss_mask)
             predict_from.append(sources[kept])
             targets.append(completion.token_ids[kept])
             rows.append(np.full(len(kept), completion.row))
             columns.append(kept)
-            cursor += len(inputs)
-        start = cursor
-    layout = make_layout(
-        [(len(g.prompt.token_ids), [len(c.token_ids) - 1 for c in g.completions]) for g in groups], device
-    )
-    media = media_inputs([group.prompt for group in groups], torch.from_numpy(np.concatenate(types)).long()[None])
+            end += len(inputs)
+    lengths = [(len(g.prompt.token_ids), [len(c.token_ids) - 1 for c in g.completions]) for g in groups]
+    media = media_inputs([group.prompt for group in groups], _int64(types)[None])
+    position_ids = torch.cat(positions, dim=1).to(device)
     return MicroBatch(
         inputs={
-            "input_ids": torch.from_numpy(np.concatenate(ids)).long()[None].to(device),
-            **_position_inputs(torch.cat(positions, dim=1).to(device)),
+            "input_ids": _int64(ids)[None].to(device),
+            # [3, 1, L] for multimodal rotary positions, else [1, L]
+            "position_ids": position_ids[:, None] if position_ids.shape[0] == 3 else position_ids,
             **{name: tensor.to(device) for name, tensor in media.items()},
-            "shared_prefix": layout,
+            "shared_prefix": make_layout(lengths, device),
         },
-        predict_from=torch.from_numpy(np.concatenate(predict_from)).long().to(device),
-        targets=torch.from_numpy(np.concatenate(targets)).long().to(device),
-        row=torch.from_numpy(np.concatenate(rows)).long(),
-        column=torch.from_numpy(np.concatenate(columns)).long(),
+        predict_from=_int64(predict_from).to(device),
+        targets=_int64(targets).to(device),
+        row=_int64(rows),
+        column=_int64(columns),
     )
 
 
-def _position_inputs(positions: torch.Tensor) -> dict[str, torch.Tensor]:
-    """[R, L] -> the model's `position_ids`: [3, 1, L] for multimodal rotary positions, else [1, L]."""
-    return {"position_ids": positions[:, None] if positions.shape[0] == 3 else positions}
+def _int64(parts: list[np.ndarray]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(parts)).long()

@@ -16,34 +16,38 @@ import numpy as np
 import torch
 
 from asyncrl.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageEstimator
-from asyncrl.algorithms.aggregation import token_weights
-from asyncrl.algorithms.corrections import Correction, correct
+from asyncrl.algorithms.corrections import Correction, correct, m2po_outliers
 from asyncrl.algorithms.diagnostics import FRACTIONS, off_policy_report
-from asyncrl.algorithms.losses import POLICY_LOSSES, LossFunction, PolicyLoss
-from asyncrl.algorithms.masks import m2po_outliers
+from asyncrl.algorithms.losses import POLICY_LOSSES, LossFunction, PolicyLoss, reference_kl, token_weights
 from asyncrl.algorithms.plugins import resolve
-from asyncrl.algorithms.proximal import approximate
-from asyncrl.algorithms.reference_kl import reference_kl
-from asyncrl.algorithms.tokens import PolicyTokens
+from asyncrl.algorithms.ratios import PolicyTokens, approximate_proximal
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
 from asyncrl.journal.sample_index import TrainedBatch
-from learner.training.batch import Batch
-from learner.training.engines.base import TokenOutputs, TrainEngine
-from learner.training.non_finite import NotFiniteError, name_parameters, name_rows, not_finite_tokens
+from learner.training.batch import Batch, first_names
+from learner.training.engines.base import TrainEngine
 from learner.training.packing import MicroBatch, TrainGroup, build_micro_batch, plan_micro_batches
+
+
+class NotFiniteError(BadStateError):
+    """A step stops: its loss or its gradient is not finite."""
+
+    def __init__(self, number: str, message: str):
+        """`number`: loss or grad_norm, as in metrics.jsonl."""
+        super().__init__(message)
+        self.number = number
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A batch and what is known about it before the first update. `M` are the batch's flat columns."""
+    """A batch and what is fixed before its first update. `M` are the batch's flat columns."""
 
     batch: Batch
     version: int
     advantages: torch.Tensor
     """[B]"""
     proximal: torch.Tensor | None
-    """[M] of the policy at the start of the step, where a forward pass has computed them."""
+    """[M] log-probs of the policy at the start of the step, where a forward pass has computed them."""
     outliers: torch.Tensor | None
     """[M] bool, what the m2po mask drops."""
 
@@ -56,7 +60,7 @@ class _MicroLoss:
     index: torch.Tensor
     """[N] places of its tokens in the batch's flat columns."""
     tokens: PolicyTokens
-    outputs: TokenOutputs
+    entropies: torch.Tensor
     policy: PolicyLoss
     correction: Correction
     reference_kl: torch.Tensor | None
@@ -87,18 +91,20 @@ class LearnerStep:
         metrics: dict[str, list[float]] = defaultdict(list)
         for number, groups in enumerate(updates, 1):
             where = f"step {version + 1} (policy version {version}), update {number} of {len(updates)}"
-            loss = self._accumulate(groups, prepared, seen, where)
+            metrics["loss"].append(self._accumulate(groups, prepared, seen, where))
             try:
                 taken = self.engine.optimizer_step()
             except BadStateError as error:
-                raise NotFiniteError("grad_norm", f"{where}: {error}. {self._blame(groups, prepared)}") from error
-            for name, value in {"loss": loss, **taken}.items():
+                origin = self._find_bad_gradient(groups, prepared)
+                raise NotFiniteError("grad_norm", f"{where}: {error}. {origin}") from error
+            for name, value in taken.items():
                 metrics[name].append(value)
-        joined = {name: torch.cat(parts).numpy() for name, parts in seen.items()}
-        self.trained = _trained(joined, prepared)
-        return {name: float(np.mean(values)) for name, values in metrics.items()} | _report(joined)
+        columns = {name: torch.cat(parts).numpy() for name, parts in seen.items()}
+        self.trained = _trained_batch(columns, prepared)
+        return {name: float(np.mean(values)) for name, values in metrics.items()} | _report(columns)
 
     def _prepare(self, batch: Batch, version: int, num_updates: int) -> _Prepared:
+        """Advantages, and what is decided over the whole batch."""
         algorithm = self.config.algorithm
         m2po = algorithm.correction.mask("m2po")
         # With a single update the policy does not move between this forward pass and the next: the proximal
@@ -107,87 +113,11 @@ class LearnerStep:
         proximal = self._proximal_logprobs(batch) if needed else None
         outliers = None
         if m2po is not None and proximal is not None:
-            trained = self._trained_index(batch.train_groups, batch)[1]
+            _, index = batch.trained_tokens(batch.train_groups)
             outliers = torch.zeros(len(proximal), dtype=torch.bool)
-            outliers[trained] = m2po_outliers(
-                proximal[trained], batch.behaviour_logprobs[trained], m2po.effective_threshold
-            )
-        return _Prepared(
-            batch=batch,
-            version=version,
-            advantages=self.estimator(batch.scores, batch.groups, algorithm).detach(),
-            proximal=proximal,
-            outliers=outliers,
-        )
-
-    def _accumulate(
-        self, groups: Sequence[TrainGroup], prepared: _Prepared, seen: dict[str, list[torch.Tensor]], where: str
-    ) -> float:
-        """Gradients of one update over its micro-batches. Returns the loss."""
-        total = 0.0
-        for number, (micro_batch, part) in enumerate(self._losses(groups, prepared), 1):
-            loss = float(part.loss.detach())
-            if not math.isfinite(loss):
-                raise NotFiniteError(
-                    "loss",
-                    f"{where}, micro-batch {number}: the loss is {loss}: {_culprit(part, prepared.batch)}. "
-                    "The weights are those before this update. Look at these rows in the samples, and at the last "
-                    "grad_norm and logprob_diff_max in metrics.jsonl",
-                )
-            self.engine.backward(part.loss)
-            total += loss
-            _remember(part, prepared, micro_batch, seen)
-        return total
-
-    def _losses(self, groups: Sequence[TrainGroup], prepared: _Prepared) -> Iterator[tuple[MicroBatch, _MicroLoss]]:
-        """The loss of each micro-batch of an update, already divided by the update's denominators."""
-        weight_of_token = self._token_weights(groups, prepared.batch)
-        for micro_batch in self._micro_batches(groups):
-            yield micro_batch, self._loss(micro_batch, prepared, weight_of_token)
-
-    def _loss(self, micro_batch: MicroBatch, prepared: _Prepared, weight_of_token: torch.Tensor) -> _MicroLoss:
-        algorithm, batch = self.config.algorithm, prepared.batch
-        index = batch.flat_index(micro_batch.row, micro_batch.column)
-        reference = self._reference_logprobs(micro_batch)
-        outputs = self.engine.forward(micro_batch, entropy_gradient=algorithm.entropy_coeff > 0)
-        behaviour = self._place(batch.behaviour_logprobs[index])
-        tokens = PolicyTokens(
-            logprobs=outputs.logprobs,
-            proximal_logprobs=self._proximal(outputs.logprobs, behaviour, index, prepared),
-            behaviour_logprobs=behaviour,
-            advantages=self._place(prepared.advantages[micro_batch.row]),
-            row=self._place(micro_batch.row),
-        )
-        policy = self.loss(tokens, algorithm)
-        outliers = None if prepared.outliers is None else self._place(prepared.outliers[index])
-        correction = correct(tokens, algorithm.correction, outliers)
-        # `where`, because 0 * inf is not 0: nothing of a masked token may reach the sum or the gradient.
-        policy_loss = torch.where(correction.masked, 0.0, correction.weights * policy.token_loss)
-        token_loss = policy_loss - algorithm.entropy_coeff * outputs.entropies
-        kl = None if reference is None else reference_kl(outputs.logprobs, reference)
-        if kl is not None:
-            token_loss = token_loss + algorithm.kl_loss_coef * kl
-        loss = (self._place(weight_of_token[index]) * token_loss).sum()
-        return _MicroLoss(loss, index, tokens, outputs, policy, correction, kl)
-
-    def _reference_logprobs(self, micro_batch: MicroBatch) -> torch.Tensor | None:
-        """[N], where the loss has a term of them."""
-        if not self.config.algorithm.kl_loss_coef:
-            return None
-        with self.engine.reference():
-            return self.engine.forward(micro_batch).logprobs
-
-    def _proximal(
-        self, logprobs: torch.Tensor, behaviour: torch.Tensor, index: torch.Tensor, prepared: _Prepared
-    ) -> torch.Tensor:
-        """[N] detached proximal log-probs of a micro-batch."""
-        if prepared.proximal is not None:
-            return self._place(prepared.proximal[index])
-        kind = self.config.algorithm.proximal
-        if kind == "recompute":  # a single update: the policy has not moved since the step began
-            return logprobs.detach()
-        versions = self._place(torch.from_numpy(prepared.batch.versions)[index])
-        return approximate(kind, logprobs, behaviour, versions, prepared.version)
+            outliers[index] = m2po_outliers(proximal[index], batch.behaviour_logprobs[index], m2po.effective_threshold)
+        advantages = self.estimator(batch.scores, batch.groups, algorithm).detach()
+        return _Prepared(batch, version, advantages, proximal, outliers)
 
     @torch.no_grad()
     def _proximal_logprobs(self, batch: Batch) -> torch.Tensor:
@@ -198,49 +128,97 @@ class LearnerStep:
             proximal[index] = self.engine.forward(micro_batch).logprobs.cpu()
         return proximal
 
-    def _token_weights(self, groups: Sequence[TrainGroup], batch: Batch) -> torch.Tensor:
-        """[M] weight of each trainable token of this update, from counts over the whole update."""
-        row, index = self._trained_index(groups, batch)
-        weights = torch.zeros_like(batch.behaviour_logprobs)
-        weights[index] = token_weights(
-            row,
-            self.config.algorithm.loss_agg_mode,
-            max_response_length=self.config.data.max_response_length,
-        )
-        return weights
+    def _accumulate(
+        self, groups: Sequence[TrainGroup], prepared: _Prepared, seen: dict[str, list[torch.Tensor]], where: str
+    ) -> float:
+        """Add up the gradients of one update over its micro-batches. Returns the loss."""
+        total = 0.0
+        for number, (_, part) in enumerate(self._losses(groups, prepared), 1):
+            loss = float(part.loss.detach())
+            if not math.isfinite(loss):
+                raise NotFiniteError(
+                    "loss",
+                    f"{where}, micro-batch {number}: the loss is {loss}: {_describe_bad_tokens(part, prepared.batch)}. "
+                    "The weights are those before this update. Look at these rows in the samples, and at the last "
+                    "grad_norm and logprob_diff_max in metrics.jsonl",
+                )
+            self.engine.backward(part.loss)
+            total += loss
+            for name, column in _columns(part, prepared).items():
+                seen[name].append(column.cpu())
+        return total
 
-    def _trained_index(self, groups: Sequence[TrainGroup], batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """[N], [N]: row, and place in the flat columns, of each trainable token of the groups."""
-        rows = [np.full(int(c.loss_mask.sum()), c.row) for group in groups for c in group.completions]
-        columns = [np.flatnonzero(c.loss_mask) for group in groups for c in group.completions]
-        row = torch.from_numpy(np.concatenate(rows)) if rows else torch.zeros(0, dtype=torch.long)
-        column = torch.from_numpy(np.concatenate(columns)) if columns else torch.zeros(0, dtype=torch.long)
-        return row, batch.flat_index(row, column)
+    def _losses(self, groups: Sequence[TrainGroup], prepared: _Prepared) -> Iterator[tuple[MicroBatch, _MicroLoss]]:
+        """The loss of each micro-batch of an update, already divided by the update's denominators."""
+        row, index = prepared.batch.trained_tokens(groups)
+        weights = torch.zeros_like(prepared.batch.behaviour_logprobs)
+        length = self.config.data.max_response_length
+        weights[index] = token_weights(row, self.config.algorithm.loss_agg_mode, max_response_length=length)
+        for micro_batch in self._micro_batches(groups):
+            yield micro_batch, self._loss(micro_batch, prepared, weights)
+
+    def _loss(self, micro_batch: MicroBatch, prepared: _Prepared, weights: torch.Tensor) -> _MicroLoss:
+        """The loss of one micro-batch; `weights` [M] of the tokens."""
+        algorithm, batch, device = self.config.algorithm, prepared.batch, self.engine.device
+        index = batch.flat_index(micro_batch.row, micro_batch.column)
+        reference = None
+        if algorithm.kl_loss_coef:
+            with self.engine.reference():
+                reference = self.engine.forward(micro_batch).logprobs
+        outputs = self.engine.forward(micro_batch, entropy_gradient=algorithm.entropy_coeff > 0)
+        behaviour = batch.behaviour_logprobs[index].to(device)
+        tokens = PolicyTokens(
+            logprobs=outputs.logprobs,
+            proximal_logprobs=self._proximal(outputs.logprobs, behaviour, index, prepared),
+            behaviour_logprobs=behaviour,
+            advantages=prepared.advantages[micro_batch.row].to(device),
+            row=micro_batch.row.to(device),
+        )
+        policy = self.loss(tokens, algorithm)
+        outliers = None if prepared.outliers is None else prepared.outliers[index].to(device)
+        correction = correct(tokens, algorithm.correction, outliers)
+        # `where`, because 0 * inf is not 0: nothing of a masked token may reach the sum or the gradient.
+        policy_loss = torch.where(correction.masked, 0.0, correction.weights * policy.token_loss)
+        token_loss = policy_loss - algorithm.entropy_coeff * outputs.entropies
+        kl = None if reference is None else reference_kl(outputs.logprobs, reference)
+        if kl is not None:
+            token_loss = token_loss + algorithm.kl_loss_coef * kl
+        loss = (weights[index].to(device) * token_loss).sum()
+        return _MicroLoss(loss, index, tokens, outputs.entropies, policy, correction, kl)
+
+    def _proximal(
+        self, logprobs: torch.Tensor, behaviour: torch.Tensor, index: torch.Tensor, prepared: _Prepared
+    ) -> torch.Tensor:
+        """[N] detached proximal log-probs of a micro-batch."""
+        if prepared.proximal is not None:
+            return prepared.proximal[index].to(logprobs.device)
+        kind = self.config.algorithm.proximal
+        if kind == "recompute":  # a single update: the policy has not moved since the step began
+            return logprobs.detach()
+        versions = torch.from_numpy(prepared.batch.versions)[index].to(logprobs.device)
+        return approximate_proximal(kind, logprobs, behaviour, versions, prepared.version)
 
     def _micro_batches(self, groups: Sequence[TrainGroup]) -> Iterator[MicroBatch]:
-        """One at a time: only one micro-batch's pixels are on the device."""
+        """Build one at a time: only one micro-batch's pixels are on the device."""
         for part in plan_micro_batches(groups, self.config.batch.tokens_per_microbatch):
             yield build_micro_batch(self.engine.unwrap_model(), part, self.engine.device)
 
-    def _blame(self, groups: Sequence[TrainGroup], prepared: _Prepared) -> str:
-        """Which micro-batch makes a gradient that is not finite. Backward passes of one update, once in a run."""
+    def _find_bad_gradient(self, groups: Sequence[TrainGroup], prepared: _Prepared) -> str:
+        """Name the micro-batch whose gradient is not finite, from a second backward pass of each. Once in a run."""
         for number, (micro_batch, part) in enumerate(self._losses(groups, prepared), 1):
             self.engine.clear_gradients()
             self.engine.backward(part.loss)
-            bad = self.engine.not_finite_gradients()
-            if bad:
-                rows = name_rows(micro_batch.row.unique().tolist(), prepared.batch)
-                return f"It comes from micro-batch {number} ({rows}) and shows in {name_parameters(bad)}"
+            if bad := self.engine.not_finite_gradients():
+                rows = prepared.batch.name_rows(micro_batch.row.unique().tolist())
+                return f"It comes from micro-batch {number} ({rows}) and shows in {first_names(bad, 'parameters')}"
         return "Each micro-batch alone has a finite gradient: their sum overflows"
 
-    def _place(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.engine.device)
 
-
-def _culprit(part: _MicroLoss, batch: Batch) -> str:
+def _describe_bad_tokens(part: _MicroLoss, batch: Batch) -> str:
+    """The first value, in the order in which they are computed, that is not finite, and its rows."""
     values = {
-        "the learner's log-prob": part.outputs.logprobs,
-        "the entropy": part.outputs.entropies,
+        "the learner's log-prob": part.tokens.logprobs,
+        "the entropy": part.entropies,
         "the engine's log-prob": part.tokens.behaviour_logprobs,
         "the proximal log-prob": part.tokens.proximal_logprobs,
         "the advantage": part.tokens.advantages,
@@ -249,55 +227,57 @@ def _culprit(part: _MicroLoss, batch: Batch) -> str:
     }
     if part.reference_kl is not None:
         values["the KL to the reference"] = part.reference_kl
-    return not_finite_tokens(values, part.tokens.row, batch)
+    row = part.tokens.row.cpu()
+    for name, value in values.items():
+        bad = ~torch.isfinite(value.detach()).cpu()
+        if bad.any():
+            rows = batch.name_rows(row[bad].unique().tolist())
+            return f"{name} is not finite at {int(bad.sum())} of {len(bad)} tokens, in {rows}"
+    return f"every token's value is finite, but their sum is not, over {batch.name_rows(row.unique().tolist())}"
 
 
-def _remember(
-    part: _MicroLoss, prepared: _Prepared, micro_batch: MicroBatch, seen: dict[str, list[torch.Tensor]]
-) -> None:
-    """Keep what the report needs of each token, on the CPU.
+def _columns(part: _MicroLoss, prepared: _Prepared) -> dict[str, torch.Tensor]:
+    """[N] each: what the report needs of a micro-batch's tokens.
 
     The learner's side of the ratios is its policy at the start of the step, where a forward pass has computed it, and
     else that of the training pass, which has moved with the earlier updates of this batch.
     """
-    learner = part.outputs.logprobs.detach() if prepared.proximal is None else part.tokens.proximal_logprobs
-    values: dict[str, torch.Tensor] = {
+    learner = part.tokens.logprobs.detach() if prepared.proximal is None else part.tokens.proximal_logprobs
+    columns: dict[str, torch.Tensor] = {
         "index": part.index,
         "learner": learner,
         "behaviour": part.tokens.behaviour_logprobs,
         "staleness": prepared.version - torch.from_numpy(prepared.batch.versions)[part.index],
-        "entropy": part.outputs.entropies.detach(),
+        "entropy": part.entropies.detach(),
         "mask_fraction": part.correction.masked.float(),
         "truncation_fraction": part.correction.truncated.float(),
         **{f"mask_fraction_{kind}": dropped.float() for kind, dropped in part.correction.masked_by.items()},
         **{name: indicator.float() for name, indicator in part.policy.indicators.items()},
     }
     if part.reference_kl is not None:
-        values["reference_kl"] = part.reference_kl.detach()
-    for name, value in values.items():
-        seen[name].append(value.cpu())
+        columns["reference_kl"] = part.reference_kl.detach()
+    return columns
 
 
-def _trained(joined: Mapping[str, np.ndarray], prepared: _Prepared) -> TrainedBatch:
-    """The remembered tokens in the batch's flat columns."""
+def _trained_batch(columns: Mapping[str, np.ndarray], prepared: _Prepared) -> TrainedBatch:
+    """The tokens of all micro-batches in the batch's flat columns."""
     tokens = len(prepared.batch.behaviour_logprobs)
     logprobs, masked = np.full(tokens, np.nan, np.float32), np.zeros(tokens, bool)
-    if joined:
-        logprobs[joined["index"]] = joined["learner"]
-        masked[joined["index"]] = joined["mask_fraction"] > 0
+    if columns:
+        logprobs[columns["index"]] = columns["learner"]
+        masked[columns["index"]] = columns["mask_fraction"] > 0
     return TrainedBatch(prepared.advantages.numpy(), logprobs, masked)
 
 
-def _report(joined: Mapping[str, np.ndarray]) -> dict[str, float]:
-    if not joined:
+def _report(columns: dict[str, np.ndarray]) -> dict[str, float]:
+    """Means of the columns, and the off-policyness of the step. `columns` is used up."""
+    if not columns:
         return {}
-    joined = dict(joined)
-    del joined["index"]
-    learner, behaviour, staleness = (joined.pop(name) for name in ("learner", "behaviour", "staleness"))
-    clipped = [values for name, values in joined.items() if name.startswith("clip_fraction")]
-    joined["clip_fraction"] = np.sum(clipped, axis=0) if clipped else np.zeros_like(learner)
-    fractions = {name: joined[name] for name in FRACTIONS}
-    means = {name: float(values.mean()) for name, values in joined.items()}
+    _, learner, behaviour, staleness = (columns.pop(name) for name in ("index", "learner", "behaviour", "staleness"))
+    clipped = [values for name, values in columns.items() if name.startswith("clip_fraction")]
+    columns["clip_fraction"] = np.sum(clipped, axis=0) if clipped else np.zeros_like(learner)
+    fractions = {name: columns[name] for name in FRACTIONS}
+    means = {name: float(values.mean()) for name, values in columns.items()}
     return means | off_policy_report(learner, behaviour, staleness, fractions)
 
 

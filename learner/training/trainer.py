@@ -1,6 +1,6 @@
-"""Model, optimiser and algorithm of a run, between two of its steps: without sockets, and nothing is written.
+"""The trainer: a run's model, optimiser and algorithm, without sockets or files.
 
-What makes a learner's steps, and what makes them again: after a restart, and for `asyncrl replay`.
+It makes a learner's steps, and makes them again after a restart and for `asyncrl replay`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ class Trainer:
         checkpoint: Path | None = None,
         state: LearnerState | None = None,
     ):
-        """At the checkpoint, whose content is `state`, or else at the beginning. `config.model.path` is the folder of
-        the weights to load: the checkpoint's, unless that holds an adapter.
+        """Start at the checkpoint, whose content is `state`, or else at the beginning.
+
+        `config.model.path` is the folder of the weights to load: the checkpoint's, unless that holds an adapter.
         """
         self.config = config
         self._processor = processor
@@ -56,11 +57,11 @@ class Trainer:
 
     @property
     def bound(self) -> int:
-        """Staleness bound of the tickets that are issued from now on."""
+        """Staleness bound of tickets issued from now on."""
         return self._adaptive.bound if self._adaptive else self.config.largest_staleness
 
     def learn(self, groups: Sequence[ReceivedGroup]) -> tuple[Batch, dict[str, float]]:
-        """One step. Returns its batch and everything that is to be said of it but what it took."""
+        """Make one step. Returns its batch and its metrics, except durations."""
         batch = make_batch(groups, self._processor)
         version = self.progress.version
         values = describe_batch(batch, version, self.config.reward.accuracy_component) | self.step(batch, version)
@@ -72,5 +73,5 @@ class Trainer:
         return batch, values | {"staleness/bound": float(self.bound)}
 
     def controllers(self) -> dict[str, dict[str, int]]:
-        """States of what adapts itself during the run, by name, for a checkpoint."""
+        """Name -> state of each setting that adapts itself during the run, for a checkpoint."""
         return {ADAPTIVE_STALENESS: self._adaptive.state()} if self._adaptive else {}

@@ -17,13 +17,12 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.journal.database import PAGE_BYTES
-from asyncrl.journal.payloads import pack_frames
+from asyncrl.journal.segments import pack_frames
 from asyncrl.journal.writer import JOURNAL_FILE, Journal, JournalState, TicketSlot
 from asyncrl.run_folder.failure import FAILURE_FILE, read_failure
 from asyncrl.run_folder.lock import is_over
 from asyncrl.telemetry.recorder import STATUS_FILE
-from learner.checkpoint.files import write_checksums
-from learner.checkpoint.format import newest_checkpoint
+from learner.checkpoint.format import newest_checkpoint, write_checksums
 from learner.resume import find_start
 from learner.service import Learner
 from protocol.codec import encode

@@ -17,9 +17,8 @@ import pytest
 import torch
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.journal.payloads import pack_frames
 from asyncrl.journal.reader import JournalReader
-from asyncrl.journal.segments import Segments
+from asyncrl.journal.segments import Segments, pack_frames
 from asyncrl.journal.writer import JOURNAL_FILE
 from asyncrl.tools.step_comparison import Comparison, Difference, compare_numbers, compare_weights
 from learner import replay

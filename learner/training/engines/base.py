@@ -1,4 +1,4 @@
-"""What the learner asks of a training engine."""
+"""The interface of a training engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from protocol.messages import AdapterSpec
 
 @dataclass(frozen=True)
 class TokenOutputs:
-    """Of a micro-batch's trainable tokens, fp32 [N]."""
+    """Values at a micro-batch's trainable tokens, fp32 [N]."""
 
     logprobs: torch.Tensor
     entropies: torch.Tensor
@@ -26,7 +26,7 @@ class TokenOutputs:
 class TrainEngine(Protocol):
     device: torch.device
     adapter: AdapterSpec | None
-    """What is trained and published, known before `prepare`; None: the model itself."""
+    """The adapter that is trained and published, known before `prepare`; None: the model itself."""
 
     def prepare(self) -> None:
         """Load the model and build the optimiser."""
@@ -35,7 +35,7 @@ class TrainEngine(Protocol):
     def forward(
         self, micro_batch: MicroBatch, *, entropy_gradient: bool = False, as_sampled: bool = False
     ) -> TokenOutputs:
-        """`as_sampled`: log-probs of the truncated distribution that an engine samples from, not of the policy."""
+        """Log-probs of the policy; `as_sampled`: of the truncated distribution that an engine samples from."""
         ...
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -60,13 +60,13 @@ class TrainEngine(Protocol):
         ...
 
     def published_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What the rollout servers need, tied weights once."""
+        """Tensors that the rollout servers need, tied weights once."""
         ...
 
     def reference(self) -> AbstractContextManager[None]:
         """Inside, `forward` is that of the initial policy, without gradient: the adapter is switched off.
 
-        Raises UserError where there is no adapter: nobody has kept the initial weights.
+        Raises UserError where there is no adapter: the initial weights are not kept.
         """
         ...
 

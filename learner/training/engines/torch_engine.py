@@ -1,4 +1,4 @@
-"""Training on one device with plain torch."""
+"""The training engine for one device, with plain torch."""
 
 from __future__ import annotations
 
@@ -90,14 +90,14 @@ class TorchEngine:
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             entropy = entropies(logprobs)
         chosen = gather_logprobs(logprobs, micro_batch.targets)
-        if as_sampled and self._config.rollout.truncates:
-            chosen = chosen - log_kept_mass(logprobs, micro_batch.targets, **self._truncation(len(chosen)))
+        rollout = self._config.rollout
+        if as_sampled and rollout.truncates:
+            cuts = {
+                name: torch.full((len(chosen),), getattr(rollout, name), dtype=torch.float64, device=self.device)
+                for name in ("top_k", "top_p", "min_p")
+            }
+            chosen = chosen - log_kept_mass(logprobs, micro_batch.targets, **cuts)
         return TokenOutputs(chosen, entropy)
-
-    def _truncation(self, count: int) -> dict[str, torch.Tensor]:
-        """[count] of each of `rollout`'s top_k, top_p and min_p."""
-        rollout, shape = self._config.rollout, {"dtype": torch.float64, "device": self.device}
-        return {name: torch.full((count,), getattr(rollout, name), **shape) for name in ("top_k", "top_p", "min_p")}
 
     def backward(self, loss: torch.Tensor) -> None:
         with _exact(self.device):
@@ -148,17 +148,13 @@ class TorchEngine:
 
     def save(self, folder: Path) -> None:
         self._sleeper.check_awake()
-        torch.save({"optimizer": self.optimizer.state_dict(), "schedule": self._schedule_state()}, folder / "engine.pt")
-
-    def _schedule_state(self) -> dict[str, Any]:
-        return {k: v for k, v in self.schedule.state_dict().items() if k != "lr_lambdas"}
+        schedule = {k: v for k, v in self.schedule.state_dict().items() if k != "lr_lambdas"}
+        torch.save({"optimizer": self.optimizer.state_dict(), "schedule": schedule}, folder / "engine.pt")
 
     def load(self, folder: Path) -> None:
         state = torch.load(folder / "engine.pt", map_location=self.device, weights_only=True)
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict({**state["schedule"], "lr_lambdas": [None] * len(self.optimizer.param_groups)})
-
-    # --- sleep ------------------------------------------------------------------------------------
 
     def sleep(self) -> int:
         self._sleeper.check_awake()
@@ -173,7 +169,7 @@ class TorchEngine:
         return moved
 
     def _tensors(self) -> Iterator[torch.Tensor]:
-        """All that is large: parameters, buffers, gradients, optimiser state."""
+        """Every large tensor: parameters, buffers, gradients, optimiser state."""
         yield from self.model.parameters()
         yield from self.model.buffers()
         yield from (p.grad for p in self.model.parameters() if p.grad is not None)
@@ -182,7 +178,7 @@ class TorchEngine:
 
     @torch.no_grad()
     def _fixed_logprobs(self) -> torch.Tensor:
-        """[T] fp32 on the CPU."""
+        """[T] fp32 log-probs of the fixed tokens, on the CPU."""
         ids = self._fixed_tokens
         completion = Completion(row=0, token_ids=ids, loss_mask=np.ones_like(ids))
         micro_batch = build_micro_batch(self.model, [TrainGroup(fixed_prompt(ids), (completion,))], self.device)
@@ -191,8 +187,11 @@ class TorchEngine:
 
 @contextmanager
 def _exact(device: torch.device) -> Iterator[None]:
-    """On a CPU, the same bits each time. A prompt's last hidden state predicts the first token of each completion, and
-    threads would add up their gradients in the order in which they happen to come."""
+    """Make gradients on a CPU the same bits each time.
+
+    A prompt's last hidden state predicts the first token of each completion, and threads would add up their gradients
+    in the order in which they happen to come.
+    """
     if device.type != "cpu":
         yield
         return

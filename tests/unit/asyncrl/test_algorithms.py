@@ -10,10 +10,8 @@ import pytest
 import torch
 
 from asyncrl.algorithms.advantages import grpo, rloo
-from asyncrl.algorithms.aggregation import token_weights
-from asyncrl.algorithms.losses import dppo, ppo
-from asyncrl.algorithms.ratios import ratio
-from asyncrl.algorithms.tokens import PolicyTokens
+from asyncrl.algorithms.losses import dppo, ppo, token_weights
+from asyncrl.algorithms.ratios import PolicyTokens, ratio
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.loading import load_model

@@ -9,14 +9,17 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from asyncrl.algorithms.aggregation import token_weights
-from asyncrl.algorithms.corrections import Correction, correct
+from asyncrl.algorithms.corrections import Correction, correct, m2po_outliers
 from asyncrl.algorithms.diagnostics import STALENESS_BUCKETS, off_policy_diagnostics, off_policy_report
-from asyncrl.algorithms.losses import ppo
-from asyncrl.algorithms.masks import m2po_outliers
-from asyncrl.algorithms.proximal import approximate
-from asyncrl.algorithms.ratios import geometric_ratio, log_ratio, ratio, sequence_ratio
-from asyncrl.algorithms.tokens import PolicyTokens
+from asyncrl.algorithms.losses import ppo, token_weights
+from asyncrl.algorithms.ratios import (
+    PolicyTokens,
+    approximate_proximal,
+    geometric_ratio,
+    log_ratio,
+    ratio,
+    sequence_ratio,
+)
 from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig
 from tests.rigs.published_values import LOSS, MASK, ROW, SYMMETRIC, VECTORS, close, flat
 
@@ -266,18 +269,18 @@ def test_loglinear_and_linear_proximal_policies() -> None:
     logprobs, behaviour = flat(LOSS["logp"]).requires_grad_(), flat(VECTORS["decoupled_ppo"]["behave_logp"])
     version = given["v_theta"] - 1
     versions = torch.full((7,), given["v_behave"], dtype=torch.int32)
-    proximal = approximate("loglinear", logprobs, behaviour, versions, version)
+    proximal = approximate_proximal("loglinear", logprobs, behaviour, versions, version)
     close(proximal, flat(given["prox"]))
     assert not proximal.requires_grad
-    linear = approximate("linear", logprobs, behaviour, versions, version)
+    linear = approximate_proximal("linear", logprobs, behaviour, versions, version)
     close(linear.exp(), (behaviour.exp() + 2 * logprobs.detach().exp()) / 3)
     for kind in ("loglinear", "linear"):
-        fresh = approximate(
+        fresh = approximate_proximal(
             kind, logprobs, behaviour, torch.tensor([version, version + 1, -1] + [version] * 4), version
         )
         close(fresh, behaviour)
-    assert approximate("behaviour", logprobs, behaviour, versions, version) is behaviour
-    assert approximate("target", logprobs, behaviour, versions, version).tolist() == logprobs.tolist()
+    assert approximate_proximal("behaviour", logprobs, behaviour, versions, version) is behaviour
+    assert approximate_proximal("target", logprobs, behaviour, versions, version).tolist() == logprobs.tolist()
 
 
 # --- diagnostics --------------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ import asyncrl.journal.writer
 from asyncrl.config.run_sections import Durability
 from asyncrl.errors import BadStateError
 from asyncrl.journal.database import PAGE_BYTES
-from asyncrl.journal.payloads import pack_frames
 from asyncrl.journal.reader import JournalReader
+from asyncrl.journal.segments import pack_frames
 from asyncrl.journal.writer import JOURNAL_FILE, Journal, TicketSlot
 from asyncrl.run_folder.full_disk import describe_full_disk, is_disk_full
 from protocol.codec import encode
@@ -139,12 +139,12 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
         write_steps(journal, 1, 3)
         journal.forget_payloads(2)
         write_steps(journal, 4, 5)
-        with journal._copier.paused():
+        with journal._copier.paused:
             older = {suffix: _bytes(source, suffix) for suffix in SUFFIXES}
         journal.flush()
         write_steps(journal, 6, 7)
         issue(journal, [TicketSlot(500 + i, 100 + i, 7, 2) for i in range(3)])
-        with journal._copier.paused():
+        with journal._copier.paused:
             for suffix in SUFFIXES:
                 if _bytes(source, suffix):
                     shutil.copy(source.with_name(source.name + suffix), folder)

@@ -15,8 +15,7 @@ import asyncrl.journal.segments
 import asyncrl.journal.writer
 from asyncrl.errors import BadStateError
 from asyncrl.journal.database import PAGE_BYTES
-from asyncrl.journal.payloads import pack_frames, unpack_group
-from asyncrl.journal.segments import segment_files
+from asyncrl.journal.segments import pack_frames, segment_files, unpack_group
 from asyncrl.journal.writer import Journal, TicketSlot
 from protocol.codec import encode
 from protocol.messages import FinishReason, Group, GroupTimings, TrajectoryRecord, TrajectoryStatus, Turn
@@ -231,7 +230,7 @@ def test_a_journal_killed_between_two_copies_is_whole(tmp_path: Path, monkeypatc
     # What a killed process leaves: the files as they are at this moment, in any state of the copying.
     killed = tmp_path / "killed"
     killed.mkdir()
-    with journal._copier.paused():  # type: ignore[union-attr]  # a file cannot be copied at one moment while it changes
+    with journal._copier.paused:  # type: ignore[union-attr]  # a file cannot be copied at one moment while it changes
         for file in tmp_path.glob("journal.sqlite*"):
             shutil.copy(file, killed / file.name)
     journal.close()

@@ -15,9 +15,8 @@ from asyncrl.telemetry.metrics import MetricSet
 from learner.reporting.metrics import GAUGE_OF_RECORD, GAUGE_OF_STALENESS_RECORD, METRICS, QUANTILE_OF_RECORD
 from learner.training.engines.base import TokenOutputs
 from learner.training.engines.torch_engine import TorchEngine
-from learner.training.non_finite import NotFiniteError
 from learner.training.packing import MicroBatch, plan_micro_batches
-from learner.training.step import LearnerStep
+from learner.training.step import LearnerStep, NotFiniteError
 from tests.rigs.made_up_batch import KeepGradients, made_up_batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.algorithms.reference_kl import reference_kl
+from asyncrl.algorithms.losses import reference_kl
 from asyncrl.errors import UserError
 from asyncrl.models.loading import load_model
 from asyncrl.models.lora import adapter_name, add_adapter
