@@ -34,12 +34,14 @@ from learner.training.packing import Completion, TrainGroup, build_micro_batch, 
 logger = logging.getLogger(__name__)
 
 CACHE_MIB = 1024
-"""Of encoded prompts: rows come back every epoch."""
+"""Room for encoded prompts: rows come back every epoch."""
 REPORTS = 20
 """Progress lines of a run."""
 
 
 class SupervisedRun:
+    """A supervised run: rows, engine and recorder, and one optimiser step after the other."""
+
     def __init__(self, config: RunConfig):
         self.config = config
         self.rows = open_train(config.data, "sft")

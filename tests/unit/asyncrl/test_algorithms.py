@@ -1,95 +1,80 @@
-"""The mathematics against published values and the house rules, and what a learner step makes of it."""
+"""The mathematics against published values and the house rules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
 from asyncrl.algorithms.advantages import grpo, rloo
+from asyncrl.algorithms.corrections import Correction, correct, m2po_outliers
+from asyncrl.algorithms.diagnostics import STALENESS_BUCKETS, off_policy_diagnostics, off_policy_report
 from asyncrl.algorithms.losses import dppo, ppo, token_weights
-from asyncrl.algorithms.ratios import PolicyTokens, ratio
-from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.schema import RunConfig
-from asyncrl.models.loading import load_model
-from asyncrl.models.processing import EncodedPrompt, PromptProcessor
-from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs
-from asyncrl.models.wake_parity import fixed_prompt, fixed_tokens
-from learner.training.engines.torch_engine import TorchEngine
-from learner.training.packing import Completion, TrainGroup, build_micro_batch, plan_micro_batches
-from learner.training.step import LearnerStep
-from tests.rigs.made_up_batch import KeepGradients, made_up_batch
+from asyncrl.algorithms.ratios import (
+    PolicyTokens,
+    approximate_proximal,
+    geometric_ratio,
+    log_ratio,
+    ratio,
+    sequence_ratio,
+)
+from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig
 from tests.rigs.published_values import LOSS, MASK, ROW, SYMMETRIC, VECTORS, close, flat
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-GRPO = AlgorithmConfig()
+GIVEN = VECTORS["is_inputs"]
+KINDS = ("none", "token_tis", "sequence_tis", "geometric_tis", "token_mis", "sequence_mis", "geometric_mis", "icepop")
+MASKS = ("sequence", "geometric", "veto", "dppo_tv", "m2po", "opsm")
+ESTIMATORS = {
+    "grpo": (grpo, AlgorithmConfig()),
+    "dr_grpo": (grpo, AlgorithmConfig(norm_adv_by_std=False)),
+    "rloo": (rloo, AlgorithmConfig()),
+}
 
 
 # --- advantages ------------------------------------------------------------------------------------
 
 
-SCORES = torch.tensor(VECTORS["scores"]["s"])
-GROUPS = torch.tensor([ord(uid) for uid in VECTORS["scores"]["uid"]])
+@pytest.fixture(params=ESTIMATORS)
+def estimator(request: pytest.FixtureRequest) -> Any:
+    """(estimator, config, published advantages)"""
+    return *ESTIMATORS[request.param], torch.tensor(VECTORS[request.param]["adv"])
 
 
-@pytest.mark.parametrize(
-    ("estimator", "config", "vector"),
-    [
-        (grpo, GRPO, "grpo"),
-        (grpo, AlgorithmConfig(norm_adv_by_std=False), "dr_grpo"),
-        (rloo, GRPO, "rloo"),
-    ],
-    ids=["grpo", "dr_grpo", "rloo"],
-)
-def test_published_advantages(estimator: Any, config: AlgorithmConfig, vector: str) -> None:
-    close(estimator(SCORES, GROUPS, config), VECTORS[vector]["adv"])
-    shuffled = torch.tensor([4, 0, 5, 2, 1, 3])
-    close(estimator(SCORES[shuffled], GROUPS[shuffled], config), torch.tensor(VECTORS[vector]["adv"])[shuffled])
+def test_published_advantages(estimator: Any) -> None:
+    estimate, config, expected = estimator
+    scores = torch.tensor(VECTORS["scores"]["s"])
+    groups = torch.tensor([ord(uid) for uid in VECTORS["scores"]["uid"]])
+    for order in (torch.arange(6), torch.tensor([4, 0, 5, 2, 1, 3])):
+        close(estimate(scores[order], groups[order], config), expected[order])
 
 
-ESTIMATORS = pytest.mark.parametrize(
-    ("estimator", "config"), [(grpo, GRPO), (grpo, AlgorithmConfig(norm_adv_by_std=False)), (rloo, GRPO)]
-)
-
-
-@ESTIMATORS
 @pytest.mark.parametrize("scores", [[3.0], [0.1, 0.1, 0.1], [1e6 + 0.1] * 7, [-0.7] * 11, [0.0, 0.0]])
-def test_no_spread_is_exactly_no_advantage(estimator: Any, config: AlgorithmConfig, scores: list[float]) -> None:
-    advantages = estimator(torch.tensor(scores), torch.zeros(len(scores), dtype=torch.long), config)
+def test_no_spread_is_exactly_no_advantage(estimator: Any, scores: list[float]) -> None:
+    estimate, config, _ = estimator
+    advantages = estimate(torch.tensor(scores), torch.zeros(len(scores), dtype=torch.long), config)
     assert advantages.tolist() == [0.0] * len(scores)
 
 
-@ESTIMATORS
-def test_an_unscored_row_takes_no_part(estimator: Any, config: AlgorithmConfig) -> None:
+def test_an_unscored_row_takes_no_part(estimator: Any) -> None:
+    estimate, config, _ = estimator
     nan = float("nan")
     scores = torch.tensor([1.0, nan, 0.0, 0.0, nan, 5.0, nan])
-    groups = torch.tensor([0, 0, 0, 0, 1, 1, 2])
-    advantages = estimator(scores, groups, config)
+    advantages = estimate(scores, torch.tensor([0, 0, 0, 0, 1, 1, 2]), config)
     assert advantages[[1, 4, 5, 6]].tolist() == [0.0] * 4
-    alone = estimator(torch.tensor([1.0, 0.0, 0.0]), torch.zeros(3, dtype=torch.long), config)
+    alone = estimate(torch.tensor([1.0, 0.0, 0.0]), torch.zeros(3, dtype=torch.long), config)
     assert advantages[[0, 2, 3]].tolist() == alone.tolist()
 
 
 # --- losses ------------------------------------------------------------------------------------------
 
 
-def tokens(logprobs: torch.Tensor, proximal: Any = None, behaviour: Any = None) -> PolicyTokens:
+def tokens(logprobs: torch.Tensor) -> PolicyTokens:
     old = flat(LOSS["old_logp"])
-    return PolicyTokens(
-        logprobs=logprobs,
-        proximal_logprobs=old if proximal is None else flat(proximal),
-        behaviour_logprobs=old if behaviour is None else flat(behaviour),
-        advantages=flat(LOSS["adv"]),
-        row=ROW,
-    )
-
-
-def test_ratios() -> None:
-    close(ratio(flat(LOSS["logp"]), flat(LOSS["old_logp"])), flat(LOSS["ratio"]))
-    assert torch.isfinite(ratio(torch.tensor([500.0]), torch.tensor([-500.0]))).all()
+    return PolicyTokens(logprobs, old, old, flat(LOSS["adv"]), ROW)
 
 
 @pytest.mark.parametrize(
@@ -152,108 +137,285 @@ def test_dppo() -> None:
     close(with_kl - policy.token_loss, 0.5 * (shaped.logprobs - shaped.behaviour_logprobs) ** 2)
 
 
-# --- a learner step on a model ---------------------------------------------------------------------------
+# --- corrections ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
-def test_micro_batching_changes_nothing(make_config: Callable[..., RunConfig], mode: str) -> None:
-    results = []
-    for budget in (72, 4096):
-        config = make_config(
-            data={"max_prompt_length": 64},
-            batch={"tokens_per_microbatch": budget},
-            algorithm={"loss_agg_mode": mode, "entropy_coeff": 0.01, "correction": {"cap": 2.0}},
-        )
-        processor = PromptProcessor(config.model)
-        batch = made_up_batch(config, processor)
-        engine = KeepGradients(config, config.learner.optim, 1)
-        engine.prepare()
-        metrics = LearnerStep(engine, config)(batch, 0)
-        parts = len(plan_micro_batches(batch.train_groups, budget))
-        results.append((parts, metrics["loss"], engine.gradients))
-    (many, many_loss, many_gradients), (one, one_loss, one_gradients) = results
-    assert many >= 4 > one == 1
-    assert many_loss == pytest.approx(one_loss, rel=1e-5)
-    norm = torch.stack([g.norm() for g in one_gradients.values()]).norm()
-    assert norm > 0
-    difference = torch.stack([(many_gradients[n] - g).norm() for n, g in one_gradients.items()]).norm()
-    assert difference / norm < 1e-5
+def per_row(values: list[Any]) -> torch.Tensor:
+    return torch.tensor(values)[ROW]
 
 
-def _separately(model: Any, config: RunConfig, prompt: EncodedPrompt, completion: Completion) -> torch.Tensor:
-    """Log-probs of the completion's counted tokens from one plain forward pass of prompt + completion."""
-    ids = np.concatenate([prompt.token_ids, completion.token_ids])[None]
-    types = np.concatenate([prompt.token_types, np.zeros_like(completion.token_ids)])[None]
-    inputs: dict[str, Any] = {"input_ids": torch.from_numpy(ids).long()}
-    if prompt.pixel_values is not None:
-        inputs["pixel_values"] = prompt.pixel_values
-        inputs["image_grid_thw"] = torch.from_numpy(prompt.image_grids).long()
-        inputs["mm_token_type_ids"] = torch.from_numpy(types).long()
-    logits = model(**inputs, use_cache=False).logits[0]
-    start = len(prompt.token_ids) - 1
-    kept = torch.from_numpy(np.flatnonzero(completion.loss_mask))
-    banned = torch.tensor(sorted(PromptProcessor(config.model).placeholder_ids))
-    logprobs = sampling_logprobs(logits[start + kept], temperature=config.rollout.temperature, banned=banned)
-    return gather_logprobs(logprobs, torch.from_numpy(completion.token_ids).long()[kept])
-
-
-def test_gradients_have_the_same_bits_however_many_threads_add_them_up(make_config: Callable[..., RunConfig]) -> None:
-    """The last state of the prompt predicts the first token of each of 64 completions, which two threads share."""
-    config = make_config()
-    engine = TorchEngine(config, config.learner.optim, 1)
-    engine.prepare()
-    ids = fixed_tokens(engine.model.get_output_embeddings().weight.shape[0], ())
-    tokens = np.resize(ids, 12)
-    completions = tuple(Completion(row, np.roll(tokens, row), np.ones_like(tokens)) for row in range(64))
-    micro_batch = build_micro_batch(engine.model, [TrainGroup(fixed_prompt(ids), completions)], engine.device)
-    weights = torch.linspace(0.5, 1.5, len(micro_batch.targets))
-
-    def gradients() -> list[torch.Tensor]:
-        engine.backward((engine.forward(micro_batch).logprobs * weights).sum())
-        found = [p.grad for p in engine.model.parameters() if p.grad is not None]
-        engine.clear_gradients()
-        return found
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        first = gradients()
-        for _ in range(12):
-            assert all(torch.equal(a, b) for a, b in zip(first, gradients(), strict=True))
-    finally:
-        torch.set_num_threads(threads)
-
-
-def test_packing_with_shared_prompts_equals_separate_passes(make_config: Callable[..., RunConfig]) -> None:
-    """Log-probs and gradients, vision tower included."""
-    config = make_config(rollout={"temperature": 0.7})
-    processor = PromptProcessor(config.model)
-    batch = made_up_batch(config, processor)
-    engine = TorchEngine(config, config.learner.optim, 1)
-    engine.prepare()
-    plain: Any = load_model(config.model, device=torch.device("cpu")).train()
-
-    micro_batch = build_micro_batch(engine.model, batch.train_groups, engine.device)
-    packed = engine.forward(micro_batch).logprobs
-    separate = torch.cat(
-        [_separately(plain, config, group.prompt, c) for group in batch.train_groups for c in group.completions]
+def off_policy(
+    log_ratios: torch.Tensor | None = None, row: torch.Tensor = ROW, advantages: torch.Tensor | None = None
+) -> PolicyTokens:
+    """Tokens of two rows whose pi_proximal / pi_behaviour is given; the target is the proximal policy."""
+    proximal = flat(GIVEN["log_ratio"]) if log_ratios is None else log_ratios
+    return PolicyTokens(
+        logprobs=proximal - 3.0,
+        proximal_logprobs=proximal - 3.0,
+        behaviour_logprobs=torch.full_like(proximal, -3.0),
+        advantages=torch.ones_like(proximal) if advantages is None else advantages,
+        row=row,
     )
-    torch.testing.assert_close(packed, separate, atol=1e-5, rtol=1e-5)
-
-    direction = torch.randn(len(packed), generator=torch.Generator().manual_seed(0))
-    (packed * direction).sum().backward()
-    (separate * direction).sum().backward()
-    theirs = dict(plain.named_parameters())
-    for name, parameter in engine.model.named_parameters():
-        assert (parameter.grad is None) == (theirs[name].grad is None), name
-        if parameter.grad is not None:
-            scale = theirs[name].grad.norm().clamp_min(1e-6)
-            assert (parameter.grad - theirs[name].grad).norm() / scale < 1e-4, name
 
 
-def test_a_group_over_the_budget_is_split_with_its_prompt() -> None:
-    prompt = EncodedPrompt("d:0", np.arange(10), np.zeros(10, int), np.zeros((0, 3), int), (), None)
-    completions = tuple(Completion(row, np.arange(6), np.ones(6)) for row in range(5))
-    plan = plan_micro_batches([TrainGroup(prompt, completions)], 20)
-    assert [[len(group.completions) for group in part] for part in plan] == [[2], [2], [1]]
-    assert all(group.prompt is prompt for part in plan for group in part)
+def corrected(kind: str, tokens: PolicyTokens | None = None, **settings: Any) -> Correction:
+    config = CorrectionConfig.model_validate({"kind": kind, **settings})
+    return correct(off_policy() if tokens is None else tokens, config)
+
+
+def masked(kind: str, tokens: PolicyTokens, **settings: Any) -> list[bool]:
+    config = CorrectionConfig.model_validate({"kind": "none", "masks": [{"kind": kind, **settings}]})
+    correction = correct(tokens, config)
+    assert correction.weights.tolist() == (~correction.masked).float().tolist()
+    assert correction.masked_by.keys() == {kind}
+    return correction.masked.tolist()
+
+
+def test_ratios_of_tokens_and_trajectories() -> None:
+    tokens = off_policy()
+    log_ratios = log_ratio(tokens.proximal_logprobs, tokens.behaviour_logprobs)
+    close(ratio(tokens.proximal_logprobs, tokens.behaviour_logprobs), flat(GIVEN["ratio"]))
+    close(sequence_ratio(log_ratios, ROW), per_row(VECTORS["tis_seq_C2"]["seq_ratio"]), 1e-5)
+    close(geometric_ratio(log_ratios, ROW), per_row(VECTORS["geo_ratio"]["g"]))
+    assert torch.isfinite(ratio(torch.tensor([500.0]), torch.tensor([-500.0]))).all()
+    assert torch.isfinite(sequence_ratio(torch.ones(1000), torch.zeros(1000, dtype=torch.long))).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "expected"),
+    [
+        ("none", {}, torch.ones(7)),
+        ("token_tis", {}, flat(VECTORS["tis_token_C2"]["w"])),
+        ("sequence_tis", {}, per_row(VECTORS["tis_seq_C2"]["w"])),
+        ("geometric_tis", {}, per_row(VECTORS["geo_ratio"]["g"]).clamp_max(2.0)),
+        ("token_mis", {}, flat(VECTORS["mis_token_0.5_2"]["w"])),
+        ("sequence_mis", {}, per_row(VECTORS["mis_seq_0.5_2"]["w"])),
+        ("geometric_mis", {"lower": 0.5, "upper": 2.0}, per_row([0.0, VECTORS["geo_ratio"]["g"][1]])),
+        ("icepop", {}, flat(VECTORS["icepop_0.5_5"]["w"])),
+    ],
+)
+def test_published_weights(kind: str, settings: dict[str, float], expected: torch.Tensor) -> None:
+    correction = corrected(kind, **settings)
+    close(correction.weights, expected)
+    assert not correction.weights.requires_grad
+    assert correction.masked.tolist() == (expected == 0).tolist()
+    assert bool(correction.truncated.any()) == kind.endswith("_tis")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_policy_tokens_have_weight_one(kind: str) -> None:
+    correction = corrected(kind, off_policy(torch.zeros(7)))
+    assert correction.weights.tolist() == [1.0] * 7
+    assert not correction.masked.any()
+    assert not correction.truncated.any()
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [("token_tis", {"cap": 1e9}), ("icepop", {"lower": 0, "upper": 1e9}), ("token_mis", {"lower": 0, "upper": 1e9})],
+)
+def test_no_bound_is_plain_importance_sampling(kind: str, settings: dict[str, float]) -> None:
+    close(corrected(kind, **settings).weights, flat(GIVEN["ratio"]))
+
+
+def test_asymmetric_bounds_act_on_the_right_side() -> None:
+    tokens = off_policy(torch.log(torch.tensor([0.25, 0.9, 3.0])), torch.tensor([0, 1, 2]))
+    assert corrected("token_mis", tokens, lower=0.8, upper=4.0).masked.tolist() == [True, False, False]
+    assert corrected("sequence_mis", tokens, lower=0.2, upper=2.0).masked.tolist() == [False, False, True]
+
+
+def test_decoupled_ppo() -> None:
+    given = VECTORS["decoupled_ppo"]
+    tokens = PolicyTokens(
+        logprobs=flat(LOSS["logp"]),
+        proximal_logprobs=flat(given["prox_logp"]),
+        behaviour_logprobs=flat(given["behave_logp"]),
+        advantages=flat(LOSS["adv"]),
+        row=ROW,
+    )
+    weights = corrected("token_tis", tokens, cap=1e9).weights
+    close(weights, flat(given["behave_weight"]))
+    place = token_weights(ROW, "token-mean", max_response_length=4)
+    token_loss = ppo(tokens, SYMMETRIC).token_loss
+    close((place * weights * token_loss).sum(), given["token_mean"])
+    dropped = corrected("token_mis", tokens, lower=0.0, upper=1.2).weights
+    close((place * dropped * token_loss).sum(), VECTORS["decoupled_ppo_masked_upper1.2"]["token_mean"])
+
+
+# --- masks --------------------------------------------------------------------------------------------
+
+
+def test_trajectories_out_of_bounds_are_masked() -> None:
+    kept = per_row(VECTORS["seq_mask_tis_geo_0.99_1.01_then_token"]["keep"])
+    assert masked("geometric", off_policy()) == (~kept).tolist()
+    assert masked("geometric", off_policy(), lower=0.5, upper=2.0) == (ROW == 0).tolist()
+    assert masked("sequence", off_policy(), lower=0.4, upper=2.0) == (ROW == 0).tolist()
+    assert masked("sequence", off_policy(), lower=0.4, upper=21.0) == [False] * 7
+
+
+def test_veto_drops_the_trajectory_of_one_catastrophic_token() -> None:
+    log_ratios = torch.tensor([0.0, -9.3, 0.0, 0.0, 9.0])
+    tokens = off_policy(log_ratios, torch.tensor([4, 4, 7, 2, 2]))
+    assert masked("veto", tokens) == [True, True, False, False, False]
+    assert masked("veto", tokens, upper=100.0) == [True, True, False, True, True]
+    assert masked("veto", tokens, lower=1e-5) == [False] * 5
+
+
+def test_off_policy_sequence_mask() -> None:
+    given = VECTORS["opsm_delta_.5"]
+    assert masked("opsm", tokens(flat(LOSS["logp"]))) == per_row(given["drop"]).tolist()
+    left = off_policy(torch.tensor([-1.0, -0.4, -1.0, 0.0, 1.0]), torch.tensor([0, 0, 1, 2, 2]))
+    assert masked("opsm", left) == [False] * 5, "good samples are never dropped"
+    bad = off_policy(torch.tensor([-1.0, -0.4, -1.0, 0.0, 1.0]), torch.tensor([0, 0, 1, 2, 2]), -torch.ones(5))
+    assert masked("opsm", bad) == [True, True, True, False, False]
+    assert masked("opsm", bad, threshold=0.8) == [False, False, True, False, False]
+
+
+def test_total_variation_mask() -> None:
+    given, moved = VECTORS["dppo_tv_.2"], tokens(flat(LOSS["logp"]))
+    assert masked("dppo_tv", moved) == torch.tensor(given["masked"])[MASK].tolist()
+    assert masked("dppo_tv", moved, upper=0.5) == (flat(given["diff"]) < -0.2).tolist()
+    assert masked("dppo_tv", moved, upper=0.1, lower=0.3) == [True, False, False, True, False, False, False]
+
+
+def test_m2po_drops_the_fewest_tokens() -> None:
+    given = VECTORS["m2po"]
+    delta = torch.tensor(given["delta"])
+    outliers = m2po_outliers(delta, torch.zeros(4), given["threshold"])
+    assert int(outliers.sum()) == given["num_dropped"]
+    assert outliers.tolist() == [False, False, True, False]
+    assert int(m2po_outliers(delta, torch.zeros(4), given["threshold2"]).sum()) == given["num_dropped2"]
+    assert m2po_outliers(torch.tensor([2.0, 3.0]), torch.zeros(2), 0.01).tolist() == [False, True], "one token stays"
+    correction = correct(
+        off_policy(delta, torch.arange(4)), CorrectionConfig.model_validate({"masks": [{"kind": "m2po"}]}), outliers
+    )
+    close(correction.weights, torch.where(outliers, 0.0, delta.exp()))
+
+
+def test_masks_compose_with_each_other_and_with_weights() -> None:
+    tokens = off_policy()
+    correction = corrected(
+        "token_tis", tokens, masks=[{"kind": "geometric", "upper": 3, "lower": 0.8}, {"kind": "opsm"}]
+    )
+    close(correction.weights, torch.where(ROW == 0, flat(VECTORS["tis_token_C2"]["w"]), 0.0))
+    assert correction.masked.tolist() == (ROW == 1).tolist()
+    assert not (correction.truncated & correction.masked).any()
+    assert correction.masked_by["opsm"].tolist() == [False] * 7
+
+
+@pytest.mark.parametrize("extreme", [float("inf"), 1e30, 500.0])
+def test_weights_are_finite_at_any_difference(extreme: float) -> None:
+    tokens = off_policy(torch.tensor([extreme, -extreme, 0.0]), torch.tensor([0, 1, 2]))
+    for kind in KINDS:
+        assert torch.isfinite(corrected(kind, tokens).weights).all(), kind
+
+
+# --- settings that make no sense ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        ({"correction": {"kind": "icepop", "cap": 2.0}}, r"icepop has no cap .*Set algorithm.correction.upper"),
+        ({"correction": {"kind": "none", "cap": 2.0}}, r"none has no cap .*Leave it out"),
+        ({"correction": {"kind": "token_tis", "upper": 2.0}}, r"no lower and upper. Set algorithm.correction.cap"),
+        ({"correction": {"kind": "token_mis", "upper": 0.9}}, r"\[0.5, 0.9\], which leaves out 1"),
+        ({"correction": {"masks": [{"kind": "veto", "threshold": 0.1}]}}, "veto mask has no threshold"),
+        ({"correction": {"masks": [{"kind": "m2po", "upper": 0.1}]}}, "m2po mask has no lower and upper"),
+        ({"correction": {"masks": [{"kind": "geometric", "lower": 1.5}]}}, r"\[1.5, 1.01\], which leaves out 1"),
+        ({"correction": {"masks": [{"kind": "veto"}, {"kind": "veto"}]}}, "names veto twice"),
+        (
+            {"correction": {"kind": "sequence_mis", "masks": [{"kind": "sequence"}]}},
+            "both reject by the sequence ratio.*Drop the mask",
+        ),
+        (
+            {"proximal": "behaviour"},
+            r"kind token_tis, .*Set algorithm.proximal=recompute, or algorithm.correction.kind",
+        ),
+        (
+            {"proximal": "behaviour", "correction": {"kind": "none", "masks": [{"kind": "veto"}]}},
+            "would do nothing: .*masks veto",
+        ),
+        (
+            {"proximal": "loglinear", "correction": {"masks": [{"kind": "m2po"}]}},
+            "m2po .*Set algorithm.proximal=recompute",
+        ),
+        ({"policy_loss": "dppo"}, "already weighs by pi_target / pi_behaviour .*Set algorithm.correction.kind=none"),
+        (
+            {"policy_loss": "dppo", "correction": {"kind": "none", "masks": [{"kind": "dppo_tv"}]}},
+            "masks by dppo_tv",
+        ),
+    ],
+)
+def test_senseless_combinations_are_refused(algorithm: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=f"(?s){message}"):
+        AlgorithmConfig.model_validate(algorithm)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"proximal": "behaviour", "correction": {"kind": "none", "masks": [{"kind": "dppo_tv"}, {"kind": "opsm"}]}},
+        {"correction": {"kind": "token_mis", "lower": 0.0, "upper": 1.2}},
+        {"policy_loss": "dppo", "proximal": "target", "correction": {"kind": "none", "masks": [{"kind": "veto"}]}},
+        {"correction": {"kind": "token_tis", "cap": 1e9, "masks": [{"kind": kind} for kind in MASKS]}},
+    ],
+)
+def test_sensible_combinations_are_accepted(algorithm: dict[str, Any]) -> None:
+    AlgorithmConfig.model_validate(algorithm)
+
+
+# --- proximal approximations --------------------------------------------------------------------------
+
+
+def test_loglinear_and_linear_proximal_policies() -> None:
+    given = VECTORS["prox_loglinear"]
+    logprobs, behaviour = flat(LOSS["logp"]).requires_grad_(), flat(VECTORS["decoupled_ppo"]["behave_logp"])
+    version = given["v_theta"] - 1
+    versions = torch.full((7,), given["v_behave"], dtype=torch.int32)
+    proximal = approximate_proximal("loglinear", logprobs, behaviour, versions, version)
+    close(proximal, flat(given["prox"]))
+    assert not proximal.requires_grad
+    linear = approximate_proximal("linear", logprobs, behaviour, versions, version)
+    close(linear.exp(), (behaviour.exp() + 2 * logprobs.detach().exp()) / 3)
+    for kind in ("loglinear", "linear"):
+        fresh = approximate_proximal(
+            kind, logprobs, behaviour, torch.tensor([version, version + 1, -1] + [version] * 4), version
+        )
+        close(fresh, behaviour)
+    assert approximate_proximal("behaviour", logprobs, behaviour, versions, version) is behaviour
+    assert approximate_proximal("target", logprobs, behaviour, versions, version).tolist() == logprobs.tolist()
+
+
+# --- diagnostics --------------------------------------------------------------------------------------
+
+
+def test_diagnostics() -> None:
+    same = np.array([-1.0, -2.0, -0.1], np.float32)
+    nothing = off_policy_diagnostics(same, same)
+    assert (nothing["ess"], nothing["mismatch_kl_k1"], nothing["mismatch_kl_k3"]) == (1.0, 0.0, 0.0)
+    assert (nothing["ratio_max"], nothing["ratio/p01"], nothing["ratio/p99"]) == (1.0, 1.0, 1.0)
+    behind = off_policy_diagnostics(np.array([-1.0, 0.0]), np.array([-2.0, 0.0]))
+    e = float(np.exp(1.0))
+    assert behind["ess"] == pytest.approx((1 + e) ** 2 / (2 * (1 + e**2)), rel=1e-6)
+    assert behind["mismatch_kl_k1"] == pytest.approx(-0.5)
+    assert behind["mismatch_kl_k3"] == pytest.approx((e - 2) / 2, rel=1e-6)
+    assert behind["ratio/p50"] == pytest.approx((1 + e) / 2)
+    assert off_policy_diagnostics(same[:0], same[:0]) == {}
+
+
+def test_diagnostics_by_staleness_are_those_of_the_tokens_of_that_age() -> None:
+    rng = np.random.default_rng(0)
+    learner, behaviour = rng.normal(-2, 0.3, 600), rng.normal(-2, 0.3, 600)
+    staleness = rng.integers(0, 12, 600)
+    masked = (rng.random(600) < 0.2).astype(np.float32)
+    report = off_policy_report(learner, behaviour, staleness, {"mask_fraction": masked})
+    assert {key.partition("/")[0] for key in report if key.startswith("staleness_")} == {
+        f"staleness_{name}" for name in STALENESS_BUCKETS
+    }
+    for name, here in (("3", staleness == 3), ("5-8", (staleness >= 5) & (staleness <= 8)), ("9+", staleness >= 9)):
+        alone = off_policy_diagnostics(learner[here], behaviour[here])
+        assert {key: report[f"staleness_{name}/{key}"] for key in alone} == alone
+        assert report[f"staleness_{name}/tokens"] == here.sum()
+        assert report[f"staleness_{name}/mask_fraction"] == masked[here].mean()
+    assert report["mask_fraction"] == pytest.approx(float(masked.mean()))

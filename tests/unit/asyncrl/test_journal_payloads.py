@@ -1,63 +1,48 @@
-"""Groups in the journal: kept as they travelled, small, copied out of the log beside the writing, of one format."""
+"""Groups in the journal: kept as they travelled, small, copied out of the log beside the writing, forgotten in time."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import sqlite3
 import time
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+import asyncrl.journal.integrity
 import asyncrl.journal.segments
 import asyncrl.journal.writer
+from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
 from asyncrl.journal.database import PAGE_BYTES
+from asyncrl.journal.reader import JournalReader
 from asyncrl.journal.segments import pack_frames, segment_files, unpack_group
-from asyncrl.journal.writer import Journal, TicketSlot
+from asyncrl.journal.writer import JOURNAL_FILE, Journal
+from learner.checkpoint.saver import Saver
+from learner.progress import Progress
+from learner.tickets.ledger import TicketLedger
 from protocol.codec import encode
-from protocol.messages import FinishReason, Group, GroupTimings, TrajectoryRecord, TrajectoryStatus, Turn
+from protocol.messages import Group
+from tests.rigs.journal_groups import issue, issue_and_add, make_group, slots_of, take
 
 COLUMNS = ("prompt_ids", "image_grids", "lengths", "token_ids", "loss_mask", "logprobs", "versions", "kv_versions")
+PER_STEP = 2
 
 
-def make_group(ticket_id: int, *, length: int = 1000, versions: int | None = None) -> Group:
-    """Two trajectories; `versions` None: they change in the middle of each."""
-    random = np.random.default_rng(ticket_id)
-    changing = np.repeat(np.asarray([4, 5, 4, 5], np.int32), length // 2)
-    record = TrajectoryRecord(
-        status=TrajectoryStatus.FINISHED,
-        finish_reason=FinishReason.STOP,
-        rewards={"exact": 0.25},
-        reward=0.25,
-        turns=(Turn(start=0, end=length),),
-    )
-    return Group(
-        ticket_id=ticket_id,
-        server_id="s",
-        prompt_ids=np.arange(7, dtype=np.int32),
-        image_grids=np.asarray([[1, 4, 4]], np.int32),
-        image_hashes=("a" * 64,),
-        lengths=np.full(2, length, np.int32),
-        token_ids=random.integers(0, 1000, 2 * length).astype(np.int32),
-        loss_mask=np.ones(2 * length, np.uint8),
-        logprobs=-random.random(2 * length, np.float32),
-        versions=changing if versions is None else np.full(2 * length, versions, np.int32),
-        kv_versions=None if versions is None else np.full(2 * length, versions, np.int32),
-        trajectories=(record, record),
-        timings=GroupTimings(queued_s=0.0, generate_s=1.0, reward_s=0.0),
-    )
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / JOURNAL_FILE
 
 
-def keep(journal: Journal, *groups: Group, at: int = 0) -> None:
-    slots = [TicketSlot(group.ticket_id, group.ticket_id, at, 1) for group in groups]
-    with journal.transaction():
-        journal.add_tickets(slots)
-        for group in groups:
-            journal.add_group(group.ticket_id, encode(group))
-        journal.count(issued=len(groups))
+@pytest.fixture
+def journal(path: Path) -> Iterator[Journal]:
+    with closing(Journal(path)) as opened:
+        yield opened
 
 
 def assert_same(one: Group, other: Group) -> None:
@@ -68,7 +53,45 @@ def assert_same(one: Group, other: Group) -> None:
     assert one.model_dump(exclude=set(COLUMNS)) == other.model_dump(exclude=set(COLUMNS))
 
 
-@pytest.mark.parametrize("group", [make_group(1), make_group(2, versions=3), make_group(3, length=2)])
+def train(journal: Journal, *steps: int) -> int:
+    """Write and take two groups a step. Returns the bytes of one."""
+    for step in steps:
+        groups = [make_group(PER_STEP * step + n, versions=3) for n in range(PER_STEP)]
+        issue_and_add(journal, *groups)
+        take(journal, step, slots_of(groups))
+    return journal.payload_bytes // (PER_STEP * len(steps))
+
+
+def kept_steps(journal: Journal) -> list[int]:
+    assert journal.path is not None
+    with closing(JournalReader(journal.path)) as reader:
+        return sorted(reader.kept_steps())
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def wait_until_gone(*files: Path) -> None:
+    wait_until(lambda: not any(file.exists() for file in files))
+
+
+# --- one group --------------------------------------------------------------------------------------
+
+
+def almost_repetitive() -> Group:
+    group = make_group(1, versions=3)
+    versions = group.versions.copy()
+    versions[500] = 2
+    return group.model_copy(update={"versions": versions})
+
+
+@pytest.mark.parametrize(
+    "group", [make_group(1), make_group(2, versions=3), make_group(3, length=2), almost_repetitive()]
+)
 def test_a_group_comes_back_as_it_was(group: Group) -> None:
     assert_same(unpack_group(b"".join(pack_frames(encode(group)))), group)
 
@@ -79,162 +102,209 @@ def test_columns_of_one_value_take_no_room() -> None:
     assert needed < sum(map(len, pack_frames(encode(group)))) < needed + 2000
 
 
-def test_a_column_that_differs_in_one_place_is_kept_whole() -> None:
-    group = make_group(1, versions=3)
-    versions = group.versions.copy()
-    versions[500] = 2
-    changed = group.model_copy(update={"versions": versions})
-    assert_same(unpack_group(b"".join(pack_frames(encode(changed)))), changed)
+# --- the log ----------------------------------------------------------------------------------------
 
 
-def test_the_log_is_copied_beside_the_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_log_is_copied_beside_the_writing(
+    tmp_path: Path, path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what a process that is killed meanwhile leaves is whole."""
     monkeypatch.setattr(asyncrl.journal.writer, "LOG_BYTES", 1 << 16)
-    journal = Journal(tmp_path / "journal.sqlite")
-    size_before = journal.path.stat().st_size  # type: ignore[union-attr]
-    for n in range(8):
-        keep(journal, make_group(n, length=20_000))
-    deadline = time.monotonic() + 20
-    while (tmp_path / "journal.sqlite").stat().st_size == size_before:
-        assert time.monotonic() < deadline, "nothing has been copied"
-        time.sleep(0.01)
-    keep(journal, make_group(8))
+    size_before = path.stat().st_size
+    for n in range(30):
+        issue_and_add(journal, make_group(n, length=10_000))
+    wait_until(lambda: path.stat().st_size > size_before)
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    assert journal._copier is not None
+    with journal._copier.paused:  # a file cannot be copied at one moment while it changes
+        for file in tmp_path.glob(f"{JOURNAL_FILE}*"):
+            shutil.copy(file, killed / file.name)
     journal.flush()
-    assert (tmp_path / "journal.sqlite-wal").stat().st_size == 0
-    assert_same(journal.group(3), make_group(3, length=20_000))
-    journal.close()
+    assert path.with_name(f"{JOURNAL_FILE}-wal").stat().st_size == 0
+    for whole in (journal, Journal(killed / JOURNAL_FILE)):
+        assert [slot.ticket_id for slot in whole.state().buffered] == list(range(30))
+        assert_same(whole.group(29), make_group(29, length=10_000))
+        whole.close()
 
 
 def test_a_log_that_cannot_be_copied_stops_the_next_transaction(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asyncrl.journal.writer, "LOG_BYTES", 1 << 12)
-    journal = Journal(tmp_path / "journal.sqlite")
-    connect = sqlite3.connect
-
-    def out_of_order(*arguments: object, **options: object) -> sqlite3.Connection:
+    def fail(*arguments: object, **options: object) -> sqlite3.Connection:
         raise sqlite3.OperationalError("disk I/O error")
 
-    monkeypatch.setattr(sqlite3, "connect", out_of_order)
-    keep(journal, make_group(0, length=20_000))
-    monkeypatch.setattr(sqlite3, "connect", connect)
-    assert journal._copier is not None
-    assert journal._copier._thread is not None
-    journal._copier._thread.join(20)
+    monkeypatch.setattr(asyncrl.journal.writer, "LOG_BYTES", 1 << 12)
+    with monkeypatch.context() as broken:
+        broken.setattr(sqlite3, "connect", fail)
+        issue(journal, slots_of([make_group(0)]))
+        assert journal._copier is not None
+        assert journal._copier._thread is not None
+        journal._copier._thread.join(20)
     with pytest.raises(BadStateError, match="disk I/O error"):
-        keep(journal, make_group(1))
-    journal.close()
+        issue_and_add(journal, make_group(1))
 
 
-def take(journal: Journal, step: int, *groups: Group) -> None:
-    with journal.transaction():
-        journal.consume(step, [TicketSlot(g.ticket_id, g.ticket_id, 0, 1) for g in groups])
-        journal.count(trained=len(groups))
+# --- groups that a checkpoint holds -----------------------------------------------------------------
 
 
-def wait_until_gone(*files: Path) -> None:
-    deadline = time.monotonic() + 20
-    while any(file.exists() for file in files):
-        assert time.monotonic() < deadline, f"{files} should have been deleted"
-        time.sleep(0.01)
-
-
-def test_forgotten_groups_leave_the_disk(tmp_path: Path) -> None:
-    path = tmp_path / "journal.sqlite"
-    journal = Journal(path)
-    for step in range(1, 7):
+def test_forgotten_groups_leave_the_disk(path: Path, journal: Journal) -> None:
+    for step in range(1, 4):
         groups = [make_group(8 * step + n, length=10_000) for n in range(8)]
-        keep(journal, *groups)
+        issue_and_add(journal, *groups)
         (file,) = segment_files(path).values()
         assert journal.payload_bytes == file.stat().st_size
-        take(journal, step, *groups)
+        take(journal, step, slots_of(groups))
         journal.forget_payloads(step)
         assert journal.payload_bytes == 0
         wait_until_gone(file)
         journal.flush()
         assert journal.file_bytes < 40 * PAGE_BYTES
-    journal.close()
 
 
-def test_a_segment_stays_until_its_last_group_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_a_segment_stays_until_its_last_group_is_forgotten(
+    path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: bool
+) -> None:
     monkeypatch.setattr(asyncrl.journal.segments, "SEGMENT_BYTES", 400_000)  # two groups
-    path = tmp_path / "journal.sqlite"
-    journal = Journal(path)
     groups = [make_group(n, length=10_000) for n in range(6)]
-    for group in groups:
-        keep(journal, group)
-    first, second, third = segment_files(path).values()
-    take(journal, 1, *groups[:3])
-    take(journal, 2, *groups[4:])
-    journal.forget_payloads(1)
-    wait_until_gone(first)
-    assert_same(journal.group(3), groups[3])
-    journal.forget_payloads(2)
-    wait_until_gone(third)
-    assert second.exists()
-    assert_same(journal.group(3), groups[3])
-    keep(journal, make_group(9))
-    assert_same(journal.group(9), make_group(9))
-    journal.close()
-
-
-def test_a_file_is_deleted_only_after_the_log_that_forgets_it_is_on_the_disk(tmp_path: Path) -> None:
-    """Otherwise a power cut could leave a row without its group."""
-    path = tmp_path / "journal.sqlite"
-    journal = Journal(path)
-    groups = [make_group(n, length=10_000) for n in range(8)]
-    keep(journal, *groups)
-    (file,) = segment_files(path).values()
-    take(journal, 1, *groups)
-    with closing(sqlite3.connect(path)) as reader:
-        reader.execute("BEGIN")
-        reader.execute("SELECT COUNT(*) FROM groups").fetchone()  # the log cannot be copied beyond what is read
+    with closing(Journal(None if in_memory else path)) as journal:
+        for group in groups:
+            issue_and_add(journal, group)
+        files = list(segment_files(path).values())
+        assert len(files) == (0 if in_memory else 3)
+        take(journal, 1, slots_of(groups[:3]))
+        take(journal, 2, slots_of(groups[4:]))
         journal.forget_payloads(1)
-        time.sleep(0.3)
-        assert file.exists()
-    keep(journal, make_group(20))
-    journal.close()
+        wait_until_gone(*files[:1])
+        assert_same(journal.group(3), groups[3])
+        journal.forget_payloads(2)
+        wait_until_gone(*files[2:])
+        assert_same(journal.group(3), groups[3])
+        issue_and_add(journal, make_group(9))
+        assert_same(journal.group(9), make_group(9))
+
+
+def test_a_file_is_deleted_only_after_the_log_that_forgets_it_is_on_the_disk(path: Path) -> None:
+    """Otherwise a power cut could leave a row without its group."""
+    with closing(Journal(path)) as journal:
+        groups = [make_group(n, length=10_000) for n in range(8)]
+        issue_and_add(journal, *groups)
+        (file,) = segment_files(path).values()
+        take(journal, 1, slots_of(groups))
+        with closing(sqlite3.connect(path)) as reader:
+            reader.execute("BEGIN")
+            reader.execute("SELECT COUNT(*) FROM groups").fetchone()  # the log cannot be copied beyond what is read
+            journal.forget_payloads(1)
+            time.sleep(0.3)
+            assert file.exists()
+        issue_and_add(journal, make_group(20))
     assert not file.exists()
-    again = Journal(path)
-    assert_same(again.group(20), make_group(20))
-    again.close()
+    with closing(Journal(path)) as again:
+        assert_same(again.group(20), make_group(20))
 
 
-def test_a_journal_in_memory_keeps_groups_as_one_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asyncrl.journal.segments, "SEGMENT_BYTES", 400_000)
-    journal = Journal(None)
-    groups = [make_group(n, length=10_000) for n in range(6)]
-    for group in groups:
-        keep(journal, group)
-    take(journal, 1, *groups[:5])
-    journal.forget_payloads(1)
-    assert_same(journal.group(5), groups[5])
+def test_after_a_checkpoint_the_newest_groups_stay_within_the_budget(
+    path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asyncrl.journal.segments, "SEGMENT_BYTES", 1000)
+    one = train(journal, 1, 2, 3, 4, 5)
+    files = segment_files(path)
+    assert len(files) == 5
+    room = 2 * PER_STEP * one + one  # for two steps and a half: whole steps go
+    assert journal.forget_payloads(4, keep_bytes=room) == 3
+    assert kept_steps(journal) == [3, 4, 5], "of the steps that the checkpoint holds two, and what it does not hold"
+    wait_until_gone(files[1], files[2])
+    assert journal.group(PER_STEP * 4).token_ids.size
+    assert journal.forget_payloads(5, keep_bytes=room) == 4
+    assert kept_steps(journal) == [4, 5]
+    assert journal.forget_payloads(5, keep_bytes=0) == 6
+    assert journal.payload_bytes == 0
+
+
+def test_what_a_restart_needs_is_counted_without_what_is_only_kept(path: Path, journal: Journal) -> None:
+    one = train(journal, 1, 2, 3)
+    assert journal.needed_bytes == journal.payload_bytes
+    journal.forget_payloads(2, keep_bytes=1 << 30)
+    assert journal.payload_bytes == 3 * PER_STEP * one
+    assert journal.needed_bytes == PER_STEP * one
     journal.close()
+    with closing(Journal(path, saved_step=2)) as again:
+        assert again.needed_bytes == PER_STEP * one, "a restart knows it too"
 
 
-def test_a_journal_of_another_format_is_refused(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "journal.sqlite")
-    keep(journal, make_group(0))
+class NoReporter:
+    """A reporter that has nothing to write."""
+
+    def forget_tokens(self, before_step: int) -> None: ...
+
+
+def test_kept_groups_do_not_make_a_checkpoint_due(
+    journal: Journal, make_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(trainer={"journal_limit_mib": 1, "max_steps": 100})
+    ledger = TicketLedger(journal, prompts_per_step=PER_STEP, bound=0, total_groups=0)
+    nothing: Any = None
+    names = {"run_id": "", "architecture": "", "base": ""}
+    saver = Saver(config, nothing, nothing, ledger, journal, NoReporter(), **names)  # type: ignore[arg-type]
+    monkeypatch.setattr("learner.checkpoint.saver.MIB", 1000)
+    train(journal, 1, 2)
+    assert saver.is_due(Progress(100, 2, 2))
+    saver.forget_groups(2)
+    assert kept_steps(journal) == [1, 2]
+    assert not saver.is_due(Progress(100, 2, 2)), "they are kept, but nothing waits for a checkpoint"
+
+
+def test_files_of_kept_groups_are_neither_held_open_nor_read_at_the_start(
+    path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process may open 1,024 files; 100 GiB of groups lie in 1,600."""
+    monkeypatch.setattr(asyncrl.journal.segments, "SEGMENT_BYTES", 1000)
+    train(journal, 1)
+    before = len(os.listdir("/proc/self/fd"))
+    train(journal, *range(2, 20))
+    assert len(os.listdir("/proc/self/fd")) == before
+    issue_and_add(journal, make_group(1000))
     journal.close()
-    with sqlite3.connect(tmp_path / "journal.sqlite") as db:
-        db.execute("PRAGMA user_version = 1")
-    db.close()
-    with pytest.raises(BadStateError, match=r"schema 1, and this version of asyncrl reads schema 3"):
-        Journal(tmp_path / "journal.sqlite")
+    read: list[int] = []
+    original = asyncrl.journal.integrity.read_place
+    monkeypatch.setattr(
+        asyncrl.journal.integrity, "read_place", lambda fd, place: read.append(place.length) or original(fd, place)
+    )
+    with closing(Journal(path, saved_step=18)) as again:
+        assert len(os.listdir("/proc/self/fd")) <= before
+        assert again.group(PER_STEP).ticket_id == PER_STEP
+    assert len(read) == PER_STEP + 1, "those of the last step, and the one that waits"
 
 
-def test_a_journal_killed_between_two_copies_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asyncrl.journal.writer, "LOG_BYTES", 1 << 16)
-    journal = Journal(tmp_path / "journal.sqlite")
-    for n in range(30):
-        keep(journal, make_group(n, length=10_000))
-    # What a killed process leaves: the files as they are at this moment, in any state of the copying.
-    killed = tmp_path / "killed"
-    killed.mkdir()
-    with journal._copier.paused:  # type: ignore[union-attr]  # a file cannot be copied at one moment while it changes
-        for file in tmp_path.glob("journal.sqlite*"):
-            shutil.copy(file, killed / file.name)
+def test_damage_to_a_group_that_is_only_kept_does_not_stop_a_learner(
+    path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asyncrl.journal.segments, "SEGMENT_BYTES", 1000)
+    train(journal, 1, 2, 3)
     journal.close()
-    again = Journal(killed / "journal.sqlite")
-    assert [slot.ticket_id for slot in again.state().buffered] == list(range(30))
-    assert_same(again.group(29), make_group(29, length=10_000))
-    again.close()
+    files = segment_files(path)
+    files[1].unlink()
+    files[2].write_bytes(bytes(100))
+    with pytest.raises(BadStateError, match="is missing"):
+        Journal(path)
+    with closing(Journal(path, saved_step=2)) as again:
+        assert again.group(PER_STEP * 3).ticket_id == PER_STEP * 3
+        with pytest.raises(BadStateError, match="damaged"):
+            again.group(PER_STEP * 1)
+        again.forget_payloads(3)
+    Journal(path).close()
+
+
+def test_the_journal_stays_sound_while_groups_come_and_go(path: Path) -> None:
+    """Its digest and account are checked whenever it is opened."""
+    one = expected = 0
+    for step in range(1, 10):
+        with closing(Journal(path, saved_step=step - 1)) as journal:
+            before = journal.payload_bytes
+            train(journal, step)
+            one = one or journal.payload_bytes - before
+            journal.forget_payloads(step, keep_bytes=(step % 4) * one)
+            expected = min(step % 4, expected + 1)
+            assert len(kept_steps(journal)) == expected
+    Journal(path).close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -23,7 +22,7 @@ from asyncrl.config.run_sections import TelemetryConfig
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
 from asyncrl.journal.writer import Journal
-from asyncrl.telemetry.metrics import Metric, MetricSet
+from asyncrl.telemetry.metrics import Metric
 from asyncrl.telemetry.recorder import RunRecorder
 from asyncrl.telemetry.timeline import WaitClock
 from learner.network.servers import ModelFacts
@@ -59,7 +58,7 @@ from tests.unit.learner.test_tickets import issue, prepared, received
 CPU = torch.device("cpu")
 NOWHERE = TelemetryConfig(learner_port=0, rollout_port=0)
 Values = dict[tuple[str, str], float]
-"""By name without the service's prefix, and labels as `name=value`."""
+"""(name without the service's prefix, labels as `name=value`) -> value."""
 
 
 def scrape(registry: CollectorRegistry) -> Values:
@@ -67,18 +66,23 @@ def scrape(registry: CollectorRegistry) -> Values:
     for family in text_string_to_metric_families(generate_latest(registry).decode()):
         for sample in family.samples:
             labels = ",".join(f"{name}={value}" for name, value in sorted(sample.labels.items()))
-            values[sample.name.removeprefix("asyncrl_learner_").removeprefix("asyncrl_rollout_"), labels] = sample.value
+            values[short(sample.name), labels] = sample.value
     return values
 
 
 def single_gauges(table: tuple[Metric, ...], values: Values) -> dict[str, float]:
-    """Those without labels that are there."""
-    names = {m.name.removeprefix("asyncrl_learner_").removeprefix("asyncrl_rollout_") for m in table if gauge(m)}
+    """Gauges without labels that have a series."""
+    names = {short(metric.name) for metric in table if metric.kind == "gauge" and not metric.labels}
     return {name: values[name, ""] for name in names if (name, "") in values}
 
 
-def gauge(metric: Metric) -> bool:
-    return metric.kind == "gauge" and not metric.labels
+def short(name: str) -> str:
+    return name.removeprefix("asyncrl_learner_").removeprefix("asyncrl_rollout_")
+
+
+def by_label(values: Values, name: str) -> dict[str, float]:
+    """Label (`name=value`) -> value of the series of one metric."""
+    return {label: value for (metric, label), value in values.items() if metric == name}
 
 
 class Rig:
@@ -145,34 +149,16 @@ def rig(starting: Rig) -> Rig:
 
 # --- nothing yet ---------------------------------------------------------------------------------------
 
-LOOKED_AT = {
-    "credits",
-    "disk_free_bytes",
-    "disk_size_bytes",
-    "journal_bytes",
-    "journal_lag_groups",
-    "last_step_age_seconds",
-    "ledger_residual_groups",
-    "oldest_buffered_seconds",
-    "oldest_ticket_seconds",
-    "pulse_age_seconds",
-    "rss_bytes",
-    "servers",
-    "shared_memory_bytes",
-    "shared_memory_free_bytes",
-}
+READ_AT_SCRAPES = {short(metric.name) for metric in LEARNER if metric.set_on_scrape}
 
 
 def test_a_gauge_of_the_learner_without_a_value_is_nan(starting: Rig) -> None:
     before = single_gauges(LEARNER, starting.scrape())
     assert all(map(math.isnan, before.values()))
-    assert not before.keys() & LOOKED_AT, "a residual that is NaN is not 0: it would wake somebody"
-    assert before.keys() | LOOKED_AT == {
-        metric.name.removeprefix("asyncrl_learner_") for metric in LEARNER if gauge(metric)
-    }
+    assert not before.keys() & READ_AT_SCRAPES, "a residual that is NaN is not 0: it would raise an alert"
     starting.watch()
     known = {name for name, value in single_gauges(LEARNER, starting.scrape()).items() if not math.isnan(value)}
-    assert known == {*LOOKED_AT, "step", "total_steps"}
+    assert known == {*READ_AT_SCRAPES, "step", "total_steps"}
 
 
 def test_a_gauge_of_the_server_without_a_value_is_nan() -> None:
@@ -186,45 +172,15 @@ def test_a_gauge_of_the_server_without_a_value_is_nan() -> None:
 
 # --- the learner: a step ---------------------------------------------------------------------------------
 
-GAUGES = {
-    "reward/std": ("reward_std", 0.31),
-    "accuracy": ("accuracy", 0.62),
-    "zero_variance_groups": ("zero_variance_groups", 3.0),
-    "response_length/mean": ("completion_tokens", 17.5),
-    "loss": ("loss", -0.02),
-    "grad_norm": ("grad_norm", 1.7),
-    "lr": ("learning_rate", 3e-6),
-    "entropy": ("entropy", 0.9),
-    "reference_kl": ("reference_kl", 0.05),
-    "ess": ("effective_sample_size", 0.97),
-    "mismatch_kl_k3": ("mismatch_kl", 0.011),
-    "mismatch_kl_k1": ("mismatch_kl_k1", 0.012),
-    "ratio_max": ("ratio_max", 2.4),
-    "logprob_diff_max": ("logprob_diff_max", 0.4),
-    "clip_fraction": ("clip_fraction", 0.13),
-    "mask_fraction": ("mask_fraction", 0.14),
-    "truncation_fraction": ("truncation_fraction", 0.15),
-    "idle/learner": ("idle_ratio", 0.25),
-    "model_flops_per_s": ("model_flops", 50.0),
-    "length_bias": ("length_bias", -0.25),
-    "staleness/bound": ("staleness_bound", 4.0),
-    "lease_fence": ("lease_fence", 12.0),
-    "asleep_s/learner": ("asleep_seconds", 8.5),
-    "sleep_s/learner": ("sleep_seconds", 0.6),
-    "wake_s/learner": ("wake_seconds", 0.7),
-    "sleep_bytes/learner": ("sleep_bytes", 2048.0),
-}
-"""Name in a step's record -> gauge, and a value of its own."""
+VALUES = {name: 0.01 * number for number, name in enumerate(GAUGE_OF_RECORD, 1)}
 STALE = {name: 0.1 * number for number, name in enumerate(GAUGE_OF_STALENESS_RECORD, 1)}
 TIMES = {"step_s": 4.0, "wait_s": 1.0, "learn_s": 2.0, "publish_s": 0.2}
 
 
 def record(**changed: float) -> dict[str, float]:
-    values = {name: value for name, (_, value) in GAUGES.items()} | TIMES
+    values = VALUES | TIMES | {f"staleness_2/{name}": value for name, value in STALE.items()}
     values |= {"tokens": 640.0, "rows/finished": 7.0, "rows/error": 1.0, "reward/mean": 0.5, "reward/short": 0.75}
-    values |= {"ratio/p01": 0.8, "ratio/p50": 1.01, "ratio/p99": 1.3}
-    values |= {f"staleness_2/{name}": value for name, value in STALE.items()}
-    return values | changed
+    return values | {"ratio/p01": 0.8, "ratio/p50": 1.01, "ratio/p99": 1.3} | changed
 
 
 def batch_of(*groups: ReceivedGroup) -> Batch:
@@ -246,27 +202,19 @@ def stale_batch() -> Batch:
 
 def test_a_steps_numbers_are_in_the_gauges_of_their_names(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("learner.reporting.prometheus.peak_flops", lambda device: 200.0)
-    monkeypatch.setattr(rig.ledger, "length_bias", dict)  # then what the step said of it would be lost
     rig.exporter.step(9, 6, record(), stale_batch())
-    assert {name: gauge for name, (gauge, _) in GAUGES.items()} == GAUGE_OF_RECORD
-    before_looking = {name: rig.exporter._metrics[gauge]._value.get() for name, (gauge, _) in GAUGES.items()}
-    assert before_looking == {name: value for name, (_, value) in GAUGES.items()}
     values = rig.scrape()
-    assert values["step", ""] == 9
-    assert values["policy_version", ""] == 7
-    assert values["steps_total", ""] == 1
-    assert values["tokens_total", ""] == 640
-    assert values["groups_consumed_total", ""] == 2
-    assert values["mfu", ""] == 0.25
-    assert {label: v for (name, label), v in values.items() if name == "reward"} == {
-        "component=mean": 0.5,
-        "component=short": 0.75,
-    }
+    shown = {name: values[gauge, ""] for name, gauge in GAUGE_OF_RECORD.items() if name != "length_bias"}
+    assert shown == {name: value for name, value in VALUES.items() if name != "length_bias"}  # that is the ledger's
+    counted = {"step": 9, "policy_version": 7, "steps_total": 1, "tokens_total": 640, "groups_consumed_total": 2}
+    assert {name: values[name, ""] for name in counted} == counted
+    assert values["mfu", ""] == pytest.approx(VALUES["model_flops_per_s"] / 200)
+    assert by_label(values, "reward") == {"component=mean": 0.5, "component=short": 0.75}
     for name in ("rows", "trajectories_total"):
-        assert (values[name, "status=finished"], values[name, "status=error"]) == (7, 1)
+        assert by_label(values, name) == {"status=finished": 7, "status=error": 1}
     for name in ("step", "wait", "learn", "publish"):
         assert (values[f"{name}_seconds_count", ""], values[f"{name}_seconds_sum", ""]) == (1, TIMES[f"{name}_s"])
-    assert [values["ratio", f"quantile={q}"] for q in ("0.01", "0.5", "0.99")] == [0.8, 1.01, 1.3]
+    assert by_label(values, "ratio") == {"quantile=0.01": 0.8, "quantile=0.5": 1.01, "quantile=0.99": 1.3}
     for name, metric in GAUGE_OF_STALENESS_RECORD.items():
         assert values[metric, "staleness=2"] == STALE[name]
         assert math.isnan(values[metric, "staleness=1"])
@@ -294,8 +242,8 @@ def test_what_the_last_step_does_not_know_is_nan_and_not_what_an_earlier_one_kne
     values = rig.scrape()
     for name, label in (("accuracy", ""), ("reward_std", ""), ("reward", "component=mean")):
         assert math.isnan(values[name, label]), name
-    assert values["entropy", ""] == 0.9
-    assert math.isnan(values["mfu", ""]), "of a CPU nobody knows the peak"
+    assert values["entropy", ""] == VALUES["entropy"]
+    assert math.isnan(values["mfu", ""]), "the peak of a CPU is not known"
 
 
 def test_evaluations_publications_and_the_end_have_their_values(rig: Rig) -> None:
@@ -333,15 +281,15 @@ def test_a_step_that_gives_up_is_counted_and_its_number_is_no_longer_the_last_fi
         raise NotFiniteError(number, "it is nan")
 
     rig.exporter.step(1, 0, record(), batch_of(received(issue(rig.ledger, 0)[0])))
-    counted = {"loss": 0.0, "grad_norm": 0.0}
-    assert {n: rig.scrape()["not_finite_total", f"number={n}"] for n in counted} == counted
+    counted = {"number=loss": 0.0, "number=grad_norm": 0.0}
+    assert by_label(rig.scrape(), "not_finite_total") == counted
     learner: Any = SimpleNamespace(
         progress=SimpleNamespace(version=1), training=SimpleNamespace(learn=learn), exporter=rig.exporter
     )
     with pytest.raises(BadStateError, match="it is nan"):
         Learner._learn(learner, [], 0.0, publish=True)
     values = rig.scrape()
-    assert {n: values["not_finite_total", f"number={n}"] for n in counted} == counted | {number: 1.0}
+    assert by_label(values, "not_finite_total") == counted | {f"number={number}": 1.0}
     assert math.isnan(values[number, ""])
 
 
@@ -374,24 +322,14 @@ def test_each_scrape_looks_at_the_ledger(rig: Rig) -> None:
     rig.welcome("a", max_groups=8)
     rig.welcome("b", aligned=False)
     values = rig.scrape()
-    states = {label: v for (name, label), v in values.items() if name == "groups"}
-    assert states == {
-        "state=issued": 12,
-        "state=trained": 2,
-        "state=dropped_stale": 1,
-        "state=buffered": 1,
-        "state=in_flight": 1,
-        "state=waiting": 4,
-    }
-    assert values["ledger_residual_groups", ""] == 3
-    assert values["drops_total", "reason=stale"] == 1
-    lengths = {s: values["mean_length", f"state={s}"] for s in ("trained", "dropped", "buffered")}
-    assert lengths == {"trained": 3, "dropped": 6, "buffered": 5}
-    assert values["length_bias", ""] == pytest.approx(-0.25)
-    assert values["oldest_ticket_seconds", ""] == pytest.approx(60, abs=2)
-    assert values["oldest_buffered_seconds", ""] == pytest.approx(5, abs=2)
-    assert values["servers", ""] == 2
-    assert values["credits", ""] == 7
+    states = {"issued": 12, "trained": 2, "dropped_stale": 1, "buffered": 1, "in_flight": 1, "waiting": 4}
+    assert by_label(values, "groups") == {f"state={state}": count for state, count in states.items()}
+    assert by_label(values, "drops_total") == {"reason=stale": 1}
+    assert by_label(values, "mean_length") == {"state=trained": 3, "state=dropped": 6, "state=buffered": 5}
+    expected = {"ledger_residual_groups": 3, "length_bias": -0.25, "servers": 2, "credits": 7}
+    expected |= {"oldest_ticket_seconds": 60, "oldest_buffered_seconds": 5}
+    assert {name: values[name, ""] for name in expected} == pytest.approx(expected, abs=2, rel=0)
+    assert (values["ledger_residual_groups", ""], values["credits", ""]) == (3, 7)
     assert rig.scrape()["drops_total", "reason=stale"] == 1, "a second look counts nothing twice"
 
 
@@ -413,7 +351,7 @@ def test_each_scrape_looks_at_memory_and_disks(rig: Rig, monkeypatch: pytest.Mon
     assert values["shared_memory_bytes", ""] == 4096
     assert values["rss_bytes", ""] == 123
     assert values["journal_bytes", ""] == rig.ledger.journal.file_bytes > 1000
-    assert {label: v for (name, label), v in values.items() if name == "device_bytes"} == {
+    assert by_label(values, "device_bytes") == {
         "phase=awake,state=allocated": 5,
         "phase=awake,state=free": 6,
         "phase=asleep,state=allocated": 1,
@@ -421,8 +359,8 @@ def test_each_scrape_looks_at_memory_and_disks(rig: Rig, monkeypatch: pytest.Mon
     }
 
 
-def test_each_scrape_looks_at_clocks_waits_and_errors(rig: Rig) -> None:
-    rig.waits._seconds["groups"] = 12.0
+def test_each_scrape_looks_at_clocks_waits_and_errors(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rig.waits, "totals", lambda: {"groups": 12.0})
     rig.exchange.errors["muted"] = 4
     rig.exchange._connections.looked_at = time.monotonic() - 7
     rig.exporter._step_at -= 30
@@ -431,8 +369,7 @@ def test_each_scrape_looks_at_clocks_waits_and_errors(rig: Rig) -> None:
     assert values["last_step_age_seconds", ""] == pytest.approx(30, abs=2)
     assert values["waiting_seconds_total", "for=groups"] == 12
     assert values["errors_total", "kind=muted"] == 4
-    assert values["total_steps", ""] == 50
-    assert values["step", ""] == 4
+    assert (values["step", ""], values["total_steps", ""]) == (4, 50)
     rig.exporter.step(5, 4, record(), batch_of(received(issue(rig.ledger, 0)[0])))
     assert rig.scrape()["last_step_age_seconds", ""] < 2
 
@@ -471,41 +408,20 @@ def test_an_image_is_sent_once_for_all_trajectories_of_a_message(rig: Rig, monke
     assert rig.scrape()["image_blob_bytes_total", ""] == 8, "nothing went out"
 
 
-def test_a_servers_parity_is_shown_while_it_is_here(rig: Rig) -> None:
-
-    def shown(metric: str) -> dict[str, float]:
-        return {label: v for (name, label), v in rig.scrape().items() if name == metric}
+def test_a_servers_parity_is_shown_while_it_is_connected(rig: Rig) -> None:
+    def shown() -> list[dict[str, float]]:
+        values = rig.scrape()
+        return [by_label(values, name) for name in ("parity_max", "parity_mean")]
 
     for number in range(4):
         server_id = f"host-{number}-a1b2c3"
         rig.welcome(server_id)
         rig.exporter.parity(server_id, largest=0.1 + number, mean=0.01 + number)
-        assert shown("parity_max") == {f"server={server_id}": 0.1 + number}
-        assert shown("parity_mean") == {f"server={server_id}": 0.01 + number}
+        assert shown() == [{f"server={server_id}": 0.1 + number}, {f"server={server_id}": 0.01 + number}]
         del rig.exchange.servers[server_id]
-        assert shown("parity_max") == shown("parity_mean") == {}
+        assert shown() == [{}, {}]
     rig.welcome("host-3-a1b2c3")  # again, and not compared again
-    assert shown("parity_max") == {"server=host-3-a1b2c3": 3.1}
-
-
-def test_two_scrapes_at_once_look_one_after_the_other() -> None:
-    metrics = MetricSet((), "learner")
-    looking: list[int] = [0]
-    most: list[int] = []
-
-    def look() -> None:
-        looking[0] += 1
-        most.append(looking[0])
-        time.sleep(0.05)
-        looking[0] -= 1
-
-    metrics.before_scrape(look)
-    threads = [threading.Thread(target=generate_latest, args=(metrics.registry,)) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(5)
-    assert most == [1, 1, 1]
+    assert shown()[0] == {"server=host-3-a1b2c3": 3.1}
 
 
 # --- the rollout server ----------------------------------------------------------------------------------
@@ -542,20 +458,14 @@ def test_each_scrape_looks_at_the_servers_last_heartbeat(
     assert server._beat_at is not None
     server._beat_at -= 3
     values = scrape(server.registry)
-    held = {label: v for (name, label), v in values.items() if name == "held_groups"}
-    assert held == {"state=queued": 3, "state=running": 2, "state=unacknowledged": 1}
-    assert values["tokens_total", ""] == 1000
-    assert values["busy_seconds_total", ""] == 36
-    assert values["update_pause_seconds_total", ""] == 2.5
-    assert values["idle_ratio", ""] == 0.25
-    assert values["sequences_running", ""] == 5
-    assert values["kv_cache_ratio", ""] == 0.4
-    assert values["waiting_seconds_total", "for=weights"] == 10
-    assert values["waiting_seconds_total", "for=tickets"] == 2
+    assert by_label(values, "held_groups") == {"state=queued": 3, "state=running": 2, "state=unacknowledged": 1}
+    expected = {"tokens_total": 1000, "busy_seconds_total": 36, "update_pause_seconds_total": 2.5, "idle_ratio": 0.25}
+    expected |= {"sequences_running": 5, "kv_cache_ratio": 0.4}
+    assert {name: values[name, ""] for name in expected} == expected
+    assert by_label(values, "waiting_seconds_total") == {"for=weights": 10, "for=tickets": 2}
     assert values["learner_silence_seconds", ""] == pytest.approx(4, abs=2)
     assert values["pulse_age_seconds", ""] == pytest.approx(3, abs=2)
-    memory = {label: v for (name, label), v in values.items() if name == "device_bytes"}
-    assert memory == {"phase=asleep,state=allocated": 5, "phase=asleep,state=free": 6}
+    assert by_label(values, "device_bytes") == {"phase=asleep,state=allocated": 5, "phase=asleep,state=free": 6}
 
 
 def test_a_server_without_a_welcome_yet_shows_how_long_it_waits_and_that_it_lives(
@@ -614,17 +524,25 @@ def test_what_the_server_produced_loaded_and_slept(server: ServerExporter) -> No
     server.slept(0.75, nbytes=2048)
     server.stopped("learner_left")
     values = scrape(server.registry)
-    assert values["groups_total", ""] == 1
-    assert (values["generate_seconds_sum", ""], values["reward_seconds_sum", ""]) == (2, 0.5)
-    assert values["completion_tokens_sum", ""] == 24
-    assert (values["trajectories_total", "status=finished"], values["trajectories_total", "status=timed_out"]) == (1, 1)
-    assert values["reward_errors_total", "kind=reward_timeout"] == 1
-    assert values["policy_version", ""] == 5
-    assert values["weight_seconds_sum", "phase=transfer"] == pytest.approx(0.3)
-    assert values["weight_seconds_sum", "phase=load"] == pytest.approx(0.7)
-    assert values["weight_bytes_total", ""] == 512
-    assert values["errors_total", "kind=ValueError"] == 1
-    assert (values["lease_fence", ""], values["stale_fences_total", ""]) == (6, 1)
-    assert (values["wake_seconds", ""], values["asleep_seconds_total", ""]) == (1.25, 33)
-    assert (values["sleep_seconds", ""], values["sleep_bytes", ""]) == (0.75, 2048)
-    assert values["stopped", "kind=learner_left"] == 1
+    expected = {
+        ("groups_total", ""): 1,
+        ("generate_seconds_sum", ""): 2,
+        ("reward_seconds_sum", ""): 0.5,
+        ("completion_tokens_sum", ""): 24,
+        ("trajectories_total", "status=finished"): 1,
+        ("trajectories_total", "status=timed_out"): 1,
+        ("reward_errors_total", "kind=reward_timeout"): 1,
+        ("policy_version", ""): 5,
+        ("weight_seconds_sum", "phase=transfer"): 0.3,
+        ("weight_seconds_sum", "phase=load"): 0.7,
+        ("weight_bytes_total", ""): 512,
+        ("errors_total", "kind=ValueError"): 1,
+        ("lease_fence", ""): 6,
+        ("stale_fences_total", ""): 1,
+        ("wake_seconds", ""): 1.25,
+        ("asleep_seconds_total", ""): 33,
+        ("sleep_seconds", ""): 0.75,
+        ("sleep_bytes", ""): 2048,
+        ("stopped", "kind=learner_left"): 1,
+    }
+    assert {name: values[name] for name in expected} == pytest.approx(expected)
