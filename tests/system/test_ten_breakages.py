@@ -20,7 +20,7 @@ import pytest
 from asyncrl.cli import main as asyncrl
 from asyncrl.config.schema import RunConfig
 from asyncrl.telemetry.recorder import read_status
-from asyncrl.tools.doctor.report import MARKS
+from asyncrl.tools.doctor.findings import MARKS
 from protocol.messages import PROTOCOL_MAJOR
 from tests.rigs.small_runs import logs, small
 from tests.rigs.tiny import ROOT

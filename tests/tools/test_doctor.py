@@ -23,16 +23,14 @@ from asyncrl.launch.drawn_ports import free_port
 from asyncrl.launch.ports import reserve_ports
 from asyncrl.launch.processes import JOURNAL_FILE
 from asyncrl.run_folder.lock import LEARNER_LOCK
-from asyncrl.tools.doctor import disk, examination, machine, network
-from asyncrl.tools.doctor.devices import Device
-from asyncrl.tools.doctor.disk import HEADER_BYTES, find_disk
-from asyncrl.tools.doctor.examination import Examination
+from asyncrl.tools.doctor import examine, machine, network
+from asyncrl.tools.doctor.disk import HEADER_BYTES, find_disk, find_run_dir
+from asyncrl.tools.doctor.examine import Examination
 from asyncrl.tools.doctor.findings import Finding, Findings, problem, split_fix
+from asyncrl.tools.doctor.machine import Device
 from asyncrl.tools.doctor.memory import find_memory
-from asyncrl.tools.doctor.network import find_network, is_local
-from asyncrl.tools.doctor.ports import find_ports
-from asyncrl.tools.doctor.run_dir import find_run_dir
-from asyncrl.tools.memory_plan.plan import GIB
+from asyncrl.tools.doctor.network import find_network, find_ports, is_local
+from asyncrl.tools.memory_plan.plan import GIB, MemoryPlan, make_plan
 from protocol.curve import LEARNER_SECRET, make_keys
 from tests.rigs.small_runs import small
 from tests.rigs.two_processes import write_config
@@ -125,7 +123,7 @@ def test_it_warns_of_small_shared_memory(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def examined(findings: Findings[Any], deadline_s: float = 60.0) -> tuple[list[Finding], Any]:
     told: list[Finding] = []
-    return told, Examination(lambda finding, seconds: told.append(finding)).check("it", findings, deadline_s=deadline_s)
+    return told, Examination(told.append).check("it", findings, deadline_s=deadline_s)
 
 
 def test_a_check_that_hangs_is_given_up() -> None:
@@ -146,7 +144,7 @@ def test_a_check_that_hangs_is_given_up() -> None:
     ("error", "value", "fix"),
     [
         (UserError("a port is taken. Set another"), "a port is taken", "Set another"),
-        (ZeroDivisionError("by 0"), "could not be checked: ZeroDivisionError: by 0", examination._BROKEN),
+        (ZeroDivisionError("by 0"), "could not be checked: ZeroDivisionError: by 0", examine._BROKEN),
     ],
 )
 def test_what_a_check_raises_is_a_problem(error: Exception, value: str, fix: str) -> None:
@@ -202,6 +200,12 @@ def test_a_folder_that_cannot_be_written(make_config: MakeConfig) -> None:
     assert (found.verdict, found.value[:32]) == ("problem", "nothing can be written in /proc/")
 
 
+@pytest.fixture(scope="module")
+def plan(tiny_model: Path) -> MemoryPlan:
+    sections = {"data": {"train_files": ["d"]}, "reward": {"functions": [{"function": "exact_match"}]}}
+    return make_plan(RunConfig.model_validate({"run_dir": "r", "model": {"path": str(tiny_model)}, **sections}))
+
+
 GROUPS_10_GIB = 10 * GIB // (128 * 16 + 4 * (4 + 8 * 17) + 4 * HEADER_BYTES)
 
 
@@ -224,6 +228,7 @@ GROUPS_10_GIB = 10 * GIB // (128 * 16 + 4 * (4 + 8 * 17) + 4 * HEADER_BYTES)
 )
 def test_a_run_needs_room_for_what_it_can_write(
     make_config: MakeConfig,
+    plan: MemoryPlan,
     monkeypatch: pytest.MonkeyPatch,
     trainer: dict[str, int],
     num_rows: int | None,
@@ -232,7 +237,6 @@ def test_a_run_needs_room_for_what_it_can_write(
     lower: str,
 ) -> None:
     config = make_config(trainer={"max_steps": 0, **trainer})
-    _, plan = examined(find_memory(config, ()))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=GIB))
     (found,) = [finding for finding in find_disk(config, plan, num_rows) if finding.what == "disk of run_dir"]
     assert (found.verdict, named in found.value) == (verdict, True), found
@@ -241,70 +245,28 @@ def test_a_run_needs_room_for_what_it_can_write(
 
 
 def test_what_a_run_has_written_already_is_not_asked_for_again(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+    make_config: MakeConfig, plan: MemoryPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config()
-    _, plan = examined(find_memory(config, ()))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=20 << 20))
-    for written, verdict in ((0, "problem"), (30 << 20, "ok")):
-        for name in ("journal.sqlite.groups-000001", "images/a.png"):
-            file = config.run_path / name
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(bytes(written // 2 if name[0] == "j" else 1 << 20))
-        file = config.run_path / "export" / "weights"
+    assert [found.verdict for found in find_disk(config, plan, 64)] == ["problem"]
+    for name, nbytes in (("journal.sqlite.groups-000001", 15 << 20), ("export/weights", 15 << 20), ("images/a", 1)):
+        file = config.run_path / name
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(bytes(written // 2))
-        (found,) = list(find_disk(config, plan, 64))
-        assert found.verdict == verdict, found
-        assert ("30.0 MiB written already" in found.value) == bool(written)
-        assert "1 checkpoint of" in found.value
+        file.write_bytes(bytes(nbytes))
+    (found,) = list(find_disk(config, plan, 64))
+    assert (found.verdict, "30.0 MiB written already" in found.value) == ("ok", True), found
 
 
-@pytest.mark.parametrize(
-    ("there", "number"),
-    [
-        ([], 4),
-        ([5], 4),
-        ([5, 10], 4),
-        ([5, 10, 15], 4),
-        ([5, 10, 15, 20], 4),
-        ([10, 15, 17], 4),
-        ([17, 19], 3),
-        ([25], 1),
-    ],
-)
+@pytest.mark.parametrize(("present", "number"), [([], 4), ([5, 10, 15, 20], 4), ([17, 19], 3), ([25], 1)])
 def test_checkpoints_that_stay_and_those_to_come_are_counted(
-    make_config: MakeConfig, there: list[int], number: int
+    make_config: MakeConfig, plan: MemoryPlan, present: list[int], number: int
 ) -> None:
     config = make_config(trainer={"max_steps": 20, "save_freq": 5, "save_limit": 9})
-    _, plan = examined(find_memory(config, ()))
-    for step in there:
+    for step in present:
         (config.run_path / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
     (found,) = list(find_disk(config, plan, 64))
     assert f": {number} checkpoint{'s' * (number > 1)} of" in found.value, found
-
-
-def test_files_that_go_while_the_doctor_counts_are_not_counted(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The learner drops its oldest checkpoint."""
-    config = make_config()
-    _, plan = examined(find_memory(config, ()))
-    checkpoints = config.run_path / "checkpoints"
-    for step in (1, 2):
-        for name in ("weights", "more/weights"):
-            file = checkpoints / f"step-00000{step}" / name
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(bytes(1 << 20))
-    bytes_of = disk._bytes
-
-    def gone_meanwhile(file: Path) -> int:
-        shutil.rmtree(checkpoints, ignore_errors=True)
-        return bytes_of(file)
-
-    monkeypatch.setattr(disk, "_bytes", gone_meanwhile)
-    (found,) = list(find_disk(config, plan, 64))
-    assert "written already" not in found.value
 
 
 def test_one_port_for_two(make_config: MakeConfig) -> None:

@@ -12,10 +12,9 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_train
 from asyncrl.data.prompts import PromptRenderer
 from asyncrl.models.processing import PromptProcessor
-from asyncrl.tools.doctor.examination import Examination
+from asyncrl.tools.doctor.data import Look, find_prompts, find_rewards, find_twins
+from asyncrl.tools.doctor.examine import Examination
 from asyncrl.tools.doctor.findings import Finding
-from asyncrl.tools.doctor.prompts import Look, Purpose, find_prompts, find_twins
-from asyncrl.tools.doctor.rewards import find_rewards
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -27,12 +26,12 @@ def write_rows(tmp_path: Path, rows: Sequence[Mapping[str, Any]], **data: Any) -
     return {"train_files": [str(file)], "val_files": [], "max_prompt_length": 40, **data}
 
 
-def look_at(config: RunConfig, purpose: Purpose = "training") -> tuple[dict[str, Finding], Look]:
+def look_at(config: RunConfig, purpose: str = "training") -> tuple[dict[str, Finding], Look]:
     told: list[Finding] = []
     findings = find_prompts(
         config.data, open_train(config.data), purpose, PromptRenderer(config.data), PromptProcessor(config.model)
     )
-    look = Examination(lambda finding, seconds: told.append(finding)).check("prompts", findings)
+    look = Examination(told.append).check("prompts", findings)
     assert look is not None
     return {finding.what: finding for finding in told}, look
 

@@ -17,8 +17,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.launch.broken_pipe import READER_GONE
 from asyncrl.tools.doctor import trial
-from asyncrl.tools.doctor.examination import Examination
-from asyncrl.tools.doctor.examine import terminated_as_interrupted
+from asyncrl.tools.doctor.examine import Examination, terminated_as_interrupted
 from asyncrl.tools.doctor.findings import Finding
 from tests.rigs.two_processes import write_config
 from tests.rigs.waiting import wait_until
@@ -68,7 +67,7 @@ def test_a_trial_of_which_nothing_can_be_told_leaves_nothing(
     config, told = make_config(), []
     before = sorted(tmp_path.rglob("*"))
 
-    def tell(finding: Finding, seconds: float) -> None:
+    def tell(finding: Finding) -> None:
         told.append(finding)
         if len(told) == telling:
             raise BrokenPipeError

@@ -1,40 +1,65 @@
-"""Has the disk of the run directory room for what the run will write?"""
+"""The run directory: is it free and writable, and has its disk room for what the run will write?"""
 
 from __future__ import annotations
 
-import os
 import resource
 import shutil
+import tempfile
 from collections.abc import Iterator
-from itertools import chain
+from contextlib import suppress
 from pathlib import Path
-from stat import S_ISREG
 from typing import NamedTuple
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.run_folder.checkpoints import CHECKPOINTS, checkpoint_folders
-from asyncrl.tools.doctor.findings import Finding, Findings, size
-from asyncrl.tools.doctor.run_dir import nearest_folder
+from asyncrl.errors import RunTakenError, UserError
+from asyncrl.launch.train import check_run_dir, is_resumable
+from asyncrl.run_folder.checkpoints import checkpoint_folders
+from asyncrl.run_folder.lock import refuse_busy
+from asyncrl.tools.doctor.findings import Finding, Findings, size, split_fix
 from asyncrl.tools.memory_plan.plan import GIB, MemoryPlan
 
 MIB = 2**20
 HEADER_BYTES = 200
-"""Of a trajectory in the journal, beside its arrays."""
+"""Bytes of a trajectory in the journal, beside its arrays."""
 INDEX_SHARE, INDEX_ROW_BYTES = 0.3, 200
-"""Of samples.sqlite: against the groups that it lists (docs/results.md), and of each trajectory besides."""
+"""Size of samples.sqlite: share of the groups that it lists (docs/results.md), and bytes of each trajectory besides."""
 STEP_BYTES = 8192
-"""Of metrics.jsonl and timeline.jsonl."""
+"""Bytes of a step in metrics.jsonl and timeline.jsonl."""
 SAMPLE_BYTES, TEXT_BYTES, ID_BYTES = 500, 6, 8
-"""Of samples.jsonl: a trajectory beside its tokens, and of a token its text and, in a completion, its id."""
+"""Bytes in samples.jsonl of a trajectory beside its tokens, of a token's text, and of a completion token's id."""
 LOGS_BYTES = 32 * MIB
-"""What SQLite has not copied yet, and what the services log."""
+"""Bytes that SQLite has not copied yet, and that the services log."""
+
+
+def find_run_dir(config: RunConfig) -> Findings[None]:
+    path = config.run_path
+    folder = nearest_folder(path)
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b" ")
+            file.flush()
+        refuse_busy(path)
+        check_run_dir(config, resume=False)
+        yield Finding("run_dir", f"{path} is free, and {folder} can be written")
+    except OSError as error:
+        value = f"nothing can be written in {folder}: {error.strerror}"
+        yield Finding("run_dir", value, "problem", "set run_dir to a folder that you may write, on a disk with room")
+    except UserError as error:
+        value, fix = split_fix(str(error).removeprefix("run_dir "))
+        continues = is_resumable(path) and not isinstance(error, RunTakenError)
+        yield Finding("run_dir", value, "warning" if continues else "problem", fix)
+
+
+def nearest_folder(path: Path) -> Path:
+    """The path, or the nearest folder above it that exists."""
+    return next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
 
 
 class Part(NamedTuple):
     text: str
     nbytes: int
     setting: str = ""
-    """That makes it smaller."""
+    """The setting that makes it smaller."""
 
 
 def find_disk(config: RunConfig, plan: MemoryPlan, num_rows: int | None) -> Findings[None]:
@@ -74,12 +99,11 @@ def _parts(config: RunConfig, plan: MemoryPlan, steps: int) -> Iterator[Part]:
     waiting, kept = trainer.journal_limit_mib * MIB, int(trainer.keep_samples_gib * GIB)
 
     each = _saved_weights(config, plan) + plan.learner.moments
-    there = checkpoint_folders(config.run_path)
-    done = min(max(there, default=0), steps)
-    saves = len(there)
-    if done < steps:
-        saves += 1 + groups * (steps - done) // steps // waiting
-        saves += (steps - 1) // trainer.save_freq - done // trainer.save_freq if trainer.save_freq else 0
+    present = checkpoint_folders(config.run_path)
+    left = max(0, steps - max(present, default=0))
+    saves = len(present) + bool(left) + groups * left // max(1, steps) // waiting
+    if trainer.save_freq and left:
+        saves += (steps - 1) // trainer.save_freq - (steps - left) // trainer.save_freq
     number = min(trainer.save_limit + 1, saves)  # the new one is whole before the oldest goes
     yield Part(f"{number} checkpoint{'s' * (number != 1)} of {size(each)}", number * each, "trainer.save_limit")
     yield Part(f"an export of {size(plan.learner.weights)}", plan.learner.weights)
@@ -101,16 +125,10 @@ def _saved_weights(config: RunConfig, plan: MemoryPlan) -> int:
 
 
 def _written(run_path: Path) -> int:
-    """Of these parts, by a run that is to be continued."""
-    tops = (run_path / name for name in (CHECKPOINTS, "export", "logs"))
-    within = (Path(folder, name) for top in tops for folder, _, names in os.walk(top) for name in names)
-    return sum(map(_bytes, chain(run_path.glob("*"), within)))
-
-
-def _bytes(file: Path) -> int:
-    """0 of a folder, and of what has gone meanwhile or cannot be seen."""
-    try:
-        status = file.stat()
-    except OSError:
-        return 0
-    return status.st_size if S_ISREG(status.st_mode) else 0
+    """Bytes in the folder of a run that is to be continued, but its images, which are not counted above either."""
+    total = 0
+    for file in run_path.rglob("*"):
+        with suppress(OSError):  # the learner may drop its oldest checkpoint meanwhile
+            if file.is_file() and file.parent.name != "images":
+                total += file.stat().st_size
+    return total

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import queue
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,26 +18,24 @@ from asyncrl.data.dataset import RowSource, open_train, open_validation
 from asyncrl.data.prompts import PromptRenderer
 from asyncrl.errors import ExitCode, UserError
 from asyncrl.launch.inputs import check_media
-from asyncrl.tools.doctor.devices import Device, find_devices
-from asyncrl.tools.doctor.disk import find_disk
-from asyncrl.tools.doctor.examination import Examination
-from asyncrl.tools.doctor.findings import Finding, Findings, problem
-from asyncrl.tools.doctor.machine import find_machine
-from asyncrl.tools.doctor.model import find_model
-from asyncrl.tools.doctor.network import find_network
-from asyncrl.tools.doctor.ports import find_ports
-from asyncrl.tools.doctor.report import Report
-from asyncrl.tools.doctor.run_dir import find_run_dir
+from asyncrl.tools.doctor.disk import find_disk, find_run_dir
+from asyncrl.tools.doctor.findings import Finding, Findings, Report, problem
+from asyncrl.tools.doctor.machine import Device, find_devices, find_machine
+from asyncrl.tools.doctor.network import find_network, find_ports
 from asyncrl.tools.doctor.versions import find_versions
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
+DEADLINE_S = 60.0
 PLAN_S = DATA_S = 300.0
-"""Of a very large model or data set."""
+"""Deadlines for a very large model or data set."""
+_BROKEN = "if the message names nothing of yours, this is a defect of asyncrl: report it with the message"
 
 
 @contextmanager
 def terminated_as_interrupted() -> Iterator[None]:
-    """A scheduler's or a `timeout`'s SIGTERM, too, leaves nothing of the trial."""
+    """SIGTERM of a scheduler or of `timeout` leaves nothing of the trial, as an interrupt does."""
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -44,111 +45,138 @@ def terminated_as_interrupted() -> Iterator[None]:
 
 @terminated_as_interrupted()
 def examine(file: Path | None, overrides: Sequence[str], *, quick: bool, as_json: bool) -> int:
-    """Exit code 0 or 1: is there a problem? Of a configuration that cannot be read it is 2: as JSON a finding, else
-    the UserError is raised.
+    """Prints the findings. Exit code 1: there is a problem; 2: the configuration cannot be read, which as JSON is a
+    finding, else a UserError.
     """
-    began = time.monotonic()
     report = Report(as_json=as_json)
     try:
         config = load_config(file, overrides) if file else None
     except UserError as error:
         if not as_json:
             raise
-        report.tell(problem("configuration", error), time.monotonic() - began)
-        report.close(time.monotonic() - began)
+        report.add(problem("configuration", error))
+        report.close()
         return ExitCode.USER_ERROR
-    examination = Examination(report.tell)
+    examination = Examination(report.add)
     examination.check("versions", find_versions())
     examination.check("machine", find_machine())
     devices = examination.check("devices", find_devices()) or ()
     if config is not None:
-        _examine_run(examination, config, devices)
+        _examine_run(examination.check, config, devices)
         if quick:
-            report.tell(Finding("trial", "not made (--quick)", "note"), 0.0)
-        elif report.counts["problem"]:
-            fix = "solve the problems above first"
-            report.tell(Finding("trial", f"not made: {report.counts['problem']} problem(s)", "note", fix), 0.0)
+            report.add(Finding("trial", "not made (--quick)", "note"))
+        elif problems := report.counts["problem"]:
+            report.add(Finding("trial", f"not made: {problems} problem(s)", "note", "solve the problems above first"))
         else:
             from asyncrl.tools.doctor.trial import find_by_trial
 
             examination.run("trial", find_by_trial(config))
-    return report.close(time.monotonic() - began)
+    return report.close()
 
 
-def _examine_run(examination: Examination, config: RunConfig, devices: Sequence[Device]) -> None:
-    check = examination.check
+def _examine_run(check: Any, config: RunConfig, devices: Sequence[Device]) -> None:
+    """`check` is `Examination.check`."""
+    from asyncrl.models.processing import PromptProcessor
+    from asyncrl.tools.doctor.data import find_prompts, find_rewards, find_twins, rewards_deadline_s
+    from asyncrl.tools.doctor.memory import find_memory, find_model
+
     check("ports", find_ports(config))
     check("network", find_network(config))
     check("run_dir", find_run_dir(config))
-    described = check("model", find_model(config))
-    rows = check("training data", _rows(config, held_out=False, described=described), deadline_s=DATA_S)
-    held_out = check("held-out data", _rows(config, held_out=True, described=described), deadline_s=DATA_S)
-    if described is not None:
-        _examine_memory(examination, config, devices, None if rows is None else len(rows))
-    _examine_samples(examination, config, described, rows, held_out)
-
-
-def _examine_memory(
-    examination: Examination, config: RunConfig, devices: Sequence[Device], num_rows: int | None
-) -> None:
-    from asyncrl.tools.doctor.memory import find_memory
-
-    plan = examination.check("memory plan", find_memory(config, devices), deadline_s=PLAN_S)
+    model = check("model", find_model(config))
+    rows = check("training data", _open_rows(config, held_out=False, model=model), deadline_s=DATA_S)
+    held_out = check("held-out data", _open_rows(config, held_out=True, model=model), deadline_s=DATA_S)
+    plan = check("memory plan", find_memory(config, devices), deadline_s=PLAN_S) if model else None
     if plan is not None:
-        examination.check("disk of run_dir", find_disk(config, plan, num_rows))
-
-
-def _rows(config: RunConfig, *, held_out: bool, described: dict[str, Any] | None) -> Findings[RowSource | None]:
-    """Readable, with the columns that are needed, and nothing to see for a model without eyes."""
-    rows = open_validation(config.data) if held_out else open_train(config.data)
-    if rows is None:
-        yield Finding("held-out data", "data.val_files is empty: nobody will see whether it generalises", "note")
-    elif described is not None:
-        check_media(config, described, rows)
-    return rows
-
-
-def _examine_samples(
-    examination: Examination,
-    config: RunConfig,
-    described: dict[str, Any] | None,
-    rows: RowSource | None,
-    held_out: RowSource | None,
-) -> None:
-    check = examination.check
+        check("disk of run_dir", find_disk(config, plan, None if rows is None else len(rows)))
     renderer = check("template", _loaded(lambda: PromptRenderer(config.data)))
     if rows is None or renderer is None:
         return
-    if described is not None:
-        _examine_prompts(examination, config, rows, held_out, renderer)
-    from asyncrl.tools.doctor.rewards import deadline_s, find_rewards
+    processor = check("processor", _loaded(lambda: PromptProcessor(config.model))) if model else None
+    looks = [
+        check("prompts", find_prompts(config.data, source, purpose, renderer, processor), deadline_s=DATA_S)
+        for source, purpose in ((rows, "training"), (held_out, "held-out"))
+        if source is not None and processor is not None
+    ]
+    if len(looks) == 2 and None not in looks:
+        check("held-out is apart", find_twins(*looks))
+    check("reward", find_rewards(config, rows, renderer), deadline_s=rewards_deadline_s(config))
 
-    check("reward", find_rewards(config, rows, renderer), deadline_s=deadline_s(config))
 
-
-def _examine_prompts(
-    examination: Examination,
-    config: RunConfig,
-    rows: RowSource,
-    held_out: RowSource | None,
-    renderer: PromptRenderer,
-) -> None:
-    from asyncrl.models.processing import PromptProcessor
-    from asyncrl.tools.doctor.prompts import find_prompts, find_twins
-
-    check, data = examination.check, config.data
-    processor = check("processor", _loaded(lambda: PromptProcessor(config.model)))
-    if processor is None:
-        return
-    train = check("prompts", find_prompts(data, rows, "training", renderer, processor), deadline_s=DATA_S)
-    if held_out is None:
-        return
-    twins = check("prompts", find_prompts(data, held_out, "held-out", renderer, processor), deadline_s=DATA_S)
-    if train is not None and twins is not None:
-        check("held-out is apart", find_twins(train, twins))
+def _open_rows(config: RunConfig, *, held_out: bool, model: dict[str, Any] | None) -> Findings[RowSource | None]:
+    """Opens the data with the columns that are needed, without media for a model that has no vision tower."""
+    rows = open_validation(config.data) if held_out else open_train(config.data)
+    if rows is None:
+        yield Finding("held-out data", "data.val_files is empty: nobody will see whether it generalises", "note")
+    elif model is not None:
+        check_media(config, model, rows)
+    return rows
 
 
 def _loaded(load: Callable[[], T]) -> Findings[T]:
-    """Nothing is said of what can be loaded."""
+    """A check without a finding where it succeeds."""
     yield from ()
     return load()
+
+
+# --- running checks ----------------------------------------------------------------------------------
+
+
+class Examination:
+    """Runs checks one after the other and passes every finding to `report` as soon as it is made."""
+
+    def __init__(self, report: Callable[[Finding], None]):
+        self._report = report
+
+    def check(self, what: str, findings: Findings[T], *, deadline_s: float = DEADLINE_S) -> T | None:
+        """What the check returns; None if it failed or was not done in time, which is reported.
+
+        It runs in a thread of its own, which is left behind where it hangs.
+        """
+        until = time.monotonic() + deadline_s
+        made: queue.SimpleQueue[Finding | None] = queue.SimpleQueue()
+        product: list[T | None] = []
+
+        def work() -> None:
+            product.append(_drain(_guarded(what, findings), made.put))
+            made.put(None)
+
+        threading.Thread(target=work, name=what, daemon=True).start()
+        while True:
+            try:
+                finding = made.get(timeout=max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                fix = f"something behind `{what}` hangs: a network file system, a download, a driver, or code of yours"
+                self._report(Finding(what, f"was not done after {deadline_s:g} s", "problem", fix))
+                return None
+            if finding is None:
+                return product[0]
+            self._report(finding)
+
+    def run(self, what: str, findings: Findings[T]) -> T | None:
+        """Runs a check in this thread, if it keeps its own deadline and cleans up when it is interrupted."""
+        return _drain(_guarded(what, findings), self._report)
+
+
+def _drain(findings: Findings[T], report: Callable[[Finding], None]) -> T | None:
+    """Closes the check where its findings cannot be reported any more."""
+    with closing(findings):
+        while True:
+            try:
+                finding = next(findings)
+            except StopIteration as end:
+                return end.value
+            report(finding)
+
+
+def _guarded(what: str, findings: Findings[T]) -> Findings[T | None]:
+    """One check that fails must not hide what the others find."""
+    try:
+        return (yield from findings)
+    except UserError as error:
+        yield problem(what, error)
+    except Exception as error:
+        logger.debug("the check %s failed", what, exc_info=True)
+        text = " ".join(str(error).split())
+        yield Finding(what, f"could not be checked: {type(error).__name__}: {text}", "problem", _BROKEN)
+    return None

@@ -1,10 +1,14 @@
-"""Cores, memory, shared memory and disk of this machine, or of the container around us."""
+"""Cores, memory, shared memory, disk and devices of this machine, or of the container around us."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.launch.processes import available_cores
@@ -16,14 +20,23 @@ SMALL_DISK = 10 * 2**30
 _CGROUP = Path("/sys/fs/cgroup")
 _UNLIMITED = 1 << 60
 """A limit above is none."""
+DRIVER = Path("/proc/driver/nvidia/version")
+DEVICES_DEADLINE_S = 60.0
+LIST_DEVICES = """
+import json, torch
+devices = []
+for index in range(torch.cuda.device_count()):
+    free, total = torch.cuda.mem_get_info(index)
+    devices.append({"name": torch.cuda.get_device_name(index), "total": total, "free": free})
+print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "devices": devices}))
+"""
 
 
 def find_machine() -> Findings[None]:
     import psutil
 
     yield Finding("cores", f"{available_cores()} of {os.cpu_count()}")
-    memory = psutil.virtual_memory()
-    limit = memory_limit()
+    memory, limit = psutil.virtual_memory(), memory_limit()
     limited = f", limited to {size(limit)} (cgroup)" if limit and limit < memory.total else ""
     yield Finding("memory", f"{size(memory.total)}, {size(memory.available)} available{limited}")
     yield _shared_memory()
@@ -63,7 +76,7 @@ def usable_memory() -> int:
 
 
 def memory_limit() -> int | None:
-    """Of a container, in bytes."""
+    """Bytes that a container may use."""
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         try:
             text = (_CGROUP / name).read_text().strip()
@@ -72,3 +85,40 @@ def memory_limit() -> int | None:
         if text.isdigit() and int(text) < _UNLIMITED:
             return int(text)
     return None
+
+
+@dataclass(frozen=True)
+class Device:
+    name: str
+    total: int
+    """Bytes."""
+    free: int
+
+
+def find_devices() -> Findings[tuple[Device, ...]]:
+    """The CUDA devices by index, listed by a process of its own: CUDA takes half a GiB of each, which a trial needs."""
+    command = [sys.executable, "-c", LIST_DEVICES]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DEVICES_DEADLINE_S, check=False)
+    except subprocess.TimeoutExpired:
+        value = f"CUDA did not answer within {DEVICES_DEADLINE_S:g} s"
+        yield Finding("devices", value, "problem", "look at nvidia-smi and dmesg: a GPU or its driver hangs")
+        return ()
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        yield Finding("devices", f"torch cannot look at them: {last}", "problem", "bash scripts/install.sh")
+        return ()
+    facts = json.loads(done.stdout.splitlines()[-1])
+    built = f"for CUDA {facts['cuda']}" if facts["cuda"] else "without CUDA"
+    devices = tuple(Device(**device) for device in facts["devices"])
+    if DRIVER.is_file():
+        yield Finding("nvidia driver", DRIVER.read_text().splitlines()[0].strip())
+    for index, device in enumerate(devices):
+        yield Finding(f"cuda:{index}", f"{device.name}, {size(device.total)}, {size(device.free)} free")
+    if not devices and DRIVER.is_file():
+        value = f"there is an NVIDIA driver, but torch {facts['torch']} (built {built}) sees no device"
+        fix = "install a build of torch for the driver (bash scripts/install.sh), and in a container pass --gpus all"
+        yield Finding("devices", value, "problem", fix)
+    elif not devices:
+        yield Finding("devices", f"the CPU alone; torch {facts['torch']} is built {built}", "note")
+    return devices

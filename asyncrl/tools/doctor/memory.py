@@ -1,86 +1,96 @@
-"""What the memory plan asks for, against what the devices, the host and /dev/shm have."""
+"""The model folder's small files, and the memory plan against what devices, host and /dev/shm have."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from asyncrl.config.device_rules import meant_device
 from asyncrl.config.schema import RunConfig
-from asyncrl.tools.doctor.devices import Device
+from asyncrl.errors import UserError
+from asyncrl.launch.inputs import check_devices, check_engine, check_lengths, check_model
+from asyncrl.models.folder import check_weights
 from asyncrl.tools.doctor.findings import Finding, Findings, size
-from asyncrl.tools.doctor.machine import shared_memory_fix, usable_memory
+from asyncrl.tools.doctor.machine import Device, shared_memory_fix, usable_memory
 from asyncrl.tools.memory_plan.advice import advice
-from asyncrl.tools.memory_plan.plan import GIB, MemoryPlan, Phase, changed, make_plan
+from asyncrl.tools.memory_plan.plan import GIB, MemoryPlan, changed, make_plan
 from protocol.endpoints import SHARED_MEMORY
 
 
+def find_model(config: RunConfig) -> Findings[dict[str, Any]]:
+    """Checks the folder, and whether devices and engine here can do what is wanted. Returns its config.json."""
+    from transformers import AutoConfig
+
+    described, model = check_model(config), config.model
+    try:
+        AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    except Exception as error:  # whatever a model's own validation raises
+        text = " ".join(str(error).split())
+        raise UserError(
+            f"transformers refuses config.json in {model.path}: {type(error).__name__}: {text}. Copy it from the "
+            "original model again, or install the version of transformers that knows this model"
+        ) from error
+    check_lengths(config, described)
+    check_weights(model)
+    check_devices(config, ("learner", "rollout_server"))
+    check_engine(config)
+    kind = described.get("model_type", "of no stated type")
+    yield Finding("model", f"{model.path}: {kind}, engine {config.rollout.engine}, mode {config.trainer.mode}")
+    return described
+
+
 def find_memory(config: RunConfig, devices: Sequence[Device]) -> Findings[MemoryPlan]:
-    """The plan, of the devices that the configuration means on this machine."""
+    """Compares the plan with the devices that the configuration means on this machine."""
     meant = {
         f"{side}.device": meant_device(getattr(config, side).device, cuda=bool(devices))
         for side in ("learner", "rollout")
     }
     plan = make_plan(changed(config, meant))
-    on_host: list[Phase] = []
+    on_host = [0]
     for phase in plan.phases:
-        index = _device_index(phase, meant)
-        if index is None or index >= len(devices):
-            on_host.append(phase)
+        name = meant["rollout.device" if phase.name.startswith("engine") else "learner.device"]
+        index = int(name.partition(":")[2] or 0) if name.startswith("cuda") else len(devices)
+        if index >= len(devices):
+            on_host.append(phase.nbytes)
+            continue
+        device = devices[index]
+        what, value = f"memory cuda:{index}", f"{phase.name}: {size(phase.nbytes)} of {size(device.total)}"
+        if phase.nbytes > device.total:
+            yield _too_large(plan, what, value, device.total)
+        elif phase.nbytes > device.free:
+            value += f", of which {size(device.free)} are free now"
+            yield Finding(what, value, "warning", "end what holds the rest: nvidia-smi lists the processes")
         else:
-            yield _on_device(plan, phase, index, devices[index])
-    yield _on_host(plan, on_host)
+            yield Finding(what, value)
+    asleep = sum(line.nbytes for line in plan.host)
+    needed = asleep + (sum(on_host) if plan.sharing == "apart" else max(on_host))
+    free = usable_memory()
+    value = f"a run needs {size(needed)} beside its processes' own, {size(free)} are available"
+    if needed > free:
+        yield _too_large(plan, "host memory", value, free - asleep)
+    else:
+        yield Finding("host memory", value)
     yield _budget(plan)
     yield _shared_memory(plan)
     return plan
 
 
-def _device_index(phase: Phase, meant: dict[str, str]) -> int | None:
-    """Of the CUDA device that holds this phase; None for the CPU."""
-    name = meant["rollout.device" if phase.name.startswith("engine") else "learner.device"]
-    return int(name.partition(":")[2] or 0) if name.startswith("cuda") else None
-
-
-def _on_device(plan: MemoryPlan, phase: Phase, index: int, device: Device) -> Finding:
-    what, value = f"memory cuda:{index}", f"{phase.name}: {size(phase.nbytes)} of {size(device.total)}"
-    if phase.nbytes > device.total:
-        return _too_large(plan, what, value, device.total)
-    if phase.nbytes > device.free:
-        value += f", of which {size(device.free)} are free now"
-        return Finding(what, value, "warning", "end what holds the rest: nvidia-smi lists the processes")
-    return Finding(what, value)
-
-
-def _on_host(plan: MemoryPlan, phases: Sequence[Phase]) -> Finding:
-    """What is not on a GPU is here, next to what sleeps here and what is published."""
-    resident = sum(line.nbytes for line in plan.host)
-    working = max((phase.nbytes for phase in phases), default=0)
-    if plan.sharing == "apart":
-        working = sum(phase.nbytes for phase in phases)
-    free = usable_memory()
-    value = f"a run needs {size(working + resident)} beside its processes' own, {size(free)} are available"
-    if working + resident > free:
-        return _too_large(plan, "host memory", value, free - resident)
-    return Finding("host memory", value)
-
-
 def _too_large(plan: MemoryPlan, what: str, value: str, room: int) -> Finding:
-    """With the settings that would bring it under `room`, if any would."""
+    """A problem, with the settings that would bring the plan under `room`, if any would."""
     *lines, last = advice(replace(plan, config=changed(plan.config, {"gpu_memory.budget_gib": max(room, 1) / GIB})))
     fix = last if last.startswith("Together") else "no setting makes it fit: use a smaller model, or a larger device"
     return Finding(what, value, "problem", fix, tuple(lines))
 
 
 def _budget(plan: MemoryPlan) -> Finding:
-    budget = plan.config.gpu_memory.budget_gib
-    if not budget:
-        return Finding("memory budget", "none (gpu_memory.budget_gib=0); the table: asyncrl doctor --plan", "note")
+    budget = f"gpu_memory.budget_gib={plan.config.gpu_memory.budget_gib:g}"
+    if not plan.budget:
+        return Finding("memory budget", f"none ({budget}); the table: asyncrl doctor --plan", "note")
     if plan.excess:
-        return _too_large(
-            plan, "memory budget", f"gpu_memory.budget_gib={budget:g}, and the run needs {size(plan.peak)}", plan.budget
-        )
-    return Finding("memory budget", f"{size(plan.peak)} of gpu_memory.budget_gib={budget:g}")
+        return _too_large(plan, "memory budget", f"{budget}, and the run needs {size(plan.peak)}", plan.budget)
+    return Finding("memory budget", f"{size(plan.peak)} of {budget}")
 
 
 def _shared_memory(plan: MemoryPlan) -> Finding:

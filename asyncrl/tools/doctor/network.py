@@ -1,17 +1,72 @@
-"""May the address be used as it is, with its keys, and does a learner answer where it is another machine's?"""
+"""Ports that are taken, addresses and their keys, and whether a learner on another machine answers."""
 
 from __future__ import annotations
 
 import socket
 from pathlib import Path
 
+import psutil
+
 from asyncrl.config.device_rules import network_is_open
 from asyncrl.config.schema import RunConfig
+from asyncrl.launch.drawn_ports import is_claimed
+from asyncrl.launch.ports import PORTS, fixed_ports
 from asyncrl.tools.doctor.findings import Finding, Findings, problem
 from protocol.curve import LEARNER_SECRET, SERVER_SECRET, KeyFileError, read_learner_keys, read_server_keys
-from protocol.endpoints import BindError, check_bind, public_without_keys
+from protocol.endpoints import AddressError, BindError, PortInUseError, check_bind, public_without_keys
 
 ANSWER_S = 3.0
+
+
+def find_ports(config: RunConfig) -> Findings[None]:
+    other_machines = set()  # network.host may be the learner's machine: see find_network
+    for host, setting in ((config.network.host, ""), (config.telemetry.host, "telemetry.port")):
+        try:
+            check_bind(host, 0, setting=setting)
+        except AddressError as error:
+            other_machines.add(host)
+            if setting:
+                yield problem("telemetry.host", error)
+    owners: dict[int, str] = {}
+    free: list[str] = []
+    for name, setting, host, port in fixed_ports(config):
+        another = f"set {setting} to another port, or to 0"
+        try:
+            if port in owners:
+                yield Finding("ports", f"{owners[port]} and {name} are both {port}", "problem", another)
+            elif host not in other_machines:
+                check_bind(host, port, setting=setting)
+                if is_claimed(port):
+                    value = f"port {port} ({name}) is kept for a run that was started on this machine"
+                    yield Finding("ports", value, "problem", f"stop that run, or {another}")
+                else:
+                    free.append(str(port))
+        except PortInUseError:
+            value = f"port {port} ({name}) on {host} is held by {_holder(port)}"
+            yield Finding("ports", value, "problem", f"stop that process, or {another}, which takes a free one")
+        except BindError as error:
+            yield problem("ports", error)
+        owners.setdefault(port, name)
+    if free:
+        yield Finding("ports", f"{', '.join(free)} {'are' if len(free) > 1 else 'is'} free")
+    chosen = [f"{section}.{key}" for section, key in PORTS if not getattr(getattr(config, section), key)]
+    if chosen:
+        yield Finding("ports", f"chosen when the run starts: {', '.join(chosen)}", "note")
+
+
+def _holder(port: int) -> str:
+    """The process that listens on the port, as far as this user may see."""
+    try:
+        connections = psutil.net_connections(kind="tcp")
+    except psutil.AccessDenied:
+        connections = []
+    for one in connections:
+        if one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == port and one.pid:
+            try:
+                return f"{psutil.Process(one.pid).name()} (process {one.pid})"
+            except psutil.Error:
+                return f"process {one.pid}"
+    return "another process, which this user cannot see"
 
 
 def find_network(config: RunConfig) -> Findings[None]:
@@ -28,7 +83,7 @@ def find_network(config: RunConfig) -> Findings[None]:
 
 
 def _keys(folder: Path) -> Findings[None]:
-    """A machine has the learner's keys, a server's, or both; what is there must be whole."""
+    """A machine has the learner's keys, a server's, or both; what it has must be whole."""
     sides = {LEARNER_SECRET: ("the learner's", read_learner_keys), SERVER_SECRET: ("a server's", read_server_keys)}
     here = {secret: side for secret, side in sides.items() if (folder / secret).is_file()} or sides
     for name, read in here.values():
@@ -59,7 +114,7 @@ def _learner(config: RunConfig) -> Findings[None]:
 
 
 def is_local(host: str) -> bool:
-    """Somebody can listen on it here."""
+    """A program can listen on it here."""
     try:
         check_bind(host, 0, setting="network.port")
     except BindError:

@@ -131,26 +131,27 @@ def longest_group(config: RunConfig) -> int:
 @torch.no_grad()
 def rehearse_engine(config: RunConfig) -> EngineBytes:
     """The hf engine; for vllm, its profiling pass with the same model's layers (an estimate from above)."""
+    from transformers import DynamicCache
+
     model = _meta_model(config, "sdpa").eval()
     text, rollout, weights = _text_config(model.config), config.rollout, [*model.parameters(), *model.buffers()]
-    per_token = cache_bytes_per_token(model.config, config)
+    per_sequence = cache_bytes_per_token(model.config, config) * longest_sequence(config)
+    cache, decoding = rollout.max_concurrent_sequences * per_sequence, 0
+    rows, length, inputs = prefilled_prompts(config), config.data.max_prompt_length, {}
     if rollout.engine == "vllm":
         rows, length = 1, scheduled_tokens(config)
-        decoding = 0
-    else:
-        rows, length = prefilled_prompts(config), config.data.max_prompt_length
-        layer = rollout.max_concurrent_sequences * longest_sequence(config) * per_token // text.num_hidden_layers
-        heads_per_key = text.num_attention_heads // _key_heads(text)
-        decoding = layer * (1 + heads_per_key)  # a layer's cache is copied to append, and its keys for all heads
+    else:  # a step copies a layer's keys and values to append to them, and again for every head that shares them
+        decoding = cache // text.num_hidden_layers * (1 + text.num_attention_heads // _key_heads(text))
+        inputs = {"past_key_values": DynamicCache(), "use_cache": True}
     with LiveBytes("meta", known=weights) as live, cuda_kernels():
         mask = torch.ones((rows, 1, length, length), dtype=torch.bool, device=META)
-        _hidden(model, (rows, length), rows * length, mask)
-    # The prompts' own keys and values, before every completion has its copy; vllm writes into its cache.
-    prefilling = live.peak + (0 if rollout.engine == "vllm" else rows * length * per_token)
+        _hidden(model, (rows, length), rows * length, mask, **inputs)
+    # The hf engine takes prompts while at most three quarters of its sequences run; vllm has its cache from the start.
+    prefilling = live.peak - (0 if rollout.engine == "vllm" else cache // 4)
     truncated = rollout.top_p < 1 or rollout.top_k or rollout.min_p
     per_logit = TRUNCATION_BYTES if truncated else SAMPLING_BYTES
     sampling = rollout.max_concurrent_sequences * text.vocab_size * per_logit
-    return EngineBytes(nbytes(weights), per_token * longest_sequence(config), max(prefilling, decoding, sampling))
+    return EngineBytes(nbytes(weights), per_sequence, max(prefilling, decoding, sampling))
 
 
 def longest_sequence(config: RunConfig) -> int:
@@ -220,8 +221,8 @@ def _hidden(model: Any, shape: tuple[int, int], image_tokens: int, mask: torch.T
         del features, places
     mrope = "mrope_section" in (getattr(_text_config(model.config), "rope_parameters", None) or {})
     inputs["position_ids"] = torch.zeros((3, *shape) if mrope else shape, dtype=torch.long, device=device)
-    decoder = model.get_decoder()
-    return decoder(inputs_embeds=embedded, attention_mask=mask, use_cache=False, **inputs).last_hidden_state
+    inputs = {"use_cache": False, **inputs, "inputs_embeds": embedded, "attention_mask": mask}
+    return model.get_decoder()(**inputs).last_hidden_state
 
 
 def image_features(model: Any, image_tokens: int, device: torch.device) -> torch.Tensor:

@@ -20,7 +20,7 @@ from asyncrl.errors import UserError
 from asyncrl.launch import drawn_ports
 from asyncrl.launch.drawn_ports import claim_port, draw_ports, free_port, is_claimed
 from asyncrl.launch.ports import fixed_ports, reserve_ports
-from asyncrl.tools.doctor.ports import find_ports
+from asyncrl.tools.doctor.network import find_ports
 from protocol.endpoints import BindError, PortInUseError, bind
 from tests.rigs.two_processes import write_config
 

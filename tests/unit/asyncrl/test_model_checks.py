@@ -24,7 +24,7 @@ from asyncrl.errors import UserError
 from asyncrl.launch.inputs import check_inputs, check_media
 from asyncrl.models.folder import check_weights, describe_folder
 from asyncrl.models.processing import PromptProcessor
-from asyncrl.tools.doctor.model import find_model
+from asyncrl.tools.doctor.memory import find_model
 from rollout_server.engines.vllm.settings import check_vllm
 
 MakeConfig = Callable[..., RunConfig]

@@ -1,49 +1,51 @@
-"""Rows as prompts: those that a run would refuse, their lengths, one of them as the model sees it, and twins."""
+"""Rows as prompts (refused ones, lengths, an example, rows held out and trained on), and rewards of three of them."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import re
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 
 from asyncrl.config.data import DataConfig
+from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import RowSource
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.errors import UserError
 from asyncrl.models.preview import describe_prompt
 from asyncrl.models.processing import EncodedPrompt, PromptProcessor
+from asyncrl.rewards.pool import RewardPool, Score
+from asyncrl.rewards.presentation import sample_of
 from asyncrl.tools.doctor.findings import Finding, Findings, split_fix
 
 LOOK_S = 10.0
 """Spent on each data source; small ones are looked at whole."""
-Purpose = Literal["training", "held-out"]
 _BARS = 8
 _BAR_WIDTH = 32
 _NAMED = 3
-"""Rows of each kind."""
+"""Rows of each kind that a finding names."""
 _ROW = re.compile(r"^row \S+?(?=[,:] | has )(, (?:image|video) \d+)?:? ?")
 
 
 @dataclass
 class Look:
-    """At the rows of one data source."""
+    """What was seen of the rows of one data source."""
 
     lengths: dict[str, int] = field(default_factory=dict)
-    """Tokens by row."""
+    """Number of tokens of each row."""
     refused: dict[str, list[tuple[str, str]]] = field(default_factory=lambda: defaultdict(list))
     """Rows and messages by what they have in common."""
     texts: set[str] = field(default_factory=set)
     """Rendered prompts."""
     questions: set[str] = field(default_factory=set)
-    """What the rows ask, before any template."""
+    """Questions of the rows, before any template."""
     keys: dict[str, str] = field(default_factory=dict)
-    """Row by what the model sees of it."""
+    """Rows by hash of what the model sees of them."""
     example: tuple[RenderedPrompt, EncodedPrompt] | None = None
 
     @property
@@ -52,8 +54,9 @@ class Look:
 
 
 def find_prompts(
-    config: DataConfig, rows: RowSource, purpose: Purpose, renderer: PromptRenderer, processor: PromptProcessor
+    config: DataConfig, rows: RowSource, purpose: str, renderer: PromptRenderer, processor: PromptProcessor
 ) -> Findings[Look]:
+    """`purpose` is training or held-out."""
     look = _look_at(config, rows, renderer, processor)
     counted = f"{look.seen:,} of {len(rows):,} {purpose} rows"
     yield Finding(f"{purpose} rows", f"{len(rows):,} with columns {', '.join(rows.columns)}; {counted} looked at")
@@ -73,7 +76,7 @@ def find_prompts(
 
 
 def find_twins(train: Look, held_out: Look) -> Findings[None]:
-    """Held-out accuracy says little of rows that are trained on."""
+    """Compares the two: held-out accuracy says little of rows that are trained on."""
     twins = [(row, train.keys[key]) for key, row in held_out.keys.items() if key in train.keys]
     if not twins:
         value = f"none of {len(held_out.keys):,} held-out prompts is among {len(train.keys):,} of training"
@@ -88,7 +91,8 @@ def _look_at(config: DataConfig, rows: RowSource, renderer: PromptRenderer, proc
     """The first row, and then others in random order for as long as there is time."""
     look = Look()
     until = time.monotonic() + LOOK_S
-    for index in _visits(len(rows)):
+    others = np.random.default_rng(0).permutation(len(rows)).tolist()
+    for index in dict.fromkeys((0, *others)):
         if time.monotonic() > until:
             break
         row_id = rows.row_id(index)
@@ -104,29 +108,24 @@ def _look_at(config: DataConfig, rows: RowSource, renderer: PromptRenderer, proc
         text = processor.render(rendered.prompt)
         look.texts.add(text)
         look.questions.add(str(row.get(config.prompt_key)))
-        look.keys[_key(text, encoded)] = row_id
+        seen = "\n".join((text, *encoded.image_hashes, *encoded.video_hashes))
+        look.keys[hashlib.sha256(seen.encode()).hexdigest()] = row_id
         look.example = look.example or (rendered, encoded)
     return look
 
 
-def _visits(count: int) -> Iterator[int]:
-    yield 0
-    yield from (index for index in np.random.default_rng(0).permutation(count).tolist() if index)
-
-
-def _key(text: str, encoded: EncodedPrompt) -> str:
-    return hashlib.sha256("\n".join((text, *encoded.image_hashes, *encoded.video_hashes)).encode()).hexdigest()
+def _names(row_ids: Sequence[str]) -> str:
+    return ", ".join(row_ids[:_NAMED]) + (", ..." if len(row_ids) > _NAMED else "")
 
 
 def _refused(rows: Sequence[tuple[str, str]], counted: str) -> Finding:
-    names = ", ".join(row_id for row_id, _ in rows[:_NAMED]) + (", ..." if len(rows) > _NAMED else "")
     reason, fix = split_fix(rows[0][1])
-    value = f"{len(rows):,} of {counted} would be refused ({names}): {reason}"
+    value = f"{len(rows):,} of {counted} would be refused ({_names([row_id for row_id, _ in rows])}): {reason}"
     return Finding("refused rows", value, "problem", fix or "mend these rows or leave them out")
 
 
 def _too_long(look: Look, config: DataConfig, counted: str) -> Finding:
-    """With a histogram."""
+    """The lengths with a histogram; a problem where rows are over the limit."""
     lengths, limit = np.array(list(look.lengths.values())), config.max_prompt_length
     value = (
         f"{lengths.min()} to {lengths.max()} tokens, median {int(np.median(lengths))}; data.max_prompt_length={limit}"
@@ -135,8 +134,7 @@ def _too_long(look: Look, config: DataConfig, counted: str) -> Finding:
     over = [row_id for row_id, length in look.lengths.items() if length > limit]
     if not over:
         return Finding(what, value, details=bars)
-    names = ", ".join(over[:_NAMED]) + (", ..." if len(over) > _NAMED else "")
-    value = f"{len(over):,} of {counted} are longer ({names}): {value}"
+    value = f"{len(over):,} of {counted} are longer ({_names(over)}): {value}"
     if config.filter_overlong_prompts and len(over) < len(lengths):
         return Finding(what, f"{value}; they are left out", "note", details=bars)
     fix = f"set data.max_prompt_length={lengths.max()}, or data.filter_overlong_prompts=true to leave such rows out"
@@ -155,3 +153,78 @@ def _histogram(lengths: np.ndarray, limit: int) -> tuple[str, ...]:
         over = "  over data.max_prompt_length" if start > limit else ""
         lines.append(f"{tokens:<14}{count:>8,}  {bar}{over}")
     return tuple(lines)
+
+
+# --- rewards ---------------------------------------------------------------------------------------
+
+ROWS = 3
+"""Rows that are scored."""
+ROWS_TRIED = 100
+"""Rows looked at for that: those that cannot be rendered do not count."""
+_WORKER_START_S = 90.0
+NOTHING = "nothing"
+
+Scored = dict[str, list[Score]]
+"""Scores by what the completion was: the answer, nothing, the demonstration."""
+
+
+def rewards_deadline_s(config: RunConfig) -> float:
+    """A worker that is killed at every completion still ends in time."""
+    return _WORKER_START_S + 3 * ROWS * (config.reward.timeout_s + 5)
+
+
+def find_rewards(config: RunConfig, rows: RowSource, renderer: PromptRenderer) -> Findings[None]:
+    scored = asyncio.run(_score(config, list(_completions(config, rows, renderer))))
+    failed = ((name, score) for name, scores in scored.items() for score in scores if score.status != "ok")
+    for name, score in failed:
+        value = f"{score.error_kind} on {name}: {score.error_message}"
+        fix = "mend the function: a trajectory that it fails on is left out of training, never scored 0"
+        yield Finding("reward", value, "problem", fix)
+        return  # the others are of the same function
+    if not scored:
+        yield Finding("reward", "was loaded, but there is no row to score", "note")
+        return
+    for name in config.reward.component_names:
+        parts = [
+            f"{', '.join(f'{score.components[name]:g}' for score in scores)} for {completion}"
+            for completion, scores in scored.items()
+        ]
+        yield Finding("reward", f"{name}: {'; '.join(parts)}")
+    weighted = {completion: [score.reward for score in scores] for completion, scores in scored.items()}
+    good = [values for completion, values in weighted.items() if completion != NOTHING]
+    if all(values == weighted[NOTHING] for values in good):
+        value = f"the weighted sum does not tell {' or '.join(c for c in weighted if c != NOTHING)} from {NOTHING}"
+        fix = "look whether the reward wants a form that data.format_prompt or the warm start teaches; if not, mend it"
+        yield Finding("reward", value, "warning", fix)
+
+
+def _completions(
+    config: RunConfig, rows: RowSource, renderer: PromptRenderer
+) -> Iterator[tuple[RenderedPrompt, str, str]]:
+    """A row, the kind of completion, and the completion."""
+    taken = 0
+    for index in range(min(len(rows), ROWS_TRIED)):
+        row, row_id = rows[index], rows.row_id(index)
+        try:
+            rendered = renderer.render(row, row_id)
+        except UserError:  # told with the prompts
+            continue
+        yield rendered, "the answer", str(rendered.prompt.answer)
+        yield rendered, NOTHING, ""
+        if row.get(config.data.target_key):
+            yield rendered, config.data.target_key, str(row[config.data.target_key])
+        taken += 1
+        if taken == ROWS:
+            return
+
+
+async def _score(config: RunConfig, completions: Sequence[tuple[RenderedPrompt, str, str]]) -> Scored:
+    pool = RewardPool(config.reward.model_copy(update={"workers": 1}))
+    await pool.start()
+    try:
+        scored: Scored = defaultdict(list)
+        for rendered, name, text in completions:
+            scored[name].append(await pool.score(sample_of(rendered.prompt, text, rendered.blobs, "stop")))
+        return scored
+    finally:
+        await pool.close()
