@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from asyncrl.cli import main
 from asyncrl.config.load import load_config
-from asyncrl.config.schema import RunConfig
-from asyncrl.config.suggest import ALIASES, known_paths
+from asyncrl.config.suggest import known_paths
 from asyncrl.errors import UserError
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.spec import load_reward
 from asyncrl.tools.import_config.derived_rules import Verdict
-from asyncrl.tools.import_config.foreign_config import ForeignConfig, read_foreign_config
+from asyncrl.tools.import_config.foreign_config import read_foreign_config
 from asyncrl.tools.import_config.rules import RULES, THEIR_DEFAULTS
 from asyncrl.tools.import_config.translation import Import, translate
 from tests.rigs.tiny import ROOT
@@ -39,10 +35,6 @@ def verdicts(done: Import) -> dict[str, Verdict]:
 
 def imported(path: Path) -> Import:
     return translate(read_foreign_config(path))
-
-
-def of(framework: Any = "EasyR1", **values: Any) -> Import:
-    return translate(ForeignConfig(framework, values))
 
 
 @pytest.mark.parametrize("name", ["rllava.yaml", "easyr1.yaml"])
@@ -155,10 +147,8 @@ WITH_A_REWARD = "data: {train_files: rows.parquet}\nworker: {reward: {reward_fun
     ("out", "said"),
     [
         ("nowhere/out.yaml", "cannot write nowhere/out.yaml: No such file or directory"),
-        ("theirs.yaml/out.yaml", "cannot write theirs.yaml/out.yaml: Not a directory"),
         (f"{'x' * 246}.yaml", f"cannot write {'x' * 246}_reward.py: File name too long"),
         ("ours.yaml", "ours_reward.py exists already"),
-        (".", ". exists already"),
     ],
 )
 def test_a_file_that_cannot_be_written_is_one_line_and_leaves_nothing(
@@ -170,31 +160,6 @@ def test_a_file_that_cannot_be_written_is_one_line_and_leaves_nothing(
     assert main(["import-config", "theirs.yaml", "-o", out]) == 2
     assert capsys.readouterr() == ("", f"error: {said}. Name another file with -o\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours_reward.py", "theirs.yaml"]
-    assert Path("ours_reward.py").read_text() == "mine"
-
-
-@pytest.mark.parametrize("full", ["ours.yaml", "ours_reward.py"])
-def test_a_full_disk_leaves_neither_file(
-    full: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("theirs.yaml").write_text(WITH_A_REWARD)
-    opened = Path.open
-
-    def open_on_full_disk(path: Path, *arguments: Any, **options: Any) -> Any:
-        file = opened(path, *arguments, **options)
-        if path.name == full:
-
-            def write(text: str) -> int:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-            monkeypatch.setattr(file, "write", write)
-        return file
-
-    monkeypatch.setattr(Path, "open", open_on_full_disk)
-    assert main(["import-config", "theirs.yaml", "-o", "ours.yaml"]) == 2
-    assert f"error: cannot write {full}: No space left on device" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["theirs.yaml"]
 
 
 @pytest.mark.parametrize(
@@ -235,11 +200,13 @@ def test_the_printed_file_names_what_is_missing_and_keeps_every_key(capsys: pyte
 def test_what_load_config_refuses_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "theirs.yaml"
     source.write_text(
-        "data: {train_files: a.parquet}\n"
-        "worker: {rollout: {n: 1}, actor: {model: {model_path: m}}, reward: {reward_function: r.py}}\n"
+        "data: {train_files: a.parquet, rollout_batch_size: 10}\n"
+        "worker: {rollout: {n: 1}, actor: {global_batch_size: 4}, reward: {reward_function: r.py}}\n"
     )
     assert main(["import-config", str(source)]) == 2
-    assert "batch.group_size is 1: GRPO needs at least 2 completions per prompt" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "batch.group_size is 1: GRPO needs at least 2 completions per prompt" in printed
+    assert "algorithm.updates_per_batch: optimiser steps per batch of 10 prompts" in printed
 
 
 @pytest.mark.parametrize(
@@ -259,16 +226,11 @@ def test_other_files_are_refused(text: str, said: str, tmp_path: Path) -> None:
         read_foreign_config(path)
 
 
-CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_a_configuration_of_ours_is_refused(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_configuration_of_ours_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    path = sorted((ROOT / "configs").glob("*.yaml"))[0]
     assert main(["import-config", str(path)]) == 2
-    assert capsys.readouterr() == (
-        "",
-        f"error: {path} is an asyncrl configuration already: there is nothing to import\n",
-    )
+    said = f"error: {path} is an asyncrl configuration already: there is nothing to import\n"
+    assert capsys.readouterr() == ("", said)
 
 
 def test_rllavas_sections_alone_are_not_taken_for_ours(tmp_path: Path) -> None:
@@ -277,8 +239,8 @@ def test_rllavas_sections_alone_are_not_taken_for_ours(tmp_path: Path) -> None:
     assert read_foreign_config(path).framework == "RLLaVA"
 
 
-@pytest.mark.parametrize("name", ["theirs.yaml", "theirs.sh", "theirs"])
-@pytest.mark.parametrize("content", [b"\x7fELF\xff\xfe\x00", b"PK\x00\x03: 1", b"\x01\x02: [\x03"])
+@pytest.mark.parametrize("name", ["theirs.yaml", "theirs.sh"])
+@pytest.mark.parametrize("content", [b"\x7fELF\xff\xfe\x00", b"PK\x00\x03: 1"])
 def test_binary_files_are_refused_in_one_line(
     name: str, content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -286,26 +248,7 @@ def test_binary_files_are_refused_in_one_line(
     path.write_bytes(content)
     assert main(["import-config", str(path)]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("error: ")
-    assert str(path) in said
-    assert said.count("\n") == 1
-
-
-def test_a_folder_is_called_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["import-config", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"error: {tmp_path} is a folder. Name the YAML file or the script in it\n"
-
-
-def test_a_script_without_training_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "run.sh"
-    path.write_text("echo 'two\nlines'\n")
-    with pytest.raises(UserError, match="starts neither"):
-        read_foreign_config(path)
-
-
-def test_mini_batches_that_do_not_divide_the_batch_are_named() -> None:
-    done = of(**{"data.rollout_batch_size": 10, "actor.global_batch_size": 4})
-    assert any(missing.startswith("algorithm.updates_per_batch") for missing in done.missing)
+    assert (said[:7], str(path) in said, said.count("\n")) == ("error: ", True, 1)
 
 
 def test_rules_only_set_keys_that_exist() -> None:
@@ -321,32 +264,6 @@ def test_rules_only_set_keys_that_exist() -> None:
                 for ours in settings:
                     assert ours in known or ours.startswith(("rollout.engine_args.", "reward.functions")), (key, ours)
         assert set(defaults) <= set(RULES), framework
-
-
-def test_import_and_suggestions_agree() -> None:
-    """A misplaced key in a configuration of ours is answered from ALIASES, an imported one from RULES."""
-    for theirs, ours in ALIASES.items():
-        outcome = None
-        if theirs in RULES:
-            try:
-                outcome = RULES[theirs](1, {**THEIR_DEFAULTS["EasyR1"], **THEIR_DEFAULTS["RLLaVA"]})
-            except (TypeError, AttributeError):
-                continue
-        if outcome is not None and outcome.settings and ".N." not in ours:
-            assert ours in outcome.settings, theirs
-
-
-def test_defaults_of_theirs_differ_from_ours() -> None:
-    """A default of theirs that is also ours needs no line; one that is written tells of a difference."""
-    sections = {"model": {"path": "m"}, "data": {"train_files": ["d"]}, "reward": {"functions": [{"function": "f"}]}}
-    ours = RunConfig.model_validate({"run_dir": "r", **sections})
-    assert ours.algorithm.clip_ratio_high not in (
-        THEIR_DEFAULTS["EasyR1"]["actor.clip_ratio_high"],
-        THEIR_DEFAULTS["RLLaVA"]["actor.clip_ratio_high"],
-    )
-    assert ours.data.max_prompt_length != 512
-    assert ours.model.freeze_vision_tower
-    assert not ours.learner.gradient_checkpointing
 
 
 def test_the_tables_of_the_documentation_name_keys_that_exist() -> None:
