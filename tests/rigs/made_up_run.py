@@ -51,7 +51,7 @@ def step(number: int, **changes: Any) -> dict[str, Any]:
         "wait_s": 2.0,
         "learn_s": 6.0,
         "publish_s": 1.0,
-        "idle/learner": 0.2,
+        "idle/learner": 0.25,
         "idle/rollout": 0.3,
         "tokens_per_s/learner": 45.0,
         "tokens_per_s/rollout": 50.0,

@@ -26,7 +26,7 @@ from asyncrl.launch.unattended import next_attempt
 from asyncrl.run_folder.failure import read_failure
 from asyncrl.run_folder.lock import LAUNCHER_LOCK, LEARNER_LOCK, holder, lock_run, sole_launcher
 from asyncrl.telemetry.recorder import read_status
-from asyncrl.tools.report.run import read_run
+from asyncrl.tools.report.recorded_run import read_run
 from tests.rigs.small_runs import STEPS, save_failure, small
 from tests.rigs.two_processes import start as start_service
 from tests.rigs.two_processes import with_ports, write_config

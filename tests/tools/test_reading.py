@@ -21,9 +21,9 @@ from asyncrl.errors import BadStateError, UserError
 from asyncrl.journal.sample_index import INDEX_FILE
 from asyncrl.telemetry.reading import is_there, unreadable_as_user_error
 from asyncrl.tools.inspect import __main__ as inspect
+from asyncrl.tools.report.embedded_images import EmbeddedImages
 from asyncrl.tools.report.page import page_of
-from asyncrl.tools.report.pictures import Pictures
-from asyncrl.tools.report.run import SIGNS, read_run
+from asyncrl.tools.report.recorded_run import SIGNS, read_run
 from learner import replay
 from learner.checkpoint import format as checkpoint
 from tests.rigs import made_up_run as made
@@ -154,7 +154,7 @@ def test_an_image_that_cannot_be_read_says_why(tmp_path: Path) -> None:
     run = made.make_run(tmp_path / "run")
     digest = made.image(run)
     close_off(run / "images")
-    assert Pictures(run).get(digest).problem == "Too many levels of symbolic links"
+    assert EmbeddedImages(run).get(digest).problem == "Too many levels of symbolic links"
 
 
 # --- inspect ---

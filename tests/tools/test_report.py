@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from asyncrl.cli import main
-from asyncrl.tools.report.configuration import differences, flatten
+from asyncrl.tools.report.embedded_images import LARGEST_SIDE, EmbeddedImages
 from asyncrl.tools.report.markup import duration, figure, share, text
 from asyncrl.tools.report.page import page_of
-from asyncrl.tools.report.pictures import LARGEST_SIDE, Pictures
-from asyncrl.tools.report.run import read_run
-from asyncrl.tools.report.sample_choice import choose
+from asyncrl.tools.report.recorded_run import read_run
+from asyncrl.tools.report.sample_cards import choose
+from asyncrl.tools.report.settings import differences, flatten
 from tests.rigs import made_up_run as made
 
 VOID = {"meta", "img", "br", "hr", "input", "link"}
@@ -135,21 +135,21 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
 def test_an_image_is_read_from_the_images_folder_only(tmp_path: Path) -> None:
     run = made.make_run(tmp_path / "run")
     (tmp_path / "deadbeef.png").write_bytes(next((run / "images").iterdir()).read_bytes())
-    pictures = Pictures(run)
+    pictures = EmbeddedImages(run)
     assert pictures.get("../deadbeef").uri == ""
     assert pictures.get("deadbeef").problem == "not in images/"
     (run / "images" / "deadbeef.png").write_bytes(b"\x89PNG\r\n\x1a\n and no more")
-    assert Pictures(run).get("deadbeef").problem == "damaged, or no image"
+    assert EmbeddedImages(run).get("deadbeef").problem == "damaged, or no image"
 
 
 def test_large_images_are_scaled_down_and_share_a_budget(tmp_path: Path) -> None:
     run = made.make_run(tmp_path / "run")
     large = made.image(run, (2000, 1000), "red")
-    picture = Pictures(run).get(large)
+    picture = EmbeddedImages(run).get(large)
     assert (picture.width, picture.height) == (2000, 1000)
     assert picture.uri.startswith("data:image/jpeg;base64,")
     assert len(picture.uri) < 20 * LARGEST_SIDE
-    pictures = Pictures(run, budget_bytes=len(picture.uri))
+    pictures = EmbeddedImages(run, budget_bytes=len(picture.uri))
     assert pictures.get(large).uri
     assert pictures.get(made.image(run, (2000, 1000), "blue")).problem.startswith("left out")
     assert pictures.get(large).uri  # once read it costs no more

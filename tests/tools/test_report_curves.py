@@ -12,9 +12,9 @@ import pytest
 
 from asyncrl.tools.panel.run_snapshot import RunSnapshot
 from asyncrl.tools.report.activity import exclusive, lanes, subtract
-from asyncrl.tools.report.chart import Curve, line_chart, ticks
-from asyncrl.tools.report.run import read_run
-from asyncrl.tools.report.series import MAX_POINTS, moving_mean, slope, thin, thin_rows
+from asyncrl.tools.report.chart import MAX_POINTS, Curve, line_chart, thin, thin_rows, ticks
+from asyncrl.tools.report.charts import moving_mean
+from asyncrl.tools.report.recorded_run import read_run
 from asyncrl.tools.report.timeline import TimeAxis, timeline
 from tests.rigs import made_up_run as made
 
@@ -40,14 +40,9 @@ def test_thinned_stacks_keep_the_slowest_step() -> None:
 
 
 def test_a_moving_mean_leaves_a_constant_alone_and_skips_gaps() -> None:
-    smooth, window = moving_mean([(float(i), None if i == 50 else 3.0) for i in range(200)])
+    smooth = moving_mean([(float(i), None if i == 50 else 3.0) for i in range(200)])
     assert {y for _, y in smooth} == {3.0}
-    assert (len(smooth), window) == (199, 9)
-
-
-def test_the_slope_of_a_line() -> None:
-    assert slope([(0.0, 1.0), (1.0, 3.0), (2.0, None), (3.0, 7.0)]) == pytest.approx(2.0)
-    assert slope([(0.0, 1.0), (1.0, 3.0)]) is None
+    assert len(smooth) == 199
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from asyncrl.config.schema import RunConfig
 from asyncrl.telemetry.environment import read_starts
 from asyncrl.tools.report.activity import lanes
-from asyncrl.tools.report.run import Run, read_run
+from asyncrl.tools.report.recorded_run import RecordedRun, read_run
 from asyncrl.tools.report.write import write_report
 from tests.rigs.small_runs import logs
 from tests.rigs.two_processes import run_both
@@ -20,12 +20,12 @@ from tests.rigs.two_processes import run_both
 pytestmark = pytest.mark.slow
 
 
-def seconds(run: Run, lane_name: str) -> dict[str, float]:
+def seconds(run: RecordedRun, lane_name: str) -> dict[str, float]:
     lane = next(lane for lane in lanes(run) if lane.name.startswith(lane_name))
     return {what: sum(b - a for a, b in spans) for what, spans in lane.parts.items()}
 
 
-def server_of(run: Run) -> str:
+def server_of(run: RecordedRun) -> str:
     (name,) = {span["who"] for span in run.spans} - {"learner"}
     return name
 

@@ -21,7 +21,7 @@ from asyncrl.telemetry.alert_thresholds import (
     USUAL_STEPS,
 )
 from asyncrl.tools.report.findings import findings, verdict
-from asyncrl.tools.report.run import Run, read_run
+from asyncrl.tools.report.recorded_run import RecordedRun, read_run
 from tests.rigs import made_up_run as made
 
 ALERTS = Path(__file__).parents[2] / "docker" / "prometheus" / "alerts.yml"
@@ -29,11 +29,11 @@ SECONDS = {"s": 1, "m": 60, "h": 3600}
 Change = Callable[[int], dict[str, Any]]
 
 
-def run_with(folder: Path, change: Change = lambda number: {}, **more: Any) -> Run:
+def run_with(folder: Path, change: Change = lambda number: {}, **more: Any) -> RecordedRun:
     return read_run(made.make_run(folder / "run", change=change, **more))
 
 
-def found(run: Run) -> dict[str, tuple[str, str]]:
+def found(run: RecordedRun) -> dict[str, tuple[str, str]]:
     """Level and value by what was found."""
     return {finding.what: (finding.level, finding.value) for finding in findings(run)}
 

@@ -1,4 +1,4 @@
-"""Who did what, second by second: lanes of activities that exclude each other."""
+"""Sort recorded time into lanes, one per process, of activities that exclude each other."""
 
 from __future__ import annotations
 
@@ -7,45 +7,45 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncrl.telemetry.timeline import LEARNER, merge
-from asyncrl.tools.report.run import Run, number
+from asyncrl.tools.report.recorded_run import RecordedRun, number
 
 Spans = list[tuple[float, float]]
 
 LEARNER_ACTIVITIES = ("saving", "evaluating", "learning", "publishing", "asleep", "waiting")
 SERVER_ACTIVITIES = ("waking", "loading", "generating", "scoring", "asleep", "idle")
 DEVICE_TURNS = ("handing over", "server's turn", "learner's turn")
-"""What is named first is shown where two overlap."""
+"""Activities of each lane. Where two overlap, the one named first is shown."""
 USAGE_GAP_S = 5.0
-"""Heartbeats tell the time of a server late by up to their interval."""
+"""Gaps between spans of use that are closed: heartbeats are late by up to their interval."""
 
 
 @dataclass(frozen=True)
 class Lane:
     name: str
     parts: dict[str, Spans]
-    """By activity; none overlaps another."""
+    """Spans by activity; none overlaps another."""
 
 
-def lanes(run: Run) -> list[Lane]:
-    """The learner, each rollout server and, where they take turns, the device. Empty where nothing is known."""
-    found: dict[tuple[str, str], Spans] = defaultdict(list)
+def lanes(run: RecordedRun) -> list[Lane]:
+    """Return lanes of the learner, each rollout server and, where they take turns, the device."""
+    recorded: dict[tuple[str, str], Spans] = defaultdict(list)
     for span in run.spans:
-        found[span["who"], span["what"]].append((span["since"], span["until"]))
-    learner = {what: list(spans) for (who, what), spans in found.items() if who == LEARNER}
+        recorded[span["who"], span["what"]].append((span["since"], span["until"]))
+    learner = {what: list(spans) for (who, what), spans in recorded.items() if who == LEARNER}
     for what, spans in _steps(run).items():
         learner.setdefault(what, []).extend(spans)
     lanes = [Lane(LEARNER, exclusive(learner, LEARNER_ACTIVITIES))]
-    servers = list(dict.fromkeys(who for who, _ in found if who != LEARNER))
+    servers = list(dict.fromkeys(who for who, _ in recorded if who != LEARNER))
     shared = run.setting("trainer.mode") == "sync"
     asleep = learner.get("asleep", [])
-    lanes += [Lane(name, _server(run, name, found, asleep if shared else None)) for name in servers]
+    lanes += [Lane(name, _server(run, name, recorded, asleep if shared else None)) for name in servers]
     if shared and asleep:
         lanes.append(Lane("device", _device(run, learner, asleep, servers)))
     return [lane for lane in lanes if any(lane.parts.values())]
 
 
-def _steps(run: Run) -> dict[str, Spans]:
-    """Of each step, backwards from the time when it was recorded."""
+def _steps(run: RecordedRun) -> dict[str, Spans]:
+    """Divide each step, backwards from the time of its record."""
     spans: dict[str, Spans] = {"waiting": [], "learning": [], "publishing": []}
     for step in run.steps:
         at = number(step.get("time"))
@@ -59,9 +59,9 @@ def _steps(run: Run) -> dict[str, Spans]:
 
 
 def _server(
-    run: Run, name: str, found: Mapping[tuple[str, str], Spans], learner_asleep: Spans | None
+    run: RecordedRun, name: str, recorded: Mapping[tuple[str, str], Spans], learner_asleep: Spans | None
 ) -> dict[str, Spans]:
-    own = {what: list(spans) for (who, what), spans in found.items() if who == name}
+    own = {what: list(spans) for (who, what), spans in recorded.items() if who == name}
     present = merge(own.pop("usage", []), USAGE_GAP_S)
     own["idle"] = present
     if learner_asleep is not None:
@@ -70,8 +70,8 @@ def _server(
     return exclusive(own, SERVER_ACTIVITIES)
 
 
-def _wakings(run: Run, name: str, turns: Spans) -> Spans:
-    """The beginnings of its turns: what it told at the end of each."""
+def _wakings(run: RecordedRun, name: str, turns: Spans) -> Spans:
+    """Return the time that a server took to wake, at the beginning of each of its turns."""
     wakings = []
     for span in run.spans:
         if span["who"] == name and span["what"] == "falling asleep":
@@ -82,7 +82,7 @@ def _wakings(run: Run, name: str, turns: Spans) -> Spans:
     return wakings
 
 
-def _device(run: Run, learner: Mapping[str, Spans], asleep: Spans, servers: Sequence[str]) -> dict[str, Spans]:
+def _device(run: RecordedRun, learner: Mapping[str, Spans], asleep: Spans, servers: Sequence[str]) -> dict[str, Spans]:
     everything = merge([span for spans in learner.values() for span in spans], USAGE_GAP_S)
     moving = [span for name in servers for span in _wakings(run, name, asleep)]
     moving += [(s["since"], s["until"]) for s in run.spans if s["what"] == "falling asleep"]
@@ -95,19 +95,19 @@ def _device(run: Run, learner: Mapping[str, Spans], asleep: Spans, servers: Sequ
     return exclusive(turns, DEVICE_TURNS)
 
 
-def exclusive(found: Mapping[str, Iterable[tuple[float, float]]], order: Sequence[str]) -> dict[str, Spans]:
-    """Each moment belongs to the first activity in `order` that has it."""
+def exclusive(activities: Mapping[str, Iterable[tuple[float, float]]], order: Sequence[str]) -> dict[str, Spans]:
+    """Give each moment to the first activity in `order` that has it."""
     covered: Spans = []
     parts: dict[str, Spans] = {}
     for what in order:
-        spans = merge(list(found.get(what, [])))
+        spans = merge(list(activities.get(what, [])))
         parts[what] = subtract(spans, covered)
         covered = merge([*covered, *spans])
     return parts
 
 
 def subtract(spans: Spans, covered: Spans) -> Spans:
-    """What of `spans` is not covered; both in order and without overlaps."""
+    """Return the parts of `spans` that are not covered; both are in order and without overlaps."""
     left: Spans = []
     i = 0
     for since, until in spans:

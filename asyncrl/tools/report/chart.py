@@ -1,4 +1,4 @@
-"""One chart as inline SVG, with the numbers behind it for the tooltips. No library, no network."""
+"""Draw one chart as inline SVG, with the numbers behind it for the tooltips. No library, no network."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from asyncrl.tools.report.markup import figure, text
-from asyncrl.tools.report.run import Points
-from asyncrl.tools.report.series import thin, thin_rows
+from asyncrl.tools.report.recorded_run import Points
 
 WIDTH, HEIGHT = 400, 168
 LEFT, RIGHT, TOP, BOTTOM = 42, 8, 8, 20
 NUM_COLOURS = 8
+MAX_POINTS = 400
+"""Points of a curve that a screen can show."""
 
 
 @dataclass(frozen=True)
@@ -24,27 +26,25 @@ class Curve:
     style: Literal["line", "faint", "dots", "bound"] = "line"
     """`faint` lies under the curve that follows it, has no legend, and shares its colour; `bound` is dashed."""
     colour: int | str = -1
-    """Of the palette, or the name of a colour of ours; -1: the next one."""
+    """A number of the palette, or a name of report.css; -1: the next number."""
 
 
 @dataclass(frozen=True)
 class Axes:
-    """From values to the SVG's units."""
+    """Maps values to the SVG's units."""
 
     x: tuple[float, float]
     y: tuple[float, float]
     logarithmic: bool = False
-    width: int = WIDTH
-    height: int = HEIGHT
 
     def px(self, x: float) -> float:
         low, high = self.x
-        return LEFT + (x - low) / ((high - low) or 1.0) * (self.width - LEFT - RIGHT)
+        return LEFT + (x - low) / ((high - low) or 1.0) * (WIDTH - LEFT - RIGHT)
 
     def py(self, y: float) -> float:
         low, high = (math.log10(v) for v in self.y) if self.logarithmic else self.y
         value = math.log10(max(y, self.y[0])) if self.logarithmic else y
-        return self.height - BOTTOM - (value - low) / ((high - low) or 1.0) * (self.height - TOP - BOTTOM)
+        return HEIGHT - BOTTOM - (value - low) / ((high - low) or 1.0) * (HEIGHT - TOP - BOTTOM)
 
 
 def line_chart(
@@ -59,7 +59,7 @@ def line_chart(
     show: Callable[[float | None], str] = figure,
     x_name: str = "step",
 ) -> str:
-    """Empty if no curve has a number. `floor` and `ceiling` are always within sight, `limit` is a line where it is."""
+    """Draw curves; empty if none has a number. The axis includes `floor` and `ceiling`; `limit` is a dashed line."""
     drawn = _coloured([curve for curve in curves if any(y is not None for _, y in curve.points)])
     if not drawn:
         return ""
@@ -91,7 +91,7 @@ def stack_chart(
     unit: str = "",
     show: Callable[[float | None], str] = figure,
 ) -> str:
-    """Areas on top of each other; a row is x and the value of each name."""
+    """Draw areas on top of each other; a row is x and the value of each name."""
     present = [i for i in range(len(names)) if any(row[i + 1] for row in rows)]
     if not rows or not present:
         return ""
@@ -104,7 +104,7 @@ def stack_chart(
         above = [base + max(0.0, row[i + 1]) for base, row in zip(below, thinned, strict=True)]
         edge = [f"{axes.px(r[0]):.1f},{axes.py(y):.1f}" for r, y in zip(thinned, above, strict=True)]
         back = [f"{axes.px(r[0]):.1f},{axes.py(y):.1f}" for r, y in zip(thinned, below, strict=True)]
-        body.append(f'<polygon class="area {_class(names[i][1])}" points="{" ".join([*edge, *reversed(back)])}"/>')
+        body.append(f'<polygon class="area c-{names[i][1]}" points="{" ".join([*edge, *reversed(back)])}"/>')
         below = above
     legend = [(names[i][0], names[i][1], show(thinned[-1][i + 1]), "area") for i in present]
     series = [
@@ -115,7 +115,7 @@ def stack_chart(
 
 
 def _coloured(curves: Sequence[Curve]) -> list[tuple[Curve, int | str]]:
-    """A faint curve has the colour of the next one."""
+    """Give each curve its colour; a faint curve has that of the next one."""
     coloured: list[tuple[Curve, int | str]] = []
     following = 0
     for curve in curves:
@@ -126,23 +126,8 @@ def _coloured(curves: Sequence[Curve]) -> list[tuple[Curve, int | str]]:
     return coloured
 
 
-def _class(colour: int | str) -> str:
-    return f"c-{colour}"
-
-
 def _draw(axes: Axes, curve: Curve, colour: int | str) -> str:
-    if curve.style == "dots":
-        dots = "".join(
-            f'<circle class="dot {_class(colour)}" cx="{axes.px(x):.1f}" cy="{axes.py(y):.1f}" r="3"/>'
-            for x, y in curve.points
-            if y is not None
-        )
-        return _line(axes, curve, colour) + dots
-    return _line(axes, curve, colour)
-
-
-def _line(axes: Axes, curve: Curve, colour: int | str) -> str:
-    """A point without a number interrupts it; a number between two of those is a dot."""
+    """Draw a line. A point without a number interrupts it; a single number between two of those is a dot."""
     parts: list[list[str]] = [[]]
     for x, y in curve.points:
         if y is None:
@@ -150,10 +135,12 @@ def _line(axes: Axes, curve: Curve, colour: int | str) -> str:
         else:
             parts[-1].append(f"{axes.px(x):.1f},{axes.py(y):.1f}")
     kind = {"faint": "faint", "bound": "bound"}.get(curve.style, "line")
-    lines = [f'<polyline class="{kind} {_class(colour)}" points="{" ".join(p)}"/>' for p in parts if len(p) > 1]
-    alone = [p[0].split(",") for p in parts if len(p) == 1 and curve.style != "dots"]
-    dots = [f'<circle class="dot {_class(colour)}" cx="{x}" cy="{y}" r="2"/>' for x, y in alone]
-    return "".join([*lines, *dots])
+    marks = [f'<polyline class="{kind} c-{colour}" points="{" ".join(p)}"/>' for p in parts if len(p) > 1]
+    every, radius = curve.style == "dots", 3 if curve.style == "dots" else 2
+    for at in (at for part in parts if every or len(part) == 1 for at in part):
+        x, y = at.split(",")
+        marks.append(f'<circle class="dot c-{colour}" cx="{x}" cy="{y}" r="{radius}"/>')
+    return "".join(marks)
 
 
 def _padded(low: float, high: float, logarithmic: bool, floor: float | None) -> tuple[float, float]:
@@ -167,7 +154,7 @@ def _padded(low: float, high: float, logarithmic: bool, floor: float | None) -> 
 
 
 def _grid(axes: Axes, show: Callable[[float | None], str]) -> str:
-    right, bottom = axes.width - RIGHT, axes.height - BOTTOM
+    right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
     parts = []
     for y in _log_ticks(*axes.y) if axes.logarithmic else ticks(*axes.y, 4):
         at = axes.py(y)
@@ -182,11 +169,11 @@ def _limit(axes: Axes, limit: float) -> list[str]:
     if not axes.y[0] < limit < axes.y[1]:
         return []
     at = f"{axes.py(limit):.1f}"
-    return [f'<line class="limit" x1="{LEFT}" x2="{axes.width - RIGHT}" y1="{at}" y2="{at}"/>']
+    return [f'<line class="limit" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at}" y2="{at}"/>']
 
 
 def ticks(low: float, high: float, wanted: int) -> list[float]:
-    """Round numbers within the range, about as many as wanted."""
+    """Choose round numbers within the range, about as many as wanted."""
     span = high - low
     if not span > 0 or not math.isfinite(span):
         return [low] if math.isfinite(low) else []
@@ -210,21 +197,46 @@ def _last(points: Points) -> float | None:
 
 
 def _short(value: float) -> float:
-    """Five digits are enough for a tooltip."""
+    """Round to five digits, enough for a tooltip."""
     return float(f"{value:.5g}")
 
 
 def _figure(title, unit, legend, body, axes: Axes, series, x_name: str) -> str:
     keys = "".join(
-        f'<span class="key"><i class="{style} {_class(colour)}"></i>{text(name)} <b>{text(value)}</b></span>'
+        f'<span class="key"><i class="{style} c-{colour}"></i>{text(name)} <b>{text(value)}</b></span>'
         for name, colour, value, style in legend
     )
-    data = {"x": axes.x, "l": LEFT, "w": axes.width - LEFT - RIGHT, "W": axes.width, "n": x_name, "s": series}
+    data = {"x": axes.x, "l": LEFT, "w": WIDTH - LEFT - RIGHT, "W": WIDTH, "n": x_name, "s": series}
     label = text(f"{title}: {', '.join(name for name, *_ in legend)}")
     return (
         f'<figure class="chart" data-chart="{text(json.dumps(data, separators=(",", ":")))}">'
         f'<figcaption><span class="title">{text(title)}</span> <span class="unit">{text(unit)}</span>'
         f'<span class="keys">{keys}</span></figcaption>'
-        f'<svg viewBox="0 0 {axes.width} {axes.height}" role="img" aria-label="{label}">{"".join(body)}'
-        f'<line class="cursor" y1="{TOP}" y2="{axes.height - BOTTOM}"/></svg></figure>'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(body)}'
+        f'<line class="cursor" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/></svg></figure>'
     )
+
+
+def thin(points: Points, limit: int = MAX_POINTS) -> Points:
+    """Keep at most `limit` points: the lowest and the highest of each of equal slices, and the first and last of all.
+
+    One point without a number stays in each slice, so that a gap remains a gap.
+    """
+    if len(points) <= limit:
+        return points
+    slices = max(1, (limit - 2) // 3)
+    kept: set[int] = {0, len(points) - 1}
+    for first, end in pairwise(round(i * len(points) / slices) for i in range(slices + 1)):
+        numbers = [i for i in range(first, end) if points[i][1] is not None]
+        gaps = [i for i in range(first, end) if points[i][1] is None]
+        kept.update(gaps[:1])
+        if numbers:
+            value: Callable[[int], float] = lambda i: points[i][1] or 0.0  # noqa: E731
+            kept.update((min(numbers, key=value), max(numbers, key=value)))
+    return [points[i] for i in sorted(kept)]
+
+
+def thin_rows(rows: Sequence[tuple[float, ...]], limit: int = MAX_POINTS) -> list[tuple[float, ...]]:
+    """Thin rows of an x with several values, by the sum of the values."""
+    totals: Points = [(float(i), sum(row[1:])) for i, row in enumerate(rows)]
+    return [rows[int(index)] for index, _ in thin(totals, limit)]

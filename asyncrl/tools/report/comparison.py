@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from asyncrl.tools.report.chart import NUM_COLOURS, Curve, line_chart
-from asyncrl.tools.report.charts import NOISY_FROM, components
-from asyncrl.tools.report.configuration import differences
-from asyncrl.tools.report.environment import describe
+from asyncrl.tools.report.charts import components, noisy, with_mean
 from asyncrl.tools.report.findings import findings, verdict
-from asyncrl.tools.report.markup import duration, figure, share, text
-from asyncrl.tools.report.page import course, document, held_out
-from asyncrl.tools.report.run import Points, Run, number
-from asyncrl.tools.report.series import moving_mean
-
-Pick = Callable[[Run], Points]
+from asyncrl.tools.report.markup import document, duration, figure, share, text
+from asyncrl.tools.report.page import course, held_out
+from asyncrl.tools.report.recorded_run import Points, RecordedRun, number
+from asyncrl.tools.report.settings import differences, facts_of_start
 
 
-def page_of_many(runs: Sequence[Run]) -> str:
-    """A whole HTML document."""
+def page_of_many(runs: Sequence[RecordedRun]) -> str:
+    """Build the page of several runs."""
     names = _names(runs)
     sections = [("Figures", _figures(runs, names))]
     for title, charts in (("Learning", _learning), ("Off-policyness", _off_policyness), ("Pipeline", _pipeline)):
@@ -34,8 +31,8 @@ def page_of_many(runs: Sequence[Run]) -> str:
     return document(" and ".join(names[:3]), head, sections)
 
 
-def _names(runs: Sequence[Run]) -> list[str]:
-    """As short as tells them apart."""
+def _names(runs: Sequence[RecordedRun]) -> list[str]:
+    """Shorten the runs' paths to names that still differ."""
     paths = [run.path.resolve() for run in runs]
     for length in range(1, max(len(path.parts) for path in paths) + 1):
         names = [str(Path(*path.parts[-length:])) for path in paths]
@@ -47,9 +44,9 @@ def _names(runs: Sequence[Run]) -> list[str]:
 # --- figures ---------------------------------------------------------------------------------------
 
 
-def _figures(runs: Sequence[Run], names: Sequence[str]) -> str:
+def _figures(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
     rows = [(name, [row(run) for run in runs]) for name, row in _ROWS.items()]
-    machines = [describe(run) for run in runs]
+    machines = [facts_of_start(run) for run in runs]
     for name in dict.fromkeys(name for machine in machines for name in machine):
         values = [machine.get(name, "-") for machine in machines]
         if len({value for value, machine in zip(values, machines, strict=True) if machine}) > 1:
@@ -62,15 +59,7 @@ def _figures(runs: Sequence[Run], names: Sequence[str]) -> str:
     return f'<table class="figures"><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table>'
 
 
-def _mean_of(key: str, show: Callable[[float | None], str]) -> Callable[[Run], str]:
-    def mean(run: Run) -> str:
-        values = run.values(key)
-        return show(sum(values) / len(values) if values else None)
-
-    return mean
-
-
-_ROWS: dict[str, Callable[[Run], str]] = {
+_ROWS: dict[str, Callable[[RecordedRun], str]] = {
     "ended": lambda run: run.ending or "unknown",
     "health": lambda run: verdict(run, findings(run))[1],
     "held-out accuracy": lambda run: " ".join(held_out(run)[:1]),
@@ -79,12 +68,12 @@ _ROWS: dict[str, Callable[[Run], str]] = {
     "steps": lambda run: f"{len(run.steps):,}",
     "duration": lambda run: duration(run.busy_s),
     "trajectories": lambda run: f"{run.trajectories:,}",
-    "tokens per second, learner": _mean_of("tokens_per_s/learner", figure),
-    "tokens per second, rollout": _mean_of("tokens_per_s/rollout", figure),
-    "learner idle": _mean_of("idle/learner", share),
-    "rollout idle": _mean_of("idle/rollout", share),
-    "staleness, mean": _mean_of("staleness/mean", figure),
-    "effective sample size, mean": _mean_of("ess", share),
+    "tokens per second, learner": lambda run: figure(run.mean("tokens_per_s/learner")),
+    "tokens per second, rollout": lambda run: figure(run.mean("tokens_per_s/rollout")),
+    "learner idle": lambda run: share(run.mean("idle/learner")),
+    "rollout idle": lambda run: share(run.mean("idle/rollout")),
+    "staleness, mean": lambda run: figure(run.mean("staleness/mean")),
+    "effective sample size, mean": lambda run: share(run.mean("ess")),
     "entropy at the end": lambda run: figure(run.last("entropy")),
 }
 
@@ -92,56 +81,50 @@ _ROWS: dict[str, Callable[[Run], str]] = {
 # --- curves ----------------------------------------------------------------------------------------
 
 
-def _overlay(runs: Sequence[Run], names: Sequence[str], pick: Pick, style: str = "line") -> list[Curve]:
-    curves = []
-    for i, (run, name) in enumerate(zip(runs, names, strict=True)):
-        points, colour = pick(run), i % NUM_COLOURS
-        if style == "dots":
-            curves.append(Curve(name, points, "dots", colour))
-        elif len(points) < NOISY_FROM:
-            curves.append(Curve(name, points, colour=colour))
-        else:
-            curves += [Curve(name, points, "faint", colour), Curve(name, moving_mean(points)[0], colour=colour)]
-    return curves
-
-
-def _key(key: str) -> Pick:
-    return lambda run: run.points(key)
-
-
-def _learning(runs: Sequence[Run], names: Sequence[str]) -> Iterator[str]:
-    yield line_chart("Held-out accuracy", _overlay(runs, names, lambda run: run.held_out, "dots"), show=share)
-    yield line_chart("Reward", _overlay(runs, names, _key("reward/mean")), unit="mean")
-    by_time = _overlay(runs, names, lambda run: _against_time(run, "reward/mean"))
+def _learning(runs: Sequence[RecordedRun], names: Sequence[str]) -> Iterator[str]:
+    held_out = [Curve(name, run.held_out, "dots", i % NUM_COLOURS) for i, (run, name) in _numbered(runs, names)]
+    yield line_chart("Held-out accuracy", held_out, show=share)
+    yield _chart(runs, names, "Reward", "reward/mean", unit="mean")
+    by_time = [
+        curve
+        for i, (run, name) in _numbered(runs, names)
+        for curve in with_mean(name, _against_time(run, "reward/mean"), i % NUM_COLOURS)
+    ]
     yield line_chart("Reward against time", by_time, unit="minutes since the start", x_name="minute")
     for key in dict.fromkeys(key for run in runs for key in components(run)):
-        yield line_chart(f"Reward: {key.removeprefix('reward/')}", _overlay(runs, names, _key(key)))
-    yield line_chart("Entropy", _overlay(runs, names, _key("entropy")), unit="nats per token", floor=0.0)
-    yield line_chart("Gradient norm", _overlay(runs, names, _key("grad_norm")), floor=0.0)
-    yield line_chart("Completion length", _overlay(runs, names, _key("response_length/mean")), unit="mean tokens")
+        yield _chart(runs, names, f"Reward: {key.removeprefix('reward/')}", key)
+    yield _chart(runs, names, "Entropy", "entropy", unit="nats per token", floor=0.0)
+    yield _chart(runs, names, "Gradient norm", "grad_norm", floor=0.0)
+    yield _chart(runs, names, "Completion length", "response_length/mean", unit="mean tokens")
 
 
-def _off_policyness(runs: Sequence[Run], names: Sequence[str]) -> Iterator[str]:
-    yield line_chart("Token staleness", _overlay(runs, names, _key("staleness/mean")), unit="mean versions", floor=0.0)
-    yield line_chart("Effective sample size", _overlay(runs, names, _key("ess")), ceiling=1.0, show=share)
-    yield line_chart(
-        "KL of behaviour and learner", _overlay(runs, names, _key("mismatch_kl_k3")), unit="nats per token"
-    )
-    yield line_chart(
-        "Clipped", _overlay(runs, names, _key("clip_fraction")), unit="of the tokens", floor=0.0, show=share
-    )
+def _off_policyness(runs: Sequence[RecordedRun], names: Sequence[str]) -> Iterator[str]:
+    yield _chart(runs, names, "Token staleness", "staleness/mean", unit="mean versions", floor=0.0)
+    yield _chart(runs, names, "Effective sample size", "ess", ceiling=1.0, show=share)
+    yield _chart(runs, names, "KL of behaviour and learner", "mismatch_kl_k3", unit="nats per token")
+    yield _chart(runs, names, "Clipped", "clip_fraction", unit="of the tokens", floor=0.0, show=share)
 
 
-def _pipeline(runs: Sequence[Run], names: Sequence[str]) -> Iterator[str]:
-    yield line_chart("Seconds of a step", _overlay(runs, names, _key("step_s")), floor=0.0, show=duration)
-    yield line_chart("Tokens per second, learner", _overlay(runs, names, _key("tokens_per_s/learner")), floor=0.0)
-    yield line_chart("Tokens per second, rollout", _overlay(runs, names, _key("tokens_per_s/rollout")), floor=0.0)
-    yield line_chart("Learner idle", _overlay(runs, names, _key("idle/learner")), show=share, floor=0.0, ceiling=1.0)
-    yield line_chart("Memory of the learner", _overlay(runs, names, _key("rss_gib")), unit="GiB", floor=0.0)
+def _pipeline(runs: Sequence[RecordedRun], names: Sequence[str]) -> Iterator[str]:
+    yield _chart(runs, names, "Seconds of a step", "step_s", floor=0.0, show=duration)
+    yield _chart(runs, names, "Tokens per second, learner", "tokens_per_s/learner", floor=0.0)
+    yield _chart(runs, names, "Tokens per second, rollout", "tokens_per_s/rollout", floor=0.0)
+    yield _chart(runs, names, "Learner idle", "idle/learner", show=share, floor=0.0, ceiling=1.0)
+    yield _chart(runs, names, "Memory of the learner", "rss_gib", unit="GiB", floor=0.0)
 
 
-def _against_time(run: Run, key: str) -> Points:
-    """Minutes since the first thing that is known of the run."""
+def _chart(runs: Sequence[RecordedRun], names: Sequence[str], title: str, key: str, **axes: Any) -> str:
+    """Draw the curves of one key on top of each other, each run in its colour."""
+    curves = [noisy(run, key, name, i % NUM_COLOURS) for i, (run, name) in _numbered(runs, names)]
+    return line_chart(title, [curve for of_run in curves for curve in of_run], **axes)
+
+
+def _numbered(runs: Sequence[RecordedRun], names: Sequence[str]) -> Iterator[tuple[int, tuple[RecordedRun, str]]]:
+    return enumerate(zip(runs, names, strict=True))
+
+
+def _against_time(run: RecordedRun, key: str) -> Points:
+    """Return the values of a key by the minutes since the first record of the run."""
     began = run.clock[0] if run.clock else 0.0
     timed = [(number(step.get("time")), step) for step in run.steps if key in step]
     return sorted((((at - began) / 60, number(step[key])) for at, step in timed if at is not None), key=lambda p: p[0])

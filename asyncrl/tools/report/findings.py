@@ -1,52 +1,126 @@
-"""What is wrong with a run, each with its value and what to do. The limits are those of the alerts."""
+"""The checks of a run's health. A finding says what is wrong, its value, and what to do.
+
+Thresholds are those of the alerts (asyncrl/telemetry/alert_thresholds.py), with a few more that no alert has.
+"""
 
 from __future__ import annotations
 
+import shutil
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from statistics import fmean, linear_regression
+from typing import Literal
 
-from asyncrl.telemetry.alert_thresholds import STARVES_AT_BOUND, THRESHOLDS, has_fallen
-from asyncrl.tools.report import ending
-from asyncrl.tools.report.alert_durations import long_enough, longest
-from asyncrl.tools.report.finding import Finding, Level
-from asyncrl.tools.report.limits import SERVERS_IDLE, TRUNCATED, ZERO_VARIANCE
-from asyncrl.tools.report.markup import count, figure, share
-from asyncrl.tools.report.run import Record, Run, number
-from asyncrl.tools.report.series import slope
+from asyncrl.telemetry.alert_thresholds import STARVES_AT_BOUND, THRESHOLDS, has_fallen, longest_step_s
+from asyncrl.tools.report.markup import count, duration, figure, share
+from asyncrl.tools.report.recorded_run import Record, RecordedRun, number
+
+SERVERS_IDLE = 0.8
+MANY_TRUNCATED = 0.25
+MANY_WITHOUT_VARIANCE = 0.5
+MANY_RESTARTS = 3
+LEAST_STEPS, LEAST_SHARE = 3, 0.1
+"""Steps, and share of all steps, beyond a threshold that make a finding even in a run too short for the alert."""
+
+Level = Literal["critical", "warning", "info"]
 
 
-def findings(run: Run) -> list[Finding]:
-    """The gravest first."""
-    found = [finding for check in CHECKS.values() for finding in check(run)]
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong with a run."""
+
+    level: Level
+    what: str
+    value: str
+    advice: str
+
+
+def findings(run: RecordedRun) -> list[Finding]:
+    """Run every check; the gravest finding comes first."""
     order: list[Level] = ["critical", "warning", "info"]
-    return sorted(found, key=lambda finding: order.index(finding.level))
+    return sorted((f for check in CHECKS.values() for f in check(run)), key=lambda finding: order.index(finding.level))
 
 
-def quiet(run: Run) -> list[str]:
-    """What was looked at, and is as it should be."""
+def checks_without_finding(run: RecordedRun) -> list[str]:
     return [name for name, check in CHECKS.items() if not list(check(run))]
 
 
-def verdict(run: Run, found: list[Finding]) -> tuple[str, str]:
-    """A word for its colour (critical, warning, good, none), and a sentence."""
+def verdict(run: RecordedRun, found: list[Finding]) -> tuple[str, str]:
+    """Return a word for the colour (critical, warning, good, none), and a sentence."""
     if not run.steps and not run.failure:
         return "none", "There is nothing to judge yet: there is no step that could be read."
-    grave = [finding for finding in found if finding.level == "critical"]
-    warnings = [finding for finding in found if finding.level == "warning"]
-    if grave:
-        return "critical", f"Not healthy: {_names(grave)}."
-    if warnings:
-        return "warning", f"Worth a look: {_names(warnings)}."
+    for level, opening in (("critical", "Not healthy"), ("warning", "Worth a look")):
+        names = [finding.what[0].lower() + finding.what[1:] for finding in found if finding.level == level]
+        if names:
+            return level, f"{opening}: {'; '.join(names)}."
     return "good", f"Healthy: none of {len(CHECKS)} checks found anything that needs attention."
 
 
-def _names(found: list[Finding]) -> str:
-    return "; ".join(finding.what[0].lower() + finding.what[1:] for finding in found)
+# --- how it ended ----------------------------------------------------------------------------------
+
+
+def _stopped(run: RecordedRun) -> Iterator[Finding]:
+    if run.failure:
+        at = f" after step {run.failure.step}" if run.failure.step is not None else ""
+        kind = run.failure.kind.replace("_", " ") if isinstance(run.failure.kind, str) else "failed"
+        value = f"{run.failure.service}, {kind}{at}: {run.failure.reason}"
+        log = "logs/learner.log" if run.failure.service == "learner" else "the rollout server's log"
+        advice = f"Mend the cause, then continue with --resume; {log} has the moment before."
+        yield Finding("critical", "The run stopped", value, advice)
+    elif run.ending == "failed":
+        value = str(run.status.get("waiting_for") or "no reason was saved")
+        yield Finding("critical", "The learner failed", value, "Look at logs/learner.log; --resume continues.")
+
+
+def _silent(run: RecordedRun) -> Iterator[Finding]:
+    spoke = number(run.status.get("time"))
+    if run.failure or run.ending in ("finished", "failed", "interrupted") or spoke is None:
+        return
+    silent_s, limit = time.time() - spoke, THRESHOLDS["LearnerSilent"]
+    if silent_s > limit.value + limit.hold_s:
+        advice = "If it is meant to be running, look at logs/learner.log; --resume continues from what is journaled."
+        at = f"silent for {duration(silent_s)} while {run.ending or 'starting'}"
+        yield Finding("critical", "The learner fell silent", at, advice)
+
+
+def _no_progress(run: RecordedRun) -> Iterator[Finding]:
+    """Find a learner that answers and makes no step. An evaluation has deadlines of its own."""
+    if run.failure or run.ending != "training" or list(_silent(run)):
+        return
+    began = max((t for start in run.starts if (t := number(start.get("time")))), default=0.0)
+    steps = [step for step in run.steps if (number(step.get("time")) or 0.0) > began]
+    seconds = [s for step in steps if (s := number(step.get("step_s"))) is not None]
+    waited_s = time.time() - (steps[-1]["time"] if steps else began)
+    if began and waited_s > longest_step_s(fmean(seconds) if seconds else None):
+        advice = "status.json says what it waits for, logs/learner.log what was last. Stop it and --resume."
+        value = f"none for {duration(waited_s)}, while the learner answers"
+        yield Finding("critical", "No step is made", value, advice)
+
+
+def _restarts(run: RecordedRun) -> Iterator[Finding]:
+    again = run.starts[1:]
+    if again:
+        steps = ", ".join(str(start.get("step", "?")) for start in again[-8:])
+        value = f"{count(len(again), 'restart')} of the learner, after steps {steps}"
+        advice = "Nothing is lost by a restart; logs/learner.log says what each cost and why."
+        yield Finding("warning" if len(again) > MANY_RESTARTS else "info", "It was started again", value, advice)
+
+
+def _disk(run: RecordedRun) -> Iterator[Finding]:
+    if run.ending == "finished":
+        return
+    free = shutil.disk_usage(run.path).free
+    if free < THRESHOLDS["DiskFilling"].value:
+        advice = "Make room: old runs, trainer.save_limit, trainer.journal_limit_mib."
+        yield Finding("warning", "The disk is nearly full", f"{free / 2**30:.2g} GiB free", advice)
 
 
 # --- is the account right ------------------------------------------------------------------------
 
 
-def _residual(run: Run) -> Iterator[Finding]:
+def _residual(run: RecordedRun) -> Iterator[Finding]:
     wrong = [
         step
         for step in run.steps
@@ -58,7 +132,7 @@ def _residual(run: Run) -> Iterator[Finding]:
         yield Finding("critical", "The ledger does not balance", value, advice)
 
 
-def _not_a_number(run: Run) -> Iterator[Finding]:
+def _not_a_number(run: RecordedRun) -> Iterator[Finding]:
     for key, name in (("loss", "The loss"), ("grad_norm", "The gradient norm")):
         gone = [int(step) for step, value in run.points(key) if value is None]
         if gone:
@@ -67,7 +141,7 @@ def _not_a_number(run: Run) -> Iterator[Finding]:
             yield Finding("critical", f"{name} was not a number", value, advice)
 
 
-def _errors(run: Run) -> Iterator[Finding]:
+def _errors(run: RecordedRun) -> Iterator[Finding]:
     kinds = run.status.get("errors")
     counted = {str(kind): n for kind, n in kinds.items() if number(n)} if isinstance(kinds, dict) else {}
     if counted:
@@ -79,14 +153,15 @@ def _errors(run: Run) -> Iterator[Finding]:
 # --- does it learn -------------------------------------------------------------------------------
 
 
-def _reward_hacking(run: Run) -> Iterator[Finding]:
+def _reward_hacking(run: RecordedRun) -> Iterator[Finding]:
     scored = [(e, value) for e in run.evaluations if (value := number(e.get("accuracy"))) is not None]
     if len(scored) < 2:
         return
     (at_best, best), (at_last, last) = max(scored, key=lambda item: item[1]), scored[-1]
-    rising = slope([point for point in run.points("reward/mean") if point[0] >= at_best["step"]])
+    later = [(x, y) for x, y in run.points("reward/mean") if x >= at_best["step"] and y is not None]
+    rising = len({x for x, _ in later}) > 2 and linear_regression(*zip(*later, strict=True)).slope > 0
     rows = (number(at_last.get("rows")) or 0.0) - (number(at_last.get("errors")) or 0.0)
-    if rising is not None and rising > 0 and rows >= 1 and has_fallen(best, last, rows):
+    if rising and rows >= 1 and has_fallen(best, last, rows):
         value = (
             f"held-out accuracy {best:.3f} at step {at_best['step']:.0f}, {last:.3f} at step {at_last['step']:.0f},"
             f" over {rows:.0f} rows"
@@ -95,126 +170,118 @@ def _reward_hacking(run: Run) -> Iterator[Finding]:
         yield Finding("warning", "Reward rises while held-out accuracy falls", value, advice)
 
 
-def _entropy(run: Run) -> Iterator[Finding]:
+def _entropy(run: RecordedRun) -> Iterator[Finding]:
     limit = THRESHOLDS["EntropyCollapse"]
-    stretch = longest(run, _below("entropy", limit.value))
-    if stretch and long_enough(stretch, limit.hold_s):
-        value = f"below {limit.value:g} nats per token in {stretch}; lowest {figure(min(run.values('entropy')))}"
+    if steps := _alerting_steps(run, limit.hold_s, _below("entropy", limit.value)):
+        value = f"below {limit.value:g} nats per token in {steps}; lowest {figure(min(run.values('entropy')))}"
         advice = "The policy hardly explores: raise clip_ratio_high or entropy_coeff, lower the learning rate, or stop."
         yield Finding("warning", "Entropy collapsed", value, advice)
 
 
-def _not_evaluated(run: Run) -> Iterator[Finding]:
+def _not_evaluated(run: RecordedRun) -> Iterator[Finding]:
     if run.steps and not run.evaluations:
         advice = "Set data.val_files and evaluation.every_steps: training reward alone cannot tell learning from luck."
         yield Finding("info", "Nothing was held out", "no evaluation", advice)
 
 
-def _zero_variance(run: Run) -> Iterator[Finding]:
+def _zero_variance(run: RecordedRun) -> Iterator[Finding]:
     per_step = number(run.setting("batch.prompts_per_step"))
     groups = run.values("zero_variance_groups")
     if not per_step or not groups:
         return
     recent = groups[-max(1, len(groups) // 5) :]
-    part = sum(recent) / len(recent) / per_step
-    if part > ZERO_VARIANCE:
+    part = fmean(recent) / per_step
+    if part > MANY_WITHOUT_VARIANCE:
         advice = (
             "Their completions all scored the same. Leave out rows that are too easy or too hard, or raise group_size."
         )
         yield Finding("info", "Most groups teach nothing", f"{share(part)} of the groups in the last fifth", advice)
 
 
-def _truncated(run: Run) -> Iterator[Finding]:
+def _truncated(run: RecordedRun) -> Iterator[Finding]:
     rows = _rows(run)
-    total = sum(rows.values())
-    part = rows.get("truncated", 0.0) / total if total else 0.0
-    if part > TRUNCATED:
+    part = rows.get("truncated", 0.0) / (sum(rows.values()) or 1.0)
+    if part > MANY_TRUNCATED:
         advice = "Raise data.max_response_length, or reward brevity: what is cut off cannot be right."
         yield Finding("info", "Many completions hit the length limit", share(part), advice)
 
 
-def _rewards_fail(run: Run) -> Iterator[Finding]:
+def _rewards_fail(run: RecordedRun) -> Iterator[Finding]:
     rows = _rows(run)
-    total = sum(rows.values())
     bad = {kind: rows.get(kind, 0.0) for kind in ("error", "timed_out")}
-    part = sum(bad.values()) / total if total else 0.0
+    part = sum(bad.values()) / (sum(rows.values()) or 1.0)
     if part > THRESHOLDS["RewardsFail"].value:
         value = ", ".join(f"{kind.replace('_', ' ')} {n:,.0f}" for kind, n in bad.items() if n)
         advice = "These rows are left out of the loss. The error samples below have the messages."
         yield Finding("warning", "Rewards fail", f"{share(part)} of the trajectories ({value})", advice)
 
 
-# --- is it on policy enough ----------------------------------------------------------------------
+def _rows(run: RecordedRun) -> dict[str, float]:
+    """Count the trajectories of the whole run by status."""
+    return {key.removeprefix("rows/"): sum(run.values(key)) for key in run.keys if key.startswith("rows/")}
 
 
-def _effective_sample_size(run: Run) -> Iterator[Finding]:
+# --- is it on policy enough, does one side wait ---------------------------------------------------
+
+
+def _effective_sample_size(run: RecordedRun) -> Iterator[Finding]:
     limit = THRESHOLDS["EffectiveSampleSizeCollapse"]
-    stretch = longest(run, _below("ess", limit.value))
-    if stretch and long_enough(stretch, limit.hold_s):
-        value = f"below {share(limit.value)} in {stretch}; lowest {share(min(run.values('ess')))}"
+    if steps := _alerting_steps(run, limit.hold_s, _below("ess", limit.value)):
+        value = f"below {share(limit.value)} in {steps}; lowest {share(min(run.values('ess')))}"
         advice = "A few tokens decide the gradient: lower learner.max_staleness or the learning rate."
         yield Finding("warning", "The effective sample size collapsed", value, advice)
 
 
-def _mismatch(run: Run) -> Iterator[Finding]:
-    limit = THRESHOLDS["MismatchKl"]
-    stretch = longest(run, _above("mismatch_kl_k3", limit.value))
-    if stretch and long_enough(stretch, limit.hold_s):
-        value = (
-            f"above {limit.value:g} nats per token in {stretch}; highest {figure(max(run.values('mismatch_kl_k3')))}"
-        )
+def _mismatch(run: RecordedRun) -> Iterator[Finding]:
+    limit, key = THRESHOLDS["MismatchKl"], "mismatch_kl_k3"
+    if steps := _alerting_steps(run, limit.hold_s, _above(key, limit.value)):
+        value = f"above {limit.value:g} nats per token in {steps}; highest {figure(max(run.values(key)))}"
         advice = (
             "If it is high at staleness 0, engine and learner disagree: run asyncrl doctor. Else lower max_staleness."
         )
         yield Finding("warning", "Learner and engine disagree", value, advice)
 
 
-def _staleness(run: Run) -> Iterator[Finding]:
+def _staleness(run: RecordedRun) -> Iterator[Finding]:
     limit = THRESHOLDS["StalenessAtBound"]
 
     def at_bound(step: Record) -> bool | None:
         mean, bound = number(step.get("staleness/mean")), number(step.get("staleness/bound"))
         return None if mean is None or not bound else mean > limit.value * bound
 
-    stretch = longest(run, at_bound)
-    if stretch and long_enough(stretch, limit.hold_s):
-        idle = _mean(run.values("idle/learner"))
+    if steps := _alerting_steps(run, limit.hold_s, at_bound):
+        idle = run.mean("idle/learner")
         is_ahead = idle is not None and idle <= STARVES_AT_BOUND
+        advice = "Servers are too slow, or the bound is too low: add servers, or raise learner.max_staleness."
         if is_ahead:
             advice = (
                 f"The learner waits only {share(idle)} of its time: the servers are ahead of it. "
                 "A lower learner.max_staleness, or fewer servers, costs no speed."
             )
-        else:
-            advice = "Servers are too slow, or the bound is too low: add servers, or raise learner.max_staleness."
-        mean, bound = _mean(run.values("staleness/mean")), run.last("staleness/bound")
-        value = f"mean {figure(mean)} of at most {figure(bound)} versions; at the bound in {stretch}"
-        level = "info" if is_ahead else "warning"
-        yield Finding(level, "Samples are as stale as they may be", value, advice)
+        mean, bound = run.mean("staleness/mean"), run.last("staleness/bound")
+        value = f"mean {figure(mean)} of at most {figure(bound)} versions; at the bound in {steps}"
+        yield Finding("info" if is_ahead else "warning", "Samples are as stale as they may be", value, advice)
 
 
-# --- does anybody wait ---------------------------------------------------------------------------
-
-
-def _learner_starves(run: Run) -> Iterator[Finding]:
+def _learner_starves(run: RecordedRun) -> Iterator[Finding]:
     limit = THRESHOLDS["LearnerStarves"]
-    stretch = longest(run, _above("idle/learner", limit.value))
-    if run.setting("trainer.mode") != "sync" and stretch and long_enough(stretch, limit.hold_s):
-        value = f"more than {share(limit.value)} of its time in {stretch}"
+    steps = _alerting_steps(run, limit.hold_s, _above("idle/learner", limit.value))
+    if run.setting("trainer.mode") != "sync" and steps:
+        value = f"more than {share(limit.value)} of its time in {steps}"
         yield Finding("info", "The learner waits for groups", value, "Add rollout servers, or shorten completions.")
 
 
-def _servers_idle(run: Run) -> Iterator[Finding]:
-    idle = _mean(run.values("idle/rollout"))
+def _servers_idle(run: RecordedRun) -> Iterator[Finding]:
+    idle = run.mean("idle/rollout")
     if run.setting("trainer.mode") != "sync" and idle is not None and idle > SERVERS_IDLE:
         advice = "The learner is the slow side: give it more of the machine, or run fewer servers."
         yield Finding("info", "The rollout servers are idle", f"{share(idle)} of their time", advice)
 
 
-CHECKS: dict[str, Callable[[Run], Iterator[Finding]]] = {
-    "its end": ending.stopped,
-    "silence": ending.silent,
-    "progress": ending.no_progress,
+CHECKS: dict[str, Callable[[RecordedRun], Iterator[Finding]]] = {
+    "its end": _stopped,
+    "silence": _silent,
+    "progress": _no_progress,
     "the ledger": _residual,
     "numbers that are none": _not_a_number,
     "reward against held-out accuracy": _reward_hacking,
@@ -223,8 +290,8 @@ CHECKS: dict[str, Callable[[Run], Iterator[Finding]]] = {
     "mismatch of learner and engine": _mismatch,
     "staleness": _staleness,
     "failing rewards": _rewards_fail,
-    "disk space": ending.disk,
-    "restarts": ending.restarts,
+    "disk space": _disk,
+    "restarts": _restarts,
     "errors": _errors,
     "a starving learner": _learner_starves,
     "idle servers": _servers_idle,
@@ -232,21 +299,37 @@ CHECKS: dict[str, Callable[[Run], Iterator[Finding]]] = {
     "groups that teach nothing": _zero_variance,
     "evaluation": _not_evaluated,
 }
-"""By what they look at."""
+"""Checks by the name of their subject."""
 
 
-def _below(key: str, limit: float):
+# --- how long a threshold was crossed ---------------------------------------------------------------
+
+
+def _below(key: str, limit: float) -> Callable[[Record], bool | None]:
     return lambda step: None if (value := number(step.get(key))) is None else value < limit
 
 
-def _above(key: str, limit: float):
+def _above(key: str, limit: float) -> Callable[[Record], bool | None]:
     return lambda step: None if (value := number(step.get(key))) is None else value > limit
 
 
-def _mean(values: list[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+def _alerting_steps(run: RecordedRun, hold_s: float, crossed: Callable[[Record], bool | None]) -> str:
+    """Describe the longest stretch of steps that `crossed` a threshold; empty where no alert would have fired.
 
-
-def _rows(run: Run) -> dict[str, float]:
-    """Trajectories of the whole run by status."""
-    return {key.removeprefix("rows/"): sum(run.values(key)) for key in run.keys if key.startswith("rows/")}
+    A stretch counts if it lasted as long as the alert waits, or was a good part of the run. `crossed` returns None for
+    a step without the value: such a step neither counts nor ends a stretch.
+    """
+    answers = [(step, answer) for step in run.steps if (answer := crossed(step)) is not None]
+    stretches = [[step for step, _ in part] for answer, part in groupby(answers, key=lambda item: item[1]) if answer]
+    steps = max(stretches, key=len, default=[])
+    if not steps:
+        return ""
+    began, ended = number(steps[0].get("time")), number(steps[-1].get("time"))
+    seconds = ended - began if began is not None and ended is not None else 0.0
+    is_long = len(steps) > 1 and seconds >= hold_s
+    if not is_long and len(steps) < max(LEAST_STEPS, LEAST_SHARE * len(answers)):
+        return ""
+    if len(steps) == len(answers):
+        return "every step"
+    first, last = int(steps[0]["step"]), int(steps[-1]["step"])
+    return f"steps {first:,} to {last:,}" if first != last else f"step {first:,}"

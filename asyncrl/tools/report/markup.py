@@ -1,24 +1,33 @@
-"""Text that others wrote, and numbers, as HTML. Everything on the page that is not our own goes through `text`."""
+"""HTML of a page: its frame, escaped text, and numbers. All text that others wrote goes through `text`."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import html
 import re
+from collections.abc import Sequence
 from datetime import datetime
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
+Section = tuple[str, str]
+"""Title and HTML."""
 _SHOWN = {"\n", "\t"}
 
 
 def text(value: Any) -> str:
-    """Escaped, for elements and quoted attributes. Control characters and what turns the direction of writing show as
-    their codes: a model may have written them."""
+    """Escape text for elements and quoted attributes.
+
+    Control characters, and those that change the direction of writing, show as their codes.
+    """
     shown = "".join(c if c.isprintable() or c in _SHOWN else c.encode("unicode_escape").decode() for c in str(value))
     return html.escape(shown, quote=True)
 
 
 def figure(value: float | None) -> str:
-    """About four digits: 0.9312, 12.4, 13,200, 4.6 M, 2.1e-5."""
+    """Format a number with about four digits: 0.9312, 12.4, 13,200, 4.6 M, 2.1e-5."""
     if value is None:
         return "-"
     size = abs(value)
@@ -43,7 +52,7 @@ def share(value: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """7.5 ms, 3.2 s, 4 min 05 s, 2 h 13 min, 3 d 04 h."""
+    """Format seconds: 7.5 ms, 3.2 s, 4 min 05 s, 2 h 13 min, 3 d 04 h."""
     if seconds is None:
         return "-"
     if 0 < seconds < 0.1:
@@ -58,7 +67,7 @@ def duration(seconds: float | None) -> str:
 
 
 def moment(at: float | None) -> str:
-    """Unix seconds as local time with its offset."""
+    """Format Unix seconds as local time with its offset."""
     try:
         return "-" if at is None else datetime.fromtimestamp(at).astimezone().strftime("%Y-%m-%d %H:%M:%S %z")
     except (ValueError, OverflowError, OSError):
@@ -66,5 +75,32 @@ def moment(at: float | None) -> str:
 
 
 def count(number: int, noun: str, plural: str = "") -> str:
-    """`1 step`, `2 steps`."""
+    """Format a count with its noun: `1 step`, `2 steps`."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def document(title: str, head: str, sections: Sequence[Section]) -> str:
+    """Build a whole HTML document. It loads nothing from anywhere, and no other script than ours may run."""
+    style, script = _asset("report.css"), _asset("report.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    links = "".join(f'<a href="#{_anchor(name)}">{text(name)}</a>' for name, _ in sections)
+    body = "".join(
+        f'<section id="{_anchor(name)}"><h2>{text(name)}</h2>{content}</section>' for name, content in sections
+    )
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{text(title)} - asyncrl report</title>'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" '
+        f'content="light dark"><style>{style}</style></head><body><main>{head}<nav>{links}</nav>{body}</main>'
+        f'<div id="tip" role="status" hidden></div><script>{script}</script></body></html>\n'
+    )
+
+
+@cache
+def _asset(name: str) -> str:
+    return files("asyncrl.tools.report").joinpath(name).read_text()
+
+
+def _anchor(name: str) -> str:
+    return name.lower().replace(" ", "-")

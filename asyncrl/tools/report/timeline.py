@@ -1,4 +1,4 @@
-"""The lanes drawn: the whole run in slices, and a few steps in the middle as they were."""
+"""Draw the lanes of activities: the whole run in slices, and a few steps in the middle as they were."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncrl.telemetry.timeline import merge
 from asyncrl.tools.report.activity import DEVICE_TURNS, LEARNER_ACTIVITIES, SERVER_ACTIVITIES, Lane, Spans, clip, lanes
 from asyncrl.tools.report.chart import ticks
 from asyncrl.tools.report.markup import duration, text
-from asyncrl.tools.report.run import Run, number
+from asyncrl.tools.report.recorded_run import RecordedRun, number
 
 WIDTH = 1180
 LABEL = 128
@@ -23,11 +23,13 @@ MAX_SERVERS = 8
 PAUSE_SHARE = 0.05
 """A standstill of all processes longer than this share of the rest is drawn short, with its length."""
 PAUSE_WIDTH = 34
+Window = tuple[int, int, float, float]
+"""First and last step, and the Unix seconds of their beginning and end."""
 
 
 @dataclass(frozen=True)
 class TimeAxis:
-    """From Unix seconds to the SVG's units, with long standstills cut short."""
+    """Maps Unix seconds to the SVG's units, with long standstills cut short."""
 
     active: Spans
     left: float = LABEL
@@ -35,7 +37,7 @@ class TimeAxis:
 
     @property
     def pauses(self) -> Spans:
-        return [(before[1], after[0]) for before, after in zip(self.active, self.active[1:], strict=False)]
+        return [(before[1], after[0]) for before, after in pairwise(self.active)]
 
     @property
     def scale(self) -> float:
@@ -50,7 +52,7 @@ class TimeAxis:
         return self.left + (before + min(max(at - since, 0.0), until - since)) * self.scale + PAUSE_WIDTH * index
 
     def at(self, running_s: float) -> float:
-        """The moment after so many seconds in which something ran."""
+        """Return the moment after so many seconds in which something ran."""
         for since, until in self.active:
             if running_s <= until - since:
                 return since + running_s
@@ -58,8 +60,8 @@ class TimeAxis:
         return self.active[-1][1]
 
 
-def timeline(run: Run) -> str:
-    """HTML; a sentence where no time was recorded."""
+def timeline(run: RecordedRun) -> str:
+    """Show the timeline as HTML."""
     drawn = lanes(run)
     if not drawn:
         return '<p class="empty">No step has recorded its time.</p>'
@@ -77,14 +79,14 @@ def timeline(run: Run) -> str:
 
 
 def _active(drawn: Sequence[Lane]) -> Spans:
-    """When anything ran, in stretches between long standstills."""
+    """Return the time in which anything ran, in stretches between long standstills."""
     everything = merge([span for lane in drawn for spans in lane.parts.values() for span in spans])
     total = sum(until - since for since, until in everything)
     return merge(everything, max(PAUSE_SHARE * total, 1.0))
 
 
-def _middle(run: Run) -> tuple[int, int, float, float] | None:
-    """First and last step of the detail, and its time."""
+def _middle(run: RecordedRun) -> Window | None:
+    """Choose the steps of the detail, in the middle of the run."""
     timed = [s for s in run.steps if number(s.get("time")) is not None and number(s.get("step_s")) is not None]
     if len(timed) < 3:
         return None
@@ -97,8 +99,8 @@ def _middle(run: Run) -> tuple[int, int, float, float] | None:
 # --- the whole run -------------------------------------------------------------------------------
 
 
-def _overview(run: Run, shown: Sequence[Lane], axis: TimeAxis, window: tuple[int, int, float, float] | None) -> str:
-    """Of each slice of time the shares of the activities, as a stack per lane."""
+def _overview(run: RecordedRun, shown: Sequence[Lane], axis: TimeAxis, window: Window | None) -> str:
+    """Draw the shares of the activities in each slice of time, as a stack per lane."""
     running_s = sum(b - a for a, b in axis.active)
     edges = [axis.at(running_s * i / SLICES) for i in range(SLICES + 1)]
     body, data = [], []
@@ -123,7 +125,7 @@ def _overview(run: Run, shown: Sequence[Lane], axis: TimeAxis, window: tuple[int
 
 
 def _shares(lane: Lane, edges: Sequence[float]) -> dict[str, list[float]]:
-    """Of each slice, by activity; 0 to 1."""
+    """Compute the share of each slice, 0 to 1, by activity."""
     shares = {what: [0.0] * SLICES for what, spans in lane.parts.items() if spans}
     for what, spans in lane.parts.items():
         for since, until in spans:
@@ -162,7 +164,7 @@ def _pause(axis: TimeAxis, index: int, bottom: int) -> str:
 
 
 def _clock(axis: TimeAxis, running_s: float, bottom: int) -> list[str]:
-    """Running time, in a unit that fits."""
+    """Draw the running time, in a unit that fits."""
     units = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
     unit, name = next((seconds, name) for seconds, name in units if running_s > 2 * seconds or seconds == 1)
     marks = [(axis.px(axis.at(t * unit)), t) for t in ticks(0.0, running_s / unit, 8)]
@@ -172,7 +174,7 @@ def _clock(axis: TimeAxis, running_s: float, bottom: int) -> list[str]:
 
 
 def _steps_at(xs: Sequence[float], steps: Sequence[tuple[float, int]]) -> list[int | None]:
-    """The step that ends next after each slice's middle."""
+    """Return the step that ends next after each slice's middle."""
     places = [x for x, _ in steps]
     return [steps[i][1] if (i := bisect_right(places, x)) < len(steps) else None for x in xs]
 
@@ -180,7 +182,7 @@ def _steps_at(xs: Sequence[float], steps: Sequence[tuple[float, int]]) -> list[i
 # --- a few steps ---------------------------------------------------------------------------------
 
 
-def _detail(run: Run, shown: Sequence[Lane], axis: TimeAxis) -> str:
+def _detail(run: RecordedRun, shown: Sequence[Lane], axis: TimeAxis) -> str:
     since, until = axis.active[0][0], axis.active[-1][1]
     bottom = _top(len(shown)) - GAP
     body = []
@@ -189,10 +191,10 @@ def _detail(run: Run, shown: Sequence[Lane], axis: TimeAxis) -> str:
         for what, spans in lane.parts.items():
             for a, b in clip(spans, since, until):
                 x0, x1 = axis.px(a), axis.px(b)
-                said = text(f"{what} {duration(b - a)}")
+                tip = text(f"{what} {duration(b - a)}")
                 body.append(
                     f'<rect class="a-{_slug(what)}" x="{x0:.1f}" y="{_top(row)}" width="{max(x1 - x0, 0.6):.1f}" '
-                    f'height="{LANE}" data-tip="{said}"/>'
+                    f'height="{LANE}" data-tip="{tip}"/>'
                 )
     body += [_pause(axis, i, bottom) for i in range(len(axis.pauses))]
     for step in run.steps:

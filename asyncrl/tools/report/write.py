@@ -1,4 +1,4 @@
-"""`asyncrl report`: from run directories to one file."""
+"""The command `asyncrl report`: read run directories, and write one file."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from asyncrl.errors import UserError
 from asyncrl.telemetry.jsonl import write_atomically
 from asyncrl.tools.report.comparison import page_of_many
 from asyncrl.tools.report.page import page_of
-from asyncrl.tools.report.run import read_run
+from asyncrl.tools.report.recorded_run import read_run
 
 FILE = "report.html"
 
 
 def write_report(run_dirs: Sequence[Path], output: Path | None = None) -> Path:
-    """Into the run's own directory, or, of several, into the working directory; prints where."""
+    """Write the page of a run into its directory, or of several into the working directory; prints the place."""
     began = time.monotonic()
     runs = [read_run(path) for path in run_dirs]
     page = page_of(runs[0]) if len(runs) == 1 else page_of_many(runs)

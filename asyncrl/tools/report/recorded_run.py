@@ -1,4 +1,4 @@
-"""What a run directory says, however the run ended. What is missing or broken becomes a sentence, never an error."""
+"""Read a run directory, however the run ended. What is missing or broken becomes a sentence, never an error."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import yaml
@@ -28,17 +29,19 @@ from asyncrl.telemetry.recorder import (
 )
 
 SIGNS = (CONFIG_FILE, STATUS_FILE, METRICS_FILE, JOURNAL_FILE, FAILURE_FILE)
-"""A directory with one of them is a run's, however little is left of it."""
+"""Files that mark a directory as a run's, each of them alone."""
 LARGEST = 1e100
-"""Beyond it a number is as good as infinite; its square and sums of it are not."""
+"""Numbers from here on count as infinite: squares and sums of smaller ones are finite."""
 NOT_THERE, DAMAGED = "is not there", "is damaged"
 Record = dict[str, Any]
 Points = list[tuple[float, float | None]]
-"""Step and value; None where it was written down as no number."""
+"""Steps and values; None where the file holds no number."""
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
+    """What the files of a run directory hold."""
+
     path: Path
     name: str
     steps: list[Record]
@@ -48,25 +51,28 @@ class Run:
     config_text: str
     config: Record
     starts: list[Record]
-    """One per process of the learner, oldest first."""
+    """Records of the starts of the learner's processes, oldest first."""
     spans: list[Record]
     """Lines of timeline.jsonl."""
     missing: list[str] = field(default_factory=list)
-    """Sentences for the reader."""
+    """Sentences about what could not be read."""
 
     def points(self, key: str) -> Points:
-        """Of the steps that have it."""
+        """Return the steps that have `key`, with its values."""
         return [(float(step["step"]), number(step[key])) for step in self.steps if key in step]
 
     def values(self, key: str) -> list[float]:
-        """Those that are numbers."""
+        """Return the values that are numbers."""
         return [value for _, value in self.points(key) if value is not None]
 
+    def mean(self, key: str) -> float | None:
+        return fmean(values) if (values := self.values(key)) else None
+
     def last(self, key: str) -> float | None:
-        return next((value for _, value in reversed(self.points(key)) if value is not None), None)
+        return values[-1] if (values := self.values(key)) else None
 
     def setting(self, path: str) -> Any:
-        """Of the configuration by its dotted key, or None."""
+        """Return a value of the configuration by its dotted key, or None."""
         value: Any = self.config
         for part in path.split("."):
             value = value.get(part) if isinstance(value, dict) else None
@@ -74,7 +80,7 @@ class Run:
 
     @cached_property
     def keys(self) -> list[str]:
-        """Of all steps, in the order in which they came up."""
+        """The keys of all steps, in the order of their first appearance."""
         return list(dict.fromkeys(key for step in self.steps for key in step))
 
     @property
@@ -83,17 +89,17 @@ class Run:
 
     @property
     def ending(self) -> str:
-        """finished, failed, interrupted, or what it was about when it was heard last; empty if it never spoke."""
+        """The last phase in status.json, such as finished, failed, interrupted; empty if there is none."""
         return "failed" if self.failure else str(self.status.get("phase") or "")
 
     @property
     def trajectories(self) -> int:
-        """Consumed by the recorded steps."""
+        """The number of trajectories that the recorded steps consumed."""
         return round(sum(number(value) or 0.0 for s in self.steps for key, value in s.items() if key[:5] == "rows/"))
 
     @cached_property
     def clock(self) -> tuple[float, float] | None:
-        """Unix seconds of the first thing that is known of the run and of the last."""
+        """Unix seconds of the earliest and of the latest record."""
         times = [t for t in (_start(self.steps[0]), number(self.steps[-1].get("time"))) if t] if self.steps else []
         times += [t for start in self.starts if (t := number(start.get("time")))]
         times += [span[end] for span in self.spans for end in ("since", "until") if span["who"] == "learner"]
@@ -101,8 +107,7 @@ class Run:
 
     @cached_property
     def busy_s(self) -> float | None:
-        """Wall-clock seconds of its processes, without the pauses between them. As for `asyncrl watch`, each worked
-        from its start to its last step; one that made none did not."""
+        """Seconds of the learner's processes, each from its start to its last step, as `asyncrl watch` counts them."""
         if self.clock is None:
             return None
         times = [t for step in self.steps if (t := number(step.get("time")))]
@@ -111,9 +116,8 @@ class Run:
         return max(0.0, self.clock[1] - self.clock[0] - paused)
 
 
-def read_run(path: Path) -> Run:
-    """Raises UserError only where there is no run: no directory, or none of the files that a run begins with; and where
-    none of them can be read."""
+def read_run(path: Path) -> RecordedRun:
+    """Read a run. Raises UserError only where there is none, or none of the files that mark one can be read."""
     _check_run(path)
     missing: list[str] = []
     steps = sorted(_lines(path / METRICS_FILE, missing), key=lambda step: step["step"])
@@ -125,19 +129,23 @@ def read_run(path: Path) -> Run:
     failure = read_failure(path)
     if failure is None and (why := why_nothing(path / FAILURE_FILE)) != NOT_THERE:
         missing.append(f"{FAILURE_FILE} {why}: why the run stopped is not known.")
+    status = read_status(path)
+    if not status:
+        why = why_nothing(path / STATUS_FILE)
+        missing.append(f"{STATUS_FILE} {why}: how the run is, or ended, is not known.")
     if (why := why_nothing(path / SAMPLES_FILE)) not in (NOT_THERE, DAMAGED):
         missing.append(f"{SAMPLES_FILE} {why}: no sample is shown.")
-    return Run(
+    return RecordedRun(
         path=path,
         name=_name(path),
         steps=steps,
         evaluations=_lines(path / EVALUATIONS_FILE, missing),
-        status=_status(path, missing),
+        status=status,
         failure=failure,
         config_text=text,
         config=config,
         starts=starts,
-        spans=_spans(path, missing),
+        spans=_spans(path / TIMELINE_FILE, missing),
         missing=missing,
     )
 
@@ -162,17 +170,20 @@ def _check_run(path: Path) -> None:
 
 
 def _another_run(path: Path) -> str:
-    """Where a run is made with the configuration in this folder, if that is not here; as of the demo's folder."""
+    """Return the run directory that this folder's config.yaml names, if it is another one; as in the demo's folder."""
     run_dir = _configuration(path / CONFIG_FILE, [])[1].get("run_dir")
     if isinstance(run_dir, str):
-        for folder in (Path(run_dir), path / Path(run_dir).name):  # as named from here, or moved with this folder
+        for folder in (
+            Path(run_dir),
+            path / Path(run_dir).name,
+        ):  # from here, or moved with this folder
             if any(os.path.exists(folder / name) for name in SIGNS) and not path.samefile(folder):
                 return str(folder)
     return ""
 
 
 def why_nothing(file: Path) -> str:
-    """What is to be said of a file that nothing could be had from."""
+    """Say why a file gave no record."""
     try:
         file.open("rb").close()
     except FileNotFoundError:
@@ -183,7 +194,7 @@ def why_nothing(file: Path) -> str:
 
 
 def number(value: Any) -> float | None:
-    """A number that can be reckoned with, or None for everything else that a file may hold."""
+    """Return a finite number, or None for everything else that a file may hold."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -194,7 +205,7 @@ def number(value: Any) -> float | None:
 
 
 def read_lines(path: Path) -> tuple[list[Record], int]:
-    """Records of a JSONL file, and how many lines were none. A last line that is not finished is left out."""
+    """Read a JSONL file; returns its records and the number of broken lines. An unfinished last line does not count."""
     records, broken = [], 0
     for line in path.read_bytes().splitlines(keepends=True):
         try:
@@ -210,43 +221,37 @@ def read_lines(path: Path) -> tuple[list[Record], int]:
 
 
 def _lines(path: Path, missing: list[str]) -> list[Record]:
-    """Those with a step."""
+    """Read the records that have a step."""
     try:
         records, broken = read_lines(path)
     except OSError:
         missing.append(f"{path.name} {why_nothing(path)}: its part of this page is empty.")
         return []
     stepped = [record for record in records if number(record.get("step")) is not None]
-    broken += len(records) - len(stepped)
-    if broken:
-        missing.append(f"{path.name} has {broken} lines that could not be read; they are left out.")
+    _note_broken_lines(path, broken + len(records) - len(stepped), missing)
     return stepped
 
 
 def _spans(path: Path, missing: list[str]) -> list[Record]:
-    file = path / TIMELINE_FILE
     try:
-        records, broken = read_lines(file)
+        records, broken = read_lines(path)
     except OSError:
-        missing.append(f"{TIMELINE_FILE} {why_nothing(file)}: of the rollout servers' time only totals are known.")
+        missing.append(f"{path.name} {why_nothing(path)}: of the rollout servers' time only totals are known.")
         return []
     spans = [record for record in records if _is_span(record)]
-    if broken + len(records) - len(spans):
-        missing.append(f"{TIMELINE_FILE} has {broken + len(records) - len(spans)} lines that could not be read.")
+    _note_broken_lines(path, broken + len(records) - len(spans), missing)
     return spans
+
+
+def _note_broken_lines(path: Path, broken: int, missing: list[str]) -> None:
+    if broken:
+        missing.append(f"{path.name} has {broken} lines that could not be read; they are left out.")
 
 
 def _is_span(record: Record) -> bool:
     since, until = number(record.get("since")), number(record.get("until"))
     named = isinstance(record.get("who"), str) and isinstance(record.get("what"), str)
     return named and since is not None and until is not None and since <= until
-
-
-def _status(path: Path, missing: list[str]) -> Record:
-    status = read_status(path)
-    if not status:
-        missing.append(f"{STATUS_FILE} {why_nothing(path / STATUS_FILE)}: how the run is, or ended, is not known.")
-    return status
 
 
 def _configuration(path: Path, missing: list[str]) -> tuple[str, Record]:
@@ -269,9 +274,6 @@ def _start(step: Record) -> float | None:
 
 
 def _name(path: Path) -> str:
-    """Short, but more than `grpo`."""
+    """Return the last two parts of the path: more than `grpo`, and short."""
     parts = path.resolve().parts
     return "/".join(parts[-2:]) if len(parts) > 2 else path.name or str(path)
-
-
-__all__ = ["SAMPLES_FILE", "Points", "Record", "Run", "number", "read_lines", "read_run", "why_nothing"]
