@@ -140,7 +140,7 @@ def _train(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         from asyncrl.config.explain import explain
         from asyncrl.data.dataset import open_train
-        from asyncrl.models.preview import preview_prompt
+        from asyncrl.models.prompt_rows import preview_prompt
 
         print(explain(config, len(open_train(config.data))))
         print(preview_prompt(config))

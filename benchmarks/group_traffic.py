@@ -18,7 +18,7 @@ import numpy as np
 import zmq
 
 from asyncrl.journal.writer import TicketSlot
-from asyncrl.models.prompt_facts import PromptFacts
+from asyncrl.models.processing import PromptFacts
 from learner.tickets.ticket import PreparedTicket
 from protocol.codec import encode
 from protocol.messages import (

@@ -51,7 +51,7 @@ def resident_mib() -> float:
     """Of what is in use: what the C library keeps for reuse is given back first."""
     import torch
 
-    from asyncrl.models.device_memory import free_caches
+    from asyncrl.models.devices import free_caches
 
     free_caches(torch.device("cpu"))
     return psutil.Process().memory_info().rss / MIB

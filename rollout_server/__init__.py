@@ -1,3 +1,3 @@
 """The producer process. Reading order: `service` (its life), `link` (its socket), `production` (ticket to group),
-`engines` (how tokens are sampled), `held_version`, `weights` (how new policies arrive), `device` (turns in sync mode).
+`engines` (sampling), `weights` (new policies and the version tracker), `device_lease` (turns in sync mode).
 """

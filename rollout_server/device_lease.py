@@ -1,7 +1,7 @@
 """The server's turns on a device that it shares with the learner (trainer.mode=sync).
 
 A turn: granted by the learner, lease taken, engine awake (the first time: the model loaded); work; recalled, nothing
-generated any more, engine asleep, lease returned. Whatever touches the device does so inside `in_use`.
+generated any more, engine asleep, lease returned. All work on the device happens inside `in_use`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class SharedDevice:
 
     def __init__(self, config: RunConfig, engine: InferenceEngine, link: LearnerLink, exporter: ServerExporter):
         self.is_loaded = False
-        """The engine has been started."""
+        """True once the engine has been started."""
         self.on_asleep = lambda: None
-        """Called when the engine has fallen asleep."""
+        """Callback after the engine has fallen asleep."""
         self._config = config
         self._engine = engine
         self._link = link
@@ -52,7 +52,7 @@ class SharedDevice:
         self._slept_at = time.monotonic()
         self._asleep_s = 0.0
 
-    # --- what the learner says ------------------------------------------------------------------
+    # --- grants and recalls ------------------------------------------------------------------
 
     @property
     def is_awake(self) -> bool:
@@ -87,7 +87,7 @@ class SharedDevice:
 
     @asynccontextmanager
     async def in_use(self) -> AsyncIterator[None]:
-        """Waits for a turn; until the end of the block the device is not returned."""
+        """Wait for a turn; until the end of the block the device is not returned."""
         while not self._awake.is_set():
             await self._awake.wait()
         self._lease.check()
@@ -101,7 +101,7 @@ class SharedDevice:
                 self._unused.set()
 
     async def take_turns(self) -> None:
-        """Until cancelled."""
+        """Take turns until cancelled."""
         while True:
             fence = await self._next_grant()
             try:
@@ -128,7 +128,7 @@ class SharedDevice:
         return self._granted
 
     async def _take(self, fence: int) -> None:
-        """Free at once, unless a process that had it is ending. Raises BadStateError naming it."""
+        """Take the lease, which is free unless a process that had it is ending. Raises BadStateError naming that."""
         wait_s = self._config.learner.wait_timeout_s
         deadline = time.monotonic() + wait_s
         try:
@@ -159,7 +159,7 @@ class SharedDevice:
         return took
 
     async def _turn_is_over(self, fence: int) -> None:
-        """It was recalled, or the learner has been silent for so long that its successor may wait for the device."""
+        """Wait until the grant is recalled, or the learner so long silent that its successor may want the device."""
         while self._over < fence:
             if self._link.learner_is_silent:
                 logger.warning("the learner is silent: returning the device when what is generated is done")

@@ -9,14 +9,17 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import get_args
 
 import zmq.asyncio
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError, WaitTimeoutError
+from protocol.codec import MIB, Expected, Limits
+from protocol.curve import KeyFileError, read_server_keys
 from protocol.curve_auth import HandshakeRejected
-from protocol.endpoints import host_id
+from protocol.endpoints import BindError, host_id
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.faults import crash_point
 from protocol.messages import (
@@ -32,16 +35,32 @@ from protocol.messages import (
     Welcome,
     Wire,
 )
-from protocol.sockets import BadMessage, SendTimeout
-from rollout_server.dialling import dial
+from protocol.sockets import BadMessage, SendTimeout, ServerSocket
 
 logger = logging.getLogger(__name__)
-
 SLOWEST_TURN_S = 2.0
-"""From one message to the next look for another; what is beyond it counts as our silence, not as the learner's."""
+"""Longest time between two looks for messages; a longer pause counts as this server's silence, not the learner's."""
 OVER = "the run is finished: its directory says so"
 HELLO_EVERY_S = 1.0
-"""How often a hello is repeated until the learner answers."""
+"""Interval at which a hello is repeated until the learner answers."""
+
+
+def dial(
+    config: RunConfig, endpoint: str, expected: Expected, context: zmq.asyncio.Context | None = None
+) -> ServerSocket:
+    """Connect to one of the learner's endpoints. Raises UserError naming the setting to change."""
+    network = config.network
+    try:
+        return ServerSocket(
+            endpoint,
+            expected,
+            Limits(max_message_bytes=network.max_message_mib * MIB),
+            keys=read_server_keys(Path(network.keys_dir)) if network.keys_dir else None,
+            insecure=network.insecure,
+            context=context,
+        )
+    except (BindError, KeyFileError) as error:
+        raise UserError(str(error)) from error
 
 
 @dataclass
@@ -103,12 +122,12 @@ class LearnerLink:
 
     @property
     def learner_is_silent(self) -> bool:
-        """For longer than network.timeout_s."""
+        """True when the learner has been silent for longer than network.timeout_s."""
         return self._missed
 
     @property
     def heard_at(self) -> float:
-        """When the learner was heard last, in monotonic seconds."""
+        """Time of the learner's last message, in monotonic seconds."""
         return self._heard_at
 
     @property
@@ -116,7 +135,7 @@ class LearnerLink:
         return self._hello.host_id
 
     async def connect(self, on_hello: Callable[[], object] = lambda: None) -> Welcome | None:
-        """Say hello until the learner welcomes us, or nobody will: the run is over. Raises UserError if it refuses,
+        """Say hello until the learner welcomes us, or the run is over (None). Raises UserError if it refuses,
         WaitTimeoutError if it never answers: it may still come. `on_hello` is called with every attempt."""
         deadline = time.monotonic() + self._config.network.start_timeout_s
         logger.info("saying hello to the learner at %s", self._config.control_endpoint)
@@ -199,7 +218,7 @@ class LearnerLink:
                 self.unacknowledged.pop(error.ticket_id, None)
 
     def _forgive_own_silence(self) -> None:
-        """After a pause of this very process, what the learner said meanwhile is still unread."""
+        """Do not count a pause of this process as the learner's silence: its messages are still unread."""
         now = time.monotonic()
         stalled_s = now - self._looked_at - self._config.network.heartbeat_s - SLOWEST_TURN_S
         self._looked_at = now
@@ -223,12 +242,12 @@ class LearnerLink:
             )
 
     async def _resend(self) -> None:
-        """After a reconnection: what was not acknowledged goes out again; the learner recognises duplicates."""
+        """Send unacknowledged groups again after a reconnection; the learner recognises duplicates."""
         for sent in list(self.unacknowledged.values()):
             await self._send_again(sent)
 
     async def resend_overdue(self) -> None:
-        """What has waited for its acknowledgement for longer than network.timeout_s goes out again."""
+        """Send groups again that have waited for their acknowledgement for longer than network.timeout_s."""
         now = time.monotonic()
         for sent in list(self.unacknowledged.values()):
             if now - sent.sent_at > self._timeout_s:

@@ -1,15 +1,17 @@
-"""From a ticket to a group: generate, score each completion as it finishes, and put the columns together."""
+"""Production of a group from its ticket: generate, score each completion as it finishes, join the columns."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from asyncrl.config.rollout import RolloutConfig
+from asyncrl.errors import UserError
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.rewards.pool import RewardPool, Score
 from asyncrl.rewards.presentation import sample_of
@@ -26,6 +28,7 @@ from protocol.messages import (
 from rollout_server.engines.base import Completion, GenerationRequest, InferenceEngine, VideoFrames, kv_versions_column
 
 logger = logging.getLogger(__name__)
+SETTINGS = ("temperature", "top_p", "top_k", "min_p")
 
 
 @dataclass
@@ -33,7 +36,7 @@ class _GroupInProgress:
     ticket: Ticket
     request: GenerationRequest
     blobs: Mapping[str, bytes]
-    """Of its prompt."""
+    """Encoded media of its prompt by content hash."""
     queued_at: float
     completions: dict[int, Completion] = field(default_factory=dict)
     scores: list[asyncio.Task[tuple[int, Score]]] = field(default_factory=list)
@@ -49,7 +52,7 @@ class GroupProducer:
         self._processor = processor
         self._server_id = server_id
         self.on_trajectory = lambda completion, record: None
-        """Called with each Completion and its TrajectoryRecord."""
+        """Callback with each Completion and its TrajectoryRecord."""
 
     async def produce(self, tickets: Sequence[Ticket], blobs: Mapping[str, memoryview]) -> AsyncIterator[Group]:
         """Groups in the order in which they are finished. All tickets enter the engine together."""
@@ -159,3 +162,20 @@ def trajectory_record(completion: Completion, score: Score) -> TrajectoryRecord:
         reward=score.reward,
         turns=(Turn(start=0, end=len(completion.token_ids)),),
     )
+
+
+def check_sampling(tickets: Iterable[Ticket], config: RolloutConfig) -> None:
+    """Raise UserError if learner and server were started with different `rollout` settings.
+
+    The ticket's settings would be used, and this server's own silently ignored.
+    """
+    for ticket in tickets:
+        if ticket.kind is TicketKind.EVAL:
+            continue
+        differing = [
+            f"rollout.{name} is {getattr(config, name):g} here and {getattr(ticket.sampling, name):g} at the learner"
+            for name in SETTINGS
+            if getattr(config, name) != getattr(ticket.sampling, name)
+        ]
+        if differing:
+            raise UserError(f"{'; '.join(differing)}. Start both services with the same configuration")

@@ -1,4 +1,4 @@
-"""What Prometheus sees of the rollout server: as things happen, and, of what changes all the time, at each scrape."""
+"""Prometheus metrics of the rollout server, set as things happen or, where they always change, at each scrape."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from asyncrl.config.run_sections import TelemetryConfig
-from asyncrl.models.device_facts import memory_by_state
+from asyncrl.models.devices import memory_by_state
 from asyncrl.telemetry.metrics import MetricSet
 from protocol.messages import Group, ServerHeartbeat, TrajectoryRecord, WeightsLoaded
 from rollout_server.engines.base import Completion, EngineUsage
@@ -21,14 +21,14 @@ from rollout_server.metrics import METRICS
 
 @dataclass(frozen=True)
 class ServerState:
-    """At the moment of a heartbeat."""
+    """State of the server at a heartbeat."""
 
     usage: EngineUsage
     beat: ServerHeartbeat
     learner_heard_at: float
     """Monotonic seconds."""
     waiting_for: str
-    """What an engine without work waits for: tickets, weights, device or learner."""
+    """Thing that an engine without work waits for: tickets, weights, device or learner."""
     is_asleep: bool
 
 
@@ -40,7 +40,7 @@ class ServerExporter:
         for name in ("errors_total", "reward_errors_total"):
             self._metrics[name].labels(kind="other")  # so that there is a series before the first one
         self._beat_at: float | None = None
-        """None while the engine loads, which takes minutes: whoever waits for that server is the learner."""
+        """Time of the last heartbeat; None while the engine loads, which takes minutes."""
         self._heard_at: float | None = None
         self._state: ServerState | None = None
         self._waited: dict[str, float] = {}
@@ -95,13 +95,13 @@ class ServerExporter:
         self._metrics["sleep_bytes"].set(nbytes)
 
     def said_hello(self) -> None:
-        """To a learner that has not answered yet. Its silence begins with the first one."""
+        """Note a hello to a learner that has not answered yet. Its silence begins with the first one."""
         self._beat_at = time.monotonic()
         if self._heard_at is None:
             self._heard_at = self._beat_at
 
     def beat(self, state: ServerState) -> None:
-        """With every heartbeat. Time without work since the last one counts for what is waited for now."""
+        """Note a heartbeat. Time without work since the last one counts for what is waited for now."""
         before = self._state.beat if self._state else None
         uptime_s = state.beat.uptime_s - (before.uptime_s if before else 0.0)
         idle_s = max(0.0, uptime_s - (state.usage.busy_s - (before.busy_s if before else 0.0)))
@@ -115,7 +115,7 @@ class ServerExporter:
     # --- at a scrape ---------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """On the endpoint's thread."""
+        """Set the metrics of a scrape; runs on the endpoint's thread."""
         m, now = self._metrics, time.monotonic()
         if self._beat_at is not None:
             m["pulse_age_seconds"].set(now - self._beat_at)
@@ -143,7 +143,7 @@ class ServerExporter:
             m["device_bytes"].labels(state=name, phase=phase).set(nbytes)
 
     def _resident_bytes(self) -> int:
-        """Of this process and its children: reward workers, and an engine's."""
+        """Resident memory of this process and its children: reward workers, and an engine's processes."""
         total = 0
         for process in (self._process, *self._process.children(recursive=True)):
             with suppress(psutil.NoSuchProcess):  # it ended meanwhile
@@ -151,7 +151,7 @@ class ServerExporter:
         return total
 
     def close(self) -> None:
-        """After `telemetry.linger_s`, so that a scrape sees that it has finished."""
+        """Close the endpoint, after `telemetry.linger_s`, so that a scrape sees that the run has finished."""
         if self._lingers:
             time.sleep(self._config.linger_s)
         self._metrics.close()

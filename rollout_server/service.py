@@ -12,9 +12,10 @@ from functools import partial
 from asyncrl.config.device_rules import DEVICE_CHANNELS, network_is_open
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, LearnerLeftError
-from asyncrl.models.base_weights import base_fingerprint
-from asyncrl.models.loading import folder_fingerprint, resolve_device
+from asyncrl.models.devices import resolve_device
+from asyncrl.models.lora import folder_fingerprint
 from asyncrl.models.processing import PromptProcessor
+from asyncrl.models.weight_files import base_fingerprint
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.weight_transfer.requirements import check_cuda
 from protocol.errors import ErrorCode
@@ -36,9 +37,8 @@ from rollout_server.device_lease import SharedDevice
 from rollout_server.engines import create_engine
 from rollout_server.engines.base import EngineDied, EngineUsage
 from rollout_server.link import LearnerLink
-from rollout_server.production import GroupProducer
+from rollout_server.production import GroupProducer, check_sampling
 from rollout_server.prometheus import ServerExporter, ServerState
-from rollout_server.sampling_contract import check_sampling
 from rollout_server.weights.channels import choose_channel, how_to_leave_room
 from rollout_server.weights.receiver import WeightReceiver
 from rollout_server.weights.version_tracker import PolicyVersionTracker
@@ -48,14 +48,14 @@ logger = logging.getLogger(__name__)
 
 class RolloutServer:
     def __init__(self, config: RunConfig, is_over: Callable[[], bool] = lambda: False):
-        """`is_over`: whether somebody knows that the run is finished. Asked while no learner answers."""
+        """`is_over` tells whether the run is known to be finished. It is asked while no learner answers."""
         self.config = config
         self._is_over = is_over
         self.exporter = ServerExporter(self.config.telemetry)
         self._started = time.monotonic()
         self._held: dict[int, Ticket] = {}
         self.device: SharedDevice | None = None
-        """Where it is shared with the learner; None: it is ours alone."""
+        """Turns on a device that is shared with the learner; None: this server has a device of its own."""
 
     async def run(self) -> None:
         """Returns when the run is finished. Raises what stopped it otherwise: LearnerLeftError, too."""
@@ -73,7 +73,7 @@ class RolloutServer:
             self.exporter.close()
 
     async def _fingerprint(self) -> str:
-        """Of the model; where the device is shared, nothing is loaded before our first turn."""
+        """Fingerprint of the model; in sync mode of its folder, since nothing is loaded before the first turn."""
         if self.config.trainer.mode == "sync":
             return await asyncio.to_thread(folder_fingerprint, self.config.model)
         await self.engine.start()
@@ -139,7 +139,7 @@ class RolloutServer:
                 self.receiver.close()
 
     async def _channels(self, welcome: Welcome) -> tuple[Channel, Channel | None]:
-        """Which one, and which one where it fails."""
+        """The channel for weights, and the one to change to where it fails."""
         configured = self.config.rollout.weights_channel
         staging = self.engine.staging if welcome.device else None
         choose = partial(
@@ -154,7 +154,7 @@ class RolloutServer:
         return channel, choose(source=None, devices=()) if may_choose else None
 
     async def _receive(self) -> Goodbye:
-        """Until that."""
+        """Handle messages until the learner says goodbye."""
         self._work: set[asyncio.Task[None]] = set()
         while True:
             message = await self.link.next_message()
@@ -213,7 +213,7 @@ class RolloutServer:
                     waiting.discard(group.ticket_id)
                     self._held.pop(group.ticket_id, None)
         except EngineDied:
-            raise  # they stay in work: our goodbye gives them back, and nobody counts it against them
+            raise  # they stay in work: our goodbye gives them back, and it is not counted against them
         except Exception as error:
             logger.exception("tickets %s failed", sorted(waiting))
             for ticket_id in waiting:
@@ -252,7 +252,7 @@ class RolloutServer:
         return self.device is None or self.device.is_loaded
 
     def _waiting_for(self, asleep: bool) -> str:
-        """What an engine without work would wait for."""
+        """Name of the thing that an engine without work would wait for."""
         if self.link.learner_is_silent:
             return "learner"
         if asleep:

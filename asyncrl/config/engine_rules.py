@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from asyncrl.config.device_rules import meant_device, same_device
 from asyncrl.config.run_sections import RunSections
 
 COLDEST_FOR_VLLM = 0.01
@@ -54,26 +53,6 @@ def _vllm_problems(config: RunSections) -> Iterator[str]:
             f"model.lora.rank is {config.model.lora.rank}, and vllm takes at most {LARGEST_RANK_FOR_VLLM}. Lower it, "
             "or set rollout.engine=hf"
         )
-
-
-def vllm_device_problem(config: RunSections) -> str:
-    """Why a server cannot give vLLM its device, with the fix; empty if it can."""
-    rollout = config.rollout
-    first = int(rollout.device.partition("cuda:")[2] or 0)
-    if rollout.engine != "vllm" or first == 0:
-        return ""
-    count = rollout.tensor_parallel_size
-    shown = f"CUDA_VISIBLE_DEVICES={','.join(map(str, range(first, first + count)))} in the environment"
-    if same_device(config, cuda=True):
-        fix = f"Set rollout.device=cuda learner.device=cuda, and {shown}"
-    elif meant_device(config.learner.device, cuda=True) == "cpu":
-        fix = f"Set rollout.device=cuda, and {shown}"
-    else:
-        fix = (
-            f"Set rollout.device=cuda, and either learner.device=cuda:{count} for the one behind, or {shown} of a "
-            "server that is started by itself (asyncrl rollout)"
-        )
-    return f"rollout.device is {rollout.device}, but vLLM takes the first of the devices that it sees. {fix}"
 
 
 def too_cold(temperature: float) -> str:

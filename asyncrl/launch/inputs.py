@@ -11,7 +11,8 @@ from asyncrl.config.device_rules import DEVICE_CHANNELS, same_device, two_device
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import Purpose, RowSource, open_train, open_validation
 from asyncrl.errors import UserError
-from asyncrl.models.folder import check_weights, describe_folder, has_eyes
+from asyncrl.models.folder import describe_folder, has_eyes
+from asyncrl.models.weight_files import check_weights
 from asyncrl.rewards.spec import check_rewards
 from asyncrl.telemetry.trackers import check_trackers
 
@@ -49,7 +50,7 @@ def check_model(config: RunConfig) -> dict[str, Any]:
     """Returns the folder's config.json."""
     described = describe_folder(config.model)
     if config.model.lora.rank:
-        from asyncrl.models.adapter_targets import resolve_adapter
+        from asyncrl.models.lora import resolve_adapter
 
         resolve_adapter(config.model)
     return described
@@ -114,7 +115,7 @@ def check_devices(config: RunConfig, sides: tuple[Side, ...]) -> None:
         return
     import torch
 
-    from asyncrl.models.loading import resolve_device
+    from asyncrl.models.devices import resolve_device
     from asyncrl.weight_transfer.requirements import check_cuda, check_gpus
 
     keys: dict[Side, str] = {"learner": "learner.device", "rollout_server": "rollout.device"}
@@ -130,9 +131,10 @@ def check_devices(config: RunConfig, sides: tuple[Side, ...]) -> None:
 def check_engine(config: RunConfig) -> None:
     """What the inference engine itself would refuse."""
     if config.rollout.engine == "vllm":
-        from rollout_server.engines.vllm.settings import check_vllm  # the engine's own rules
+        from rollout_server.engines.vllm.rules import problems  # the engine's own rules
 
-        check_vllm(config)
+        if found := problems(config):
+            raise UserError("; ".join(found))
 
 
 # --- memory --------------------------------------------------------------------------------------

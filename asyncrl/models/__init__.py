@@ -1,6 +1,6 @@
 """Models as both services see them. Reading order:
 
 `loading` (a folder becomes a model) -> `processing` (a prompt becomes exact token ids and pixels) ->
-`positions` (rotary positions) -> `sampling_distribution` (what a log-prob means, on both sides) ->
+`model_inputs` (rotary positions, pixels and grids) -> `sampling_distribution` (what a log-prob means, on both sides) ->
 `shared_prefix` (a group's prompt is computed once in training) -> `published` (what travels as weights).
 """

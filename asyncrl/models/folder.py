@@ -1,4 +1,4 @@
-"""What a model folder must have, read from its small files: no weights, and no torch."""
+"""Requirements on a model folder, read from its small files: no weights, and no torch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from typing import Any
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.errors import UserError
-from asyncrl.models.weight_files import check_weight_files
 
 ADAPTER_CONFIG = "adapter_config.json"
-"""In a PEFT folder."""
-WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+"""File that a PEFT folder has."""
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
 
@@ -80,24 +78,13 @@ def _refuse_quantised(folder: Path, described: Mapping[str, Any]) -> None:
         )
 
 
-def check_weights(config: ModelConfig) -> None:
-    """Raises UserError where there are none to load, or not all of their bytes."""
-    folder = model_folder(config)
-    if not any(found for pattern in WEIGHTS for found in folder.glob(pattern)):
-        raise UserError(
-            f"{folder} has no weights (*.safetensors). Copy them from the original model; what `git clone` without "
-            "git-lfs leaves is not enough"
-        )
-    check_weight_files(folder)
-
-
 def has_eyes(described: Mapping[str, Any]) -> bool:
-    """By the folder's config.json."""
+    """True for a model with a vision part, by the folder's config.json."""
     return described.get("vision_config") is not None
 
 
 def _has(folder: Path, *files: str, key: str) -> bool:
-    """In a file of its own, or in processor_config.json."""
+    """True for a setting in a file of its own, or in processor_config.json."""
     return any((folder / name).is_file() for name in files) or key in _read_json(
         folder / "processor_config.json", missing={}
     )

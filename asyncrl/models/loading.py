@@ -1,49 +1,28 @@
-"""From a Hugging Face folder to a model in memory, the same way for 1 M and 7 B parameters."""
+"""Loading of a Hugging Face folder into a model, the same way for 1 M and 7 B parameters."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
-from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from asyncrl.config.device_rules import meant_device
 from asyncrl.config.model import ModelConfig
 from asyncrl.errors import UserError
 from asyncrl.models.folder import model_folder
+from asyncrl.models.model_inputs import place_text_after_videos
 from asyncrl.models.shared_prefix import SHARED_PREFIX_ATTENTION
-from asyncrl.models.video_positions import place_text_after_videos
-from protocol.messages import AdapterSpec
 
 VISION_TOWER_NAMES = ("visual", "vision_tower", "vision_model")
 """Attribute names under which transformers' VLMs keep the vision tower."""
 CONNECTOR_NAMES = ("merger", "connector", "multi_modal_projector")
 """Parts that map vision features to the language model; they stay trainable when the tower is frozen."""
-
 ALIGNMENT_BYTES = 64
-"""Of torch's own memory on a CPU."""
+"""Alignment of torch's own memory on a CPU."""
 _DROPOUT = re.compile(r"^(?!summary_|classifier_|cls_).*(dropout|_pdrop$|drop_path|layer_?drop$)")
-"""Configuration keys of it, but of the heads that are not loaded."""
-
-
-def resolve_device(name: str, setting: str = "device") -> torch.device:
-    """What `setting`, such as learner.device, means on this machine. Raises UserError where it is not there."""
-    device = torch.device(meant_device(name, cuda=torch.cuda.is_available()))
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            f"{setting} is {name}, but torch {torch.__version__} sees no CUDA device. Set {setting}=cpu or auto"
-        )
-    if device.type == "cuda" and device.index >= torch.cuda.device_count():
-        raise UserError(
-            f"{setting} is {name}, but this machine has {torch.cuda.device_count()} CUDA device(s), numbered from 0. "
-            f"Set {setting}=auto for the first"
-        )
-    return device
+"""Configuration keys of dropout, except those of heads that are not loaded."""
 
 
 def load_model(config: ModelConfig, *, device: torch.device, text_attention: str = "sdpa") -> nn.Module:
@@ -106,32 +85,6 @@ def freeze_vision_tower(model: nn.Module) -> int:
     return frozen
 
 
-def architecture_fingerprint(model: nn.Module, adapter: AdapterSpec | None = None) -> str:
-    """Equal for two models whose published weights fit each other: names, shapes and dtypes, tied weights once."""
-    from asyncrl.models.published import published_tensors
-
-    return fingerprint_of(((name, str(t.dtype), tuple(t.shape)) for name, t in published_tensors(model)), adapter)
-
-
-def fingerprint_of(tensors: Iterable[tuple[str, str, tuple[int, ...]]], adapter: AdapterSpec | None = None) -> str:
-    """Of names, torch dtypes and shapes, in the order of publication, and of what an adapter does with them."""
-    described: list[Any] = [(name, dtype, list(shape)) for name, dtype, shape in tensors]
-    if adapter is not None:
-        described.append(adapter.model_dump(mode="json"))
-    return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:32]
-
-
-def folder_fingerprint(config: ModelConfig) -> str:
-    """`architecture_fingerprint` of a folder without loading its weights."""
-    from asyncrl.models.adapter_targets import resolve_adapter
-    from asyncrl.models.lora import add_adapter
-
-    model, adapter = skeleton(config), resolve_adapter(config)
-    if adapter is not None:
-        add_adapter(model, adapter)
-    return architecture_fingerprint(model, adapter)
-
-
 def skeleton(config: ModelConfig) -> Any:
     """The folder's model without its weights, on torch's meta device."""
     from transformers import AutoConfig
@@ -150,12 +103,6 @@ def model_class(hf_config: Any) -> Any:
 
 def has_vision(hf_config: Any) -> bool:
     return getattr(hf_config, "vision_config", None) is not None
-
-
-def special_token_ids(model_config: Any, names: tuple[str, ...]) -> set[int]:
-    """Ids that the model's configuration keeps under these names."""
-    found = (getattr(model_config, name, None) for name in names)
-    return {token_id for token_id in found if isinstance(token_id, int)}
 
 
 def stop_token_ids(config: ModelConfig, tokenizer: Any) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) with PEFT: on a model, in its place, and as a PEFT folder.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) with PEFT: which layers get one, on a model, and as a PEFT folder.
 
 Adapters are fp32 on both sides and on the wire, whatever the base model's dtype: an update of AdamW is often smaller
 than a bf16 weight can show, and the engine then computes exactly what the learner does.
@@ -6,34 +6,111 @@ than a bf16 weight can show, and the engine then computes exactly what the learn
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
+from torch import nn
 
-from asyncrl.config.model import ModelConfig
+from asyncrl.config.model import LoraConfig, ModelConfig
 from asyncrl.errors import UserError
-from asyncrl.models.base_weights import base_fingerprint
 from asyncrl.models.folder import ADAPTER_CONFIG
-from asyncrl.models.loading import load_model, skeleton
-from asyncrl.models.published import tensor_bytes
+from asyncrl.models.loading import CONNECTOR_NAMES, VISION_TOWER_NAMES, has_vision, load_model, skeleton
+from asyncrl.models.published import architecture_fingerprint
+from asyncrl.models.weight_files import base_fingerprint
 from protocol.messages import AdapterSpec
 
 logger = logging.getLogger(__name__)
-
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 BASE_KEY = "base_fingerprint"
-"""In the metadata of ADAPTER_WEIGHTS."""
+"""Key of the base weights' fingerprint in the metadata of ADAPTER_WEIGHTS."""
 _PART = re.compile(r"base_model\.model\.(.*)\.lora_([AB])\.weight")
 """A tensor in ADAPTER_WEIGHTS: of which layer, and which of the two."""
 SLOT = "policy"
 """PEFT's name of the one adapter in a model. Its tensors change with the version; engines that know adapters by name
-get a name of its own for each version, see `adapter_name`."""
+get a name of its own for each version."""
+
+
+def resolve_adapter(config: ModelConfig) -> AdapterSpec | None:
+    """None where the model itself is trained. Raises UserError for what no layer of the folder's model fits."""
+    if not config.lora.rank:
+        return None
+    if find_spec("peft") is None:
+        raise UserError(
+            f"model.lora.rank is {config.lora.rank}, which needs the peft package on both sides. Install it: "
+            "pip install 'asyncrl[learner,rollout]'"
+        )
+    model = skeleton(config)
+    if config.lora.vision_tower and not has_vision(model.config):
+        raise UserError(
+            f"model.lora.vision_tower is true, but {config.path} reads text only. Set model.lora.vision_tower=false"
+        )
+    return AdapterSpec(
+        rank=config.lora.rank,
+        alpha=config.lora.effective_alpha,
+        target_modules=tuple(_targets(model, config.lora)),
+    )
+
+
+def _targets(model: Any, lora: LoraConfig) -> list[str]:
+    """Names in the order of the model."""
+    output = model.get_output_embeddings()
+    layers = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not output]
+    allowed = layers if lora.vision_tower else [name for name in layers if not _sees(name)]
+    wanted = lora.target_modules
+    if wanted == "all-linear":
+        return allowed
+    if isinstance(wanted, str):
+        _check(wanted, [n for n in layers if _fits(wanted, n)], allowed, layers)
+        return [name for name in allowed if _fits(wanted, name)]
+    for end in wanted:
+        _check(end, [n for n in layers if _ends(end, n)], allowed, layers)
+    if not wanted:
+        raise UserError(f"model.lora.target_modules is empty. Name some of {_ends_of(allowed)}, or all-linear")
+    return [name for name in allowed if any(_ends(end, name) for end in wanted)]
+
+
+def _check(wanted: str, found: Collection[str], allowed: Collection[str], layers: Collection[str]) -> None:
+    """Every name of the user's must choose some layer: a misspelt one among good ones would go unnoticed."""
+    if not found:
+        near = difflib.get_close_matches(wanted, sorted({n.rpartition(".")[2] for n in layers}), n=3, cutoff=0.5)
+        fix = f"Did you mean [{', '.join(near)}]?" if near else f"There are {_ends_of(allowed)}"
+        raise UserError(f"model.lora.target_modules: {wanted!r} fits no linear layer (an adapter needs one). {fix}")
+    if not any(name in allowed for name in found):
+        raise UserError(
+            f"model.lora.target_modules: {wanted!r} fits only layers of the vision tower or connector, such as "
+            f"{next(iter(found))}. Set model.lora.vision_tower=true and model.freeze_vision_tower=false, or name "
+            f"layers of the language model: {_ends_of(allowed)}"
+        )
+
+
+def _fits(pattern: str, name: str) -> bool:
+    try:
+        return re.fullmatch(pattern, name) is not None
+    except re.error as problem:
+        raise UserError(
+            f"model.lora.target_modules is {pattern!r}, no regular expression ({problem}). For ends of names write a "
+            "list: [q_proj, v_proj]"
+        ) from problem
+
+
+def _ends(end: str, name: str) -> bool:
+    return name == end or name.endswith(f".{end}")
+
+
+def _ends_of(names: Collection[str]) -> str:
+    return ", ".join(sorted({name.rpartition(".")[2] for name in names}))
+
+
+def _sees(name: str) -> bool:
+    """True for a layer of the vision tower or the connector."""
+    return any(part in VISION_TOWER_NAMES + CONNECTOR_NAMES for part in name.split("."))
 
 
 def add_adapter(model: Any, spec: AdapterSpec, *, seed: int = 0) -> Any:
@@ -46,16 +123,6 @@ def add_adapter(model: Any, spec: AdapterSpec, *, seed: int = 0) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return get_peft_model(model, _lora_config(spec), adapter_name=SLOT, autocast_adapter_dtype=True)
-
-
-def adapter_name(version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """`v7-1f2e3d4c`, for engines that keep adapters by name: no two adapters have one, even if a learner that came back
-    makes version 7 again and not to the bit."""
-    hashed = xxhash.xxh3_64()
-    for name, tensor in tensors:
-        hashed.update(name.encode())
-        hashed.update(tensor_bytes(tensor))
-    return f"v{version}-{hashed.hexdigest()[:8]}"
 
 
 def write_adapter_folder(
@@ -108,7 +175,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _check_base(config: ModelConfig, folder: Path) -> None:
-    """By content: ours say whose they are, others name a folder that may be here. A mere name is worth a warning."""
+    """Compare base weights by content: ours have a fingerprint, others name a folder. A mere name brings a warning."""
     from safetensors import safe_open
 
     with safe_open(folder / ADAPTER_WEIGHTS, "pt") as opened:
@@ -169,3 +236,14 @@ def _lora_config(spec: AdapterSpec) -> Any:
         lora_dropout=0.0,
         bias="none",
     )
+
+
+def folder_fingerprint(config: ModelConfig) -> str:
+    """`architecture_fingerprint` of a folder without loading its weights."""
+
+    from asyncrl.models.lora import add_adapter
+
+    model, adapter = skeleton(config), resolve_adapter(config)
+    if adapter is not None:
+        add_adapter(model, adapter)
+    return architecture_fingerprint(model, adapter)

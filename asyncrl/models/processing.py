@@ -1,4 +1,4 @@
-"""From a prompt (messages and image bytes) to exact token ids and pixels, and the alignment contract.
+"""Processing of a prompt (messages and image bytes) into exact token ids and pixels: the alignment contract.
 
 The model's own processor is the one source of truth. Rollout server and learner run it on the same bytes and
 the learner compares: token ids, image grids and image hashes must be equal before a group counts.
@@ -22,10 +22,7 @@ from asyncrl.data.images import content_hash, decode_image
 from asyncrl.errors import UserError
 from asyncrl.models import torchvision_cpu
 from asyncrl.models.folder import describe_folder, model_folder
-from asyncrl.models.loading import special_token_ids
 from protocol.messages import Prompt, Video
-
-torchvision_cpu.install()
 
 PLACEHOLDER_ID_NAMES = (
     "image_token_id",
@@ -40,6 +37,9 @@ VIDEO_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """Model types whose videos are tested to be the same to engine and learner."""
 
 
+torchvision_cpu.install()
+
+
 @dataclass(frozen=True)
 class EncodedPrompt:
     row_id: str
@@ -50,13 +50,13 @@ class EncodedPrompt:
     image_grids: np.ndarray
     """[images, 3] int32: temporal, height, width in patches."""
     image_hashes: tuple[str, ...]
-    """Of the bytes that were encoded here, whatever name they came under."""
+    """Hashes of the bytes that were encoded here, under any name."""
     pixel_values: torch.Tensor | None
     """[patches, features] of all images, or None without images."""
     video_grids: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int32))
     """[videos, 3] int32: temporal, height, width in patches."""
     video_hashes: tuple[str, ...] = ()
-    """Of each video's frames as they were encoded here, see `Group.video_hashes`."""
+    """Hashes of each video's frames as they were encoded here, see `Group.video_hashes`."""
     seconds_per_grid: tuple[float, ...] = ()
     """Between two temporal patches of each video; what Qwen2.5-VL spaces their positions by."""
     video_pixel_values: torch.Tensor | None = None
@@ -180,7 +180,7 @@ class PromptProcessor:
         return self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
 
     def _check_media(self, prompt: Prompt) -> None:
-        """Refuse what the model cannot read, or what nobody has shown to be computed alike on both sides."""
+        """Refuse media that the model cannot read, or that are not known to be computed alike on both sides."""
         if prompt.image_hashes and not self.sees_images:
             raise UserError(
                 f"row {prompt.row_id} has {len(prompt.image_hashes)} image(s), but the model folder has no image "
@@ -199,7 +199,7 @@ class PromptProcessor:
             )
 
     def _check_text(self, prompt: Prompt) -> None:
-        """The data set must not speak the model's own image language: processors fail on it, or worse, do not."""
+        """Refuse text with the model's own image placeholders: processors fail on it, or worse, do not."""
         for message in prompt.messages:
             for part in message.content:
                 found = [t for t in self._placeholder_texts if part.type == "text" and t in part.text]
@@ -236,7 +236,7 @@ class PromptProcessor:
 
 
 def media_arguments(prompts: Sequence[Prompt], blobs: Mapping[str, bytes]) -> dict[str, Any]:
-    """What a Hugging Face processor is called with for the images and videos of prompts, in their order.
+    """Arguments of a Hugging Face processor for the images and videos of prompts, in their order.
 
     Frames are given as they are: the processor picks none of them out.
     """
@@ -295,3 +295,21 @@ def check_prompt_length(encoded: EncodedPrompt, limit: int) -> None:
             f"{len(encoded.image_hashes)} image(s){videos}), over data.max_prompt_length = {limit}. Raise the limit, "
             "use smaller images, or set data.filter_overlong_prompts=true to leave such rows out (counted and named)"
         )
+
+
+@dataclass(frozen=True)
+class PromptFacts:
+    token_ids: np.ndarray
+    """[P] int32, image placeholders expanded."""
+    image_grids: np.ndarray
+    """[images, 3] int32: temporal, height, width in patches."""
+    image_hashes: tuple[str, ...]
+    video_grids: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int32))
+    """[videos, 3] int32"""
+    video_hashes: tuple[str, ...] = ()
+
+
+def special_token_ids(model_config: Any, names: tuple[str, ...]) -> set[int]:
+    """Ids that the model's configuration keeps under these names."""
+    found = (getattr(model_config, name, None) for name in names)
+    return {token_id for token_id in found if isinstance(token_id, int)}

@@ -1,12 +1,17 @@
-"""What travels as weights: a model's adapter where it has one, else every parameter and persistent buffer once."""
+"""Tensors that travel as weights: a model's adapter, if it has one, else every parameter and persistent buffer once."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
+
+from protocol.messages import AdapterSpec
 
 _ADAPTER_TENSOR = re.compile(r"(.*\.lora_[AB])\.[^.]+(\.weight)")
 """PEFT's name of an adapter's tensor in a model: the adapter's name stands in its middle."""
@@ -21,7 +26,7 @@ def published_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def published_parts(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same as the model's own parameters and buffers."""
+    """Published names with the model's own parameters and buffers."""
     seen: set[int] = set()
     whole: list[tuple[str, torch.Tensor]] = []
     adapter: list[tuple[str, torch.Tensor]] = []
@@ -60,3 +65,18 @@ def load_published(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]
     missing = own.keys() - given
     if missing:
         raise ValueError(f"{len(missing)} tensors were not published, such as {sorted(missing)[:3]}")
+
+
+def architecture_fingerprint(model: nn.Module, adapter: AdapterSpec | None = None) -> str:
+    """Equal for two models whose published weights fit each other: names, shapes and dtypes, tied weights once."""
+    from asyncrl.models.published import published_tensors
+
+    return fingerprint_of(((name, str(t.dtype), tuple(t.shape)) for name, t in published_tensors(model)), adapter)
+
+
+def fingerprint_of(tensors: Iterable[tuple[str, str, tuple[int, ...]]], adapter: AdapterSpec | None = None) -> str:
+    """Fingerprint of names, torch dtypes and shapes, in the order of publication, and of the adapter's settings."""
+    described: list[Any] = [(name, dtype, list(shape)) for name, dtype, shape in tensors]
+    if adapter is not None:
+        described.append(adapter.model_dump(mode="json"))
+    return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:32]

@@ -1,8 +1,9 @@
-"""What a log-probability means here, on both sides of the wire.
+"""The meaning of a log-probability, the same for the engine that samples and the learner that trains.
 
 The learner's policy is `softmax((logits + ban) / temperature)` where `ban` is minus infinity on the ids that must
-never be sampled. Engine and learner both call this function, so their log-probs differ only by rounding. The engine
-may cut that distribution further (truncation.py); asyncrl/config/sampling_rules.py says what this means for ratios.
+never be sampled. Engine and learner both call these functions, so their log-probs differ only by rounding. The engine
+may truncate that distribution (top-k, top-p, min-p); asyncrl/config/sampling_rules.py says what this means for ratios.
+The order of truncation is vLLM's: min-p, then top-k, then top-p, each on what the one before it kept.
 """
 
 from __future__ import annotations
@@ -42,3 +43,35 @@ def gather_logprobs(logprobs: torch.Tensor, token_ids: torch.Tensor) -> torch.Te
 def entropies(logprobs: torch.Tensor) -> torch.Tensor:
     """[N, V] -> [N] entropy in nats; banned ids (probability 0) contribute nothing."""
     return -(logprobs.exp() * logprobs.masked_fill(torch.isneginf(logprobs), 0.0)).sum(-1)
+
+
+def log_kept_mass(
+    logprobs: torch.Tensor, token_ids: torch.Tensor, *, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
+    """[N, V], [N] -> [N] log of the probability that truncation keeps; the sampled `token_ids` count as kept.
+
+    An engine samples `logprob - log_kept_mass`. Rounding may put a token that it kept beyond the bound here.
+    """
+    kept = ~torch.isneginf(truncated_logprobs(logprobs, top_k=top_k, top_p=top_p, min_p=min_p))
+    kept.scatter_(-1, token_ids[:, None], True)
+    return torch.logsumexp(logprobs.masked_fill(~kept, float("-inf")), dim=-1)
+
+
+def truncated_logprobs(
+    logprobs: torch.Tensor, *, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
+    """Log-probs of the renormalised kept tokens; -inf on the others.
+
+    logprobs: [N, V] fp32 of the sampling distribution before truncation. top_k: [N], 0 is off. top_p: [N] in
+    (0, 1], 1 is off: the most probable tokens until their mass reaches it. min_p: [N] in [0, 1], 0 is off: tokens
+    at least this fraction of the most probable one's probability. Of equally probable tokens the lower id goes first.
+    """
+    ordered, ids = logprobs.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(logprobs.shape[-1], device=logprobs.device)
+    kept = ordered >= ordered[:, :1] + min_p.log()[:, None]
+    kept &= (rank < top_k[:, None]) | (top_k[:, None] == 0)
+    mass = torch.where(kept, ordered.exp(), 0.0).double()
+    before = mass.cumsum(-1) - mass
+    kept &= (before < top_p[:, None] * mass.sum(-1, keepdim=True)) | (top_p[:, None] >= 1)
+    kept = torch.zeros_like(kept).scatter(-1, ids, kept)
+    return torch.log_softmax(logprobs.masked_fill(~kept, float("-inf")), dim=-1)

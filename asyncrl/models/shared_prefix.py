@@ -40,7 +40,7 @@ class AttentionBatch:
 
 @dataclass(frozen=True)
 class SharedPrefixLayout:
-    """Who attends to whom in a packed sequence."""
+    """Attention pattern of a packed sequence."""
 
     batches: tuple[AttentionBatch, ...]
     order: torch.Tensor

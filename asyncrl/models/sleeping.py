@@ -1,25 +1,91 @@
 """Tensors that sleep: their contents leave the device, and come back bit for bit.
 
-The tensor objects stay, emptied: an optimiser, tied modules, whoever refers to one sees it whole again after waking.
+The tensor objects stay, emptied: an optimiser, tied modules, all that refers to one sees it whole again after waking.
 From a GPU the contents go to pinned host memory. Where the device is the CPU, its memory is the host's: they go to a
 file without a name, which the kernel removes with the process.
 """
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from asyncrl.errors import BadStateError
-from asyncrl.models.device_memory import free_bytes, free_caches, is_out_of_memory
-from asyncrl.models.sleep_store import HostMemory, SpillFile, Store
+from asyncrl.models.devices import free_bytes, free_caches, is_out_of_memory
 
+CHUNK_BYTES = 256 << 20
+"""Pinned memory is allocated in powers of two: in pieces of this size little is wasted."""
 MIB = 1 << 20
 PIECE_BYTES = 4 * MIB
 """Summed at a time: a CPU sums a wider copy, for which there may be no room."""
+
+
+class SpillFile:
+    """A file without a name in the run directory: it vanishes with the process, however that ends."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._file: Any = None
+
+    def reserve(self, nbytes: int) -> None:
+        if self._file is None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 (it stays open)
+        if nbytes:
+            os.posix_fallocate(self._file.fileno(), 0, nbytes)  # without room this fails before anything has moved
+
+    def put(self, offset: int, flat: torch.Tensor) -> None:
+        """`flat` is [N] uint8 on the device."""
+        self._file.seek(offset)
+        self._file.write(flat.numpy().data)
+
+    def get(self, offset: int, flat: torch.Tensor) -> None:
+        self._file.seek(offset)
+        if self._file.readinto(flat.numpy().data) != flat.nbytes:
+            raise BadStateError(f"the file of sleeping tensors in {self._folder} is cut off")
+
+    def finish(self) -> None:
+        """Wait until all copies are done."""
+        self._file.flush()
+
+
+class HostMemory:
+    """Chunks that stay allocated from one sleep to the next: pinning memory takes longer than filling it."""
+
+    def __init__(self, *, pinned: bool, chunk_bytes: int = CHUNK_BYTES):
+        self._pinned = pinned
+        self._chunk_bytes = chunk_bytes
+        self._chunks: list[torch.Tensor] = []
+
+    def reserve(self, nbytes: int) -> None:
+        while len(self._chunks) * self._chunk_bytes < nbytes:
+            self._chunks.append(torch.empty(self._chunk_bytes, dtype=torch.uint8, pin_memory=self._pinned))
+
+    def put(self, offset: int, flat: torch.Tensor) -> None:
+        for host, device in self._pieces(offset, flat):
+            host.copy_(device, non_blocking=True)
+
+    def get(self, offset: int, flat: torch.Tensor) -> None:
+        for host, device in self._pieces(offset, flat):
+            device.copy_(host, non_blocking=True)
+
+    def _pieces(self, offset: int, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        done = 0
+        while done < flat.numel():
+            chunk, start = divmod(offset + done, self._chunk_bytes)
+            count = min(self._chunk_bytes - start, flat.numel() - done)
+            yield self._chunks[chunk][start : start + count], flat[done : done + count]
+            done += count
+
+    def finish(self) -> None:
+        if self._pinned:
+            torch.cuda.synchronize()
 
 
 @dataclass
@@ -30,14 +96,14 @@ class _Sleeping:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
-    """In the store; -1 if it was forgotten."""
+    """Offset in the store; -1 if the contents were forgotten."""
     bit_sum: int
 
 
 class Sleeper:
     """Puts the tensors of one owner to sleep, together."""
 
-    def __init__(self, owner: str, device: torch.device, folder: Path, store: Store | None = None):
+    def __init__(self, owner: str, device: torch.device, folder: Path, store: HostMemory | None = None):
         """`folder` is for the file, where the device is the CPU."""
         self.owner = owner
         self.device = device
@@ -128,7 +194,7 @@ class Sleeper:
 
 
 def no_room_to_wake(owner: str, device: torch.device, needed: int, got: int, free: int) -> BadStateError:
-    """In bytes."""
+    """The error for a device without room; all numbers in bytes."""
     return BadStateError(
         f"{owner} cannot wake: it needs {needed / MIB:,.0f} MiB on {device} and got {got / MIB:,.0f}; "
         f"{free / MIB:,.0f} MiB are free. Stop what else is on the device, or make both sides smaller "
@@ -159,7 +225,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Its elements fill a block of memory, in whatever order of dimensions."""
+    """True if its elements fill a block of memory, in any order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:

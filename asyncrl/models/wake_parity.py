@@ -1,4 +1,4 @@
-"""A model that woke up must say what it said before it slept: log-probs of a few fixed tokens.
+"""Check that a model which woke up gives the log-probs of a few fixed tokens that it gave before it slept.
 
 Where we move the tensors ourselves each is compared bit for bit on the way (`asyncrl/models/sleeping.py`); this asks
 the model as a whole, through the path that samples or trains, and vLLM, which moves its own.
@@ -16,7 +16,7 @@ from asyncrl.models.processing import EncodedPrompt
 
 FIXED_TOKENS = 16
 LARGEST_DIFFERENCE = {"cpu": 0.0, "cuda": 1e-2}
-"""In nats, by device type. The bits of the weights are equal: a GPU library may only choose another kernel."""
+"""Tolerance in nats by device type. The bits of the weights are equal: a GPU library may only choose another kernel."""
 
 
 def fixed_tokens(vocabulary: int, special: Collection[int]) -> np.ndarray:
@@ -26,7 +26,7 @@ def fixed_tokens(vocabulary: int, special: Collection[int]) -> np.ndarray:
 
 
 def fixed_prompt(token_ids: np.ndarray) -> EncodedPrompt:
-    """Of text alone."""
+    """A prompt of these tokens, without images."""
     return EncodedPrompt(
         row_id="fixed tokens",
         token_ids=token_ids,

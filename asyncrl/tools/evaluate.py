@@ -19,11 +19,12 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_validation
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.errors import UserError
-from asyncrl.models.filtering import usable_rows
-from asyncrl.models.loading import has_vision, model_class, resolve_device, special_token_ids
+from asyncrl.models.devices import resolve_device
+from asyncrl.models.loading import has_vision, model_class
 from asyncrl.models.lora import is_adapter_folder, load_merged
-from asyncrl.models.processing import PLACEHOLDER_ID_NAMES, PromptProcessor, media_arguments
-from asyncrl.models.video_positions import place_text_after_videos
+from asyncrl.models.model_inputs import place_text_after_videos
+from asyncrl.models.processing import PLACEHOLDER_ID_NAMES, PromptProcessor, media_arguments, special_token_ids
+from asyncrl.models.prompt_rows import usable_rows
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.presentation import sample_of
 from asyncrl.rewards.sample import RewardSample

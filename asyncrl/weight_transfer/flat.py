@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 import xxhash
 
-from protocol.messages import TensorEntry
+from protocol.messages import CudaMemory, TensorEntry
 
 BUCKET_BYTES = 64 << 20
-"""Of one collective, and of one copy to the host to be checked."""
+"""Size of one collective, and of one copy to the host to be checked."""
 
 
 def pack(
@@ -26,7 +26,7 @@ def pack(
 
 
 def views(flat: torch.Tensor, entries: Sequence[TensorEntry]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor of each, without a copy."""
+    """Name and tensor of each entry, without a copy."""
     for entry in entries:
         raw = flat[entry.offset : entry.offset + entry.nbytes]
         yield entry.name, raw.view(getattr(torch, entry.dtype)).reshape(entry.shape)
@@ -44,3 +44,42 @@ def wrong_tensors(flat: torch.Tensor, entries: Sequence[TensorEntry]) -> list[st
         if hashed.intdigest() != entry.xxh3:
             wrong.append(entry.name)
     return wrong
+
+
+def share(flat: torch.Tensor) -> CudaMemory:
+    """torch's own handle, as plain bytes and numbers, with which another process on the same GPU opens the tensor.
+
+    The other process must be done before `flat` goes, or it sees wrong bytes (see `settle`).
+    """
+    # The device's number means something in this process only: the receiver has its own for the same GPU.
+    _, handle, nbytes, offset, counter, counter_offset, event, event_sync = flat.untyped_storage()._share_cuda_()
+    return CudaMemory(
+        handle=bytes(handle),
+        nbytes=nbytes,
+        offset=offset,
+        counter=bytes(counter),
+        counter_offset=counter_offset,
+        event=bytes(event),
+        event_sync=bool(event_sync),
+    )
+
+
+def open_shared(memory: CudaMemory, device: torch.device) -> torch.Tensor:
+    """[nbytes] uint8 in the other process's memory."""
+    torch.cuda.init()
+    storage = torch.UntypedStorage._new_shared_cuda(
+        torch.cuda.current_device() if device.index is None else device.index,
+        memory.handle,
+        memory.nbytes,
+        memory.offset,
+        memory.counter,
+        memory.counter_offset,
+        memory.event,
+        memory.event_sync,
+    )
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
+
+def settle(memory: CudaMemory, device: torch.device) -> None:
+    """Give back the count of a receiver that never ended its transfer: until then torch keeps the memory."""
+    torch.UntypedStorage._release_ipc_counter(memory.counter, memory.counter_offset, device=device)

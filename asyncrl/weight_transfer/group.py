@@ -1,4 +1,4 @@
-"""A process group for one transfer of weights, made by hand: whatever default group its processes have is not touched.
+"""A process group for one transfer of weights, made by hand: the default group of its processes is not touched.
 
 NCCL between CUDA devices. Gloo between CPUs of one machine, which is how the same code is tested without GPUs.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -18,19 +19,14 @@ import torch.distributed
 from asyncrl.weight_transfer.flat import BUCKET_BYTES
 
 c10d: Any = torch.distributed
-"""What is used of it is public, and not declared."""
+"""Public names of it that are not declared for type checkers."""
 POLL_S = 0.001
 _LEARNER = 0
 """Rank of the sender; the receivers follow."""
 
 
 class TransferError(Exception):
-    """A transfer that did not succeed. The next one may, and goes on where this one was cut off."""
-
-    def __init__(self, reason: str, arrived_bytes: int = 0):
-        """`arrived_bytes`: what every receiver has of the version, from its first byte on."""
-        super().__init__(reason)
-        self.arrived_bytes = arrived_bytes
+    """A transfer that did not succeed. The next one may."""
 
 
 class DamagedError(TransferError):
@@ -38,7 +34,7 @@ class DamagedError(TransferError):
 
 
 class Group:
-    """Rank 0 sends, all others receive; each waits `deadline_s` at most for any one thing."""
+    """Rank 0 sends, all others receive; each waits at most `deadline_s` for any one thing."""
 
     def __init__(
         self,
@@ -48,24 +44,21 @@ class Group:
         device: torch.device,
         deadline_s: float,
         peers: str,
-        is_over: Callable[[], bool],
+        is_cancelled: Callable[[], bool],
     ):
-        """All ranks have come when this returns. `peers` names the others in errors; once `is_over()` whatever waits
-        gives up. Raises TransferError."""
+        """Returns when all ranks have joined; raises TransferError. `peers` names the others in errors. Every wait ends
+        once `is_cancelled()`."""
         self._store = store
         self._rank = rank
         self._size = size
         self._device = device
         self._deadline_s = deadline_s
         self._peers = peers
-        self._is_over = is_over
-        self._tell("here")
-        self._await("here", "to join the group")
-        try:
+        self._is_cancelled = is_cancelled
+        self._barrier("here", "to join the group")
+        with _failing_with(f"no group with {peers}"):
             make = _nccl if device.type == "cuda" else _gloo
             self._backend = make(store, rank, size, deadline_s)
-        except (RuntimeError, c10d.DistError) as problem:
-            raise TransferError(f"no group with {peers} ({_first_line(problem)})") from problem
 
     @classmethod
     def host(
@@ -76,11 +69,11 @@ class Group:
         device: torch.device,
         deadline_s: float,
         peers: str,
-        is_over: Callable[[], bool] = lambda: False,
+        is_cancelled: Callable[[], bool] = lambda: False,
     ) -> Group:
-        """The learner's side. `listener` is bound, and is ours from now on."""
+        """The learner's side. `listener` is bound, and belongs to the group from now on."""
         address, port = listener.getsockname()[:2]
-        try:
+        with _failing_with(f"no store at port {port}"):
             store = c10d.TCPStore(
                 "127.0.0.1" if address == "0.0.0.0" else address,
                 port,
@@ -89,9 +82,7 @@ class Group:
                 wait_for_workers=False,
                 master_listen_fd=listener.detach(),
             )
-        except (RuntimeError, c10d.DistError) as problem:
-            raise TransferError(f"no store at port {port} ({_first_line(problem)})") from problem
-        return cls(c10d.PrefixStore(nonce, store), _LEARNER, size, device, deadline_s, peers, is_over)
+        return cls(c10d.PrefixStore(nonce, store), _LEARNER, size, device, deadline_s, peers, is_cancelled)
 
     @classmethod
     def join(
@@ -103,28 +94,27 @@ class Group:
         size: int,
         device: torch.device,
         deadline_s: float,
-        is_over: Callable[[], bool] = lambda: False,
+        is_cancelled: Callable[[], bool] = lambda: False,
     ) -> Group:
         """A receiver's side."""
         peers = f"the learner at {host} port {port}"
-        deadline = timedelta(seconds=deadline_s)
-        try:
+        with _failing_with(f"no connection to {peers}"):
             socket.create_connection((host, port), deadline_s).close()  # the store would try again for long
+            deadline = timedelta(seconds=deadline_s)
             store = c10d.TCPStore(host, port, is_master=False, timeout=deadline, wait_for_workers=False)
-        except (OSError, RuntimeError, c10d.DistError) as problem:
-            raise TransferError(f"no connection to {peers} ({_first_line(problem)})") from problem
-        return cls(c10d.PrefixStore(nonce, store), rank, size, device, deadline_s, peers, is_over)
+        return cls(c10d.PrefixStore(nonce, store), rank, size, device, deadline_s, peers, is_cancelled)
 
-    def broadcast(self, flat: torch.Tensor, offset: int, moved: Callable[[int], None] = lambda nbytes: None) -> None:
-        """Bytes from `offset` on, the same for all, from rank 0 into everybody's `flat`, bucket by bucket; `moved` is
-        told how many are there."""
-        for start in range(offset, flat.nbytes, BUCKET_BYTES):
+    def broadcast(self, flat: torch.Tensor, moved: Callable[[int], None] = lambda nbytes: None) -> None:
+        """Send all bytes from rank 0 into every rank's `flat`, bucket by bucket.
+
+        `moved` is called with the number of bytes that are there.
+        """
+        for start in range(0, flat.nbytes, BUCKET_BYTES):
             bucket = flat[start : start + BUCKET_BYTES]
             self._one(bucket, start, flat.nbytes)
             moved(start + bucket.nbytes)
         # A sender that leaves early could take with it what is still on its way.
-        self._tell("arrived")
-        self._await("arrived", "to say that all has arrived")
+        self._barrier("arrived", "to say that all has arrived")
 
     def __enter__(self) -> Group:
         return self
@@ -137,47 +127,37 @@ class Group:
         options.rootRank, options.rootTensor = _LEARNER, 0
         where = f"bytes {start:,} to {start + bucket.nbytes:,} of {total:,}"
         deadline = time.monotonic() + self._deadline_s
-        try:
+        with _failing_with(f"{self._peers} did not keep up: {where}"):
             work = self._backend.broadcast([bucket], options)
             while not work.is_completed():
-                self._look_at_the_clock(deadline, f"{self._peers}: {where}")
+                self._poll(deadline, f"{self._peers}: {where}")
             # Raises what went wrong. Without a deadline NCCL would only have the stream wait, and say nothing.
             work.wait(timedelta(seconds=self._deadline_s))
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()
-        except (RuntimeError, c10d.DistError) as problem:
-            raise TransferError(f"{self._peers} did not keep up: {where} ({_first_line(problem)})") from problem
 
-    def _tell(self, word: str) -> None:
-        """The receivers say it each by itself, the learner when it has heard all of them."""
-        if self._rank != _LEARNER:
-            self._set(f"{word}/{self._rank}")
+    def _barrier(self, name: str, purpose: str) -> None:
+        """Wait for all ranks: each receiver sets its own key, and the learner one for all when it has seen theirs."""
+        with _failing_with(f"{self._peers} has gone"):
+            if self._rank != _LEARNER:
+                self._store.set(f"{name}/{self._rank}", "1")
+                self._wait_for(f"{name}/all", f"{self._peers} {purpose}")
+                return
+            for rank in range(1, self._size):
+                self._wait_for(f"{name}/{rank}", f"receiver {rank} of {self._peers} {purpose}")
+            self._store.set(f"{name}/all", "1")
 
-    def _await(self, word: str, what: str) -> None:
-        everybody = [f"{word}/{rank}" for rank in range(1, self._size)]
-        for key in everybody if self._rank == _LEARNER else [f"{word}/all"]:
-            who = f"receiver {key.rpartition('/')[2]} of {self._peers}" if self._rank == _LEARNER else self._peers
-            deadline = time.monotonic() + self._deadline_s
-            try:
-                while not self._store.check([key]):
-                    self._look_at_the_clock(deadline, f"{who} {what}")
-            except (RuntimeError, c10d.DistError) as problem:
-                raise TransferError(f"{self._peers} has gone ({_first_line(problem)})") from problem
-        if self._rank == _LEARNER:
-            self._set(f"{word}/all")
+    def _wait_for(self, key: str, what: str) -> None:
+        deadline = time.monotonic() + self._deadline_s
+        while not self._store.check([key]):
+            self._poll(deadline, what)
 
-    def _look_at_the_clock(self, deadline: float, what: str) -> None:
-        if self._is_over():
+    def _poll(self, deadline: float, what: str) -> None:
+        if self._is_cancelled():
             raise TransferError(f"given up, waiting for {what}")
         if time.monotonic() > deadline:
             raise TransferError(f"waited {self._deadline_s:g} s for {what}")
         time.sleep(POLL_S)
-
-    def _set(self, key: str) -> None:
-        try:
-            self._store.set(key, "1")
-        except (RuntimeError, c10d.DistError) as problem:
-            raise TransferError(f"{self._peers} has gone ({_first_line(problem)})") from problem
 
 
 def _gloo(store: Any, rank: int, size: int, deadline_s: float) -> Any:
@@ -188,7 +168,7 @@ def _gloo(store: Any, rank: int, size: int, deadline_s: float) -> Any:
 
 
 def _nccl(store: Any, rank: int, size: int, deadline_s: float) -> Any:
-    """Not torch's deadline, upon which its watchdog ends the whole process: `Group` looks at the clock itself."""
+    """Group without torch's own deadline, at which its watchdog ends the whole process: `Group` keeps one itself."""
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # read when a group is made; 3, the default, ends the process
     os.environ["TORCH_NCCL_ENABLE_MONITORING"] = "0"
     options = c10d.ProcessGroupNCCL.Options()
@@ -196,5 +176,11 @@ def _nccl(store: Any, rank: int, size: int, deadline_s: float) -> Any:
     return c10d.ProcessGroupNCCL(store, rank, size, options)
 
 
-def _first_line(problem: BaseException) -> str:
-    return str(problem).strip().partition("\n")[0] or type(problem).__name__
+@contextmanager
+def _failing_with(reason: str) -> Iterator[None]:
+    """Raises TransferError, with this reason and the first line of torch's, for what torch and sockets raise."""
+    try:
+        yield
+    except (OSError, RuntimeError, c10d.DistError) as problem:
+        first_line = str(problem).strip().partition("\n")[0] or type(problem).__name__
+        raise TransferError(f"{reason} ({first_line})") from problem

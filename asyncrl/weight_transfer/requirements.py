@@ -1,4 +1,4 @@
-"""What channels nccl and cuda_ipc need of the devices, asked before any model is loaded."""
+"""Requirements of channels nccl and cuda_ipc on the devices, checked before any model is loaded."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import torch
 from asyncrl.config.device_rules import DEVICE_CHANNELS
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
-from asyncrl.models.loading import resolve_device
+from asyncrl.models.devices import resolve_device
 
 INSTEAD = "set rollout.weights_channel=auto"
 
 
 def check_cuda(config: RunConfig, key: str, device: str) -> None:
-    """Of one side, on its own machine: `key` is the setting that names its device."""
+    """Check one side on its own machine; `key` is the setting that names its device."""
     channel = config.rollout.weights_channel
     if channel in DEVICE_CHANNELS and resolve_device(device, key).type != "cuda":
         raise UserError(
@@ -23,7 +23,7 @@ def check_cuda(config: RunConfig, key: str, device: str) -> None:
 
 
 def check_gpus(config: RunConfig) -> None:
-    """Of both sides on one machine, which has CUDA devices."""
+    """Check both sides on one machine, which has CUDA devices."""
     channel, rollout = config.rollout.weights_channel, config.rollout
     if channel not in DEVICE_CHANNELS:
         return

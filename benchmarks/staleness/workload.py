@@ -11,9 +11,8 @@ import numpy as np
 from asyncrl.config.learner import OnStale
 from asyncrl.config.schema import RunConfig
 from asyncrl.journal.writer import TicketSlot
-from asyncrl.models.loading import fingerprint_of
-from asyncrl.models.processing import EncodedPrompt
-from asyncrl.models.prompt_facts import PromptFacts
+from asyncrl.models.processing import EncodedPrompt, PromptFacts
+from asyncrl.models.published import fingerprint_of
 from asyncrl.rewards.pool import Score
 from learner.tickets.ticket import PreparedTicket
 from learner.tickets.writer import ticket_seed

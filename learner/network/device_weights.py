@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from asyncrl.errors import BadStateError
-from asyncrl.weight_transfer.cuda_ipc import settle, share
-from asyncrl.weight_transfer.flat import pack
+from asyncrl.weight_transfer.flat import pack, settle, share
 from asyncrl.weight_transfer.group import Group, TransferError
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import (
@@ -34,7 +33,7 @@ from protocol.weights import Publication
 logger = logging.getLogger(__name__)
 
 MOST_TRANSFERS = 64
-"""At a time. Each has a thread and a port."""
+"""Largest number of transfers at a time. Each has a thread and a port."""
 ENDING_S = 5.0
 GIB = 1 << 30
 FIX = "Set rollout.weights_channel=shm (or zmq), or lower batch.tokens_per_microbatch"
@@ -44,15 +43,15 @@ FIX = "Set rollout.weights_channel=shm (or zmq), or lower batch.tokens_per_micro
 class _Transfer:
     request: TransferRequest
     flat: torch.Tensor
-    """The version as it was asked for, whatever is published meanwhile."""
+    """The version as it was requested; later publications do not change it."""
     began: float = field(default_factory=time.monotonic)
     memory: CudaMemory | None = None
     over: bool = False
-    """The thread that sends it is to end."""
+    """Set to end the thread that sends it."""
 
 
 class DeviceWeights:
-    """`keep` is called by the thread that trains, all else by the exchange."""
+    """Copies and transfers of the newest version. The training thread calls `keep`, the network thread the rest."""
 
     def __init__(
         self,
@@ -72,15 +71,15 @@ class DeviceWeights:
         self._guard = threading.Lock()
         self._required = required
         self._wanted = required
-        """Each version is kept as it is published; else from the first time on that somebody asks for one."""
+        """True if each version is kept as it is published; else this begins with the first request."""
         self._given_up = ""
-        """Why nothing is sent any more."""
+        """The reason for which nothing is sent any more."""
         self._kept: tuple[int, torch.Tensor] | None = None
         self._transfers: dict[bytes, _Transfer] = {}
-        """By connection, which has one at most."""
+        """Transfers by connection, which has one at most."""
         self._threads: list[threading.Thread] = []
         self.source: DeviceSource | None = None
-        """What servers are told. None of a CPU, from which the other channels are faster, and once there is no room."""
+        """Device in the welcome of servers. None for a CPU, where other channels are faster, and without room."""
         if device.type == "cuda":
             uuid = str(torch.cuda.get_device_properties(device).uuid)
             self.source = DeviceSource(uuid=uuid, total_bytes=total_bytes)
@@ -112,9 +111,8 @@ class DeviceWeights:
             if request.channel == "cuda_ipc" and self._device.type != "cuda":
                 raise ProtocolError(ErrorCode.WRONG_CHANNEL, "the learner's weights lie on a CPU, without cuda_ipc")
             transfer = _Transfer(request, self._version(request.version))
-            if request.offset > transfer.flat.nbytes:
-                reason = f"offset {request.offset:,} of {transfer.flat.nbytes:,} bytes"
-                raise ProtocolError(ErrorCode.MALFORMED, reason)
+            if request.offset:
+                raise ProtocolError(ErrorCode.MALFORMED, "transfers between devices begin at the first byte")
             if request.channel == "cuda_ipc":
                 transfer.memory = _shared(transfer.flat)
                 port = 0
@@ -190,7 +188,7 @@ class DeviceWeights:
             size = 1 + request.receivers
             is_over = lambda: transfer.over  # noqa: E731
             with Group.host(listener, request.nonce, size, self._device, self._deadline_s, peers, is_over) as group:
-                group.broadcast(transfer.flat, request.offset)
+                group.broadcast(transfer.flat)
         except TransferError as problem:
             level = logging.DEBUG if transfer.over else logging.WARNING
             logger.log(level, "version %d was not sent: %s", request.version, problem)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from asyncrl.errors import UserError
-from asyncrl.models.prompt_facts import PromptFacts
+from asyncrl.models.processing import PromptFacts
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import FinishReason, Group, Ticket, printable
 

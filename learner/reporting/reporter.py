@@ -12,7 +12,7 @@ import torch
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.journal.sample_index import SampleIndex, TrainedBatch
-from asyncrl.models.device_facts import device_name, memory_by_state
+from asyncrl.models.devices import device_name, memory_by_state
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.rewards.presentation import plain_text
 from asyncrl.run_folder.saved_config import save_config

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from asyncrl.journal.writer import TicketSlot
-from asyncrl.models.prompt_facts import PromptFacts
+from asyncrl.models.processing import PromptFacts
 from learner.tickets.ticket_size import header_bytes
 from protocol.codec import Frame
 from protocol.messages import Group, Ticket, TicketKind

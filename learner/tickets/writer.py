@@ -14,9 +14,8 @@ from asyncrl.data.dataset import RowSource, open_train, open_validation
 from asyncrl.data.order import DataOrder
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.journal.writer import TicketSlot
-from asyncrl.models.filtering import usable_rows
-from asyncrl.models.processing import PromptProcessor, check_prompt_length
-from asyncrl.models.prompt_facts import PromptFacts
+from asyncrl.models.processing import PromptFacts, PromptProcessor, check_prompt_length
+from asyncrl.models.prompt_rows import usable_rows
 from learner.tickets.ticket import PreparedTicket
 from protocol.messages import Sampling, Ticket, TicketKind
 

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncrl.models.media import media_inputs
-from asyncrl.models.positions import prompt_positions
+from asyncrl.models.model_inputs import media_inputs, prompt_positions
 from asyncrl.models.processing import EncodedPrompt
 from asyncrl.models.shared_prefix import make_layout
 

@@ -11,9 +11,9 @@ from math import nan
 from pathlib import Path
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.models.base_weights import base_fingerprint
-from asyncrl.models.loading import architecture_fingerprint
 from asyncrl.models.processing import PromptProcessor
+from asyncrl.models.published import architecture_fingerprint
+from asyncrl.models.weight_files import base_fingerprint
 from learner.checkpoint.format import LearnerState, check_adapter, restore_engine
 from learner.progress import Progress
 from learner.tickets.adaptive_staleness import ADAPTIVE_STALENESS, adaptive_staleness

@@ -1,4 +1,4 @@
-"""What the rollout server asks of an inference engine."""
+"""Interface of inference engines, and the values that pass through it."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ import warnings
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import nan
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from asyncrl.models.processing import EncodedPrompt
+from asyncrl.weight_transfer.stage import StageOrder
 from protocol.faults import crash_point
 from protocol.messages import FinishReason, Sampling, WeightManifest
 
-if TYPE_CHECKING:
-    from rollout_server.weights.staging import Staging
-
 
 class EngineDied(Exception):
-    """It can sample no more: its process or thread has ended, or its model is a mixture of two versions.
+    """An engine that can sample no more: its process or thread has ended, or its model is a mixture of two versions.
 
     No ticket is to blame: the server ends with it, and its tickets go to its successor. The cause, where it is known,
     is the exception's.
@@ -46,7 +44,7 @@ class GenerationRequest:
     images: tuple[bytes, ...] = ()
     """Encoded images of the prompt, in order: for an engine that makes its pixels itself."""
     videos: tuple[VideoFrames, ...] = ()
-    """Of the prompt, in order: for the same."""
+    """Videos of the prompt, in order, for such an engine, too."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class Completion:
 
     request_id: int
     index: int
-    """Within the group, 0 to group_size - 1."""
+    """Place within the group, 0 to group_size - 1."""
     token_ids: np.ndarray
     """int32, the stop token included."""
     logprobs: np.ndarray
@@ -76,16 +74,16 @@ def kv_versions_column(completions: Sequence[Completion]) -> np.ndarray | None:
 
 @dataclass(frozen=True)
 class EngineUsage:
-    """Since the engine started."""
+    """Work of an engine since it started."""
 
     tokens_generated: int
     busy_s: float
     sequences_running: int
     sequences_queued: int
     update_pause_s: float = 0.0
-    """Seconds in which running sequences stood still for a weight update."""
+    """Time for which running sequences stood still for weight updates."""
     sleep_bytes: int = 0
-    """That left the device when the engine fell asleep last."""
+    """Bytes that left the device when the engine fell asleep last."""
     kv_cache_ratio: float = nan
     """Share of the key-value cache in use; NaN for an engine whose cache has no fixed size."""
 
@@ -98,18 +96,50 @@ class ArrivedWeights:
     pieces: Mapping[str, memoryview]
     """Bytes of each tensor."""
     path: str = ""
-    """For other processes of this server: a file with the layout of the manifest. It does not change while the
-    weights are handed over. Empty where there is none (not Linux)."""
+    """File with the layout of the manifest, for other processes of this server; it does not change while the weights
+    are handed over. Empty where there is none (not Linux)."""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Views, not copies: the engine copies from them once."""
         with warnings.catch_warnings():
-            # Shared memory is mapped read-only, and nobody writes through these views.
+            # Shared memory is mapped read-only, and these views are only read.
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             for entry in self.manifest.tensors:
                 crash_point("weights.loading")
                 raw = torch.from_numpy(np.frombuffer(self.pieces[entry.name], np.uint8))
                 yield entry.name, raw.view(getattr(torch, entry.dtype)).reshape(entry.shape)
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """A CUDA device that the model, or a part of it, lies on."""
+
+    uuid: str
+    free_bytes: int
+
+
+class Staging(Protocol):
+    """An engine's receivers, for channels from device memory to device memory."""
+
+    receivers: int
+
+    async def devices(self) -> Sequence[DeviceMemory]:
+        """Empty on a CPU."""
+        ...
+
+    async def receive(self, order: StageOrder) -> None:
+        """Wait until all receivers have a version, verified.
+
+        Raises TransferError; without room ProtocolError WRONG_CHANNEL."""
+        ...
+
+    def weights(self, manifest: WeightManifest) -> ArrivedWeights:
+        """The version that was received last, for `update_weights`."""
+        ...
+
+    async def drop(self) -> None:
+        """Free what was received."""
+        ...
 
 
 class InferenceEngine(Protocol):
@@ -121,7 +151,7 @@ class InferenceEngine(Protocol):
 
     name: str
     staging: Staging | None
-    """Its receivers of weights from device memory, once started; None: it has none."""
+    """Receivers of weights from device memory, once started; None: the engine has none."""
 
     async def start(self) -> None: ...
 
@@ -137,7 +167,7 @@ class InferenceEngine(Protocol):
     def usage(self) -> EngineUsage: ...
 
     def check_alive(self) -> None:
-        """Raises EngineDied if it has; so does whatever else is asked of it, or in work."""
+        """Raises EngineDied if it has died; every other call, and what is in work, then raises it, too."""
         ...
 
     def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:

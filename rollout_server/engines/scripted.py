@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
-from asyncrl.models.loading import folder_fingerprint
+from asyncrl.models.lora import folder_fingerprint
 from asyncrl.models.processing import PromptProcessor
 from protocol.messages import FinishReason
 from rollout_server.engines.base import Completion, EngineUsage, GenerationRequest
@@ -47,13 +47,11 @@ class ScriptedEngine:
         self._processor = processor
         self._script = Script.model_validate(config.rollout.engine_args)
         self._slots = asyncio.Semaphore(config.rollout.max_concurrent_sequences)
-        self._running = asyncio.Event()
-        self._running.set()
-        self._admitting = asyncio.Event()
-        self._admitting.set()
-        self._drained = asyncio.Event()
-        self._drained.set()
-        self._started_sequences = 0
+        self._changed = asyncio.Condition()
+        """Notified whenever one of the next four changes."""
+        self._running = 0
+        self._admits = True
+        self._paused = False
         self._asleep = False
         self._version = 0
         self._requests = 0
@@ -102,17 +100,21 @@ class ScriptedEngine:
 
     async def _complete(self, request: GenerationRequest, index: int) -> Completion:
         async with self._slots:
-            while not (self._running.is_set() and self._admitting.is_set()):
-                await self._running.wait()
-                await self._admitting.wait()
-            self._started_sequences += 1
-            self._drained.clear()
+            await self._until(lambda: self._admits and not self._paused)
+            self._running += 1
             try:
                 return await self._sample(request, index)
             finally:
-                self._started_sequences -= 1
-                if not self._started_sequences:
-                    self._drained.set()
+                self._running -= 1
+                await self._notify()
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        async with self._changed:
+            await self._changed.wait_for(condition)
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
 
     async def _sample(self, request: GenerationRequest, index: int) -> Completion:
         rng = np.random.default_rng((request.seed, index))
@@ -123,7 +125,7 @@ class ScriptedEngine:
         for position in range(len(tokens)):
             if self._script.seconds_per_token:
                 await asyncio.sleep(self._script.seconds_per_token)
-                await self._running.wait()
+                await self._until(lambda: not self._paused)
             versions[position] = self._version
         self._tokens += len(tokens)
         stopped = tokens[-1] in request.sampling.stop_token_ids
@@ -138,7 +140,7 @@ class ScriptedEngine:
         )
 
     def _kv_versions(self, cached: int, versions: np.ndarray) -> np.ndarray | None:
-        """As an engine with a key-value cache would report them."""
+        """The versions that an engine with a key-value cache would report."""
         if self._config.rollout.weight_update != "keep" or (versions == cached).all():
             return None
         return np.full_like(versions, cached)
@@ -161,18 +163,20 @@ class ScriptedEngine:
         for _ in tensors:  # read them all: a test of the weight channel, too
             pass
         if self._config.rollout.weight_update == "drain":
-            self._admitting.clear()
+            self._admits = False
             try:
-                await self._drained.wait()
+                await self._until(lambda: not self._running)
             finally:
-                self._admitting.set()
+                self._admits = True
+                await self._notify()
         self._version = version
 
     async def pause(self) -> None:
-        self._running.clear()
+        self._paused = True
 
     async def resume(self) -> None:
-        self._running.set()
+        self._paused = False
+        await self._notify()
 
     def _check_awake(self) -> None:
         if self._asleep:
@@ -180,13 +184,13 @@ class ScriptedEngine:
 
     async def sleep(self) -> None:
         self._check_awake()
-        self._admitting.clear()
-        await self._drained.wait()
+        self._admits = False
+        await self._until(lambda: not self._running)
         self._asleep = True
 
     async def wake(self) -> None:
-        self._asleep = False
-        self._admitting.set()
+        self._asleep, self._admits = False, True
+        await self._notify()
 
     async def close(self) -> None:
-        self._running.set()
+        await self.resume()

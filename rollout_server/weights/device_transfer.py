@@ -6,21 +6,26 @@ import asyncio
 import logging
 import time
 import uuid
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from asyncrl.weight_transfer.group import DamagedError, TransferError
-from asyncrl.weight_transfer.stage import StageOrder
+from asyncrl.weight_transfer.stage import Arrival, Stage, StageOrder, device_memory
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import Error, TransferEnd, TransferRequest, TransferStart, WeightManifest
 from protocol.sockets import BadMessage, SendTimeout, ServerSocket
-from rollout_server.weights.staging import Staging
+from rollout_server.engines.base import ArrivedWeights, DeviceMemory, Staging
 
 logger = logging.getLogger(__name__)
-
 ATTEMPTS = 2
-"""How often a version may arrive damaged before we give up."""
+"""Number of transfers of a version that may bring damaged bytes."""
 RETRY_S = 1.0
-"""Before the next attempt: whatever ended this one may need time to end, too."""
+"""Pause before the next attempt: the cause of this failure may need time to end."""
+CHECK_EVERY_S = 0.02
+GIB = 1 << 30
 
 
 async def receive(
@@ -32,62 +37,46 @@ async def receive(
     host: str,
     timeout_s: float,
 ) -> None:
-    """Returns when every receiver has the version, verified. A transfer that is cut off goes on in the next one.
+    """Returns when every receiver has the version, verified. A transfer that brought damaged bytes is repeated once.
 
-    Raises TimeoutError when a transfer brings nothing, although another attempt may succeed, and ProtocolError:
-    VERSION_GONE if the learner has moved on, WRONG_CHANNEL if it sends nothing over this one or one of the two has no
-    room, MALFORMED if what arrives is damaged.
+    Raises TimeoutError when a transfer fails although another attempt may succeed, and ProtocolError: VERSION_GONE if
+    the learner has moved on, WRONG_CHANNEL if it sends nothing over this one or one of the two has no room, MALFORMED
+    if what arrives is damaged again.
     """
-    damaged, offset = 0, 0
-    while True:
+    for attempt in range(1, ATTEMPTS + 1):
         request = TransferRequest(
             version=manifest.version,
             publication=manifest.publication,
             nonce=uuid.uuid4().hex[:12],
             channel=channel,
             receivers=staging.receivers,
-            offset=offset,
         )
         start = await _ask(socket, request, timeout_s)
+        order = StageOrder(
+            version=manifest.version,
+            nonce=start.nonce,
+            host=host,
+            port=start.port,
+            size=1 + request.receivers,
+            deadline_s=timeout_s,
+            tensors=[tensor.model_dump() for tensor in manifest.tensors],
+            memory=start.memory.model_dump() if start.memory else {},
+        )
         try:
-            return await staging.receive(_order(manifest, request, start, host, timeout_s))
+            return await staging.receive(order)
         except DamagedError as problem:
             logger.warning("%s: %s", channel, problem)
-            damaged, offset = damaged + 1, 0  # nobody knows where
-            if damaged == ATTEMPTS:
+            if attempt == ATTEMPTS:
                 reason = f"{problem}, after {ATTEMPTS} transfers. The link or a memory corrupts data"
                 raise ProtocolError(ErrorCode.MALFORMED, reason) from problem
         except TransferError as problem:
             await asyncio.sleep(RETRY_S)
-            if problem.arrived_bytes <= offset:
-                raise TimeoutError(f"{channel}: {problem}") from problem
-            offset = problem.arrived_bytes
-            logger.warning("%s: %s; going on at byte %s", channel, problem, f"{offset:,}")
+            raise TimeoutError(f"{channel}: {problem}") from problem
         finally:
-            await _end(socket, request.nonce, timeout_s)
-
-
-def _order(
-    manifest: WeightManifest, request: TransferRequest, start: TransferStart, host: str, timeout_s: float
-) -> StageOrder:
-    return StageOrder(
-        version=manifest.version,
-        nonce=start.nonce,
-        host=host,
-        port=start.port,
-        size=1 + request.receivers,
-        deadline_s=timeout_s,
-        tensors=[tensor.model_dump() for tensor in manifest.tensors],
-        memory=start.memory.model_dump() if start.memory else {},
-        offset=request.offset,
-    )
-
-
-async def _end(socket: ServerSocket, nonce: str, timeout_s: float) -> None:
-    try:
-        await socket.send(TransferEnd(nonce=nonce), timeout_s=timeout_s)
-    except SendTimeout as problem:
-        logger.warning("%s; the learner ends the transfer at its own deadline", problem)
+            try:
+                await socket.send(TransferEnd(nonce=request.nonce), timeout_s=timeout_s)
+            except SendTimeout as problem:
+                logger.warning("%s; the learner ends the transfer at its own deadline", problem)
 
 
 async def _ask(socket: ServerSocket, request: TransferRequest, timeout_s: float) -> TransferStart:
@@ -111,3 +100,70 @@ async def _ask(socket: ServerSocket, request: TransferRequest, timeout_s: float)
     raise TimeoutError(
         f"waited {timeout_s:g} s for the learner at {socket.endpoint} to begin with version {request.version}"
     )
+
+
+@dataclass(frozen=True)
+class StagedWeights(ArrivedWeights):
+    """Verified, and on the engine's own devices: in `stage`, or in those of its worker processes."""
+
+    stage: Stage | None = None
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        assert self.stage is not None, "the workers load them"
+        return self.stage.tensors()
+
+
+class LocalStaging:
+    """The receiver of an engine whose model is in this process."""
+
+    receivers = 1
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._stage = Stage(device)
+
+    async def devices(self) -> Sequence[DeviceMemory]:
+        return [DeviceMemory(*memory) for memory in [device_memory(self._device)] if memory]
+
+    async def receive(self, order: StageOrder) -> None:
+        self._stage.begin(order, rank=1)
+
+        async def look() -> list[Arrival]:
+            return [self._stage.arrival]
+
+        await until_arrived(order, look)
+
+    def weights(self, manifest: WeightManifest) -> ArrivedWeights:
+        return StagedWeights(manifest, {}, stage=self._stage)
+
+    async def drop(self) -> None:
+        self._stage.drop()
+
+
+async def until_arrived(order: StageOrder, look: Callable[[], Awaitable[list[Arrival]]]) -> None:
+    """Receivers keep their own deadlines; one that says nothing for twice as long is stuck. Raises as `receive`."""
+    total = order.tensors[-1]["offset"] + order.tensors[-1]["nbytes"]
+    seen, since = [Arrival()], time.monotonic()
+    while True:
+        arrivals = await look()
+        for number, arrival in enumerate(arrivals):
+            if arrival.kind == "no_room":
+                raise ProtocolError(
+                    ErrorCode.WRONG_CHANNEL,
+                    f"version {order.version} ({total / GIB:.1f} GiB) finds no room beside the engine's model: "
+                    f"{arrival.problem}",
+                )
+            if arrival.problem:
+                failure = DamagedError if arrival.kind == "damaged" else TransferError
+                raise failure(f"version {order.version}, receiver {number}: {arrival.problem}")
+        if all(arrival.is_done for arrival in arrivals):
+            return
+        if arrivals != seen:
+            seen, since = arrivals, time.monotonic()
+        elif time.monotonic() - since > 2 * order.deadline_s:
+            done = [f"{arrival.arrived_bytes:,}" for arrival in arrivals]
+            raise TransferError(
+                f"waited {2 * order.deadline_s:g} s for version {order.version}: of {total:,} bytes the receivers "
+                f"have {' and '.join(done)}"
+            )
+        await asyncio.sleep(CHECK_EVERY_S)

@@ -1,5 +1,4 @@
-"""How a new policy gets from the learner into the engine: mapped from shared memory, pulled over ZeroMQ, or from device
-memory to device memory."""
+"""Receiver of new policies: mapped from shared memory, pulled over ZeroMQ, or from device memory to device memory."""
 
 from __future__ import annotations
 
@@ -7,20 +6,20 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.models.loading import fingerprint_of
+from asyncrl.models.published import fingerprint_of
 from protocol.codec import MIB
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import Channel, Chunk, Error, TransferStart, WeightManifest, WeightsLoaded
 from protocol.sockets import ServerSocket
 from protocol.transfer import fetch
 from protocol.weight_file import check_manifest, open_shm
-from rollout_server.dialling import dial
 from rollout_server.engines.base import ArrivedWeights, InferenceEngine
+from rollout_server.link import dial
 from rollout_server.weights.device_transfer import receive
 
 logger = logging.getLogger(__name__)
@@ -52,8 +51,7 @@ class WeightReceiver:
         self._use(channel)
 
     def take_from_now_on(self, channel: Channel, instead: Channel | None, endpoint: str) -> None:
-        """For the versions of a learner that has come back: the old one's memory may be out of sight, and its port
-        another."""
+        """Change channel and endpoint with the next version: a learner that has come back may be elsewhere."""
         self._next = channel, instead, endpoint
 
     def _use(self, channel: Channel) -> None:
@@ -64,7 +62,7 @@ class WeightReceiver:
         self._socket = dial(self._config, self._endpoint, answers[channel]) if channel in answers else None
 
     async def load(self, manifest: WeightManifest) -> WeightsLoaded:
-        """Put this version into the engine. Raises ProtocolError VERSION_GONE if the learner has moved on, TimeoutError
+        """Put a version into the engine. Raises ProtocolError VERSION_GONE if the learner has moved on, TimeoutError
         where it makes sense to try again, and UserError where the channel that was asked for does not work."""
         self._check_that_it_fits(manifest)
         if self._next is not None:
@@ -87,19 +85,39 @@ class WeightReceiver:
 
     @asynccontextmanager
     async def _mapped(self, manifest: WeightManifest) -> AsyncIterator[ArrivedWeights]:
-        with _mapped(manifest) as weights:
-            yield weights
+        """Map the learner's file, which it neither changes nor fills again meanwhile."""
+        tensors = open_shm(manifest)
+        try:
+            # By name it may be gone at any moment; an open file is there as long as we have it.
+            fd = os.open(manifest.shm_path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError as problem:
+            reason = f"{manifest.shm_path} (version {manifest.version}) has gone"
+            raise ProtocolError(ErrorCode.VERSION_GONE, reason) from problem
+        try:
+            yield ArrivedWeights(manifest, tensors, _path_of(fd))
+        finally:
+            os.close(fd)
 
     @asynccontextmanager
     async def _pulled(self, manifest: WeightManifest) -> AsyncIterator[ArrivedWeights]:
+        """Pull chunks into memory: a file without a name where the system has such, which vanishes with the server."""
         assert self._socket is not None
-        with _room_for(manifest) as (view, weights):
+        fd, size = -1, manifest.total_bytes
+        if hasattr(os, "memfd_create"):
+            fd = os.memfd_create(f"asyncrl-version-{manifest.version}")
+            os.ftruncate(fd, size)
+        view = memoryview(mmap.mmap(fd, size) if fd >= 0 else bytearray(size))
+        try:
             await fetch(self._socket, manifest, view, timeout_s=self._config.network.timeout_s)
-            yield weights
+            pieces = {entry.name: view[entry.offset : entry.offset + entry.nbytes] for entry in manifest.tensors}
+            yield ArrivedWeights(manifest, pieces, _path_of(fd) if fd >= 0 else "")
+        finally:
+            if fd >= 0:
+                os.close(fd)
 
     @asynccontextmanager
     async def _transferred(self, manifest: WeightManifest) -> AsyncIterator[ArrivedWeights]:
-        """From device memory to device memory, beside the engine's model: it samples on."""
+        """Receive from device memory into device memory, beside the engine's model, which samples on."""
         staging = self._engine.staging
         assert staging is not None, "choose_channel has asked"
         assert self._socket is not None
@@ -129,7 +147,10 @@ class WeightReceiver:
             await staging.drop()
 
     def _fail(self, problem: TimeoutError | ProtocolError, reason: str) -> None:
-        """Take the other channel, when it is time. Raises UserError where there is none, and trying on is in vain."""
+        """Count a failure, and change to the other channel in time.
+
+        Raises UserError where there is none to change to and another attempt is in vain.
+        """
         code = problem.code if isinstance(problem, ProtocolError) else None
         if self._instead is None:
             if code is None:
@@ -146,7 +167,7 @@ class WeightReceiver:
             self._use(self._instead)
 
     def _check_that_it_fits(self, manifest: WeightManifest) -> None:
-        """Before any memory is taken for it: the manifest is a stranger's word for what the model looks like."""
+        """Compare the manifest with the engine's model before any memory is taken for what it promises."""
         check_manifest(manifest)
         found = fingerprint_of(((t.name, f"torch.{t.dtype}", t.shape) for t in manifest.tensors), manifest.adapter)
         if found != self._engine.architecture_fingerprint:
@@ -162,42 +183,7 @@ class WeightReceiver:
             self._socket = None
 
 
-@contextmanager
-def _mapped(manifest: WeightManifest) -> Iterator[ArrivedWeights]:
-    """The learner's file, which it neither changes nor fills again meanwhile."""
-    tensors = open_shm(manifest)
-    try:
-        # By name it may be gone at any moment; an open file is there as long as we have it.
-        fd = os.open(manifest.shm_path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError as problem:
-        reason = f"{manifest.shm_path} (version {manifest.version}) has gone"
-        raise ProtocolError(ErrorCode.VERSION_GONE, reason) from problem
-    try:
-        yield ArrivedWeights(manifest, tensors, _path_of(fd))
-    finally:
-        os.close(fd)
-
-
-@contextmanager
-def _room_for(manifest: WeightManifest) -> Iterator[tuple[memoryview, ArrivedWeights]]:
-    """Memory for a whole version, as a file without a name where the system has such: nothing is left of it when the
-    server and its engine are gone, however they went."""
-    fd = -1
-    if hasattr(os, "memfd_create"):
-        fd = os.memfd_create(f"asyncrl-version-{manifest.version}")
-        os.ftruncate(fd, manifest.total_bytes)
-        view = memoryview(mmap.mmap(fd, manifest.total_bytes))
-    else:
-        view = memoryview(bytearray(manifest.total_bytes))
-    pieces = {entry.name: view[entry.offset : entry.offset + entry.nbytes] for entry in manifest.tensors}
-    try:
-        yield view, ArrivedWeights(manifest, pieces, _path_of(fd) if fd >= 0 else "")
-    finally:
-        if fd >= 0:
-            os.close(fd)
-
-
 def _path_of(fd: int) -> str:
-    """Under which another process of the same user opens our file; empty where there is no such thing."""
+    """Path under which another process of the same user opens the file; empty where there is no /proc."""
     path = f"/proc/{os.getpid()}/fd/{fd}"
     return path if os.path.exists(path) else ""

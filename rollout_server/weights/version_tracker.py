@@ -1,4 +1,4 @@
-"""Which version of the policy the engine holds: always on its way to the newest that the learner has announced."""
+"""Tracker of the policy version in the engine, which follows the newest that the learner has announced."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PolicyVersionTracker:
         self._incarnation = incarnation
         self._on_device = on_device
         self._version = -1
-        """Newest version received from the learner; what the model folder holds is nobody's policy."""
+        """Newest version received from the learner; -1: the model folder's weights, which no version has."""
         self._newest: WeightManifest | None = None
         self._manifest_arrived = asyncio.Event()
         self._changed = asyncio.Condition()
@@ -48,9 +48,9 @@ class PolicyVersionTracker:
         self._manifest_arrived.set()
 
     def learner_came_back(self, welcome: Welcome) -> bool:
-        """Another incarnation made its versions again: equal in number, and in bits only if its machine is exact.
+        """Forget what an earlier incarnation published. Returns whether this is another one.
 
-        Returns whether it is another one.
+        It makes the versions again: equal in number, and in bits only if its machine is exact.
         """
         if welcome.incarnation == self._incarnation:
             return False
@@ -88,11 +88,11 @@ class PolicyVersionTracker:
 
     @property
     def is_behind(self) -> bool:
-        """A newer version has been announced."""
+        """True when a newer version has been announced."""
         return self._newest is not None and self._newest.version > self._version
 
     async def follow(self) -> None:
-        """Until cancelled. Versions in between are skipped."""
+        """Load the newest version, again and again, until cancelled. Versions in between are skipped."""
         while True:
             await self._manifest_arrived.wait()
             async with self._on_device():

@@ -23,7 +23,6 @@ needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 HALVES = [
     pytest.param("cpu", "tiny", "hf", False, id="cpu"),
     pytest.param("cpu", "tiny", "hf", True, id="cpu-adapters"),
-    pytest.param("cpu", "tiny", "vllm", False, id="cpu-vllm", marks=[pytest.mark.slow, needs_vllm]),
     pytest.param("cuda", "tiny", "hf", False, id="cuda-tiny", marks=pytest.mark.gpu),
     pytest.param("cuda", "4b", "hf", True, id="cuda-4b", marks=[pytest.mark.gpu, pytest.mark.slow]),
     pytest.param("cuda", "4b", "vllm", True, id="cuda-4b-vllm", marks=[pytest.mark.gpu, pytest.mark.slow, needs_vllm]),

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.models.adapter_targets import resolve_adapter
 from asyncrl.models.loading import load_model
-from asyncrl.models.lora import add_adapter
+from asyncrl.models.lora import add_adapter, resolve_adapter
 from asyncrl.models.published import published_tensors
 from protocol.messages import AdapterSpec
 

@@ -51,8 +51,6 @@ class DirectSocket:
         self._answers: asyncio.Queue[Message] = asyncio.Queue()
         self.begun: list[str] = []
         self.ended: list[str] = []
-        self.offsets: list[int] = []
-        """That each transfer began at."""
 
     async def send(self, message: Wire, timeout_s: float) -> None:
         arrived = decode(encode(message), (TransferRequest, TransferEnd), Limits())
@@ -63,7 +61,6 @@ class DirectSocket:
             answer = self._half.device_weights.answer(self._identity, arrived)
             if isinstance(answer, TransferStart):
                 self.begun.append(answer.nonce)
-                self.offsets.append(arrived.offset)
             self._answers.put_nowait(answer)
 
     def close(self) -> None:

@@ -4,30 +4,44 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import io
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+import pytest
 import torch
+from PIL import Image
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.data.images import content_hash
+from asyncrl.models.loading import load_model
 from asyncrl.models.processing import PromptProcessor
-from asyncrl.models.published import tensor_bytes
+from asyncrl.models.published import load_published, tensor_bytes
+from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs, truncated_logprobs
 from protocol.messages import ChatMessage, ImagePart, Prompt, Sampling, TextPart, WeightManifest
 from protocol.weights import Publication, Tensor
 from rollout_server.engines.base import Completion, GenerationRequest
 from rollout_server.engines.vllm.engine import VLLMEngine
 from rollout_server.weights.receiver import WeightReceiver
-from tests.unit.rollout_server.test_weight_updates import Weights
+from tests.rigs.policies import Weights, fresh_logits
 
 MISSING = importlib.util.find_spec("vllm") is None
+NEEDS_VLLM = [
+    pytest.mark.slow,
+    pytest.mark.skipif(MISSING, reason="vLLM is not installed: WITH_VLLM=1 bash scripts/install.sh"),
+]
+FP32 = 1e-4
+"""Largest difference of one log-prob between two implementations; measured: 1e-5."""
+QUESTION = "What is the sum of the digits?"
 T = TypeVar("T")
 
 
 def vllm_config(
     model: Path, data: Path, run: Path, /, *, max_response_length: int = 384, **sections: dict[str, Any]
 ) -> RunConfig:
-    """Of an engine for tests; `sections` add to what each of theirs has here."""
+    """Configuration of an engine for tests; `sections` add to what each section has here."""
     base: dict[str, dict[str, Any]] = {
         "model": {"path": str(model)},
         "data": {
@@ -44,8 +58,10 @@ def vllm_config(
 
 
 class Rig:
-    """`engine` and what a learner would have. Private parts of the engine are changed where a test needs a mode of its
-    own: a start takes long."""
+    """A started engine, and what a learner would have.
+
+    Private parts of the engine are changed where a test needs a mode of its own: a start takes long.
+    """
 
     def __init__(self, config: RunConfig, weights: Weights):
         self.config = config
@@ -72,7 +88,7 @@ class Rig:
     def request(self, text: str, *images: bytes, tokens: int = 16, size: int = 1, **sampling: Any) -> GenerationRequest:
         """No stop token unless given: the length is known."""
         self.numbers += 1
-        hashes = tuple(content_hash_of(data) for data in images)
+        hashes = tuple(content_hash(data) for data in images)
         content = (*(ImagePart() for _ in images), TextPart(text=text))
         prompt = Prompt(
             row_id=f"row {self.numbers}", messages=(ChatMessage(role="user", content=content),), image_hashes=hashes
@@ -127,12 +143,6 @@ class Rig:
         self.loop.close()
 
 
-def content_hash_of(data: bytes) -> str:
-    from asyncrl.data.images import content_hash
-
-    return content_hash(data)
-
-
 def changed(weights: Weights, wanted: Callable[[str], bool], seed: int) -> Weights:
     """Only what `wanted` names differs, and visibly."""
     random = torch.Generator().manual_seed(seed)
@@ -146,3 +156,29 @@ async def first(completions: AsyncIterator[Completion]) -> Completion:
     async for completion in completions:
         return completion
     raise AssertionError("nothing came")
+
+
+def picture(seed: int, width: int = 56, height: int = 28) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def gap_to(
+    rig: Rig, weights: Weights, request: GenerationRequest, done: Completion, config: RunConfig | None = None
+) -> float:
+    """Largest |engine - fresh forward pass| of a completion under these weights of the model of `config`, or the
+    rig's."""
+    model = load_model((config or rig.config).model, device=torch.device("cpu"))
+    load_published(model, weights.items())
+    s = request.sampling
+    logits = fresh_logits(model, request.prompt, done.token_ids[:-1].tolist())
+    banned = torch.tensor(s.banned_token_ids)
+    logprobs = sampling_logprobs(logits, temperature=s.temperature or 1.0, banned=banned)
+    if s.truncates:
+        n = len(logprobs)
+        top_k, top_p, min_p = (torch.full((n,), v, dtype=torch.float64) for v in (s.top_k, s.top_p, s.min_p))
+        logprobs = truncated_logprobs(logprobs, top_k=top_k, top_p=top_p, min_p=min_p)
+    chosen = gather_logprobs(logprobs, torch.from_numpy(done.token_ids).long()).numpy()
+    return float(np.abs(chosen - done.logprobs).max())

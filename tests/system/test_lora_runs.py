@@ -7,18 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file, save_file
 
 from asyncrl.cli import main
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
-from asyncrl.models.adapter_targets import resolve_adapter
-from asyncrl.models.base_weights import base_fingerprint
 from asyncrl.models.loading import load_model
 from asyncrl.models.lora import is_adapter_folder
 from asyncrl.models.published import published_tensors
+from asyncrl.models.weight_files import base_fingerprint
 from asyncrl.tools.evaluate import evaluate
 from learner.checkpoint.format import newest_checkpoint
 from learner.network.publication import publish
@@ -40,16 +38,6 @@ def weights(folder: Path | str, config: RunConfig) -> Weights:
 def adapted(config: RunConfig) -> RunConfig:
     model = config.model.model_copy(update={"lora": config.model.lora.model_copy(update={"rank": 4})})
     return config.model_copy(update={"model": model})
-
-
-def test_a_manifest_says_that_it_is_an_adapter_and_which(make_config: MakeConfig, tmp_path: Path) -> None:
-    for config in (make_config(), lora_config(make_config)):
-        engine = create_engine(config, config.learner.optim, 1)
-        engine.prepare()
-        with Publication("run", tmp_path) as publication:
-            manifest = publish(publication, engine, 0)
-        assert manifest.adapter == engine.adapter == resolve_adapter(config.model)
-        assert all(".lora_" in tensor.name for tensor in manifest.tensors) == (manifest.adapter is not None)
 
 
 @pytest.mark.slow
@@ -196,15 +184,6 @@ def test_a_warm_start_may_train_an_adapter(make_config: MakeConfig, digits_data:
     base, trained = weights(config.model.path, config), weights(tmp_path / "run" / "export", config)
     moved = {name for name in base if not torch.equal(base[name], trained[name])}
     assert moved == {f"{layer}.weight" for layer in spec_of(config).target_modules}
-
-
-def test_the_recipe_is_valid() -> None:
-    file = Path(__file__).parents[2] / "configs" / "digits_grpo_lora.yaml"
-    config = load_config(file, [])
-    full = load_config(file.with_name("digits_grpo.yaml"), [])
-    assert config.model.lora.rank > 0
-    assert config.data == full.data
-    assert yaml.safe_load(file.read_text())["run_dir"] != full.run_dir
 
 
 def test_the_recipes_adapter_is_twenty_times_smaller_than_the_demo_model(tmp_path: Path) -> None:

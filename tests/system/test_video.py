@@ -19,9 +19,9 @@ from asyncrl.data.images import content_hash
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.errors import UserError
 from asyncrl.models.loading import load_model
-from asyncrl.models.positions import prompt_positions
-from asyncrl.models.preview import preview_prompt
+from asyncrl.models.model_inputs import prompt_positions
 from asyncrl.models.processing import EncodedPrompt, PromptProcessor
+from asyncrl.models.prompt_rows import preview_prompt
 from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs
 from asyncrl.rewards.presentation import sample_of
 from asyncrl.tools.evaluate import evaluate
@@ -362,6 +362,7 @@ def test_placeholders_and_parts_place_videos(make_config: MakeConfig, one_family
 
 
 BAD_VIDEOS: dict[str, tuple[Any, str]] = {
+    "too many": ([[b"a"], [b"b"]], r"1 <video> placeholder\(s\) in the prompt, 2 video\(s\) in column 'videos'"),
     "a file": ([["clip.mp4"]], "row d:0, video 0, frame 0: it is a video file .*ffmpeg"),
     "a file without a list": (["clip.MP4"], "row d:0, video 0: it is a video file .* not decoded here"),
     "a path": ("clip.webm", "row d:0: the videos are a video file"),
@@ -379,16 +380,7 @@ def test_what_is_no_video_is_refused_with_the_fix(
 ) -> None:
     value, says = BAD_VIDEOS[name]
     with pytest.raises(UserError, match=says):
-        render({"prompt": "?", "videos": value}, video_config(make_config, one_family, tmp_path))
-
-
-def test_a_wrong_number_of_video_placeholders_is_refused(
-    make_config: MakeConfig, one_family: Path, tmp_path: Path
-) -> None:
-    config = video_config(make_config, one_family, tmp_path)
-    video = [str(tmp_path / name) for name in frames(tmp_path, 2, 1)]
-    with pytest.raises(UserError, match=r"1 <video> placeholder\(s\) in the prompt, 2 video\(s\) in column 'videos'"):
-        render({"prompt": "<video>", "videos": [video, video]}, config)
+        render({"prompt": "<video>", "videos": value}, video_config(make_config, one_family, tmp_path))
 
 
 def test_frames_of_several_sizes_are_refused_by_row(make_config: MakeConfig, one_family: Path, tmp_path: Path) -> None:
@@ -423,12 +415,6 @@ def test_the_preview_and_the_length_limit_count_videos(
     assert "for images and videos" in shown
     with pytest.raises(UserError, match=r"row rows.jsonl:0: .* of them for 1 image\(s\) and 2 video\(s\)\), over"):
         preview_prompt(video_config(make_config, one_family, tmp_path, max_prompt_length=50))
-
-
-def test_another_name_of_the_column_must_exist(make_config: MakeConfig, one_family: Path, tmp_path: Path) -> None:
-    config = video_config(make_config, one_family, tmp_path, video_key="clips")
-    with pytest.raises(UserError, match=r"no row has a column 'clips' \(data.video_key\)"):
-        TicketWriter(config, PromptProcessor(config.model), (1,))
 
 
 # --- two processes ----------------------------------------------------------------------------------

@@ -8,45 +8,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from asyncrl.errors import UserError
 from protocol.messages import WeightsLoaded
 from rollout_server.weights.receiver import WeightReceiver
 from tests.rigs.device_channel_rig import DirectSocket, LearnerHalf
-from tests.rigs.vllm_rig import MISSING, Rig, vllm_config
-from tests.unit.rollout_server import test_weight_updates
-from tests.unit.rollout_server.test_weight_updates import Weights, initial_weights
+from tests.rigs.policies import Weights, moved
+from tests.rigs.vllm_rig import NEEDS_VLLM, Rig
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(MISSING, reason="vLLM is not installed: WITH_VLLM=1 bash scripts/install.sh"),
-]
-
-
-@pytest.fixture(scope="module")
-def rig(tiny_model: Path, digits_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    config = vllm_config(
-        tiny_model,
-        digits_data,
-        tmp_path_factory.mktemp("vllm") / "run",
-        model={"dtype": "bfloat16"},
-        network={"timeout_s": 10},
-    )
-    made = Rig(config, initial_weights(config))
-    yield made
-    made.close()
+pytestmark = NEEDS_VLLM
 
 
 @pytest.fixture
-def learner(rig: Rig, tmp_path: Path) -> Iterator[LearnerHalf]:
+def rig(vllm_rig: Rig) -> Rig:
+    vllm_rig.mode("recompute")
+    return vllm_rig
+
+
+@pytest.fixture
+def learner(tmp_path: Path) -> Iterator[LearnerHalf]:
     half = LearnerHalf(tmp_path)
     yield half
     half.close()
-
-
-def moved(weights: Weights, seed: int) -> Weights:
-    return {name: tensor.bfloat16() for name, tensor in test_weight_updates.moved(weights, seed).items()}
 
 
 async def load(rig: Rig, learner: LearnerHalf, weights: Weights) -> WeightsLoaded:
@@ -66,7 +49,6 @@ def greedy(rig: Rig) -> list[Any]:
 
 def test_what_it_samples_is_bit_for_bit_what_it_samples_after_shared_memory(rig: Rig, learner: LearnerHalf) -> None:
     weights = moved(rig.initial, 1)
-    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
     before = greedy(rig)
     loaded = rig.run(load(rig, learner, weights))
     assert (loaded.version, loaded.channel) == (rig.version, "nccl")

@@ -16,7 +16,6 @@ from contextlib import closing
 from pathlib import Path
 
 import psutil
-import pytest
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.journal.writer import JOURNAL_FILE
@@ -24,14 +23,11 @@ from asyncrl.launch.drawn_ports import free_port
 from protocol.lease import TRACE_FILE, USERS_FILE, DeviceLease, process_birth
 from tests.rigs.small_runs import assert_every_prompt_trained_once, logs, small
 from tests.rigs.two_processes import with_ports, write_config
-from tests.rigs.vllm_rig import MISSING
+from tests.rigs.vllm_rig import NEEDS_VLLM
 from tests.system.test_end_to_end import lines
 from tests.system.test_sync import Pair
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(MISSING, reason="vLLM is not installed: WITH_VLLM=1 bash scripts/install.sh"),
-]
+pytestmark = NEEDS_VLLM
 
 
 def test_the_digits_task_trains_through_vllm_and_its_reward_rises(
@@ -136,12 +132,10 @@ def turns_config(make_config: Callable[..., RunConfig], level: int) -> RunConfig
     )
 
 
-@pytest.mark.parametrize("level", [1, 2])
-def test_vllm_and_the_learner_take_turns_on_one_device(
-    make_config: Callable[..., RunConfig], tmp_path: Path, level: int
-) -> None:
+def test_vllm_and_the_learner_take_turns_on_one_device(make_config: Callable[..., RunConfig], tmp_path: Path) -> None:
+    """At sleep level 2; the test of a killed server has level 1."""
     run = tmp_path / "run"
-    file = write_config(turns_config(make_config, level), tmp_path / "config")
+    file = write_config(turns_config(make_config, 2), tmp_path / "config")
     command = [sys.executable, "-m", "asyncrl", "sync", str(file)]
     done = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}, timeout=120

@@ -1,73 +1,36 @@
-"""The vllm engine with the real vLLM on a CPU: one start for all of these tests, which run in this order."""
+"""The vllm engine with the real vLLM on a CPU: one started engine for all of these tests, which run in this order."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import io
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 import torch
-from PIL import Image
 
-from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_train
 from asyncrl.data.prompts import PromptRenderer
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.models.loading import load_model
-from asyncrl.models.published import load_published
-from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs
-from asyncrl.models.truncation import truncated_logprobs
-from asyncrl.telemetry.metrics import MetricSet
 from protocol.messages import FinishReason, Sampling
 from rollout_server.engines.base import ArrivedWeights, Completion, EngineDied, GenerationRequest
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.engines.vllm.engine import VLLMEngine
-from rollout_server.engines.vllm.versions import argument_names
-from rollout_server.metrics import METRICS
-from tests.rigs.vllm_rig import MISSING, Rig, changed, first, vllm_config
-from tests.unit.rollout_server.test_weight_updates import Weights, fresh_logits, gaps, initial_weights, moved
+from rollout_server.engines.vllm.rules import argument_names
+from tests.rigs.policies import gaps, moved
+from tests.rigs.vllm_rig import FP32, NEEDS_VLLM, QUESTION, Rig, changed, first, gap_to, picture
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(MISSING, reason="vLLM is not installed: WITH_VLLM=1 bash scripts/install.sh"),
-]
-
-FP32 = 1e-4
-"""Largest difference of one log-prob between two implementations; measured: 1e-5."""
-QUESTION = "What is the sum of the digits?"
-
-
-def picture(seed: int, width: int = 56, height: int = 28) -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-@pytest.fixture(scope="module")
-def config(tiny_model: Path, digits_data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    return vllm_config(tiny_model, digits_data, tmp_path_factory.mktemp("vllm") / "run", learner={"wait_timeout_s": 60})
-
-
-@pytest.fixture(scope="module")
-def rig(config: RunConfig) -> Iterator[Rig]:
-    made = Rig(config, initial_weights(config))
-    yield made
-    made.close()
+pytestmark = NEEDS_VLLM
 
 
 @pytest.fixture
-def fresh(rig: Rig) -> Rig:
+def fresh(vllm_rig: Rig) -> Rig:
     """With the initial weights and the default mode."""
-    rig.mode("recompute")
-    rig.run(rig.update(rig.initial))
-    return rig
+    vllm_rig.mode("recompute")
+    vllm_rig.run(vllm_rig.update(vllm_rig.initial))
+    return vllm_rig
 
 
 def hf_greedy(rig: Rig, requests: list[GenerationRequest]) -> dict[int, Completion]:
@@ -81,25 +44,6 @@ def hf_greedy(rig: Rig, requests: list[GenerationRequest]) -> dict[int, Completi
             await engine.close()
 
     return rig.run(complete())
-
-
-def gap_to(
-    rig: Rig, weights: Weights, request: GenerationRequest, done: Completion, config: RunConfig | None = None
-) -> float:
-    """Largest |engine - fresh forward pass| of a completion under these weights of the model of `config`, or the
-    rig's."""
-    model = load_model((config or rig.config).model, device=torch.device("cpu"))
-    load_published(model, weights.items())
-    s = request.sampling
-    logits = fresh_logits(model, request.prompt, done.token_ids[:-1].tolist())
-    banned = torch.tensor(s.banned_token_ids)
-    logprobs = sampling_logprobs(logits, temperature=s.temperature or 1.0, banned=banned)
-    if s.truncates:
-        n = len(logprobs)
-        top_k, top_p, min_p = (torch.full((n,), v, dtype=torch.float64) for v in (s.top_k, s.top_p, s.min_p))
-        logprobs = truncated_logprobs(logprobs, top_k=top_k, top_p=top_p, min_p=min_p)
-    chosen = gather_logprobs(logprobs, torch.from_numpy(done.token_ids).long()).numpy()
-    return float(np.abs(chosen - done.logprobs).max())
 
 
 # --- sampling -------------------------------------------------------------------------------
@@ -128,17 +72,6 @@ def test_recorded_prompts_get_the_tokens_and_logprobs_of_the_hf_engine(fresh: Ri
         assert done.token_ids.tolist() == expected.token_ids.tolist()
         assert np.abs(done.logprobs - expected.logprobs).max() < FP32
         assert done.finish_reason is expected.finish_reason
-
-
-def test_truncation_changes_nothing_for_greedy_decoding_in_either_engine(fresh: Rig) -> None:
-    plain = fresh.request(QUESTION, picture(1), tokens=20)
-    cut = fresh.request(QUESTION, picture(1), tokens=20, top_k=2, top_p=0.5, min_p=0.1)
-    both = fresh.sample(plain, cut)
-    theirs = hf_greedy(fresh, [plain, cut])
-    for request in (plain, cut):
-        for done in (both[request.request_id, 0], theirs[request.request_id]):
-            assert done.token_ids.tolist() == both[plain.request_id, 0].token_ids.tolist()
-            assert np.abs(done.logprobs - both[plain.request_id, 0].logprobs).max() < FP32
 
 
 def test_logprobs_are_of_the_distribution_that_was_sampled_from(fresh: Rig) -> None:
@@ -215,40 +148,6 @@ def test_arguments_that_vllm_does_not_have_or_refuses_are_the_users_to_mend(
         fresh.run(engine(attention_backend="foo").start())
 
 
-class DiesAsItsStartEnds(VLLMEngine):
-    async def _take_version_0(self) -> None:
-        newest_core().kill()
-        await super()._take_version_0()
-
-
-def newest_core() -> psutil.Process:
-    cores = [child for child in psutil.Process().children(recursive=True) if "EngineCore" in child.name()]
-    return max(cores, key=lambda core: core.create_time())
-
-
-def test_a_core_that_dies_as_its_start_ends_is_told_at_once(fresh: Rig) -> None:
-    engine = DiesAsItsStartEnds(fresh.config, fresh.processor)
-    with pytest.raises(EngineDied, match="engine process has died"):
-        fresh.run(engine.start(), timeout_s=60)
-    fresh.run(engine.close(), timeout_s=60)
-
-
-def test_a_core_that_dies_without_work_is_told_at_the_next_look(fresh: Rig) -> None:
-    engine = VLLMEngine(fresh.config, fresh.processor)
-    fresh.run(engine.start())
-    engine.check_alive()
-
-    async def until_told() -> None:
-        while True:
-            engine.check_alive()
-            await asyncio.sleep(0.05)
-
-    newest_core().kill()
-    with pytest.raises(EngineDied, match="engine process has died"):
-        fresh.run(until_told(), timeout_s=30)
-    fresh.run(engine.close(), timeout_s=60)
-
-
 def test_a_ticket_with_other_bans_or_over_the_length_is_refused(fresh: Rig) -> None:
     lax = fresh.request(QUESTION, picture(1), banned_token_ids=())
     with pytest.raises(UserError, match=r"bans the token ids \[\], and this engine bans"):
@@ -282,17 +181,6 @@ def test_closing_the_iterator_aborts_what_still_runs(fresh: Rig) -> None:
     assert fresh.engine.usage.sequences_running == 0
     request = fresh.request("read", tokens=3)
     assert len(fresh.sample(request)[request.request_id, 0].token_ids) == 3
-
-
-def test_vllms_own_metrics_are_answered_beside_ours(fresh: Rig) -> None:
-    from prometheus_client import generate_latest
-
-    metrics = MetricSet(METRICS, "rollout")
-    metrics.include("vllm:")
-    text = generate_latest(metrics.registry).decode()
-    assert "vllm:generation_tokens_total" in text
-    assert "asyncrl_rollout_groups_total" in text
-    assert text.count("# HELP python_info") == 1
 
 
 # --- new weights under running sequences ---------------------------------------------------------
@@ -501,24 +389,6 @@ def test_an_engine_falls_asleep_after_requests_that_it_was_just_given(fresh: Rig
     assert fresh.run(scenario(), timeout_s=20) == ["completed", "asleep"]
 
 
-def test_sleep_on_a_cpu_frees_nothing_and_says_so(fresh: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Elsewhere: what the devices of all workers had free afterwards, and not before."""
-    fresh.run(fresh.engine.sleep())
-    assert fresh.engine.usage.sleep_bytes == 0
-    fresh.run(fresh.engine.wake())
-    free = iter([[("a", 10), ("b", 20)], [("a", 1010), ("b", 520)]])
-
-    async def two_devices(method: str) -> list[tuple[str, int]]:
-        assert method == "device_memory"
-        return next(free)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(fresh.engine._llm, "collective_rpc", two_devices)
-        fresh.run(fresh.engine.sleep())
-    assert fresh.engine.usage.sleep_bytes == 1500
-    fresh.run(fresh.engine.wake())
-
-
 @pytest.mark.parametrize("failures", [1, 2])
 def test_without_room_to_wake_there_is_one_more_attempt(
     fresh: Rig, monkeypatch: pytest.MonkeyPatch, failures: int
@@ -600,8 +470,8 @@ def test_a_request_gives_up_when_nobody_wakes_the_engine(fresh: Rig) -> None:
     fresh.run(fresh.engine.wake())
 
 
-def test_a_half_loaded_update_ends_the_engine(fresh: Rig) -> None:
-    """The last one: the engine is no good afterwards."""
+def test_a_half_loaded_update_ends_the_engine_and_so_does_the_death_of_its_core(fresh: Rig) -> None:
+    """The last test of the session's engine, which is no good afterwards."""
 
     async def scenario() -> None:
         started = fresh.engine.usage.tokens_generated
@@ -620,3 +490,14 @@ def test_a_half_loaded_update_ends_the_engine(fresh: Rig) -> None:
             await fresh.update(fresh.initial)
 
     fresh.run(scenario())
+
+    async def until_noticed() -> None:
+        while True:
+            fresh.engine.check_alive()
+            await asyncio.sleep(0.05)
+
+    fresh.engine._failure = None
+    (core,) = [child for child in psutil.Process().children(recursive=True) if "EngineCore" in child.name()]
+    core.kill()
+    with pytest.raises(EngineDied, match="engine process has died"):
+        fresh.run(until_noticed(), timeout_s=30)

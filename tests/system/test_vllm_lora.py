@@ -10,28 +10,23 @@ import pytest
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from protocol.endpoints import SHARED_MEMORY
-from rollout_server.engines.vllm.adapter import check_slot, slot_arguments
-from tests.rigs.adapters import made_up_adapter, merged, spec_of
-from tests.rigs.vllm_rig import MISSING, Rig, vllm_config
-from tests.system.test_vllm_engine import FP32, QUESTION, gap_to, picture
-from tests.unit.rollout_server.test_weight_updates import gaps, initial_weights
+from rollout_server.engines.vllm.weights import check_slot
+from tests.rigs.adapters import made_up_adapter, merged
+from tests.rigs.policies import gaps, initial_weights
+from tests.rigs.vllm_rig import FP32, NEEDS_VLLM, QUESTION, Rig, gap_to, picture, vllm_config
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(MISSING, reason="vLLM is not installed: WITH_VLLM=1 bash scripts/install.sh"),
-]
+pytestmark = NEEDS_VLLM
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["language", "vision-tower"])
-def rig(
-    request: pytest.FixtureRequest, tiny_model: Path, digits_data: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Rig]:
+@pytest.fixture(scope="module")
+def rig(tiny_model: Path, digits_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    """Adapters in the language model and in the vision tower."""
     config = vllm_config(
         tiny_model,
         digits_data,
         tmp_path_factory.mktemp("vllm") / "run",
         max_response_length=128,
-        model={"freeze_vision_tower": False, "lora": {"rank": 4, "vision_tower": request.param}},
+        model={"freeze_vision_tower": False, "lora": {"rank": 4, "vision_tower": True}},
     )
     made = Rig(config, made_up_adapter(config, 1))
     yield made
@@ -39,7 +34,7 @@ def rig(
 
 
 def whole_model(rig: Rig) -> RunConfig:
-    """Of a model without an adapter."""
+    """The configuration without an adapter."""
     return rig.config.model_copy(
         update={"model": rig.config.model.model_copy(update={"lora": type(rig.config.model.lora)()})}
     )
@@ -86,10 +81,3 @@ def test_layers_for_which_vllm_has_no_place_are_refused(rig: Rig, monkeypatch: p
     monkeypatch.setattr(rig.engine._llm, "collective_rpc", two_workers)
     with pytest.raises(UserError, match=r"takes no adapter in 1 of this model's layers, such as visual.blocks.0.*hf$"):
         rig.run(check_slot(rig.engine._llm))
-
-
-def test_an_adapter_gets_the_smallest_slot_that_it_fits_in(rig: Rig) -> None:
-    spec = spec_of(rig.engine._config)
-    assert slot_arguments(spec)["max_lora_rank"] == 8
-    assert slot_arguments(spec.model_copy(update={"rank": 100}))["max_lora_rank"] == 128
-    assert slot_arguments(spec.model_copy(update={"rank": 512}))["max_lora_rank"] == 512

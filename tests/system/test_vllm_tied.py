@@ -5,17 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
+from tests.rigs.policies import initial_weights, moved
 from tests.rigs.tiny import make_tiny_model
-from tests.rigs.vllm_rig import MISSING, Rig, vllm_config
-from tests.system.test_vllm_engine import FP32, gap_to
-from tests.unit.rollout_server.test_weight_updates import initial_weights, moved
+from tests.rigs.vllm_rig import FP32, NEEDS_VLLM, Rig, gap_to, vllm_config
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(MISSING, reason="vLLM is not installed: WITH_VLLM=1 bash scripts/install.sh"),
-]
+pytestmark = NEEDS_VLLM
 
 
 def make_tied_model(folder: Path) -> Path:

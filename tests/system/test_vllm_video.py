@@ -19,13 +19,10 @@ from protocol.messages import Group
 from rollout_server.engines import create_engine
 from rollout_server.production import GroupProducer
 from tests.rigs.tiny_families import Family, make_family
-from tests.rigs.vllm_rig import MISSING
+from tests.rigs.vllm_rig import NEEDS_VLLM
 from tests.system.test_video import FAMILIES, learner_engine, parity_tickets, verify, video_config
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(MISSING, reason="vLLM is not installed: WITH_VLLM=1 bash scripts/install.sh"),
-]
+pytestmark = NEEDS_VLLM
 
 
 def greedy(items: list[PreparedTicket]) -> list[PreparedTicket]:

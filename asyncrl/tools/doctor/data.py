@@ -17,8 +17,8 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import RowSource
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.errors import UserError
-from asyncrl.models.preview import describe_prompt
 from asyncrl.models.processing import EncodedPrompt, PromptProcessor
+from asyncrl.models.prompt_rows import describe_prompt
 from asyncrl.rewards.pool import RewardPool, Score
 from asyncrl.rewards.presentation import sample_of
 from asyncrl.tools.doctor.findings import Finding, Findings, split_fix

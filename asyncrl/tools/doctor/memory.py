@@ -11,7 +11,7 @@ from asyncrl.config.device_rules import meant_device
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.launch.inputs import check_devices, check_engine, check_lengths, check_model
-from asyncrl.models.folder import check_weights
+from asyncrl.models.weight_files import check_weights
 from asyncrl.tools.doctor.findings import Finding, Findings, size
 from asyncrl.tools.doctor.machine import Device, shared_memory_fix, usable_memory
 from asyncrl.tools.memory_plan.advice import advice

@@ -15,11 +15,10 @@ import torch
 from asyncrl.config.engine_rules import PREFILL_TOKENS
 from asyncrl.config.schema import RunConfig
 from asyncrl.models import shared_prefix
-from asyncrl.models.adapter_targets import resolve_adapter
 from asyncrl.models.folder import model_folder
-from asyncrl.models.loading import freeze_vision_tower, has_vision, model_class, refuse_dropout, special_token_ids
-from asyncrl.models.lora import add_adapter
-from asyncrl.models.processing import PLACEHOLDER_ID_NAMES
+from asyncrl.models.loading import freeze_vision_tower, has_vision, model_class, refuse_dropout
+from asyncrl.models.lora import add_adapter, resolve_adapter
+from asyncrl.models.processing import PLACEHOLDER_ID_NAMES, special_token_ids
 from asyncrl.models.published import published_tensors
 from asyncrl.models.sampling_distribution import entropies, gather_logprobs, sampling_logprobs
 from asyncrl.models.shared_prefix import AttentionBatch, SharedPrefixLayout

@@ -15,15 +15,14 @@ from asyncrl.config.learner import OptimConfig
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models import shared_prefix
-from asyncrl.models.adapter_targets import resolve_adapter
+from asyncrl.models.devices import resolve_device
 from asyncrl.models.export import export_model
-from asyncrl.models.loading import freeze_vision_tower, load_model, resolve_device, special_token_ids
-from asyncrl.models.lora import add_adapter
-from asyncrl.models.processing import PLACEHOLDER_ID_NAMES
+from asyncrl.models.loading import freeze_vision_tower, load_model
+from asyncrl.models.lora import add_adapter, resolve_adapter
+from asyncrl.models.processing import PLACEHOLDER_ID_NAMES, special_token_ids
 from asyncrl.models.published import published_tensors
-from asyncrl.models.sampling_distribution import entropies, gather_logprobs, sampling_logprobs
+from asyncrl.models.sampling_distribution import entropies, gather_logprobs, log_kept_mass, sampling_logprobs
 from asyncrl.models.sleeping import Sleeper
-from asyncrl.models.truncation import log_kept_mass
 from asyncrl.models.wake_parity import check_wake_parity, fixed_prompt, fixed_tokens
 from learner.training.engines.base import TokenOutputs
 from learner.training.packing import Completion, MicroBatch, TrainGroup, build_micro_batch

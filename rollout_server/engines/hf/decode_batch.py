@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncrl.models.sampling_distribution import draw, gather_logprobs, sampling_logprobs
-from asyncrl.models.truncation import truncated_logprobs
+from asyncrl.models.sampling_distribution import draw, gather_logprobs, sampling_logprobs, truncated_logprobs
 from protocol.messages import FinishReason, Sampling
 from rollout_server.engines.base import Completion, GenerationRequest
 from rollout_server.engines.hf.prefill import prefill
 
 REBUILD_TOKENS = 8192
-"""Most tokens of one forward pass when sampled tokens are fed again: bounds the memory of a rebuild."""
+"""Largest number of tokens in one forward pass of a rebuild: it bounds the memory."""
 
 
 @dataclass
@@ -197,7 +196,7 @@ class DecodeBatch:
             row.kv_versions.append(row.kv_version)
 
     def _truncate(self, logprobs: torch.Tensor, sampling: Sequence[Sampling]) -> None:
-        """In place, and only the rows that ask for it: the others stay as they are, bit for bit.
+        """Truncate the rows that ask for it, in place: the others stay as they are, bit for bit.
 
         Greedy decoding cuts nothing off: its log-probs are those of temperature 1, in the vllm engine, too.
         """

@@ -1,4 +1,4 @@
-"""The thread of the `hf` engine: it decodes, and between two steps it does what it is told.
+"""The thread of the `hf` engine: it decodes, and runs commands between two steps.
 
 The event loop's side calls `submit`, `order`, `abandon`, `pause`, `resume` and `close`; the batch and the version
 belong to the thread, that is, to the commands that it runs.
@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from asyncrl.config.engine_rules import PREFILL_TOKENS
@@ -29,9 +30,9 @@ class Command:
     """Work for the decode thread between two decode steps."""
 
     run: Callable[[], None]
-    done: Callable[[Exception | None], None]
+    done: Future[None]
     drains: bool
-    """Only when no sequence is running; until then nothing is admitted."""
+    """It runs only when no sequence does; until then none is admitted."""
 
 
 class DecodeLoop:
@@ -48,11 +49,11 @@ class DecodeLoop:
         self._queue: deque[tuple[GenerationRequest, Deliver]] = deque()
         self._commands: deque[Command] = deque()
         self._deliver: dict[int, Deliver] = {}
-        """By `id` of the submitted request: a ticket that is issued twice keeps its two requests apart."""
+        """Callbacks by `id` of the request: a ticket that is issued twice keeps its two requests apart."""
         self._paused = False
         self._closing = False
         self._failure: Exception | None = None
-        """Why this engine can sample no more."""
+        """The reason for which this engine can sample no more."""
         self._tokens_generated = 0
         self._busy_s = 0.0
         self.update_pause_s = 0.0
@@ -71,14 +72,17 @@ class DecodeLoop:
             self._wake_up.notify_all()
         return submitted
 
-    def order(self, command: Command) -> None:
+    def order(self, run: Callable[[], None], *, drains: bool) -> Future[None]:
+        """Have the thread call `run` between two decode steps; with `drains`, when no sequence is running."""
+        done: Future[None] = Future()
         with self._wake_up:
             self.check_alive()
-            self._commands.append(command)
+            self._commands.append(Command(run, done, drains))
             self._wake_up.notify_all()
+        return done
 
     def abandon(self, submitted: Sequence[GenerationRequest]) -> None:
-        """Nobody takes the completions of these any more: stop sampling them."""
+        """Stop sampling these requests: their completions are not wanted any more."""
 
         def is_wanted(request: GenerationRequest) -> bool:
             return all(request is not abandoned for abandoned in submitted)
@@ -90,7 +94,7 @@ class DecodeLoop:
 
         with self._wake_up:
             self._queue = deque(entry for entry in self._queue if is_wanted(entry[0]))
-            self._commands.append(Command(drop, lambda error: None, drains=False))
+            self._commands.append(Command(drop, Future(), drains=False))
             self._wake_up.notify_all()
 
     def pause(self) -> None:
@@ -135,7 +139,7 @@ class DecodeLoop:
     # --- the decode thread's side -----------------------------------------------------------
 
     def _run(self) -> None:
-        """Decode until closed. Whatever ends the thread, nobody is left waiting."""
+        """Decode until closed. However the thread ends, every waiting caller gets an answer."""
         reason: Exception = BadStateError("the engine was closed")
         try:
             self._decode_until_closed()
@@ -146,7 +150,8 @@ class DecodeLoop:
         with self._wake_up:
             left, self._commands = list(self._commands), deque()
         for command in left:
-            command.done(self._death())
+            if command.done.set_running_or_notify_cancel():
+                command.done.set_exception(self._death())
 
     def _decode_until_closed(self) -> None:
         while True:
@@ -177,13 +182,16 @@ class DecodeLoop:
         return bool(self._commands) and (not self._commands[0].drains or not self.batch.rows or self._paused)
 
     def _take_commands(self) -> list[Command]:
-        """In order, up to the first that waits for the running sequences."""
+        """Commands in order, up to the first that waits for the running sequences."""
         taken: list[Command] = []
         while self._may_obey():
             taken.append(self._commands.popleft())
         return taken
 
     def _obey(self, command: Command) -> None:
+        done = command.done
+        if not done.set_running_or_notify_cancel():
+            return
         try:
             if command.drains and self.batch.rows:
                 raise BadStateError(
@@ -192,11 +200,10 @@ class DecodeLoop:
             command.run()
         except Exception as error:
             logger.exception("engine command failed")
-            command.done(error)
+            done.set_exception(error)
         else:
-            done = command.done
-            del command  # nor any longer than until whoever waits for it goes on
-            done(None)
+            del command  # nor any longer than until the caller goes on
+            done.set_result(None)
 
     def _take_admissible(self) -> list[GenerationRequest]:
         """Whole groups that fit. Prefills are worth their cost in bulk: wait for a quarter of the room, or for all.
@@ -235,11 +242,11 @@ class DecodeLoop:
             del self._deliver[key]
 
     def fail_running(self, error: Exception, *, for_good: bool = False) -> None:
-        """Hand the error to everyone who waits for a completion, and forget the sequences.
+        """Hand the error to every caller that waits for a completion, and forget the sequences.
 
-        `for_good`: what they get is EngineDied, and no more is taken.
+        `for_good`: they get EngineDied, and no more requests are taken.
         """
-        told = error
+        reason = error
         with self._wake_up:
             waiting = {*self._deliver.values(), *(deliver for _, deliver in self._queue)}
             self._deliver.clear()
@@ -247,6 +254,6 @@ class DecodeLoop:
             self.batch = self._make_batch()
             if for_good:
                 self._failure = self._failure or error
-                told = self._death()
+                reason = self._death()
         for deliver in waiting:
-            deliver(told)
+            deliver(reason)

@@ -16,18 +16,18 @@ import torch
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.models.adapter_targets import resolve_adapter
-from asyncrl.models.loading import architecture_fingerprint, load_model, resolve_device
-from asyncrl.models.lora import add_adapter
+from asyncrl.models.devices import resolve_device
+from asyncrl.models.loading import load_model
+from asyncrl.models.lora import add_adapter, resolve_adapter
 from asyncrl.models.processing import PromptProcessor
-from asyncrl.models.published import load_published, published_parts, published_tensors
+from asyncrl.models.published import architecture_fingerprint, load_published, published_parts, published_tensors
 from asyncrl.models.sleeping import Sleeper, bit_sums
 from asyncrl.models.wake_parity import check_wake_parity, fixed_prompt, fixed_tokens
 from rollout_server.engines.base import Completion, EngineUsage, GenerationRequest
 from rollout_server.engines.hf.decode_batch import DecodeBatch
-from rollout_server.engines.hf.decode_loop import Command, DecodeLoop
+from rollout_server.engines.hf.decode_loop import DecodeLoop
 from rollout_server.engines.hf.prefill import prefill
-from rollout_server.weights.staging import LocalStaging
+from rollout_server.weights.device_transfer import LocalStaging
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class HFEngine:
         self._loop: DecodeLoop | None = None
         self._sleeper = Sleeper(OWNER, self._device, config.run_path)
         self._forgets = False
-        """It sleeps, or slept last, without keeping its weights, and the next have not come."""
+        """True from a sleep that keeps no weights until new ones have come."""
 
     # --- life cycle -------------------------------------------------------------------------
 
@@ -136,12 +136,12 @@ class HFEngine:
     # --- weights ----------------------------------------------------------------------------
 
     async def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """With `drain` this waits for the running sequences, and nothing new starts until then."""
+        """Load a version. With `drain` this waits for the running sequences, and nothing new starts until then."""
         drains = self._config.rollout.weight_update == "drain"
         await self._between_steps(lambda: self._swap(version, tensors), drains=drains)
 
     def _swap(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """What runs goes on with the new weights, on its old key-value cache or on a rebuilt one."""
+        """Load weights; running sequences go on with them, on their old key-value cache or on a rebuilt one."""
         self._sleeper.check_awake()
         decoding = self._decoding
         started, running = time.monotonic(), bool(decoding.batch.rows)
@@ -164,20 +164,20 @@ class HFEngine:
             decoding.update_pause_s += time.monotonic() - started
 
     def _load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """After a sleep that kept none, what is in place is compared with what came, whose checksums were right."""
+        """Copy weights into the model. After a sleep that kept none, compare bit sums of copies and originals."""
         if not self._forgets:
             load_published(self._model, tensors)
             return
-        came: dict[str, int] = {}
-        there: dict[str, int] = {}
-        load_published(self._model, bit_sums(tensors, came))
-        for _ in bit_sums(published_tensors(self._model), there):
+        published: dict[str, int] = {}
+        loaded: dict[str, int] = {}
+        load_published(self._model, bit_sums(tensors, published))
+        for _ in bit_sums(published_tensors(self._model), loaded):
             pass
-        wrong = [name for name, bit_sum in there.items() if bit_sum != came[name]]
+        wrong = [name for name, bit_sum in loaded.items() if bit_sum != published[name]]
         if wrong:
             raise BadStateError(
-                f"{OWNER} woke up damaged: {len(wrong)} of {len(there)} tensors are not those that were published, "
-                f"such as {wrong[0]} (bit sum {there[wrong[0]]}, published {came[wrong[0]]})"
+                f"{OWNER} woke up damaged: {len(wrong)} of {len(loaded)} tensors are not those that were published, "
+                f"such as {wrong[0]} (bit sum {loaded[wrong[0]]}, published {published[wrong[0]]})"
             )
 
     # --- sleep ------------------------------------------------------------------------------
@@ -187,14 +187,14 @@ class HFEngine:
         await self._between_steps(self._fall_asleep, drains=True)
 
     async def wake(self) -> None:
-        """At level 2 nothing is sampled before weights have come."""
+        """Bring the model back. At level 2 nothing is sampled before weights have come."""
         await self._between_steps(self._wake_up, drains=False)
 
     def _fall_asleep(self) -> None:
         self._sleeper.check_awake()
         self._forgets = self._config.rollout.sleep_level == 2
         tensors = (tensor for part in (self._model.parameters(), self._model.buffers()) for tensor in part)
-        # What is not published must be kept: nobody would bring it.
+        # What is not published must be kept: no update would bring it.
         forgotten = (tensor for _, tensor in published_parts(self._model)) if self._forgets else ()
         if not self._forgets:
             self._before = self._fixed_logprobs()
@@ -218,15 +218,4 @@ class HFEngine:
 
     async def _between_steps(self, run: Callable[[], None], *, drains: bool) -> None:
         """Have the decode thread call `run` between two decode steps, or when no sequence is running."""
-        loop = asyncio.get_running_loop()
-        finished: asyncio.Future[None] = loop.create_future()
-
-        def settle(error: Exception | None) -> None:
-            if not finished.done():
-                finished.set_exception(error) if error else finished.set_result(None)
-
-        def done(error: Exception | None) -> None:
-            loop.call_soon_threadsafe(settle, error)
-
-        self._decoding.order(Command(run, done, drains))
-        await finished
+        await asyncio.wrap_future(self._decoding.order(run, drains=drains))

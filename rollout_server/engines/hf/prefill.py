@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from asyncrl.models.media import media_inputs
-from asyncrl.models.positions import prompt_positions
+from asyncrl.models.model_inputs import media_inputs, prompt_positions
 from asyncrl.models.processing import EncodedPrompt
 
 

@@ -14,38 +14,41 @@ from typing import Any
 import torch
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import BadStateError
-from asyncrl.models.adapter_targets import resolve_adapter
-from asyncrl.models.loading import folder_fingerprint
+from asyncrl.errors import BadStateError, UserError
+from asyncrl.models.devices import resolve_device
+from asyncrl.models.lora import folder_fingerprint, resolve_adapter
 from asyncrl.models.processing import PromptProcessor
-from rollout_server.engines.base import ArrivedWeights, Completion, EngineDied, EngineUsage, GenerationRequest
-from rollout_server.engines.vllm.adapter import check_slot, fill_slot, no_adapter
-from rollout_server.engines.vllm.engine_death import answered
-from rollout_server.engines.vllm.outputs import to_completion
-from rollout_server.engines.vllm.requests import check_request, sampling_params, to_engine_input
-from rollout_server.engines.vllm.settings import check_vllm
+from rollout_server.engines.base import ArrivedWeights, Completion, EngineDied, EngineUsage, GenerationRequest, Staging
+from rollout_server.engines.vllm.conversion import check_request, sampling_params, to_completion, to_engine_input
+from rollout_server.engines.vllm.rules import problems
 from rollout_server.engines.vllm.sleep import Asleep, fall_asleep, wake_up
-from rollout_server.engines.vllm.staging import WorkerStaging
 from rollout_server.engines.vllm.start import start_vllm
-from rollout_server.engines.vllm.state_condition import StateCondition
-from rollout_server.engines.vllm.transfer import vision_entries, weight_update
 from rollout_server.engines.vllm.usage import UsageMeter
-from rollout_server.engines.vllm.vllm_api import DEAD
-from rollout_server.weights.staging import Staging
+from rollout_server.engines.vllm.vllm_api import DEAD, await_or_engine_death
+from rollout_server.engines.vllm.weights import (
+    WorkerStaging,
+    check_slot,
+    fill_slot,
+    no_adapter,
+    vision_entries,
+    weight_update,
+)
 
 SHUTDOWN_S = 10.0
-"""What vLLM's processes get to end in order; then they are killed."""
+"""Time for vLLM's processes to end in order; then they are killed."""
 
 
 class VLLMEngine:
     name = "vllm"
 
     def __init__(self, config: RunConfig, processor: PromptProcessor):
-        """Raises UserError for whatever is known to go wrong before vLLM is even imported."""
-        self._cuda = check_vllm(config)
+        """Raises UserError for what is known to go wrong before vLLM is imported."""
+        if found := problems(config):
+            raise UserError("; ".join(found))
+        self._cuda = resolve_device(config.rollout.device, "rollout.device").type == "cuda"
         self._adapter = resolve_adapter(config.model)
         self._adapter_request: Any = None
-        """vLLM's name of the adapter that new requests are sampled with; None: the model itself is trained."""
+        """Adapter that new requests are sampled with, as vLLM knows it; None: the model itself is trained."""
         self._config = config
         self._processor = processor
         self.staging: Staging | None = None
@@ -58,22 +61,22 @@ class VLLMEngine:
         self._numbers = itertools.count()
         self._paused = False
         self._is_asleep = False
-        """Or falling asleep: it takes no requests."""
+        """True while it sleeps or falls asleep: it takes no requests."""
         self._asleep = Asleep(None, 0)
-        """How it fell asleep last."""
+        """State before its last sleep."""
         self._forgets = False
-        """It sleeps, or slept last, at level 2, and the next weights have not come."""
+        """True from a sleep at level 2 until new weights have come."""
         self._failure: Exception | None = None
-        """Why this engine can sample no more."""
+        """The reason for which this engine can sample no more."""
         self._control = asyncio.Lock()
-        """Held by whoever pauses vLLM for something: updates, sleep and wake come one after another."""
-        self._changes = StateCondition()
+        """Held while vLLM is paused for something: updates, sleep and wake come one after another."""
+        self._changed = asyncio.Condition()
 
     async def start(self) -> None:
         self._starting = asyncio.ensure_future(asyncio.to_thread(self._start_vllm))
         self._llm = await asyncio.shield(self._starting)
-        with self._vllm.death_told():
-            await answered(self._llm, self._take_version_0())
+        with self._vllm.engine_death_translated():
+            await await_or_engine_death(self._llm, self._take_version_0())
         receivers = self._llm.vllm_config.parallel_config.world_size
         self.staging = WorkerStaging(self._llm, self._vllm, receivers, self._at_rest)
 
@@ -124,11 +127,7 @@ class VLLMEngine:
         for request in requests:
             check_request(request, self._processor.placeholder_ids, self._llm.vllm_config.model_config.max_model_len)
         inputs = await asyncio.gather(*(to_engine_input(request, self._llm, self._vllm) for request in requests))
-        await self._changes.until(
-            lambda: not self._is_asleep and not self._forgets,
-            self._config.learner.wait_timeout_s,
-            "for the engine to wake up and have weights",
-        )
+        await self._wait_for_weights()
         self.check_alive()
         tasks = [  # in work from here on, before any of them runs: the engine may not fall asleep in between
             self._begin(request, index, engine_input)
@@ -142,6 +141,21 @@ class VLLMEngine:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)  # vLLM hears of it before we are done
+
+    async def _wait_for_weights(self) -> None:
+        wait_s = self._config.learner.wait_timeout_s
+        try:
+            async with asyncio.timeout(wait_s), self._changed:
+                await self._changed.wait_for(lambda: not self._is_asleep and not self._forgets)
+        except TimeoutError:
+            raise BadStateError(
+                f"waited {wait_s:g} s (learner.wait_timeout_s) for the engine to wake up and have weights"
+            ) from None
+
+    async def _notify(self) -> None:
+        """Let requests that wait look at the engine's state again."""
+        async with self._changed:
+            self._changed.notify_all()
 
     def _begin(self, request: GenerationRequest, index: int, engine_input: Any) -> asyncio.Task[Completion]:
         number = f"{request.request_id}-{index}-{next(self._numbers)}"
@@ -161,7 +175,7 @@ class VLLMEngine:
         salted = {**engine_input, "cache_salt": f"version {submitted_version}"}
         params = sampling_params(request, index, self._vllm)
         last: Any = None
-        with self._vllm.death_told():
+        with self._vllm.engine_death_translated():
             async for answer in self._llm.generate(salted, params, number, lora_request=self._adapter_request):
                 last = answer
         output = last.outputs[0]
@@ -186,7 +200,7 @@ class VLLMEngine:
     async def sleep(self) -> None:
         """Finish what runs, then give memory away as rollout.sleep_level says; requests wait until `wake`.
 
-        On a CPU vLLM changes its state only: no memory is freed there. Whoever calls vLLM's own `generate` while it
+        On a CPU vLLM changes its state only: no memory is freed there. A call of vLLM's own `generate` while it
         sleeps waits for ever.
         """
         async with self._in_control():
@@ -198,7 +212,7 @@ class VLLMEngine:
                 await self._meter.idle.wait()
             except asyncio.CancelledError:
                 self._is_asleep = False
-                await self._changes.tell()
+                await self._notify()
                 raise
             # From here on an interrupted sleep is one that `wake` ends, with nothing to compare with.
             level = self._config.rollout.sleep_level
@@ -209,7 +223,7 @@ class VLLMEngine:
             self._meter.sleep_bytes = self._asleep.freed_bytes
 
     async def wake(self) -> None:
-        """After level 2 nothing is sampled before the next update. Raises BadStateError for a damaged model."""
+        """Wake vLLM; after level 2 it samples nothing before an update. Raises BadStateError for a damaged model."""
         async with self._in_control():
             if not self._is_asleep:
                 return
@@ -222,11 +236,11 @@ class VLLMEngine:
             self._is_asleep = False
             if self._paused:
                 await self._llm.pause_generation(mode="keep", clear_cache=False)
-        await self._changes.tell()
+        await self._notify()
 
     @asynccontextmanager
     async def _at_rest(self) -> AsyncIterator[None]:
-        """Nothing is computed meanwhile, for an update that is to come."""
+        """Block in which vLLM computes nothing, for an update that is to come."""
         async with self._in_control():
             self._refuse_if_asleep("takes new weights")
             await self._llm.pause_generation(mode="keep", clear_cache=False)
@@ -241,7 +255,7 @@ class VLLMEngine:
     @asynccontextmanager
     async def _in_control(self) -> AsyncIterator[None]:
         async with self._control:
-            with self._vllm.death_told():
+            with self._vllm.engine_death_translated():
                 yield
 
     def _refuse_if_asleep(self, before: str) -> None:
@@ -255,7 +269,7 @@ class VLLMEngine:
             )
 
     async def update_weights(self, version: int, weights: ArrivedWeights, /) -> None:
-        """With `drain` this waits for the running sequences, and nothing new starts until then."""
+        """Load a version. With `drain` this waits for the running sequences, and nothing new starts until then."""
         async with self._in_control():
             self.check_alive()
             self._refuse_if_asleep("takes new weights")
@@ -274,10 +288,10 @@ class VLLMEngine:
             if not self._paused:
                 await self._llm.resume_generation()
             self._meter.update_ends()
-        await self._changes.tell()
+        await self._notify()
 
     async def _swap(self, version: int, weights: ArrivedWeights) -> None:
-        """vLLM stands still meanwhile, and so the versions that it stamps are exact."""
+        """Load a version while vLLM stands still, so that the versions that it stamps are exact."""
         if self._adapter is None:
             await self._llm.start_weight_update()
             await self._llm.update_weights(self._vllm.WeightTransferUpdateRequest(weight_update(weights)))
@@ -294,7 +308,7 @@ class VLLMEngine:
         self._vision = vision
 
     async def _fail(self, error: BaseException) -> None:
-        """The model may hold tensors of two versions: it samples no more, and who waits is told."""
+        """Stop sampling for good, since the model may hold tensors of two versions, and end what is in work."""
         self._failure = error if isinstance(error, Exception) else BadStateError("a weight update was interrupted")
         with suppress(self._vllm.EngineDeadError):
             await self._llm.abort(list(self._meter.in_work))

@@ -1,4 +1,4 @@
-"""vLLM's sleep: what it gives back, and that it woke up as it was.
+"""Sleep and wake of vLLM: the memory that it gives back, and a check that it wakes up as it was.
 
 On a CPU vLLM changes its state only: no memory is freed there, and none is reported.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from asyncrl.models.device_memory import is_out_of_memory
+from asyncrl.models.devices import is_out_of_memory
 from asyncrl.models.sleeping import no_room_to_wake
 from asyncrl.models.wake_parity import check_wake_parity, fixed_tokens
 from rollout_server.engines.vllm.vllm_api import VllmApi
@@ -24,11 +24,11 @@ class Asleep:
     before: torch.Tensor | None
     """[T - 1] log-probs of the fixed tokens; None at level 2, where nothing is kept that could be compared."""
     freed_bytes: int
-    """Of all its devices: weights, key-value cache, and what vLLM had for its work."""
+    """Memory given back on all its devices: weights, key-value cache, and working memory."""
 
 
 async def fall_asleep(llm: Any, vllm: VllmApi, level: int, special: Collection[int]) -> Asleep:
-    """Of an engine that has no request and is not paused: a paused one would answer neither probe nor sleep."""
+    """Put an engine without requests to sleep. It must not be paused, or it answers neither probe nor sleep."""
     before = await fixed_logprobs(llm, vllm, special) if level == 1 else None
     free = await free_device_bytes(llm)
     await llm.sleep(level=level, mode="wait")
@@ -44,7 +44,7 @@ async def wake_up(llm: Any, vllm: VllmApi, asleep: Asleep, special: Collection[i
 
 
 async def _take_memory(llm: Any, asleep: Asleep, device: torch.device) -> None:
-    """A second attempt, after caches were freed, is the last. It goes on where the first stopped."""
+    """Wake vLLM. A second attempt, after caches were freed, is the last; it goes on where the first stopped."""
     free = await free_device_bytes(llm)
     for last in (False, True):
         try:
@@ -64,7 +64,7 @@ async def free_device_bytes(llm: Any) -> int:
 
 
 async def fixed_logprobs(llm: Any, vllm: VllmApi, special: Collection[int]) -> torch.Tensor:
-    """[T - 1] of each fixed token after those before it. The key-value cache takes part, cached prefixes do not."""
+    """[T - 1] log-probs of the fixed tokens. The key-value cache takes part, cached prefixes do not."""
     ids = fixed_tokens(llm.vllm_config.model_config.get_vocab_size(), special).tolist()
     parsed = vllm.parse_model_prompt(llm.vllm_config.model_config, {"prompt_token_ids": ids})
     (engine_input,) = await llm.renderer.render_cmpl_async([parsed])

@@ -1,25 +1,133 @@
-"""From the configuration to a running vLLM."""
+"""Start of vLLM: its arguments and its environment, from the configuration."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
+
+import psutil
+import torch
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
-from asyncrl.models.loading import model_folder
+from asyncrl.models.folder import model_folder
+from asyncrl.tools.memory_plan.plan import vllm_memory_utilization
 from protocol.messages import AdapterSpec
-from rollout_server.engines.vllm.adapter import slot_arguments
-from rollout_server.engines.vllm.names import BACKEND
-from rollout_server.engines.vllm.settings import (
-    check_heads,
-    engine_arguments,
-    engine_environment,
-)
+from rollout_server.engines.vllm.engine_process import BACKEND, BANNED_KEY, LEASE_VARIABLE, OWNER_VARIABLE
 from rollout_server.engines.vllm.vllm_api import VllmApi, import_vllm
+from rollout_server.engines.vllm.weights import slot_arguments
 
+WORKER = "rollout_server.engines.vllm.worker"
+"""The module that vLLM's processes import; this process need not."""
+CPU_KV_BLOCK = 128
+"""Tokens of one block of vLLM's key-value cache on a CPU."""
+CPU_BATCH_TOKENS = 4096
+"""Prompt tokens of one prefill step on a CPU, unless one sequence needs more."""
 logger = logging.getLogger(__name__)
+
+
+def engine_arguments(config: RunConfig, *, cuda: bool, text_config: Any, banned: list[int]) -> dict[str, Any]:
+    """Keyword arguments of vLLM's AsyncEngineArgs, without weight transfer; `rollout.engine_args` come last."""
+    rollout = config.rollout
+    tokens = config.data.max_prompt_length + config.data.max_response_length
+    arguments: dict[str, Any] = {
+        "model": config.model.path,
+        "trust_remote_code": config.model.trust_remote_code,
+        "dtype": config.model.dtype,
+        "max_model_len": tokens,
+        "max_num_seqs": rollout.max_concurrent_sequences,
+        "tensor_parallel_size": rollout.tensor_parallel_size,
+        "seed": config.trainer.seed,
+        # Log-probs of the distribution that is sampled from: after bans, temperature and truncation.
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "enable_prefix_caching": True,
+        "mm_processor_cache_gb": 0,
+        # On the device vLLM normalises videos as images, whatever the video processor says.
+        "mm_device_do_normalize": False,
+        "worker_extension_cls": f"{WORKER}.WorkerExtension",
+        "logits_processors": [f"{WORKER}:BannedTokens"],
+        "additional_config": {BANNED_KEY: banned},
+        "enable_log_requests": False,
+        "disable_log_stats": False,
+    }
+    if cuda:
+        arguments["enable_sleep_mode"] = True  # vLLM's CPU platform refuses it
+        if config.gpu_memory.budget_gib:
+            total = torch.cuda.get_device_properties(0).total_memory
+            arguments["gpu_memory_utilization"] = vllm_memory_utilization(config, total)
+    else:
+        arguments |= {
+            "enforce_eager": True,  # compilation costs half a minute of start for a tenth of speed
+            # A chunk's sampled token is discarded and its random number taken back, which a CPU generator cannot do.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(tokens, CPU_BATCH_TOKENS),
+        }
+        if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+            arguments["kv_cache_memory_bytes"] = cpu_kv_bytes(text_config, config.model.dtype, config)
+    return arguments | rollout.engine_args
+
+
+def cpu_kv_bytes(text_config: Any, dtype: str, config: RunConfig) -> int:
+    """Room for every concurrent sequence at full length, but no more than a quarter of the memory that is free.
+
+    vLLM's own default on a CPU is nine tenths of all memory.
+    """
+    tokens = config.data.max_prompt_length + config.data.max_response_length
+    blocks = -(-tokens // CPU_KV_BLOCK) * config.rollout.max_concurrent_sequences + 1  # vLLM keeps one for itself
+    heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
+    itemsize = getattr(torch, dtype).itemsize
+    per_token = 2 * text_config.num_hidden_layers * heads * head_dim(text_config) * itemsize
+    return min(blocks * CPU_KV_BLOCK * per_token, psutil.virtual_memory().available // 4)
+
+
+def head_dim(text_config: Any) -> int:
+    """Width of one attention head."""
+    return getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
+
+
+def check_heads(text_config: Any, supported: list[int]) -> None:
+    """Raises UserError where vLLM's CPU attention has no kernel for the model's heads."""
+    width = head_dim(text_config)
+    if width not in supported:
+        raise UserError(
+            f"the model's attention heads are {width} wide, and vLLM on a CPU takes only {supported}. "
+            "Use rollout.engine=hf, or a model with other heads"
+        )
+
+
+@contextmanager
+def engine_environment(config: RunConfig, *, cuda: bool) -> Iterator[None]:
+    """The environment in which vLLM starts its processes; what the user has set stays as it is.
+
+    Ours is as before afterwards: vLLM preloads libraries into its workers through it, and processes that we start
+    later, such as those of rewards, must not have them.
+    """
+    before = dict(os.environ)
+    defaults = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
+    if not cuda:
+        # Its first request with log-probs would wait seconds for a compiler, even with enforce_eager.
+        defaults["TORCH_COMPILE_DISABLE"] = "1"
+        if config.rollout.tensor_parallel_size == 1:
+            # One process less, and threads that are not bound to cores which the learner needs, too.
+            defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if config.rollout.cpu_threads:
+        defaults["OMP_NUM_THREADS"] = str(config.rollout.cpu_threads)
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    # Forked processes would import nothing anew, and would not watch their owner.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    os.environ[OWNER_VARIABLE] = str(os.getpid())
+    if config.trainer.mode == "sync":
+        os.environ[LEASE_VARIABLE] = str(config.run_path.absolute())
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def start_vllm(

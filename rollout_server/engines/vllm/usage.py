@@ -1,4 +1,4 @@
-"""What the engine is doing, and what it has done as vLLM's own statistics of each step tell it."""
+"""Meter of the engine's work, from vLLM's own statistics of each step."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class UsageMeter:
         self._paused_at: float | None = None
         self._resumed = False
         self.in_work: set[str] = set()
-        """vLLM's ids of the requests that it has, or is about to get."""
+        """Ids of the requests that vLLM has, or is about to get."""
         self.idle = asyncio.Event()
-        """It has none."""
+        """Set while vLLM has no request."""
         self.idle.set()
         self.sleep_bytes = 0
 
@@ -39,7 +39,7 @@ class UsageMeter:
         )
 
     def begin(self, number: str) -> None:
-        """A sequence is submitted."""
+        """Note a submitted sequence."""
         if not self.in_work:
             self._busy_since = time.monotonic()
             self.idle.clear()
@@ -54,12 +54,12 @@ class UsageMeter:
             self.idle.set()
 
     def update_begins(self) -> None:
-        """Sequences stand still from here on."""
+        """Note that sequences stand still from here on."""
         if self.in_work and self._paused_at is None:
             self._paused_at, self._resumed = time.monotonic(), False
 
     def update_ends(self) -> None:
-        """They may go on; the pause they saw ends with their next token, after their caches are computed again."""
+        """Sequences may go on; their pause ends with their next token, after their caches are computed again."""
         self._resumed = True
 
     # --- vLLM's StatLoggerBase --------------------------------------------------------------

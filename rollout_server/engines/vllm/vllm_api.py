@@ -1,21 +1,24 @@
-"""vLLM's names that this engine uses, imported when it starts: that takes seconds."""
+"""Names of vLLM that this engine uses, imported when it starts (that takes seconds), and waiting for vLLM's core."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from asyncrl.errors import UserError
 from rollout_server.engines.base import EngineDied
 
 DEAD = "vLLM's engine process has died; what it said last is in the server's log"
+CHECK_EVERY_S = 1.0
+T = TypeVar("T")
 
 
 class VllmApi:
-    """Raises ImportError or OSError."""
+    """Classes and functions of the installed vLLM. Creating it raises ImportError or OSError."""
 
     def __init__(self) -> None:
-
         import vllm  # pyright: ignore[reportMissingImports]
         from vllm.config.weight_transfer import WeightTransferConfig  # pyright: ignore[reportMissingImports]
         from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMissingImports]
@@ -50,8 +53,8 @@ class VllmApi:
         self.cpu_head_sizes: list[int] = CPUAttentionBackend.get_supported_head_sizes()
 
     @contextmanager
-    def death_told(self) -> Iterator[None]:
-        """vLLM's word for it, as ours."""
+    def engine_death_translated(self) -> Iterator[None]:
+        """Raises EngineDied for vLLM's own exception."""
         try:
             yield
         except self.EngineDeadError as error:
@@ -67,3 +70,16 @@ def import_vllm() -> VllmApi:
             f"vLLM is installed but cannot be imported: {type(error).__name__}: {error}. A library of another build "
             "stands beside it; make the environment anew: WITH_VLLM=1 bash scripts/install.sh"
         ) from error
+
+
+async def await_or_engine_death(llm: Any, call: Coroutine[Any, Any, T]) -> T:
+    """Result of a call to vLLM's core. Raises EngineDied if the core dies meanwhile: vLLM would wait for ever."""
+    task = asyncio.ensure_future(call)
+    try:
+        while not task.done():
+            await asyncio.wait({task}, timeout=CHECK_EVERY_S)
+            if llm.errored and not task.done():
+                raise EngineDied(DEAD)
+        return task.result()
+    finally:
+        task.cancel()

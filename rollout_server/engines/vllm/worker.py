@@ -1,4 +1,4 @@
-"""What runs inside vLLM's own process, which imports it by name: so it imports as little as possible.
+"""Extensions of vLLM's worker process, which imports this file by name: so it imports as little as possible.
 
 - `WeightTransfer`: new weights, from a file in shared memory or on this device already, as a backend of vLLM's
   weight-transfer API;
@@ -32,10 +32,9 @@ from vllm.v1.sample.logits_processor.interface import (  # pyright: ignore[repor
     LogitsProcessor,
 )
 
-from asyncrl.models.device_memory import free_caches
+from asyncrl.models.devices import free_caches
 from asyncrl.weight_transfer.stage import Stage, StageOrder, device_memory
-from rollout_server.engines.vllm.names import BACKEND, BANNED_KEY
-from rollout_server.engines.vllm.owner import belong_to_owner
+from rollout_server.engines.vllm.engine_process import BACKEND, BANNED_KEY, belong_to_owner
 
 # --- weights --------------------------------------------------------------------------------
 
@@ -48,10 +47,10 @@ class StageInit(StageOrder, WeightTransferInitInfo):
 @dataclass
 class WeightUpdate(WeightTransferUpdateInfo):
     path: str
-    """Of the file; empty: what `StageInit` has brought."""
+    """Path of the file; empty: the weights that `StageInit` has brought."""
     total_bytes: int
     tensors: list[tuple[str, str, list[int], int, int]]
-    """Of the file: name, torch dtype without its prefix, shape, offset and size in bytes of each."""
+    """Tensors in the file: name, torch dtype without its prefix, shape, offset and size in bytes of each."""
 
 
 class WeightTransfer(WeightTransferEngine[StageInit, WeightUpdate]):
@@ -72,7 +71,7 @@ class WeightTransfer(WeightTransferEngine[StageInit, WeightUpdate]):
         self.stage = Stage(torch.device(device))
 
     def init_transfer_engine(self, init_info: StageInit) -> None:
-        """Returns at once; `weights_arrival` tells how it goes."""
+        """Begin to receive, and return at once; `weights_arrival` reports the progress."""
         self.stage.begin(init_info, rank=1 + self.vllm_config.parallel_config.rank)
 
     def start_weight_update(self) -> None:
@@ -181,7 +180,7 @@ class WorkerExtension:
         self.weight_transfer_engine.stage.drop()
 
     def layers_without_slot(self: Any) -> list[str]:
-        """Of the adapter that is in the slot, those that no layer here takes: vLLM drops them without a word."""
+        """Parts of the adapter in the slot that no layer here takes: vLLM drops them without a message."""
         manager = self.model_runner.lora_manager._adapter_manager
         (adapter,) = manager.list_adapters().values()
         return sorted(set(adapter.loras) - set(manager.modules))

@@ -14,7 +14,7 @@ import psutil
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
 from asyncrl.journal.writer import Journal, TicketSlot
-from asyncrl.models.prompt_facts import PromptFacts
+from asyncrl.models.processing import PromptFacts
 from learner.network.servers import ModelFacts
 from learner.network.thread import NetworkThread
 from learner.tickets.ledger import TicketLedger

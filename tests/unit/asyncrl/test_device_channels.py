@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import re
-import signal
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.models.published import published_tensors
-from asyncrl.weight_transfer import cuda_ipc, flat, stage
+from asyncrl.weight_transfer import flat
 from asyncrl.weight_transfer.group import Group, TransferError
 from asyncrl.weight_transfer.stage import Arrival, Stage, StageOrder
 from learner.network.device_weights import DeviceWeights
 from protocol.codec import Limits, decode, encode
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import DeviceSource, Error, TransferRequest, TransferStart, WeightManifest
+from rollout_server.engines.base import DeviceMemory
 from rollout_server.weights import device_transfer
-from rollout_server.weights.channels import choose_channel, how_to_leave_room
-from rollout_server.weights.staging import GIB, DeviceMemory, LocalStaging, until_arrived
+from rollout_server.weights.channels import choose_channel
+from rollout_server.weights.device_transfer import GIB, LocalStaging, until_arrived
 from tests.rigs.device_channel_rig import (
     CPU,
     DirectSocket,
@@ -35,7 +32,6 @@ from tests.rigs.device_channel_rig import (
     Weights,
     order_of,
     some_weights,
-    start_receiver,
 )
 
 
@@ -56,7 +52,6 @@ def fetch(
     manifest: WeightManifest,
     staging: LocalStaging,
     channel: Any = "nccl",
-    offsets: list[int] | None = None,
     timeout_s: float = 60.0,
 ) -> list[tuple[str, torch.Tensor]]:
     socket: Any = DirectSocket(learner)
@@ -69,8 +64,20 @@ def fetch(
         return asyncio.run(run())
     finally:
         assert socket.ended == socket.begun
-        if offsets is not None:
-            offsets += socket.offsets
+
+
+def ask(
+    learner: LearnerHalf, version: int, identity: bytes = b"a", *, nonce: str = "", channel: Any = "nccl", **more: Any
+) -> TransferStart | Error:
+    """The learner's answer to a request for a version."""
+    request = TransferRequest(
+        version=version,
+        publication=learner.publication.id,
+        nonce=nonce or f"v{version}",
+        channel=channel,
+        **{"receivers": 1, **more},
+    )
+    return learner.device_weights.answer(identity, request)
 
 
 def assert_equal(got: Sequence[tuple[str, torch.Tensor]], wanted: Weights) -> None:
@@ -98,22 +105,6 @@ def test_every_bit_arrives_in_its_own_dtype_whatever_the_learner_trains_meanwhil
     assert_equal(fetch(learner, manifest, staging), kept)
 
 
-def test_tied_weights_travel_once(learner: LearnerHalf) -> None:
-    class Tied(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = torch.nn.Embedding(11, 4)
-            self.head = torch.nn.Linear(4, 11, bias=False)
-            self.head.weight = self.embed.weight
-
-    model = Tied()
-    weights = dict(published_tensors(model))
-    manifest = learner.publish(1, weights)
-    got = fetch(learner, manifest, LocalStaging(CPU))
-    assert [name for name, _ in got] == ["embed.weight"]
-    assert manifest.total_bytes == 11 * 4 * 4
-
-
 def test_a_wrong_byte_is_sent_again_and_then_stops_the_server(learner: LearnerHalf) -> None:
     manifest = learner.publish(1, some_weights(1))
     staging = LocalStaging(CPU)
@@ -129,15 +120,6 @@ def test_a_wrong_byte_is_sent_again_and_then_stops_the_server(learner: LearnerHa
     assert caught.value.code is ErrorCode.MALFORMED
     with pytest.raises(BadStateError, match="no verified weights have arrived"):
         list(staging.weights(manifest))
-
-
-def test_a_byte_that_is_damaged_once_does_no_harm(learner: LearnerHalf, monkeypatch: pytest.MonkeyPatch) -> None:
-    damages = iter([["half"]])
-    whole = stage.wrong_tensors
-    monkeypatch.setattr(stage, "wrong_tensors", lambda data, entries: next(damages, None) or whole(data, entries))
-    weights = some_weights(1)
-    assert_equal(fetch(learner, learner.publish(1, weights), LocalStaging(CPU)), weights)
-    assert next(damages, "taken") == "taken"
 
 
 def test_a_version_that_has_gone_is_said_to_have_gone(learner: LearnerHalf) -> None:
@@ -160,8 +142,7 @@ def test_a_version_of_another_learner_is_not_taken_for_the_one_of_the_same_numbe
 def test_several_workers_of_one_engine_take_the_same_broadcast(learner: LearnerHalf) -> None:
     weights = some_weights(5)
     manifest = learner.publish(1, weights)
-    request = TransferRequest(version=1, publication=learner.publication.id, nonce="two", channel="nccl", receivers=2)
-    start = learner.device_weights.answer(b"a", request)
+    start = ask(learner, 1, nonce="two", receivers=2)
     assert isinstance(start, TransferStart)
     order = StageOrder(**{**order_of(manifest, start.port, "two"), "size": 3})
     stages = [Stage(CPU), Stage(CPU)]
@@ -175,119 +156,30 @@ def test_several_workers_of_one_engine_take_the_same_broadcast(learner: LearnerH
 # --- transfers that are cut off -------------------------------------------------------------------------
 
 
-@pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Starts of the buckets that the learner has sent; of 64 KiB."""
-    starts: list[int] = []
+@pytest.mark.parametrize("rank", [0, 1], ids=["the learner", "the receiver"])
+def test_a_transfer_that_is_cut_off_is_a_failure_and_the_next_one_brings_everything(
+    learner: LearnerHalf, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
     for module in ("group", "stage", "flat"):
         monkeypatch.setattr(f"asyncrl.weight_transfer.{module}.BUCKET_BYTES", 1 << 16)
     send = Group._one
 
-    def noted(group: Group, bucket: torch.Tensor, start: int, total: int) -> None:
-        send(group, bucket, start, total)
-        if group._rank == 0:
-            starts.append(start)
-
-    monkeypatch.setattr(Group, "_one", noted)
-    return starts
-
-
-@pytest.mark.parametrize("rank", [0, 1], ids=["the learner", "the receiver"])
-def test_a_transfer_that_is_cut_off_goes_on_where_it_was(
-    learner: LearnerHalf, sent: list[int], monkeypatch: pytest.MonkeyPatch, rank: int
-) -> None:
-    """Of 17 buckets the sixth is cut off, then the eleventh: no other is sent twice."""
-    weights, cuts = some_weights(1, megabytes=1), iter([5 << 16, 10 << 16])
-    cut_at, send = [next(cuts)], Group._one
-
     def cut(group: Group, bucket: torch.Tensor, start: int, total: int) -> None:
-        if group._rank == rank and [start] == cut_at:
-            cut_at[:] = [next(cuts, -1)]
+        if group._rank == rank and start == 2 << 16:
             raise TransferError("the cable was pulled")
         send(group, bucket, start, total)
 
-    monkeypatch.setattr(Group, "_one", cut)
-    staging, offsets = LocalStaging(CPU), list[int]()
-    assert_equal(fetch(learner, learner.publish(1, weights), staging, offsets=offsets, timeout_s=2.0), weights)
-    assert offsets == [0, 5 << 16, 10 << 16]
-    assert sorted(set(sent)) == [number << 16 for number in range(17)]
-    assert len(sent) - 17 <= (0 if rank == 0 else 2)  # of a bucket that a receiver refuses, the learner knows nothing
-
-
-def test_a_transfer_that_brings_nothing_is_a_failure(
-    learner: LearnerHalf, sent: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    send = Group._one
-
-    def cut(group: Group, bucket: torch.Tensor, start: int, total: int) -> None:
-        if group._rank == 0 and start == 2 << 16:
-            raise TransferError("the cable was pulled")
-        send(group, bucket, start, total)
-
-    monkeypatch.setattr(Group, "_one", cut)
-    manifest, offsets = learner.publish(1, some_weights(1, megabytes=1)), list[int]()
-    with pytest.raises(TimeoutError, match=r"nccl: version 1, receiver 0: .*bytes 131,072 to 196,608 of 1,048"):
-        fetch(learner, manifest, LocalStaging(CPU), offsets=offsets, timeout_s=2.0)
-    assert offsets == [0, 2 << 16]
-    assert sent == [0, 1 << 16]
-
-
-def test_what_is_left_of_another_version_is_not_gone_on_with(learner: LearnerHalf) -> None:
-    stage = Stage(CPU)
-    for version, offset in ((1, 0), (2, 64)):
-        manifest = learner.publish(version, some_weights(version))
-        request = TransferRequest(
-            version=version,
-            publication=learner.publication.id,
-            nonce=f"v{version}",
-            channel="nccl",
-            receivers=1,
-            offset=offset,
-        )
-        start = learner.device_weights.answer(b"a", request)
-        assert isinstance(start, TransferStart)
-        order = {**order_of(manifest, start.port, request.nonce), "offset": offset}
-        stage.begin(StageOrder(**order), rank=1)
-        wait_for(lambda: stage.arrival.is_done or stage.arrival.problem)
-    assert stage.arrival == Arrival(64, problem="the first 64 bytes of version 2 are not at hand")
-
-
-def test_an_offset_behind_the_end_is_refused(learner: LearnerHalf) -> None:
-    learner.publish(1, some_weights(1))
-    request = TransferRequest(
-        version=1, publication=learner.publication.id, nonce="far", channel="nccl", receivers=1, offset=1 << 40
-    )
-    answer = learner.device_weights.answer(b"a", request)
-    assert isinstance(answer, Error)
-    assert (answer.code, answer.reason[:24]) == (ErrorCode.MALFORMED, "offset 1,099,511,627,776")
+    weights, staging = some_weights(1, megabytes=1), LocalStaging(CPU)
+    manifest = learner.publish(1, weights)
+    with monkeypatch.context() as patch:
+        patch.setattr(Group, "_one", cut)
+        told = r"bytes 131,072 to 196,608 of 1,048" if rank == 0 else "the cable was pulled"
+        with pytest.raises(TimeoutError, match=rf"nccl: version 1, receiver 0: .*{told}"):
+            fetch(learner, manifest, staging, timeout_s=2.0)
+    assert_equal(fetch(learner, manifest, staging), weights)
 
 
 # --- peers that die or stand still ----------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_receiver_that_dies_mid_broadcast_harms_nobody_and_its_successor_gets_the_next_version(
-    learner: LearnerHalf, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """192 MiB are three buckets: it dies after the first."""
-
-    def begin(identity: bytes, version: int, nonce: str, crash_at: str = "") -> subprocess.Popen[str]:
-        request = TransferRequest(
-            version=version, publication=learner.publication.id, nonce=nonce, channel="nccl", receivers=1
-        )
-        start = learner.device_weights.answer(identity, request)
-        assert isinstance(start, TransferStart)
-        manifest = learner.publication.manifest(version)
-        return start_receiver(manifest, start, tmp_path, crash_at=crash_at)
-
-    learner.publish(1, some_weights(1, megabytes=192))
-    dies, lives = begin(b"a", 1, "dies", "weights.receiving"), begin(b"b", 1, "lives")
-    published = learner.publish(2, some_weights(2, megabytes=192))  # the learner goes on
-    assert dies.wait(timeout=30) == -signal.SIGKILL
-    assert lives.wait(timeout=30) == 0
-    wait_for(lambda: "version 1 was not sent: transfer dies did not keep up: bytes 67,108,864 to" in caplog.text)
-    again = begin(b"c", published.version, "again")
-    assert again.wait(timeout=30) == 0
 
 
 def test_a_receiver_that_never_comes_is_waited_for_until_the_deadline(
@@ -295,10 +187,7 @@ def test_a_receiver_that_never_comes_is_waited_for_until_the_deadline(
 ) -> None:
     learner = LearnerHalf(tmp_path, deadline_s=0.2)
     learner.publish(1, some_weights(1))
-    request = TransferRequest(
-        version=1, publication=learner.publication.id, nonce="nobody", channel="nccl", receivers=2
-    )
-    assert isinstance(learner.device_weights.answer(b"a", request), TransferStart)
+    assert isinstance(ask(learner, 1, nonce="nobody", receivers=2), TransferStart)
     wait_for(lambda: "waited 0.2 s for receiver 1 of transfer nobody to join the group" in caplog.text)
     learner.close()
 
@@ -319,7 +208,7 @@ def test_a_receiver_says_what_it_waits_for_and_whom(learner: LearnerHalf) -> Non
     joined = Group.join("127.0.0.1", port, "n", 1, 2, CPU, 0.3)
     host.join()
     with pytest.raises(TransferError, match=rf"the learner at 127.0.0.1 port {port}.*bytes 0 to 8 of 8"):
-        joined.broadcast(torch.zeros(8, dtype=torch.uint8), 0)
+        joined.broadcast(torch.zeros(8, dtype=torch.uint8))
 
 
 def test_a_receiver_that_stands_still_is_given_up_with_the_bytes_that_are_there() -> None:
@@ -337,9 +226,8 @@ def test_a_receiver_that_stands_still_is_given_up_with_the_bytes_that_are_there(
         return [Arrival(40), Arrival(100, is_done=True)]
 
     waited = r"waited 0.1 s for version 3: of 100 bytes the receivers have 40 and 100"
-    with pytest.raises(TransferError, match=waited) as cut_off:
+    with pytest.raises(TransferError, match=waited):
         asyncio.run(until_arrived(StageOrder(**manifest_order), look))
-    assert cut_off.value.arrived_bytes == 40  # what both have
 
     async def full() -> list[Arrival]:
         return [Arrival(problem="CUDA out of memory. Tried", kind="no_room")]
@@ -349,41 +237,36 @@ def test_a_receiver_that_stands_still_is_given_up_with_the_bytes_that_are_there(
     assert caught.value.code is ErrorCode.WRONG_CHANNEL
 
 
-def test_a_learner_that_does_not_answer_is_named(learner: LearnerHalf) -> None:
-    manifest = learner.publish(1, some_weights(1))
-    socket: Any = DirectSocket(learner)
-    learner.device_weights.answer = lambda identity, request: Error(code=ErrorCode.VERSION_GONE, reason="", version=9)
-    with pytest.raises(
-        TimeoutError, match=r"waited 0.1 s for the learner at tcp://127.0.0.1:1 to begin with version 1"
-    ):
-        asyncio.run(
-            device_transfer.receive(socket, manifest, "nccl", LocalStaging(CPU), host="127.0.0.1", timeout_s=0.1)
-        )
-
-
 def test_transfers_are_bounded_and_a_connection_has_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("learner.network.device_weights.MOST_TRANSFERS", 4)
-    learner = LearnerHalf(tmp_path, deadline_s=0.2)
+    learner = LearnerHalf(tmp_path, deadline_s=0.1)
     learner.publish(1, some_weights(1))
-    request = TransferRequest(version=1, publication=learner.publication.id, nonce="n", channel="nccl", receivers=1)
     for _ in range(6):
-        assert isinstance(learner.device_weights.answer(b"same", request), TransferStart)
-    answers = [learner.device_weights.answer(str(number).encode(), request) for number in range(4)]
+        assert isinstance(ask(learner, 1, b"same"), TransferStart)
+    answers = [ask(learner, 1, str(number).encode()) for number in range(4)]
     assert [isinstance(answer, TransferStart) for answer in answers] == [True] * 3 + [False]
     assert isinstance(answers[-1], Error)
     assert answers[-1].code is ErrorCode.TOO_LARGE
-    time.sleep(0.9)  # four deadlines: nobody said that they were over
-    assert isinstance(learner.device_weights.answer(b"late", request), TransferStart)
+    time.sleep(0.45)  # four deadlines: no receiver said that its transfer was over
+    assert isinstance(ask(learner, 1, b"late"), TransferStart)
     learner.close()
 
 
-def test_a_learner_on_a_cpu_has_no_cuda_memory_to_share(learner: LearnerHalf) -> None:
+@pytest.mark.parametrize(
+    ("request_", "code", "reason"),
+    [
+        ({"channel": "cuda_ipc"}, ErrorCode.WRONG_CHANNEL, "the learner's weights lie on a CPU"),
+        ({"offset": 1 << 40}, ErrorCode.MALFORMED, "transfers between devices begin at the first byte"),
+    ],
+)
+def test_what_cannot_be_sent_is_answered_with_the_reason(
+    learner: LearnerHalf, request_: dict[str, Any], code: ErrorCode, reason: str
+) -> None:
     learner.publish(1, some_weights(1))
-    request = TransferRequest(version=1, publication=learner.publication.id, nonce="n", channel="cuda_ipc", receivers=1)
-    answer = learner.device_weights.answer(b"a", request)
+    answer = ask(learner, 1, **request_)
     assert isinstance(answer, Error)
-    assert answer.code is ErrorCode.WRONG_CHANNEL
-    assert learner.device_weights.source is None
+    assert answer.code is code
+    assert answer.reason.startswith(reason)
 
 
 # --- one GPU's memory -----------------------------------------------------------------------------------
@@ -419,14 +302,14 @@ def test_handles_travel_as_bytes_and_numbers_and_are_opened_on_the_receivers_own
     shared_memory: dict[str, Any],
 ) -> None:
     source = torch.arange(100, dtype=torch.uint8)
-    start = TransferStart(version=1, nonce="n", memory=cuda_ipc.share(source))
+    start = TransferStart(version=1, nonce="n", memory=flat.share(source))
     frames = encode(start)
     assert len(frames) == 1
     arrived = decode(frames, (TransferStart,), Limits())
     assert isinstance(arrived, TransferStart)
     assert arrived == start
     assert arrived.memory is not None
-    assert torch.equal(cuda_ipc.open_shared(arrived.memory, CPU), source)
+    assert torch.equal(flat.open_shared(arrived.memory, CPU), source)
 
 
 def test_shared_memory_is_copied_and_verified_before_the_learner_is_let_go(
@@ -467,15 +350,9 @@ def test_a_receiver_that_was_killed_does_not_keep_the_learners_memory(
     manifest = learner.publish(1, weights)
     learner.device_weights._device = torch.device("cuda")
     learner.device_weights._kept = (1, flat.pack(manifest.tensors, weights.items(), CPU))
-    request = TransferRequest(
-        version=1, publication=learner.publication.id, nonce="killed", channel="cuda_ipc", receivers=1
-    )
-    assert isinstance(learner.device_weights.answer(b"a", request), TransferStart)
+    assert isinstance(ask(learner, 1, channel="cuda_ipc"), TransferStart)
     time.sleep(0.05)
-    learner.device_weights.answer(
-        b"b",
-        TransferRequest(version=9, publication=learner.publication.id, nonce="next", channel="cuda_ipc", receivers=1),
-    )
+    ask(learner, 9, b"b", channel="cuda_ipc")
     assert shared_memory["settled"] == [(b"/torch_7", 4)]
     learner.close()
 
@@ -521,11 +398,7 @@ def choose(configured: str = "auto", **changes: Any) -> str:
 )
 def test_auto_takes_the_best_that_both_sides_have(facts: dict[str, Any], chosen: str) -> None:
     assert choose(**facts) == chosen
-
-
-@pytest.mark.parametrize("channel", ["shm", "zmq", "nccl"])
-def test_what_is_asked_for_is_taken(channel: str) -> None:
-    assert choose(channel) == channel
+    assert choose(chosen, **facts) == chosen, "and so it is if it is asked for"
 
 
 @pytest.mark.parametrize(
@@ -554,20 +427,6 @@ def test_a_channel_that_cannot_work_is_refused_with_the_fix(configured: str, fac
         choose(configured, **facts)
 
 
-@pytest.mark.parametrize(
-    ("rollout", "budget_gib", "told"),
-    [
-        ({"engine": "hf"}, 24, "lower rollout.max_concurrent_sequences"),
-        ({"engine": "vllm"}, 0, "lower gpu_memory_utilization in rollout.engine_args"),
-        ({"engine": "vllm"}, 24, "lower gpu_memory.budget_gib (24), of which vLLM takes its share"),
-    ],
-)
-def test_how_to_leave_room_is_something_that_this_configuration_accepts(
-    make_config: Callable[..., RunConfig], rollout: dict[str, Any], budget_gib: float, told: str
-) -> None:
-    assert how_to_leave_room(make_config(rollout=rollout, gpu_memory={"budget_gib": budget_gib})) == told
-
-
 # --- no room on the learner's device --------------------------------------------------------------------
 
 
@@ -576,13 +435,6 @@ def no_room(*_: Any) -> Any:
 
 
 NO_ROOM = "a copy of the weights to send .* finds no room on the learner's device"
-
-
-def ask(learner: LearnerHalf, version: int) -> TransferStart | Error:
-    request = TransferRequest(
-        version=version, publication=learner.publication.id, nonce=f"v{version}", channel="nccl", receivers=1
-    )
-    return learner.device_weights.answer(b"a", request)
 
 
 @pytest.mark.parametrize("when", ["at the first request", "at a later publication"])

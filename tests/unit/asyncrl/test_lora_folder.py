@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import io
-import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +18,15 @@ from asyncrl.cli import main
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
-from asyncrl.models.base_weights import base_fingerprint
 from asyncrl.models.loading import load_model
 from asyncrl.models.lora import ADAPTER_WEIGHTS, load_merged, read_adapter, write_adapter_folder
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import load_published, published_tensors
-from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs
+from asyncrl.models.weight_files import base_fingerprint
 from asyncrl.tools.evaluate import evaluate
 from protocol.messages import ChatMessage, ImagePart, Prompt, TextPart
 from tests.rigs.adapters import CPU, MakeConfig, Weights, lora_config, made_up_adapter, merged, spec_of
-from tests.unit.rollout_server.test_weight_updates import fresh_logits
+from tests.rigs.policies import fresh_logits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -155,26 +149,6 @@ def test_an_adapter_of_other_layers_is_refused_whoever_made_it(
         load_merged(config.model, folder)
 
 
-def test_eval_takes_an_adapter_folder(make_config: MakeConfig, tmp_path: Path) -> None:
-    config = lora_config(make_config)
-    adapter = made_up_adapter(config, 1)
-    folder = write(config, adapter, tmp_path / "adapter")
-    whole: Any = load_model(make_config().model, device=CPU)
-    load_published(whole, merged(config, adapter).items())
-    shutil.copytree(config.model.path, tmp_path / "whole")
-    whole.save_pretrained(tmp_path / "whole")
-    assert evaluate(config, folder) == evaluate(config, tmp_path / "whole")
-
-
-def test_a_model_that_was_trained_whole_has_no_adapter_to_export(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "run" / "checkpoints" / "step-000003" / "model").mkdir(parents=True)
-    assert main(["export", str(tmp_path / "run"), str(tmp_path / "copy"), "--adapter"]) == 2
-    assert "trained the model itself" in capsys.readouterr().err
-    assert not (tmp_path / "copy").exists()
-
-
 def test_an_adapter_folder_as_model_path_is_refused_with_the_fix(
     make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -184,54 +158,3 @@ def test_an_adapter_folder_as_model_path_is_refused_with_the_fix(
     file.write_text(dump_config(config))
     assert main(["sft", str(file), f"model.path={folder}"]) == 2
     assert "asyncrl export RUN TARGET, without --adapter" in capsys.readouterr().err
-
-
-# --- vLLM ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
-@pytest.mark.parametrize("tower", [False, True], ids=["language model", "vision tower, too"])
-def test_vllm_samples_from_the_adapter_that_its_request_names(
-    make_config: MakeConfig, tmp_path: Path, prompt_and_blobs: tuple[Prompt, dict[str, bytes]], tower: bool
-) -> None:
-    config = lora_config(make_config, {"alpha": 6, "vision_tower": tower})
-    adapters = [made_up_adapter(config, seed) for seed in (1, 2)]
-    folders = [write(config, a, tmp_path / f"v{number}") for number, a in enumerate(adapters)]
-    prompt, blobs = prompt_and_blobs
-    words = ChatMessage(role="user", content=(TextPart(text="answer 1 2 3"),))
-    text = Prompt(row_id="text", messages=(words,))
-    image = tmp_path / "image.png"
-    image.write_bytes(next(iter(blobs.values())))
-    processor = PromptProcessor(config.model)
-    given = {
-        "temperature": 0.8,
-        "tower": tower,
-        "banned": list(processor.placeholder_ids),
-        "prompts": [
-            {"text": processor.render(prompt), "images": [str(image)]},
-            {"text": processor.render(text), "images": []},
-        ],
-        "out": str(tmp_path / "out.json"),
-    }
-    file = tmp_path / "prompts.json"
-    file.write_text(json.dumps(given))
-    command = [sys.executable, "-m", "tests.rigs.vllm_lora", config.model.path, str(file), *map(str, folders)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
-    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
-
-    model: Any = load_model(make_config().model, device=CPU)
-    banned = torch.tensor(processor.placeholder_ids)
-    encoded = [processor.encode(prompt, blobs), processor.encode(text, {})]
-    for number, results in enumerate(json.loads((tmp_path / "out.json").read_text())):
-        for which in (number, 1 - number):
-            load_published(model, merged(config, adapters[which]).items())
-            gaps = []
-            for one, result in zip(encoded, results, strict=True):
-                assert result["prompt"] == one.token_ids.tolist()
-                own = sampling_logprobs(fresh_logits(model, one, result["tokens"][:-1]), temperature=0.8, banned=banned)
-                chosen = gather_logprobs(own, torch.tensor(result["tokens"]))
-                gaps.append((chosen - torch.tensor(result["logprobs"])).abs())
-            gap = torch.cat(gaps)
-            assert gap.max() < 1e-4 if which == number else gap.mean() > 0.1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,15 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from asyncrl.cli import main
-from asyncrl.config.load import dump_config, load_config
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.models import loading
-from asyncrl.models.adapter_targets import resolve_adapter
-from asyncrl.models.base_weights import base_fingerprint
-from asyncrl.models.loading import folder_fingerprint
+from asyncrl.models.lora import folder_fingerprint, resolve_adapter
+from asyncrl.models.weight_files import base_fingerprint
 from protocol.errors import ErrorCode
 from protocol.handshake import check_hello
 from tests.rigs.fuzz import content
@@ -107,45 +103,10 @@ def test_targets_that_fit_nothing_are_refused_by_name(tiny_model: Path, lora: di
 
 @pytest.mark.usefixtures("no_weights")
 def test_without_peft_the_user_is_told_what_to_install(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.models.adapter_targets.find_spec", lambda name: None)
+    monkeypatch.setattr("??.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'asyncrl\[learner,rollout\]'"):
         resolve_adapter(model(tiny_model))
     assert resolve_adapter(ModelConfig(path=str(tiny_model))) is None
-
-
-def test_a_text_model_has_no_vision_tower_to_train(text_model: Path) -> None:
-    with pytest.raises(UserError, match=r"reads text only. Set model.lora.vision_tower=false"):
-        resolve_adapter(model(text_model, vision_tower=True))
-
-
-def test_the_launcher_refuses_before_it_writes(
-    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "config.yaml"
-    file.write_text(dump_config(make_config()))
-    for overrides, said in (
-        (["model.lora.rank=4", "model.lora.target_modules=[q_porj]"], "Did you mean [q_proj"),
-        (
-            ["model.lora.rank=4", "model.lora.vision_tower=true", "model.freeze_vision_tower=true"],
-            "freeze_vision_tower",
-        ),
-        (["algorithm.kl_loss_coef=0.01"], "Set model.lora.rank=16"),
-        (["model.lora_rank=4"], "did you mean model.lora.rank?"),
-    ):
-        assert main(["train", str(file), *overrides]) == 2
-        assert said in capsys.readouterr().err
-        assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
-
-
-def test_target_modules_may_be_a_list_in_a_file_and_in_an_override(make_config: MakeConfig, tmp_path: Path) -> None:
-    file = tmp_path / "config.yaml"
-    file.write_text(dump_config(make_config()))
-    override = ["model.lora.rank=4", "model.lora.target_modules=[q_proj, v_proj]"]
-    config = load_config(file, override)
-    assert config.model.lora.target_modules == ("q_proj", "v_proj")
-    file.write_text(dump_config(config))
-    assert load_config(file, []) == config
-    assert load_config(file, ["model.lora.target_modules=.*q_proj"]).model.lora.target_modules == ".*q_proj"
 
 
 # --- one base on both sides -------------------------------------------------------------------------------
@@ -210,9 +171,3 @@ def test_a_server_with_another_base_is_refused_with_the_fix(servers: str, learne
         assert refusal.code is ErrorCode.MODEL_MISMATCH
         assert (servers or "unknown") in refusal.reason
         assert "*.safetensors" in refusal.fix
-
-
-def test_an_adapter_folder_is_no_model(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text(json.dumps({}))
-    with pytest.raises(UserError, match="a folder with an adapter only"):
-        base_fingerprint(ModelConfig(path=str(tmp_path)))

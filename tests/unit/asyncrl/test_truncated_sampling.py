@@ -19,13 +19,12 @@ from asyncrl.errors import UserError
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.loading import load_model
 from asyncrl.models.processing import PromptProcessor
-from asyncrl.models.sampling_distribution import draw, sampling_logprobs
-from asyncrl.models.truncation import truncated_logprobs
+from asyncrl.models.sampling_distribution import draw, sampling_logprobs, truncated_logprobs
 from learner.tickets.writer import TicketWriter
 from protocol.messages import TicketFailed, Tickets
 from rollout_server.engines import create_engine
 from rollout_server.engines.base import Completion, GenerationRequest
-from rollout_server.sampling_contract import check_sampling
+from rollout_server.production import check_sampling
 from rollout_server.service import RolloutServer
 
 MakeConfig = Callable[..., RunConfig]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from asyncrl.config.learner import OnStale
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.journal.writer import Journal, TicketSlot
-from asyncrl.models.prompt_facts import PromptFacts
+from asyncrl.models.processing import PromptFacts
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.outstanding import MAX_ATTEMPTS
 from learner.tickets.ticket import PreparedTicket, ReceivedGroup

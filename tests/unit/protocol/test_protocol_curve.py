@@ -25,8 +25,7 @@ from protocol.endpoints import InsecureBindError, check_dial
 from protocol.errors import ErrorCode
 from protocol.messages import ControlFromLearner, Error
 from protocol.sockets import Received, ServerSocket
-from rollout_server.dialling import dial
-from rollout_server.link import LearnerLink
+from rollout_server.link import LearnerLink, dial
 from tests.rigs.fuzz import content
 from tests.rigs.fuzz.rig import small_config
 

@@ -89,9 +89,9 @@ def written(config: RunConfig, processor: PromptProcessor, count: int) -> Ticket
     return Tickets(tickets=tuple(one.ticket for one in made), blobs=blobs)
 
 
-@pytest.mark.parametrize("tells", [True, False])
 @pytest.mark.parametrize(
-    ("cause", "raised"), [(None, EngineDied), (BadStateError("its process has died: damaged"), BadStateError)]
+    ("tells", "cause", "raised"),
+    [(True, None, EngineDied), (False, BadStateError("its process has died: damaged"), BadStateError)],
 )
 def test_a_dead_engine_ends_its_server_and_its_tickets_go_back(
     make_config: Callable[..., RunConfig],

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import resource
-import weakref
 from collections.abc import Callable
 from pathlib import Path
-from queue import Queue
 from typing import Any
 
 import pytest
@@ -18,18 +16,13 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import published_tensors
-from asyncrl.models.sleep_store import HostMemory
-from asyncrl.models.sleeping import Sleeper
+from asyncrl.models.sleeping import HostMemory, Sleeper
 from asyncrl.models.wake_parity import fixed_prompt, fixed_tokens
-from benchmarks.sleep_memory import make_model, measure
 from learner.training.engines.torch_engine import TorchEngine
 from protocol.messages import Sampling
 from rollout_server.engines import create_engine
 from rollout_server.engines.base import Completion, GenerationRequest
-from rollout_server.engines.hf.decode_batch import DecodeBatch
-from rollout_server.engines.hf.decode_loop import Command, DecodeLoop
 from rollout_server.engines.hf.engine import HFEngine
-from rollout_server.engines.scripted import ScriptedEngine
 
 CPU = torch.device("cpu")
 
@@ -169,14 +162,6 @@ def test_asleep_the_training_engine_refuses_everything(make_config: Callable[...
             call()
 
 
-def test_a_training_engine_that_is_awake_stays_as_it_is(make_config: Callable[..., RunConfig]) -> None:
-    engine = trained(make_config(), naps=False)
-    assert engine.wake() == 0
-    moved = engine.sleep()
-    assert (engine.wake(), engine.wake()) == (moved, 0)
-    engine.unwrap_model()
-
-
 def test_a_training_engine_that_says_something_else_after_waking_stops(make_config: Callable[..., RunConfig]) -> None:
     engine = trained(make_config(), naps=False)
     engine.sleep()
@@ -299,50 +284,3 @@ def test_level_2_notices_weights_that_did_not_arrive_whole(
         await engine.close()
 
     asyncio.run(scenario())
-
-
-def test_the_scripted_engine_sleeps_like_one_with_a_device(
-    make_config: Callable[..., RunConfig], request_: GenerationRequest
-) -> None:
-    config = make_config(rollout={"engine": "scripted", "engine_args": {"mean_length": 3}})
-
-    async def scenario() -> None:
-        engine = ScriptedEngine(config, PromptProcessor(config.model))
-        await engine.start()
-        await engine.sleep()
-        with pytest.raises(BadStateError, match="asleep"):
-            await engine.update_weights(1, [])
-        waiting = asyncio.create_task(anext(engine.generate([request_])))
-        await asyncio.sleep(0.05)
-        assert not waiting.done()
-        await engine.wake()
-        await waiting
-
-    asyncio.run(scenario())
-
-
-def test_who_waited_for_a_command_finds_nothing_of_it_in_memory() -> None:
-    """It may hold a whole version of the weights."""
-    loop = DecodeLoop(lambda: DecodeBatch(None, (), CPU), 1)
-    try:
-        for _ in range(20):
-            weights = torch.ones(1)
-            held, left = weakref.ref(weights), Queue[bool]()
-            run, done = (lambda kept=weights: None), (lambda error, held=held, left=left: left.put(held() is not None))
-            loop.order(Command(run, done, drains=False))
-            del weights, run
-            assert left.get(timeout=60) is False
-    finally:
-        loop.close()
-
-
-@pytest.mark.slow
-def test_sleep_really_frees_the_memory_of_both_processes(tmp_path: Path) -> None:
-    """40 M parameters: 145 MB of weights, and as much again for each of the optimiser's two moments."""
-    model = make_model(tmp_path / "model")
-    for side in ("learner", "hf, level 1", "hf, level 2"):
-        memory = measure(side, model)
-        freed = memory["before"] - memory["asleep"]
-        assert memory["should free"] > (400 if side == "learner" else 130), memory
-        assert freed > 0.9 * memory["should free"], (side, memory)
-        assert abs(memory["awake"] - memory["before"]) < 0.1 * memory["should free"], (side, memory)

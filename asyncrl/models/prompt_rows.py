@@ -1,11 +1,44 @@
-"""What the model will see of a row: the end of `--dry-run`, and part of `asyncrl doctor`."""
+"""Rows of the data as the model will see them: which are short enough, and a preview of one."""
 
 from __future__ import annotations
 
+import logging
+
+from asyncrl.config.data import DataConfig
 from asyncrl.config.schema import RunConfig
-from asyncrl.data.dataset import open_train
+from asyncrl.data.dataset import RowSource, open_train
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
+from asyncrl.errors import UserError
 from asyncrl.models.processing import EncodedPrompt, PromptProcessor, check_prompt_length
+
+logger = logging.getLogger(__name__)
+
+
+def usable_rows(rows: RowSource, renderer: PromptRenderer, processor: PromptProcessor, config: DataConfig) -> list[int]:
+    """Indices of the rows within data.max_prompt_length, with data.filter_overlong_prompts; else of all rows.
+
+    Rows that are left out are named and counted in the log. Without the filter an overlong one stops the run later.
+    """
+    everything = list(range(len(rows)))
+    if not config.filter_overlong_prompts:
+        return everything
+    limit = config.max_prompt_length
+    usable: list[int] = []
+    for index in everything:
+        rendered = renderer.render(rows[index], rows.row_id(index))
+        length = len(processor.encode(rendered.prompt, rendered.blobs).token_ids)
+        if length <= limit:
+            usable.append(index)
+        else:
+            logger.warning(
+                "row %s has %d tokens, over data.max_prompt_length: left out", rendered.prompt.row_id, length
+            )
+    logger.info("%d of %d rows are within data.max_prompt_length = %d", len(usable), len(everything), limit)
+    if not usable:
+        raise UserError(
+            f"all {len(everything)} prompts ({rows.row_id(0)}, ...) are over data.max_prompt_length = {limit}: raise it"
+        )
+    return usable
 
 
 def preview_prompt(config: RunConfig) -> str:

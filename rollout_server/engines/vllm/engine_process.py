@@ -1,6 +1,7 @@
-"""No engine process outlives its rollout server, nor holds a device that the server has no lease of.
+"""Names and lifetime that vLLM's own processes share with the rollout server.
 
-Imports nothing of vLLM: the server names here what those processes read.
+No engine process outlives its rollout server, nor holds a device that the server has no lease of. Imports nothing of
+vLLM: the server names here what those processes read.
 """
 
 from __future__ import annotations
@@ -11,14 +12,18 @@ import signal
 import threading
 from pathlib import Path
 
+BACKEND = "asyncrl"
+"""Name of `worker.WeightTransfer` in vLLM's table of weight-transfer backends."""
+BANNED_KEY = "asyncrl_banned_token_ids"
+"""Key of the ids that can never be sampled, in vLLM's `additional_config`."""
 OWNER_VARIABLE = "ASYNCRL_ENGINE_OWNER"
 """Process id of the rollout server, in the environment of the processes that vLLM starts."""
 LEASE_VARIABLE = "ASYNCRL_DEVICE_LEASE"
-"""Folder of the device lease, in the same; only where the device is shared."""
+"""Folder of the device lease, in the same environment; only where the device is shared."""
 
 
 def belong_to_owner() -> None:
-    """Called before the device is touched."""
+    """Tie this process to its rollout server; called before the device is touched."""
     die_with_owner()
     folder, owner = os.environ.get(LEASE_VARIABLE), int(os.environ.get(OWNER_VARIABLE, "0"))
     if folder and owner not in (0, os.getpid()):

@@ -1,0 +1,98 @@
+"""Devices by their configured name, and what they have: memory by state, room for more, peak of operations."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+from math import nan
+
+import psutil
+import torch
+
+from asyncrl.config.device_rules import meant_device
+from asyncrl.errors import UserError
+
+PEAK_FLOPS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "A10": 125e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "RTX 4090": 165e12,
+}
+"""Dense bf16 FLOP/s by part of the device's name, longest first where one contains another (NVIDIA's data sheets)."""
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def resolve_device(name: str, setting: str = "device") -> torch.device:
+    """The device that `setting`, such as learner.device, names here. Raises UserError if this machine has none."""
+    device = torch.device(meant_device(name, cuda=torch.cuda.is_available()))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            f"{setting} is {name}, but torch {torch.__version__} sees no CUDA device. Set {setting}=cpu or auto"
+        )
+    if device.type == "cuda" and device.index >= torch.cuda.device_count():
+        raise UserError(
+            f"{setting} is {name}, but this machine has {torch.cuda.device_count()} CUDA device(s), numbered from 0. "
+            f"Set {setting}=auto for the first"
+        )
+    return device
+
+
+def memory_by_state(device: torch.device) -> dict[str, int]:
+    """Bytes by state. On a CPU what is allocated is what the process has resident, and nothing else is reserved."""
+    if device.type != "cuda":
+        resident = psutil.Process().memory_info().rss
+        return {"allocated": resident, "reserved": resident, "free": free_bytes(device)}
+    return {
+        "allocated": torch.cuda.memory_allocated(device),
+        "reserved": torch.cuda.memory_reserved(device),
+        "free": free_bytes(device),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def peak_flops(device: torch.device) -> float:
+    """NaN for a device that is not in the table."""
+    if device.type != "cuda":
+        return nan
+    name = torch.cuda.get_device_name(device)
+    return next((PEAK_FLOPS[part] for part in sorted(PEAK_FLOPS, key=len, reverse=True) if part in name), nan)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for a full device or host. Only devices have an exception of their own; others are known by their text."""
+    text = str(error)
+    return (
+        isinstance(error, torch.OutOfMemoryError | MemoryError)
+        or "can't allocate memory" in text
+        or "out of memory" in text
+    )
+
+
+def free_caches(device: torch.device) -> None:
+    """Give back what is kept for reuse: Python's garbage, the device's pool, the C library's heap."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    if _LIBC is not None and hasattr(_LIBC, "malloc_trim"):
+        _LIBC.malloc_trim(0)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Free memory of the device; on the CPU of the machine, or less where the process has a limit."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = psutil.virtual_memory().available
+    if sys.platform == "linux":
+        process = psutil.Process()
+        limit = process.rlimit(psutil.RLIMIT_AS)[0]
+        free = free if limit == psutil.RLIM_INFINITY else min(free, max(0, limit - process.memory_info().vms))
+    return free

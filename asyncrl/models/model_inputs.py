@@ -1,0 +1,100 @@
+"""Inputs of a model beside token ids: rotary positions, pixels and grids, for generation and training alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncrl.models.processing import EncodedPrompt
+
+
+def prompt_positions(model: Any, prompt: EncodedPrompt) -> tuple[torch.Tensor, int]:
+    """Positions `[R, P]` of the prompt's tokens, and the position of the first completion token.
+
+    R is 3 (temporal, height, width) for models with multimodal rotary positions, else 1. One function makes
+    them for generation and for training, from final ids and grids.
+    """
+    length = len(prompt.token_ids)
+    inner = getattr(model, "model", None)
+    if inner is None or not hasattr(inner, "get_rope_index"):
+        return torch.arange(length)[None], length
+    ids = torch.from_numpy(prompt.token_ids).long()[None]
+    positions, _ = inner.get_rope_index(
+        ids,
+        mm_token_type_ids=torch.from_numpy(prompt.token_types).long()[None],
+        **_grids(prompt),
+        attention_mask=torch.ones_like(ids),
+    )
+    return positions[:, 0], int(positions.max()) + 1
+
+
+def _grids(prompt: EncodedPrompt) -> dict[str, torch.Tensor]:
+    """Qwen2.5-VL spaces a video's frames by their seconds; others take no notice."""
+    found: dict[str, torch.Tensor] = {}
+    if len(prompt.image_grids):
+        found["image_grid_thw"] = torch.from_numpy(prompt.image_grids).long()
+    if len(prompt.video_grids):
+        found["video_grid_thw"] = torch.from_numpy(prompt.video_grids).long()
+        found["second_per_grid_ts"] = torch.tensor(prompt.seconds_per_grid)
+    return found
+
+
+def media_inputs(prompts: Sequence[EncodedPrompt], token_types: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Keyword arguments of the model for the images and videos of these prompts, each once and in their order.
+
+    `token_types` are those of the whole input. Nothing for text alone: a model without a vision part takes none of it.
+    """
+    images = [prompt for prompt in prompts if prompt.pixel_values is not None]
+    videos = [prompt for prompt in prompts if prompt.video_pixel_values is not None]
+    inputs: dict[str, torch.Tensor] = {}
+    if images:
+        inputs["pixel_values"] = torch.cat([p.pixel_values for p in images if p.pixel_values is not None])
+        inputs["image_grid_thw"] = _joined([p.image_grids for p in images])
+    if videos:
+        inputs["pixel_values_videos"] = torch.cat(
+            [p.video_pixel_values for p in videos if p.video_pixel_values is not None]
+        )
+        inputs["video_grid_thw"] = _joined([p.video_grids for p in videos])
+    return {**inputs, "mm_token_type_ids": token_types} if inputs else {}
+
+
+def _joined(grids: Sequence[np.ndarray]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(grids)).long()
+
+
+def place_text_after_videos(model: Any) -> None:
+    """Have the model's own `get_rope_index` number what follows a video from the video's last position on.
+
+    So Qwen2-VL (https://arxiv.org/abs/2409.12191, sec. 2.1) and Qwen2.5-VL were pretrained, and so vLLM does it;
+    transformers 5.19 goes on after the larger side of a frame, inside the time of a video that lasts longer than that.
+    """
+    inner = getattr(model, "model", None)
+    original = getattr(inner, "get_rope_index", None)
+    if inner is None or original is None:
+        return
+
+    def get_rope_index(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        positions, deltas = original(*args, **kwargs)
+        types, mask = kwargs.get("mm_token_type_ids"), kwargs.get("attention_mask")
+        if types is not None:
+            for row, kinds in enumerate(types):
+                real = torch.ones_like(kinds, dtype=torch.bool) if mask is None else mask[row].bool()
+                placed = positions[:, row, real]
+                last = placed.max()
+                _shift_after_videos(placed, kinds[real].tolist())
+                deltas[row] += placed.max() - last  # the next token stands after all of them
+                positions[:, row, real] = placed
+        return positions, deltas
+
+    inner.get_rope_index = get_rope_index
+
+
+def _shift_after_videos(positions: torch.Tensor, kinds: list[int]) -> None:
+    """[3, P] in place; `kinds` has 2 for the tokens of videos."""
+    for end, (before, after) in enumerate(pairwise(kinds), 1):
+        if before == 2 and after != 2:
+            positions[:, end:] += max(0, int(positions[:, :end].max()) + 1 - int(positions[:, end].min()))

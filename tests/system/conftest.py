@@ -1,0 +1,21 @@
+"""Fixtures of the system tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.rigs.policies import initial_weights
+from tests.rigs.vllm_rig import Rig, vllm_config
+
+
+@pytest.fixture(scope="session")
+def vllm_rig(tiny_model: Path, digits_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    """One real vLLM for the whole session: a start takes half a minute."""
+    folder = tmp_path_factory.mktemp("vllm") / "run"
+    config = vllm_config(tiny_model, digits_data, folder, learner={"wait_timeout_s": 60}, network={"timeout_s": 10})
+    rig = Rig(config, initial_weights(config))
+    yield rig
+    rig.close()
