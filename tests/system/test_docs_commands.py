@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from asyncrl.cli import _parser
-from asyncrl.config.engine_rules import vllm_device_problem
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.suggest import known_paths
+from rollout_server.engines.vllm.rules import device_problem
 from tests.rigs.docs_commands import AS_SUCH, NEEDS, PAGES, ROOT, Block, blocks, prepare, run_page
 
 COMMANDS = {
@@ -76,7 +76,7 @@ def test_the_settings_of_marked_commands_fit_together(block: Block) -> None:
         overrides = [word for word in words if re.match(r"\w+\.\w", word) and "=" in word]
         if command in ("train", "sync", "learn", "rollout"):
             config = load_config(mine, [*overrides, *(["trainer.mode=sync"] if command == "sync" else [])])
-            assert command == "learn" or vllm_device_problem(config) == ""
+            assert command == "learn" or device_problem(config) == ""
 
 
 def _asyncrl_commands(text: str) -> list[list[str]]:

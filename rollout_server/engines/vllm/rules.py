@@ -85,7 +85,7 @@ def device_problem(config: RunConfig) -> str:
     """The reason, with the fix, for which vLLM cannot use the configured device; empty if it can."""
     rollout = config.rollout
     first = int(rollout.device.partition("cuda:")[2] or 0)
-    if first == 0:
+    if rollout.engine != "vllm" or first == 0:
         return ""
     count = rollout.tensor_parallel_size
     shown = f"CUDA_VISIBLE_DEVICES={','.join(map(str, range(first, first + count)))} in the environment"
