@@ -1,6 +1,6 @@
 """From files to prompts. Reading order:
 
 `tables` (one Parquet or JSONL file, image folder or hub data set) -> `dataset` (several of them as one
-sequence of rows) -> `images` (encoded bytes, pixels on demand) -> `prompts` (a row becomes messages and
+sequence of rows) -> `images` (encoded bytes of images and videos) -> `prompts` (a row becomes messages and
 image bytes) -> `order` (which row comes next, resumable).
 """

@@ -6,6 +6,7 @@ import bisect
 import glob
 import logging
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,22 +30,19 @@ Purpose = Literal["rl", "sft"]
 """`rl` needs an answer in every row, `sft` a target."""
 
 
-def open_dataset(
-    source: str | Sequence[str], config: DataConfig, *, limit: int = 0, purpose: Purpose = "rl"
-) -> RowSource:
+def open_dataset(source: Sequence[str], config: DataConfig, *, limit: int = 0, purpose: Purpose = "rl") -> RowSource:
     """Rows of one or several files, concatenated. `limit` keeps only the first rows; 0 means all.
 
     A source is a Parquet, JSONL or JSON file (or a pattern such as `data/*.parquet`), an image folder, a folder
     saved by the `datasets` library (`folder@split` if it has splits), or `org/name@split` from the hub.
     """
-    names = [name.strip() for name in source.split(",")] if isinstance(source, str) else list(source)
     cache = RowGroupCache()
-    tables = [table for name in names if name for table in _open_tables(name, config, cache)]
+    tables = [table for name in source if name for table in _open_tables(name, config, cache)]
     if not tables:
         raise UserError("no data file is named: set data.train_files")
     rows = RowSource(tables, config, limit)
     if not len(rows):
-        raise UserError(f"{', '.join(names)}: there are no rows in it")
+        raise UserError(f"{', '.join(source)}: there are no rows in it")
     _check_columns(tables, config, purpose)
     return rows
 
@@ -70,9 +68,7 @@ class RowSource:
         self._tables = tables
         self._media_keys = (config.image_key, config.video_key)
         self._image_dir = config.image_dir
-        self._ends: list[int] = []
-        for table in tables:
-            self._ends.append(len(table) + (self._ends[-1] if self._ends else 0))
+        self._ends = list(accumulate(len(table) for table in tables))
         total = self._ends[-1] if self._ends else 0
         self._length = min(limit, total) if limit else total
         self.columns = tuple(dict.fromkeys(column for table in tables for column in table.columns))
@@ -95,7 +91,7 @@ class RowSource:
         return f"{table.name}:{place}"
 
     def places_of(self, row_id: str) -> list[int]:
-        """Rows of this id: several where files of one name lie in several folders."""
+        """Indices of the rows with this id: several where files of one name lie in several folders."""
         name, _, place = row_id.rpartition(":")
         starts = zip(self._tables, [0, *self._ends], strict=False)
         found = [start + int(place) for table, start in starts if table.name == name and int(place) < len(table)]
@@ -109,7 +105,7 @@ class RowSource:
 
 
 def _absolute(value: Any, base: Path) -> Any:
-    """Image paths below `base`, wherever they stand; everything else as it is."""
+    """The value with image paths, at any depth, made absolute below `base`."""
     if isinstance(value, str):
         is_address = "://" in value or value.startswith("data:")
         return value if is_address or not value else str((base / value).absolute())
@@ -127,9 +123,9 @@ def _open_tables(name: str, config: DataConfig, cache: RowGroupCache) -> list[Ta
     if path.is_file():
         return [_open_file(path, cache)]
     if glob.has_magic(name):
-        found = sorted(match for match in glob.glob(name) if Path(match).is_file())
-        if found:
-            return [_open_file(Path(match), cache) for match in found]
+        matches = sorted(match for match in glob.glob(name) if Path(match).is_file())
+        if matches:
+            return [_open_file(Path(match), cache) for match in matches]
         if "@" not in name:  # else the brackets may belong to a split: org/name@train[:100]
             raise UserError(f"no file matches {name} in {Path.cwd()}")
     repository, at, split = name.rpartition("@")
@@ -181,28 +177,21 @@ def _open_saved(path: Path, split: str) -> Table:
 
 def _open_hub(name: str, split: str) -> Table:
     import datasets
+    from datasets.config import HF_HUB_OFFLINE
     from datasets.exceptions import DatasetsError
 
     try:
         loaded = datasets.load_dataset(name, split=split)
     except (OSError, ValueError, DatasetsError) as error:
+        fix = "Check name, split and network"
+        if HF_HUB_OFFLINE and isinstance(error, ConnectionError):
+            fix = "HF_HUB_OFFLINE forbids downloads: set it to 0 (or HF_DATASETS_OFFLINE)"
         raise UserError(
-            f"the `datasets` library cannot load {name} (split {split!r}): {type(error).__name__}: {error}. "
-            + _hub_fix(error)
+            f"the `datasets` library cannot load {name} (split {split!r}): {type(error).__name__}: {error}. {fix}, "
+            "or name a folder that `save_to_disk` has written"
         ) from error
     base = Path(name) if Path(name).is_dir() else Path()
     return HubTable(loaded, f"{name}@{split}", base)
-
-
-def _hub_fix(error: Exception) -> str:
-    from datasets.config import HF_HUB_OFFLINE
-
-    if HF_HUB_OFFLINE and isinstance(error, ConnectionError):
-        return (
-            "HF_HUB_OFFLINE forbids downloads: set it to 0 (or HF_DATASETS_OFFLINE), or name a folder that "
-            "`save_to_disk` has written"
-        )
-    return "Check name, split and network, or name a folder that `save_to_disk` has written"
 
 
 def _check_columns(tables: Sequence[Table], config: DataConfig, purpose: Purpose) -> None:
@@ -228,20 +217,14 @@ def _check_columns(tables: Sequence[Table], config: DataConfig, purpose: Purpose
 
 
 def _check_without(key: str, columns: Sequence[str], config: DataConfig) -> None:
-    """Rows without a column of images, or of videos, have none, unless that looks like a wrong name."""
+    """Check that a missing column of images or videos is no wrong name: rows without one have no images or videos."""
     name = getattr(config, key)
     if name != DataConfig.model_fields[key].default:
         raise UserError(f"no row has a column {name!r} (data.{key}). {_columns(columns, name, f'data.{key}')}")
     close = close_names(name, columns)
     if close:
-        logger.warning(
-            "no row has a column %r, so all rows are without %s. There is %s: if it holds %s, set data.%s",
-            name,
-            name,
-            " and ".join(repr(one) for one in close),
-            name,
-            key,
-        )
+        warning = "no row has a column %r, so all rows are without %s. There is %s: if it holds %s, set data.%s"
+        logger.warning(warning, name, name, " and ".join(map(repr, close)), name, key)
 
 
 def _columns(columns: Sequence[str], wanted: str, key: str) -> str:

@@ -1,4 +1,7 @@
-"""Images: encoded bytes everywhere, pixels only where a processor needs them. Imports no torch."""
+"""Images and videos: encoded bytes everywhere, pixels only where a processor needs them. Imports no torch.
+
+A video is a list of frames; files of moving pictures are not decoded.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,12 @@ import hashlib
 import io
 import struct
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from asyncrl.config.suggest import file_hint
@@ -18,7 +24,12 @@ MAX_PIXELS = 89_478_485
 """Larger images are refused: a small file may unpack to gigabytes. Pillow warns from the same number on."""
 
 _BROKEN = (OSError, SyntaxError, ValueError, EOFError, IndexError, TypeError, struct.error, zlib.error)
-"""What Pillow's decoders raise on damaged files."""
+"""Errors of Pillow's decoders on damaged files."""
+VIDEO_SUFFIXES = (".mp4", ".mkv", ".mov", ".avi", ".webm", ".m4v", ".mpg", ".mpeg", ".flv", ".wmv", ".ts")
+VIDEO_FIX = (
+    "A row's videos are a list of videos, each a list of frames (paths or bytes of images), such as "
+    '[["clip/001.png", "clip/002.png"]]. Take frames out of a file with: ffmpeg -i clip.mp4 -vf fps=2 clip/%03d.png'
+)
 
 
 def content_hash(data: bytes | memoryview) -> str:
@@ -31,27 +42,30 @@ def decode_image(data: bytes, where: str) -> Image.Image:
 
     `where` names the row and image in the UserError about data that is no image, damaged or too large.
     """
+    with _opened(data, where) as image:
+        image.load()
+        return _as_rgb(ImageOps.exif_transpose(image))
+
+
+@contextmanager
+def _opened(data: bytes, where: str) -> Iterator[Image.Image]:
+    """An image whose header is read. Errors of Pillow within the block become UserErrors."""
     try:
         with Image.open(io.BytesIO(data)) as image:
             _check_size(image, where)
-            image.load()
-            return _as_rgb(ImageOps.exif_transpose(image))
+            yield image
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise UserError(f"{where}: {error}. Scale the image down or leave the row out") from None
     except UnidentifiedImageError:
-        raise UserError(_no_image(data, where)) from None
+        raise UserError(
+            f"{where}: these {len(data)} bytes are no image that Pillow can read (they start with {data[:16]!r}). "
+            "Convert it to PNG or JPEG, or leave the row out"
+        ) from None
     except _BROKEN as error:
         raise UserError(
             f"{where}: the image is damaged ({len(data)} bytes; {type(error).__name__}: {error}). "
             "Replace the file or leave the row out"
         ) from error
-
-
-def _no_image(data: bytes, where: str) -> str:
-    return (
-        f"{where}: these {len(data)} bytes are no image that Pillow can read (they start with {data[:16]!r}). "
-        "Convert it to PNG or JPEG, or leave the row out"
-    )
 
 
 def _check_size(image: Image.Image, where: str) -> None:
@@ -77,35 +91,24 @@ def _as_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def check_header(data: bytes, where: str) -> None:
-    """Refuse data that is plainly no image, or too large, without decoding any pixel."""
-    try:
-        with Image.open(io.BytesIO(data)) as image:
-            _check_size(image, where)
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise UserError(f"{where}: {error}. Scale the image down or leave the row out") from None
-    except UnidentifiedImageError:
-        raise UserError(_no_image(data, where)) from None
-    except _BROKEN as error:
-        raise UserError(f"{where}: the image is damaged ({error}). Replace the file or leave the row out") from error
-
-
 def load_image_bytes(value: Any, base_dir: Path, where: str) -> bytes:
-    """Encoded bytes of one image as data sets hold it.
+    """Encoded bytes of one image as data sets hold it, with a header that was read; no pixel is decoded.
 
-    Accepts a path (relative ones below `base_dir`), encoded bytes, the `datasets` library's
-    `{"bytes": ..., "path": ...}`, or a PIL image (which becomes a PNG).
+    Accepts a path (relative ones below `base_dir`), encoded bytes, or the `datasets` library's
+    `{"bytes": ..., "path": ...}`. Raises UserError for what is no image, or too large.
     """
+    data = _encoded_bytes(value, base_dir, where)
+    with _opened(data, where):
+        return data
+
+
+def _encoded_bytes(value: Any, base_dir: Path, where: str) -> bytes:
     if isinstance(value, dict) and value.get("bytes") is not None:
         value = value["bytes"]
     elif isinstance(value, dict) and value.get("path"):
         value = value["path"]
     if isinstance(value, bytes | bytearray | memoryview):
-        if not len(value):
-            raise UserError(f"{where}: the image has 0 bytes. Write it again or leave the row out")
         return bytes(value)
-    if isinstance(value, Image.Image):
-        return _encode_png(value, where)
     if isinstance(value, str | Path) and str(value):
         return _read(str(value), base_dir, where)
     raise UserError(
@@ -114,20 +117,12 @@ def load_image_bytes(value: Any, base_dir: Path, where: str) -> bytes:
     )
 
 
-def _encode_png(image: Image.Image, where: str) -> bytes:
-    _check_size(image, where)
-    buffer = io.BytesIO()
-    keeps = image.mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
-    (image if keeps else image.convert("RGB")).save(buffer, format="PNG")
-    return buffer.getvalue()
-
-
 def _read(name: str, base_dir: Path, where: str) -> bytes:
     if "://" in name or name.startswith("data:"):
         raise UserError(f"{where}: {name[:80]!r} is an address, not a file. Download the images and give their paths")
     path = base_dir / name
     try:
-        data = path.read_bytes()
+        return path.read_bytes()
     except FileNotFoundError:
         raise UserError(
             f"{where}: there is no image {path}: {file_hint(path)} "
@@ -135,12 +130,44 @@ def _read(name: str, base_dir: Path, where: str) -> bytes:
         ) from None
     except (OSError, ValueError) as error:
         raise UserError(f"{where}: cannot read the image {path}: {error}") from None
-    if not data:
-        raise UserError(f"{where}: the image {path} has 0 bytes. Write it again or leave the row out")
-    return data
 
 
 def _described(value: Any) -> str:
     if isinstance(value, dict):
         return f"a mapping with {sorted(map(str, value))}"
     return f"{type(value).__name__} {str(value)[:60]!r}"
+
+
+def load_videos(value: Any, base_dir: Path, row_id: str) -> list[list[bytes]]:
+    """Encoded bytes of the frames of each of a row's videos. Raises UserError naming row, video and frame."""
+    if value is None:
+        return []
+    if not _is_list(value):
+        raise UserError(f"row {row_id}: the videos are {_what(value)}. {VIDEO_FIX}")
+    return [_frames(video, base_dir, f"row {row_id}, video {number}") for number, video in enumerate(value)]
+
+
+def _frames(video: Any, base_dir: Path, where: str) -> list[bytes]:
+    if not _is_list(video):
+        raise UserError(f"{where}: it is {_what(video)}, no list of frames. {VIDEO_FIX}")
+    if not len(video):
+        raise UserError(f"{where}: it has no frames. Leave the video or the row out")
+    for number, item in enumerate(video):
+        if _is_video_file(item):
+            raise UserError(f"{where}, frame {number}: it is {_what(item)}. {VIDEO_FIX}")
+    return [load_image_bytes(item, base_dir, f"{where}, frame {number}") for number, item in enumerate(video)]
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple | np.ndarray)
+
+
+def _is_video_file(value: Any) -> bool:
+    name = value.get("path") if isinstance(value, dict) else value
+    return isinstance(name, str | Path) and str(name).lower().endswith(VIDEO_SUFFIXES)
+
+
+def _what(value: Any) -> str:
+    if _is_video_file(value):
+        return f"a video file ({str(value)[:60]}), which is not decoded here"
+    return f"a {type(value).__name__} ({str(value)[:60]})"

@@ -12,8 +12,7 @@ import jinja2
 import numpy as np
 
 from asyncrl.config.data import DataConfig
-from asyncrl.data.images import check_header, content_hash, load_image_bytes
-from asyncrl.data.videos import load_videos
+from asyncrl.data.images import content_hash, load_image_bytes, load_videos
 from asyncrl.errors import UserError
 from protocol.messages import ChatMessage, ContentPart, ImagePart, Prompt, TextPart, Video, VideoPart
 
@@ -48,7 +47,7 @@ class PromptRenderer:
             image_hashes=tuple(map(content_hash, images)),
             videos=tuple(Video(frame_hashes=tuple(map(content_hash, v)), fps=config.video_fps) for v in videos),
             answer=self._answer(row, row_id),
-            columns={k: wire_safe(v) for k, v in row.items() if k not in keys and _is_wire_safe(v)},
+            columns={k: _plain(v) for k, v in row.items() if k not in keys and _is_wire_safe(v)},
         )
         return RenderedPrompt(prompt, blobs)
 
@@ -57,14 +56,9 @@ class PromptRenderer:
         if value is None:
             return []
         values = list(value) if isinstance(value, list | tuple | np.ndarray) else [value]
-        images: list[bytes] = []
-        for number, item in enumerate(values):
-            where = f"row {row_id}, image {number}"
-            # RowSource has made the paths absolute: the base matters to rows from elsewhere only.
-            image = load_image_bytes(item, Path(self._config.image_dir or "."), where)
-            check_header(image, where)
-            images.append(image)
-        return images
+        # RowSource has made the paths absolute: the base matters to rows from elsewhere only.
+        base = Path(self._config.image_dir or ".")
+        return [load_image_bytes(item, base, f"row {row_id}, image {number}") for number, item in enumerate(values)]
 
     def _answer(self, row: Mapping[str, Any], row_id: str) -> Any:
         answer = row.get(self._config.answer_key)
@@ -73,7 +67,7 @@ class PromptRenderer:
                 f"row {row_id}: the answer in column {self._config.answer_key!r} (data.answer_key) is a "
                 f"{type(answer).__name__}; it must be text, a number of at most 64 bits, or lists and maps of them"
             )
-        return wire_safe(answer)
+        return _plain(answer)
 
     def _messages(self, row: Mapping[str, Any], row_id: str) -> list[ChatMessage]:
         content = row.get(self._config.prompt_key)
@@ -159,7 +153,7 @@ def split_placeholders(text: str) -> tuple[ContentPart, ...]:
 
 
 def _placed(messages: list[ChatMessage], kind: str, count: int, key: str, row_id: str) -> list[ChatMessage]:
-    """As many placeholders as there are images or videos; without any, they go first in the first user message."""
+    """Messages with one placeholder per image or video; without any, they go first in the first user message."""
     found = sum(part.type == kind for message in messages for part in message.content)
     if found == count:
         return messages
@@ -188,25 +182,18 @@ def _load_template(path: str) -> jinja2.Template | None:
 
 
 def _is_wire_safe(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return all(_is_wire_safe(item) for item in value.values())
-    if isinstance(value, list | tuple):
-        return all(_is_wire_safe(item) for item in value)
-    if isinstance(value, np.ndarray | np.generic):
-        return _is_wire_safe(value.tolist())
+    value = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+    if isinstance(value, Mapping | list | tuple):
+        return all(_is_wire_safe(item) for item in (value.values() if isinstance(value, Mapping) else value))
     if isinstance(value, int):
         return -(2**63) <= value < 2**64  # what MessagePack can hold
     return value is None or isinstance(value, str | float)
 
 
-def wire_safe(value: Any) -> Any:
-    """numpy scalars and arrays become plain Python; containers are walked."""
-    if isinstance(value, np.ndarray):
+def _plain(value: Any) -> Any:
+    """The value with numpy scalars and arrays as plain Python."""
+    if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
-    if isinstance(value, np.generic):
-        return value.item()
     if isinstance(value, Mapping):
-        return {str(key): wire_safe(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [wire_safe(item) for item in value]
-    return value
+        return {str(key): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

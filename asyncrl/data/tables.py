@@ -12,6 +12,7 @@ import weakref
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,11 +37,11 @@ class Table(Protocol):
     def __len__(self) -> int: ...
     def read(self, index: int) -> dict[str, Any]: ...
     def first_without(self, column: str) -> int | None:
-        """Index of the first row that lacks the column; None if none does."""
-        ...
+        """Index of the first row that lacks the column; None if every row has it."""
+        return None if column in self.columns else 0
 
 
-class ParquetTable:
+class ParquetTable(Table):
     """A Parquet file; a row is read by decoding its row group, and recent row groups are kept."""
 
     def __init__(self, path: Path, cache: RowGroupCache) -> None:
@@ -54,9 +55,7 @@ class ParquetTable:
             raise UserError(f"cannot read {path} as Parquet: {error}") from None
         metadata = self._file.metadata
         self.columns = tuple(self._file.schema_arrow.names)
-        self._ends: list[int] = []
-        for group in range(metadata.num_row_groups):
-            self._ends.append(metadata.row_group(group).num_rows + (self._ends[-1] if self._ends else 0))
+        self._ends = list(accumulate(metadata.row_group(n).num_rows for n in range(metadata.num_row_groups)))
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -65,9 +64,6 @@ class ParquetTable:
         group = bisect.bisect_right(self._ends, index)
         table = self._cache.get(self._file, group)
         return table.slice(index - (self._ends[group - 1] if group else 0), 1).to_pylist()[0]
-
-    def first_without(self, column: str) -> int | None:
-        return None if column in self.columns else 0
 
 
 class RowGroupCache:
@@ -78,7 +74,7 @@ class RowGroupCache:
         self._tables: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._files: dict[int, Any] = {}
         self._bytes = 0
-        self._warned = False
+        self._has_warned = False
 
     def get(self, file: Any, group: int) -> Any:
         """The Arrow table of one row group of a ParquetFile."""
@@ -89,21 +85,18 @@ class RowGroupCache:
             self._bytes += self._tables[key].nbytes
             while self._bytes > self._max_bytes and len(self._tables) > 1:
                 self._bytes -= self._tables.popitem(last=False)[1].nbytes
-                self._warn()
+                if not self._has_warned:
+                    self._has_warned = True
+                    logger.warning(
+                        "the Parquet files unpack to more than the %d MiB kept in memory, so reading in random order "
+                        "decodes a row group per row: write them with smaller row groups (row_group_size=100)",
+                        self._max_bytes // 2**20,
+                    )
         self._tables.move_to_end(key)
         return self._tables[key]
 
-    def _warn(self) -> None:
-        if not self._warned:
-            logger.warning(
-                "the Parquet files unpack to more than the %d MiB kept in memory, so reading in random order "
-                "decodes a row group per row: write them with smaller row groups (row_group_size=100)",
-                self._max_bytes // 2**20,
-            )
-        self._warned = True
 
-
-class JsonLinesTable:
+class JsonLinesTable(Table):
     """One JSON object per line; only the byte offset of each line stays in memory. Blank lines do not count."""
 
     def __init__(self, path: Path) -> None:
@@ -156,7 +149,7 @@ class JsonLinesTable:
         return self._without.get(column, 0)
 
 
-class ListTable:
+class ListTable(Table):
     """Rows already in memory."""
 
     def __init__(self, rows: list[dict[str, Any]], name: str, base_dir: Path) -> None:
@@ -173,7 +166,7 @@ class ListTable:
         return next((i for i, row in enumerate(self._rows) if column not in row), None)
 
 
-class HubTable:
+class HubTable(Table):
     """A data set of the `datasets` library, read as stored: no image is decoded."""
 
     def __init__(self, dataset: Any, name: str, base_dir: Path) -> None:
@@ -187,9 +180,6 @@ class HubTable:
 
     def read(self, index: int) -> dict[str, Any]:
         return self._dataset[index : index + 1].to_pylist()[0]
-
-    def first_without(self, column: str) -> int | None:
-        return None if column in self.columns else 0
 
 
 def read_json(path: Path) -> Table:

@@ -1,4 +1,4 @@
-"""What pool and worker say to each other: MessagePack maps behind a 4-byte little-endian length.
+"""Messages between pool and worker: MessagePack maps behind a 4-byte little-endian length.
 
     once        to worker   {"memory_limit_mib", "components": [{"name", "function", "kwargs", "path", ...}]}
                 to pool     {"ready": True} or {"ready": False, "message"}
@@ -25,14 +25,14 @@ MAX_REPLY_BYTES = 1 << 20
 
 
 def pack(message: dict[str, Any]) -> bytes:
-    """Raises TypeError, ValueError or OverflowError for what MessagePack cannot carry."""
+    """A message as a frame. Raises TypeError, ValueError or OverflowError for what MessagePack cannot carry."""
     body = msgpack.packb(message, unicode_errors="surrogatepass")
     assert body is not None  # None only from a Packer with autoreset off
     return LENGTH.pack(len(body)) + body
 
 
 def unpack(body: bytes) -> dict[str, Any]:
-    """Raises ValueError if this is not a MessagePack map."""
+    """The message of a frame's body. Raises ValueError if it is not a MessagePack map."""
     message = msgpack.unpackb(body, unicode_errors="surrogatepass", strict_map_key=False)
     if not isinstance(message, dict):
         raise ValueError(f"expected a map, got {type(message).__name__}")
@@ -40,7 +40,7 @@ def unpack(body: bytes) -> dict[str, Any]:
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:
-    """Blocks for the next frame; None once the other side has closed."""
+    """Block for the next frame; None once the other side has closed."""
     header = stream.read(LENGTH.size)
     if len(header) < LENGTH.size:
         return None
@@ -54,6 +54,6 @@ def write_progress(fd: int, sample_id: int, component: int) -> None:
 
 
 def read_progress(fd: int) -> tuple[int, int]:
-    """(sample id, component index) begun last; (0, 0) before the first sample: ids start at 1."""
+    """Sample id and component index begun last; (0, 0) before the first sample: ids start at 1."""
     data = os.pread(fd, PROGRESS.size, 0)
     return PROGRESS.unpack(data) if len(data) == PROGRESS.size else (0, 0)

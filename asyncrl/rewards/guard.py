@@ -22,7 +22,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def fork_guarded() -> None:
-    """Returns in a child process with a session of its own; the calling process becomes its guardian.
+    """Return in a child process with a session of its own; the calling process becomes its guardian.
 
     Stdin must be the pool's pipe. The guardian only watches it for closing and reads nothing.
     """
@@ -52,7 +52,7 @@ def fork_guarded() -> None:
 
 
 def _guard(worker: int, wake_read: int) -> int:
-    """Waits for the end of the worker or the pool, kills what is left, returns the worker's wait status."""
+    """Wait for the end of the worker or the pool, kill what is left, return the worker's wait status."""
     poller = select.poll()
     poller.register(0, 0)  # POLLHUP is always reported
     poller.register(wake_read, select.POLLIN)
@@ -81,7 +81,7 @@ def _guard(worker: int, wake_read: int) -> int:
 
 
 def _reap(worker: int) -> int | None:
-    """Collects processes that ended, among them orphans of the worker; the worker's status if it did."""
+    """Collect processes that ended, among them orphans of the worker; return the worker's status if it did."""
     with suppress(ChildProcessError):
         while True:
             child, status = os.waitpid(-1, os.WNOHANG)
@@ -93,14 +93,14 @@ def _reap(worker: int) -> int | None:
 
 
 def _children(parent: int) -> list[int]:
-    found = []
+    children = []
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             # "pid (any name) state ppid ...": the name may contain spaces and parentheses
             fields = entry.read_text(errors="replace").rpartition(")")[2].split()
             if int(fields[1]) == parent:
-                found.append(int(entry.parent.name))
-    return found
+                children.append(int(entry.parent.name))
+    return children
 
 
 def _exit_like(status: int) -> None:

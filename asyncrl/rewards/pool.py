@@ -21,12 +21,12 @@ from asyncrl.rewards.spec import check_rewards, locate, read_source
 logger = logging.getLogger(__name__)
 
 MAX_STARTS_PER_SAMPLE = 2
-"""That a worker ends before it begins a sample is not the sample's fault: it gets another worker, once."""
+"""A worker that ends before it begins a sample is not the sample's fault: it gets another worker, once."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """What became of one sample. `components` and `reward` are filled only where the status is `ok`."""
+    """The outcome of one sample. `components` and `reward` are filled only where the status is `ok`."""
 
     status: Literal["ok", "timed_out", "error"]
     error_kind: str = ""
@@ -38,7 +38,7 @@ class Score:
     reward: float | None = None
     """The weighted sum."""
     seconds: float = 0.0
-    """Spent on this sample in the worker, waiting for a free worker not included."""
+    """Time on this sample in the worker, waiting for a free worker not included."""
 
 
 class RewardPool:
@@ -56,7 +56,7 @@ class RewardPool:
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
-        self._names = [component_name(component) for component in config.functions]
+        self._names = config.component_names
         self._setup = b""
         self._ids = itertools.count(1)
         self._idle: asyncio.Queue[WorkerProcess | Exception] = asyncio.Queue()
@@ -71,7 +71,7 @@ class RewardPool:
         return dict(self._errors)
 
     async def start(self) -> None:
-        """Starts the workers, each with all functions loaded. Raises UserError where they cannot be."""
+        """Start the workers, each with all functions loaded. Raises UserError where they cannot be."""
         self._setup = _setup_message(self._config)
         starting = [self._add_worker() for _ in range(self._config.workers)]
         results = await asyncio.gather(*starting, return_exceptions=True)
@@ -83,7 +83,7 @@ class RewardPool:
             raise failures[0]
 
     async def score(self, sample: RewardSample) -> Score:
-        """Failures of the reward are in the returned Score.
+        """Score one sample; failures of the reward are in the returned Score.
 
         Raises TypeError for a sample that MessagePack cannot carry, BadStateError if a worker that was
         lost could not be started again, RuntimeError after `close()`.
@@ -93,16 +93,20 @@ class RewardPool:
             frame = channel.pack({"id": sample_id, "sample": vars(sample)})
         except (TypeError, ValueError, OverflowError) as error:
             raise TypeError(f"row {sample.row_id}: cannot be sent to a reward worker: {error}") from error
-        starts = 0
-        score = None
+        score, starts = None, 0
         while score is None:
             starts += 1
-            worker = await self._idle_worker()
-            score = await self._score_on(worker, sample_id, frame, final=starts == MAX_STARTS_PER_SAMPLE)
-        return self._counted(score, sample)
+            score = await self._score_on(
+                await self._idle_worker(), sample_id, frame, final=starts == MAX_STARTS_PER_SAMPLE
+            )
+        if score.status != "ok":
+            self._errors[score.error_kind] += 1
+            level = logging.WARNING if self._errors[score.error_kind] == 1 else logging.DEBUG
+            logger.log(level, "row %s, %s: %s", sample.row_id, score.error_kind, score.error_message)
+        return score
 
     async def close(self) -> None:
-        """Kills the workers and everything that they started; a pending `score()` raises RuntimeError."""
+        """Kill the workers and everything that they started; a pending `score()` raises RuntimeError."""
         self._closed = True
         for task in self._replacing:
             task.cancel()
@@ -115,9 +119,8 @@ class RewardPool:
         while True:
             worker = await self._idle.get()
             if self._closed or isinstance(worker, Exception):
-                failure = _closed() if self._closed else worker
-                self._idle.put_nowait(failure)  # for the next one who waits
-                assert isinstance(failure, Exception)
+                failure = worker if isinstance(worker, Exception) and not self._closed else _closed()
+                self._idle.put_nowait(failure)  # for the next sample that waits
                 raise failure
             if worker.alive:
                 return worker
@@ -171,25 +174,15 @@ class RewardPool:
         if kind:
             message = f"reward component {failed_at!r}: {reply.get('error_message')}"
             return Score("error", kind, message, seconds=seconds)
-        weights = [component.weight for component in self._config.functions]
-        reward = sum(weight * values[name] for weight, name in zip(weights, self._names, strict=True))
+        reward = sum(part.weight * values[component_name(part)] for part in self._config.functions)
         if not math.isfinite(reward):
-            message = f"the weighted sum of {values} is {reward}"
-            return Score("error", "reward_nan", message, seconds=seconds)
+            return Score("error", "reward_nan", f"the weighted sum of {values} is {reward}", seconds=seconds)
         return Score("ok", components=values, reward=reward, seconds=seconds)
 
     def _timed_out(self, name: str, seconds: float) -> Score:
         limit = f"{self._config.timeout_s:g} s (reward.timeout_s)"
         message = f"reward component {name!r} was not done after {limit}"
         return Score("timed_out", "reward_timeout", message, seconds=seconds)
-
-    def _counted(self, score: Score, sample: RewardSample) -> Score:
-        if score.status != "ok":
-            self._errors[score.error_kind] += 1
-            first_of_kind = self._errors[score.error_kind] == 1
-            level = logging.WARNING if first_of_kind else logging.DEBUG
-            logger.log(level, "row %s, %s: %s", sample.row_id, score.error_kind, score.error_message)
-        return score
 
     async def _add_worker(self) -> None:
         worker = await WorkerProcess.start(self._setup)
@@ -206,15 +199,8 @@ class RewardPool:
             await worker.stop()
             self._workers.discard(worker)
             await self._add_worker()
-        except Exception as error:  # whatever it is, whoever waits for a worker must hear of it
+        except Exception as error:  # any error must reach the samples that wait for a worker
             self._idle.put_nowait(BadStateError(f"a lost reward worker could not be started again: {error}"))
-
-
-async def check(config: RewardConfig) -> None:
-    """Loads the configured functions in a worker process, and ends it. Raises UserError if they cannot be."""
-    pool = RewardPool(config.model_copy(update={"workers": 1}))
-    await pool.start()
-    await pool.close()
 
 
 def _setup_message(config: RewardConfig) -> bytes:
@@ -222,14 +208,10 @@ def _setup_message(config: RewardConfig) -> bytes:
     check_rewards(config)
     components = []
     for component in config.functions:
-        located = locate(component.function)
-        entry = {"name": component_name(component), "kwargs": component.kwargs}
-        if located is None:
-            entry |= {"function": component.function, "path": "", "source": b""}
-        else:
-            path, function = located
-            entry |= {"function": function, "path": str(path), "source": read_source(path)}
-        components.append(entry)
+        path, function = locate(component.function) or ("", component.function)
+        source = read_source(path) if path else b""
+        entry = {"name": component_name(component), "kwargs": component.kwargs, "function": function}
+        components.append(entry | {"path": str(path), "source": source})
     try:
         return channel.pack({"memory_limit_mib": config.memory_limit_mib, "components": components})
     except (TypeError, ValueError, OverflowError) as error:

@@ -1,4 +1,4 @@
-"""How a completion is presented to the rewards: the same in training and in evaluation.
+"""A completion as rewards see it, in training and in evaluation alike.
 
 Apart from `sample`, because reward workers import that and must start without the wire's models.
 """
@@ -13,14 +13,14 @@ from protocol.messages import ChatMessage, Prompt
 
 
 def plain_text(message: ChatMessage) -> str:
-    """With `<image>` and `<video>` where they stand."""
+    """Text of a message, with `<image>` and `<video>` where they stand."""
     return "".join(part.text if part.type == "text" else f"<{part.type}>" for part in message.content)
 
 
 def sample_of(
     prompt: Prompt, completion: str, blobs: Mapping[str, bytes], finish_reason: Literal["stop", "length"]
 ) -> RewardSample:
-    """What the rewards see of a completion, in training and in evaluation alike. `blobs` are the prompt's by hash."""
+    """The sample that rewards get for a completion. `blobs` are the prompt's images and frames by hash."""
     messages = [{"role": message.role, "content": plain_text(message)} for message in prompt.messages]
     return RewardSample(
         completion=completion,

@@ -17,11 +17,11 @@ from asyncrl.rewards import channel
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
-"""For the imports of the user's files; torch alone can take ten seconds on a busy machine."""
+"""Seconds for the imports of the user's files; torch alone can take ten on a busy machine."""
 STOP_TIMEOUT_S = 10.0
-"""The guardian needs milliseconds; after this it is killed itself."""
+"""Seconds for the guardian, which needs milliseconds; after this it is killed itself."""
 EXIT_GRACE_S = 1.0
-"""Between the end of the reply pipe and the end of the process that held it."""
+"""Seconds between the end of the reply pipe and the end of the process that held it."""
 LATE_REPLY_S = 0.1
 """A busy event loop may see the time limit and the reply in one go; the reply then wins."""
 
@@ -31,7 +31,7 @@ class WorkerStartError(Exception):
 
 
 class WorkerTimeout(Exception):
-    """No reply within the time limit. The worker must be stopped."""
+    """No reply came within the time limit. The worker must be stopped."""
 
 
 class WorkerDied(Exception):
@@ -52,7 +52,7 @@ class WorkerProcess:
 
     @classmethod
     async def start(cls, setup: bytes) -> WorkerProcess:
-        """setup is the packed first message. Raises WorkerStartError."""
+        """Start a process and send it the packed first message. Raises WorkerStartError."""
         with tempfile.TemporaryFile() as progress:
             progress_fd = os.dup(progress.fileno())
         try:
@@ -77,7 +77,7 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the guardian, the worker's parent."""
+        """Process id of the guardian, the worker's parent."""
         return self._process.pid
 
     @property
@@ -85,25 +85,24 @@ class WorkerProcess:
         return self._process.returncode is None and not self._stdout.at_eof() and self._stopping is None
 
     def progress(self) -> tuple[int, int]:
-        """(sample id, component index) begun last. Not after `stop()`."""
+        """Sample id and component index begun last. Not after `stop()`."""
         return channel.read_progress(self._progress_fd)
 
     async def ask(self, frame: bytes, timeout_s: float) -> dict[str, Any]:
-        """Sends one packed message and returns the reply. Raises WorkerTimeout, WorkerDied."""
+        """Send one packed message and return the reply. Raises WorkerTimeout, WorkerDied."""
         self._stdin.write(frame)
         reading = asyncio.create_task(self._read_reply())
         try:
-            done, _ = await asyncio.wait({reading}, timeout=timeout_s)
-            if not done:
-                done, _ = await asyncio.wait({reading}, timeout=LATE_REPLY_S)
-            if not done:
-                raise WorkerTimeout
-            return reading.result()
+            for limit_s in (timeout_s, LATE_REPLY_S):
+                done, _ = await asyncio.wait({reading}, timeout=limit_s)
+                if done:
+                    return reading.result()
+            raise WorkerTimeout
         finally:
             reading.cancel()
 
     async def stop(self) -> None:
-        """Returns once the worker and all that it started are gone."""
+        """Return once the worker and all that it started are gone."""
         if self._stopping is None:
             self._stopping = asyncio.create_task(self._stop())
         await asyncio.shield(self._stopping)  # a cancelled caller must not leave processes behind
@@ -160,8 +159,7 @@ class WorkerProcess:
 
 
 def _environment() -> dict[str, str]:
-    package_root = str(Path(asyncrl.__file__).resolve().parents[1])
-    paths = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(Path(asyncrl.__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    # A fixed hash seed gives sets one order in every worker, so a score never depends on who computed it.
+    # A fixed hash seed gives sets one order in every worker, so a score never depends on the worker.
     return os.environ | one_thread | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONHASHSEED": "0"}

@@ -6,6 +6,7 @@ import ast
 import difflib
 import inspect
 import sys
+import traceback
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,14 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.errors import UserError
 from asyncrl.rewards.builtin import BUILTIN_REWARDS
-from asyncrl.rewards.failures import one_line
 
 if TYPE_CHECKING:
     from asyncrl.config.reward import RewardConfig
 
+MAX_MESSAGE_CHARS = 600
+
 
 def load_reward(function: str) -> Callable[..., Any]:
-    """The function behind a built-in name or `path/file.py:function`. Runs the file: use it in workers.
+    """The function of a built-in name or `path/file.py:function`. Runs the file: use it in workers.
 
     Raises UserError for an unknown name, a missing file or function, and a file that cannot be imported.
     """
@@ -33,9 +35,9 @@ def load_reward(function: str) -> Callable[..., Any]:
 
 
 def check_rewards(config: RewardConfig) -> None:
-    """Raises UserError for whatever can be seen to be wrong without running the user's files.
+    """Raise UserError for every mistake that can be seen without running the user's files.
 
-    `asyncrl.rewards.pool.check` goes further: it loads them in a worker process.
+    `RewardPool.start` goes further: it loads them in its workers.
     """
     for component in config.functions:
         located = locate(component.function)
@@ -47,7 +49,7 @@ def check_rewards(config: RewardConfig) -> None:
 
 
 def locate(function: str) -> tuple[Path, str] | None:
-    """(absolute file, function name), or None for a known built-in."""
+    """Absolute file and function name, or None for a known built-in."""
     path_text, colon, name = function.rpartition(":")
     if not colon:
         if function in BUILTIN_REWARDS:
@@ -75,7 +77,7 @@ def read_source(path: Path) -> bytes:
 
 
 def load_module(path: Path, source: bytes) -> ModuleType:
-    """Runs the file's source as a module, with its folder importable as for a script."""
+    """Run the file's source as a module, with its folder importable as for a script."""
     module = ModuleType(f"reward_{path.stem}_{zlib.crc32(str(path).encode()):08x}")
     module.__file__ = str(path)
     if str(path.parent) not in sys.path:
@@ -90,19 +92,19 @@ def load_module(path: Path, source: bytes) -> ModuleType:
 
 
 def function_of(module: ModuleType, name: str) -> Callable[..., Any]:
-    found = getattr(module, name, None)
-    if found is None:
+    function = getattr(module, name, None)
+    if function is None:
         functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
         raise _missing_function(str(module.__file__), name, functions)
-    if not callable(found):
-        raise UserError(f"{name} in reward file {module.__file__} is {type(found).__name__}, not a function")
-    if inspect.iscoroutinefunction(found):
+    if not callable(function):
+        raise UserError(f"{name} in reward file {module.__file__} is {type(function).__name__}, not a function")
+    if inspect.iscoroutinefunction(function):
         raise _async_function(str(module.__file__), name)
-    return found
+    return function
 
 
 def check_call(function: Callable[..., Any], name: str, kwargs: dict[str, Any]) -> None:
-    """Raises UserError if `function(sample, **kwargs)` cannot be called."""
+    """Raise UserError if `function(sample, **kwargs)` cannot be called."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some callables written in C have none
@@ -118,6 +120,7 @@ def check_call(function: Callable[..., Any], name: str, kwargs: dict[str, Any]) 
 
 
 def _check_defines(path: Path, name: str, source: bytes) -> None:
+    """Raise UserError if the source does not bind the name. Any binding counts: only running the file can tell."""
     try:
         tree = ast.parse(source, str(path))
     except (SyntaxError, ValueError) as error:
@@ -125,12 +128,11 @@ def _check_defines(path: Path, name: str, source: bytes) -> None:
     for node in tree.body:
         if isinstance(node, ast.AsyncFunctionDef) and node.name == name:
             raise _async_function(str(path), name)
-    # Whatever binds the name anywhere counts: only running the file can tell for sure.
-    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    functions = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
-    imported = {alias.asname or alias.name for node in imports for alias in node.names}
-    if name not in names | functions | imported and "*" not in imported:
+    nodes = list(ast.walk(tree))
+    functions = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    bound = functions | {node.id for node in nodes if isinstance(node, ast.Name)}
+    bound |= {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}
+    if name not in bound and "*" not in bound:
         raise _missing_function(str(path), name, sorted(functions))
 
 
@@ -146,3 +148,41 @@ def _async_function(path: str, name: str) -> UserError:
 def _near(word: str, known: Iterable[str]) -> str:
     matches = difflib.get_close_matches(word, list(known), n=1)
     return f" Did you mean {matches[0]!r}?" if matches else ""
+
+
+def one_line(error: BaseException, own_file: str = "") -> str:
+    """Error, file and line in bounded text: `ZeroDivisionError: division by zero (my_reward.py:12 in reward)`.
+
+    own_file is the user's file: where the error was raised deeper down, its last line there is named too.
+    """
+    try:
+        text = " ".join(str(error).split())
+    except Exception as broken:  # an exception class of the user whose __str__ fails
+        text = f"(its own text failed with {type(broken).__name__})"
+    name = type(error).__name__
+    shown = shorten(f"{name}: {text}" if text else name)
+    place = _place(error, own_file)
+    return f"{shown} ({place})" if place else shown
+
+
+def shorten(text: str, limit: int = MAX_MESSAGE_CHARS // 2) -> str:
+    return text if len(text) <= limit else f"{text[: limit - 20]}... ({len(text)} chars)"
+
+
+def _place(error: BaseException, own_file: str) -> str:
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{Path(error.filename).name}:{error.lineno}"
+    # Plain tuples: no frame may live on, as after a MemoryError its locals must go.
+    walked = traceback.walk_tb(error.__traceback__)
+    frames = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walked]
+    if not frames:
+        return ""
+    own = [frame for frame in frames if frame[0] == own_file]
+    raised = _show(frames[-1])
+    return shorten(f"{_show(own[-1])}, raised in {raised}" if own and own[-1] != frames[-1] else raised)
+
+
+def _show(frame: tuple[str, int | None, str]) -> str:
+    filename, line, function = frame
+    place = f"{Path(filename).name}:{line}"
+    return place if function == "<module>" else f"{place} in {function}"

@@ -23,9 +23,8 @@ from typing import Any, BinaryIO
 from asyncrl.errors import UserError
 from asyncrl.rewards import channel, guard
 from asyncrl.rewards.builtin import BUILTIN_REWARDS
-from asyncrl.rewards.failures import one_line, shorten
 from asyncrl.rewards.sample import RewardSample
-from asyncrl.rewards.spec import check_call, function_of, load_module
+from asyncrl.rewards.spec import check_call, function_of, load_module, one_line, shorten
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def serve(incoming: BinaryIO, outgoing: BinaryIO, progress_fd: int) -> None:
         ready: dict[str, Any] = {"ready": True}
     except UserError as error:
         components = []
-        ready = {"ready": False, "message": shorten(_with_memory_hint(error), 4000)}
+        ready = {"ready": False, "message": shorten(_with_memory_hint(error), limit=4000)}
     _send(outgoing, ready)
     while components:
         frame = channel.read_frame(incoming)
@@ -81,7 +80,7 @@ def serve(incoming: BinaryIO, outgoing: BinaryIO, progress_fd: int) -> None:
 
 
 def _take_channel() -> tuple[BinaryIO, BinaryIO]:
-    """Moves the pipes away from stdin and stdout, so that prints of user code go to the log (stderr)."""
+    """Move the pipes away from stdin and stdout, so that prints of user code go to the log (stderr)."""
     incoming, outgoing = os.dup(0), os.dup(1)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -119,8 +118,11 @@ def _load(setup: dict[str, Any]) -> list[Component]:
 
 def _with_memory_hint(error: UserError) -> str:
     starved = isinstance(error.__cause__, MemoryError) or "failed to map segment" in str(error)
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0] >> 20
-    return f"{error}. Workers may use {limit} MiB: raise reward.memory_limit_mib" if starved else str(error)
+    return f"{error}. Workers may use {_limit_mib()} MiB: raise reward.memory_limit_mib" if starved else str(error)
+
+
+def _limit_mib() -> int:
+    return resource.getrlimit(resource.RLIMIT_AS)[0] >> 20
 
 
 def _score(request: dict[str, Any], components: list[Component], progress_fd: int) -> dict[str, Any]:
@@ -143,18 +145,18 @@ def _score(request: dict[str, Any], components: list[Component], progress_fd: in
 
 
 def _run(component: Component, sample: RewardSample) -> float:
-    """The component's finite number. Raises ComponentFailed for everything else that can happen in here."""
+    """The component's finite number. Raises ComponentFailed for everything else that can happen in user code."""
     # A reward that draws random numbers must not depend on which worker scored what before.
     random.seed(f"{sample.row_id}\0{sample.completion}".encode("utf-8", "surrogatepass"))
     try:
-        returned = component.function(sample, **component.kwargs)
-        value = _number(returned)
+        value = _number(component.function(sample, **component.kwargs))
     except ComponentFailed:
         raise
     except MemoryError as error:
-        limit = resource.getrlimit(resource.RLIMIT_AS)[0] >> 20
-        said = f"over the limit of {limit} MiB (reward.memory_limit_mib): {one_line(error, component.file)}"
-        raise ComponentFailed("reward_memory", said) from None
+        raise ComponentFailed(
+            "reward_memory",
+            f"over the limit of {_limit_mib()} MiB (reward.memory_limit_mib): {one_line(error, component.file)}",
+        ) from None
     except BaseException as error:  # also SystemExit: user code must not decide about this process
         raise ComponentFailed("reward_exception", one_line(error, component.file)) from None
     if not math.isfinite(value):
@@ -163,7 +165,7 @@ def _run(component: Component, sample: RewardSample) -> float:
 
 
 def _number(returned: Any) -> float:
-    """Numbers, and scalars of numpy and torch (anything of zero dimensions with `.item()`)."""
+    """A float of a number, or of a scalar of numpy or torch (zero dimensions and `.item()`)."""
     is_scalar = getattr(returned, "ndim", None) == 0 and hasattr(returned, "item")
     value = returned.item() if is_scalar else returned
     if not isinstance(value, numbers.Real):

@@ -16,6 +16,16 @@ import time
 from pathlib import Path
 
 calls = 0
+RETURNED = {
+    "fine": 1.0,
+    "nan": math.nan,
+    "inf": -math.inf,
+    "huge_int": 10**400,
+    "string": "1.0",
+    "none": None,
+    "true": True,
+    "int": 3,
+}
 
 
 def length(sample, scale=1.0):
@@ -23,11 +33,8 @@ def length(sample, scale=1.0):
 
 
 def fault(sample):
-    return globals()["do_" + sample.completion.split()[0]](sample)
-
-
-def do_fine(sample):
-    return 1.0
+    name = sample.completion.split()[0]
+    return RETURNED[name] if name in RETURNED else globals()["do_" + name](sample)
 
 
 def do_raise(sample):
@@ -66,34 +73,6 @@ def do_busy(sample):
 
 def do_regex(sample):
     return re.match(r"(a+)+$", "a" * 60 + "b")
-
-
-def do_nan(sample):
-    return math.nan
-
-
-def do_inf(sample):
-    return -math.inf
-
-
-def do_huge_int(sample):
-    return 10**400
-
-
-def do_string(sample):
-    return "1.0"
-
-
-def do_none(sample):
-    return None
-
-
-def do_true(sample):
-    return True
-
-
-def do_int(sample):
-    return 3
 
 
 def do_numpy(sample):
@@ -156,21 +135,23 @@ def do_slow(sample):
     return 1.0
 
 
-def do_leave_child(sample):
-    child = subprocess.Popen(["sleep", "1000"])
+def start_child(sample, **options):
+    child = subprocess.Popen(["sleep", "1000"], **options)
     Path(sample.columns["file"]).write_text(f"{child.pid}\n")
+
+
+def do_leave_child(sample):
+    start_child(sample)
     return 1.0
 
 
 def do_child_and_sleep(sample):
-    child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
-    Path(sample.columns["file"]).write_text(f"{child.pid}\n")
+    start_child(sample, start_new_session=True)
     time.sleep(1000)
 
 
 def do_child_and_exit(sample):
-    child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
-    Path(sample.columns["file"]).write_text(f"{child.pid}\n")
+    start_child(sample, start_new_session=True)
     os._exit(1)
 
 

@@ -25,7 +25,6 @@ from safetensors.torch import load_file, save_file
 
 from asyncrl.cli import main as asyncrl
 from asyncrl.config.load import dump_config
-from asyncrl.config.reward import RewardConfig
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.images import content_hash
 from asyncrl.errors import UserError
@@ -78,7 +77,6 @@ def write_rows(folder: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any
     """The `data` section for these rows."""
     (folder / "good.png").write_bytes(png())
     (folder / "large.png").write_bytes(png((160, 160)))
-    (folder / "text.png").write_text("this is no image")
     (folder / "half.png").write_bytes(png((160, 160))[:500])
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps({"answer": "x", **row}) + "\n" for row in rows))
@@ -98,14 +96,6 @@ BAD_ROWS = {
         {"prompt": "q", "images": ["god.png"]},
         r"row rows.jsonl:1, image 0: there is no image .*god.png: did you mean .*good.png",
     ),
-    "second image missing": (
-        {"prompt": "q", "images": ["good.png", "no.png"]},
-        r"row rows.jsonl:1, image 1: there is no image .*no.png",
-    ),
-    "corrupt image": (
-        {"prompt": "q", "images": ["text.png"]},
-        r"row rows.jsonl:1, image 0: these 16 bytes are no image .* leave the row out",
-    ),
     "truncated image": (
         {"prompt": "q", "images": ["half.png"]},
         r"row rows.jsonl:1: the image is damaged .* Replace the file or leave the row out",
@@ -119,16 +109,10 @@ BAD_ROWS = {
         r"row rows.jsonl:1: the prompt has \d+ tokens \((?!0 )\d+ of them for 1 image\(s\)\), over .*"
         r"data.filter_overlong_prompts=true",
     ),
-    "placeholder count": ({"prompt": "<image><image>", "images": ["good.png"]}, r"row rows.jsonl:1: 2 <image>"),
     "image_pad in text": (
         {"prompt": "q <|image_pad|>", "images": []},
         r"row rows.jsonl:1: .*'<\|image_pad\|>'.*<image>",
     ),
-    "image_pad beside an image": (
-        {"prompt": "q <|image_pad|>", "images": ["good.png"]},
-        r"row rows.jsonl:1: the text of the user message contains '<\|image_pad\|>', which the model reserves",
-    ),
-    "video_pad": ({"prompt": "<|video_pad|>?", "images": ["good.png"]}, r"row rows.jsonl:1: .*'<\|video_pad\|>'"),
     "vision_start": ({"prompt": "<|vision_start|>?", "images": []}, r"row rows.jsonl:1: .*'<\|vision_start\|>'"),
 }
 
@@ -142,7 +126,7 @@ def test_a_bad_row_stops_with_its_name(make_config: MakeConfig, tmp_path: Path, 
         writer.write(TicketSlot(1, 1, version=0, bound=0))
 
 
-@pytest.mark.parametrize("name", ["missing image", "corrupt image", "truncated image", "large image", "vision_start"])
+@pytest.mark.parametrize("name", ["missing image", "truncated image"])
 def test_a_bad_first_row_stops_a_dry_run(
     make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
@@ -158,33 +142,23 @@ def test_a_bad_first_row_stops_a_dry_run(
 def test_overlong_rows_are_left_out_and_counted(
     make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rows = [GOOD_ROW, BAD_ROWS["long text"][0], GOOD_ROW, BAD_ROWS["large image"][0], GOOD_ROW]
-    config = make_config(data={**write_rows(tmp_path, rows), "filter_overlong_prompts": True})
+    rows = [
+        {**row, "target": "x"} for row in (GOOD_ROW, BAD_ROWS["long text"][0], GOOD_ROW, BAD_ROWS["large image"][0])
+    ]
+    data = {**write_rows(tmp_path, rows), "filter_overlong_prompts": True}
+    config = make_config(data={**data, "val_files": data["train_files"]}, sft={"rows_per_step": 2})
     with caplog.at_level(logging.INFO):
         writer = writer_for(config)
-    assert writer.num_train_rows == 3
-    rows_visited = [writer.write(TicketSlot(i, i, version=0, bound=0)).ticket.prompt.row_id for i in range(6)]
-    assert [row_id[-1] for row_id in rows_visited] == ["0", "2", "4", "0", "2", "4"]
-    assert "3 of 5 rows are within data.max_prompt_length = 40" in caplog.text
+    assert (writer.num_train_rows, writer.num_held_out_rows) == (2, 2)
+    visited = [writer.write(TicketSlot(i, i, version=0, bound=0)).ticket.prompt.row_id for i in range(4)]
+    assert [row_id[-1] for row_id in visited] == ["0", "2", "0", "2"]
+    assert "2 of 4 rows are within data.max_prompt_length = 40" in caplog.text
     assert "rows.jsonl:1" in caplog.text
     assert "rows.jsonl:3" in caplog.text
-
-
-def test_overlong_held_out_rows_are_left_out_too(make_config: MakeConfig, tmp_path: Path) -> None:
-    data = write_rows(tmp_path, [BAD_ROWS["long text"][0], GOOD_ROW])
-    config = make_config(data={**data, "val_files": data["train_files"], "filter_overlong_prompts": True})
-    writer = writer_for(config)
-    assert (writer.num_train_rows, writer.num_held_out_rows) == (1, 1)
-    assert writer.write_evaluation(0, 0).ticket.prompt.row_id == "rows.jsonl:1"
-
-
-def test_supervised_training_leaves_them_out_too(make_config: MakeConfig, tmp_path: Path) -> None:
-    rows = [{**row, "target": "x"} for row in (BAD_ROWS["long text"][0], GOOD_ROW)]
-    data = {**write_rows(tmp_path, rows), "filter_overlong_prompts": True}
-    run = SupervisedRun(make_config(data=data, sft={"rows_per_step": 2}))
-    assert run.steps == 1
-    run.run()
-    assert (run.config.run_path / "export" / "config.json").is_file()
+    supervised = SupervisedRun(config)
+    assert supervised.steps == 1
+    supervised.run()
+    assert (config.run_path / "export" / "config.json").is_file()
 
 
 def test_all_rows_overlong_is_an_error(make_config: MakeConfig, tmp_path: Path) -> None:
@@ -194,7 +168,7 @@ def test_all_rows_overlong_is_an_error(make_config: MakeConfig, tmp_path: Path) 
 
 
 class _Watched(PromptProcessor):
-    """Counts how many threads are inside at once."""
+    """Counts the threads that encode at once."""
 
     inside = most = 0
 
@@ -226,55 +200,30 @@ def test_threads_share_a_processor(make_config: MakeConfig, tmp_path: Path) -> N
 # --- processes -------------------------------------------------------------------------------------
 
 
-def run_learner(file: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "learner", "--config", str(file), *overrides]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=60)
-
-
-def assert_refused(done: subprocess.CompletedProcess[str], config: RunConfig, *expected: str) -> None:
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr
-    message = done.stderr[done.stderr.index("error: ") :]
-    for text in expected:
-        assert text in message
-    assert not config.run_path.exists(), "nothing is written by a run that cannot start"
-
-
-def test_the_learner_refuses_an_unknown_key(make_config: MakeConfig, tmp_path: Path) -> None:
-    config = make_config()
-    file = tmp_path / "config.yaml"
-    file.write_text(dump_config(config).replace("group_size: 4", "group_sise: 4", 1))
-    assert_refused(run_learner(file), config, "unknown key batch.group_sise: did you mean batch.group_size?")
-
-
-def test_the_learner_refuses_data_without_the_answer_key(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_learner_that_is_refused_ends_with_one_message_and_writes_nothing(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
     config = with_ports(make_config(data={"answer_key": "anser"}))
     file = tmp_path / "config.yaml"
     file.write_text(dump_config(config))
-    assert_refused(run_learner(file), config, "has no column 'anser' (data.answer_key). Did you mean", "answer")
-
-
-@pytest.mark.parametrize("key", ["network.control_port", "telemetry.learner_port"])
-def test_the_learner_refuses_a_busy_port(make_config: MakeConfig, tmp_path: Path, key: str) -> None:
-    config = with_ports(make_config())
-    file = tmp_path / "config.yaml"
-    file.write_text(dump_config(config))
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        done = run_learner(file, f"{key}={port}")
-    assert_refused(done, config, key, str(port))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "learner", "--config", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "has no column 'anser' (data.answer_key). Did you mean" in done.stderr[done.stderr.index("error: ") :]
+    assert not config.run_path.exists()
 
 
 @pytest.mark.parametrize("key", ["network.control_port", "network.weights_port", "telemetry.learner_port"])
-def test_a_refused_learner_gives_everything_back(make_config: MakeConfig, key: str) -> None:
-    """In this process, where nobody cleans up after it."""
+def test_a_learner_whose_port_is_busy_gives_everything_back(make_config: MakeConfig, key: str) -> None:
     from learner.service import Learner
 
+    def shared_files() -> set[str]:
+        return {path.name for path in SHARED_MEMORY.glob(f"*-{os.getpid()}-*")}
+
     before = shared_files()
-    config = with_ports(make_config())
+    config = with_ports(make_config(trainer={"max_steps": 0, "total_epochs": 1}, batch={"prompts_per_step": 10}))
     section, _, name = key.partition(".")
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -285,28 +234,12 @@ def test_a_refused_learner_gives_everything_back(make_config: MakeConfig, key: s
     assert shared_files() == before
     assert not config.run_path.exists()
     learner = Learner(config)  # the other ports are free again
-    assert learner.progress.total_steps == config.trainer.max_steps
-    learner.exchange.stop("done")
-    learner.publication.close()
-    learner.exporter.close()
-
-
-def test_a_run_has_the_steps_that_were_explained(make_config: MakeConfig) -> None:
-    from learner.service import Learner
-
-    config = with_ports(make_config(trainer={"max_steps": 0, "total_epochs": 1}, batch={"prompts_per_step": 10}))
-    learner = Learner(config)
     try:
-        assert learner.progress.total_steps == config.total_steps(64) == 7
+        assert learner.progress.total_steps == config.total_steps(64) == 7, "as it was explained"
     finally:
         learner.exchange.stop("done")
         learner.publication.close()
         learner.exporter.close()
-
-
-def shared_files() -> set[str]:
-    """This process's publications."""
-    return {path.name for path in SHARED_MEMORY.glob(f"*-{os.getpid()}-*")}
 
 
 # --- rewards -----------------------------------------------------------------------------------------
@@ -315,8 +248,6 @@ def shared_files() -> set[str]:
 REWARD_FAULTS = {
     "raise": (TrajectoryStatus.ERROR, "reward_exception", "reward_faults.py"),
     "sleep": (TrajectoryStatus.TIMED_OUT, "reward_timeout", "reward.timeout_s"),
-    "nan": (TrajectoryStatus.ERROR, "reward_nan", "fault"),
-    "string": (TrajectoryStatus.ERROR, "reward_type", "fault"),
     "os_exit": (TrajectoryStatus.ERROR, "reward_crash", "fault"),
     "fine": (TrajectoryStatus.FINISHED, "", ""),
 }
@@ -339,14 +270,13 @@ async def produce(config: RunConfig, ticket: PreparedTicket, processor: PromptPr
 @pytest.mark.parametrize("fault", REWARD_FAULTS)
 def test_a_failing_reward_is_a_status_and_never_a_zero(make_config: MakeConfig, fault: str) -> None:
     status, kind, message = REWARD_FAULTS[fault]
-    function = {"function": f"{ROOT / 'tests' / 'reward_faults.py'}:fault"}
+    function = {"function": f"{ROOT / 'tests' / 'rigs' / 'reward_faults.py'}:fault"}
     config = make_config(
         batch={"group_size": 2},
         data={"max_response_length": 32},
         rollout={"engine": "scripted", "engine_args": {"text": fault}},
         reward={"functions": [function], "timeout_s": 0.5, "workers": 2},
     )
-    assert isinstance(config.reward, RewardConfig)
     processor = PromptProcessor(config.model)
     stop = (processor.tokenizer.eos_token_id,)
     item = TicketWriter(config, processor, stop).write(TicketSlot(0, 0, version=0, bound=0))
@@ -410,6 +340,14 @@ def with_record(group: Group, **changes: Any) -> tuple[TrajectoryRecord, ...]:
     return (group.trajectories[0].model_copy(update=changes), *group.trajectories[1:])
 
 
+def first_error(group: Group, **changes: Any) -> dict[str, Any]:
+    return {"trajectories": with_record(group, status=TrajectoryStatus.ERROR, **changes)}
+
+
+def rewarded(group: Group, rewards: Mapping[str, float]) -> dict[str, Any]:
+    return {"trajectories": with_record(group, rewards=dict(rewards))}
+
+
 Change = Callable[[Group, PromptProcessor], dict[str, Any]]
 LIES: dict[str, tuple[Change, str]] = {
     "images in another order": (
@@ -419,10 +357,6 @@ LIES: dict[str, tuple[Change, str]] = {
     "an image too few": (
         lambda g, p: {"image_hashes": g.image_hashes[:1], "image_grids": g.image_grids[:1]},
         r"the engine saw 1 image\(s\), the prompt has 2",
-    ),
-    "an image too many": (
-        lambda g, p: {"image_hashes": (*g.image_hashes, "0" * 64), "image_grids": g.image_grids[[0, 1, 1]]},
-        r"the engine saw 3 image\(s\), the prompt has 2",
     ),
     "another image": (
         lambda g, p: {"image_hashes": ("0" * 64, g.image_hashes[1])},
@@ -465,43 +399,30 @@ LIES: dict[str, tuple[Change, str]] = {
         "the key-value cache is of version 2, before 3",
     ),
     "a NaN log-prob": (lambda g, p: {"logprobs": with_value(g.logprobs, np.nan)}, "log-prob that is not finite"),
-    "an infinite log-prob": (lambda g, p: {"logprobs": with_value(g.logprobs, -np.inf)}, "log-prob that is not finite"),
     "a log-prob above 0": (lambda g, p: {"logprobs": with_value(g.logprobs, 0.5)}, "or above 0"),
-    "an id outside the vocabulary": (
-        lambda g, p: {"token_ids": with_value(g.token_ids, 10**6)},
-        "outside the vocabulary",
-    ),
+    "an unknown id": (lambda g, p: {"token_ids": with_value(g.token_ids, 10**6)}, "outside the vocabulary"),
     "a negative id": (lambda g, p: {"token_ids": with_value(g.token_ids, -1)}, "outside the vocabulary"),
     "a sampled image placeholder": (
         lambda g, p: {"token_ids": with_value(g.token_ids, p.image_token_id or 0)},
         "the policy sampled image placeholder ids",
     ),
     "an odd loss mask": (lambda g, p: {"loss_mask": with_value(g.loss_mask, 2)}, "loss_mask has values other than"),
-    "a reward of an error": (
-        lambda g, p: {"trajectories": with_record(g, status=TrajectoryStatus.ERROR, error_kind="x")},
-        "trajectory 0 is error with reward 1.0",
-    ),
+    "a reward of an error": (lambda g, p: first_error(g, error_kind="x"), "trajectory 0 is error with reward 1.0"),
+    "an error without a kind": (lambda g, p: first_error(g, reward=None), "without an error kind"),
     "no reward": (
         lambda g, p: {"trajectories": with_record(g, reward=None)},
         "trajectory 0 is finished with reward None",
     ),
     "a NaN reward": (lambda g, p: {"trajectories": with_record(g, reward=np.nan)}, "trajectory 0 has reward nan"),
     "another server's name": (lambda g, p: {"server_id": "somebody"}, "it is signed by somebody"),
-    "a reward component too few": (
-        lambda g, p: {"trajectories": with_record(g, rewards={})},
-        "trajectory 0 has the reward components none, here they are",
-    ),
-    "an unknown reward component": (
-        lambda g, p: {"trajectories": with_record(g, rewards={**g.trajectories[0].rewards, "x\n" * 99: 1.0})},
+    "a component too few": (lambda g, p: rewarded(g, {}), "trajectory 0 has the reward components none, here they are"),
+    "an unknown component": (
+        lambda g, p: rewarded(g, {**g.trajectories[0].rewards, "x\n" * 99: 1.0}),
         "reward components .*x x .*Do both sides have the same reward.functions",
     ),
-    "a reward component that is no number": (
-        lambda g, p: {"trajectories": with_record(g, rewards=dict.fromkeys(g.trajectories[0].rewards, np.inf))},
+    "an infinite component": (
+        lambda g, p: rewarded(g, dict.fromkeys(g.trajectories[0].rewards, np.inf)),
         "trajectory 0 has a reward component that is not finite",
-    ),
-    "an error without a kind": (
-        lambda g, p: {"trajectories": with_record(g, status=TrajectoryStatus.ERROR, reward=None)},
-        "without an error kind",
     ),
 }
 
@@ -522,33 +443,19 @@ def test_a_group_that_does_not_fit_its_ticket_is_refused(
     assert caught.value.code is ErrorCode.REFUSED_GROUP
 
 
-def test_a_completion_over_the_limit_is_refused(
+def test_the_limit_of_a_completion_holds_and_what_is_allowed_passes(
     two_images: tuple[RunConfig, PromptProcessor, PreparedTicket],
 ) -> None:
     _, processor, item = two_images
     prompt = processor.encode(item.ticket.prompt, item.blobs)
+    good = good_group(item.ticket, prompt)
     short = item.ticket.model_copy(update={"sampling": item.ticket.sampling.model_copy(update={"max_new_tokens": 2})})
     with pytest.raises(ProtocolError, match="a completion of 3 tokens, over max_new_tokens 2"):
-        verify(good_group(item.ticket, prompt), short, prompt, version=5, vocabulary=500)
-
-
-def test_versions_may_grow_within_a_completion_and_fall_from_one_to_the_next(
-    two_images: tuple[RunConfig, PromptProcessor, PreparedTicket],
-) -> None:
-    _, processor, item = two_images
-    prompt = processor.encode(item.ticket.prompt, item.blobs)
-    good = good_group(item.ticket, prompt)
+        verify(good, short, prompt, version=5, vocabulary=500)
+    # Versions may grow within a completion, and fall from one to the next.
     rising = np.tile(np.array([3, 4, 5], good.versions.dtype), len(good.trajectories))
     verify(good.model_copy(update={"versions": rising}), item.ticket, prompt, version=5, vocabulary=500)
-
-
-def test_what_the_environment_put_in_may_be_anything(
-    two_images: tuple[RunConfig, PromptProcessor, PreparedTicket],
-) -> None:
-    """Tokens that the policy did not sample have no log-prob to check, and may be images."""
-    _, processor, item = two_images
-    prompt = processor.encode(item.ticket.prompt, item.blobs)
-    good = good_group(item.ticket, prompt)
+    # Tokens that the policy did not sample have no log-prob to check, and may be images.
     changes = {
         "loss_mask": with_value(good.loss_mask, 0),
         "logprobs": with_value(good.logprobs, np.nan),
@@ -607,7 +514,7 @@ async def sample(config: RunConfig, request: GenerationRequest, processor: Promp
         await engine.close()
 
 
-@pytest.mark.parametrize("temperature", [1.0, 5.0, 0.0])
+@pytest.mark.parametrize("temperature", [5.0, 0.0])
 def test_the_engine_never_samples_an_image_placeholder(
     make_config: MakeConfig, image_pad_lover: Path, temperature: float
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl.telemetry.recorder import read_status
 from tests.rigs.compose_services import COMPOSE, ROOT, Container, image_commands, resolved
 from tests.rigs.ports import own_port
 from tests.rigs.prometheus_server import PROMETHEUS, Prometheus
@@ -24,11 +25,11 @@ pytestmark = [
 ]
 DASHBOARDS = Path(__file__).parents[2] / "docker" / "grafana" / "dashboards"
 STEPS = 150
-"""Of the quick demo."""
+"""Steps of the quick demo."""
 GRACE_S = 30.0
 """Stopping should take no longer, whatever Compose allows."""
 MOST_SERIES = 1000
-"""Of one process."""
+"""Time series of one process."""
 
 
 class Stack:
@@ -66,10 +67,7 @@ class Stack:
         return [self.learner, *self.servers]
 
     def step(self) -> int:
-        try:
-            return json.loads((self.run / "status.json").read_text()).get("step", 0)
-        except (FileNotFoundError, json.JSONDecodeError):
-            return 0
+        return read_status(self.run).get("step", 0)
 
     def close(self) -> None:
         for container in (self.prepare, *self.containers):
@@ -126,9 +124,7 @@ def test_the_whole_stack_through_crash_stop_and_end(stack: Stack, tmp_path: Path
     _assert_every_panel_shows_something(stack.prometheus, running_at, finished_at)
     _assert_alerts_are_quiet(stack.prometheus, finished_at)
     for job in ("learner", "rollout_server"):
-        series = stack.prometheus.value(f'max(count by (instance) ({{job="{job}"}}))')
-        assert series is not None
-        assert series < MOST_SERIES, job
+        assert (stack.prometheus.value(f'max(count by (instance) ({{job="{job}"}}))') or MOST_SERIES) < MOST_SERIES, job
 
     wait_until(lambda: all(c.exits and c.exits[-1] == 0 for c in stack.containers), "orderly ends", tmp_path)
     assert all(c.process is not None and c.process.poll() == 0 for c in stack.containers), "nobody starts again"
@@ -140,17 +136,15 @@ def test_the_whole_stack_through_crash_stop_and_end(stack: Stack, tmp_path: Path
 
 
 def _queries() -> list[tuple[str, str]]:
-    """Title of the panel, and PromQL."""
-    found = []
-    for file in DASHBOARDS.glob("*.json"):
-        board = json.loads(file.read_text())
-        panels = [inner for panel in board["panels"] for inner in (panel, *panel.get("panels", ()))]
-        found += [
-            (f"{board['title']}: {panel['title']}", target["expr"].replace("$__rate_interval", "1m"))
-            for panel in panels
-            for target in panel.get("targets", ())
-        ]
-    return found
+    """Titles of all panels, and PromQL."""
+    boards = [json.loads(file.read_text()) for file in DASHBOARDS.glob("*.json")]
+    return [
+        (f"{board['title']}: {inner['title']}", target["expr"].replace("$__rate_interval", "1m"))
+        for board in boards
+        for panel in board["panels"]
+        for inner in (panel, *panel.get("panels", ()))
+        for target in inner.get("targets", ())
+    ]
 
 
 def _assert_every_panel_shows_something(prometheus: Prometheus, *moments: float) -> None:
@@ -179,9 +173,7 @@ def _assert_every_prompt_once(run: Path) -> None:
 
 def _assert_the_run_can_be_looked_at(stack: Stack) -> None:
     """A learner that no launcher started leaves as much behind."""
-    for command in (["replay", "--step", str(STEPS)], ["inspect", "--limit", "1"], ["report"]):
-        words = ["asyncrl", command[0], str(stack.run), *command[1:]]
-        done = subprocess.run(
-            words, env=stack.learner.environment, cwd=ROOT, capture_output=True, text=True, timeout=120
-        )
+    for command, *options in (["replay", "--step", str(STEPS)], ["inspect", "--limit", "1"], ["report"]):
+        words = ["asyncrl", command, str(stack.run), *options]
+        done = subprocess.run(words, env=stack.learner.environment, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -49,38 +49,34 @@ def test_the_commands_of_the_documentation_run(tmp_path: Path, tiny_model: Path,
     assert ran == {block.name for block in ALL if not block.needs and block.runnable.strip()}
 
 
-def test_there_are_commands_to_run_and_marked_ones() -> None:
+def test_blocks_are_found_with_known_needs_and_what_is_not_run_here_exists() -> None:
     assert ROOT / "README.md" in WITH_COMMANDS
     assert len(ALL) > 10
     assert {block.needs for block in ALL} <= {"", *NEEDS}
+    makefile = (ROOT / "Makefile").read_text()
+    assert all(re.search(rf"^{command.split()[1]}:", makefile, re.M) for command in AS_SUCH)
+    assert "make test" in (ROOT / ".ci" / "run").read_text()
 
 
 @pytest.mark.parametrize("block", ALL, ids=lambda block: block.name)
 def test_commands_are_bash_and_name_what_exists(block: Block) -> None:
-    """Of marked blocks, too: subcommands of asyncrl, and keys of the configuration."""
+    """Check subcommands and keys of all blocks, and whether settings of marked commands fit together."""
     checked = subprocess.run(["bash", "-n"], input=block.text, text=True, capture_output=True, check=False)
     assert checked.returncode == 0, checked.stderr
-    for words in _asyncrl_commands(block.text):
-        assert words[0] in COMMANDS, words
-        for word in words[1:]:
-            name, equals, _ = word.partition("=")
-            if equals and "." in name and not name.startswith(("-", *FREE_MAPPINGS)):
-                assert name in known_paths() or name.startswith("reward.functions"), word
-
-
-@pytest.mark.parametrize("block", [block for block in ALL if block.needs], ids=lambda block: block.name)
-def test_the_settings_of_marked_commands_fit_together(block: Block) -> None:
-    """As far as a machine without what they need can tell."""
-    mine = ROOT / "configs" / "digits_grpo.yaml"  # what README tells to start from
     for command, *words in _asyncrl_commands(block.text):
+        assert command in COMMANDS, command
         overrides = [word for word in words if re.match(r"\w+\.\w", word) and "=" in word]
-        if command in ("train", "sync", "learn", "rollout"):
+        for word in overrides:
+            name = word.partition("=")[0]
+            assert name in known_paths() or name.startswith(("reward.functions", *FREE_MAPPINGS)), word
+        if block.needs and command in ("train", "sync", "learn", "rollout"):
+            mine = ROOT / "configs" / "digits_grpo.yaml"  # README tells to start from it
             config = load_config(mine, [*overrides, *(["trainer.mode=sync"] if command == "sync" else [])])
             assert command == "learn" or device_problem(config) == ""
 
 
 def _asyncrl_commands(text: str) -> list[list[str]]:
-    """What follows `asyncrl` in each of its commands; here-documents are left out."""
+    """Arguments of each `asyncrl` command; here-documents are left out."""
     text = re.sub(r"<<'(\w+)'\n.*?^\1$", "", text, flags=re.M | re.S).replace("\\\n", " ")
     lines = [shlex.split(line, comments=True) for line in text.splitlines()]
     return [words[1:] for words in lines if words and Path(words[0]).name == "asyncrl"]
@@ -98,17 +94,11 @@ def test_names_in_the_text_exist(page: Path) -> None:
     wrong = []
     for text in inline:
         words = text.split()
-        if words[0] == "asyncrl" and len(words) > 1 and words[1][0].islower() and words[1] not in COMMANDS:
-            wrong.append(text)
-        if words[0] == "make" and len(words) > 1 and words[1] not in targets:
+        known = {"asyncrl": COMMANDS, "make": targets}.get(words[0])
+        if known and len(words) > 1 and words[1][0].islower() and words[1] not in known:
             wrong.append(text)
         name = re.split(r"[=:\s]", text)[0].removesuffix(".*")
-        if (
-            "." in name
-            and name.split(".")[0] in SECTIONS
-            and not _is_a_place(name, places)
-            and page.name != "migration.md"
-        ):
+        if "." in name and name.split(".")[0] in SECTIONS and not _is_a_place(name, places):
             wrong.append(text)
     assert wrong == []
 
@@ -116,12 +106,6 @@ def test_names_in_the_text_exist(page: Path) -> None:
 def _is_a_place(name: str, places: set[str]) -> bool:
     is_file = "/" in name or name.endswith((".py", ".yaml", ".md", ".json", ".jsonl", ".secret", ".public"))
     return is_file or name in places or name.startswith((*FREE_MAPPINGS, "reward.functions"))
-
-
-def test_what_is_not_run_here_is_there() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    assert all(re.search(rf"^{command.split()[1]}:", makefile, re.M) for command in AS_SUCH)
-    assert "make test" in (ROOT / ".ci" / "run").read_text()
 
 
 def test_commands_in_another_fence_are_refused(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ RULE_TESTS = ROOT / "tests" / "rigs" / "alerts.test.yml"
 
 
 def _rules() -> list[dict[str, Any]]:
-    """Those that alert."""
+    """Rules that alert."""
     groups = yaml.safe_load(RULES.read_text())["groups"]
     return [rule for group in groups for rule in group["rules"] if "alert" in rule]
 
@@ -67,30 +67,21 @@ def test_promtool_accepts_the_configuration() -> None:
 
 MUTANTS = [
     ("RolloutServerSilent", " or asyncrl_rollout_pulse_age_seconds > 30", ""),
-    ("LearnerSilent", " or asyncrl_learner_pulse_age_seconds > 30", ""),
     ("NotANumber", "|grad_norm", ""),
     ("RewardHacking", '(deriv(asyncrl_learner_reward{component="mean"}[1h]) > 0)', "(asyncrl_learner_reward > -9)"),
     ("RewardHacking", "> 2 * sqrt(", "> 0 * sqrt("),
     ("StalenessAtBound", " and asyncrl_learner_idle_ratio > 0.2", ""),
     ("LearnerSilent", ' or 0 * max by (instance) (up{job="learner"} == 1)', ""),
-    ("NoLearner", ' or 0 * max by (instance) (up{job="learner"} == 1)', ""),
-    ("LearnerSilent", ' or -1 + 0 * max by (instance) (last_over_time(up{job="learner"}[5m]))', ""),
     ("LearnerSilent", "last_over_time(asyncrl:learner_finished[1d])", "last_over_time(asyncrl:learner_finished[10m])"),
-    ("LearnerSilent", "[30m:30s]) > 20", "[30m:30s]) > 9"),
     ("LearnerSilent", " and max(max_over_time(asyncrl_rollout_learner_silence_seconds[5m])) > 30", ""),
-    ("LearnerSilent", ":learner_finished[1d]) == 1", ":learner_finished[1d])"),
     ("NoLearner", " or last_over_time(asyncrl:newest_learner_finished[1d]) == 1", ""),
-    ("NoLearner", "newest_learner_finished[1d]) == 1", "newest_learner_finished[1d])"),
-    ("NoLearner", "[15m:5s]) > 11", "[15m:5s]) > 0"),
     ("NoLearner", "[15m:5s]) > 11", "[15m:5s]) > 99"),
-    ("NoLearner", "max_over_time(asyncrl:newest_learner_finished[15m]) == 1", "asyncrl:newest_learner_finished == 1"),
-    ("NoLearner", 'max by (job) (max_over_time(up{job="learner"}[15m])) == 0', "up == 9"),
     ("NoProgress", 'seconds_total{for="evaluation"}', 'seconds_total{for="groups"}'),
     ("EntropyCollapse", "entropy < 0.02 and asyncrl_learner_steps_total > 0", "entropy < 0.02"),
     ("NoRolloutServer", "asyncrl_learner_servers offset 10m == 0", "asyncrl_learner_servers == 0"),
     ("DiskFilling", " and asyncrl_learner_disk_free_bytes < 0.2 * asyncrl_learner_disk_size_bytes", ""),
 ]
-"""An alert, a part of its rule (or of what it rests on), and what stands there instead."""
+"""An alert, a part of its rule (or of what it rests on), and a replacement that the rule tests have to notice."""
 
 
 @pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed")

@@ -57,12 +57,6 @@ def test_jobs_do_not_repeat_what_cannot_succeed(number: int) -> None:
     assert rule["onExitCodes"]["values"] == [ExitCode.USER_ERROR], "after bad state --unattended decides"
     assert rule["onExitCodes"]["containerName"] == container(document)["name"]
     assert document["spec"]["template"]["spec"]["restartPolicy"] == "Never", "podFailurePolicy asks for it"
-
-
-def test_the_page_says_which_exit_codes_end_a_job() -> None:
-    rules = [rule for document in documents()[1:] for rule in document["spec"]["podFailurePolicy"]["rules"]]
-    ends = {code for rule in rules if rule["action"] == "FailJob" for code in rule["onExitCodes"]["values"]}
-    assert ends == {ExitCode.USER_ERROR}, "3 is a learner that may come yet"
     page = " ".join((ROOT / "docs" / "multi-node.md").read_text().split())
     assert "Exit code 2, a mistake to mend, ends a Job." in page
 
@@ -119,10 +113,11 @@ def run_node(folder: Path, node: int, **variables: str) -> tuple[int, list[str]]
 def test_the_first_node_has_the_learner_and_its_exit_code(tmp_path: Path) -> None:
     code, calls = run_node(tmp_path, 0, LEARNER_CODE="3", SERVER_CODE="0")
     network = "network.host=node-a network.control_port=7601 network.weights_port=7602 network.keys_dir=keys"
+    learner = f"0 learn my.yaml --unattended {network} run_dir=runs/mine"
     assert code == 3
-    assert f"0 learn my.yaml --unattended {network} run_dir=runs/mine" in calls
+    assert learner in calls
     assert set(calls) <= {
-        f"0 learn my.yaml --unattended {network} run_dir=runs/mine",
+        learner,
         f"1 rollout my.yaml {network} telemetry.rollout_port=9103 run_dir=runs/mine",
         f"2 rollout my.yaml {network} telemetry.rollout_port=9104 run_dir=runs/mine",
     }
@@ -140,8 +135,6 @@ def test_a_server_whose_learner_did_not_come_in_time_is_started_again(tmp_path: 
     code, calls = run_node(tmp_path, 1, **late, THEN="0")
     assert code == 0
     assert [call.split()[0] for call in calls] == [*"000111222"]
-    (tmp_path / "calls-1").unlink()
-    assert run_node(tmp_path, 1, **late, THEN="2")[0] != 0, "then it is refused"
 
 
 def test_a_server_on_a_node_ends_with_the_job(tmp_path: Path) -> None:

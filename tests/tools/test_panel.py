@@ -1,4 +1,4 @@
-"""The panel answers its three questions from the run directory, whatever is missing there."""
+"""The panel, plain lines and `asyncrl watch` show a run from its directory, whatever is missing or damaged there."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import html
 import io
 import json
 import os
+import random
 import re
 import runpy
 import subprocess
@@ -19,13 +20,16 @@ from typing import Any
 import pytest
 import yaml
 from rich.cells import cell_len
-from rich.console import Console
 
 from asyncrl.cli import main
+from asyncrl.config.load import dump_config
+from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
+from asyncrl.launch.console import Console
+from asyncrl.launch.processes import JOURNAL_FILE
 from asyncrl.telemetry.alert_thresholds import NOT_IN_A_RUN_DIRECTORY
 from asyncrl.telemetry.jsonl import JsonlTail
-from asyncrl.telemetry.recorder import RunRecorder, read_status
+from asyncrl.telemetry.recorder import RunRecorder
 from asyncrl.tools.panel.alerts import CONDITIONS, alerts
 from asyncrl.tools.panel.display import Display
 from asyncrl.tools.panel.formatting import Glyphs, duration, slice_means, time_left
@@ -33,29 +37,26 @@ from asyncrl.tools.panel.panel import RunPanel
 from asyncrl.tools.panel.run_snapshot import RunSnapshot, seconds_per_step
 from tests.rigs.tiny import ROOT
 
+STEP = {
+    "reward/exact_match": 0.2,
+    "loss": 0.0123,
+    "grad_norm": 1.5,
+    "entropy": 0.9,
+    "lr": 1e-5,
+    "staleness/mean": 0.8,
+    "staleness/max": 2,
+    "idle/learner": 0.25,
+    "tokens_per_s/learner": 5000.0,
+    "rows/finished": 60,
+    "rows/error": 3,
+    "step_s": 2.0,
+}
+
 
 def write_run(folder: Path, steps: int = 40) -> RunRecorder:
     recorder = RunRecorder(folder)
     for step in range(1, steps + 1):
-        recorder.step(
-            {
-                "step": step,
-                "version": step,
-                "reward/mean": step / 100,
-                "reward/exact_match": step / 200,
-                "loss": 0.0123,
-                "grad_norm": 1.5,
-                "entropy": 0.9,
-                "lr": 1e-5,
-                "staleness/mean": 0.8,
-                "staleness/max": 2,
-                "idle/learner": 0.25,
-                "tokens_per_s/learner": 5000.0,
-                "rows/finished": 60,
-                "rows/error": 3,
-                "step_s": 2.0,
-            }
-        )
+        recorder.step({"step": step, "version": step, "reward/mean": step / 100, **STEP})
     recorder.evaluation({"step": 0, "version": 0, "accuracy": 0.125, "reward": 0.1, "rows": 16, "errors": 0})
     recorder.evaluation({"step": 40, "version": 40, "accuracy": 0.875, "reward": 0.8, "rows": 16, "errors": 1})
     completions = [
@@ -76,30 +77,45 @@ def write_run(folder: Path, steps: int = 40) -> RunRecorder:
     return recorder
 
 
-def text_of(folder: Path, width: int = 110, height: int = 60) -> str:
-    console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system="truecolor")
-    story = RunSnapshot(folder)
-    story.refresh()
-    with console.capture() as capture:
-        console.print(RunPanel(story))
-    return re.sub(r"\x1b\[[0-9;]*m", "", capture.get())  # our own colours
+def snapshot(folder: Path) -> RunSnapshot:
+    run = RunSnapshot(folder)
+    run.refresh()
+    return run
 
 
-@pytest.mark.parametrize("width", [80, 110, 160])
-def test_the_panel_answers_all_three_questions(tmp_path: Path, width: int) -> None:
-    write_run(tmp_path / "run")
-    shown = text_of(tmp_path / "run", width)
+def text_of(folder: Path, width: int = 110, height: int = 60, encoding: str = "utf-8") -> str:
+    """The panel without its colours."""
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)  # strict: what cannot be encoded raises
+    Console(file=stream, width=width, height=height, force_terminal=True).print(RunPanel(snapshot(folder)))
+    stream.flush()
+    stream.seek(0)
+    return re.sub(r"\x1b\[[0-9;]*m", "", stream.read())
+
+
+def plain(folder: Path, during: Callable[[], object] = lambda: None) -> list[str]:
+    """Lines printed where there is no terminal, of a run directory that `during` changes."""
+    output = io.StringIO()
+    with Display(RunSnapshot(folder), Console(file=output, force_terminal=False, width=80)) as display:
+        during()
+        display.tick()
+    return output.getvalue().splitlines()
+
+
+def test_the_panel_answers_all_three_questions_and_a_model_cannot_steer_the_terminal(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    shown = text_of(tmp_path)
     for part in (
         *("Is it learning?", "0.400", "exact_match 0.200", "0.125", "0.875", "0.0123"),
         *("Is the pipeline healthy?", "in_flight 12", "needs 8, has 3", "reward_timeout 3", "finished 60"),
-        *("What does it write?", "it is seven", "which digit?"),
+        *("What does it write?", "it is seven", "which digit?", "\\x1b[2J"),
     ):
         assert part in shown, part
+    assert "\x1b" not in shown
 
 
 def test_values_stand_below_each_other_and_a_number_that_is_cut_looks_cut(tmp_path: Path) -> None:
     recorder = write_run(tmp_path / "run")
-    rewards = [("much too good", 1234567.0), ("bad", -12345.678)]
+    rewards = [("too good", 1234567.0), ("bad", -12345.678)]
     completions = [{"text": text, "reward": reward} for text, reward in rewards]
     recorder.sample({"step": 41, "prompt": "which digit?", "answer": "7", "completions": completions}, {})
     lines = text_of(tmp_path / "run").splitlines()
@@ -109,40 +125,59 @@ def test_values_stand_below_each_other_and_a_number_that_is_cut_looks_cut(tmp_pa
         "1 at version",
         "in_flight 12",
         "groups of step 41",
-        "much too good",
+        "too good",
         "which digit?",
     )
-    columns = {value: {line.index(value) for line in lines if value in line} for value in values}
-    assert len(set().union(*columns.values())) == 1, "\n".join(lines)
-    assert all(columns.values()), "\n".join(lines)
+    columns = [{line.index(value) for line in lines if value in line} for value in values]
+    assert all(columns)
+    assert len(set().union(*columns)) == 1, "\n".join(lines)
     assert any("good 123456… " in line for line in lines)
     assert any("bad -12345.… " in line for line in lines)
 
 
-@pytest.mark.parametrize(("width", "height"), [(16, 24), (20, 24), (30, 13), (80, 24)])
-def test_the_panel_is_no_larger_than_its_terminal(tmp_path: Path, width: int, height: int) -> None:
-    write_run(tmp_path / "run")
-    lines = text_of(tmp_path / "run", width, height).splitlines()
-    assert len(lines) <= height, "\n".join(lines)
-    assert {len(line) for line in lines} == {width}
-    assert any("0.400" in line for line in lines), "names leave room for values\n" + "\n".join(lines)
+@pytest.mark.parametrize(
+    ("width", "height"), [(1, 24), (7, 24), (15, 24), (16, 24), (30, 13), (40, 15), (60, 20), (80, 24), (200, 60)]
+)
+def test_the_panel_fits_its_terminal_and_a_small_one_keeps_what_matters(
+    tmp_path: Path, width: int, height: int
+) -> None:
+    recorder = write_run(tmp_path)
+    if width >= 40:
+        record: dict[str, Any] = {"step": 41, "loss": None, **{f"reward/component_{n}": n / 10 for n in range(12)}}
+        recorder.step(record)
+    lines = text_of(tmp_path, width, height).splitlines()
+    if width < 16:
+        return  # too narrow to say anything, and no reason to end
+    assert len(lines) <= height
+    assert {cell_len(line) for line in lines} == {width}
+    parts = ("reward", "held-out", "WARNING", "waiting for", "errors", "it is seven", "What does it write?")
+    for part in parts if width >= 40 else ("0.400",):
+        assert any(part in line for line in lines), part
 
 
-@pytest.mark.parametrize("width", range(1, 16))
-def test_no_terminal_is_too_narrow_to_go_on(tmp_path: Path, width: int) -> None:
-    write_run(tmp_path / "run")
-    assert text_of(tmp_path / "run", width, 24)
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_a_terminal_shows_what_its_encoding_can(tmp_path: Path, encoding: str) -> None:
+    recorder = write_run(tmp_path)
+    completions = [{"text": "漢字 é \u202e\udc80 🙂", "reward": 1.0}, {"text": "x" * 300, "reward": 0.0}]
+    recorder.sample({"step": 41, "prompt": "何の数字？", "answer": "七", "completions": completions}, {})
+    text = text_of(tmp_path, 120, 30, encoding)
+    assert {cell_len(line) for line in text.splitlines()} == {120}
+    assert ("漢字" in text) == ("█" in text) == (encoding == "utf-8")
+    assert ("\\u6f22\\u5b57" in text) == (encoding != "utf-8")
+    assert ("é" in text) == (encoding != "ascii")
+    assert "\\u202e\\udc80" in text, "what turns text around or is none is shown as a number"
 
 
-def test_a_terminal_of_24_lines_is_enough(tmp_path: Path) -> None:
-    write_run(tmp_path / "run")
-    output = io.StringIO()
-    console = Console(file=output, force_terminal=True, width=80, height=24)
-    with Display(RunSnapshot(tmp_path / "run"), console) as display:
-        display.tick()
-        shown = output.getvalue()
-    assert "it is seven" in shown
-    assert "..." not in shown, "nothing is cut off"
+def test_text_is_cut_between_cells_and_sparklines_and_durations_are_short() -> None:
+    glyphs = Glyphs.of("utf-8")
+    assert glyphs.cut("漢字漢字", 8) == "漢字漢字"
+    assert [cell_len(glyphs.cut("漢字漢字", cells)) for cells in (7, 6, 5)] == [7, 5, 5]
+    assert glyphs.lines("漢字漢字漢字", 5, 2) == ["漢字", "漢字…"]
+    assert glyphs.lines("", 5, 2) == [""]
+    assert glyphs.sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert set(glyphs.sparkline([0.5] * 10)) == {"▁"}
+    assert slice_means([float(n) for n in range(1000)], 4) == [124.5, 374.5, 624.5, 874.5]
+    assert [duration(seconds) for seconds in (5, 61, 3700)] == ["0 min 05 s", "1 min 01 s", "1 h 01 min"]
 
 
 @pytest.mark.parametrize(
@@ -169,23 +204,38 @@ def test_a_picture_that_costs_more_is_drawn_less_often(
     assert len(drawn) == pytest.approx(pictures, abs=1), drawn
 
 
-def test_what_a_model_writes_cannot_steer_the_terminal(tmp_path: Path) -> None:
-    write_run(tmp_path / "run")
-    shown = text_of(tmp_path / "run")
-    assert "\x1b[2J" not in shown
-    assert "\\x1b[2J" in shown, "it is shown, not hidden"
+def test_the_terminal_has_its_cursor_back_whatever_ends_the_display(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = io.StringIO()
+    display = Display(RunSnapshot(tmp_path), Console(file=shown, force_terminal=True, width=80, height=24))
+
+    def unreadable() -> None:
+        raise UserError("cannot read status.json")
+
+    display.__enter__()
+    assert "nothing yet" in text_of(tmp_path), "an empty run directory is shown, too"
+    assert "\x1b[?25h" not in shown.getvalue(), "the cursor is hidden"
+    monkeypatch.setattr(display.run, "refresh", unreadable)
+    with pytest.raises(UserError):
+        display.__exit__(None, None, None)
+    assert "\x1b[?25h" in shown.getvalue()
+
+
+def test_the_picture_of_the_panel_is_a_picture(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    svg = runpy.run_path(str(ROOT / "scripts" / "make_panel_picture.py"))["panel_picture"](tmp_path)
+    assert svg.startswith("<svg")
+    assert "Is the pipeline healthy?" in html.unescape(re.sub(r"<[^>]*>", "", svg)).replace("\xa0", " ")
 
 
 RECORDS: list[tuple[str, dict[str, Any]]] = [
     ("metrics.jsonl", {"step": 1}),
     ("metrics.jsonl", {"loss": 1.0}),
     ("metrics.jsonl", {"step": 1, "reward/mean": None, "rows/error": None, "step_s": None, "lr": None}),
-    ("evaluations.jsonl", {"step": 0}),
     ("evaluations.jsonl", {"step": 0, "accuracy": None}),
     ("samples.jsonl", {"step": 1}),
-    ("samples.jsonl", {"step": 1, "completions": [{"reward": 1.0}]}),
-    ("samples.jsonl", {"step": 1, "completions": [{"reward": None, "text": "x"}]}),
-    ("status.json", {"phase": "starting"}),
+    ("samples.jsonl", {"step": 1, "completions": [{"reward": 1.0}, {"reward": None, "text": "x"}]}),
     ("status.json", {"total_steps": 9, "servers": [{"id": "a"}], "groups": {}}),
 ]
 
@@ -194,31 +244,43 @@ RECORDS: list[tuple[str, dict[str, Any]]] = [
 def test_missing_keys_do_not_end_a_run(tmp_path: Path, name: str, record: dict[str, Any]) -> None:
     (tmp_path / name).write_text(f"{json.dumps(record)}\n" * (1 if name.endswith(".json") else 4))
     assert "Is it learning?" in text_of(tmp_path)
-    assert "\x1b" not in plain(tmp_path)
+    assert "\x1b" not in "".join(plain(tmp_path))
 
 
-def test_an_empty_run_directory_is_shown_too(tmp_path: Path) -> None:
-    assert "nothing yet" in text_of(tmp_path)
+@pytest.mark.parametrize("status", [b"\xff\xfe{", b"[" * 100_000, b"[1]", b"", b'{"phase": 3, "time": "x"}'])
+def test_a_damaged_status_does_not_end_the_panel(tmp_path: Path, status: bytes) -> None:
+    write_run(tmp_path)
+    (tmp_path / "status.json").write_bytes(status)
+    assert "step 40" in text_of(tmp_path)
 
 
-def plain(folder: Path, during: Callable[[], object] = lambda: None) -> str:
-    """What is printed where there is no terminal, of a run directory that changes by `during`."""
-    output = io.StringIO()
-    with Display(RunSnapshot(folder), Console(file=output, force_terminal=False, width=80)) as display:
-        during()
-        display.tick()
-    return output.getvalue()
+GARBAGE: list[Any] = [None, "x", [], [1], {}, {"a": 1}, -1, 10**400, 1e308, float("nan"), True, "\x1b[2J"]
+
+
+def test_whatever_is_in_the_files_is_survived(tmp_path: Path) -> None:
+    """Each value of each file in turn is of another type, beside lines that are no JSON."""
+    write_run(tmp_path, steps=2).status(device={"holder": "learner", "fence": 1})
+    rng = random.Random(0)
+    for name in ("metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "status.json"):
+        whole = (tmp_path / name).read_bytes()
+        last = json.loads(whole.splitlines()[-1])
+        for key in last:
+            value = rng.choice(GARBAGE)
+            noise = b"" if name == "status.json" else whole + b"\xff\xfe\n" + b"[" * 50_000 + b"\n"
+            (tmp_path / name).write_bytes(noise + json.dumps({**last, key: value}).encode() + b"\n")
+            assert "Is it learning?" in text_of(tmp_path), (name, key, value)
+        (tmp_path / name).write_bytes(whole)
 
 
 def test_without_a_terminal_there_are_plain_lines(tmp_path: Path) -> None:
-    lines = plain(tmp_path / "run", lambda: write_run(tmp_path / "run")).splitlines()
+    lines = plain(tmp_path / "run", lambda: write_run(tmp_path / "run"))
     assert "\x1b" not in "".join(lines)
     assert any(line.startswith("step 40 of 100: reward 0.400") for line in lines)
     assert "step 40: held-out accuracy 0.875 over 16 rows, 1 without a score" in lines
     assert len(lines) == 3, "nothing is said twice"
 
 
-def test_a_resumed_run_does_not_repeat_what_was_told_before(tmp_path: Path) -> None:
+def test_a_resumed_run_does_not_repeat_what_was_printed_before(tmp_path: Path) -> None:
     recorder = write_run(tmp_path)
 
     def resume() -> None:
@@ -226,109 +288,58 @@ def test_a_resumed_run_does_not_repeat_what_was_told_before(tmp_path: Path) -> N
         recorder.step({"step": 31})
         recorder.evaluation({"step": 40, "accuracy": 0.5, "rows": 16, "errors": 0})
 
-    lines = plain(tmp_path, resume).splitlines()
-    assert [line.split(":")[0] for line in lines] == ["step 40", "step 31 of 100"]
+    assert [line.split(":")[0] for line in plain(tmp_path, resume)] == ["step 40", "step 31 of 100"]
 
 
-def test_the_status_of_an_earlier_process_is_not_shown(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    story = RunSnapshot(tmp_path, since=time.time() + 60)
-    story.refresh()
-    assert story.status == {}
-    story.since = 0.0
-    story.refresh()
-    assert story.status["phase"] == "training"
+def test_plain_lines_say_a_warning_once_and_what_a_long_wait_is_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("asyncrl.tools.panel.display.STUCK_S", 0.0)
+    healthy_run(tmp_path, entropy=0.01)
+    RunRecorder(tmp_path).status(phase="training", waiting_for="groups of step 41", servers=[{"id": "a"}])
+    output = io.StringIO()
+    with Display(RunSnapshot(tmp_path), Console(file=output, width=80)) as display:
+        for _ in range(3):
+            display._show()
+    lines = output.getvalue().splitlines()
+    assert lines.count("warning: entropy 0.010 nats per token: hardly any exploration") == 1
+    assert "step 40: no other for 0 s, training, waiting for groups of step 41" in lines
 
 
-def test_the_story_follows_a_growing_and_a_cut_file(tmp_path: Path) -> None:
-    recorder = write_run(tmp_path, steps=5)
-    story = RunSnapshot(tmp_path)
-    story.refresh()
-    recorder.step({"step": 6, "step_s": 2.0})
-    story.refresh()
-    assert [step["step"] for step in story.steps] == [1, 2, 3, 4, 5, 6]
-    recorder.truncate_after(3, evaluations_after=3)
-    story.refresh()
-    assert [step["step"] for step in story.steps] == [1, 2, 3]
-    assert story.good["completion"]["reward"] == 1.0
-    assert story.bad["completion"]["reward"] == 0.0
-
-
-def test_a_sparkline_shows_the_course_in_few_characters() -> None:
-    glyphs = Glyphs.of("utf-8")
-    assert glyphs.sparkline([]) == ""
-    assert glyphs.sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
-    assert slice_means([float(n) for n in range(1000)], 4) == [124.5, 374.5, 624.5, 874.5]
-    assert set(glyphs.sparkline([0.5] * 10)) == {"▁"}
-
-
-def test_durations_are_said_in_words() -> None:
-    assert [duration(seconds) for seconds in (5, 61, 3700)] == ["0 min 05 s", "1 min 01 s", "1 h 01 min"]
-
-
-# --- terminals of every kind ---------------------------------------------------------------------
-
-
-def shown(folder: Path, width: int, height: int, encoding: str = "utf-8") -> list[str]:
-    """Lines of the panel, without its colours."""
-    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)  # strict: what cannot be encoded raises
-    console = Console(file=stream, width=width, height=height, force_terminal=True)
-    story = RunSnapshot(folder)
-    story.refresh()
-    console.print(RunPanel(story))
-    stream.flush()
-    stream.seek(0)
-    return re.sub(r"\x1b\[[0-9;]*m", "", stream.read()).splitlines()
-
-
-@pytest.mark.parametrize(("width", "height"), [(40, 15), (60, 20), (60, 24), (80, 24), (100, 30), (200, 60)])
-def test_the_panel_fits_and_a_small_one_keeps_what_matters(tmp_path: Path, width: int, height: int) -> None:
-    recorder = write_run(tmp_path)
-    recorder.step({"step": 41, "loss": None, **{f"reward/component_{n}": n / 10 for n in range(12)}})
-    lines = shown(tmp_path, width, height)
-    assert len(lines) <= height
-    assert {cell_len(line) for line in lines} == {width}
-    text = "\n".join(lines)
-    for part in ("reward", "held-out", "WARNING", "waiting for", "errors", "it is seven", "What does it write?"):
-        assert part in text, part
-
-
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
-def test_a_terminal_shows_what_its_encoding_can(tmp_path: Path, encoding: str) -> None:
-    recorder = write_run(tmp_path)
-    completions = [{"text": "漢字 é \u202e\udc80 🙂", "reward": 1.0}, {"text": "x" * 300, "reward": 0.0}]
-    recorder.sample({"step": 41, "prompt": "何の数字？", "answer": "七", "completions": completions}, {})
-    lines = shown(tmp_path, 120, 30, encoding)
-    assert {cell_len(line) for line in lines} == {120}
-    text = "\n".join(lines)
-    assert ("漢字" in text) == (encoding == "utf-8")
-    assert ("\\u6f22\\u5b57" in text) == (encoding != "utf-8")
-    assert ("é" in text) == (encoding != "ascii")
-    assert "\\u202e\\udc80" in text, "what turns text around or is none is shown as a number"
-    assert ("█" in text) == (encoding == "utf-8")
-
-
-def test_wide_characters_are_cut_between_cells() -> None:
-    glyphs = Glyphs.of("utf-8")
-    assert glyphs.cut("漢字漢字", 8) == "漢字漢字"
-    assert [cell_len(glyphs.cut("漢字漢字", cells)) for cells in (7, 6, 5)] == [7, 5, 5]
-    assert glyphs.lines("漢字漢字漢字", 5, 2) == ["漢字", "漢字…"]
-    assert glyphs.lines("", 5, 2) == [""]
-
-
-def test_force_color_makes_no_terminal_of_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    write_run(tmp_path)
-    code = f"from asyncrl.cli import main; main(['watch', {str(tmp_path)!r}])"
-    RunRecorder(tmp_path).status(phase="finished")
+def test_force_color_makes_no_terminal_of_a_file(tmp_path: Path) -> None:
+    write_run(tmp_path).status(phase="finished")
+    command = [sys.executable, "-m", "asyncrl", "watch", str(tmp_path)]
     environment = {**os.environ, "FORCE_COLOR": "1", "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, timeout=60, cwd=ROOT)
+    done = subprocess.run(command, capture_output=True, env=environment, timeout=60, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.decode("ascii").splitlines()
     assert "\x1b" not in "".join(lines)
-    assert [line.split(":")[0] for line in lines] == ["step 0", "step 40", "step 40 of ?"]
+    assert [line.split(":")[0] for line in lines] == ["step 0", "step 40", "step 40 of 100"]
 
 
-# --- how long it takes ---------------------------------------------------------------------------
+def test_the_snapshot_follows_a_growing_and_a_cut_file(tmp_path: Path) -> None:
+    recorder = write_run(tmp_path, steps=5)
+    run = snapshot(tmp_path)
+    recorder.step({"step": 6, "step_s": 2.0})
+    run.refresh()
+    assert [step["step"] for step in run.steps] == [1, 2, 3, 4, 5, 6]
+    recorder.truncate_after(3, evaluations_after=3)
+    run.refresh()
+    assert [step["step"] for step in run.steps] == [1, 2, 3]
+    assert (run.good["completion"]["reward"], run.bad["completion"]["reward"]) == (1.0, 0.0)
+    later = RunSnapshot(tmp_path, since=time.time() + 60)
+    later.refresh()
+    assert later.status == {}, "of an earlier process"
+
+
+def test_a_long_run_is_followed_in_little_memory(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "reward/mean": {n}}}\n' for n in range(1, 3001)))
+    line = json.dumps({"step": 1, "prompt": "x" * 1000, "completions": [{"text": "y", "reward": 1.0}]}) + "\n"
+    (tmp_path / "samples.jsonl").write_text(line * 5000)
+    run = snapshot(tmp_path)
+    assert (len(run.steps), len(run.rewards)) == (512, 3000)
+    assert run.good["completion"]["text"] == "y"
+    assert JsonlTail(tmp_path / "samples.jsonl", newest_bytes=3000).new_records()[0] == [json.loads(line)] * 2
 
 
 def steps_of(process: float, first: int, last: int, pace: float, pauses: dict[int, float] | None = None) -> list[dict]:
@@ -340,22 +351,15 @@ def steps_of(process: float, first: int, last: int, pace: float, pauses: dict[in
     return lines
 
 
-def test_evaluations_and_checkpoints_are_part_of_the_pace() -> None:
-    steps = steps_of(1000.0, 1, 101, 2.0, {26: 30.0, 51: 30.0, 76: 30.0, 101: 30.0})
-    assert seconds_per_step(steps) == pytest.approx(2.0 + 4 * 30 / 100)
-    assert seconds_per_step(steps[:3]) is None, "two intervals say little"
-
-
-def test_time_between_two_processes_does_not_count_and_their_steps_do() -> None:
-    before, after = steps_of(1000.0, 1, 50, 2.0), steps_of(90_000.0, 51, 52, 2.0)
-    assert seconds_per_step(before + after) == pytest.approx(2.0)
+def test_the_pace_has_evaluations_and_checkpoints_and_no_time_between_processes() -> None:
+    pausing = steps_of(1000.0, 1, 101, 2.0, {26: 30.0, 51: 30.0, 76: 30.0, 101: 30.0})
+    assert seconds_per_step(pausing) == pytest.approx(2.0 + 4 * 30 / 100)
+    assert seconds_per_step(pausing[:3]) is None, "two intervals say little"
+    before = steps_of(1000.0, 1, 50, 2.0)
+    assert seconds_per_step(before + steps_of(90_000.0, 51, 52, 2.0)) == pytest.approx(2.0)
     again = [{**line, "publish_bytes": 0.0} for line in steps_of(90_000.0, 51, 70, 0.1)]
     assert seconds_per_step(before + again) == pytest.approx(2.0), "made again from the journal: no pace of a run"
-
-
-def test_a_slower_process_is_believed_after_some_steps() -> None:
-    steps = steps_of(1000.0, 1, 50, 2.0) + steps_of(90_000.0, 51, 90, 4.0)
-    assert seconds_per_step(steps) == pytest.approx(4.0)
+    assert seconds_per_step(before + steps_of(90_000.0, 51, 90, 4.0)) == pytest.approx(4.0), "a slower process"
 
 
 def test_the_time_left_is_said_with_the_clock(tmp_path: Path) -> None:
@@ -363,27 +367,34 @@ def test_the_time_left_is_said_with_the_clock(tmp_path: Path) -> None:
     for line in steps_of(time.time() - 10.0 - 20 * 60.0, 1, 20, 60.0):
         recorder.step(line)
     recorder.status(phase="training", total_steps=50)
-    story = RunSnapshot(tmp_path)
-    story.refresh()
-    assert story.seconds_left() == pytest.approx(30 * 60.0, abs=5)
-    assert re.fullmatch(r"(30 min 0|29 min 5)\d s left, (\w{3} )?\d\d:\d\d", time_left(story))
+    run = snapshot(tmp_path)
+    assert run.seconds_left() == pytest.approx(30 * 60.0, abs=5)
+    assert re.fullmatch(r"(30 min 0|29 min 5)\d s left, (\w{3} )?\d\d:\d\d", time_left(run))
     recorder.status(phase="finished")
-    story.refresh()
-    assert time_left(story) == "finished after 20 min 10 s"
+    run.refresh()
+    assert time_left(run) == "finished after 20 min 10 s"
 
 
-def test_a_long_run_is_followed_in_little_memory(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "reward/mean": {n}}}\n' for n in range(1, 3001)))
-    line = json.dumps({"step": 1, "prompt": "x" * 1000, "completions": [{"text": "y", "reward": 1.0}]}) + "\n"
-    (tmp_path / "samples.jsonl").write_text(line * 5000)
-    story = RunSnapshot(tmp_path)
-    story.refresh()
-    assert (len(story.steps), len(story.rewards)) == (512, 3000)
-    assert story.good["completion"]["text"] == "y"
-    assert JsonlTail(tmp_path / "samples.jsonl", newest_bytes=3000).new_records()[0] == [json.loads(line)] * 2
+def test_a_finished_run_says_how_long_its_processes_took(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = [
+        {"step": 1, "time": 1000.0, "uptime_s": 100.0},
+        {"step": 2, "time": 1060.0, "uptime_s": 160.0},
+        {"step": 3, "time": 9030.0, "uptime_s": 30.0},  # another process, much later
+    ]
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(json.dumps(step) + "\n" for step in steps))
+    run = snapshot(tmp_path)
+    assert run.seconds_taken() == 160 + 30
+    (tmp_path / "status.json").write_text(json.dumps({"phase": "finished", "total_steps": 3, "time": 9060.0}))
+    assert main(["watch", str(tmp_path)]) == 0
+    assert "finished after 3 min 40 s" in capsys.readouterr().out
+    file.write_text(json.dumps(steps[0]) + "\n")
+    run.refresh()
+    assert run.seconds_taken() == 8160, "counted anew where the file is cut back"
+    file.write_text('{"step": 3}\n')
+    assert main(["watch", str(tmp_path)]) == 0
+    assert "rollout -, finished\n" in capsys.readouterr().out
 
-
-# --- warnings ------------------------------------------------------------------------------------
 
 HEALTHY = {
     "loss": 0.1,
@@ -400,14 +411,12 @@ HEALTHY = {
 }
 
 
-def story_of(folder: Path, **values: Any) -> RunSnapshot:
+def healthy_run(folder: Path, **values: Any) -> RunSnapshot:
     recorder = RunRecorder(folder)
     for step in range(1, 41):
         recorder.step({"step": step, **HEALTHY, "reward/mean": step / 40, **values})
     recorder.status(phase="training", servers=[{"id": "a"}])
-    story = RunSnapshot(folder)
-    story.refresh()
-    return story
+    return snapshot(folder)
 
 
 BAD: list[tuple[str, dict[str, Any]]] = [
@@ -423,125 +432,82 @@ BAD: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def test_a_healthy_run_has_no_warning(tmp_path: Path) -> None:
-    assert alerts(story_of(tmp_path)) == {}
-
-
 @pytest.mark.parametrize(("name", "values"), BAD)
 def test_each_warning_is_said(tmp_path: Path, name: str, values: dict[str, Any]) -> None:
-    story = story_of(tmp_path, **values)
-    assert list(alerts(story)) == [name]
-    story.status["phase"] = "failed"
-    assert alerts(story) == {}, "of a run that has ended nothing can be mended"
+    run = healthy_run(tmp_path, **values)
+    assert list(alerts(run)) == [name]
+    run.status["phase"] = "failed"
+    assert alerts(run) == {}, "of a run that has ended nothing can be mended"
 
 
 def test_held_out_that_falls_while_reward_rises_is_a_warning(tmp_path: Path) -> None:
-    story = story_of(tmp_path)
-    story.evaluations = [
-        {"step": step, "accuracy": accuracy, "rows": 400, "errors": 0}
-        for step, accuracy in ((0, 0.5), (20, 0.8), (40, 0.7))
+    run = healthy_run(tmp_path)
+    assert alerts(run) == {}
+    run.evaluations = [
+        {"step": s, "accuracy": a, "rows": 400, "errors": 0} for s, a in ((0, 0.5), (20, 0.8), (40, 0.7))
     ]
-    assert alerts(story) == {"RewardHacking": "held-out fell by 0.10 while reward rises: look at samples"}
-    story.rewards = [(step, 1 - step / 40) for step in range(1, 41)]
-    assert alerts(story) == {}, "both fall: another illness"
-
-
-def test_held_out_of_few_rows_that_falls_by_chance_is_no_warning(tmp_path: Path) -> None:
-    story = story_of(tmp_path)
-    story.evaluations = [{"step": step, "accuracy": a, "rows": 60, "errors": 0} for step, a in ((20, 0.6), (40, 0.5))]
-    assert alerts(story) == {}
-    story.evaluations[-1] |= {"accuracy": 0.3}
-    assert list(alerts(story)) == ["RewardHacking"]
+    assert alerts(run) == {"RewardHacking": "held-out fell by 0.10 while reward rises: look at samples"}
+    run.evaluations[-1] |= {"rows": 40}
+    assert alerts(run) == {}, "by chance"
+    run.evaluations[-1] |= {"accuracy": 0.3}
+    assert list(alerts(run)) == ["RewardHacking"]
+    run.rewards = [(step, 1 - step / 40) for step in range(1, 41)]
+    assert alerts(run) == {}, "both fall: another illness"
 
 
 def test_a_learner_that_answers_and_makes_no_step_is_a_warning(tmp_path: Path) -> None:
-    story = story_of(tmp_path)
+    run = healthy_run(tmp_path)
     now = time.time()
     (tmp_path / "environment.json").write_text(json.dumps({"starts": [{"time": now - 9000, "step": 0}]}))
-    story.steps = [{**step, "time": now - 1000 - 60 * (40 - step["step"]), "step_s": 60.0} for step in story.steps]
-    assert alerts(story) == {"NoProgress": "no step for 17 min"}
-    story.status["phase"] = "evaluating"
-    assert alerts(story) == {}
-    story.status["phase"] = "training"
-    story.steps = [{**step, "step_s": 600.0} for step in story.steps]
-    assert alerts(story) == {}, "steps take so long here"
-    story.since = now - 1000
-    assert alerts(story) == {}, "the first step of a process takes longer"
-    story.since = now - 2000
-    story.steps = []
+    run.steps = [{**step, "time": now - 1000 - 60 * (40 - step["step"]), "step_s": 60.0} for step in run.steps]
+    assert alerts(run) == {"NoProgress": "no step for 17 min"}
+    run.status["phase"] = "evaluating"
+    assert alerts(run) == {}
+    run.status["phase"] = "training"
+    run.steps = [{**step, "step_s": 600.0} for step in run.steps]
+    assert alerts(run) == {}, "steps take so long here"
+    run.since = now - 1000
+    assert alerts(run) == {}, "the first step of a process takes longer"
+    run.since, run.steps = now - 2000, []
     (tmp_path / "environment.json").unlink()
-    assert alerts(story) == {"NoProgress": "no step for 33 min"}
-
-
-def test_silence_and_an_empty_room_are_warnings(tmp_path: Path) -> None:
-    story = story_of(tmp_path)
-    story.status |= {"time": time.time() - 300, "servers": []}
-    assert list(alerts(story)) == ["LearnerSilent", "NoRolloutServer"]
+    assert alerts(run) == {"NoProgress": "no step for 33 min"}
+    run.status |= {"time": now - 300, "servers": []}
+    assert list(alerts(run)) == ["LearnerSilent", "NoRolloutServer"]
 
 
 def test_warnings_are_those_of_prometheus() -> None:
     groups = yaml.safe_load((ROOT / "docker" / "prometheus" / "alerts.yml").read_text())["groups"]
-    there = {rule["alert"] for group in groups for rule in group["rules"] if "alert" in rule}
-    assert CONDITIONS.keys() <= there
-    by_prometheus_alone = {*NOT_IN_A_RUN_DIRECTORY, "RunStopped"} - {"NoRolloutServer"}
-    assert there - CONDITIONS.keys() == by_prometheus_alone
-
-
-def test_plain_lines_say_a_warning_once_and_what_a_long_wait_is_for(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("asyncrl.tools.panel.display.STUCK_S", 0.0)
-    story_of(tmp_path, entropy=0.01)
-    RunRecorder(tmp_path).status(phase="training", waiting_for="groups of step 41", servers=[{"id": "a"}])
-    output = io.StringIO()
-    with Display(RunSnapshot(tmp_path), Console(file=output, width=80)) as display:
-        for _ in range(3):
-            display._show()
-    lines = output.getvalue().splitlines()
-    assert lines.count("warning: entropy 0.010 nats per token: hardly any exploration") == 1
-    assert "step 40: no other for 0 s, training, waiting for groups of step 41" in lines
-
-
-# --- asyncrl watch -------------------------------------------------------------------------------
+    rules = {rule["alert"] for group in groups for rule in group["rules"] if "alert" in rule}
+    assert CONDITIONS.keys() <= rules
+    assert rules - CONDITIONS.keys() == {*NOT_IN_A_RUN_DIRECTORY, "RunStopped"} - {"NoRolloutServer"}
 
 
 def test_watch_follows_a_run_of_another_process_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recorder = write_run(tmp_path)
-    ending = threading.Timer(0.5, lambda: recorder.status(phase="finished"))
-    ending.start()
+    threading.Timer(0.5, lambda: recorder.status(phase="finished")).start()
     assert main(["watch", str(tmp_path)]) == 0
     assert "step 40 of 100: reward 0.400" in capsys.readouterr().out
-    recorder.status(phase="failed", time=time.time() - 3600)
-    status = read_status(tmp_path)
-    (tmp_path / "status.json").write_text(json.dumps({**status, "time": time.time() - 3600}))
+    (tmp_path / "status.json").write_text(json.dumps({"phase": "failed", "time": time.time() - 3600}))
     assert main(["watch", str(tmp_path)]) == 1
-
-
-def test_watch_refuses_a_folder_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["watch", str(tmp_path)]) == 2
+    assert main(["watch", str(tmp_path / "nothing")]) == 2
     assert "there is no run in" in capsys.readouterr().err
 
 
-def test_the_picture_of_the_panel_is_a_picture(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    svg = runpy.run_path(str(ROOT / "scripts" / "make_panel_picture.py"))["panel_picture"](tmp_path)
-    words = html.unescape(re.sub(r"<[^>]*>", "", svg)).replace("\xa0", " ")
-    assert svg.startswith("<svg")
-    assert "Is the pipeline healthy?" in words
-
-
-def test_the_terminal_has_its_cursor_back_whatever_ends_the_display(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_finished_run_with_more_steps_to_make_is_continued_by_hand(
+    make_config: Callable[..., RunConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shown = io.StringIO()
-    display = Display(RunSnapshot(tmp_path), Console(file=shown, force_terminal=True, width=80, height=24))
-
-    def unreadable() -> None:
-        raise UserError("cannot read status.json")
-
-    display.__enter__()
-    assert "\x1b[?25h" not in shown.getvalue(), "it is hidden"
-    monkeypatch.setattr(display.run, "refresh", unreadable)
-    with pytest.raises(UserError):
-        display.__exit__(None, None, None)
-    assert "\x1b[?25h" in shown.getvalue()
+    config = make_config(trainer={"max_steps": 9})
+    file = tmp_path / "run.yaml"
+    file.write_text(dump_config(config))
+    config.run_path.mkdir()
+    (config.run_path / JOURNAL_FILE).touch()
+    RunRecorder(config.run_path).status(phase="finished", step=9, total_steps=9, time=time.time())
+    assert main(["learn", str(file), "--unattended"]) == 0
+    assert capsys.readouterr().out == f"the run in {config.run_dir} is finished\n"
+    assert main(["learn", str(file), "--unattended", "trainer.max_steps=12"]) == 0
+    assert capsys.readouterr().out == (
+        f"the run in {config.run_dir} is finished, at step 9, and trainer.max_steps is 12. To continue it: "
+        f"asyncrl learn {file} --resume, with the same settings\n"
+    )
+    assert main(["learn", str(file), "--unattended", "--resume"]) == 2
+    assert "--unattended decides by itself" in capsys.readouterr().err

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.data.order import DataOrder
-from asyncrl.errors import UserError
 
 
 @settings(max_examples=50, deadline=None)
@@ -46,10 +44,3 @@ PINNED = [2, 4, 7, 5, 0, 6, 3, 1, 5, 6, 3, 0, 7, 2, 1, 4]
 
 def test_without_shuffling_rows_come_as_they_stand() -> None:
     assert visits(DataOrder(3, 1, shuffle=False), 0, 7) == [0, 1, 2, 0, 1, 2, 0]
-
-
-def test_bad_arguments() -> None:
-    with pytest.raises(UserError, match="no training rows"):
-        DataOrder(0, 1)
-    with pytest.raises(ValueError, match="position is -1"):
-        DataOrder(3, 1).row_at(-1)

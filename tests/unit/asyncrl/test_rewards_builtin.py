@@ -14,129 +14,71 @@ def score(name: str, completion: str, answer: Any = None, **kwargs: Any) -> floa
     return BUILTIN_REWARDS[name](RewardSample(completion=completion, answer=answer, row_id="t:0"), **kwargs)
 
 
-@pytest.mark.parametrize(
-    ("completion", "answer", "kwargs", "expected"),
-    [
-        (" Paris\n", "Paris", {}, 1),
-        ("New   York", "New York", {}, 1),
-        ("paris", "Paris", {}, 0),
-        ("paris", "Paris", {"ignore_case": True}, 1),
-        ("7", 7, {}, 1),
-        ("cat", ["dog", "cat"], {}, 1),
-        ("", "Paris", {}, 0),
+CASES: list[tuple[str, str, Any, dict[str, Any], float]] = [
+    ("exact_match", " Paris\n", "Paris", {}, 1),
+    ("exact_match", "New   York", "New York", {}, 1),
+    ("exact_match", "paris", "Paris", {}, 0),
+    ("exact_match", "paris", "Paris", {"ignore_case": True}, 1),
+    ("exact_match", "7", 7, {}, 1),
+    ("exact_match", "cat", ["dog", "cat"], {}, 1),
+    ("exact_match", "", "Paris", {}, 0),
+    ("contains", "The capital is Paris.", "paris", {}, 1),
+    ("contains", "The capital is Paris.", "paris", {"ignore_case": False}, 0),
+    ("contains", "It is 11.", "1", {}, 0),
+    ("contains", "It is 11.", "1", {"whole_words": False}, 1),
+    ("contains", "costs 5.00 (net)", "(net)", {}, 1),
+    ("contains", "a kitten", ["cat", "kitten"], {}, 1),
+    ("number_match", "The answer is 42.", 42, {}, 1),
+    ("number_match", "5-3", 3, {}, 1),  # a minus between numbers is no sign
+    ("number_match", "x = -3", -3, {}, 1),
+    ("number_match", "x = \N{MINUS SIGN}3", -3, {}, 1),
+    ("number_match", "1,234,567 in total", "1234567", {}, 1),
+    ("number_match", "first 3, then 4", "4", {}, 1),
+    ("number_match", "first 4, then 3", "4", {}, 0),
+    ("number_match", "3.5e2", 350, {}, 1),
+    ("number_match", ".5", 0.5, {}, 1),
+    ("number_match", "it is 72", "8 * 9 = 72\n#### 72", {}, 1),
+    ("number_match", "1000001", 1000000, {}, 0),  # the tolerance is absolute
+    ("number_match", "no idea", 3, {}, 0),
+    ("number_match", "1,2", 2, {}, 1),
+    ("number_match", "3.33", "3.3333", {}, 0),
+    ("number_match", "3.33", "3.3333", {"tolerance": 0.01}, 1),
+    ("number_match", "101", 100, {"relative_tolerance": 0.01}, 1),
+    ("number_match", "102", 100, {"relative_tolerance": 0.01}, 0),
+    *[
+        ("choice_match", text, "B", {}, 1.0)
+        for text in ("B", "b.", "(B)", "The answer is B.", "Answer: **B**", "A dog is shown, so the answer is (B).")
     ],
-)
-def test_exact_match(completion: str, answer: Any, kwargs: dict[str, Any], expected: float):
-    assert score("exact_match", completion, answer, **kwargs) == expected
+    *[("choice_match", text, "B", {}, 1.0) for text in ("Not (A) but (C)? No: (B)", "\\boxed{B}", "B. a dog")],
+    *[("choice_match", text, "B", {}, 0.0) for text in ("A dog", "I would say C", "no idea", "It could be (A) or B")],
+    ("boxed_match", "so \\boxed{7}", "7", {}, 1),
+    ("boxed_match", "first \\boxed{6}, then \\boxed{7}", "7", {}, 1),
+    ("boxed_match", "first \\boxed{7}, then \\boxed{6}", "7", {}, 0),
+    ("boxed_match", "\\boxed{\\dfrac{1}{2}}", "\\frac{1}{2}", {}, 1),
+    ("boxed_match", "\\boxed{ \\left( 1, 2 \\right) }", "$(1,2)$", {}, 1),
+    ("boxed_match", "\\boxed{7.0}", "7", {}, 1),
+    ("boxed_match", "\\boxed{-7}", 7, {}, 0),
+    ("boxed_match", "\\boxed{\\leftarrow}", "arrow", {}, 0),  # only \left itself is dropped
+    ("boxed_match", "\\boxed{7", "7", {}, 0),
+    ("boxed_match", "7", "7", {}, 0),
+    ("format_think", "<think>3 + 4 = 7</think> 7", None, {}, 1),
+    ("format_think", "<think>a\nb</think>\n\n7\n", None, {}, 1),
+    ("format_think", "<think> </think> 7", None, {}, 0),
+    ("format_think", "<think>a</think> ", None, {}, 0),
+    ("format_think", "so <think>a</think> 7", None, {}, 0),
+    ("format_think", "<think>a</think> 7 <think>b</think> 8", None, {}, 0),
+    ("format_think", "</think>a<think> 7", None, {}, 0),
+    ("format_think", "a</think> 7", None, {}, 0),
+    ("format_think", "a</think> 7", None, {"opened_by_prompt": True}, 1),
+    ("regex_match", "Answer: 12", None, {"pattern": r"^Answer: \d+$"}, 1),
+    ("regex_match", "so 12!", None, {"pattern": r"\d+"}, 1),
+    ("regex_match", "so 12!", None, {"pattern": r"\d+", "full": True}, 0),
+]
 
 
-@pytest.mark.parametrize(
-    ("completion", "answer", "kwargs", "expected"),
-    [
-        ("The capital is Paris.", "paris", {}, 1),
-        ("The capital is Paris.", "paris", {"ignore_case": False}, 0),
-        ("It is 11.", "1", {}, 0),
-        ("It is 11.", "1", {"whole_words": False}, 1),
-        ("costs 5.00 (net)", "(net)", {}, 1),
-        ("a kitten", ["cat", "kitten"], {}, 1),
-    ],
-)
-def test_contains(completion: str, answer: Any, kwargs: dict[str, Any], expected: float):
-    assert score("contains", completion, answer, **kwargs) == expected
-
-
-@pytest.mark.parametrize(
-    ("completion", "answer", "expected"),
-    [
-        ("The answer is 42.", 42, 1),
-        ("5-3", 3, 1),  # a minus between numbers is no sign
-        ("x = -3", -3, 1),
-        ("x = \N{MINUS SIGN}3", -3, 1),
-        ("1,234,567 in total", "1234567", 1),
-        ("first 3, then 4", "4", 1),
-        ("first 4, then 3", "4", 0),
-        ("3.5e2", 350, 1),
-        (".5", 0.5, 1),
-        ("it is 72", "8 * 9 = 72\n#### 72", 1),
-        ("1000001", 1000000, 0),  # the tolerance is absolute
-        ("no idea", 3, 0),
-        ("1,2", 2, 1),
-    ],
-)
-def test_number_match(completion: str, answer: Any, expected: float):
-    assert score("number_match", completion, answer) == expected
-
-
-def test_number_match_tolerances():
-    assert score("number_match", "3.33", "3.3333") == 0
-    assert score("number_match", "3.33", "3.3333", tolerance=0.01) == 1
-    assert score("number_match", "101", 100, relative_tolerance=0.01) == 1
-    assert score("number_match", "102", 100, relative_tolerance=0.01) == 0
-
-
-@pytest.mark.parametrize(
-    ("completion", "expected"),
-    [
-        ("B", 1),
-        ("b.", 1),
-        ("(B)", 1),
-        ("The answer is B.", 1),
-        ("Answer: **B**", 1),
-        ("A dog is shown, so the answer is (B).", 1),
-        ("Not (A) but (C)? No: (B)", 1),
-        ("\\boxed{B}", 1),
-        ("B. a dog", 1),
-        ("A dog", 0),
-        ("It could be (A) or B", 0),  # parentheses are clearer than a lone letter
-        ("I would say C", 0),
-        ("no idea", 0),
-    ],
-)
-def test_choice_match(completion: str, expected: float):
-    assert score("choice_match", completion, "B") == expected
-
-
-@pytest.mark.parametrize(
-    ("completion", "answer", "expected"),
-    [
-        ("so \\boxed{7}", "7", 1),
-        ("first \\boxed{6}, then \\boxed{7}", "7", 1),
-        ("first \\boxed{7}, then \\boxed{6}", "7", 0),
-        ("\\boxed{\\dfrac{1}{2}}", "\\frac{1}{2}", 1),
-        ("\\boxed{ \\left( 1, 2 \\right) }", "$(1,2)$", 1),
-        ("\\boxed{7.0}", "7", 1),
-        ("\\boxed{-7}", 7, 0),
-        ("\\boxed{\\leftarrow}", "arrow", 0),  # only \left itself is dropped
-        ("\\boxed{7", "7", 0),
-        ("7", "7", 0),
-    ],
-)
-def test_boxed_match(completion: str, answer: Any, expected: float):
-    assert score("boxed_match", completion, answer) == expected
-
-
-@pytest.mark.parametrize(
-    ("completion", "kwargs", "expected"),
-    [
-        ("<think>3 + 4 = 7</think> 7", {}, 1),
-        ("<think>a\nb</think>\n\n7\n", {}, 1),
-        ("<think> </think> 7", {}, 0),
-        ("<think>a</think> ", {}, 0),
-        ("so <think>a</think> 7", {}, 0),
-        ("<think>a</think> 7 <think>b</think> 8", {}, 0),
-        ("</think>a<think> 7", {}, 0),
-        ("a</think> 7", {}, 0),
-        ("a</think> 7", {"opened_by_prompt": True}, 1),
-    ],
-)
-def test_format_think(completion: str, kwargs: dict[str, Any], expected: float):
-    assert score("format_think", completion, **kwargs) == expected
-
-
-def test_regex_match():
-    assert score("regex_match", "Answer: 12", pattern=r"^Answer: \d+$") == 1
-    assert score("regex_match", "so 12!", pattern=r"\d+") == 1
-    assert score("regex_match", "so 12!", pattern=r"\d+", full=True) == 0
+@pytest.mark.parametrize(("name", "completion", "answer", "kwargs", "expected"), CASES)
+def test_a_completion_scores(name: str, completion: str, answer: Any, kwargs: dict[str, Any], expected: float):
+    assert score(name, completion, answer, **kwargs) == expected
 
 
 @pytest.mark.parametrize(

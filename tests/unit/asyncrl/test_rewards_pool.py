@@ -27,14 +27,14 @@ RAISE_LINE = Path(FAULTS).read_text().splitlines().index('    return {}["missing
 
 
 def run_pool(config: RewardConfig, scenario: Callable[[RewardPool], Awaitable[Any]]) -> Any:
-    """Runs the scenario, and makes sure that the closed pool leaves no process behind."""
+    """Run the scenario, and make sure that the closed pool leaves no process behind."""
 
     async def run() -> Any:
         others = child_processes()
         pool = RewardPool(config)
         await pool.start()
         try:
-            return await asyncio.wait_for(scenario(pool), 30)
+            return await asyncio.wait_for(scenario(pool), 60)
         finally:
             family = child_processes() - others
             await pool.close()
@@ -44,12 +44,12 @@ def run_pool(config: RewardConfig, scenario: Callable[[RewardPool], Awaitable[An
 
 
 def child_processes() -> set[psutil.Process]:
-    """Earlier tests may have left Python's own resource tracker."""
+    """Children of this process; earlier tests may have left Python's own resource tracker."""
     return set(psutil.Process().children(recursive=True))
 
 
 def config_of(*functions: str, workers: int = 1, timeout_s: float = 5.0) -> RewardConfig:
-    chosen = tuple(RewardFunctionConfig(function=function) for function in functions)
+    chosen = tuple(RewardFunctionConfig(function=function) for function in functions or (f"{FAULTS}:fault",))
     return RewardConfig(functions=chosen, workers=workers, timeout_s=timeout_s, memory_limit_mib=1024)
 
 
@@ -57,66 +57,57 @@ def sample_of(fault: str, **fields: Any) -> RewardSample:
     return RewardSample(completion=fault, row_id="rows.jsonl:4", **fields)
 
 
-def score_one(fault: str, timeout_s: float = 5.0, **fields: Any) -> Score:
-    """The faulty sample's score; a healthy one is scored right after it, by its worker or the successor."""
-
-    async def scenario(pool: RewardPool) -> Score:
-        score, neighbour = await asyncio.gather(pool.score(sample_of(fault, **fields)), pool.score(sample_of("fine")))
-        assert neighbour.status == "ok"
-        assert neighbour.reward == 1.0
-        assert pool.errors == ({score.error_kind: 1} if score.status != "ok" else {})
-        return score
-
-    return run_pool(config_of(f"{FAULTS}:fault", timeout_s=timeout_s), scenario)
-
-
-@pytest.mark.parametrize(
-    ("fault", "kind", "message"),
-    [
-        (
-            "raise",
-            "reward_exception",
-            f"'fault': KeyError: 'missing' (reward_faults.py:{RAISE_LINE} in do_raise)",
-        ),
-        ("raise_deep", "reward_exception", "in do_raise_deep, raised in decoder.py:"),
-        ("long_message", "reward_exception", "ValueError: xxx"),
-        ("bad_str", "reward_exception", "Bad: (its own text failed with RuntimeError)"),
-        ("sys_exit", "reward_exception", "SystemExit: 3"),
-        ("nan", "reward_nan", "'fault': returned nan"),
-        ("inf", "reward_nan", "returned -inf"),
-        ("huge_int", "reward_nan", "integer too large"),
-        ("string", "reward_type", "returned str '1.0', expected a number"),
-        ("none", "reward_type", "returned NoneType None"),
-        ("memory", "reward_memory", "over the limit of 1024 MiB (reward.memory_limit_mib): MemoryError"),
-        ("os_exit", "reward_crash", "'fault' lost its worker: it exited with code 7"),
-        ("kill9", "reward_crash", "killed by SIGKILL"),
-        ("segfault", "reward_crash", "killed by SIGSEGV"),
-        ("close_fds", "reward_crash", "'fault' lost its worker"),
-    ],
-)
-def test_a_failing_reward_is_an_error_of_its_own_sample_only(fault: str, kind: str, message: str):
-    score = score_one(fault)
-    assert score.error_kind == kind
-    assert message in score.error_message
-    assert len(score.error_message) < 1000
-    assert (score.status, score.reward, score.components) == ("error", None, {})
+ERRORS = [
+    ("raise", "reward_exception", f"'fault': KeyError: 'missing' (reward_faults.py:{RAISE_LINE} in do_raise)"),
+    ("raise_deep", "reward_exception", "in do_raise_deep, raised in decoder.py:"),
+    ("long_message", "reward_exception", "ValueError: xxx"),
+    ("bad_str", "reward_exception", "Bad: (its own text failed with RuntimeError)"),
+    ("sys_exit", "reward_exception", "SystemExit: 3"),
+    ("nan", "reward_nan", "'fault': returned nan"),
+    ("inf", "reward_nan", "returned -inf"),
+    ("huge_int", "reward_nan", "integer too large"),
+    ("string", "reward_type", "returned str '1.0', expected a number"),
+    ("none", "reward_type", "returned NoneType None"),
+    ("memory", "reward_memory", "over the limit of 1024 MiB (reward.memory_limit_mib): MemoryError"),
+    ("os_exit", "reward_crash", "'fault' lost its worker: it exited with code 7"),
+    ("kill9", "reward_crash", "killed by SIGKILL"),
+    ("segfault", "reward_crash", "killed by SIGSEGV"),
+    ("close_fds", "reward_crash", "'fault' lost its worker"),
+]
+NUMBERS = [("print", 1), ("read_stdin", 0), ("true", 1), ("int", 3), ("numpy", 1)]
 
 
-@pytest.mark.parametrize("fault", ["sleep", "busy", "regex", "stop"])
-def test_a_hanging_reward_is_killed_at_its_time_limit(fault: str):
-    score = score_one(fault, timeout_s=0.4)
-    assert (score.status, score.error_kind, score.reward) == ("timed_out", "reward_timeout", None)
-    assert "'fault' was not done after 0.4 s (reward.timeout_s)" in score.error_message
-    assert 0.4 <= score.seconds < 2
+def test_a_failing_reward_is_an_error_of_its_own_sample_only() -> None:
+    """Each faulty sample is followed by a healthy one, on its worker or the successor."""
+
+    async def scenario(pool: RewardPool) -> None:
+        for number, (fault, kind, message) in enumerate(ERRORS, start=1):
+            score, neighbour = await asyncio.gather(pool.score(sample_of(fault)), pool.score(sample_of("fine")))
+            assert (score.status, score.error_kind, score.reward, score.components) == ("error", kind, None, {}), fault
+            assert message in score.error_message, fault
+            assert len(score.error_message) < 1000
+            assert (neighbour.status, neighbour.reward) == ("ok", 1.0), fault
+            assert sum(pool.errors.values()) == number
+        for kind, value in NUMBERS:  # prints, and every kind of number
+            score = await pool.score(sample_of(kind))
+            assert (score.status, score.reward, score.components) == ("ok", value, {"fault": value}), kind
+
+    run_pool(config_of(), scenario)
 
 
-@pytest.mark.parametrize(("fault", "value"), [("print", 1), ("read_stdin", 0), ("true", 1), ("int", 3), ("numpy", 1)])
-def test_prints_and_every_kind_of_number_are_fine(fault: str, value: float):
-    score = score_one(fault)
-    assert (score.status, score.reward, score.components) == ("ok", value, {"fault": value})
+def test_a_hanging_reward_is_killed_at_its_time_limit() -> None:
+    async def scenario(pool: RewardPool) -> None:
+        for fault in ("sleep", "busy", "regex", "stop"):
+            score, neighbour = await asyncio.gather(pool.score(sample_of(fault)), pool.score(sample_of("fine")))
+            assert (score.status, score.error_kind, score.reward) == ("timed_out", "reward_timeout", None), fault
+            assert "'fault' was not done after 0.4 s (reward.timeout_s)" in score.error_message
+            assert 0.4 <= score.seconds < 2
+            assert neighbour.status == "ok"
+
+    run_pool(config_of(timeout_s=0.4), scenario)
 
 
-def test_a_reward_sees_the_whole_sample():
+def test_a_reward_sees_the_whole_sample() -> None:
     sample = RewardSample(
         completion="see \ud800",  # half a surrogate pair, as careless detokenisers give
         prompt="q",
@@ -127,11 +118,11 @@ def test_a_reward_sees_the_whole_sample():
         row_id="d:1",
         finish_reason="length",
     )
-    score = run_pool(config_of(f"{FAULTS}:fault"), lambda pool: pool.score(sample))
+    score = run_pool(config_of(), lambda pool: pool.score(sample))
     assert score.reward == 1.0, score
 
 
-def test_components_are_weighted_and_the_first_failure_is_named():
+def test_components_are_weighted_and_the_first_failure_is_named() -> None:
     config = RewardConfig(
         functions=(
             RewardFunctionConfig(function=f"{FAULTS}:length", weight=0.5, kwargs={"scale": 2.0}),
@@ -146,88 +137,70 @@ def test_components_are_weighted_and_the_first_failure_is_named():
     async def scenario(pool: RewardPool) -> list[Score]:
         return [await pool.score(sample_of(fault, answer="fine")) for fault in ("fine", "sleep", "nan", "kill9")]
 
-    fine, slept, nan, killed = run_pool(config, scenario)
+    fine, *failures = run_pool(config, scenario)
     assert fine.components == {"length": 8.0, "inner": 1.0, "accuracy": 1.0}
     assert fine.reward == 0.5 * 8 - 3 * 1 + 1
-    for failed in (slept, nan, killed):
-        assert "reward component 'inner'" in failed.error_message
+    assert all("reward component 'inner'" in failed.error_message for failed in failures)
 
 
-def test_samples_are_spread_over_the_workers():
-    async def scenario(pool: RewardPool) -> float:
+def test_samples_are_spread_over_workers_and_only_the_one_being_scored_loses_its_worker() -> None:
+    async def scenario(pool: RewardPool) -> None:
         started = time.perf_counter()
-        scores = await asyncio.gather(*(pool.score(sample_of("slow")) for _ in range(6)))
-        assert [score.reward for score in scores] == [1.0] * 6
-        return time.perf_counter() - started
-
-    assert 0.6 <= run_pool(config_of(f"{FAULTS}:fault", workers=3), scenario) < 1.2
-
-
-def test_a_score_does_not_depend_on_the_worker():
-    async def scenario(pool: RewardPool) -> None:
-        for fault in ("random", "set_order"):
-            scores = await asyncio.gather(*(pool.score(sample_of(fault)) for _ in range(4)))
-            again = await pool.score(sample_of(fault))
-            assert {score.reward for score in scores} == {again.reward}
-        others = {(await pool.score(sample_of(f"random {i}"))).reward for i in range(4)}
-        assert len(others) == 4
-
-    run_pool(config_of(f"{FAULTS}:fault", workers=2), scenario)
-
-
-def test_only_the_sample_being_scored_loses_its_worker():
-    async def scenario(pool: RewardPool) -> None:
+        scores = await asyncio.gather(*(pool.score(sample_of("slow")) for _ in range(4)))
+        assert [score.reward for score in scores] == [1.0] * 4
+        assert time.perf_counter() - started < 4 * 0.3
         mixed = ["fine", "os_exit", "fine", "raise", "fine", "sleep", "fine", "kill9"] * 2
         scores = await asyncio.gather(*(pool.score(sample_of(fault)) for fault in mixed))
         for fault, score in zip(mixed, scores, strict=True):
             assert (score.status == "ok") == (fault == "fine"), (fault, score)
         assert pool.errors == {"reward_crash": 4, "reward_exception": 2, "reward_timeout": 2}
 
-    run_pool(config_of(f"{FAULTS}:fault", workers=2, timeout_s=0.3), scenario)
+    run_pool(config_of(workers=2, timeout_s=0.4), scenario)
 
 
-def test_a_worker_keeps_its_state_until_it_is_lost():
-    async def scenario(pool: RewardPool) -> list[float | None]:
-        words = ["count", "count", "raise", "count", "os_exit", "count", "memory", "count"]
-        return [(await pool.score(sample_of(word))).reward for word in words]
-
-    assert run_pool(config_of(f"{FAULTS}:fault"), scenario) == [1, 2, None, 3, None, 1, None, 1]
-
-
-def test_a_worker_that_dies_while_idle_costs_no_sample():
+def test_a_score_does_not_depend_on_the_worker() -> None:
     async def scenario(pool: RewardPool) -> None:
+        for fault in ("random", "set_order"):
+            scores = await asyncio.gather(*(pool.score(sample_of(fault)) for _ in range(4)))
+            assert {score.reward for score in scores} == {(await pool.score(sample_of(fault))).reward}
+        assert len({(await pool.score(sample_of(f"random {i}"))).reward for i in range(4)}) == 4
+
+    run_pool(config_of(workers=2), scenario)
+
+
+def test_a_worker_keeps_its_state_until_it_is_lost_and_an_idle_death_costs_no_sample() -> None:
+    async def scenario(pool: RewardPool) -> None:
+        words = ["count", "count", "raise", "count", "os_exit", "count", "memory", "count"]
+        assert [(await pool.score(sample_of(word))).reward for word in words] == [1, 2, None, 3, None, 1, None, 1]
+        before = pool.errors
         assert (await pool.score(sample_of("die_later"))).status == "ok"
         await asyncio.sleep(0.4)
         assert (await pool.score(sample_of("fine"))).status == "ok"
-        assert pool.errors == {}
-
-    run_pool(config_of(f"{FAULTS}:fault"), scenario)
-
-
-def test_a_reward_that_forks_and_returns_twice_answers_once():
-    async def scenario(pool: RewardPool) -> None:
-        assert (await pool.score(sample_of("fork_returns"))).reward == 0.0
-        await asyncio.sleep(0.1)
+        assert (await pool.score(sample_of("fork_returns"))).reward == 0.0, "it returns twice and answers once"
         assert (await pool.score(sample_of("fine"))).reward == 1.0
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(pool.score(sample_of("sleep")), 0.1)
+        assert (await pool.score(sample_of("fine"))).status == "ok", "a cancelled score does not block its worker"
+        with pytest.raises(TypeError, match=r"row rows.jsonl:4: cannot be sent"):
+            await pool.score(sample_of("fine", answer=object()))
+        assert pool.errors == before
 
-    run_pool(config_of(f"{FAULTS}:fault"), scenario)
+    run_pool(config_of(), scenario)
 
 
-@pytest.mark.parametrize("fault", ["leave_child", "child_and_sleep", "child_and_exit"])
-def test_children_of_a_reward_go_with_its_worker(tmp_path: Path, fault: str):
-    pids = tmp_path / "pids"
-
+def test_children_of_a_reward_go_with_its_worker(tmp_path: Path) -> None:
     async def scenario(pool: RewardPool) -> None:
-        await pool.score(sample_of(fault, columns={"file": str(pids)}))
-        await pool.score(sample_of("kill9"))
-        await pool.score(sample_of("fine"))  # a successor exists, so its predecessor is gone
-        (pid,) = map(int, pids.read_text().split())
-        assert not psutil.pid_exists(pid)
+        for fault in ("leave_child", "child_and_sleep", "child_and_exit"):
+            pids = tmp_path / fault
+            await pool.score(sample_of(fault, columns={"file": str(pids)}))
+            await pool.score(sample_of("kill9"))
+            await pool.score(sample_of("fine"))  # a successor exists, so its predecessor is gone
+            assert not psutil.pid_exists(int(pids.read_text())), fault
 
-    run_pool(config_of(f"{FAULTS}:fault", timeout_s=0.4), scenario)
+    run_pool(config_of(timeout_s=0.4), scenario)
 
 
-def test_nothing_survives_a_killed_pool(tmp_path: Path):
+def test_nothing_survives_a_killed_pool(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     code = f"""
 import asyncio
@@ -238,54 +211,31 @@ async def main():
     function = RewardFunctionConfig(function={FAULTS + ":fault"!r})
     pool = RewardPool(RewardConfig(functions=(function,), workers=2))
     await pool.start()
-    print("started", flush=True)
     await pool.score(RewardSample("child_and_sleep", columns={{"file": {str(pids)!r}}}))
 asyncio.run(main())
 """
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"started\n"
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
         wait_until(lambda: pids.exists() and pids.read_text().endswith("\n"), "the reward starts its child")
-        family = [
-            *psutil.Process(process.pid).children(recursive=True),
-            psutil.Process(int(pids.read_text())),
-        ]
+        family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(int(pids.read_text()))]
         assert len(family) >= 5  # two guardians, two workers, one child of a reward
         os.kill(process.pid, signal.SIGKILL)
     _, alive = psutil.wait_procs(family, timeout=5)
     assert alive == []
 
 
-def test_close_during_a_sample_kills_and_says_so():
-    async def scenario() -> None:
-        others = child_processes()
-        pool = RewardPool(config_of(f"{FAULTS}:fault"))
-        await pool.start()
+def test_close_during_a_sample_kills_and_says_so() -> None:
+    async def scenario(pool: RewardPool) -> None:
         running = [asyncio.create_task(pool.score(sample_of("sleep"))) for _ in range(3)]
         await asyncio.sleep(0.1)
         await pool.close()
-        for task in running:
+        for task in (*running, pool.score(sample_of("fine"))):
             with pytest.raises(RuntimeError, match="pool is closed"):
                 await task
-        with pytest.raises(RuntimeError, match="pool is closed"):
-            await pool.score(sample_of("fine"))
-        await pool.close()
-        assert child_processes() == others
 
-    asyncio.run(scenario())
+    run_pool(config_of(), scenario)
 
 
-def test_a_cancelled_score_does_not_block_its_worker():
-    async def scenario(pool: RewardPool) -> None:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(pool.score(sample_of("sleep")), 0.1)
-        assert (await pool.score(sample_of("fine"))).status == "ok"
-        assert pool.errors == {}
-
-    run_pool(config_of(f"{FAULTS}:fault"), scenario)
-
-
-def test_editing_a_reward_file_changes_no_running_run(tmp_path: Path):
+def test_editing_a_reward_file_changes_no_running_run(tmp_path: Path) -> None:
     file = tmp_path / "edited.py"
     file.write_text(Path(FAULTS).read_text())
 
@@ -297,7 +247,7 @@ def test_editing_a_reward_file_changes_no_running_run(tmp_path: Path):
     run_pool(config_of(f"{file}:fault"), scenario)
 
 
-def test_a_worker_that_cannot_come_back_stops_the_run(tmp_path: Path):
+def test_a_worker_that_cannot_come_back_stops_the_run(tmp_path: Path) -> None:
     file = tmp_path / "once.py"
     (tmp_path / "needed_by_once.py").write_text("")
     file.write_text("import os, needed_by_once\ndef reward(sample): os._exit(1)\n")
@@ -312,16 +262,7 @@ def test_a_worker_that_cannot_come_back_stops_the_run(tmp_path: Path):
     run_pool(config_of(f"{file}:reward"), scenario)
 
 
-def test_a_sample_that_cannot_travel_names_its_row():
-    async def scenario(pool: RewardPool) -> None:
-        with pytest.raises(TypeError, match=r"row rows.jsonl:4: cannot be sent"):
-            await pool.score(sample_of("x", answer=object()))
-        assert (await pool.score(sample_of("x", answer="x"))).status == "ok"
-
-    run_pool(config_of("exact_match"), scenario)
-
-
-def test_a_trivial_reward_costs_the_caller_well_below_a_millisecond():
+def test_a_trivial_reward_costs_the_caller_well_below_a_millisecond() -> None:
     async def scenario(pool: RewardPool) -> float:
         sample = RewardSample(completion="It is 7. " * 100, answer="7", images=[b"x" * 100_000])
         started = time.process_time()

@@ -1,4 +1,4 @@
-"""What TensorBoard and W&B are told can be read back with their own formats, and neither can hurt a run."""
+"""TensorBoard's and W&B's records can be read back with their own formats, and neither can hurt a run."""
 
 from __future__ import annotations
 
@@ -9,19 +9,17 @@ import struct
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from asyncrl.config.load import dump_config, load_config
 from asyncrl.config.run_sections import TelemetryConfig
-from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.telemetry.recorder import RunRecorder
-from asyncrl.telemetry.trackers import OPENERS, Sample, TrackedRun, Tracker, Trackers, check_trackers
+from asyncrl.telemetry.trackers import OPENERS, TrackedRun, Tracker, Trackers, check_trackers
 from tests.rigs.waiting import wait_until
 
 CONFIG = {"learner": {"optim": {"lr": 1e-4}, "max_staleness": 2}, "data": {"train_files": ["a.parquet"]}}
@@ -48,54 +46,39 @@ def record_steps(recorder: RunRecorder, first: int, last: int) -> None:
         recorder.sample(sample, {"ab" * 8: png("red"), "cd" * 8: png("blue")})
 
 
-# --- TensorBoard ---------------------------------------------------------------------------------
-
-
 def read_events(folder: Path) -> Any:
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     accumulator = accumulators.EventAccumulator(str(folder / "tensorboard"), size_guidance={"images": 0, "tensors": 0})
     return accumulator.Reload()
 
 
-def test_tensorboard_shows_curves_evaluations_samples_and_the_configuration(tmp_path: Path) -> None:
+def test_tensorboard_shows_each_step_once_over_a_resume(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     errors: Counter[str] = Counter()
     recorder = recorder_of(tmp_path, "tensorboard", errors=errors)
-    recorder.evaluation({"step": 0, "accuracy": 0.25, "rows": 16})
     record_steps(recorder, 1, 3)
+    recorder.evaluation({"step": 3, "accuracy": 0.25, "rows": 16})
     recorder.close()
+    time.sleep(1.1)  # event files are ordered by the second
+    resumed = recorder_of(tmp_path, "tensorboard", errors=errors)
+    resumed.truncate_after(1, evaluations_after=3)
+    record_steps(resumed, 2, 4)
+    resumed.close()
     events = read_events(tmp_path)
     assert errors == {}
-    assert [(e.step, round(e.value, 6)) for e in events.Scalars("reward/mean")] == [(1, 0.1), (2, 0.2), (3, 0.3)]
-    assert [e.value for e in events.Scalars("held_out/accuracy")] == [0.25]
+    curve = [(e.step, round(e.value, 6)) for e in events.Scalars("reward/mean")]
+    assert curve == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]
+    assert [(e.step, e.value) for e in events.Scalars("held_out/accuracy")] == [(3, 0.25)], "it is not made again"
     assert "time" not in events.Tags()["scalars"]
     (text, *_) = events.Tensors("samples/0")
     shown = text.tensor_proto.string_val[0].decode()
     assert "| 1.000 | finished | `it \\| is '1'` |" in shown, "model text formats nothing"
     images = events.Images("samples/0/1")
-    assert [image.step for image in images] == [1, 2, 3]
+    assert [image.step for image in images] == [1, 2, 3, 4]
     assert (images[0].width, images[0].height) == (512, 256), "large pictures are made smaller"
     assert Image.open(io.BytesIO(images[0].encoded_image_string)).convert("RGB").getpixel((0, 0)) == (0, 0, 255)
     assert "max_staleness: 2" in events.Tensors("configuration")[0].tensor_proto.string_val[0].decode()
 
-
-def test_a_resumed_run_has_each_step_once_in_tensorboard(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    recorder = recorder_of(tmp_path, "tensorboard")
-    record_steps(recorder, 1, 6)
-    recorder.evaluation({"step": 5, "accuracy": 0.5})
-    recorder.close()
-    time.sleep(1.1)  # event files are ordered by the second
-    resumed = recorder_of(tmp_path, "tensorboard")
-    resumed.truncate_after(3, evaluations_after=6)
-    record_steps(resumed, 4, 7)
-    resumed.close()
-    events = read_events(tmp_path)
-    assert [e.step for e in events.Scalars("reward/mean")] == [1, 2, 3, 4, 5, 6, 7]
-    assert [(e.step, e.value) for e in events.Scalars("held_out/accuracy")] == [(5, 0.5)], "it is not made again"
-
-
-# --- Weights & Biases -----------------------------------------------------------------------------
 
 BLOCK = 32768
 
@@ -179,56 +162,47 @@ def test_wandb_offline_is_one_run_with_each_step_once_over_a_resume(tmp_path: Pa
     assert Image.open(stored[shown["data"][0][2]["path"]]).size == (512, 256)
 
 
-# --- no harm ---------------------------------------------------------------------------------------
-
-
 class Broken:
-    """Raises at everything, or hangs."""
+    """Raises at every call, or hangs."""
 
     def __init__(self, hangs_s: float = 0.0):
         self.hangs_s = hangs_s
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+    def step(self, *_: object) -> None:
         time.sleep(self.hangs_s)
         raise OSError("no route to host")
 
-    def evaluation(self, step: int, results: Mapping[str, float]) -> None:
-        raise OSError("no route to host")
-
-    def samples(self, step: int, samples: Sequence[Sample]) -> None:
-        raise OSError("no route to host")
-
-    def close(self) -> None:
-        raise OSError("no route to host")
+    evaluation = samples = close = step
 
 
 def trackers_of(folder: Path, opener: Callable[[TrackedRun], Tracker], errors: Counter[str]) -> Trackers:
     return Trackers(TrackedRun(folder, "p", {}), {"broken": opener}, errors)
 
 
-def test_a_tracker_that_raises_is_told_once_and_counted_and_the_run_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def refuse(_: TrackedRun) -> Tracker:
+    raise ValueError("wrong key")
+
+
+@pytest.mark.parametrize(
+    ("opener", "failures", "reason"),
+    [(lambda _: Broken(), 5 + 5 + 1, "no route to host"), (refuse, 1, "ValueError: wrong key")],
+    ids=["at steps, samples and close", "at opening"],
+)
+def test_a_tracker_that_raises_is_counted_and_the_run_goes_on(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    opener: Callable[[TrackedRun], Tracker],
+    failures: int,
+    reason: str,
 ) -> None:
     errors: Counter[str] = Counter()
     with caplog.at_level(logging.WARNING):
-        recorder = RunRecorder(tmp_path, trackers_of(tmp_path, lambda _: Broken(), errors))
+        recorder = RunRecorder(tmp_path, trackers_of(tmp_path, opener, errors))
         record_steps(recorder, 1, 5)
         recorder.close()
-    assert errors == {"tracker_broken": 5 + 5 + 1}  # steps, samples, close
-    assert caplog.text.count("no route to host") == 1
+    assert errors == {"tracker_broken": failures}
+    assert caplog.text.count(reason) == 1, "it is logged once"
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 5
-
-
-def test_a_tracker_that_cannot_be_opened_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def refuse(_: TrackedRun) -> Tracker:
-        raise ValueError("wrong key")
-
-    errors: Counter[str] = Counter()
-    recorder = RunRecorder(tmp_path, trackers_of(tmp_path, refuse, errors))
-    record_steps(recorder, 1, 3)
-    recorder.close()
-    assert errors == {"tracker_broken": 1}
-    assert "ValueError: wrong key" in caplog.text
 
 
 def test_a_slow_tracker_neither_delays_the_run_nor_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,20 +217,6 @@ def test_a_slow_tracker_neither_delays_the_run_nor_its_end(tmp_path: Path, monke
     trackers.close()
     assert time.monotonic() - began < 2
     assert errors["tracker_broken"] >= 50 - 4, "what is lost is counted"
-
-
-# --- configuration ---------------------------------------------------------------------------------
-
-
-def test_an_unknown_tracker_is_refused_with_those_that_there_are(
-    make_config: Callable[..., RunConfig], tmp_path: Path
-) -> None:
-    file = tmp_path / "config.yaml"
-    file.write_text(dump_config(make_config()))
-    with pytest.raises(UserError, match=r"telemetry.trackers.0 is 'tensorbord'.*did you mean tensorboard") as refused:
-        load_config(file, ["telemetry.trackers=[tensorbord]"])
-    assert "wandb" in str(refused.value)
-    assert load_config(file, ["telemetry.trackers=[wandb]"]).telemetry.trackers == ("wandb",)
 
 
 def test_a_missing_package_is_refused_with_the_line_that_installs_it(
