@@ -84,7 +84,7 @@ def tickets_message(ids: Iterable[int]) -> Tickets:
 
 
 class Learner:
-    """The real exchange, ledger and journal; `serve` is the main thread, which takes batches as soon as it can."""
+    """The real network thread, ledger and journal; `serve` is the main thread, which takes batches at once."""
 
     def __init__(self, folder: Path, durability: Durability):
         folder.mkdir()
@@ -96,7 +96,7 @@ class Learner:
         self.journal = Journal(folder / "journal.sqlite", durability)
         self.ledger = TicketLedger(self.journal, prompts_per_step=PER_STEP, bound=BOUND, total_groups=ENDLESS)
         self._publication = Publication("benchmark", folder)
-        self.exchange = NetworkThread(
+        self.network = NetworkThread(
             config,
             "benchmark",
             ledger=self.ledger,
@@ -105,14 +105,13 @@ class Learner:
             facts=ModelFacts("m", "p", VOCABULARY),
             version=0,
         )
-        self.exchange.start()
-        self.exchange.admit(0)
+        self.network.start()
+        self.network.call_soon(self.network.tickets.admit, 0)
 
     def serve(self, done: Connection) -> None:
         while not done.poll(0):
             with self.ledger.changed:
-                if self.exchange.failure is not None:
-                    raise self.exchange.failure
+                self.network.check()
                 if not self.ledger.ready():
                     self.ledger.changed.wait(0.05)
                     continue
@@ -121,12 +120,13 @@ class Learner:
             self.ledger.advance(version)
             if version % CHECKPOINT_EVERY == 0:
                 self.ledger.forget_payloads(version)
-            self.exchange.announce(WeightManifest(version=version, publication="p", tensors=(), total_bytes=0))
-            self.exchange.admit(version)
+            manifest = WeightManifest(version=version, publication="p", tensors=(), total_bytes=0)
+            self.network.call_soon(self.network.servers.announce, manifest)
+            self.network.call_soon(self.network.tickets.admit, version)
 
     def close(self) -> None:
-        self.exchange.stop(None)
+        self.network.stop(None)
         assert self.ledger.counts().residual == 0
-        assert not self.exchange.errors, self.exchange.errors
+        assert not self.network.servers.errors, self.network.servers.errors
         self._publication.close()
         self.journal.close()

@@ -146,7 +146,7 @@ class Stopwatch:
 
 
 def where_time_goes(arm: Arm, groups: int) -> dict[str, float]:
-    """Milliseconds of processor time per group in each part of the exchange thread, in one round."""
+    """Milliseconds of processor time per group in each part of the network thread, in one round."""
     watch = Stopwatch()
     ledger, journal = TicketLedger, asyncrl.journal.writer
     parts = (
@@ -234,7 +234,7 @@ def main() -> None:
                     rounds[arm_name].append(arm.round(options.groups))
             throughput_table(rounds)
             parts = where_time_goes(opened["process"], options.groups)
-    print("| exchange thread, process | CPU ms per group |\n|---|---:|")
+    print("| network thread, process | CPU ms per group |\n|---|---:|")
     for part, milliseconds in parts.items():
         print(f"| {part} | {milliseconds:.3f} |")
     print(f"\nLoad at the end: {os.getloadavg()[0]:.1f}", flush=True)

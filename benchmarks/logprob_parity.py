@@ -23,7 +23,7 @@ from asyncrl.models.loading import stop_token_ids
 from asyncrl.models.processing import PromptProcessor
 from learner.network.parity_check import compare
 from learner.tickets.ticket import ReceivedGroup
-from learner.tickets.writer import TicketWriter
+from learner.tickets.ticket_writer import TicketWriter
 from learner.training.engines import create_engine as create_train_engine
 from protocol.messages import TicketKind
 from rollout_server.engines import create_engine

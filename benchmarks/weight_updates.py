@@ -32,7 +32,7 @@ from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.loading import stop_token_ids
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import load_published
-from learner.tickets.writer import TicketWriter
+from learner.tickets.ticket_writer import TicketWriter
 from learner.training.engines import create_engine as create_train_engine
 from learner.training.engines.base import TrainEngine
 from learner.training.packing import Completion, TrainGroup, build_micro_batch, plan_micro_batches

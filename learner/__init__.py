@@ -1,6 +1,6 @@
 """The consumer process. Reading order:
 
-`service` (its life) -> `between_steps` (its waits) -> `step` (the algorithm) -> `batch`, `packing` (groups as tensors)
--> `tickets` (staleness, back-pressure and the ledger) -> `exchange` (the sockets) -> `verification` (the alignment
-contract) -> `engines`, `publication`, `saving`, `checkpoint`, `reporting`. `sft` is the supervised warm start.
+`service` (start, steps, end) -> `schedule` (the waits between steps) -> `training` (`step` is the algorithm; `batch`
+and `packing` make tensors of groups) -> `tickets` (staleness, back-pressure and the ledger) -> `network` (`thread` and
+its parts; `verification` is the alignment contract) -> `checkpoint`, `reporting`. `sft` is the supervised warm start.
 """

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 def main(config: RunConfig, start: Start) -> None:
     learner = prepare(config, start)
-    gc.freeze()  # what imports and the model have left is there to stay: no collection need look at it again
+    gc.freeze()  # objects of imports and model stay: no collection need look at them again
     learner.run()
 
 
 def prepare(config: RunConfig, start: Start) -> Learner:
-    """Raises UserError for everything that can be wrong with a configuration."""
+    """Create the learner. Raises UserError for everything that can be wrong with a configuration."""
     import torch
 
     from learner.service import Learner

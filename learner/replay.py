@@ -36,7 +36,7 @@ from asyncrl.tools.step_comparison import Comparison, compare_numbers, compare_w
 from learner.checkpoint.format import LearnerState, complete_checkpoints, read_state
 from learner.resume import check_initial_model
 from learner.tickets.recorded_batch import batch_again, read_batch
-from learner.tickets.writer import TicketWriter
+from learner.tickets.ticket_writer import TicketWriter
 from learner.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)

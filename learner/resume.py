@@ -1,4 +1,4 @@
-"""Where a learner starts: a new run, or the newest checkpoint and the journal of one that stopped."""
+"""The starting point of a learner: a new run, or the newest checkpoint and the journal of one that stopped."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import tensor_bytes
 from asyncrl.run_folder.checkpoints import MODEL_FOLDER
 from learner.checkpoint.format import LearnerState, newest_checkpoint, read_state
-from learner.progress import Progress
-from learner.tickets.writer import TicketWriter
+from learner.tickets.ticket_writer import TicketWriter
 from protocol.messages import AdapterSpec
 
 EXPORT = "asyncrl export {run} TARGET, then model.path=TARGET"
-"""How a checkpoint becomes a model to start from."""
+"""Advice that turns a checkpoint into a model to start from."""
 
 
 @dataclass(frozen=True)
 class StartingPoint:
-    """What there is of the run before this process. All None for a new one."""
+    """Journal and checkpoint of the run before this process. All None for a new run."""
 
     journal: Journal | None = None
     checkpoint: Path | None = None
@@ -39,14 +38,14 @@ class StartingPoint:
 
     @property
     def model_path(self) -> Path | None:
-        """None too where the checkpoint holds an adapter, for the model of `model.path`."""
+        """The checkpoint's model folder; None also where it holds an adapter, for the model of `model.path`."""
         if self.checkpoint is None or (self.state and self.state.adapter):
             return None
         return self.checkpoint / MODEL_FOLDER
 
 
 def find_start(config: RunConfig, *, resume: bool, resources: ExitStack) -> StartingPoint:
-    """Checks that `resume` fits what is in the run directory, and the journal, before anything large is loaded.
+    """Check that `resume` fits the run directory and its journal, before anything large is loaded.
 
     The journal of a resumed run is open then, and goes to `resources`.
     """
@@ -73,7 +72,7 @@ def open_journal(config: RunConfig, resources: ExitStack, saved_step: int = 0) -
 
 
 def refuse_taken(run_path: Path) -> None:
-    """A new run does not begin where there is one."""
+    """Raise UserError if the folder holds a run: a new one must not begin there."""
     if (run_path / JOURNAL_FILE).exists() or newest_checkpoint(run_path):
         raise UserError(f"{run_path} holds a run. Continue it with --resume, or set another run_dir=...")
 
@@ -84,7 +83,8 @@ def sign_journal(
     settings: Mapping[str, float | str],
     model: Iterable[tuple[str, torch.Tensor]],
 ) -> str:
-    """The run's id, from the journal or new. Raises UserError unless journal, checkpoint and settings are one run's.
+    """Return the run's id, from the journal or new. Raises UserError unless journal, checkpoint and settings are one
+    run's.
 
     `settings` decide which ticket is which and what it samples; a resumed run must have the same, and, without a
     checkpoint, the same initial `model`.
@@ -116,20 +116,19 @@ def sign_journal(
     return run_id
 
 
-def check_steps_ahead(journal: Journal, trainer: TrainerConfig, progress: Progress) -> None:
-    """Raises UserError where the run is past the step that it is to end at. At that step it may be: an end that was cut
-    short is made again."""
-    step = max(progress.step, journal.state().last_step)
-    if step > progress.total_steps:
+def check_steps_ahead(journal: Journal, trainer: TrainerConfig, saved_step: int, total_steps: int) -> None:
+    """Raise UserError if the run is past its last step. It may be at it: an end that was cut short is repeated."""
+    step = max(saved_step, journal.state().last_step)
+    if step > total_steps:
         key = "trainer.max_steps" if trainer.max_steps else "trainer.total_epochs"
         raise UserError(
-            f"--resume of {journal.path}: the run is at step {step}, and is to end at step {progress.total_steps}. "
+            f"--resume of {journal.path}: the run is at step {step}, and is to end at step {total_steps}. "
             f"Raise {key}, which is {trainer.max_steps or trainer.total_epochs}"
         )
 
 
 def check_initial_model(journal: Journal | JournalReader, model: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Where there is no checkpoint to begin at. Raises UserError if the run began with another model."""
+    """Raise UserError if the run began with another model, and has no checkpoint to begin at."""
     if journal.meta("model") != _digest(model):
         raise UserError(
             f"{journal.path} began with another model than model.path holds now, and there is no checkpoint to "
@@ -138,7 +137,7 @@ def check_initial_model(journal: Journal | JournalReader, model: Iterable[tuple[
 
 
 def lasting_settings(config: RunConfig, writer: TicketWriter, processor: PromptProcessor) -> dict[str, float | str]:
-    """What may not change on resume: which ticket is which, and what the journal's log-probs are of."""
+    """Settings that may not change on resume: they decide which ticket is which, and the journal's log-probs."""
     return {
         "batch.prompts_per_step": config.batch.prompts_per_step,
         "batch.group_size": config.batch.group_size,
@@ -154,7 +153,7 @@ def lasting_settings(config: RunConfig, writer: TicketWriter, processor: PromptP
 
 
 def adapter_settings(adapter: AdapterSpec | None, base: str) -> dict[str, float | str]:
-    """What may not change on resume where an adapter is trained."""
+    """Settings that may not change on resume when an adapter is trained."""
     if adapter is None:
         return {}
     return {
@@ -166,7 +165,7 @@ def adapter_settings(adapter: AdapterSpec | None, base: str) -> dict[str, float 
 
 
 def _digest(model: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Of names and bytes."""
+    """Hash the names and bytes of the tensors."""
     hashed = xxhash.xxh3_128()
     for name, tensor in model:
         hashed.update(name.encode())
@@ -175,6 +174,6 @@ def _digest(model: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 def forget_run(run_path: Path) -> None:
-    """Of a new run that could not start after all, nothing stays."""
+    """Remove the journal of a new run that could not start."""
     for file in run_path.glob(f"{JOURNAL_FILE}*"):
         file.unlink(missing_ok=True)

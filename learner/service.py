@@ -1,4 +1,4 @@
-"""The life of a learner: prepare, make again what the journal holds, then receive - step - publish until done."""
+"""The learner service: prepare, repeat the steps that the journal holds, then receive - step - publish until done."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asyncrl.telemetry.recorder import is_finished
 from asyncrl.telemetry.timeline import LEARNER, WaitClock
 from asyncrl.weight_transfer.requirements import check_cuda
 from learner.checkpoint.saver import Saver
-from learner.network.device_lease import DeviceTurns, OwnDevice, first_turn
+from learner.network.device_lease import DeviceTurns, first_turn
 from learner.network.parity_check import ParityJudge
 from learner.network.publication import open_device_weights, open_publication, publish
 from learner.network.servers import ModelFacts
@@ -37,7 +37,7 @@ from learner.resume import (
 from learner.schedule import StepSchedule
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import ReceivedGroup
-from learner.tickets.writer import TicketWriter
+from learner.tickets.ticket_writer import TicketWriter
 from learner.training.evaluation import Evaluation
 from learner.training.model_flops import ModelFlops
 from learner.training.step import NotFiniteError
@@ -50,9 +50,9 @@ logger = logging.getLogger(__name__)
 COULD_NOT_START = "the learner could not start"
 FINISHED = "the run is finished"
 LONG_CATCH_UP_S = 60.0
-"""Making steps again for longer than this ends in a checkpoint, whatever trainer.save_freq is."""
+"""A repetition of steps that took longer than this ends in a checkpoint, whatever trainer.save_freq is."""
 RECONNECTION_S = 4.0
-"""After a restart of the learner, servers are back within this time and a heartbeat, with what they still hold."""
+"""Time after which, plus a heartbeat, servers have reconnected to a restarted learner with what they still hold."""
 
 
 class Learner:
@@ -73,7 +73,7 @@ class Learner:
         self._goodbye = None
 
     def _take_lease(self, start: StartingPoint) -> DeviceLease | None:
-        """Where the device is shared, nothing is on it without the lease."""
+        """Take the lease of a shared device before anything is on it."""
         if self.config.trainer.mode != "sync":
             return None
         lease = first_turn(self.config)
@@ -90,7 +90,7 @@ class Learner:
         self.flops = ModelFlops(self.engine.unwrap_model())
 
     def _open(self, start: StartingPoint) -> None:
-        """Journal, shared memory, sockets, metrics endpoint: all of them, or none where one cannot be had."""
+        """Open journal, shared memory, sockets and metrics endpoint: all of them, or none where one cannot be had."""
         config = self.config
         if start.journal is None:
             self._resources.callback(lambda: forget_run(config.run_path) if self._goodbye == COULD_NOT_START else None)
@@ -104,7 +104,7 @@ class Learner:
             | adapter_settings(self.engine.adapter, self.training.base),
             self.engine.published_state(),
         )
-        check_steps_ahead(self.journal, config.trainer, self.progress)
+        check_steps_ahead(self.journal, config.trainer, self.progress.step, self.progress.total_steps)
         self.ledger = TicketLedger(
             self.journal,
             prompts_per_step=config.batch.prompts_per_step,
@@ -119,7 +119,7 @@ class Learner:
         if self.device_weights:
             self._resources.callback(self.device_weights.close)
         vocabulary = self.engine.unwrap_model().get_output_embeddings().weight.shape[0]
-        self.exchange = NetworkThread(
+        self.network = NetworkThread(
             config,
             self.run_id,
             ledger=self.ledger,
@@ -130,26 +130,26 @@ class Learner:
             parity_tickets=self.parity_tickets,
             device_weights=self.device_weights,
         )
-        self._resources.callback(lambda: self.exchange.stop(self._goodbye, run_is_finished=self._goodbye == FINISHED))
-        self._arrange()
+        self._resources.callback(lambda: self.network.stop(self._goodbye, run_is_finished=self._goodbye == FINISHED))
+        self._connect_parts()
         if start.journal:
             self.reporter.truncate_after(self.progress.step, made_again=self.ledger.last_step)
             self.saver.forget_groups(self.progress.step)  # if the last process died after its checkpoint
 
-    def _arrange(self) -> None:
-        """Who works with what has been opened."""
-        config, total_steps = self.config, self.progress.total_steps
-        self.reporter = Reporter(config, self.exchange, self.ledger, self.processor, self.exporter, total_steps)
+    def _connect_parts(self) -> None:
+        """Create the parts of the main thread, which use what has been opened."""
+        config, network, total_steps = self.config, self.network, self.progress.total_steps
+        self.reporter = Reporter(config, network, self.ledger, self.processor, self.exporter, total_steps)
         self._resources.callback(self.reporter.close)
-        self.judge = ParityJudge(config, self.exchange, self.engine, self.processor, self.reporter)
-        self.device = DeviceTurns(config, self._lease, self.engine, self.exchange) if self._lease else OwnDevice()
-        evaluation = Evaluation(config, self.exchange, self.ledger, self.writer, self.reporter)
-        waits, device = WaitClock(), self.device
-        self.between = StepSchedule(
-            config, self.progress, self.exchange, self.ledger, device, self.judge, evaluation, waits, self._status
+        self.judge = ParityJudge(config, network.parity, network.call_soon, self.engine, self.processor, self.reporter)
+        device = DeviceTurns(config, self._lease, self.engine, network.lease, network.call_soon, network.timeline)
+        evaluation = Evaluation(config, network, self.ledger, self.writer, self.reporter)
+        self.device, waits = device, WaitClock()
+        self.schedule = StepSchedule(
+            config, self.progress, network, self.ledger, device, self.judge, evaluation, waits, self._status
         )
         self.exporter.watch(
-            self.exchange,
+            network,
             self.ledger,
             waits,
             device=self.engine.device,
@@ -173,7 +173,7 @@ class Learner:
                 self._begin()
                 while not self.progress.is_last:
                     self._one_step()
-                self.between.take_device_back()
+                self.schedule.take_device_back()
                 self._save()
                 self.engine.export(self.processor.processor, self.config.run_path / "export")
                 logger.info("finished: the model is in %s", self.config.run_path / "export")
@@ -186,30 +186,30 @@ class Learner:
                 raise
 
     def _begin(self) -> None:
-        """From here on the run goes on, whatever it was before."""
+        """Start the network thread, repeat journaled steps, and publish the first weights."""
         self._held.accept()
         self.reporter.started(self.progress.step, self.engine.device)
         self._status("starting")
-        self.exchange.start()
+        self.network.start()
         self._make_steps_again()
-        if self._was_finished and not self.between.needs_server:
+        if self._was_finished and not self.schedule.needs_server:
             logger.info("step %d was the last: nothing is left to do for a server", self.progress.step)
         else:  # also at the last step of a learner that died: its servers are to hear that the run is finished
-            self.between.wait_for_server()
+            self.schedule.wait_for_server()
             self._publish()  # version 0, too: a server may have loaded another folder of the same architecture
-            self.between.open_for_work()
+            self.schedule.open_for_work()
 
     # --- steps ------------------------------------------------------------------------------------
 
     def _make_steps_again(self) -> None:
-        """Steps whose groups were taken after the newest checkpoint: the same groups, so the same weights."""
+        """Repeat the steps after the newest checkpoint whose groups the journal holds: they give the same weights."""
         first, last = self.progress.step + 1, self.ledger.last_step
         if first > last:
             return
         logger.info("making steps %d to %d again, from the journal", first, last)
         began = time.monotonic()
         while self.progress.step < last:
-            self.exchange.check()
+            self.network.check()
             self._status("catching up", f"step {self.progress.step + 1} of {last} from the journal")
             started = time.monotonic()
             groups = self.ledger.take_again(self.progress.step + 1, self.writer.write)
@@ -220,13 +220,13 @@ class Learner:
     def _one_step(self) -> None:
         """Receive, learn, publish, let new tickets out, report."""
         started = time.monotonic()
-        self.between.wait_for_batch()
+        self.schedule.wait_for_batch()
         self._learn(self.ledger.take(), started, publish=True)
         if self.device.is_shared:
             self._save_if_due()  # while it is ours
-            self.between.open_for_work()
+            self.schedule.open_for_work()
         else:
-            self.between.open_for_work()
+            self.schedule.open_for_work()
             self._save_if_due()
 
     def _save_if_due(self) -> None:
@@ -248,7 +248,7 @@ class Learner:
         published_bytes = 0
         if publish:
             published_bytes = self._publish()
-            self.between.admit_unless_evaluating()
+            self.schedule.admit_unless_evaluating()
         published = time.monotonic()
         step_s = published - started
         values |= {
@@ -267,17 +267,17 @@ class Learner:
         self._status("training" if publish else "catching up")
 
     def _publish(self) -> int:
-        """Bytes of the version."""
+        """Publish the weights, and return the bytes of the version."""
         manifest = publish(self.publication, self.engine, self.progress.version, self.device_weights)
-        self.exchange.announce(manifest)
+        self.network.call_soon(self.network.servers.announce, manifest)
         self.exporter.published(manifest)
         return manifest.total_bytes
 
     def _save(self) -> None:
-        with self.exchange.timeline.doing(LEARNER, "saving"):
+        with self.network.timeline.doing(LEARNER, "saving"):
             self.saver.save(self.progress, self.training.controllers())
 
-    # --- what is said -------------------------------------------------------------------------------
+    # --- the end and the status -----------------------------------------------------------------------
 
     def _fail(self, error: Exception) -> None:
         self._held.save(error)
@@ -288,7 +288,7 @@ class Learner:
         self._end("failed", kind or "crash", goodbye, why)
 
     def _end(self, phase: str, kind: str, goodbye: str | None, why: str = "") -> None:
-        """A disk without room must not take the place of the reason."""
+        """Record the end of the run. A full disk must not hide the reason."""
         self._goodbye = goodbye
         self.exporter.stopped(kind)
         try:

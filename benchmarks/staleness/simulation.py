@@ -119,11 +119,12 @@ class SimulatedServer(RolloutServer):
 
 
 class SimulatedServers:
-    """What Handout and Intake need of Connections: who is there, and a way to each."""
+    """What TicketSender and GroupReceiver need of Servers: the connected ones, and a way to each."""
 
     def __init__(self, max_groups: int):
-        self.servers: dict[str, ServerState] = {}
-        self.aligned = self.servers
+        self.connected: dict[str, ServerState] = {}
+        self.aligned = self.connected
+        self.version = 0
         self.errors: Counter[str] = Counter()
         self._max_groups = max_groups
         self._to_server: dict[str, InOrder] = {}
@@ -139,7 +140,7 @@ class SimulatedServers:
             max_groups=self._max_groups,
             pid=1,
         )
-        self.servers[server_id] = ServerState(hello, server_id.encode())
+        self.connected[server_id] = ServerState(hello, server_id.encode())
         self._to_server[server_id] = to_server
 
     def send(self, server_id: str, message: Message) -> bool:
@@ -147,7 +148,7 @@ class SimulatedServers:
         return True
 
     def send_to_all(self, message: Message) -> None:
-        for server_id in self.servers:
+        for server_id in self.connected:
             self.send(server_id, message)
 
 
@@ -156,13 +157,12 @@ class SimulatedNetwork:
 
     def __init__(self, workload: Workload, ledger: TicketLedger, write_ticket: Callable[[TicketSlot], PreparedTicket]):
         config = workload.config()
-        self.version = 0
         self.changed = asyncio.Event()
         self.connections: Any = SimulatedServers(config.groups_in_flight)
         verify = partial(verify_group, vocabulary=VOCABULARY, components=config.reward.component_names)
         no_ports: Any = None  # of use only to charge a server for a refused group, and none is refused
-        self._handout = TicketSender(self.connections, ledger, write_ticket, Limits())
-        self._intake = GroupReceiver(self.connections, no_ports, ledger, verify)
+        self._tickets = TicketSender(self.connections, ledger, write_ticket, Limits())
+        self._groups = GroupReceiver(self.connections, no_ports, ledger, verify)
         self._turn_is_due = False
         self.servers = [self._connect(workload, f"server-{number}") for number in range(workload.servers)]
 
@@ -172,17 +172,17 @@ class SimulatedNetwork:
         return SimulatedServer(workload, link, random.Random(f"{workload.seed} {server_id}"))
 
     def announce(self, version: int) -> None:
-        self.version = version
+        self.connections.version = version
         self.connections.send_to_all(WeightManifest(version=version, publication="p", tensors=(), total_bytes=0))
 
     def admit(self, version: int) -> None:
-        self._handout.admitted = version
+        self._tickets.admit(version)
         self._need_turn()
 
     def _receive(self, server_id: str, message: Message) -> None:
         assert not isinstance(message, TicketFailed), message
         if isinstance(message, Group):
-            self._intake.accept(server_id, message, (), self.version)
+            self._groups.accept(server_id, message, ())
             self._need_turn()
 
     def _need_turn(self) -> None:
@@ -193,25 +193,25 @@ class SimulatedNetwork:
 
     def _turn(self) -> None:
         self._turn_is_due = False
-        self._intake.keep()
-        self._handout.work()
+        self._groups.keep()
+        self._tickets.work()
         self.changed.set()
-        if self._handout.is_busy:
+        if self._tickets.is_busy:
             self._need_turn()
 
 
-async def _learn(workload: Workload, ledger: TicketLedger, exchange: SimulatedNetwork, seen: Observation) -> None:
+async def _learn(workload: Workload, ledger: TicketLedger, network: SimulatedNetwork, seen: Observation) -> None:
     """learner/service.py without a model."""
     loop = asyncio.get_running_loop()
     moves = random.Random(f"bound {workload.seed}")
-    exchange.announce(0)
-    exchange.admit(0)
+    network.announce(0)
+    network.admit(0)
     for version in range(workload.steps):
         began = loop.time()
         while not ledger.ready():
-            exchange.changed.clear()
+            network.changed.clear()
             try:
-                await asyncio.wait_for(exchange.changed.wait(), LONGEST_WAIT_S)
+                await asyncio.wait_for(network.changed.wait(), LONGEST_WAIT_S)
             except TimeoutError:
                 seen.problems.append(f"step {version + 1} waited {LONGEST_WAIT_S:g} s for {ledger.blockers()[:5]}")
                 return
@@ -221,8 +221,8 @@ async def _learn(workload: Workload, ledger: TicketLedger, exchange: SimulatedNe
         if workload.bound is None and version % BOUND_MOVES_EVERY == 0:
             ledger.bound = moves.randint(1, LARGEST_BOUND)
         ledger.advance(version + 1)
-        exchange.announce(version + 1)
-        exchange.admit(version + 1)
+        network.announce(version + 1)
+        network.admit(version + 1)
         seen.step(version, groups, began=began, took=took, ended=loop.time())
         seen.account(ledger)
         if version % 8 == 7:
@@ -238,12 +238,12 @@ async def _run(workload: Workload) -> Observation:
         total_groups=workload.total_groups,
         on_stale=workload.on_stale,
     )
-    exchange = SimulatedNetwork(workload, ledger, seen.watch(workload.write_ticket, lambda: ledger.bound))
-    serving = [asyncio.create_task(server.run()) for server in exchange.servers]
-    await _learn(workload, ledger, exchange, seen)
-    exchange.connections.send_to_all(Goodbye(reason="the run is finished"))
+    network = SimulatedNetwork(workload, ledger, seen.watch(workload.write_ticket, lambda: ledger.bound))
+    serving = [asyncio.create_task(server.run()) for server in network.servers]
+    await _learn(workload, ledger, network, seen)
+    network.connections.send_to_all(Goodbye(reason="the run is finished"))
     await asyncio.gather(*serving)
-    seen.tokens_generated = sum(server.engine.usage.tokens_generated for server in exchange.servers)
+    seen.tokens_generated = sum(server.engine.usage.tokens_generated for server in network.servers)
     seen.finish()
     ledger.journal.close()
     return seen

@@ -1,4 +1,4 @@
-"""The same run in real time and over real sockets: the real exchange, and rollout servers that share one thread."""
+"""The same run in real time and over real sockets: the real network thread, and servers that share one thread."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from benchmarks.staleness.workload import (
 )
 from learner.network.servers import ModelFacts
 from learner.network.thread import NetworkThread
-from learner.network.waiting import wait_for
 from learner.tickets.ledger import TicketLedger
 from protocol.weights import Publication, Tensor
 from rollout_server.service import RolloutServer
@@ -58,7 +57,7 @@ def run_over_sockets(workload: Workload) -> Observation:
             on_stale=workload.on_stale,
         )
         publication = Publication("staleness", Path(folder))
-        exchange = NetworkThread(
+        network = NetworkThread(
             config,
             "staleness",
             ledger=ledger,
@@ -70,11 +69,11 @@ def run_over_sockets(workload: Workload) -> Observation:
         servers = [ModelFreeServer(config) for _ in range(workload.servers)]
         serving = threading.Thread(target=_serve, args=(servers,), name="servers")
         try:
-            exchange.start()
+            network.start()
             serving.start()
-            _learn(workload, ledger, exchange, publication, seen)
+            _learn(workload, ledger, network, publication, seen)
         finally:
-            exchange.stop("the run is finished", run_is_finished=True)
+            network.stop("the run is finished", run_is_finished=True)
             serving.join()
             publication.close()
             journal.close()
@@ -91,18 +90,19 @@ def _serve(servers: list[ModelFreeServer]) -> None:
 
 
 def _learn(
-    workload: Workload, ledger: TicketLedger, exchange: NetworkThread, publication: Publication, seen: Observation
+    workload: Workload, ledger: TicketLedger, network: NetworkThread, publication: Publication, seen: Observation
 ) -> None:
     """learner/service.py without a model."""
 
     def wait(satisfied: Any, what: str) -> None:
-        wait_for(exchange, ledger, satisfied, timeout_s=LONGEST_WAIT_S, what=lambda: f"{what}: {ledger.blockers()[:5]}")
+        network.wait_until(satisfied, timeout_s=LONGEST_WAIT_S, what=lambda: f"{what}: {ledger.blockers()[:5]}")
 
     def publish(version: int) -> None:
-        exchange.announce(publication.publish(version, [Tensor("w", "uint8", (len(WEIGHTS),), memoryview(WEIGHTS))]))
-        exchange.admit(version)
+        manifest = publication.publish(version, [Tensor("w", "uint8", (len(WEIGHTS),), memoryview(WEIGHTS))])
+        network.call_soon(network.servers.announce, manifest)
+        network.call_soon(network.tickets.admit, version)
 
-    wait(lambda: len(exchange.servers) == workload.servers, "the servers")
+    wait(lambda: len(network.servers.connected) == workload.servers, "the servers")
     started = time.monotonic()
     publish(0)
     for version in range(workload.steps):

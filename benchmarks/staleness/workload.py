@@ -15,7 +15,7 @@ from asyncrl.models.processing import EncodedPrompt, PromptFacts
 from asyncrl.models.published import fingerprint_of
 from asyncrl.rewards.pool import Score
 from learner.tickets.ticket import PreparedTicket
-from learner.tickets.writer import ticket_seed
+from learner.tickets.ticket_writer import ticket_seed
 from protocol.messages import ChatMessage, Prompt, Sampling, TextPart, Ticket, TicketKind
 from rollout_server.engines.scripted import ScriptedEngine
 

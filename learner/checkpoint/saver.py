@@ -9,10 +9,10 @@ from typing import Any
 from asyncrl.config.schema import RunConfig
 from asyncrl.journal.writer import Journal
 from learner.checkpoint.format import LearnerState, save_checkpoint
-from learner.progress import Progress
 from learner.reporting.reporter import Reporter
 from learner.tickets.ledger import TicketLedger
 from learner.training.engines.base import TrainEngine
+from learner.training.trainer import Progress
 from protocol.codec import MIB
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,8 @@
-"""The learner's turns on a device that it shares with the rollout server (trainer.mode=sync).
+"""The device lease of sync mode: learner and rollout server take turns on one device.
 
-It has the device from the start of the process on; `lend` puts the engine to sleep and lets the server have a turn,
-`take_back` ends that turn and wakes the engine.
+The main thread has the device from the start of the process on (`DeviceTurns`): `lend` puts the engine to sleep and
+lets the server have a turn, `take_back` ends that turn and wakes the engine. The network thread sends the server grants
+and recalls (`LeaseGrants`). Messages only say whose turn it is: `protocol/lease.py` excludes the other side.
 """
 
 from __future__ import annotations
@@ -12,108 +13,148 @@ from collections.abc import Callable
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, WaitTimeoutError
-from asyncrl.telemetry.timeline import LEARNER
-from learner.network.thread import NetworkThread
+from asyncrl.telemetry.timeline import LEARNER, Timeline
+from learner.network.servers import Servers, ServerState
 from learner.training.engines.base import TrainEngine
+from protocol.errors import ErrorCode
 from protocol.faults import crash_point
 from protocol.lease import POLL_S, DeviceLease, LeaseError, LeaseTimeout, describe
+from protocol.messages import Error, LeaseGrant, LeaseRecall, LeaseReturn
 
 logger = logging.getLogger(__name__)
 
 HOLDER = "learner"
-TELL_EVERY_S = 1.0
+REPORT_EVERY_S = 1.0
 
 
-def first_turn(config: RunConfig) -> DeviceLease:
-    """The lease, before anything is on the device.
+class LeaseGrants:
+    """Grants and recalls to the server. Used by the network thread alone; other threads may read `returned`."""
 
-    After a crash the server may still have it: it returns it when it has not heard of us for network.timeout_s and
-    has finished what it generates. Raises BadStateError naming the holder.
-    """
-    lease = DeviceLease(config.run_path, HOLDER)
-    wait_s = config.network.timeout_s + config.learner.wait_timeout_s
-    _take(lease, wait_s, "network.timeout_s + learner.wait_timeout_s", lambda: logger.info("waiting: %s", _who(lease)))
-    return lease
+    def __init__(self, servers: Servers):
+        self.returned: LeaseReturn | None = None
+        """The server's newest report of a turn."""
+        self._servers = servers
+        self._lent = False
+        self._next = 1
+        """Fence of the next grant."""
+        self._fence = 0
+        """Fence of the newest grant."""
+        self._tenant: ServerState | None = None
+        """The server that was sent it; another object after a reconnection."""
 
+    def lend(self, fence: int) -> None:
+        """Note that the device is free for a tenure of this number or a larger one."""
+        self._lent, self._tenant, self._next = True, None, max(self._next, fence)
 
-class OwnDevice:
-    """Of a learner that shares none: it is always ours, and nothing has to be done for that."""
+    def recall(self) -> None:
+        """Ask the server to return the device."""
+        self._lent = False
+        server = self._connected()
+        if server is not None and server is self._tenant:
+            self._servers.send(server.hello.server_id, LeaseRecall(fence=self._fence))
 
-    is_shared = False
-    is_lent = False
-    who = "the learner"
+    def offer(self) -> None:
+        """Do one turn: grant the device to a connected server that has no grant yet."""
+        server = self._connected()
+        if not self._lent or server is None or server is self._tenant:
+            return
+        self._tenant, self._fence = server, self._next
+        self._next += 1
+        self._servers.send(server.hello.server_id, LeaseGrant(fence=self._fence))
 
-    def lend(self) -> None: ...
+    def _connected(self) -> ServerState | None:
+        """The only server: sync mode admits no second one."""
+        return next(iter(self._servers.connected.values()), None)
 
-    def take_back(self, waiting: Callable[[], None]) -> None: ...
+    def is_at_work(self, server: ServerState) -> bool:
+        """Whether it has its turn, and an engine with weights: in its first turn the engine has to be started."""
+        return server is self._tenant and server.loaded is not None
 
-    def report(self) -> dict[str, float]:
-        return {}
+    def take_return(self, server: ServerState, message: LeaseReturn) -> None:
+        """Note a return. Without a recall, the server has lost contact for long: while we sleep it is granted again."""
+        if server is not self._tenant or message.fence != self._fence:
+            reason = f"fence {message.fence} was returned, the newest granted to this server is {self._fence}"
+            self._servers.errors[str(ErrorCode.STALE_FENCE)] += 1
+            self._servers.send(server.hello.server_id, Error(code=ErrorCode.STALE_FENCE, reason=reason))
+            return
+        self.returned, self._tenant = message, None
 
 
 class DeviceTurns:
-    """`engine` is awake exactly while `lease` is ours."""
+    """The main thread's side: `engine` is awake exactly while the learner holds `lease`.
 
-    is_shared = True
+    Without a lease the device is not shared: it is always the learner's, and nothing has to be done.
+    """
 
-    def __init__(self, config: RunConfig, lease: DeviceLease, engine: TrainEngine, exchange: NetworkThread):
-        self._config = config
+    def __init__(
+        self,
+        config: RunConfig,
+        lease: DeviceLease | None,
+        engine: TrainEngine,
+        grants: LeaseGrants,
+        call_soon: Callable[..., None],
+        timeline: Timeline,
+    ):
+        """`call_soon` runs a method of `grants` on the network thread."""
+        self._timeout_s = config.learner.wait_timeout_s
         self._lease = lease
         self._engine = engine
-        self._exchange = exchange
+        self._grants = grants
+        self._call_soon = call_soon
+        self._timeline = timeline
         self._lent_at = 0.0
         self._seconds = {"sleep_s/learner": 0.0, "wake_s/learner": 0.0, "asleep_s/learner": 0.0}
-        """Since the last report."""
+        """Durations since the last report."""
         self._moved_bytes = 0
 
     @property
-    def is_lent(self) -> bool:
-        return self._lease.fence is None
+    def is_shared(self) -> bool:
+        return self._lease is not None
 
     @property
-    def who(self) -> str:
-        """Has the device, for the status."""
-        return _who(self._lease)
+    def is_lent(self) -> bool:
+        return self._lease is not None and self._lease.fence is None
+
+    @property
+    def holder(self) -> str:
+        """The process that has the device, for the status."""
+        return describe(self._lease.folder) if self._lease else HOLDER
 
     def lend(self) -> None:
         """Sleep, and let the server have the device. Nothing happens if it has."""
-        if self._lease.fence is None:
+        if self._lease is None or self._lease.fence is None:
             return
-        started = time.monotonic()
+        started, fence = time.monotonic(), self._lease.fence
         self._moved_bytes = self._engine.sleep()
         crash_point("learner.asleep")
-        fence = self._lease.fence
         self._lease.give_up()
         self._lent_at = time.monotonic()
         self._seconds["sleep_s/learner"] += self._lent_at - started
-        self._exchange.lend(fence + 1)
+        self._call_soon(self._grants.lend, fence + 1)
 
     def take_back(self, waiting: Callable[[], None]) -> None:
-        """Have the server sleep, and wake up. Nothing happens if the device is ours.
+        """Have the server sleep, and wake up. Nothing happens if the learner has the device.
 
         Calls `waiting` about once a second. Raises BadStateError naming the holder if it is not returned.
         """
-        if self._lease.fence is not None:
+        if self._lease is None or self._lease.fence is not None:
             return
-        self._exchange.recall()
-
-        def look() -> None:
-            self._exchange.check()
-            waiting()
-
-        _take(self._lease, self._config.learner.wait_timeout_s, "learner.wait_timeout_s", look)
+        self._call_soon(self._grants.recall)
+        _take(self._lease, self._timeout_s, "learner.wait_timeout_s", waiting)
         crash_point("learner.waking")
         taken = time.monotonic()
-        self._exchange.timeline.ended(LEARNER, "asleep", taken - self._lent_at)
+        self._timeline.ended(LEARNER, "asleep", taken - self._lent_at)
         self._engine.wake()
         self._seconds["wake_s/learner"] += time.monotonic() - taken
         self._seconds["asleep_s/learner"] += taken - self._lent_at
 
     def report(self) -> dict[str, float]:
-        """For the record of a step: what the turns since the last report have cost, and the fence of ours."""
+        """Durations of the turns since the last report, and the learner's fence, for the record of a step."""
+        if self._lease is None:
+            return {}
         values: dict[str, float] = {**self._seconds, "sleep_bytes/learner": self._moved_bytes}
         self._seconds = dict.fromkeys(self._seconds, 0.0)
-        returned = self._exchange.lease_returned
+        returned = self._grants.returned
         if returned is not None:
             values |= {
                 "sleep_s/rollout": returned.sleep_s,
@@ -123,22 +164,31 @@ class DeviceTurns:
         return values | {"lease_fence": self._lease.fence or 0}
 
 
+def first_turn(config: RunConfig) -> DeviceLease:
+    """Take the lease before anything is on the device.
+
+    After a crash the server may still have it: it returns it when it has not heard of us for network.timeout_s and
+    has finished what it generates. Raises BadStateError naming the holder.
+    """
+    lease = DeviceLease(config.run_path, HOLDER)
+    wait_s = config.network.timeout_s + config.learner.wait_timeout_s
+    setting = "network.timeout_s + learner.wait_timeout_s"
+    _take(lease, wait_s, setting, lambda: logger.info("waiting: %s", describe(lease.folder)))
+    return lease
+
+
 def _take(lease: DeviceLease, wait_s: float, setting: str, waiting: Callable[[], None]) -> None:
-    """Raises BadStateError."""
-    started = told = time.monotonic()
+    """Wait for the lease. Raises BadStateError."""
+    started = reported = time.monotonic()
     try:
         while not lease.try_take():
             now = time.monotonic()
             if now - started > wait_s:
                 raise lease.timeout(wait_s, setting)
-            if now - told > TELL_EVERY_S:
-                told = now
+            if now - reported > REPORT_EVERY_S:
+                reported = now
                 waiting()
             time.sleep(POLL_S)
     except LeaseError as error:
         kind = WaitTimeoutError if isinstance(error, LeaseTimeout) else BadStateError
         raise kind(str(error)) from error
-
-
-def _who(lease: DeviceLease) -> str:
-    return describe(lease.folder)

@@ -1,4 +1,4 @@
-"""Groups that arrive: verified, journaled, acknowledged, in this order."""
+"""The group receiver: groups that arrive are verified, journaled and acknowledged, in this order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from learner.network.ports import LearnerPorts
 from learner.network.servers import Servers
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import ReceivedGroup
-from learner.tickets.writer import EVALUATION_IDS
+from learner.tickets.ticket_writer import EVALUATION_IDS
 from protocol.codec import Frame
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.faults import crash_point
@@ -23,17 +23,11 @@ logger = logging.getLogger(__name__)
 
 
 class GroupReceiver:
-    """Verifies each group when it comes; `keep` journals and acknowledges all of a turn at once."""
+    """Verifies each group when it comes; `keep` journals and acknowledges all groups of a turn at once."""
 
-    def __init__(
-        self,
-        connections: Servers,
-        ports: LearnerPorts,
-        ledger: TicketLedger,
-        verify: Callable[..., None],
-    ):
-        """`verify` is `verify_group` with what is the same for the whole run."""
-        self._connections = connections
+    def __init__(self, servers: Servers, ports: LearnerPorts, ledger: TicketLedger, verify: Callable[..., None]):
+        """`verify` is `verify_group` with those arguments that are the same for the whole run."""
+        self._servers = servers
         self._ports = ports
         self._ledger = ledger
         self._verify = verify
@@ -41,8 +35,8 @@ class GroupReceiver:
         self.on_kept: Callable[[np.ndarray], None] = lambda lags_s: None
         """Called with the seconds from verification to acknowledgement of the groups of a turn."""
 
-    def accept(self, server_id: str, group: Group, frames: Sequence[Frame], version: int) -> None:
-        """`frames` are the group as it travelled; `version` is the newest policy version that the server may have."""
+    def accept(self, server_id: str, group: Group, frames: Sequence[Frame]) -> None:
+        """Verify a group; `frames` are the group as it travelled."""
         if group.ticket_id in self._arrived:
             return
         prepared = self._ledger.out.get(group.ticket_id)
@@ -50,7 +44,7 @@ class GroupReceiver:
             self._answer_unawaited(server_id, group.ticket_id)
             return
         try:
-            self._verify(group, prepared.ticket, prepared.facts, sender=server_id, version=version)
+            self._verify(group, prepared.ticket, prepared.facts, sender=server_id, version=self._servers.version)
         except ProtocolError as error:
             self._refuse(server_id, group, error)
             return
@@ -58,32 +52,32 @@ class GroupReceiver:
         self._arrived[group.ticket_id] = (server_id, ReceivedGroup(prepared, group, frames))
 
     def _refuse(self, server_id: str, group: Group, error: ProtocolError) -> None:
-        self._connections.errors[str(error.code)] += 1
+        self._servers.errors[str(error.code)] += 1
         logger.warning("group of ticket %d refused: %s", group.ticket_id, error.reason)
-        self._ports.control.charge(self._connections.servers[server_id].identity)
-        self._connections.give_back(group.ticket_id, server_id, error.reason)
-        self._connections.send(server_id, Error(code=error.code, reason=error.reason, ticket_id=group.ticket_id))
+        self._ports.control.charge(self._servers.connected[server_id].identity)
+        self._servers.give_back(group.ticket_id, server_id, error.reason)
+        self._servers.send(server_id, Error(code=error.code, reason=error.reason, ticket_id=group.ticket_id))
 
     def _answer_unawaited(self, server_id: str, ticket_id: int) -> None:
-        """A duplicate is acknowledged again. What was never issued is another run's, or garbage."""
+        """Acknowledge a duplicate again; a ticket that was never issued is another run's, or garbage."""
         if ticket_id >= EVALUATION_IDS or self._ledger.was_issued(ticket_id):
-            self._connections.send(server_id, Ack(ticket_ids=(ticket_id,)))
+            self._servers.send(server_id, Ack(ticket_ids=(ticket_id,)))
             return
-        self._connections.errors[str(ErrorCode.UNKNOWN_TICKET)] += 1
+        self._servers.errors[str(ErrorCode.UNKNOWN_TICKET)] += 1
         reason = f"this run has not issued ticket {ticket_id}"
-        self._connections.send(server_id, Error(code=ErrorCode.UNKNOWN_TICKET, reason=reason, ticket_id=ticket_id))
+        self._servers.send(server_id, Error(code=ErrorCode.UNKNOWN_TICKET, reason=reason, ticket_id=ticket_id))
 
     def has(self, ticket_id: int) -> bool:
-        """Verified in this turn."""
+        """Whether this ticket's group was verified in this turn."""
         return ticket_id in self._arrived
 
     @property
     def num_arrived(self) -> int:
-        """Verified, and not yet durable."""
+        """Number of groups that are verified and not yet durable."""
         return len(self._arrived)
 
     def keep(self) -> None:
-        """Only what is durable is acknowledged."""
+        """Journal the groups of this turn, and then acknowledge them."""
         if not self._arrived:
             return
         self._ledger.receive([received for _, received in self._arrived.values()])
@@ -94,11 +88,11 @@ class GroupReceiver:
         arrived_at = np.asarray([received.arrived_at for _, received in self._arrived.values()])
         self._arrived.clear()
         for server_id, ticket_ids in owners.items():
-            if server_id in self._connections.servers:  # one that has left asks again when it is back
-                self._connections.send(server_id, Ack(ticket_ids=tuple(ticket_ids)))
+            if server_id in self._servers.connected:  # one that has left asks again when it is back
+                self._servers.send(server_id, Ack(ticket_ids=tuple(ticket_ids)))
                 crash_point("group.acknowledged")
         self.on_kept(time.monotonic() - arrived_at)
 
     def forget(self) -> None:
-        """Not acknowledged: their servers keep them for the next learner."""
+        """Drop verified groups without acknowledgement: their servers keep them for the next learner."""
         self._arrived.clear()

@@ -1,9 +1,9 @@
-"""Do engine and learner agree? The log-probs of sampled tokens, computed again with the learner's weights."""
+"""The parity check, on the main thread: the log-probs of sampled tokens, computed again with the learner's weights."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,8 +11,7 @@ import torch
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.processing import PromptProcessor
-from learner.network.parity_handshake import ParityCheck
-from learner.network.thread import NetworkThread
+from learner.network.parity_handshake import ParityCheck, ParityHandshake
 from learner.reporting.reporter import Reporter
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.batch import Batch, make_batch
@@ -37,14 +36,14 @@ class Parity:
     mean: float
     tokens: int
     worst: str
-    """Where the largest is: row, completion, token, and both log-probs."""
+    """Place of the largest difference: row, completion, token, and both log-probs."""
 
 
 @torch.no_grad()
 def compare(
     engine: TrainEngine, processor: PromptProcessor, received: Sequence[ReceivedGroup], tokens_per_microbatch: int
 ) -> Parity:
-    """The groups must have been sampled with the engine's weights as they are now."""
+    """Compare groups that were sampled with the weights that the engine has now."""
     batch = make_batch(received, processor)
     learner = torch.full_like(batch.behaviour_logprobs, float("nan"))
     row = torch.zeros(len(learner), dtype=torch.long)
@@ -77,29 +76,32 @@ def _describe(batch: Batch, processor: PromptProcessor, row: int, column: int, l
 
 
 class ParityJudge:
-    """The main thread's part: called while it waits, between two steps."""
+    """Decides about complete checks while the main thread waits, between two steps."""
 
     def __init__(
         self,
         config: RunConfig,
-        exchange: NetworkThread,
+        handshake: ParityHandshake,
+        call_soon: Callable[..., None],
         engine: TrainEngine,
         processor: PromptProcessor,
         reporter: Reporter,
     ):
+        """`call_soon` runs a method of the handshake on the network thread."""
         self._config = config
-        self._exchange = exchange
+        self._handshake = handshake
+        self._call_soon = call_soon
         self._engine = engine
         self._processor = processor
         self._reporter = reporter
-        self._warned_of = 0.0
+        self._largest_warned = 0.0
 
     def judge(self, version: int) -> None:
         """Compare what has come back; `version` is that of the learner's weights."""
-        for check in self._exchange.alignment.take_complete():
+        for check in self._handshake.take_complete():
             received = [check.groups[ticket_id] for ticket_id in check.tickets]
             if any((item.group.versions != version).any() for item in received):
-                self._exchange.repeat_parity(check)
+                self._call_soon(self._handshake.repeat, check)
             else:
                 self._decide(check, received, version)
 
@@ -113,19 +115,20 @@ class ParityJudge:
         )
         if parity.largest <= limit:
             logger.info("%s is aligned: %s (%g is accepted)", check.server_id, numbers, limit)
-            self._exchange.accept_server(check)
+            self._call_soon(self._handshake.accept_server, check)
         else:
             accepted = f"{limit:g} is accepted (alignment.max_logprob_difference)"
-            self._exchange.refuse_server(check, f"{numbers}; {accepted}. Largest at {parity.worst}", FIX)
+            reason = f"{numbers}; {accepted}. Largest at {parity.worst}"
+            self._call_soon(self._handshake.refuse, check, reason, FIX)
 
     def watch(self, step: int, values: Mapping[str, float]) -> None:
         """Warn when tokens of the learner's own version disagree: something has gone stale since the server's check.
 
-        Again only when it has doubled.
+        Warns again only when the largest difference has doubled.
         """
         largest = values.get("staleness_0/logprob_diff_max", 0.0)
-        if self._is_watched and largest > max(self._config.max_logprob_difference, 2 * self._warned_of):
-            self._warned_of = largest
+        if self._is_watched and largest > max(self._config.max_logprob_difference, 2 * self._largest_warned):
+            self._largest_warned = largest
             logger.warning(
                 "step %d: log-probs of engine and learner differ by up to %.3g nats on tokens of the learner's own "
                 "version, over alignment.max_logprob_difference = %g (ratio/*, mismatch_kl and ess of this step are "
@@ -138,7 +141,7 @@ class ParityJudge:
 
     @property
     def _is_watched(self) -> bool:
-        """Where tokens of the learner's own version come from exactly its distribution, and are compared with it."""
+        """Whether the configuration makes tokens of the learner's own version comparable with its distribution."""
         if not self._config.alignment.rows:
             return False
         rollout, algorithm = self._config.rollout, self._config.algorithm

@@ -1,36 +1,33 @@
-"""The learner's sockets, on a thread of their own.
+"""The network thread: one loop over the learner's two sockets.
 
-Reading order: this loop; `connections` (who is there), `alignment` (who may have work),
-`handout` (tickets out), `intake` (groups in). The main thread
-trains and never touches a socket: it hands over published versions and evaluation requests, and waits on the ledger's
-`changed` condition. A failure here is kept in `failure` and raised by the waiting side.
+Reading order: this loop, and its parts: `servers` (connections), `parity_handshake` (may a server have work?),
+`ticket_sender` (tickets out), `group_receiver` (groups in), `device_lease` (sync mode). The parts belong to this
+thread. The main thread trains and never touches a socket: it reads the parts' public attributes, asks for more with
+`call_soon`, and waits with `wait_until`. A failure here is kept in `failure` and raised by the waiting side.
 """
 
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
-import numpy as np
 import zmq
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import BadStateError, UserError
+from asyncrl.errors import BadStateError, UserError, WaitTimeoutError
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.telemetry.timeline import Timeline
-from learner.network.blob_traffic import BlobTraffic
+from learner.network.device_lease import LeaseGrants
 from learner.network.device_weights import DeviceWeights
 from learner.network.group_receiver import GroupReceiver
-from learner.network.lease_grants import LeaseGrants
-from learner.network.mailbox import ThreadMailbox
-from learner.network.parity_handshake import ParityCheck, ParityHandshake
+from learner.network.parity_handshake import ParityHandshake
 from learner.network.ports import open_ports
-from learner.network.server_spans import note
-from learner.network.servers import ModelFacts, Servers, ServerState
+from learner.network.servers import ModelFacts, Servers
 from learner.network.ticket_sender import TicketSender
 from learner.network.verification import verify_group
 from learner.tickets.ledger import TicketLedger
@@ -49,7 +46,6 @@ from protocol.messages import (
     TransferEnd,
     TransferRequest,
     TransferStart,
-    WeightManifest,
     WeightsLoaded,
 )
 from protocol.peers import Muted
@@ -60,9 +56,39 @@ from protocol.weights import Publication
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
-"""Longest time between two looks at heartbeats, and at what the main thread has handed over."""
+"""Longest time between two turns: heartbeats, and what the main thread has asked for, wait no longer."""
 PARTING_S = 5.0
 """Longest wait for the servers' goodbyes."""
+_CHECK_EVERY_S = 1.0
+"""Interval at which a wait of the main thread looks at its deadline."""
+
+
+class ThreadMailbox:
+    """Calls that one thread makes on another, which sleeps in a poll.
+
+    `post` on the one; poll `wakeup` and `run` on the other.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]):
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.wakeup, self._waker = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+        self.wakeup.bind(f"inproc://wake-{id(self):x}")
+        self._waker.connect(f"inproc://wake-{id(self):x}")
+
+    def post(self, call: Callable[[], None]) -> None:
+        self._calls.put(call)
+        self._waker.send(b"")
+
+    def run(self) -> None:
+        """Make the calls in their order."""
+        while self.wakeup.poll(0):
+            self.wakeup.recv()
+        while not self._calls.empty():
+            self._calls.get_nowait()()
+
+    def close(self) -> None:
+        for socket in (self.wakeup, self._waker):
+            socket.close(linger=0)
 
 
 class NetworkThread(threading.Thread):
@@ -79,149 +105,96 @@ class NetworkThread(threading.Thread):
         parity_tickets: Sequence[PreparedTicket] = (),
         device_weights: DeviceWeights | None = None,
     ):
-        super().__init__(name="exchange", daemon=True)
+        super().__init__(name="network", daemon=True)
         self.failure: Exception | None = None
         self.timeline = Timeline()
+        self.publication = publication
         self._ledger = ledger
-        self._publication = publication
         self._device_weights = device_weights
-        self._version = version
-        """Newest policy version that a server may have; ahead of the learner's while it makes steps again."""
         self._stopping = False
         self._goodbye: str | None = None
         self._run_is_finished = False
         self._context = zmq.Context()
         self._ports = open_ports(config, self._context)
         self.control, self.weights = self._ports.control, self._ports.weights
-        self._orders = ThreadMailbox(self._context)
-        self._connections = Servers(config, run_id, self._ports, ledger, facts)
-        if device_weights is not None:
-            self._connections.device = lambda: device_weights.source
-        self._lending = LeaseGrants(self._connections)
-        self._handout = TicketSender(self._connections, ledger, write_ticket, self.control.limits)
+        self._mailbox = ThreadMailbox(self._context)
+        device = (lambda: device_weights.source) if device_weights else (lambda: None)
+        self.servers = Servers(config, run_id, self._ports, ledger, facts, version=version, device=device)
+        self.lease = LeaseGrants(self.servers)
+        self.tickets = TicketSender(self.servers, ledger, write_ticket, self.control.limits)
         verify = partial(verify_group, vocabulary=facts.vocabulary, components=config.reward.component_names)
-        self._intake = GroupReceiver(self._connections, self._ports, ledger, verify)
-        self.alignment = ParityHandshake(
-            self._connections,
+        self.groups = GroupReceiver(self.servers, self._ports, ledger, verify)
+        self.parity = ParityHandshake(
+            self.servers,
             ledger,
             parity_tickets,
             verify,
             limits=self.control.limits,
             deadline_s=min(config.network.start_timeout_s, config.learner.wait_timeout_s / 2),
-            can_answer=self._lending.is_at_work if config.trainer.mode == "sync" else lambda server: True,
+            can_answer=self.lease.is_at_work if config.trainer.mode == "sync" else lambda server: True,
         )
 
     # --- the main thread's side ---------------------------------------------------------------
 
-    @property
-    def servers(self) -> dict[str, ServerState]:
-        return self._connections.servers
+    def call_soon(self, method: Callable[..., None], *args: Any) -> None:
+        """Call a method of one of the parts on the network thread, after those that were asked for before."""
+        self._mailbox.post(partial(method, *args))
 
-    @property
-    def errors(self) -> Counter[str]:
-        return self._connections.errors
+    def wait_until(
+        self,
+        satisfied: Callable[[], bool],
+        *,
+        timeout_s: float,
+        what: Callable[[], str],
+        progress: Callable[[], None] = lambda: None,
+        judge: Callable[[], None] | None = None,
+    ) -> None:
+        """Block until `satisfied`, calling `progress` about once a second, and `judge` when a parity check is complete.
 
-    @property
-    def looked_at(self) -> float:
-        """When this thread last looked at its sockets, in monotonic seconds."""
-        return self._connections.looked_at
-
-    @property
-    def published_bytes(self) -> int:
-        """Of the versions that servers may still fetch."""
-        return self._publication.nbytes
-
-    @property
-    def blobs(self) -> BlobTraffic:
-        """Of the tickets that went out."""
-        return self._handout.blobs
-
-    @property
-    def credits(self) -> int:
-        """Groups that aligned servers would take, beyond what they hold."""
-        aligned = self._connections.aligned
-        return sum(max(0, s.hello.max_groups - self._ledger.out.held_by(i)) for i, s in aligned.items())
-
-    @property
-    def groups_not_durable(self) -> int:
-        """Verified, and neither journaled nor acknowledged."""
-        return self._intake.num_arrived
-
-    def tell_lag(self, on_kept: Callable[[np.ndarray], None]) -> None:
-        """Before the start. Called on the exchange thread: see `Intake.on_kept`."""
-        self._intake.on_kept = on_kept
-
-    def announce(self, manifest: WeightManifest) -> None:
-        """Every server is told of this version before any ticket that needs it."""
-
-        def order() -> None:
-            self._version = manifest.version
-            self._connections.publish(manifest)
-
-        self._orders.give(order)
-
-    def admit(self, version: int) -> None:
-        """From now on, training tickets go out as far as the ledger admits them before `version`."""
-
-        def order() -> None:
-            self._handout.admitted = version
-
-        self._orders.give(order)
-
-    def dispatch(self, prepare: Callable[[], Iterable[PreparedTicket]]) -> None:
-        """Prepare tickets on the exchange thread, then issue them all at once."""
-        self._orders.give(lambda: self._handout.prepare(prepare))
-
-    def accept_server(self, check: ParityCheck) -> None:
-        """Engine and learner agree."""
-        self._orders.give(lambda: self.alignment.accept_server(check))
-
-    def repeat_parity(self, check: ParityCheck) -> None:
-        self._orders.give(lambda: self.alignment.repeat(check))
-
-    def refuse_server(self, check: ParityCheck, reason: str, fix: str) -> None:
-        self._orders.give(lambda: self.alignment.refuse(check, reason, fix))
-
-    def lend(self, fence: int) -> None:
-        """The device is free: a server may take its lease under this fence or a larger one."""
-        self._orders.give(lambda: self._lending.lend(fence))
-
-    def recall(self) -> None:
-        """The server is to return the device's lease."""
-        self._orders.give(self._lending.recall)
-
-    @property
-    def lease_returned(self) -> LeaseReturn | None:
-        """What the server last said of its turn."""
-        return self._lending.returned
-
-    def stop(self, reason: str | None, *, run_is_finished: bool = False) -> None:
-        """End the thread, and say goodbye to every server unless `reason` is None: then they wait for our return."""
-
-        def order() -> None:
-            self._stopping = True
-            self._goodbye = reason
-            self._run_is_finished = run_is_finished
-
-        if self.is_alive():
-            self._orders.give(order)
-            self.join(timeout=2 * PARTING_S)
-        self._ports.close()
-        self._orders.close()
-        self._context.term()  # returns when the goodbyes are on their way, or after the sockets' linger
+        Time in which this process was stopped does not count. Raises what has ended the network thread, or
+        WaitTimeoutError saying what was waited for.
+        """
+        left = timeout_s
+        while True:
+            began = time.monotonic()
+            with self._ledger.changed:
+                self.check()
+                if satisfied():
+                    return
+                if left <= 0:
+                    raise WaitTimeoutError(f"waited {timeout_s:g} s for {what()}")
+                judging = judge is not None and self.parity.has_complete
+                woken = judging or self._ledger.changed.wait(min(left, _CHECK_EVERY_S))
+            if judging and judge is not None:
+                judge()
+            if not woken:
+                progress()
+            left -= min(time.monotonic() - began, 2 * _CHECK_EVERY_S)
 
     def check(self) -> None:
-        """Raises what has ended the thread."""
+        """Raise what has ended the thread."""
         if self.failure is not None:
             raise self.failure
 
-    # --- the exchange thread --------------------------------------------------------------------
+    def stop(self, reason: str | None, *, run_is_finished: bool = False) -> None:
+        """End the thread, and say goodbye to every server unless `reason` is None: then they wait for our return."""
+        if self.is_alive():
+            self.call_soon(self._begin_stop, reason, run_is_finished)
+            self.join(timeout=2 * PARTING_S)
+        self._ports.close()
+        self._mailbox.close()
+        self._context.term()  # returns when the goodbyes are on their way, or after the sockets' linger
+
+    # --- the network thread's side --------------------------------------------------------------
+
+    def _begin_stop(self, reason: str | None, run_is_finished: bool) -> None:
+        self._stopping, self._goodbye, self._run_is_finished = True, reason, run_is_finished
 
     def run(self) -> None:
         try:
-            self._exchange_until_stopped()
+            self._take_turns()
         except Exception as error:  # raised again by the main thread's next wait, which then says goodbye
-            logger.error("the exchange stops: %s", error)
+            logger.error("the network thread stops: %s", error)
             if isinstance(error, BadStateError | UserError):  # from a crash, a learner comes back
                 self._goodbye = f"the learner failed: {error}"
             with self._ledger.changed:
@@ -230,101 +203,104 @@ class NetworkThread(threading.Thread):
         if self._goodbye is not None:
             self._part(self._goodbye)
 
-    def _exchange_until_stopped(self) -> None:
+    def _take_turns(self) -> None:
         poller = zmq.Poller()
-        for socket in (self.control.socket, self.weights.socket, self._orders.given):
+        for socket in (self.control.socket, self.weights.socket, self._mailbox.wakeup):
             poller.register(socket, zmq.POLLIN)
         while not self._stopping:
-            poller.poll(0 if self._handout.is_busy else round(POLL_S * 1000))
-            self._orders.obey()
+            poller.poll(0 if self.tickets.is_busy else round(POLL_S * 1000))
+            self._mailbox.run()
             self._receive_control()
-            self._intake.keep()
+            self.groups.keep()
             self._serve_weights()
-            self.alignment.work()
-            self._handout.work()
-            self._lending.offer()
-            self._connections.keep_alive(self._version)
+            self.parity.work()
+            self.tickets.work()
+            self.lease.offer()
+            self.servers.keep_alive()
 
     def _part(self, reason: str) -> None:
         """Say goodbye and wait for each server's: closing the socket at once could take ours back."""
-        self._connections.say_goodbye(reason, run_is_finished=self._run_is_finished)
+        self.servers.send_to_all(Goodbye(reason=reason, expected=self._run_is_finished))
         deadline = time.monotonic() + PARTING_S
-        while self.servers and time.monotonic() < deadline:
+        while self.servers.connected and time.monotonic() < deadline:
             self.control.socket.poll(round(POLL_S * 1000))
             for received in self.control.turn():
                 if isinstance(received, Received) and isinstance(received.message, Goodbye):
-                    self._say_farewell(received.identity, received.message)
-        self._intake.forget()
-        if self.servers:
-            logger.warning("no goodbye from %s within %g s", sorted(self.servers), PARTING_S)
-
-    def _say_farewell(self, identity: bytes, message: Goodbye) -> None:
-        server_id = self._connections.at(identity)
-        if server_id is not None:
-            self._connections.lose(server_id, f"said goodbye ({message.reason})", expected=message.expected)
+                    self.servers.take_goodbye(received.identity, received.message)
+        self.groups.forget()
+        if self.servers.connected:
+            logger.warning("no goodbye from %s within %g s", sorted(self.servers.connected), PARTING_S)
 
     def _receive_control(self) -> None:
         for received in self.control.turn():
             if isinstance(received, Muted):
-                self._connections.expel(received)
+                self.servers.expel(received)
             elif isinstance(received, BadMessage):
-                self.errors[str(received.error.code)] += 1
+                self.servers.errors[str(received.error.code)] += 1
                 logger.warning("a message could not be used: %s", received.error)
+            elif isinstance(received.message, Hello):
+                self.servers.greet(received.identity, received.message)
+            elif (server_id := self.servers.at(received.identity)) is not None:
+                self._handle(server_id, received)
             else:
-                self._handle(received)
+                self.control.send(received.identity, Error(code=ErrorCode.NOT_WELCOME, reason="say hello first"))
 
-    def _handle(self, received: Received) -> None:
-        message = received.message
-        if isinstance(message, Hello):
-            self._connections.greet(received.identity, message, self._version)
-            return
-        server_id = self._connections.at(received.identity)
-        if server_id is None:
-            self.control.send(received.identity, Error(code=ErrorCode.NOT_WELCOME, reason="say hello first"))
-            return
-        server = self.servers[server_id]
+    def _handle(self, server_id: str, received: Received) -> None:
+        """Pass a welcomed server's message to the part that it concerns."""
+        message, server = received.message, self.servers.connected[server_id]
         server.heard_at = time.monotonic()
-        note(self.timeline, server_id, message)
-        if server.refused and not isinstance(message, Goodbye):
+        self._record_span(server_id, message)
+        if isinstance(message, Goodbye):
+            self.servers.take_goodbye(received.identity, message)
+        elif server.refused:
             return
-        if isinstance(message, Group) and self.alignment.awaits(server_id, message.ticket_id):
-            self.alignment.accept(server_id, message, self._version)
         elif isinstance(message, Group):
-            self._intake.accept(server_id, message, received.frames, self._version)
-        else:
-            self._handle_from(server_id, message)
-
-    def _handle_from(self, server_id: str, message: Message) -> None:
-        connections = self._connections
-        if isinstance(message, ServerHeartbeat):
-            connections.take_pulse(server_id, message)
-        elif isinstance(message, WeightsLoaded):
-            self.servers[server_id].loaded = message
+            if self.parity.awaits(server_id, message.ticket_id):
+                self.parity.accept_group(server_id, message)
+            else:
+                self.groups.accept(server_id, message, received.frames)
         elif isinstance(message, TicketFailed):
-            connections.count_error(message.error_kind)
-            logger.warning("ticket %d failed on %s: %s", message.ticket_id, server_id, message.error_message)
-            if self.alignment.awaits(server_id, message.ticket_id):
-                self.alignment.fail(server_id, message)
-            elif not self._intake.has(message.ticket_id):
-                connections.give_back(message.ticket_id, server_id, f"{message.error_kind}: {message.error_message}")
+            self._take_failure(server_id, message)
+        elif isinstance(message, ServerHeartbeat):
+            self.servers.take_heartbeat(server_id, message)
+        elif isinstance(message, WeightsLoaded):
+            server.loaded = message
         elif isinstance(message, LeaseReturn):
-            self._lending.take_return(self.servers[server_id], message)
-        elif isinstance(message, Goodbye):
-            self._say_farewell(self.servers[server_id].identity, message)
+            self.lease.take_return(server, message)
         elif isinstance(message, Error):
-            self.errors[str(message.code)] += 1
+            self.servers.errors[str(message.code)] += 1
             logger.warning("%s answers %s: %s", server_id, message.code, message.reason)
+
+    def _take_failure(self, server_id: str, failed: TicketFailed) -> None:
+        self.servers.count_error(failed.error_kind)
+        logger.warning("ticket %d failed on %s: %s", failed.ticket_id, server_id, failed.error_message)
+        if self.parity.awaits(server_id, failed.ticket_id):
+            self.parity.fail_ticket(server_id, failed)
+        elif not self.groups.has(failed.ticket_id):
+            self.servers.give_back(failed.ticket_id, server_id, f"{failed.error_kind}: {failed.error_message}")
+
+    def _record_span(self, server_id: str, message: Message) -> None:
+        """Record the durations that a server's message reports as spans of the timeline."""
+        if isinstance(message, Group):
+            timings = message.timings
+            self.timeline.ended(server_id, "generating", timings.generate_s, ago_s=timings.reward_s)
+            self.timeline.ended(server_id, "scoring", timings.reward_s)
+        elif isinstance(message, WeightsLoaded):
+            seconds = message.transfer_s + message.load_s
+            self.timeline.ended(server_id, "loading", seconds, version=message.version)
+        elif isinstance(message, LeaseReturn):
+            self.timeline.ended(server_id, "falling asleep", message.sleep_s, wake_s=round(message.wake_s, 3))
 
     def _serve_weights(self) -> None:
         for received in self.weights.turn():
             if isinstance(received, Muted):
-                self.errors["muted"] += 1
+                self.servers.errors["muted"] += 1
                 logger.warning("a reader of weights is muted: %s", received.reason)
             elif isinstance(received, BadMessage):
-                self.errors[str(received.error.code)] += 1
+                self.servers.errors[str(received.error.code)] += 1
             elif isinstance(received.message, ChunkRequest):
                 # A chunk that finds the reader's queue full is dropped: the reader asks again.
-                self.weights.send(received.identity, answer_chunk_request(self._publication, received.message))
+                self.weights.send(received.identity, answer_chunk_request(self.publication, received.message))
             elif isinstance(received.message, TransferRequest):
                 self.weights.send(received.identity, self._begin_transfer(received.identity, received.message))
             elif isinstance(received.message, TransferEnd) and self._device_weights is not None:

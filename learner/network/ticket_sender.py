@@ -1,19 +1,17 @@
-"""Tickets on their way out: written a slice at a time, issued together, shared among the servers."""
+"""The ticket sender: tickets are written a slice at a time, issued together, and shared among the servers."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
 
 from asyncrl.journal.writer import TicketSlot
-from learner.network.blob_traffic import BlobTraffic
 from learner.network.servers import Servers
-from learner.network.sharing import share_tickets
 from learner.tickets.ledger import TicketLedger
-from learner.tickets.ticket import PreparedTicket
-from learner.tickets.ticket_size import check_ticket_size, first_that_fit
+from learner.tickets.ticket import PreparedTicket, check_ticket_size, first_that_fit
 from protocol.codec import Limits
 from protocol.faults import crash_point
 from protocol.messages import Tickets
@@ -23,95 +21,132 @@ SLICE_S = 0.2
 
 
 @dataclass
-class _Preparation:
-    """Tickets of one order: how to make them, those still to be made, and those ready."""
+class BlobTraffic:
+    """Image bytes that went out; each image travels once per message. Other threads may read."""
 
-    prepare: Callable[[], Iterable[PreparedTicket]]
-    items: Iterator[PreparedTicket] | None = None
-    done: list[PreparedTicket] = field(default_factory=list)
+    sent_bytes: int = 0
+    hits: int = 0
+    """Images of trajectories whose bytes were in the message already."""
+    saved_bytes: int = 0
+    """Bytes that these would have taken."""
+
+    def count(self, message: Sequence[PreparedTicket]) -> None:
+        """Count tickets that went out together."""
+        uses: Counter[str] = Counter()
+        sizes: dict[str, int] = {}
+        for item in message:
+            sizes |= {digest: len(data) for digest, data in item.blobs.items()}
+            for digest in item.ticket.prompt.media_hashes:
+                uses[digest] += item.ticket.group_size
+        self.sent_bytes += sum(sizes.values())
+        self.hits += sum(count - 1 for count in uses.values())
+        self.saved_bytes += sum((count - 1) * sizes[digest] for digest, count in uses.items())
 
 
 class TicketSender:
+    """Used by the network thread alone; other threads may read `blobs`."""
+
     def __init__(
         self,
-        connections: Servers,
+        servers: Servers,
         ledger: TicketLedger,
         write_ticket: Callable[[TicketSlot], PreparedTicket],
         limits: Limits,
     ):
-        self.admitted: int | None = None
-        """Training tickets go out as far as the ledger admits them before this version; None: not yet."""
         self.blobs = BlobTraffic()
-        self._connections = connections
+        self._admitted: int | None = None
+        self._servers = servers
         self._ledger = ledger
         self._write_ticket = write_ticket
         self._limits = limits
-        self._preparing: deque[_Preparation] = deque()
+        self._preparing: deque[tuple[Iterator[PreparedTicket], list[PreparedTicket]]] = deque()
+        """Tickets still to be written, and those written, of each order."""
 
     @property
     def is_busy(self) -> bool:
         return bool(self._preparing)
 
-    def prepare(self, tickets: Callable[[], Iterable[PreparedTicket]]) -> None:
-        """Issue them all at once when the last is written."""
-        self._preparing.append(_Preparation(tickets))
+    def admit(self, version: int) -> None:
+        """From now on, send training tickets as far as the ledger admits them before `version`."""
+        self._admitted = version
+
+    def prepare(self, tickets: Iterable[PreparedTicket]) -> None:
+        """Write these tickets, and issue them all at once when the last is written."""
+        self._preparing.append((iter(tickets), []))
 
     def work(self) -> None:
-        """One turn."""
-        self._admit()
+        """Do one turn."""
+        if self._admitted is not None and not self._preparing:  # a preparation decides what is admissible next
+            slots = self._ledger.admissible(self._admitted)
+            if slots:
+                self.prepare(self._write_ticket(slot) for slot in slots)
         self._write_some()
         self._send_waiting()
 
-    def _admit(self) -> None:
-        """All tickets that may go out now, together. One preparation at a time: it decides what is admissible next."""
-        if self.admitted is None or self._preparing:
-            return
-        slots = self._ledger.admissible(self.admitted)
-        if slots:
-            self.prepare(lambda: (self._write_ticket(slot) for slot in slots))
-
     def _write_some(self) -> None:
-        """A slice of the oldest preparation: reading and encoding many images must not silence the heartbeat."""
+        """Write a slice of the oldest order: reading and encoding many images must not delay the heartbeat."""
         deadline = time.monotonic() + SLICE_S
         while self._preparing and time.monotonic() < deadline:
-            preparation = self._preparing[0]
-            if preparation.items is None:
-                preparation.items = iter(preparation.prepare())
-            item = next(preparation.items, None)
+            unwritten, written = self._preparing[0]
+            item = next(unwritten, None)
             if item is None:
-                self._ledger.issue(preparation.done)
+                self._ledger.issue(written)
                 self._preparing.popleft()
             else:
                 check_ticket_size(item, self._limits)
-                preparation.done.append(item)
+                written.append(item)
 
     def _send_waiting(self) -> None:
-        """Each server gets its share of the waiting tickets in one message, admitted together.
+        """Send each server its share of the waiting tickets in one message, admitted together.
 
-        Tickets of before a restart wait until the learner has made its steps again and published: a server could only
+        Tickets from before a restart wait until the learner has made its steps again and published: a server could only
         wait for those weights, and would give up.
         """
-        waiting = [item for item in self._ledger.out.waiting() if self.admitted is not None or not item.is_training]
+        waiting = [item for item in self._ledger.out.waiting() if self._admitted is not None or not item.is_training]
         if not waiting:
             return
-        servers = self._connections.aligned
+        servers, out = self._servers.aligned, self._ledger.out
         shares = share_tickets(
             waiting,
-            held={server_id: self._ledger.out.held_by(server_id) for server_id in servers},
+            held={server_id: out.held_by(server_id) for server_id in servers},
             most={server_id: server.hello.max_groups for server_id, server in servers.items()},
-            may_try=lambda ticket_id, server_id: self._ledger.out.may_try(ticket_id, server_id, servers),
+            may_try=lambda ticket_id, server_id: out.may_try(ticket_id, server_id, servers),
         )
-        alone = len(servers) == 1
         for server_id, share in shares.items():
             chosen = first_that_fit(share, self._limits)
-            self._send(server_id, chosen, self._ledger.batch_mates(chosen) if alone else [])
+            self._send(server_id, chosen, self._ledger.batch_mates(chosen) if len(servers) == 1 else [])
 
     def _send(self, server_id: str, chosen: Sequence[PreparedTicket], mates: Sequence[PreparedTicket]) -> None:
         sent = sorted((*chosen, *mates), key=lambda item: item.ticket.ticket_id) if mates else chosen
         if mates and len(first_that_fit(sent, self._limits)) < len(sent):  # then they were not in one message before
             sent = chosen
         blobs = {digest: memoryview(data) for item in sent for digest, data in item.blobs.items()}
-        if self._connections.send(server_id, Tickets(tickets=tuple(item.ticket for item in sent), blobs=blobs)):
+        if self._servers.send(server_id, Tickets(tickets=tuple(item.ticket for item in sent), blobs=blobs)):
             self.blobs.count(sent)
             self._ledger.out.assign([item.ticket.ticket_id for item in chosen], server_id)
             crash_point("tickets.sent")
+
+
+def share_tickets(
+    waiting: Sequence[PreparedTicket],
+    held: Mapping[str, int],
+    most: Mapping[str, int],
+    may_try: Callable[[int, str], bool],
+) -> dict[str, list[PreparedTicket]]:
+    """Divide the waiting tickets equally, the least loaded server first; none gets more than it is willing to hold.
+
+    `held` and `most` count groups by server id; `may_try(ticket_id, server_id)` may exclude a pair. A ticket that no
+    server can take is in no share.
+    """
+    left = list(waiting)
+    shares: dict[str, list[PreparedTicket]] = {}
+    servers = sorted(held, key=lambda server_id: held[server_id])
+    for place, server_id in enumerate(servers):
+        share = min(most[server_id] - held[server_id], -(-len(left) // (len(servers) - place)))
+        suitable = (item for item in left if may_try(item.ticket.ticket_id, server_id))
+        chosen = list(islice(suitable, max(0, share)))
+        taken = {item.ticket.ticket_id for item in chosen}
+        left = [item for item in left if item.ticket.ticket_id not in taken]
+        if chosen:
+            shares[server_id] = chosen
+    return shares

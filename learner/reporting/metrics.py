@@ -179,7 +179,7 @@ METRICS = (
     _gauge("sleep_bytes", "bytes", "What left the device at the newest falling asleep.", "constant"),
     # health
     _look("servers", "servers", "Welcomed rollout servers.", "as many as were started"),
-    _look("pulse_age_seconds", "seconds", "Since the exchange thread last looked at its sockets.", "below 5"),
+    _look("pulse_age_seconds", "seconds", "Since the network thread last looked at its sockets.", "below 5"),
     _gauge("stopped", "runs", "1 once the run has stopped, by kind (finished, bad_state, ...).", "finished", "kind"),
     _counter(
         "not_finite",

@@ -52,7 +52,7 @@ class LearnerExporter:
 
     def watch(
         self,
-        exchange: NetworkThread,
+        network: NetworkThread,
         ledger: TicketLedger,
         waits: WaitClock,
         *,
@@ -63,7 +63,7 @@ class LearnerExporter:
         total_steps: int,
     ) -> None:
         """Read these at each scrape from now on. `step`: the last step of an earlier process."""
-        self._exchange = exchange
+        self._network = network
         self._ledger = ledger
         self._waits = waits
         self._device = device
@@ -71,7 +71,7 @@ class LearnerExporter:
         self._run_path = run_path
         self._process = psutil.Process()
         self._step_at = time.monotonic()
-        exchange.tell_lag(self._metrics["journal_lag_seconds"].observe_counts)
+        network.groups.on_kept = self._metrics["journal_lag_seconds"].observe_counts
         self._metrics["step"].set(step)
         self._metrics["total_steps"].set(total_steps)
         self._metrics.before_scrape(self._read)
@@ -152,17 +152,17 @@ class LearnerExporter:
         self._read_parity()
         m = self._metrics
         m["last_step_age_seconds"].set(time.monotonic() - self._step_at)
-        m["servers"].set(len(self._exchange.servers))
-        m["credits"].set(self._exchange.credits)
-        m["journal_lag_groups"].set(self._exchange.groups_not_durable)
-        blobs = self._exchange.blobs
+        m["servers"].set(len(self._network.servers.connected))
+        m["credits"].set(self._network.servers.credits)
+        m["journal_lag_groups"].set(self._network.groups.num_arrived)
+        blobs = self._network.tickets.blobs
         m.raise_to("image_blob_bytes_total", blobs.sent_bytes)
         m.raise_to("image_blob_hits_total", blobs.hits)
         m.raise_to("image_blob_bytes_saved_total", blobs.saved_bytes)
-        m["pulse_age_seconds"].set(max(0.0, time.monotonic() - self._exchange.looked_at))
+        m["pulse_age_seconds"].set(max(0.0, time.monotonic() - self._network.servers.last_turn_at))
         for what, seconds in self._waits.totals().items():
             m.raise_to("waiting_seconds_total", seconds, **{"for": what})
-        for kind, count in self._exchange.errors.copy().items():
+        for kind, count in self._network.servers.errors.copy().items():
             m.raise_to("errors_total", count, kind=kind)
 
     def _read_ledger(self) -> None:
@@ -183,7 +183,7 @@ class LearnerExporter:
 
     def _read_parity(self) -> None:
         """Show connected servers only: each process has a name of its own, and the series would grow without end."""
-        m, connected = self._metrics, set(self._parity.copy()) & set(self._exchange.servers.copy())
+        m, connected = self._metrics, set(self._parity.copy()) & set(self._network.servers.connected.copy())
         for gone in self._shown - connected:
             m["parity_max"].remove(gone)
             m["parity_mean"].remove(gone)
@@ -198,7 +198,7 @@ class LearnerExporter:
         m["rss_bytes"].set(self._process.memory_info().rss)
         for state, nbytes in memory_by_state(self._device).items():
             m["device_bytes"].labels(state=state, phase=phase).set(nbytes)
-        m["shared_memory_bytes"].set(self._exchange.published_bytes)
+        m["shared_memory_bytes"].set(self._network.publication.nbytes)
         if SHARED_MEMORY.is_dir():
             m["shared_memory_free_bytes"].set(shutil.disk_usage(SHARED_MEMORY).free)
         m["journal_bytes"].set(self._ledger.journal.file_bytes)

@@ -34,7 +34,7 @@ class Reporter:
     def __init__(
         self,
         config: RunConfig,
-        exchange: NetworkThread,
+        network: NetworkThread,
         ledger: TicketLedger,
         processor: PromptProcessor,
         exporter: LearnerExporter,
@@ -42,10 +42,10 @@ class Reporter:
     ):
         self.config = config
         self.exporter = exporter
-        self.recorder = RunRecorder(config.run_path, open_trackers(config, exchange.errors))
+        self.recorder = RunRecorder(config.run_path, open_trackers(config, network.servers.errors))
         self._samples = SampleIndex(config.run_path)  # used by the background thread
         self._behind = BackgroundWriter("samples")
-        self._exchange = exchange
+        self._network = network
         self._ledger = ledger
         self._processor = processor
         self._total_steps = total_steps
@@ -109,7 +109,7 @@ class Reporter:
                 "trained": counts.trained,
                 "dropped": sum(counts.dropped.values()),
             },
-            errors=dict(self._exchange.errors),
+            errors=dict(self._network.servers.errors),
             device=_device_holder(self.config),
         )
         if phase in ENDINGS:
@@ -119,7 +119,7 @@ class Reporter:
     def _servers(self) -> list[dict[str, Any]]:
         """One entry of status.json for each server; `weights` is empty before it has any."""
         entries: list[dict[str, Any]] = []
-        for server_id, server in list(self._exchange.servers.items()):
+        for server_id, server in list(self._network.servers.connected.items()):
             beat, loaded = server.heartbeat, server.loaded
             entries.append(
                 {
@@ -153,13 +153,13 @@ class Reporter:
         self._write_timeline()
 
     def _write_timeline(self) -> None:
-        self.recorder.timeline(self._exchange.timeline.take())
+        self.recorder.timeline(self._network.timeline.take())
 
     def _rollout_usage(self) -> dict[str, float]:
         """Idle ratio and token rate of the servers since the last step, from their heartbeats."""
         idle: list[float] = []
         rate = 0.0
-        for server_id, server in list(self._exchange.servers.items()):
+        for server_id, server in list(self._network.servers.connected.items()):
             beat = server.heartbeat
             if beat is None:
                 continue
@@ -170,7 +170,7 @@ class Reporter:
                 rate += (beat.tokens_generated - tokens) / elapsed
                 more = {"engine": server.hello.engine, "version": beat.version, "busy_s": round(beat.busy_s - busy, 3)}
                 more["tokens"] = beat.tokens_generated - tokens
-                self._exchange.timeline.ended(server_id, "usage", elapsed, **more)
+                self._network.timeline.ended(server_id, "usage", elapsed, **more)
                 self._server_usage[server_id] = (beat.uptime_s, beat.busy_s, beat.tokens_generated)
         return {"idle/rollout": float(np.mean(idle)), "tokens_per_s/rollout": rate} if idle else {}
 

@@ -22,11 +22,11 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from asyncrl.config.learner import OnStale
 from asyncrl.journal.writer import Journal, TicketSlot
-from learner.tickets.ledger_counts import LedgerCounts
 from learner.tickets.length_bias import LengthBias
 from learner.tickets.outstanding import OutstandingTickets
 from learner.tickets.recorded_batch import as_journaled, batch_again, read_batch
@@ -39,6 +39,25 @@ logger = logging.getLogger(__name__)
 
 STALE = "dropped_stale"
 """Name of the counter of dropped groups in the journal."""
+
+
+@dataclass(frozen=True)
+class LedgerCounts:
+    """Numbers of training groups in each state."""
+
+    issued: int
+    waiting: int
+    in_flight: int
+    buffered: int
+    trained: int
+    dropped: Mapping[str, int]
+    """Dropped groups by reason."""
+
+    @property
+    def residual(self) -> int:
+        """0 at every instant; anything else is a lost or doubled group."""
+        known = self.waiting + self.in_flight + self.buffered + self.trained + sum(self.dropped.values())
+        return self.issued - known
 
 
 class TicketLedger:
@@ -61,16 +80,16 @@ class TicketLedger:
         self._total = total_groups
         self._on_stale: OnStale = on_stale
         self.out = OutstandingTickets(self.changed)
-        """Tickets whose groups are awaited, and who has them."""
+        """Tickets whose groups are awaited, and which server has each."""
         self._buffer: dict[int, ReceivedGroup] = {}
         self._evaluated: dict[int, ReceivedGroup] = {}
         self._version = 0
-        found = journal.state()
-        self.last_step = found.last_step
+        recorded = journal.state()
+        self.last_step = recorded.last_step
         """The newest step that has taken its groups. A learner behind it makes its steps again from the journal."""
-        self._counters = Counter(found.counters)
-        self._again = list(found.again)
-        self._unfinished, self._arrived_before = found.waiting, found.buffered
+        self._counters = Counter(recorded.counters)
+        self._again = list(recorded.again)
+        self._unfinished, self._arrived_before = recorded.waiting, recorded.buffered
         self.lengths = LengthBias(self._counters)
 
     # --- issuing ------------------------------------------------------------------------------
@@ -86,30 +105,27 @@ class TicketLedger:
             return [TicketSlot(next_id + i, position, version, self.bound) for i, position in enumerate(positions)]
 
     def issue(self, prepared: Sequence[PreparedTicket]) -> None:
-        """Training tickets of `admissible`, or any evaluation tickets."""
+        """Make training tickets of `admissible`, or evaluation tickets, wait for a server."""
         with self.changed:
-            training = [item for item in prepared if item.is_training]
-            if training:
-                self._journal_issue([item.slot for item in training])
+            slots = [item.slot for item in prepared if item.is_training]
+            if slots:
+                positions = {slot.position for slot in slots}
+                fresh = len(positions) - len(positions.intersection(self._again))
+                with self.journal.transaction():
+                    self.journal.add_tickets(slots)
+                    self._count(issued=len(slots), next_id=len(slots), next_position=fresh)
+                self._again = [position for position in self._again if position not in positions]
+                crash_point("tickets.journaled")
             for item in prepared:
                 self.out.add(item)
 
-    def _journal_issue(self, slots: list[TicketSlot]) -> None:
-        positions = {slot.position for slot in slots}
-        fresh = len(positions) - len(positions.intersection(self._again))
-        with self.journal.transaction():
-            self.journal.add_tickets(slots)
-            self._count(issued=len(slots), next_id=len(slots), next_position=fresh)
-        self._again = [position for position in self._again if position not in positions]
-        crash_point("tickets.journaled")
-
     def _count(self, **deltas: int) -> None:
-        """In the journal's transaction and here: an exception between the two stops the run."""
+        """Add to the counters in the journal's transaction and here: an exception between the two stops the run."""
         self.journal.count(**deltas)
         self._counters.update(deltas)
 
     def batch_mates(self, tickets: Sequence[PreparedTicket]) -> list[PreparedTicket]:
-        """On-policy: tickets whose groups are here already and were sampled in one batch with these.
+        """Tickets whose groups are buffered and were sampled, on-policy, in one batch with these.
 
         The last bits of a log-prob depend on what else is in the batch. When a server was lost in the middle of one,
         its successor samples all of it again, and a run that was killed ends with the weights of one that was not.
@@ -148,14 +164,14 @@ class TicketLedger:
         return self._version
 
     def advance(self, version: int) -> None:
-        """The learner has made its step and is now at `version`."""
+        """Note that the learner has made its step and is now at `version`."""
         with self.changed:
             self._version = version
             self._drop_stale()
             self.changed.notify_all()
 
     def ready(self) -> bool:
-        """Can a step be made now?"""
+        """Whether a step can be made now."""
         with self.changed:
             return len(self._buffer) >= self._per_step and not self._late(self._earliest())
 
@@ -165,7 +181,7 @@ class TicketLedger:
         return [ticket_id for ticket_id, _ in by_deadline[: self._per_step]]
 
     def blockers(self) -> list[tuple[int, str | None, float]]:
-        """What the next step waits for: ticket id, server that holds it, seconds since it was issued."""
+        """Tickets that the next step waits for: id, server that holds it, seconds since it was issued."""
         with self.changed:
             now = time.monotonic()
             out = self.out.training()
@@ -173,7 +189,7 @@ class TicketLedger:
             return [(i, out[i].server_id, now - out[i].issued_at) for i in ids]
 
     def _late(self, earliest: list[int]) -> list[int]:
-        """Tickets out that must come before a step, lest more be due later than later steps can take (`wait`)."""
+        """Outstanding tickets that must come before a step, lest more be due later than later steps take (`wait`)."""
         if self._on_stale != "wait":
             return []
         out = {i: entry.deadline for i, entry in self.out.training().items()}
@@ -183,7 +199,7 @@ class TicketLedger:
         return [] if crowded is None else sorted(i for i, deadline in out.items() if deadline <= crowded)
 
     def _drop_stale(self) -> None:
-        """Under `drop` and `mask`, groups that cannot be trained any more make room for new tickets."""
+        """Drop groups that cannot be trained any more, under `drop` and `mask`: new tickets take their places."""
         if self._on_stale == "wait":
             return
         whole = self._on_stale == "drop"
@@ -199,7 +215,7 @@ class TicketLedger:
         self._again = sorted([*self._again, *(item.slot.position for item in stale)])
 
     def take(self) -> list[ReceivedGroup]:
-        """`prompts_per_step` groups in ticket order, those with stale tokens masked; they count as trained."""
+        """Take `prompts_per_step` groups in ticket order, stale tokens masked; from now on they count as trained."""
         with self.changed:
             earliest = self._earliest()
             assert len(earliest) == self._per_step, "take() before ready()"
@@ -217,12 +233,12 @@ class TicketLedger:
         return taken
 
     def evaluation_arrived(self) -> int:
-        """Evaluation groups that are here and not taken."""
+        """Number of evaluation groups that have arrived and are not taken."""
         with self.changed:
             return len(self._evaluated)
 
     def take_evaluation(self) -> list[ReceivedGroup]:
-        """All evaluation groups that have arrived, in row order."""
+        """Take all evaluation groups that have arrived, in row order."""
         with self.changed:
             taken = [received for _, received in sorted(self._evaluated.items())]
             self._evaluated = {}
@@ -231,7 +247,7 @@ class TicketLedger:
     # --- after a restart --------------------------------------------------------------------------
 
     def recover(self, write: Callable[[TicketSlot], PreparedTicket], *, withhold_s: float) -> None:
-        """Put back what the journal holds: groups into the buffer, tickets out, for servers that still have them.
+        """Restore from the journal: arrived groups to the buffer, tickets to `out`, for servers that still have them.
 
         Raises UserError if a journaled group is of another prompt than its ticket has now.
         """
@@ -256,7 +272,7 @@ class TicketLedger:
             self.journal.flush()
 
     def forget_payloads(self, step: int, *, keep_bytes: int = 0) -> int:
-        """A checkpoint holds the steps up to this one. See `Journal.forget_payloads`."""
+        """Delete groups up to this step, which a checkpoint holds. See `Journal.forget_payloads`."""
         with self.changed:
             return self.journal.forget_payloads(step, keep_bytes=keep_bytes)
 

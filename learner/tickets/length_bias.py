@@ -10,12 +10,10 @@ would read above 0 for as long as it lasts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from learner.tickets.ticket import ReceivedGroup
+from learner.tickets.ticket import ReceivedGroup
 
 
 class LengthBias:
@@ -25,13 +23,14 @@ class LengthBias:
         self._counters = counters
 
     def trained(self, sampled: Sequence[ReceivedGroup], trained: Sequence[ReceivedGroup]) -> dict[str, int]:
-        """What to add to the counters for groups as they were sampled, and as they are trained on after masking."""
+        """Increments of the counters for groups as they were sampled, and as they are trained on after masking."""
         rows, sampled_tokens = _size(sampled)
         masked = [(s, t) for s, t in zip(sampled, trained, strict=True) if s is not t]
         lost = _size(s for s, _ in masked)[1] - _size(t for _, t in masked)[1]
         return {"rows_trained": rows, "tokens_sampled": sampled_tokens, "tokens_trained": sampled_tokens - lost}
 
     def dropped(self, items: Iterable[ReceivedGroup]) -> dict[str, int]:
+        """Increments of the counters for groups that are dropped."""
         rows, tokens = _size(items)
         return {"rows_dropped": rows, "tokens_dropped": tokens}
 

@@ -1,4 +1,8 @@
-"""Tickets whose groups are awaited, and which server has each: who is given one, fails at it, or leaves with it."""
+"""Outstanding tickets: those whose groups are awaited, and the server that holds each.
+
+The ledger adds and removes tickets. `learner/network/servers.py` decides which server holds one: it alone calls
+`reconcile` and `give_back`, when a server connects, is lost or fails.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +28,11 @@ class Outstanding:
     failed_on: set[str] = field(default_factory=set)
     issued_at: float = field(default_factory=time.monotonic)
     withheld_until: float = 0.0
-    """A server that holds it from before our restart may come back with it until then."""
+    """Until then a server that held the ticket before the learner restarted may come back with it."""
 
     @property
     def deadline(self) -> int:
-        """Its tokens are at least as new as the ticket."""
+        """Last policy version that can train the group: its tokens are at least as new as the ticket."""
         return self.prepared.slot.version + self.prepared.slot.bound
 
 
@@ -47,40 +51,36 @@ class OutstandingTickets:
         with self._lock:
             del self._entries[ticket_id]
 
-    def training(self) -> dict[int, Outstanding]:
-        """The training tickets, by id."""
-        with self._lock:
-            return {i: entry for i, entry in self._entries.items() if entry.prepared.is_training}
-
     def get(self, ticket_id: int) -> PreparedTicket | None:
         """The ticket if its group is still awaited."""
         with self._lock:
             entry = self._entries.get(ticket_id)
             return entry.prepared if entry else None
 
+    def training(self) -> dict[int, Outstanding]:
+        """The training tickets, by id."""
+        with self._lock:
+            return {i: entry for i, entry in self._entries.items() if entry.prepared.is_training}
+
     def waiting(self) -> list[PreparedTicket]:
         """Tickets with no server, oldest first."""
         with self._lock:
-            now = time.monotonic()
-            return [
-                entry.prepared
-                for _, entry in sorted(self._entries.items())
-                if entry.server_id is None and entry.withheld_until <= now
-            ]
+            now, entries = time.monotonic(), [entry for _, entry in sorted(self._entries.items())]
+            return [e.prepared for e in entries if e.server_id is None and e.withheld_until <= now]
+
+    def held_by(self, server_id: str) -> int:
+        with self._lock:
+            return sum(entry.server_id == server_id for entry in self._entries.values())
 
     def assign(self, ticket_ids: Iterable[int], server_id: str) -> None:
         with self._lock:
             for ticket_id in ticket_ids:
                 self._entries[ticket_id].server_id = server_id
 
-    def held_by(self, server_id: str) -> int:
-        with self._lock:
-            return sum(entry.server_id == server_id for entry in self._entries.values())
+    def reconcile(self, server_id: str, held: Iterable[int] = ()) -> int:
+        """Make `held` what this server holds: of a server that is lost nothing, after a (re)connection what it says.
 
-    def reconcile(self, server_id: str, held: Iterable[int]) -> int:
-        """A server (re)connects and says what it holds. What we thought it had and it has not waits again.
-
-        Returns how many tickets that nobody else works on it brought back.
+        What it does not hold any more waits again. Returns how many waiting tickets it has brought back.
         """
         with self._lock:
             ids = set(held)
@@ -88,24 +88,19 @@ class OutstandingTickets:
                 if entry.server_id == server_id and ticket_id not in ids:
                     entry.server_id = None
             brought = [i for i in ids if i in self._entries and self._entries[i].server_id is None]
-            for ticket_id in brought:
-                self._entries[ticket_id].server_id = server_id
+            self.assign(brought, server_id)
             return len(brought)
 
-    def holder(self, ticket_id: int) -> str | None:
-        """The server that has this ticket now."""
-        with self._lock:
-            entry = self._entries.get(ticket_id)
-            return entry.server_id if entry else None
+    def give_back(self, ticket_id: int, server_id: str, reason: str, servers: Collection[str]) -> None:
+        """Make a ticket wait again at which this server failed; nothing happens if another one holds it now.
 
-    def give_back(self, ticket_id: int, reason: str, *, servers: Collection[str] = ()) -> None:
-        """Its holder failed at it. Another attempt, but not for ever once all `servers` (the living) have failed."""
+        Raises BadStateError after MAX_ATTEMPTS, once all connected `servers` have failed at it.
+        """
         with self._lock:
             entry = self._entries.get(ticket_id)
-            if entry is None:
+            if entry is None or entry.server_id != server_id:
                 return
-            if entry.server_id is not None:
-                entry.failed_on.add(entry.server_id)
+            entry.failed_on.add(server_id)
             entry.server_id = None
             entry.attempts += 1
             if entry.attempts >= MAX_ATTEMPTS and entry.failed_on.issuperset(servers):
@@ -116,15 +111,7 @@ class OutstandingTickets:
                 )
 
     def may_try(self, ticket_id: int, server_id: str, servers: Collection[str]) -> bool:
-        """A server that failed at a ticket gets it again only when all `servers` have: one bad server ends no run."""
+        """Whether this server may have the ticket: after a failure, only when all `servers` have failed at it, too."""
         with self._lock:
             failed_on = self._entries[ticket_id].failed_on
             return server_id not in failed_on or failed_on.issuperset(servers)
-
-    def lose_server(self, server_id: str) -> int:
-        """Its tickets wait for another server. Returns how many."""
-        with self._lock:
-            lost = [entry for entry in self._entries.values() if entry.server_id == server_id]
-            for entry in lost:
-                entry.server_id = None
-            return len(lost)

@@ -1,4 +1,4 @@
-"""The batch of a step that was made before, from the journal, as it was then."""
+"""Recorded batches: the groups of a step that was made before, read from the journal as they were then."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from protocol.messages import Group
 
 
 class Consumption(Protocol):
-    """A journal, or a reader of one."""
+    """What both the journal's writer and its reader offer."""
 
     def consumed(self, step: int) -> tuple[TicketSlot, ...]: ...
 
@@ -23,7 +23,7 @@ class Consumption(Protocol):
 
 
 def read_batch(journal: Consumption, step: int, size: int) -> list[tuple[TicketSlot, Group]]:
-    """The groups that `step` took. Raises BadStateError where they are not `size`, or not kept."""
+    """Read the groups that `step` took. Raises BadStateError where they are not `size`, or not kept."""
     slots = journal.consumed(step)
     if len(slots) != size:
         raise BadStateError(
@@ -38,10 +38,11 @@ def batch_again(
     version: int,
     on_stale: OnStale,
 ) -> list[ReceivedGroup]:
-    """The batch that `version` consumes. Raises UserError if a group is of another prompt than its ticket has now."""
+    """Rebuild the batch that `version` consumes. Raises UserError if a ticket's prompt is not its group's any more."""
     return [within_bound(as_journaled(write(slot), group), version, on_stale) for slot, group in groups]
 
 
 def as_journaled(prepared: PreparedTicket, group: Group) -> ReceivedGroup:
+    """Pair a journaled group with its ticket. Raises UserError if their prompts differ."""
     check_journaled(group, prepared.ticket, prepared.facts)
     return ReceivedGroup(prepared, group)

@@ -1,4 +1,4 @@
-"""A ticket as the learner keeps it, and the group that comes back for it."""
+"""A ticket as the learner keeps it, the group that comes back for it, and how much of a message a ticket takes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from asyncrl.errors import UserError
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.processing import PromptFacts
-from learner.tickets.ticket_size import header_bytes
-from protocol.codec import Frame
+from protocol.codec import MIB, Frame, Limits, encode
+from protocol.errors import ProtocolError
 from protocol.messages import Group, Ticket, TicketKind
+
+_ENVELOPE_BYTES = 256
+"""Header bytes around the tickets of a message."""
+_BLOB_ENTRY_BYTES = 128
+"""Header bytes for each image: its hash and where its frame is."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +32,8 @@ class PreparedTicket:
 
     @cached_property
     def header_bytes(self) -> int:
-        """What it adds to a message's header."""
-        return header_bytes(self.ticket, len(self.blobs))
+        """Upper bound of what the ticket adds to a message's header. Raises ProtocolError for what cannot travel."""
+        return len(encode(self.ticket)[0]) + len(self.blobs) * _BLOB_ENTRY_BYTES
 
     @cached_property
     def blob_bytes(self) -> int:
@@ -47,7 +53,7 @@ class ReceivedGroup:
     frames: Sequence[Frame] = ()
     """The group as it travelled; empty if it did not."""
     arrived_at: float = field(default_factory=time.monotonic, compare=False)
-    """Monotonic seconds; of a group from before a restart, those of the restart."""
+    """Monotonic seconds; for a group from before a restart, the time of the restart."""
 
     @property
     def ticket(self) -> Ticket:
@@ -59,11 +65,49 @@ class ReceivedGroup:
 
     @cached_property
     def oldest_version(self) -> int:
-        """Of its tokens; of its ticket if it has none."""
+        """Smallest policy version among the tokens; without tokens, that of the ticket."""
         versions = self.group.versions
         return int(versions.min()) if versions.size else self.slot.version
 
     @cached_property
     def deadline(self) -> int:
-        """Last policy version at whose step all its tokens are within the bound."""
+        """Last policy version at whose step all tokens are within the bound."""
         return self.oldest_version + self.slot.bound
+
+
+# --- sizes: dataset columns travel in a message's header, images as frames ----------------------------
+
+
+def first_that_fit(tickets: Sequence[PreparedTicket], limits: Limits) -> Sequence[PreparedTicket]:
+    """The longest prefix that one message may carry; at least one ticket, see `check_ticket_size`."""
+    frames, size, header = 1, 0, _ENVELOPE_BYTES
+    for count, item in enumerate(tickets):
+        frames += len(item.blobs)
+        size += item.blob_bytes + item.header_bytes
+        header += item.header_bytes
+        if count and not _fits(frames, size, header, limits, share=2):
+            return tickets[:count]
+    return tickets
+
+
+def check_ticket_size(item: PreparedTicket, limits: Limits) -> None:
+    """Raise UserError naming the row when it fits into no message."""
+    row = item.ticket.prompt.row_id
+    try:
+        header = _ENVELOPE_BYTES + item.header_bytes
+    except ProtocolError as problem:
+        raise UserError(f"row {row} cannot be sent to a rollout server: {problem.reason}") from problem
+    if not _fits(1 + len(item.blobs), item.blob_bytes + header, header, limits, share=1):
+        raise UserError(
+            f"row {row} is too large to be sent to a rollout server: {len(item.blobs)} images, "
+            f"{item.blob_bytes / MIB:.1f} MiB, and {header / MIB:.1f} MiB of text and columns; a message takes "
+            f"{limits.max_frames - 1:,} images, {limits.max_message_bytes / MIB:.0f} MiB (network.max_message_mib), "
+            f"and {limits.max_header_bytes / MIB:.0f} MiB of text and columns. Leave out what the reward does not need"
+        )
+
+
+def _fits(frames: int, size: int, header: int, limits: Limits, *, share: int) -> bool:
+    """Several tickets use only a share of a message's bytes, so that assembling a message never takes long."""
+    return (
+        frames <= limits.max_frames and size <= limits.max_message_bytes // share and header <= limits.max_header_bytes
+    )

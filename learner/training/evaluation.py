@@ -8,21 +8,20 @@ from collections.abc import Callable
 from asyncrl.config.schema import RunConfig
 from asyncrl.telemetry.timeline import LEARNER
 from learner.network.thread import NetworkThread
-from learner.network.waiting import wait_for
-from learner.progress import Progress
 from learner.reporting.reporter import Reporter
 from learner.tickets.ledger import TicketLedger
-from learner.tickets.writer import TicketWriter
+from learner.tickets.ticket_writer import TicketWriter
+from learner.training.trainer import Progress
 
 logger = logging.getLogger(__name__)
 
 
 class Evaluation:
     def __init__(
-        self, config: RunConfig, exchange: NetworkThread, ledger: TicketLedger, writer: TicketWriter, reporter: Reporter
+        self, config: RunConfig, network: NetworkThread, ledger: TicketLedger, writer: TicketWriter, reporter: Reporter
     ):
         self._config = config
-        self._exchange = exchange
+        self._network = network
         self._ledger = ledger
         self._writer = writer
         self._reporter = reporter
@@ -46,12 +45,11 @@ class Evaluation:
         The deadline is for the next row, however many there are.
         """
         rows = self.num_rows
-        with self._exchange.timeline.doing(LEARNER, "evaluating"):
-            self._exchange.dispatch(lambda: (self._writer.write_evaluation(index, version) for index in range(rows)))
+        with self._network.timeline.doing(LEARNER, "evaluating"):
+            tickets = (self._writer.write_evaluation(index, version) for index in range(rows))
+            self._network.call_soon(self._network.tickets.prepare, tickets)
             while (arrived := self._ledger.evaluation_arrived()) < rows:
-                wait_for(
-                    self._exchange,
-                    self._ledger,
+                self._network.wait_until(
                     lambda arrived=arrived: self._ledger.evaluation_arrived() > arrived,
                     timeout_s=self._config.learner.wait_timeout_s,
                     what=lambda arrived=arrived: (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import nan
 from pathlib import Path
 
@@ -15,14 +16,26 @@ from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import architecture_fingerprint
 from asyncrl.models.weight_files import base_fingerprint
 from learner.checkpoint.format import LearnerState, check_adapter, restore_engine
-from learner.progress import Progress
-from learner.tickets.adaptive_staleness import ADAPTIVE_STALENESS, adaptive_staleness
+from learner.tickets.staleness import ADAPTIVE_STALENESS, AdaptiveStaleness
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.batch import Batch, describe_batch, make_batch
 from learner.training.engines import create_engine
 from learner.training.step import LearnerStep
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Progress:
+    """Position of a run. One step publishes one version, so the two run in parallel from their starts."""
+
+    total_steps: int
+    step: int = 0
+    version: int = 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.step >= self.total_steps
 
 
 class Trainer:
@@ -53,7 +66,10 @@ class Trainer:
             restore_engine(checkpoint, self.engine, state, self.architecture)
             self.progress.step, self.progress.version = state.step, state.version
         self.step = LearnerStep(self.engine, config)
-        self._adaptive = adaptive_staleness(config.learner, state.controllers if state else {})
+        automatic = config.learner.max_staleness == "auto"
+        self._adaptive = AdaptiveStaleness(config.learner.adaptive_staleness) if automatic else None
+        if self._adaptive and state and ADAPTIVE_STALENESS in state.controllers:
+            self._adaptive.restore(state.controllers[ADAPTIVE_STALENESS])
 
     @property
     def bound(self) -> int:

@@ -14,7 +14,7 @@ from asyncrl.models.loading import stop_token_ids
 from asyncrl.models.processing import PromptProcessor
 from learner.network.verification import verify_group
 from learner.tickets.ticket import PreparedTicket, ReceivedGroup
-from learner.tickets.writer import TicketWriter
+from learner.tickets.ticket_writer import TicketWriter
 from learner.training.engines.torch_engine import TorchEngine
 from protocol.messages import Group
 from rollout_server.engines.hf.engine import HFEngine

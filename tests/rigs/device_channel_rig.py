@@ -41,7 +41,7 @@ class LearnerHalf:
 
 
 class DirectSocket:
-    """What a server's socket to the weights endpoint does, and how the exchange answers, without a network."""
+    """What a server's socket to the weights endpoint does, and how the network thread answers, without a network."""
 
     endpoint = "tcp://127.0.0.1:1"
 

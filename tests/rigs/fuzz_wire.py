@@ -1,6 +1,6 @@
 """Fuzz both ends of the wire: `python -m tests.rigs.fuzz_wire --messages 100000 --seed 1`.
 
-A real learner-side exchange and a good server work while another process sends mutated messages to both of the
+A real network thread of a learner and a good server work while another process sends mutated messages to both of the
 learner's endpoints; then a real server-side link listens to a hostile learner. Prints a table; exit code 1 names what
 went wrong: a crash, a hang, a damaged account, memory that grows, or a good server that was harmed.
 """
@@ -78,8 +78,8 @@ def fuzz_learner_side(messages: int, seed: int, folder: Path, *, curve: bool = F
     result.problems += rig.journal_problems()
     result.good = _report(good, "the good server", result)
     result.seconds = time.monotonic() - started
-    result.errors, result.taken = dict(rig.exchange.errors), len(rig.taken)
-    result.dropped = rig.exchange.control.dropped + rig.exchange.weights.dropped
+    result.errors, result.taken = dict(rig.network.servers.errors), len(rig.taken)
+    result.dropped = rig.network.control.dropped + rig.network.weights.dropped
     _judge(result)
     return result
 

@@ -1,4 +1,4 @@
-"""What `Connections` need, without sockets and without tickets."""
+"""What `Servers` needs, without sockets and without tickets."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Ledger:
     def __init__(self) -> None:
         self.out = self
 
-    def lose_server(self, server_id: str) -> int:
+    def held_by(self, server_id: str) -> int:
         return 0
 
-    def reconcile(self, server_id: str, held: Any) -> int:
+    def reconcile(self, server_id: str, held: Any = ()) -> int:
         return 0

@@ -35,7 +35,7 @@ from asyncrl.rewards.pool import RewardPool
 from learner.network.verification import verify_group
 from learner.sft import SupervisedRun
 from learner.tickets.ticket import PreparedTicket
-from learner.tickets.writer import TicketWriter
+from learner.tickets.ticket_writer import TicketWriter
 from protocol.endpoints import SHARED_MEMORY
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import (
@@ -237,7 +237,7 @@ def test_a_learner_whose_port_is_busy_gives_everything_back(make_config: MakeCon
     try:
         assert learner.progress.total_steps == config.total_steps(64) == 7, "as it was explained"
     finally:
-        learner.exchange.stop("done")
+        learner.network.stop("done")
         learner.publication.close()
         learner.exporter.close()
 

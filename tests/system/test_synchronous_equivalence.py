@@ -18,7 +18,7 @@ from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import published_tensors
 from asyncrl.rewards.pool import RewardPool
 from learner.tickets.ticket import ReceivedGroup
-from learner.tickets.writer import TicketWriter
+from learner.tickets.ticket_writer import TicketWriter
 from learner.training.batch import make_batch
 from learner.training.engines.torch_engine import TorchEngine
 from learner.training.step import LearnerStep

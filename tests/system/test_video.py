@@ -27,7 +27,7 @@ from asyncrl.rewards.presentation import sample_of
 from asyncrl.tools.evaluate import evaluate
 from learner.network.parity_check import compare
 from learner.tickets.ticket import PreparedTicket
-from learner.tickets.writer import TicketWriter
+from learner.tickets.ticket_writer import TicketWriter
 from learner.training.packing import Completion as TrainCompletion
 from learner.training.packing import TrainGroup, build_micro_batch
 from protocol.codec import Limits, decode, encode

@@ -78,7 +78,8 @@ def peer(rig: LearnerRig) -> Iterator[Peer]:
 def wait_until(rig: LearnerRig, satisfied: Callable[[], bool]) -> None:
     deadline = time.monotonic() + WAIT_S
     while not satisfied():
-        assert time.monotonic() < deadline, f"errors {rig.exchange.errors}, servers {list(rig.exchange.servers)}"
+        servers = rig.network.servers
+        assert time.monotonic() < deadline, f"errors {servers.errors}, servers {list(servers.connected)}"
         rig.turn()
 
 
@@ -92,7 +93,7 @@ def check_good_server(rig: LearnerRig, server: subprocess.Popen[str], groups: in
     """It must get so many more groups acknowledged, without errors or long waits."""
     before = len(rig.taken)
     wait_until(rig, lambda: len(rig.taken) >= before + groups)
-    rig.exchange.stop("done")
+    rig.network.stop("done")
     out, _ = server.communicate(timeout=WAIT_S)
     report = json.loads(out)
     assert report["errors"] == []
@@ -109,16 +110,16 @@ def test_a_peer_that_sends_garbage_is_muted_and_its_tickets_go_to_another(rig: L
     for _ in range(PeerLimits().bad_messages):
         peer.control.send(b"\xc1 garbage")
     peer.hear_error(ErrorCode.MUTED)
-    wait_until(rig, lambda: "peer" not in rig.exchange.servers)
-    counted = rig.exchange.errors["malformed"]
+    wait_until(rig, lambda: "peer" not in rig.network.servers.connected)
+    counted = rig.network.servers.errors["malformed"]
     for _ in range(5000):
         peer.control.send(b"\xc1 garbage")
     peer.send(content.hello("peer"))
     check_good_server(rig, server, 200)
     assert held <= set(rig.taken), "made by the good server"
-    assert rig.exchange.errors["muted"] == 1
-    assert rig.exchange.errors["malformed"] == counted, "dropped without being decoded"
-    assert rig.exchange.control.dropped > 100
+    assert rig.network.servers.errors["muted"] == 1
+    assert rig.network.servers.errors["malformed"] == counted, "dropped without being decoded"
+    assert rig.network.control.dropped > 100
 
 
 def test_a_peer_that_floods_with_good_messages_is_muted_too(rig: LearnerRig, peer: Peer):
@@ -148,7 +149,7 @@ def test_a_server_that_never_reads_its_tickets_loses_them(rig: LearnerRig, peer:
     peer.send(content.hello("peer", max_groups=1000))
     deadline = time.monotonic() + WAIT_S
     server = None
-    while "peer" in rig.exchange.servers or not rig.taken:
+    while "peer" in rig.network.servers.connected or not rig.taken:
         assert time.monotonic() < deadline
         peer.send(content.heartbeat(running=0))
         rig.turn()
@@ -192,7 +193,7 @@ def test_one_connection_is_one_server(rig: LearnerRig, peer: Peer):
     peer.hear(Welcome)
     peer.send(content.hello("second"))
     assert "is server 'first' already" in peer.hear_error(ErrorCode.DUPLICATE_SERVER).reason
-    assert list(rig.exchange.servers) == ["first"]
+    assert list(rig.network.servers.connected) == ["first"]
 
 
 def test_a_newer_peer_may_send_unknown_types(rig: LearnerRig, peer: Peer):
@@ -208,8 +209,8 @@ def test_words_of_peers_become_only_so_many_labels(rig: LearnerRig, peer: Peer):
         failed = TicketFailed(ticket_id=2**62, error_kind=f"kind {number}\n", error_message="forged\nline")
         assert "\n" not in failed.error_kind + failed.error_message
         peer.send(failed)
-    wait_until(rig, lambda: rig.exchange.errors["other"] > 200)
-    assert len(rig.exchange.errors) < 70
+    wait_until(rig, lambda: rig.network.servers.errors["other"] > 200)
+    assert len(rig.network.servers.errors) < 70
 
 
 def test_the_largest_group_that_a_ticket_allows_gets_in():

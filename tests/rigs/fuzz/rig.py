@@ -1,4 +1,4 @@
-"""A learner without a model: the real exchange, ledger, verification and publication, and a loop that takes batches."""
+"""A learner without a model: the real network thread, ledger and publication, and a loop that takes batches."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class LearnerRig:
         self.journal = Journal(self.journal_path)
         self.ledger = TicketLedger(self.journal, prompts_per_step=PER_STEP, bound=1, total_groups=ENDLESS)
         self.publication = Publication("fuzz", folder)
-        self.exchange = NetworkThread(
+        self.network = NetworkThread(
             config,
             "fuzz",
             ledger=self.ledger,
@@ -80,14 +80,13 @@ class LearnerRig:
         self._weights = np.random.default_rng(0).bytes(4 << 20)
 
     def start(self) -> None:
-        self.exchange.start()
+        self.network.start()
         self._publish()
 
     def turn(self) -> None:
-        """Raises what stopped the exchange, or AssertionError after STALL_S without a batch."""
+        """Raises what stopped the network thread, or AssertionError after STALL_S without a batch."""
         with self.ledger.changed:
-            if self.exchange.failure is not None:
-                raise self.exchange.failure
+            self.network.check()
             if not self.ledger.ready():
                 self.ledger.changed.wait(0.1)
         if self.ledger.ready():
@@ -101,15 +100,15 @@ class LearnerRig:
                 self.ledger.forget_payloads(self.version)
             self._publish()
             self._progress_at = time.monotonic()
-        assert self.exchange.is_alive(), "the exchange has ended"
+        assert self.network.is_alive(), "the network thread has ended"
         assert time.monotonic() - self._progress_at < STALL_S, f"no batch for {STALL_S:g} s: {self.ledger.counts()}"
 
     def _publish(self) -> None:
         manifest = self.publication.publish(
             self.version, [Tensor("w", "uint8", (len(self._weights),), memoryview(self._weights))]
         )
-        self.exchange.announce(manifest)
-        self.exchange.admit(self.version)
+        self.network.call_soon(self.network.servers.announce, manifest)
+        self.network.call_soon(self.network.tickets.admit, self.version)
 
     def rss_mib(self) -> float:
         """Resident memory in use, without what the allocator keeps for later."""
@@ -130,12 +129,12 @@ class LearnerRig:
         missing = set(range(max(self.taken, default=0))) - set(self.taken)
         if len(missing) > 2 * PER_STEP:  # more than may be on their way
             found.append(f"tickets never came: {sorted(missing)[:10]}")
-        if len(self.exchange.errors) > MOST_KINDS:
-            found.append(f"{len(self.exchange.errors)} kinds of errors: a peer's words became labels")
+        if len(self.network.servers.errors) > MOST_KINDS:
+            found.append(f"{len(self.network.servers.errors)} kinds of errors: a peer's words became labels")
         return found
 
     def close(self) -> None:
-        self.exchange.stop("the fuzzing is over")
+        self.network.stop("the fuzzing is over")
         self.publication.close()
         self.journal.close()
 

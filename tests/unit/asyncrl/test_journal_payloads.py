@@ -24,8 +24,8 @@ from asyncrl.journal.reader import JournalReader
 from asyncrl.journal.segments import pack_frames, segment_files, unpack_group
 from asyncrl.journal.writer import JOURNAL_FILE, Journal
 from learner.checkpoint.saver import Saver
-from learner.progress import Progress
 from learner.tickets.ledger import TicketLedger
+from learner.training.trainer import Progress
 from protocol.codec import encode
 from protocol.messages import Group
 from tests.rigs.journal_groups import issue, issue_and_add, make_group, slots_of, take

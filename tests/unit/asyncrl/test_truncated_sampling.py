@@ -20,7 +20,7 @@ from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.loading import load_model
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.sampling_distribution import draw, sampling_logprobs, truncated_logprobs
-from learner.tickets.writer import TicketWriter
+from learner.tickets.ticket_writer import TicketWriter
 from protocol.messages import TicketFailed, Tickets
 from rollout_server.engines import create_engine
 from rollout_server.engines.base import Completion, GenerationRequest

@@ -14,7 +14,7 @@ from asyncrl.config.learner import AdaptiveStalenessConfig, LearnerConfig
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
-from learner.tickets.adaptive_staleness import AdaptiveStaleness
+from learner.tickets.staleness import AdaptiveStaleness
 
 CALM = (0.99, 0.001)
 BETWEEN = (0.94, 0.02)

@@ -86,7 +86,7 @@ def by_label(values: Values, name: str) -> dict[str, float]:
 
 
 class Rig:
-    """A learner's exporter with a ledger and an exchange that is never started."""
+    """A learner's exporter with a ledger and a network thread that is never started."""
 
     def __init__(self, config: RunConfig, folder: Path):
         network = config.network.model_copy(update={"control_port": own_port(), "weights_port": own_port()})
@@ -96,7 +96,7 @@ class Rig:
             Journal(folder / "journal.sqlite"), prompts_per_step=2, bound=1, total_groups=20, on_stale="drop"
         )
         publication: Any = SimpleNamespace(nbytes=4096)
-        self.exchange = NetworkThread(
+        self.network = NetworkThread(
             config.model_copy(update={"network": network}),
             "run",
             ledger=self.ledger,
@@ -110,7 +110,7 @@ class Rig:
 
     def watch(self) -> None:
         self.exporter.watch(
-            self.exchange,
+            self.network,
             self.ledger,
             self.waits,
             device=CPU,
@@ -125,11 +125,11 @@ class Rig:
 
     def welcome(self, server_id: str, *, max_groups: int = 8, aligned: bool = True) -> None:
         server: Any = SimpleNamespace(hello=SimpleNamespace(max_groups=max_groups), aligned=aligned)
-        self.exchange.servers[server_id] = server
+        self.network.servers.connected[server_id] = server
 
     def close(self) -> None:
         self.exporter.close()
-        self.exchange.stop(None)
+        self.network.stop(None)
         self.ledger.journal.close()
 
 
@@ -267,7 +267,7 @@ def test_a_learner_that_comes_back_knows_the_evaluations_before_it(
         counted = {"rows": 16, "errors": 1}
         recorder.evaluation({"step": step, "version": step, "accuracy": accuracy, "reward": accuracy / 2, **counted})
     processor: Any = None
-    reporter = Reporter(config, rig.exchange, rig.ledger, processor, rig.exporter, total_steps=50)
+    reporter = Reporter(config, rig.network, rig.ledger, processor, rig.exporter, total_steps=50)
     reporter.truncate_after(6, made_again=7)
     values = rig.scrape()
     assert (values["held_out_accuracy", ""], values["held_out_reward", ""]) == (0.7, 0.35)
@@ -361,8 +361,8 @@ def test_each_scrape_looks_at_memory_and_disks(rig: Rig, monkeypatch: pytest.Mon
 
 def test_each_scrape_looks_at_clocks_waits_and_errors(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rig.waits, "totals", lambda: {"groups": 12.0})
-    rig.exchange.errors["muted"] = 4
-    rig.exchange._connections.looked_at = time.monotonic() - 7
+    rig.network.servers.errors["muted"] = 4
+    rig.network.servers.last_turn_at = time.monotonic() - 7
     rig.exporter._step_at -= 30
     values = rig.scrape()
     assert values["pulse_age_seconds", ""] == pytest.approx(7, abs=2)
@@ -376,9 +376,9 @@ def test_each_scrape_looks_at_clocks_waits_and_errors(rig: Rig, monkeypatch: pyt
 
 def test_the_journals_lag_is_that_of_groups_on_their_way_into_it(rig: Rig) -> None:
     item = issue(rig.ledger, 0)[0]
-    rig.exchange._intake._arrived[0] = ("a", replace(received(item), arrived_at=time.monotonic() - 0.3))
+    rig.network.groups._arrived[0] = ("a", replace(received(item), arrived_at=time.monotonic() - 0.3))
     assert rig.scrape()["journal_lag_groups", ""] == 1
-    rig.exchange._intake.keep()
+    rig.network.groups.keep()
     values = rig.scrape()
     assert values["journal_lag_groups", ""] == 0
     assert values["journal_lag_seconds_count", ""] == 1
@@ -397,14 +397,14 @@ def test_an_image_is_sent_once_for_all_trajectories_of_a_message(rig: Rig, monke
     tickets = issue(rig.ledger, 0)
     same, other = "ab" * 32, "cd" * 32
     message = [with_image(tickets[0], same, b"12345"), with_image(tickets[1], same, b"12345")]
-    monkeypatch.setattr(rig.exchange._connections, "send", lambda server_id, message: True)
-    rig.exchange._handout._send("a", [*message, with_image(tickets[2], other, b"123")], [])
+    monkeypatch.setattr(rig.network.servers, "send", lambda server_id, message: True)
+    rig.network.tickets._send("a", [*message, with_image(tickets[2], other, b"123")], [])
     values = rig.scrape()
     assert values["image_blob_bytes_total", ""] == 5 + 3
     assert values["image_blob_hits_total", ""] == 7 + 3
     assert values["image_blob_bytes_saved_total", ""] == 7 * 5 + 3 * 3
-    monkeypatch.setattr(rig.exchange._connections, "send", lambda server_id, message: False)
-    rig.exchange._handout._send("a", message, [])
+    monkeypatch.setattr(rig.network.servers, "send", lambda server_id, message: False)
+    rig.network.tickets._send("a", message, [])
     assert rig.scrape()["image_blob_bytes_total", ""] == 8, "nothing went out"
 
 
@@ -418,7 +418,7 @@ def test_a_servers_parity_is_shown_while_it_is_connected(rig: Rig) -> None:
         rig.welcome(server_id)
         rig.exporter.parity(server_id, largest=0.1 + number, mean=0.01 + number)
         assert shown() == [{f"server={server_id}": 0.1 + number}, {f"server={server_id}": 0.01 + number}]
-        del rig.exchange.servers[server_id]
+        del rig.network.servers.connected[server_id]
         assert shown() == [{}, {}]
     rig.welcome("host-3-a1b2c3")  # again, and not compared again
     assert shown()[0] == {"server=host-3-a1b2c3": 3.1}

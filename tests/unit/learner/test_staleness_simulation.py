@@ -16,7 +16,7 @@ from benchmarks.staleness.simulation import simulate
 from benchmarks.staleness.sockets import run_over_sockets
 from benchmarks.staleness.virtual_time import NothingToWaitFor, run_in_virtual_time
 from benchmarks.staleness.workload import TextlessProcessor, Workload
-from learner.network.sharing import share_tickets
+from learner.network.ticket_sender import share_tickets
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import PreparedTicket
 from rollout_server.engines.base import GenerationRequest

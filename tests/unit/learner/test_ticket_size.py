@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from asyncrl.errors import UserError
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.processing import PromptFacts
-from learner.tickets.ticket import PreparedTicket
-from learner.tickets.ticket_size import check_ticket_size, first_that_fit
+from learner.tickets.ticket import PreparedTicket, check_ticket_size, first_that_fit
 from protocol.codec import Limits, encode
 from protocol.messages import ChatMessage, ImagePart, Prompt, Sampling, TextPart, Ticket, TicketKind, Tickets
 

@@ -295,7 +295,7 @@ def test_a_lost_server_returns_its_tickets() -> None:
     assert (ledger.out.held_by("a"), ledger.out.held_by("b")) == (2, 1)
     assert ids(ledger.out.waiting()) == [3]
     arrive(ledger, items[0])
-    assert ledger.out.lose_server("a") == 1
+    ledger.out.reconcile("a")
     assert ids(ledger.out.waiting()) == [1, 3]
     assert ledger.out.held_by("a") == 0
     counts = ledger.counts()
@@ -317,7 +317,7 @@ def test_losing_servers_is_not_the_ticket_s_fault() -> None:
     issue(ledger, 0)
     for _ in range(MAX_ATTEMPTS + 2):
         ledger.out.assign([0], "a")
-        ledger.out.lose_server("a")
+        ledger.out.reconcile("a")
     assert ids(ledger.out.waiting()) == [0]
 
 
@@ -327,11 +327,13 @@ def test_a_ticket_that_keeps_failing_stops_the_run() -> None:
     assert MAX_ATTEMPTS == 3
     for _ in range(2):
         ledger.out.assign([0], "a")
-        ledger.out.give_back(0, "out of memory")
+        ledger.out.give_back(0, "a", "out of memory", ["a"])
         assert ids(ledger.out.waiting()) == [0]
-    ledger.out.give_back(99, "not ours")
+    ledger.out.assign([0], "a")
+    ledger.out.give_back(99, "a", "not ours", ["a"])
+    ledger.out.give_back(0, "b", "another server's", ["b"])
     with pytest.raises(BadStateError, match=r"ticket 0 \(row d:0\) failed 3 times: out of memory"):
-        ledger.out.give_back(0, "out of memory")
+        ledger.out.give_back(0, "a", "out of memory", ["a"])
 
 
 def test_evaluation_is_counted_apart() -> None:
@@ -454,12 +456,13 @@ def test_nothing_is_lost_or_doubled(
             versions = sorted(rng.choices(range(item.ticket.min_version, ledger.version + 1), k=3))
             arrive(ledger, item, *versions)
         elif choice == "lose":
-            ledger.out.lose_server(rng.choice("ab"))
+            ledger.out.reconcile(rng.choice("ab"))
         elif choice == "fail" and waiting:
             ticket_id = rng.choice(waiting).ticket.ticket_id
             failures[ticket_id] = failures.get(ticket_id, 0) + 1
             if failures[ticket_id] < MAX_ATTEMPTS:
-                ledger.out.give_back(ticket_id, "scripted")
+                ledger.out.assign([ticket_id], "a")
+                ledger.out.give_back(ticket_id, "a", "scripted", "ab")
         elif choice == "restart" and rng.random() < 0.2:
             version = ledger.version
             ledger = TicketLedger(ledger.journal, **shape, on_stale=on_stale)
@@ -476,8 +479,8 @@ def test_nothing_is_lost_or_doubled(
         if on_stale == "wait":
             assert counts.dropped == {"stale": 0}
     while ledger.version < steps:  # whatever the dice left undone
-        ledger.out.lose_server("a")
-        ledger.out.lose_server("b")
+        ledger.out.reconcile("a")
+        ledger.out.reconcile("b")
         issue(ledger, ledger.version)
         for item in ledger.out.waiting():
             arrive(ledger, item, ledger.version)

@@ -14,7 +14,7 @@ from asyncrl.errors import BadStateError
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.rewards.pool import RewardPool
-from learner.tickets.writer import TicketWriter
+from learner.tickets.ticket_writer import TicketWriter
 from protocol.messages import ServerHeartbeat, TicketFailed, Tickets, Welcome
 from rollout_server import service
 from rollout_server.engines.base import Completion, EngineDied, GenerationRequest

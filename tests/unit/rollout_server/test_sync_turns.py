@@ -22,8 +22,7 @@ from asyncrl.telemetry.recorder import RunRecorder
 from asyncrl.telemetry.timeline import Timeline
 from asyncrl.tools.panel.panel import RunPanel
 from asyncrl.tools.panel.run_snapshot import RunSnapshot
-from learner.network.device_lease import DeviceTurns, first_turn
-from learner.network.lease_grants import LeaseGrants
+from learner.network.device_lease import DeviceTurns, LeaseGrants, first_turn
 from learner.network.servers import ModelFacts, Servers, ServerState
 from learner.network.thread import NetworkThread
 from learner.service import Learner
@@ -69,7 +68,7 @@ def ports() -> Ports:
 
 
 @pytest.fixture
-def connections(make_config: MakeConfig, ports: Ports) -> Servers:
+def servers(make_config: MakeConfig, ports: Ports) -> Servers:
     config = make_config(trainer={"mode": "sync"}, network={"weights_port": 1})
     ledger: Any = Ledger()
     learner_ports: Any = ports
@@ -88,52 +87,52 @@ def leases(ports: Ports) -> list[tuple[bytes, str, int]]:
     return sent
 
 
-def test_a_grant_goes_to_whoever_is_there_and_each_has_a_number_of_its_own(connections: Servers, ports: Ports) -> None:
-    lending = LeaseGrants(connections)
-    lending.lend(2)
-    lending.offer()
+def test_a_grant_goes_to_whoever_is_there_and_each_has_a_number_of_its_own(servers: Servers, ports: Ports) -> None:
+    grants = LeaseGrants(servers)
+    grants.lend(2)
+    grants.offer()
     assert leases(ports) == [], "nobody is there"
-    connections.servers["a"] = ServerState(content.hello("a"), b"a")
-    lending.offer()
-    lending.offer()
+    servers.connected["a"] = ServerState(content.hello("a"), b"a")
+    grants.offer()
+    grants.offer()
     assert leases(ports) == [(b"a", "LeaseGrant", 2)]
-    connections.servers = {"b": ServerState(content.hello("b"), b"b")}
-    lending.offer()
+    servers.connected = {"b": ServerState(content.hello("b"), b"b")}
+    grants.offer()
     assert leases(ports) == [(b"b", "LeaseGrant", 3)], "a's number is not given twice"
-    connections.servers = {"b": ServerState(content.hello("b"), b"b")}
-    lending.offer()
+    servers.connected = {"b": ServerState(content.hello("b"), b"b")}
+    grants.offer()
     assert leases(ports) == [(b"b", "LeaseGrant", 4)], "after a reconnection nobody knows what had arrived"
-    lending.recall()
-    lending.offer()
+    grants.recall()
+    grants.offer()
     assert leases(ports) == [(b"b", "LeaseRecall", 4)]
-    lending.lend(3)
-    lending.offer()
+    grants.lend(3)
+    grants.offer()
     assert leases(ports) == [(b"b", "LeaseGrant", 5)], "numbers never fall"
 
 
-def test_a_return_under_an_old_fence_is_refused_and_counted(connections: Servers, ports: Ports) -> None:
-    lending = LeaseGrants(connections)
-    server = connections.servers["a"] = ServerState(content.hello("a"), b"a")
+def test_a_return_under_an_old_fence_is_refused_and_counted(servers: Servers, ports: Ports) -> None:
+    grants = LeaseGrants(servers)
+    server = servers.connected["a"] = ServerState(content.hello("a"), b"a")
     for fence in (1, 7):
-        lending.take_return(server, returned(fence))
-    lending.lend(2)
-    lending.offer()
+        grants.take_return(server, returned(fence))
+    grants.lend(2)
+    grants.offer()
     ports.sent.clear()
-    lending.take_return(server, returned(1))
-    assert lending.returned is None
-    assert connections.errors == {ErrorCode.STALE_FENCE: 3}
+    grants.take_return(server, returned(1))
+    assert grants.returned is None
+    assert servers.errors == {ErrorCode.STALE_FENCE: 3}
     assert [m.code for _, m in ports.sent] == [ErrorCode.STALE_FENCE]
-    lending.take_return(server, returned(2))
-    assert lending.returned == returned(2)
+    grants.take_return(server, returned(2))
+    assert grants.returned == returned(2)
     ports.sent.clear()
-    lending.offer()
+    grants.offer()
     assert leases(ports) == [(b"a", "LeaseGrant", 3)], "nobody had asked for it: while we sleep, it is granted again"
 
 
-def test_one_device_one_server(connections: Servers, ports: Ports) -> None:
-    connections.greet(b"x", hello("asynchronous", os.getpid(), mode="async"), 0)
-    connections.greet(b"a", hello("a", os.getpid()), 0)
-    connections.greet(b"b", hello("b", os.getpid()), 0)
+def test_one_device_one_server(servers: Servers, ports: Ports) -> None:
+    servers.greet(b"x", hello("asynchronous", os.getpid(), mode="async"))
+    servers.greet(b"a", hello("a", os.getpid()))
+    servers.greet(b"b", hello("b", os.getpid()))
     refused, welcomed, second = [message for _, message in ports.sent]
     assert isinstance(refused, Refusal)
     assert (refused.code, refused.fix) == (ErrorCode.MODE_MISMATCH, "Start both with the same trainer.mode")
@@ -142,11 +141,11 @@ def test_one_device_one_server(connections: Servers, ports: Ports) -> None:
     assert "in sync mode the learner shares its device with one, which is 'a'" in second.reason
 
 
-def test_the_successor_of_a_dead_server_is_welcome_at_once(connections: Servers, ports: Ports) -> None:
+def test_the_successor_of_a_dead_server_is_welcome_at_once(servers: Servers, ports: Ports) -> None:
     gone = 2**22 + 1  # above the largest process id
-    connections.greet(b"a", hello("a", gone), 0)
-    connections.greet(b"b", hello("b", os.getpid()), 0)
-    assert list(connections.servers) == ["b"]
+    servers.greet(b"a", hello("a", gone))
+    servers.greet(b"b", hello("b", os.getpid()))
+    assert list(servers.connected) == ["b"]
 
 
 def test_only_a_servers_own_turn_with_weights_counts_towards_its_parity_deadline(make_config: MakeConfig) -> None:
@@ -155,7 +154,7 @@ def test_only_a_servers_own_turn_with_weights_counts_towards_its_parity_deadline
     config = make_config(trainer={"mode": "sync"}, learner={"wait_timeout_s": 2.0}, network=network)
     ledger = TicketLedger(Journal(None), prompts_per_step=1, bound=0, total_groups=1)
     nothing: Any = None
-    exchange = NetworkThread(
+    network_thread = NetworkThread(
         config,
         "run",
         ledger=ledger,
@@ -165,39 +164,38 @@ def test_only_a_servers_own_turn_with_weights_counts_towards_its_parity_deadline
         version=0,
         parity_tickets=[write_ticket(TicketSlot(0, 0, version=0, bound=0))],
     )
-    alignment, connections, lending = exchange.alignment, exchange._connections, exchange._lending
+    parity, servers, grants = network_thread.parity, network_thread.servers, network_thread.lease
     sent: list[Any] = []
-    connections.send = lambda server_id, message: sent.append(message) is None
-    server = connections.servers["a"] = ServerState(content.hello("a"), b"a")
-    connections.manifest = WeightManifest(version=0, publication="p", tensors=(), total_bytes=0)
+    servers.send = lambda server_id, message: sent.append(message) is None
+    server = servers.connected["a"] = ServerState(content.hello("a"), b"a")
+    servers.manifest = WeightManifest(version=0, publication="p", tensors=(), total_bytes=0)
 
     def later() -> None:
-        alignment._looked_at -= 1.5  # over the deadline of one second
-        alignment.work()
+        parity._last_turn_at -= 1.5  # over the deadline of one second
+        parity.work()
 
     try:
-        alignment.work()
+        parity.work()
         later()
-        lending.lend(2)
-        lending.offer()
+        grants.lend(2)
+        grants.offer()
         assert [type(message) for message in sent] == [Tickets, LeaseGrant]
         later()
         server.loaded = WeightsLoaded(version=0, channel="shm", transfer_s=0.0, load_s=0.0)
-        lending.take_return(server, returned(2))
+        grants.take_return(server, returned(2))
         later()
         assert not server.refused, "it could not have answered"
-        lending.offer()
+        grants.offer()
         with pytest.raises(BadStateError, match="has not answered its parity tickets for 1 s"):
             later()
     finally:
-        exchange.stop(None)
+        network_thread.stop(None)
 
 
 class Sleepy:
-    """A training engine that only notes what it is told; and the exchange."""
+    """A training engine and the grants to the server, which only note their calls."""
 
-    lease_returned = None
-    failure: Exception | None = None
+    returned = None
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -217,16 +215,12 @@ class Sleepy:
     def recall(self) -> None:
         self.told.append("recall")
 
-    def check(self) -> None:
-        if self.failure:
-            raise self.failure
-
 
 def test_the_learner_sleeps_before_it_lends_and_wakes_after_it_has_the_device(make_config: MakeConfig) -> None:
     config = make_config(trainer={"mode": "sync"}, learner={"wait_timeout_s": 0.3})
     lease = first_turn(config)
     both: Any = Sleepy()
-    turns = DeviceTurns(config, lease, both, both)
+    turns = DeviceTurns(config, lease, both, both, lambda method, *args: method(*args), both.timeline)
     turns.take_back(lambda: None)
     assert both.told == [], "it is ours"
     turns.lend()

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import logging
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +18,8 @@ from asyncrl.data.images import content_hash
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import load_published, published_tensors
 from learner.network.parity_check import ParityJudge, compare
-from learner.network.thread import NetworkThread
 from learner.tickets.ticket import ReceivedGroup
-from learner.tickets.writer import PARITY_IDS
+from learner.tickets.ticket_writer import PARITY_IDS
 from learner.training.batch import make_batch
 from learner.training.engines.torch_engine import TorchEngine
 from learner.training.step import LearnerStep
@@ -123,7 +122,7 @@ def test_a_stale_encoder_cache_is_seen_by_the_diagnostics_of_the_first_step_and_
 
     values = LearnerStep(learner, pair_config)(make_batch(received, processor), version=1)
     nothing: Any = None
-    ParityJudge(pair_config, nothing, learner, processor, nothing).watch(1, values)
+    ParityJudge(pair_config, nothing, nothing, learner, processor, nothing).watch(1, values)
     warned = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warned) == stale
     assert all("on tokens of the learner's own version" in record.getMessage() for record in warned)
@@ -188,13 +187,15 @@ def test_text_that_is_tokenised_again_to_the_same_length_fails_the_parity_check(
 # --- the verdict ------------------------------------------------------------------------------------
 
 
-class SaysWhatItIsTold:
-    """The exchange as the judge sees it."""
+class RecordsVerdicts:
+    """The handshake, the call on the network thread, and the reporter, as the judge sees them."""
 
     def __init__(self, *checks: Any):
-        self.alignment = self
         self.checks = list(checks)
         self.said: list[tuple[str, ...]] = []
+
+    def __call__(self, method: Any, *args: Any) -> None:
+        method(*args)
 
     def take_complete(self) -> list[Any]:
         return self.checks
@@ -205,10 +206,10 @@ class SaysWhatItIsTold:
     def accept_server(self, check: Any) -> None:
         self.said.append(("accepted", check.server_id))
 
-    def repeat_parity(self, check: Any) -> None:
+    def repeat(self, check: Any) -> None:
         self.said.append(("repeated", check.server_id))
 
-    def refuse_server(self, check: Any, reason: str, fix: str) -> None:
+    def refuse(self, check: Any, reason: str, fix: str) -> None:
         self.said.append(("refused", check.server_id, reason, fix))
 
 
@@ -224,11 +225,11 @@ def test_the_judge_accepts_refuses_with_the_numbers_and_repeats(pair_config: Run
     logprobs = received[1].group.logprobs.copy()
     logprobs[1] -= 0.25
     wrong = dataclasses.replace(received[1], group=received[1].group.model_copy(update={"logprobs": logprobs}))
-    exchange: Any = SaysWhatItIsTold(check("good", received), check("bad", [received[0], wrong]))
-    judge = ParityJudge(pair_config, cast(NetworkThread, exchange), learner_engine(pair_config), processor, exchange)
+    recorder: Any = RecordsVerdicts(check("good", received), check("bad", [received[0], wrong]))
+    judge = ParityJudge(pair_config, recorder, recorder, learner_engine(pair_config), processor, recorder)
     judge.judge(version=0)
-    assert exchange.said[:3] == [("recorded", "good"), ("accepted", "good"), ("recorded", "bad")]
-    kind, server, reason, fix = exchange.said[3]
+    assert recorder.said[:3] == [("recorded", "good"), ("accepted", "good"), ("recorded", "bad")]
+    kind, server, reason, fix = recorder.said[3]
     assert (kind, server) == ("refused", "bad")
     assert "differ by at most 0.25 nats" in reason
     assert "on average" in reason
@@ -236,7 +237,7 @@ def test_the_judge_accepts_refuses_with_the_numbers_and_repeats(pair_config: Run
     assert "Largest at row rows.jsonl:2 (completion 0), token 1 (" in reason
     assert "stale prefix or encoder cache" in fix
     judge.judge(version=1)
-    assert exchange.said[4:] == [("repeated", "good"), ("repeated", "bad")]
+    assert recorder.said[4:] == [("repeated", "good"), ("repeated", "bad")]
 
 
 def test_a_truncated_completion_of_full_length_is_fine(pair_config: RunConfig, started: Started) -> None:

@@ -15,7 +15,7 @@ from tests.unit.learner.test_tickets import prepared
 
 
 class ServerOfAll:
-    """Connections with one server that takes everything."""
+    """One server, which takes everything."""
 
     def __init__(self) -> None:
         self.aligned = {"s": SimpleNamespace(hello=SimpleNamespace(max_groups=100))}
@@ -34,13 +34,13 @@ def test_tickets_of_before_a_restart_wait_for_the_first_publication() -> None:
     ledger = TicketLedger(before.journal, prompts_per_step=2, bound=0, total_groups=4)
     ledger.recover(prepared, withhold_s=0.0)
     server = ServerOfAll()
-    handout = TicketSender(cast(Servers, server), ledger, prepared, Limits())
-    handout.work()
+    sender = TicketSender(cast(Servers, server), ledger, prepared, Limits())
+    sender.work()
     assert server.sent == [], "the learner makes its steps again and has published nothing"
     evaluation = prepared(TicketSlot(2**40, 0, 0, 0), TicketKind.EVAL)
-    handout.prepare(lambda: [evaluation])
-    handout.work()
+    sender.prepare([evaluation])
+    sender.work()
     assert server.sent == [2**40]
-    handout.admitted = 0
-    handout.work()
+    sender.admit(0)
+    sender.work()
     assert server.sent == [2**40, 0, 1]

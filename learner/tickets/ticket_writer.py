@@ -1,4 +1,4 @@
-"""Dataset rows become tickets: the learner owns the data order."""
+"""The ticket writer: dataset rows become tickets, in the data order that the learner owns."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from learner.tickets.ticket import PreparedTicket
 from protocol.messages import Sampling, Ticket, TicketKind
 
 FINGERPRINTED_ROWS = 64
-"""Spread evenly over the training rows: with large images, reading all of them would take its time."""
+"""Number of training rows in the fingerprint, spread evenly: reading all of them, with large images, is slow."""
 EVALUATION_IDS = 2**40
 """Evaluation tickets are numbered from here; training tickets from 0."""
 PARITY_IDS = 2**62
 """Parity tickets are numbered from here."""
 PARITY_TOKENS = 16
-"""Most tokens of a completion that shows whether engine and learner agree."""
+"""Largest number of tokens of a parity ticket's completion."""
 PARITY_CANDIDATES = 64
-"""Training rows that are looked at for some with images or videos."""
+"""Number of training rows from which those with images or videos are chosen."""
 
 
 class TicketWriter:
@@ -42,7 +42,8 @@ class TicketWriter:
         self.held_out = open_validation(config.data)
         self._stop_token_ids = stop_token_ids
         self._train_rows = usable_rows(self.train, self.renderer, processor, config.data)
-        self._held_out_rows = self._usable_held_out()
+        held_out = self.held_out
+        self._held_out_rows = usable_rows(held_out, self.renderer, processor, config.data) if held_out else []
         self._order = DataOrder(len(self._train_rows), config.trainer.seed, config.data.shuffle)
 
     @property
@@ -52,11 +53,6 @@ class TicketWriter:
     @property
     def num_held_out_rows(self) -> int:
         return len(self._held_out_rows)
-
-    def _usable_held_out(self) -> list[int]:
-        if self.held_out is None:
-            return []
-        return usable_rows(self.held_out, self.renderer, self.processor, self.config.data)
 
     def _render(self, rows: RowSource, index: int) -> RenderedPrompt:
         return self.renderer.render(rows[index], rows.row_id(index))
@@ -71,14 +67,14 @@ class TicketWriter:
         return hashed.hexdigest()
 
     def write(self, slot: TicketSlot) -> PreparedTicket:
-        """The training ticket of a position in the data order."""
+        """Write the training ticket of a position in the data order."""
         rendered = self._render(self.train, self._train_rows[self._order.row_at(slot.position)])
         return self._prepare(
             rendered, slot, slot.ticket_id, TicketKind.TRAIN, self.config.batch.group_size, self._distribution
         )
 
     def write_evaluation(self, index: int, version: int) -> PreparedTicket:
-        """The ticket of one held-out row. Its seed does not depend on the version: evaluations are comparable."""
+        """Write the ticket of one held-out row. Its seed does not depend on the version: evaluations are comparable."""
         assert self.held_out is not None
         evaluation = self.config.evaluation
         return self._prepare(
@@ -91,7 +87,7 @@ class TicketWriter:
         )
 
     def write_parity(self) -> list[PreparedTicket]:
-        """Tickets of a few training rows, those with images or videos first; the same every time."""
+        """Write tickets of a few training rows, those with images or videos first; the same every time."""
         chosen = self._most_telling(self._train_rows[:PARITY_CANDIDATES])
         return [
             self._prepare(
@@ -107,19 +103,19 @@ class TicketWriter:
         ]
 
     def _most_telling(self, candidates: Sequence[int]) -> list[int]:
-        """Rows with images, with videos and with both take turns; text alone comes last."""
+        """Order rows so that those with images, with videos and with both take turns, and text alone comes last."""
         keys = (self.config.data.image_key, self.config.data.video_key)
-        found: Counter[tuple[bool, ...]] = Counter()
+        seen: Counter[tuple[bool, ...]] = Counter()
         order: list[tuple[bool, int, int, int]] = []
         for row in candidates:
-            kinds = tuple(_length(self.train[row].get(key)) > 0 for key in keys)
-            order.append((not any(kinds), found[kinds], -sum(kinds), row))
-            found[kinds] += 1
+            kinds = tuple(_has_media(self.train[row].get(key)) for key in keys)
+            order.append((not any(kinds), seen[kinds], -sum(kinds), row))
+            seen[kinds] += 1
         return [row for *_, row in sorted(order)]
 
     @property
     def _distribution(self) -> dict[str, Any]:
-        """What training samples from."""
+        """Sampling settings of training."""
         return {name: getattr(self.config.rollout, name) for name in ("temperature", "top_p", "top_k", "min_p")}
 
     def _prepare(
@@ -132,8 +128,8 @@ class TicketWriter:
         distribution: Mapping[str, Any],
         max_new_tokens: int | None = None,
     ) -> PreparedTicket:
-        encoded = self.processor.encode(rendered.prompt, rendered.blobs)
-        check_prompt_length(encoded, self.config.data.max_prompt_length)
+        e = self.processor.encode(rendered.prompt, rendered.blobs)
+        check_prompt_length(e, self.config.data.max_prompt_length)
         ticket = Ticket(
             ticket_id=slot.ticket_id,
             kind=kind,
@@ -148,19 +144,13 @@ class TicketWriter:
                 banned_token_ids=self.processor.placeholder_ids,
             ),
         )
-        facts = PromptFacts(
-            encoded.token_ids,
-            encoded.image_grids,
-            encoded.image_hashes,
-            encoded.video_grids,
-            encoded.video_hashes,
-        )
+        facts = PromptFacts(e.token_ids, e.image_grids, e.image_hashes, e.video_grids, e.video_hashes)
         return PreparedTicket(ticket, rendered.blobs, slot, facts)
 
 
-def _length(value: Any) -> int:
-    """Of a cell that holds any number of images or videos."""
-    return 0 if value is None else len(value) if isinstance(value, list | tuple | np.ndarray) else 1
+def _has_media(cell: Any) -> bool:
+    """Whether a cell of an image or video column holds any: one, or a list of them."""
+    return len(cell) > 0 if isinstance(cell, list | tuple | np.ndarray) else cell is not None
 
 
 def ticket_seed(run_seed: int, number: int) -> int:

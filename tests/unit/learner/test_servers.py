@@ -24,29 +24,29 @@ def connected() -> Servers:
     """Two servers and a timeout of 10 s."""
     ports: Any = Ports()
     ledger: Any = Ledger()
-    connections = Servers(small_config(timeout_s=10.0), "run", ports, ledger, ModelFacts("m", "p", 9))
+    servers = Servers(small_config(timeout_s=10.0), "run", ports, ledger, ModelFacts("m", "p", 9))
     for name in ("a", "b"):
-        connections.servers[name] = ServerState(content.hello(name), name.encode(), heard_at=time.monotonic())
-    return connections
+        servers.connected[name] = ServerState(content.hello(name), name.encode(), heard_at=time.monotonic())
+    return servers
 
 
 def test_a_server_that_is_silent_while_we_listen_is_lost(clock: list[float]) -> None:
-    connections = connected()
+    servers = connected()
     for _ in range(12):
         clock[0] += 1.0
-        connections.servers["b"].heard_at = clock[0]
-        connections.keep_alive(0)
-    assert list(connections.servers) == ["b"]
+        servers.connected["b"].heard_at = clock[0]
+        servers.keep_alive()
+    assert list(servers.connected) == ["b"]
 
 
 def test_a_learner_that_stood_still_hears_its_servers_out(clock: list[float]) -> None:
-    connections = connected()
-    connections.keep_alive(0)
+    servers = connected()
+    servers.keep_alive()
     clock[0] += 3600.0
-    connections.keep_alive(0)
-    assert list(connections.servers) == ["a", "b"]
+    servers.keep_alive()
+    assert list(servers.connected) == ["a", "b"]
     for _ in range(9):
         clock[0] += 1.0
-        connections.servers["b"].heard_at = clock[0]
-        connections.keep_alive(0)
-    assert list(connections.servers) == ["b"], f"one turn counts {SLOWEST_TURN_S} s of an hour"
+        servers.connected["b"].heard_at = clock[0]
+        servers.keep_alive()
+    assert list(servers.connected) == ["b"], f"one turn counts {SLOWEST_TURN_S} s of an hour"
