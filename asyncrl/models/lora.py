@@ -170,37 +170,23 @@ def load_merged(config: ModelConfig, folder: Path) -> Any:
     return PeftModel.from_pretrained(model, folder).merge_and_unload()
 
 
-def _has_weights(folder: Path) -> bool:
-    return (folder / "config.json").is_file() and any(folder.glob("model*.safetensors"))
-
-
 def _check_base(config: ModelConfig, folder: Path) -> None:
-    """Compare base weights by content: ours have a fingerprint, others name a folder. A mere name brings a warning."""
+    """Compare base weights by content. An adapter without our fingerprint, for another folder, brings a warning."""
     from safetensors import safe_open
 
     with safe_open(folder / ADAPTER_WEIGHTS, "pt") as opened:
         base = (opened.metadata() or {}).get(BASE_KEY)
     named = json.loads((folder / ADAPTER_CONFIG).read_text()).get("base_model_name_or_path") or ""
-    here = ModelConfig(path=named) if named and _has_weights(Path(named)) else None
-    if base:
-        if base != base_fingerprint(config):
-            raise UserError(
-                f"the adapter in {folder} was trained on other base weights than those in {config.path}. Set "
-                "model.path to the folder that the run was started with"
-            )
-    elif here is None:
-        if named != config.path:
-            logger.warning(
-                "the adapter in %s says that it is for %s, and model.path is %s: nothing here tells whether these are "
-                "the same weights. On others its scores mean nothing",
-                folder,
-                named or "no base in particular",
-                config.path,
-            )
-    elif not Path(named).samefile(config.path) and base_fingerprint(here) != base_fingerprint(config):
+    if base and base != base_fingerprint(config):
         raise UserError(
-            f"the adapter in {folder} is for the model in {named}, which holds other weights than {config.path}. Set "
-            f"model.path={named}"
+            f"the adapter in {folder} was trained on other base weights than those in {config.path}. Set "
+            "model.path to the folder that the run was started with"
+        )
+    if not base and named != config.path:
+        logger.warning(
+            "the adapter in %s says that it is for %s, and model.path is %s: nothing here tells whether these are "
+            "the same weights. On others its scores mean nothing",
+            *(folder, named or "no base in particular", config.path),
         )
 
 
@@ -240,9 +226,6 @@ def _lora_config(spec: AdapterSpec) -> Any:
 
 def folder_fingerprint(config: ModelConfig) -> str:
     """`architecture_fingerprint` of a folder without loading its weights."""
-
-    from asyncrl.models.lora import add_adapter
-
     model, adapter = skeleton(config), resolve_adapter(config)
     if adapter is not None:
         add_adapter(model, adapter)

@@ -145,7 +145,7 @@ class DeviceWeights:
             manifest = self._publication.manifest(version)
             self._wanted = True
             if self._kept is None or self._kept[0] != version:
-                # Of the first version that anybody asks for: the model itself may be a step further.
+                # The first version that is requested comes from its file: the model may be a step further.
                 try:
                     flat = self._from_file(manifest)
                 except torch.OutOfMemoryError as problem:
@@ -158,7 +158,7 @@ class DeviceWeights:
             return self._kept[1]
 
     def _give_up(self, manifest: WeightManifest) -> None:
-        """Training comes first, and the servers have other channels. A transfer that is under way goes on."""
+        """Send nothing from the device any more: training comes first. A transfer that is under way goes on."""
         self._wanted, self._kept, self.source, self._given_up = False, None, None, _no_room(manifest)
         logger.warning("version %d: %s. From now on none is sent from there", manifest.version, self._given_up)
 
@@ -169,7 +169,7 @@ class DeviceWeights:
             return torch.frombuffer(data, dtype=torch.uint8).to(self._device)
 
     def _start(self, transfer: _Transfer) -> int:
-        """The port at which its group meets, on our own address."""
+        """Start to send; returns the port at which the group meets."""
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         try:
             listener = socket.create_server((self._host, 0), family=family)
@@ -186,8 +186,10 @@ class DeviceWeights:
         request, peers = transfer.request, f"transfer {transfer.request.nonce}"
         try:
             size = 1 + request.receivers
-            is_over = lambda: transfer.over  # noqa: E731
-            with Group.host(listener, request.nonce, size, self._device, self._deadline_s, peers, is_over) as group:
+            deadline_s = self._deadline_s
+            with Group.host(
+                listener, request.nonce, size, self._device, deadline_s, peers, lambda: transfer.over
+            ) as group:
                 group.broadcast(transfer.flat)
         except TransferError as problem:
             level = logging.DEBUG if transfer.over else logging.WARNING
@@ -196,8 +198,7 @@ class DeviceWeights:
             logger.exception("version %d was not sent", request.version)
 
     def _expire(self) -> None:
-        """Receivers that were killed never say that they are done. One that lives and is late reads wrong bytes, and
-        sees it by their checksums."""
+        """End transfers of receivers that were killed. One that is only late sees wrong bytes by their checksums."""
         for identity, transfer in list(self._transfers.items()):
             if time.monotonic() - transfer.began > 4 * self._deadline_s:
                 logger.warning("transfer %s was never ended", transfer.request.nonce)

@@ -19,11 +19,7 @@ from asyncrl.models.published import published_tensors
 from asyncrl.models.weight_files import base_fingerprint
 from asyncrl.tools.evaluate import evaluate
 from learner.checkpoint.format import newest_checkpoint
-from learner.network.publication import publish
 from learner.service import Learner
-from learner.training.engines import create_engine
-from protocol.weights import Publication
-from tests.conftest import DIGITS, run_script
 from tests.rigs.adapters import CPU, MakeConfig, Weights, lora_config, spec_of
 from tests.rigs.small_runs import logs
 from tests.rigs.two_processes import run_both, start, with_ports, write_config
@@ -149,28 +145,6 @@ def change_one_weight(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_with_another_base_is_told_to_copy_the_model(make_config: MakeConfig, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    config = with_ports(lora_config(make_config, data={"val_files": []}))
-    config = config.model_copy(update={"run_dir": str(run)})
-    other = tmp_path / "other"
-    shutil.copytree(config.model.path, other)
-    change_one_weight(other)
-    file = write_config(config, run)
-    learner = start("learner", file)
-    try:
-        server = start("rollout_server", file, f"model.path={other}")
-        assert server.wait(timeout=60) == 2
-        said = (run / "rollout_server.log").read_text()
-        assert "only adapters travel" in said
-        assert "Copy the learner's model folder" in said
-        assert start("rollout_server", file).wait(timeout=60) == 0, logs(run)
-        assert learner.wait(timeout=60) == 0, logs(run)
-    finally:
-        learner.kill()
-
-
-@pytest.mark.slow
 def test_a_warm_start_may_train_an_adapter(make_config: MakeConfig, digits_data: Path, tmp_path: Path) -> None:
     config = lora_config(
         make_config,
@@ -184,16 +158,3 @@ def test_a_warm_start_may_train_an_adapter(make_config: MakeConfig, digits_data:
     base, trained = weights(config.model.path, config), weights(tmp_path / "run" / "export", config)
     moved = {name for name in base if not torch.equal(base[name], trained[name])}
     assert moved == {f"{layer}.weight" for layer in spec_of(config).target_modules}
-
-
-def test_the_recipes_adapter_is_twenty_times_smaller_than_the_demo_model(tmp_path: Path) -> None:
-    run_script(DIGITS / "make_model.py", "--out", str(tmp_path / "demo"))
-    recipe = Path(__file__).parents[2] / "configs" / "digits_grpo_lora.yaml"
-    sizes = []
-    for overrides in ([], ["model.lora.rank=0", "algorithm.kl_loss_coef=0"]):
-        config = load_config(recipe, [f"model.path={tmp_path / 'demo'}", *overrides])
-        engine = create_engine(config, config.learner.optim, 1)
-        engine.prepare()
-        with Publication("run", tmp_path) as publication:
-            sizes.append(publish(publication, engine, 0).total_bytes)
-    assert sizes[0] * 20 <= sizes[1], sizes

@@ -254,25 +254,6 @@ def test_embeddings_of_an_old_vision_tower_are_not_served_again(
     assert gap_to(fresh, newer, request, fresh.sample(request)[request.request_id, 0]) > 100 * FP32
 
 
-def test_embeddings_stay_when_the_vision_part_is_the_same_to_the_bit(
-    fresh: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[str] = []
-
-    async def count() -> None:
-        calls.append("reset")
-
-    monkeypatch.setattr(fresh.engine._llm, "reset_encoder_cache", count)
-    request = fresh.request(QUESTION, picture(6), tokens=8)
-    fresh.sample(request)
-    new = changed(fresh.initial, lambda name: "visual" not in name, 6)
-    fresh.run(fresh.update(new))
-    assert calls == []
-    assert gap_to(fresh, new, request, fresh.sample(request)[request.request_id, 0]) < FP32
-    fresh.run(fresh.update(changed(fresh.initial, lambda name: "merger" in name, 6)))  # frozen tower, trained connector
-    assert calls == ["reset"]
-
-
 # --- pause, sleep, damage -------------------------------------------------------------------
 
 

@@ -97,24 +97,6 @@ def from_elsewhere(config: RunConfig, folder: Path, named: str) -> Path:
     return folder
 
 
-def test_an_adapter_that_names_another_folder_is_refused_if_that_holds_other_weights(
-    make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = lora_config(make_config)
-    copy, other = tmp_path / "copy", tmp_path / "other"
-    shutil.copytree(config.model.path, copy)
-    shutil.copytree(config.model.path, other)
-    tensors = load_file(other / "model.safetensors")
-    tensors["lm_head.weight"] += 1e-3
-    save_file(tensors, other / "model.safetensors", {"format": "pt"})
-    for named in (config.model.path, str(copy)):
-        load_merged(config.model, from_elsewhere(config, tmp_path / f"for-{Path(named).name}", named))
-    assert "says that it is for" not in caplog.text
-    folder = from_elsewhere(config, tmp_path / "for-other", str(other))
-    with pytest.raises(UserError, match=rf"is for the model in {other}, which .* Set model.path={other}"):
-        evaluate(config, folder)
-
-
 @pytest.mark.parametrize(("named", "said"), [("some/base", "some/base"), ("", "no base in particular")])
 def test_an_adapter_whose_base_nobody_can_compare_is_taken_with_a_warning(
     make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture, named: str, said: str
