@@ -115,24 +115,12 @@ class LearnerLink:
             self._context.term()
             raise
         self.unacknowledged: dict[int, SentGroup] = {}
-        self._heard_at = self._looked_at = time.monotonic()
-        self._missed = False
-        """The learner has been silent for longer than network.timeout_s, and that has been said."""
-        self._run_id: str | None = None
-
-    @property
-    def learner_is_silent(self) -> bool:
-        """True when the learner has been silent for longer than network.timeout_s."""
-        return self._missed
-
-    @property
-    def heard_at(self) -> float:
+        self.heard_at = self._looked_at = time.monotonic()
         """Time of the learner's last message, in monotonic seconds."""
-        return self._heard_at
-
-    @property
-    def host_id(self) -> str:
-        return self._hello.host_id
+        self.learner_is_silent = False
+        """True when the learner has been silent for longer than network.timeout_s."""
+        self.host_id = self._hello.host_id
+        self._run_id: str | None = None
 
     async def connect(self, on_hello: Callable[[], object] = lambda: None) -> Welcome | None:
         """Say hello until the learner welcomes us, or the run is over (None). Raises UserError if it refuses,
@@ -156,7 +144,7 @@ class LearnerLink:
             if isinstance(answer, Refusal):
                 raise UserError(f"the learner refuses this server: {answer.reason}. {answer.fix}")
             if isinstance(answer, Welcome):
-                self._heard_at = self._looked_at = time.monotonic()
+                self.heard_at = self._looked_at = time.monotonic()
                 self._run_id = answer.run_id
                 return answer
         raise WaitTimeoutError(
@@ -177,15 +165,15 @@ class LearnerLink:
         message = await self.socket.recv(timeout_s=self._config.network.heartbeat_s)
         self._forgive_own_silence()
         if message is None:
-            silent_s = time.monotonic() - self._heard_at
+            silent_s = time.monotonic() - self.heard_at
             if silent_s > self._timeout_s and self._is_over():
                 return Goodbye(reason=OVER)
             self._check_silence(silent_s)
             return None
-        self._heard_at = time.monotonic()
-        if self._missed:
+        self.heard_at = time.monotonic()
+        if self.learner_is_silent:
             logger.info("the learner is back")
-            self._missed = False
+            self.learner_is_silent = False
         if isinstance(message, BadMessage):
             logger.warning("a message from the learner could not be used: %s", message.error)
         elif isinstance(message, Ack):
@@ -200,7 +188,8 @@ class LearnerLink:
                     f"the learner at {self._config.control_endpoint} now makes run {message.run_id}; this server "
                     f"worked for run {self._run_id}. Start it again for the new run"
                 )
-            await self._resend()
+            for sent in list(self.unacknowledged.values()):
+                await self._send_again(sent)
             return message
         elif isinstance(message, Refusal):
             raise UserError(f"the learner refuses this server: {message.reason}. {message.fix}")
@@ -224,7 +213,7 @@ class LearnerLink:
         self._looked_at = now
         if stalled_s > 0:
             logger.warning("this server stood still for %.0f s", stalled_s)
-            self._heard_at += stalled_s
+            self.heard_at += stalled_s
 
     def _check_silence(self, silent_s: float) -> None:
         limit_s = self._config.network.reconnect_timeout_s
@@ -233,18 +222,13 @@ class LearnerLink:
                 f"the learner at {self._config.control_endpoint} has been gone for {silent_s:.0f} s "
                 f"(network.reconnect_timeout_s = {limit_s:g})"
             )
-        if silent_s > self._timeout_s and not self._missed:
-            self._missed = True
+        if silent_s > self._timeout_s and not self.learner_is_silent:
+            self.learner_is_silent = True
             logger.warning(
                 "the learner has been silent for %.0f s; working on with what is here, for %g s at most",
                 silent_s,
                 limit_s,
             )
-
-    async def _resend(self) -> None:
-        """Send unacknowledged groups again after a reconnection; the learner recognises duplicates."""
-        for sent in list(self.unacknowledged.values()):
-            await self._send_again(sent)
 
     async def resend_overdue(self) -> None:
         """Send groups again that have waited for their acknowledgement for longer than network.timeout_s."""
@@ -255,6 +239,7 @@ class LearnerLink:
                 await self._send_again(sent)
 
     async def _send_again(self, sent: SentGroup) -> None:
+        """Send a group once more; the learner recognises duplicates."""
         sent.sent_at = time.monotonic()
         await self.send(sent.group)
 

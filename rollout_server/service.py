@@ -101,17 +101,17 @@ class RolloutServer:
             self.receiver = WeightReceiver(
                 self.config, self.engine, channel, self.config.learner_endpoint(welcome.weights_port), instead=instead
             )
-            self.held_version = PolicyVersionTracker(
+            self.version_tracker = PolicyVersionTracker(
                 self.config, self.receiver, self.link, self.exporter, welcome.incarnation, self._on_device
             )
             if self.device and self.config.rollout.sleep_level == 2:
-                self.device.on_asleep = self.held_version.forget
+                self.device.on_asleep = self.version_tracker.forget
             self.producer = GroupProducer(self.engine, self.rewards, self.processor, self.link.server_id)
             self.producer.on_trajectory = self.exporter.trajectory
             async with asyncio.TaskGroup() as self._tasks:
                 background = [
                     self._tasks.create_task(self._heartbeats()),
-                    self._tasks.create_task(self.held_version.follow()),
+                    self._tasks.create_task(self.version_tracker.follow()),
                 ]
                 if self.device:
                     background.append(self._tasks.create_task(self.device.take_turns()))
@@ -161,9 +161,9 @@ class RolloutServer:
             if isinstance(message, Tickets):
                 self._begin(message)
             elif isinstance(message, WeightManifest):
-                self.held_version.announce(message)
+                self.version_tracker.announce(message)
             elif isinstance(message, Welcome):
-                if self.held_version.learner_came_back(message):
+                if self.version_tracker.learner_came_back(message):
                     self.receiver.take_from_now_on(
                         *await self._channels(message), self.config.learner_endpoint(message.weights_port)
                     )
@@ -205,7 +205,7 @@ class RolloutServer:
         waiting = {ticket.ticket_id for ticket in message.tickets}
         try:
             check_sampling(message.tickets, self.config.rollout)
-            async with self.held_version.at_least(max(ticket.min_version for ticket in message.tickets)):
+            async with self.version_tracker.at_least(max(ticket.min_version for ticket in message.tickets)):
                 crash_point("ticket.started")
                 async for group in self.producer.produce(message.tickets, message.blobs):
                     await self.link.send_group(group)
@@ -257,4 +257,4 @@ class RolloutServer:
             return "learner"
         if asleep:
             return "device"
-        return "weights" if self._held and self.held_version.is_behind else "tickets"
+        return "weights" if self._held and self.version_tracker.is_behind else "tickets"
