@@ -44,7 +44,7 @@ def test_a_server_that_dies_while_weights_arrive_is_replaced_and_the_run_finishe
                 service.wait()
     assert_every_prompt_trained_once(run, steps=6)
     assert all(step["ledger_residual"] == 0 for step in steps(run))
-    assert "weights over nccl" in (run / "tests.gloo_server.log").read_text()
+    assert "weights over nccl" in (run / "tests.rigs.gloo_server.log").read_text()
 
 
 def test_auto_with_a_budget_goes_on_over_another_channel_and_the_run_finishes(
@@ -70,7 +70,7 @@ def test_auto_with_a_budget_goes_on_over_another_channel_and_the_run_finishes(
                 service.kill()
                 service.wait()
     assert_every_prompt_trained_once(run, steps=3)
-    log = (run / "tests.gloo_server.log").read_text()
+    log = (run / "tests.rigs.gloo_server.log").read_text()
     assert "this learner sends nothing over nccl" in log
     assert log.count("From now on weights come over shm") == 1
 

@@ -362,7 +362,6 @@ def test_placeholders_and_parts_place_videos(make_config: MakeConfig, one_family
 
 
 BAD_VIDEOS: dict[str, tuple[Any, str]] = {
-    "too many": ([[b"a"], [b"b"]], r"1 <video> placeholder\(s\) in the prompt, 2 video\(s\) in column 'videos'"),
     "a file": ([["clip.mp4"]], "row d:0, video 0, frame 0: it is a video file .*ffmpeg"),
     "a file without a list": (["clip.MP4"], "row d:0, video 0: it is a video file .* not decoded here"),
     "a path": ("clip.webm", "row d:0: the videos are a video file"),
@@ -380,7 +379,7 @@ def test_what_is_no_video_is_refused_with_the_fix(
 ) -> None:
     value, says = BAD_VIDEOS[name]
     with pytest.raises(UserError, match=says):
-        render({"prompt": "<video>", "videos": value}, video_config(make_config, one_family, tmp_path))
+        render({"prompt": "?", "videos": value}, video_config(make_config, one_family, tmp_path))
 
 
 def test_frames_of_several_sizes_are_refused_by_row(make_config: MakeConfig, one_family: Path, tmp_path: Path) -> None:
