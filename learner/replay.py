@@ -1,7 +1,7 @@
-"""`python -m learner.replay RUN --step N`: make a step of a run again, and compare.
+"""The command `python -m learner.replay RUN --step N`: make a step of a run again, and compare.
 
-From the newest checkpoint before it, or the initial model, the steps up to N are made of the journal's groups, by what
-makes them again after a restart. Nothing is written, and a learner may be at work beside it.
+The steps from the newest checkpoint before it, or the initial model, up to N are made from the journal's groups, by the
+code that makes steps again after a restart. Nothing is written, and a learner may be at work beside it.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """What is there of a run to make its steps of."""
+class ReplayableRun:
+    """The journal, configuration, metrics and checkpoints from which steps are made again."""
 
     run_dir: Path
     journal: JournalReader
@@ -54,14 +54,14 @@ class Recorded:
     checkpoints: dict[int, Path]
 
     @classmethod
-    def open(cls, run_dir: Path, overrides: Sequence[str]) -> Recorded:
-        """Raises UserError where there is no run, or it cannot be read."""
+    def open(cls, run_dir: Path, overrides: Sequence[str]) -> ReplayableRun:
+        """Open a run. Raises UserError where there is none, or it cannot be read."""
         for name in (JOURNAL_FILE, CONFIG_FILE):
             if not is_there(run_dir / name):
                 raise UserError(f"there is no {name} in {run_dir}: a step is made again in the run's own directory")
         own, config = (load_config(run_dir / CONFIG_FILE, [*words, f"run_dir={run_dir}"]) for words in ((), overrides))
         lines, _ = JsonlTail(run_dir / METRICS_FILE).new_records()
-        is_there(run_dir / CHECKPOINTS)  # where it cannot be read it would look empty
+        is_there(run_dir / CHECKPOINTS)  # an unreadable folder would look empty
         checkpoints = complete_checkpoints(run_dir)
         journal = JournalReader(run_dir / JOURNAL_FILE, untouched=True)
         try:
@@ -72,7 +72,7 @@ class Recorded:
         return cls(run_dir, journal, config, {int(line["step"]): line for line in lines}, checkpoints)
 
     def begin_before(self, step: int) -> int:
-        """Step of the checkpoint that `step` is made from; 0: the initial model."""
+        """Return the step of the checkpoint that `step` is made from; 0 for the initial model."""
         return max((number for number in self.checkpoints if number < step), default=0)
 
     def beginning(self, step: int) -> str:
@@ -80,7 +80,7 @@ class Recorded:
         return f"the checkpoint of step {start}" if start else "the initial model"
 
     def check(self, step: int) -> None:
-        """Raises UserError unless everything for the step is there."""
+        """Raise UserError unless the run has everything that the step needs."""
         possible = self._possible()
         if step in possible:
             return
@@ -99,14 +99,13 @@ class Recorded:
         raise UserError(f"step {step} of {self.run_dir} cannot be made again: {why}. {can}")
 
     def _kept(self) -> set[int]:
-        """Steps whose groups are all there."""
+        """Return the steps whose groups are all kept."""
         size = self.config.batch.prompts_per_step
         return {step for step, groups in self.journal.kept_steps().items() if groups == size}
 
     def _possible(self) -> list[int]:
         kept, possible = self._kept(), []
-        reached = 0
-        """The newest step that can be made from the last checkpoint that was passed."""
+        reached = 0  # the newest step that can be made from the last checkpoint
         for step in range(1, self.journal.last_step() + 1):
             if step - 1 in self.checkpoints:
                 reached = step - 1
@@ -118,7 +117,7 @@ class Recorded:
 
 
 def _check_overrides(own: RunConfig, config: RunConfig, settings: Iterable[str]) -> None:
-    """`settings` are those by which the journal's groups were handed out and sampled, as names. Raises UserError."""
+    """Raise UserError for an override of `settings`, the names of those by which the journal's groups were sampled."""
     for name in settings:
         before, now = _value(own, name), _value(config, name)
         if before != now:
@@ -129,7 +128,7 @@ def _check_overrides(own: RunConfig, config: RunConfig, settings: Iterable[str])
 
 
 def _value(config: RunConfig, name: str) -> Any:
-    """Of the key, or None: the journal has other settings, too."""
+    """Return the value of a dotted key, or None: the journal also names settings that are no keys."""
     value: Any = config
     for part in name.split("."):
         value = getattr(value, part, None)
@@ -137,7 +136,7 @@ def _value(config: RunConfig, name: str) -> Any:
 
 
 def spans(steps: Sequence[int]) -> str:
-    """1 to 3, 5"""
+    """Format step numbers as `1 to 3, 5`."""
     parts: list[list[int]] = []
     for step in steps:
         if parts and step == parts[-1][-1] + 1:
@@ -147,11 +146,11 @@ def spans(steps: Sequence[int]) -> str:
     return ", ".join(" to ".join(map(str, part)) for part in parts)
 
 
-def replay(run: Recorded, step: int) -> Iterator[Comparison]:
-    """Each step from the checkpoint to this one, compared. Raises UserError where something for it is missing."""
+def replay(run: ReplayableRun, step: int) -> Iterator[Comparison]:
+    """Make each step from the checkpoint to `step` again, and compare it. Raises UserError where groups are missing."""
     run.check(step)
     start = run.begin_before(step)
-    torch.manual_seed(run.config.trainer.seed)  # as a learner does that starts
+    torch.manual_seed(run.config.trainer.seed)  # as a learner does at its start
     checkpoint = run.checkpoints.get(start)
     state = _read_state(checkpoint) if checkpoint else None
     config = run.config
@@ -172,15 +171,15 @@ def replay(run: Recorded, step: int) -> Iterator[Comparison]:
         version = training.progress.version
         groups = read_batch(run.journal, number, size)
         _, values = training.learn(batch_again(groups, writer.write, version, config.learner.on_stale))
-        compared = Comparison(number, device.type, config.model.dtype, compare_numbers(recorded, values))
+        weights = None
         if number in run.checkpoints and number == step:
             saved = _saved_weights(config, checkpoint_folder(run.run_dir, number), device)
-            compared = compared.with_weights(compare_weights(saved, dict(training.engine.published_state())))
-        yield compared
+            weights = compare_weights(saved, dict(training.engine.published_state()))
+        yield Comparison(number, device.type, config.model.dtype, compare_numbers(recorded, values), weights)
 
 
 def _read_state(checkpoint: Path) -> LearnerState:
-    """Raises UserError where its files cannot be read: they may be as they were written."""
+    """Read a checkpoint's state. Raises UserError where its files cannot be opened: they may be undamaged."""
     for file in checkpoint.rglob("*"):
         is_there(file)
     return read_state(checkpoint)
@@ -196,7 +195,7 @@ def _saved_weights(config: RunConfig, checkpoint: Path, device: torch.device) ->
 
 @ends_with_its_reader
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 equal, 1 different; 2 and 3 as of every service."""
+    """Return 0 if the step is equal and 1 if it differs; 2 and 3 as every service does."""
     parser = argparse.ArgumentParser(prog="asyncrl replay", description="Make a learner step again, and compare.")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--step", type=int, required=True)
@@ -205,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     try:
         with unreadable_as_user_error():
-            run = Recorded.open(parsed.run_dir, parsed.overrides)
+            run = ReplayableRun.open(parsed.run_dir, parsed.overrides)
             with closing(run.journal):
                 compared = list(replay(run, parsed.step))
     except (UserError, BadStateError) as error:

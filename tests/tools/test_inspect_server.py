@@ -99,19 +99,6 @@ def test_the_server_only_reads(server: InspectServer, method: str) -> None:
     assert ask(server, "/api/samples", method)[0] == 501
 
 
-def test_a_head_request_has_no_body(server: InspectServer) -> None:
-    status, headers, body = ask(server, "/", "HEAD")
-    assert (status, body) == (200, b"")
-    assert int(headers["Content-Length"]) > 10_000
-    assert "script-src 'sha256-" in headers["Content-Security-Policy"]
-
-
-def test_a_port_that_is_taken_is_named(server: InspectServer, tmp_path: Path) -> None:
-    port = server.server_address[1]
-    with pytest.raises(UserError, match=f"port {port}"):
-        InspectServer(MadeUpStore(), tmp_path, "127.0.0.1", port)  # pyright: ignore[reportArgumentType]
-
-
 def test_a_silent_connection_is_closed(server: InspectServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server.RequestHandlerClass, "timeout", 0.1)
     with socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=10) as silent:
@@ -128,3 +115,9 @@ def test_a_file_that_cannot_be_read_is_an_answer(
     status, _, body = ask(server, "/api/sample/7")
     assert status == 400
     assert json.loads(body)["error"].startswith(f"cannot read {groups}: ")
+
+
+def test_a_port_that_is_taken_is_named(server: InspectServer, tmp_path: Path) -> None:
+    port = server.server_address[1]
+    with pytest.raises(UserError, match=f"port {port}"):
+        InspectServer(MadeUpStore(), tmp_path, "127.0.0.1", port)  # pyright: ignore[reportArgumentType]

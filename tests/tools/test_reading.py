@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import errno
 import json
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,10 +16,8 @@ from asyncrl import cli
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.journal.sample_index import INDEX_FILE
-from asyncrl.telemetry.reading import is_there, unreadable_as_user_error
+from asyncrl.telemetry.reading import is_there
 from asyncrl.tools.inspect import __main__ as inspect
-from asyncrl.tools.report.embedded_images import EmbeddedImages
 from asyncrl.tools.report.page import page_of
 from asyncrl.tools.report.recorded_run import SIGNS, read_run
 from learner import replay
@@ -81,11 +77,6 @@ def test_another_users_file_is_for_that_user_to_open(tmp_path: Path, monkeypatch
         is_there(tmp_path / "x")
 
 
-def test_what_is_no_file_is_not_told_as_one() -> None:
-    with pytest.raises(BrokenPipeError), unreadable_as_user_error():
-        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
-
-
 # --- watch ---
 
 
@@ -97,19 +88,6 @@ def test_watch_names_the_file_that_it_cannot_read(
     close_off(tmp_path / name)
     assert cli.main(["watch", str(tmp_path)]) == 2
     check_told(capsys.readouterr().err, tmp_path / name)
-
-
-@pytest.mark.parametrize("name", ["status.json", "metrics.jsonl"])
-def test_watch_ends_where_a_file_becomes_another_users(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    write_run(tmp_path).status(phase="training", step=40, total_steps=100, time=time.time())
-    closing = threading.Timer(0.5, close_off, [tmp_path / name])
-    closing.start()
-    assert cli.main(["watch", str(tmp_path)]) == 2
-    said = capsys.readouterr()
-    assert "step 40 of 100" in said.out
-    check_told(said.err, tmp_path / name)
 
 
 # --- report ---
@@ -133,14 +111,6 @@ def test_a_report_says_which_file_it_could_not_read(tmp_path: Path, name: str) -
     assert f"There is no {name}:" not in page
 
 
-def test_a_report_needs_something_that_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = made.make_run(tmp_path / "run")
-    for name in SIGNS:
-        close_off(run / name)
-    assert cli.main(["report", str(run)]) == 2
-    check_told(capsys.readouterr().err, run / SIGNS[0])
-
-
 def test_a_damaged_file_is_there(tmp_path: Path) -> None:
     run = made.make_run(tmp_path / "run")
     for name in ("status.json", "failure.json", "environment.json"):
@@ -148,13 +118,6 @@ def test_a_damaged_file_is_there(tmp_path: Path) -> None:
     assert [sentence.partition(":")[0] for sentence in read_run(run).missing] == [
         "environment.json is damaged", "failure.json is damaged", "status.json is damaged",
     ]  # fmt: skip
-
-
-def test_an_image_that_cannot_be_read_says_why(tmp_path: Path) -> None:
-    run = made.make_run(tmp_path / "run")
-    digest = made.image(run)
-    close_off(run / "images")
-    assert EmbeddedImages(run).get(digest).problem == "Too many levels of symbolic links"
 
 
 # --- inspect ---
@@ -171,16 +134,6 @@ def test_inspect_names_the_groups_that_it_cannot_read(
     monkeypatch.setattr(inspect, "SampleStore", lambda run_dir: store)
     assert inspect.main([str(tmp_path), "--ticket", "1"]) == 2
     check_told(capsys.readouterr().err, groups)
-
-
-@pytest.mark.parametrize("name", ["journal.sqlite", INDEX_FILE])
-def test_an_index_is_not_made_of_what_cannot_be_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    (tmp_path / "journal.sqlite").touch()
-    close_off(tmp_path / name)
-    assert inspect.main([str(tmp_path), "--reindex"]) == 2
-    check_told(capsys.readouterr().err, tmp_path / name)
 
 
 # --- replay ---

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.tools.panel.run_snapshot import RunSnapshot
-from asyncrl.tools.report.activity import exclusive, lanes, subtract
-from asyncrl.tools.report.chart import MAX_POINTS, Curve, line_chart, thin, thin_rows, ticks
+from asyncrl.tools.report.activity import exclusive, lanes
+from asyncrl.tools.report.chart import MAX_POINTS, Curve, line_chart, thin, ticks
 from asyncrl.tools.report.charts import moving_mean
 from asyncrl.tools.report.recorded_run import read_run
 from asyncrl.tools.report.timeline import TimeAxis, timeline
@@ -30,13 +30,6 @@ def test_thinning_keeps_the_extremes_the_ends_and_a_gap() -> None:
     for point in ((4321.0, 99.0), (7777.0, -99.0), (5000.0, None), with_gap[0], with_gap[-1]):
         assert point in kept
     assert thin(points[:MAX_POINTS]) == points[:MAX_POINTS]
-
-
-def test_thinned_stacks_keep_the_slowest_step() -> None:
-    rows = [(float(i), 1.0, 2.0 + (50.0 if i == 3333 else 0.0)) for i in range(9000)]
-    kept = thin_rows(rows)
-    assert len(kept) <= MAX_POINTS
-    assert (3333.0, 1.0, 52.0) in kept
 
 
 def test_a_moving_mean_leaves_a_constant_alone_and_skips_gaps() -> None:
@@ -65,12 +58,6 @@ def test_every_point_is_drawn_within_the_chart(values: list[float], logarithmic:
 
 def test_a_curve_without_numbers_leaves_no_chart() -> None:
     assert line_chart("any", [Curve("c", [(1.0, None)]), Curve("d", [])]) == ""
-
-
-def test_what_is_covered_is_taken_away() -> None:
-    assert subtract([(0, 10), (20, 30)], [(2, 3), (5, 21), (29, 40)]) == [(0, 2), (3, 5), (21, 29)]
-    assert subtract([(0, 1)], []) == [(0, 1)]
-    assert subtract([(0, 1)], [(0, 1)]) == []
 
 
 def test_activities_exclude_each_other() -> None:
@@ -160,14 +147,6 @@ def test_a_pause_counts_once_however_often_a_start_failed_in_it(
     assert story.seconds_taken() == pytest.approx(400), "asyncrl watch says the same"
     (run / "metrics.jsonl").unlink()
     assert read_run(run).busy_s == 0
-
-
-def test_steps_that_say_no_more_than_their_time_have_no_detail(tmp_path: Path) -> None:
-    run = made.make_run(tmp_path / "run")
-    made.lines(run / "metrics.jsonl", [{"step": n, "time": made.BEGAN + 1e6 + n, "step_s": 1.0} for n in range(9)])
-    drawn = timeline(read_run(run))
-    assert "The whole run" in drawn
-    assert "Steps" not in drawn
 
 
 def test_the_axis_leaves_out_pauses() -> None:

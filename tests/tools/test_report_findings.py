@@ -159,8 +159,3 @@ def test_restarts_and_errors_are_told(tmp_path: Path) -> None:
 
 def test_a_run_that_held_nothing_out_is_told_so(tmp_path: Path) -> None:
     assert list(found(run_with(tmp_path, accuracy=()))) == ["Nothing was held out"]
-
-
-def test_the_gravest_comes_first(tmp_path: Path) -> None:
-    change = lambda number: {"entropy": 0.0, "ledger_residual": 2, "idle/rollout": 0.9}  # noqa: E731
-    assert [finding.level for finding in findings(run_with(tmp_path, change))] == ["critical", "warning", "info"]

@@ -376,15 +376,6 @@ def test_without_an_index_the_journal_is_shown_and_the_index_can_be_made_anew(
     assert rebuild_index(run.folder) == 0
 
 
-def test_more_than_fits_into_memory_is_told(run: MadeUpRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.tools.samples.store.MOST_IN_MEMORY", 2)
-    run.index.close()
-    (run.folder / INDEX_FILE).unlink()
-    with closing(SampleStore(run.folder)) as store:
-        assert {row.ticket_id for row in everything(store)} == {2, 3}, "the newest"
-        assert store.notices[0].startswith("2 older groups")
-
-
 @pytest.mark.parametrize(("lock", "who"), [(LEARNER_LOCK, "learner"), (LAUNCHER_LOCK, "launcher")])
 def test_an_index_is_not_made_anew_under_a_learner_nor_before_its_launcher_starts_it_again(
     run: MadeUpRun, lock: str, who: str
@@ -431,6 +422,15 @@ def test_images_in_the_run_directory_need_no_data_set(run: MadeUpRun) -> None:
         (run.folder / "images" / f"{digest}.png").write_bytes(blobs[digest])
         assert store.detail(1).images[0].data == blobs[digest]
         assert "no tokenizer" in store.detail(1).problem
+
+
+def test_more_than_fits_into_memory_is_told(run: MadeUpRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.tools.samples.store.MOST_IN_MEMORY", 2)
+    run.index.close()
+    (run.folder / INDEX_FILE).unlink()
+    with closing(SampleStore(run.folder)) as store:
+        assert {row.ticket_id for row in everything(store)} == {2, 3}, "the newest"
+        assert store.notices[0].startswith("2 older groups")
 
 
 def test_characters_of_several_tokens_come_out_whole(run: MadeUpRun, tiny_model: Path) -> None:
@@ -488,8 +488,8 @@ def test_a_step_hands_out_what_its_metrics_summarise(make_config: Callable[..., 
 
 @pytest.mark.slow
 def test_the_benchmark_of_looking_runs() -> None:
-    """Its table from a journal of 30 MiB; `--gib 10` is what its figures are of."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "inspect_journal.py"), "--gib", "0.03", "--repeats", "1"]
+    """Its table from a journal of 5 MiB; `--gib 10` is what its figures are of."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "inspect_journal.py"), "--gib", "0.005", "--repeats", "1"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr

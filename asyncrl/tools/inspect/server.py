@@ -8,9 +8,8 @@ import ipaddress
 import json
 import signal
 import sys
-import threading
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, lru_cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -26,7 +25,7 @@ from asyncrl.tools.inspect.pictures import for_browser
 from asyncrl.tools.inspect.records import detail_record, row_record
 from asyncrl.tools.pages import piece
 from asyncrl.tools.pages.token_levels import LEGENDS, TITLES
-from asyncrl.tools.samples.model import SampleDetail, SampleImage, SampleQuery
+from asyncrl.tools.samples.model import SampleQuery
 from asyncrl.tools.samples.store import SampleStore
 
 REQUEST_TIMEOUT_S = 10.0
@@ -69,9 +68,8 @@ class InspectServer(ThreadingHTTPServer):
 
     def __init__(self, store: SampleStore, run_dir: Path, host: str, port: int):
         self.store, self.run_dir, self.host = store, run_dir, host
-        self._lock = threading.Lock()
-        self._images: dict[int, tuple[SampleImage, ...]] = {}
-        """Images of the groups that were read last, by ticket."""
+        self.images = lru_cache(KEPT_GROUPS)(lambda ticket_id: self.store.detail(ticket_id).images)
+        """Images of a group; a page asks for them one by one."""
         self.address_family = AF_INET6 if ":" in host else AF_INET
         try:
             super().__init__((host, port), _Handler)
@@ -84,21 +82,6 @@ class InspectServer(ThreadingHTTPServer):
     def url(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.server_address[1]}/"
-
-    def detail(self, ticket_id: int) -> SampleDetail:
-        """Read a group as it is now: one that waited may have been trained since."""
-        detail = self.store.detail(ticket_id)
-        with self._lock:
-            self._images.pop(ticket_id, None)
-            self._images[ticket_id] = detail.images
-            while len(self._images) > KEPT_GROUPS:
-                del self._images[next(iter(self._images))]
-        return detail
-
-    def images(self, ticket_id: int) -> tuple[SampleImage, ...]:
-        with self._lock:
-            images = self._images.get(ticket_id)
-        return self.detail(ticket_id).images if images is None else images
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):  # a browser that went away is no error
@@ -145,7 +128,7 @@ class _Handler(BaseHTTPRequestHandler):
             case ["api", "samples"]:
                 self._send_json(self._samples(words))
             case ["api", "sample", ticket_id]:
-                self._send_json(detail_record(self.server.detail(_whole("ticket", ticket_id))))
+                self._send_json(detail_record(self.server.store.detail(_whole("ticket", ticket_id))))
             case ["image", digest]:
                 self._image(digest, _whole("ticket", words.get("ticket", "")))
             case _:

@@ -146,7 +146,7 @@ def _draw(axes: Axes, curve: Curve, colour: int | str) -> str:
 def _padded(low: float, high: float, logarithmic: bool, floor: float | None) -> tuple[float, float]:
     if logarithmic:
         return (low / 1.3, high * 1.3) if high / low > 1.001 else (low / 3, high * 3)
-    if high == low:
+    if high - low <= 1e-9 * abs(high):  # equal but for rounding
         margin = abs(high) * 0.1 or 1.0
         return (low if floor == low else low - margin, high + margin)
     margin = (high - low) * 0.06
