@@ -51,7 +51,7 @@ PRAGMA user_version = {SCHEMA};
 
 @dataclass(frozen=True)
 class TrainedBatch:
-    """What a step computed for its batch: `B` rows are trajectories, `M` runs over their tokens."""
+    """Results of a step for its batch: `B` rows are trajectories, `M` runs over their tokens."""
 
     advantages: np.ndarray
     """[B] fp32"""

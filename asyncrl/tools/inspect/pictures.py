@@ -20,7 +20,7 @@ _UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
 
 @dataclass(frozen=True)
 class ImageFacts:
-    """What the header of an image says."""
+    """Facts from the header of an image."""
 
     hash: str
     width: int = 0

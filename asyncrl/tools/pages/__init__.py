@@ -11,5 +11,5 @@ _FOLDER = Path(__file__).parent
 
 
 def piece(name: str) -> str:
-    """The text of theme.css, tokens.css or tokens.js."""
+    """Read theme.css, tokens.css or tokens.js."""
     return (_FOLDER / name).read_text(encoding="utf-8")

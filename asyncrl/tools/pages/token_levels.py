@@ -1,4 +1,4 @@
-"""How much there is to see in each token of a completion: one character a token for each way of colouring.
+"""Grade each token of a completion: a string with one character per token for each way of colouring.
 
 Terminal and web pages only choose colours for these characters.
 """
@@ -19,7 +19,7 @@ TITLES: dict[Colouring, str] = {
     "logprob": "probability when it was sampled",
 }
 DIFFERENCES = (0.02, 0.1, 0.3, 1.0)
-"""In nats, of either sign. Numerical noise between two engines in bfloat16 is mostly below the first."""
+"""Thresholds of differences in nats. Noise between two engines in bfloat16 is mostly below the first."""
 PROBABILITIES = (0.9, 0.5, 0.1, 0.01)
 MOST_BEHIND = 4
 LESS, MORE = "abcd", "1234"
@@ -57,7 +57,7 @@ def token_levels(
     loss_mask: Sequence[int],
     masked: Sequence[int],
 ) -> dict[Colouring, str]:
-    """A string of T characters for each colouring; LEGENDS says what they mean. All columns are [T].
+    """Return a string of T characters for each colouring; LEGENDS says what they mean. All columns are [T].
 
     `consumed_at` is the policy version that trained on them; `masked` is 1 where the correction took a token out.
     """
@@ -65,7 +65,7 @@ def token_levels(
     learner = [math.nan] * len(logprobs) if learner_logprobs is None else learner_logprobs
 
     def where_sampled(levels: Sequence[str]) -> str:
-        return "".join(level if there else UNSAMPLED for level, there in zip(levels, sampled, strict=True))
+        return "".join(level if is_sampled else UNSAMPLED for level, is_sampled in zip(levels, sampled, strict=True))
 
     return {
         "diff": where_sampled([_difference(ours - its) for ours, its in zip(learner, logprobs, strict=True)]),

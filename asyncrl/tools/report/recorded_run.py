@@ -40,7 +40,7 @@ Points = list[tuple[float, float | None]]
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """What the files of a run directory hold."""
+    """The content of a run directory's files."""
 
     path: Path
     name: str

@@ -1,4 +1,4 @@
-"""What a run's samples were made of: its configuration, tokenizer, data set and images. Loads no transformers."""
+"""Read a run's configuration, tokenizer, data set and images, for its samples. Loads no transformers."""
 
 from __future__ import annotations
 
