@@ -57,7 +57,7 @@ def find_by_trial(config: RunConfig) -> Findings[None]:
                 yield Finding("trial's folder", f"is kept: {folder}", "note")
         else:
             yield _failed(trial, folder, code, deadline_s)
-    except (KeyboardInterrupt, GeneratorExit):  # nobody waits for it any more
+    except (KeyboardInterrupt, GeneratorExit):  # its findings are not wanted any more
         keep = False
         raise
     finally:
@@ -107,30 +107,26 @@ def _run(config: RunConfig, folder: Path, deadline_s: float) -> int | None:
 
 @contextmanager
 def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """The launcher stops its services when it is told to, and the system does when it is gone."""
+    """Ends the launcher, which stops its services, before the files that it writes are removed.
+
+    An interrupt meanwhile goes to it as well: it waits for its services no longer then.
+    """
     try:
         yield
     finally:
-        _stop(process)
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Returns when it has ended: what it writes to is removed next. It hears of further interrupts as well, and waits
-    for its services no longer then.
-    """
-    deadline = time.monotonic() + STOP_S
-    again: KeyboardInterrupt | None = None
-    while process.poll() is None:
-        try:
-            process.terminate()
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        except KeyboardInterrupt as interrupt:
-            again = interrupt
-    if again:
-        raise again
+        deadline = time.monotonic() + STOP_S
+        again: KeyboardInterrupt | None = None
+        while process.poll() is None:
+            try:
+                process.terminate()
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            except KeyboardInterrupt as interrupt:
+                again = interrupt
+        if again:
+            raise again
 
 
 def _failed(config: RunConfig, folder: Path, code: int | None, deadline_s: float) -> Finding:
@@ -149,9 +145,9 @@ def _failed(config: RunConfig, folder: Path, code: int | None, deadline_s: float
 
 
 def _ending(lines: list[str]) -> str:
-    """Of a launcher that ended without an error of ours: which service died, if it says so."""
-    told = [line for line in lines if "ended with code" in line or "was killed by" in line]
-    return (told or lines or ["it ended without a word"])[-1]
+    """The line that says which service died, else the last one, of a launcher that ended without an error of ours."""
+    deaths = [line for line in lines if "ended with code" in line or "was killed by" in line]
+    return (deaths or lines or ["it ended without a word"])[-1]
 
 
 # --- findings in the files that every run writes ------------------------------------------------------
@@ -162,10 +158,15 @@ Record = dict[str, Any]
 def find_in_run(config: RunConfig) -> Iterator[Finding]:
     steps, status = _read(config.run_path / METRICS_FILE), read_status(config.run_path)
     servers: list[Record] = status.get("servers", [])
+    last = steps[-1]
     yield _parity(config, steps, servers)
-    yield _push(steps, servers)
+    yield _push(last, servers)
     if config.trainer.mode == "sync":
-        yield _turns(steps)
+        value = (
+            f"the learner falls asleep in {last['sleep_s/learner']:.2f} s ({size(last['sleep_bytes/learner'])} leave "
+        )
+        value += f"the device), wakes in {last['wake_s/learner']:.2f} s, and computes the same as before"
+        yield Finding("sleep and wake", value)
     yield _completions(steps, _read(config.run_path / SAMPLES_FILE))
     residual = sum(step["ledger_residual"] for step in steps)
     errors = status.get("errors", {})
@@ -177,11 +178,11 @@ def find_in_run(config: RunConfig) -> Iterator[Finding]:
 def _parity(config: RunConfig, steps: list[Record], servers: list[Record]) -> Finding:
     """A server over the limit is refused, and the trial has failed."""
     limit = config.max_logprob_difference
-    found = [server["parity"]["largest"] for server in servers if server.get("parity")]
-    if found:
-        value = f"engine and learner differ by at most {max(found):.2g} nats a token; {limit:g} is accepted"
-        return Finding("log-prob parity", value)
+    measured = [server["parity"]["largest"] for server in servers if server.get("parity")]
     largest = max(step.get("logprob_diff_max") or 0.0 for step in steps)
+    if measured:
+        value = f"engine and learner differ by at most {max(measured):.2g} nats a token; {limit:g} is accepted"
+        return Finding("log-prob parity", value)
     if not config.alignment.rows:
         value = f"is not checked (alignment.rows=0); in the trial's steps they differ by up to {largest:.2g} nats"
         return Finding("log-prob parity", value, "warning", "set alignment.rows=2: it costs a second at the start")
@@ -189,8 +190,7 @@ def _parity(config: RunConfig, steps: list[Record], servers: list[Record]) -> Fi
     return Finding("log-prob parity", value, "note")
 
 
-def _push(steps: list[Record], servers: list[Record]) -> Finding:
-    last = steps[-1]
+def _push(last: Record, servers: list[Record]) -> Finding:
     value = f"{size(last['publish_bytes'])} written in {last['publish_s']:.3f} s"
     arrivals = [server["weights"] for server in servers if server.get("weights")]
     if arrivals:
@@ -200,27 +200,18 @@ def _push(steps: list[Record], servers: list[Record]) -> Finding:
     return Finding("weight push", value)
 
 
-def _turns(steps: list[Record]) -> Finding:
-    last = steps[-1]
-    value = (
-        f"the learner falls asleep in {last['sleep_s/learner']:.2f} s ({size(last['sleep_bytes/learner'])} leave the "
-        f"device), wakes in {last['wake_s/learner']:.2f} s, and computes the same as before"
-    )
-    return Finding("sleep and wake", value)
-
-
 def _completions(steps: list[Record], samples: list[Record]) -> Finding:
-    counts = {name: sum(step.get(f"rows/{name}", 0) for step in steps) for name in ("finished", "truncated")}
-    failed = sum(step.get(f"rows/{name}", 0) for step in steps for name in ("error", "timed_out"))
+    finished, truncated, *others = (
+        sum(step.get(f"rows/{name}", 0) for step in steps) for name in ("finished", "truncated", "error", "timed_out")
+    )
     rate = max(step.get("tokens_per_s/rollout") or 0.0 for step in steps)
-    counted = ", ".join(f"{count:g} {name}" for name, count in counts.items())
-    value = f"{counted}, {failed:g} failed; mean reward {steps[-1].get('reward/mean') or 0:.3g}"
-    value += f"; {rate:,.0f} tokens/s" if rate else ""
-    if not failed:
+    value = f"{finished:g} finished, {truncated:g} truncated, {sum(others):g} failed"
+    value += f"; mean reward {steps[-1].get('reward/mean') or 0:.3g}" + (f"; {rate:,.0f} tokens/s" if rate else "")
+    if not sum(others):
         return Finding("completions", value)
-    texts = [c["error"] for sample in samples for c in sample["completions"] if c["error"]]
-    said = f": {texts[0]}" if texts else ""
-    return Finding("completions", value + said, "problem", "mend the reward: what it fails on is not trained on")
+    errors = (completion["error"] for sample in samples for completion in sample["completions"])
+    value += next((f": {error}" for error in errors if error), "")
+    return Finding("completions", value, "problem", "mend the reward: what it fails on is not trained on")
 
 
 def _read(file: Path) -> list[Record]:

