@@ -39,7 +39,7 @@ class Evaluation:
     reward: float
     rows: int
     errors: int
-    """Rows that could not be scored."""
+    """Number of rows that could not be scored."""
 
 
 def evaluate(config: RunConfig, folder: Path) -> Evaluation:

@@ -11,15 +11,16 @@ from math import isnan
 from queue import Empty, SimpleQueue
 
 LONGEST_PULSE_S = 60.0
-"""A service's thread that talks to the other side looks at its sockets many times a second."""
+"""Longest silence of a service's network thread, which looks at its sockets many times a second."""
 LONGEST_START_S = 600.0
-"""A learner that loads its model is silent for minutes, and nothing is wrong with the server that says hello to it."""
+"""Longest silence of a learner that loads its model: nothing is wrong with the server that says hello to it."""
 LONGEST_STEP_S = 1800.0
-"""Without a step for longer, a learner is stalled. Its own deadlines (learner.wait_timeout_s, network.start_timeout_s)
-are minutes and end it; what they do not see is a hang. A health check may lead to a restart, so the limit is far above
-a step, an evaluation or a checkpoint; the alert NoProgress knows how long steps take here, and is sooner."""
+"""Longest step: without one for longer a learner is stalled. Its own deadlines (learner.wait_timeout_s,
+network.start_timeout_s) are minutes and end it; what they do not see is a hang. A health check may lead to a restart, so
+the limit is far above a step, an evaluation or a checkpoint; the alert NoProgress knows how long steps take, and is
+sooner."""
 TIMEOUT_S = 4.0
-"""For the whole answer: a health check that takes longer is itself given up."""
+"""Deadline of the whole answer: a health check that takes longer is itself given up."""
 _LINE = re.compile(r"^asyncrl_(learner|rollout)_(\w+)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
 
 

@@ -116,7 +116,7 @@ def test_5_tiny_disk(make_config: MakeConfig, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_5_tiny_disk_by_a_limit_on_file_sizes(make_config: MakeConfig, tmp_path: Path) -> None:
-    """The same for whoever may not mount."""
+    """A limit of the process in place of a small disk, for users that may not mount."""
     line = doctor_in_process(small(make_config), tmp_path, under=["prlimit", "--fsize=500000"])
     assert_says(line, "file sizes", "may write files of 0.5 MiB, and a checkpoint has one of", "ulimit -f unlimited")
 

@@ -41,32 +41,22 @@ MakeConfig = Callable[..., RunConfig]
 # --- the command ----------------------------------------------------------------------------------
 
 
-def test_it_describes_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    asyncrl(["doctor"])
-    printed = capsys.readouterr().out
-    for name in ("python", "asyncrl", "packages", "libzmq", "cores", "memory", "shared memory", "disk", "devices"):
-        assert re.search(rf"^(ok|-|WARNING)\s+{name}\s", printed, re.MULTILINE), printed
-
-
 def test_a_good_configuration_has_no_problem(
     make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write_config(small(make_config, network={"control_port": free_port()}), tmp_path / "config")
     before = sorted(tmp_path.rglob("*"))
     assert asyncrl(["doctor", str(file), "--quick", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["problems"] == 0
-    found = {finding["what"]: finding for finding in told["findings"]}
-    assert {"ports", "run_dir", "model", "host memory", "room to publish", "disk of run_dir", "training rows"} <= set(
-        found
-    )
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["problems"] == 0
+    found = {finding["what"]: finding for finding in printed["findings"]}
+    machine = {"python", "asyncrl", "packages", "libzmq", "cores", "memory", "shared memory", "disk", "devices"}
+    assert machine | {"ports", "run_dir", "model", "host memory", "room to publish", "disk of run_dir"} <= set(found)
     assert found["example"]["details"][0] == "| <|im_start|>user"
     assert "64 of 64 training rows looked at" in found["training rows"]["value"]
     assert [bar.split()[:2] for bar in found["prompt lengths"]["details"]] == [["30", "32"], ["31", "0"], ["32", "32"]]
     assert found["trial"]["value"] == "not made (--quick)"
-    assert all(
-        set(finding) == {"what", "value", "verdict", "fix", "details", "seconds"} for finding in told["findings"]
-    )
+    assert all(set(one) == {"what", "value", "verdict", "fix", "details", "seconds"} for one in found.values())
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -88,21 +78,16 @@ def test_a_configuration_that_cannot_be_read_is_the_users_mistake(
     assert asyncrl(["doctor", str(file), str(file)]) == 2
 
 
-MISTAKES = {
-    "template": (
-        "data.format_prompt=no.jinja",
-        r"template +data.format_prompt is 'no.jinja', but there is no such file",
-    ),
-    "reward": ("reward.functions=[{function: no.py:f}]", r"reward +reward file .*no.py does not exist"),
-    "model": ("model.path=no", r"model +model.path is 'no'.*Fix: Name a Hugging Face model folder"),
-}
-
-
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("data.format_prompt=no.jinja", r"template +data.format_prompt is 'no.jinja', but there is no such file"),
+        ("model.path=no", r"model +model.path is 'no'.*Fix: Name a Hugging Face model folder"),
+    ],
+)
 def test_one_mistake_is_one_problem(
-    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, expected: str
 ) -> None:
-    override, expected = MISTAKES[name]
     assert asyncrl(["doctor", str(write_config(make_config(), tmp_path / "config")), override]) == 1
     printed = capsys.readouterr().out
     assert printed.count("PROBLEM") == 1
@@ -195,11 +180,6 @@ def test_a_learner_at_work_is_named(make_config: MakeConfig) -> None:
     assert found.verdict == "problem"
 
 
-def test_a_folder_that_cannot_be_written(make_config: MakeConfig) -> None:
-    (found,) = list(find_run_dir(make_config().model_copy(update={"run_dir": "/proc/self/run"})))
-    assert (found.verdict, found.value[:32]) == ("problem", "nothing can be written in /proc/")
-
-
 @pytest.fixture(scope="module")
 def plan(tiny_model: Path) -> MemoryPlan:
     sections = {"data": {"train_files": ["d"]}, "reward": {"functions": [{"function": "exact_match"}]}}
@@ -215,13 +195,10 @@ GROUPS_10_GIB = 10 * GIB // (128 * 16 + 4 * (4 + 8 * 17) + 4 * HEADER_BYTES)
         ({}, 64, "ok", "1 checkpoint of", ""),
         ({}, None, "note", "not known without its training rows", ""),
         ({"samples_per_step": 0}, 2 * GROUPS_10_GIB, "problem", "a journal of 10.0 GiB", "trainer.keep_samples_gib"),
-        ({"samples_per_step": 0}, GROUPS_10_GIB // 10, "problem", "a journal of 1.0 GiB", ""),
         ({"samples_per_step": 4}, GROUPS_10_GIB // 10, "problem", "a journal of 1.0 GiB", "trainer.samples_per_step"),
         ({"keep_samples_gib": 0, "journal_limit_mib": 10}, 64, "ok", "a journal of 0.2 MiB", ""),
         ({"keep_samples_gib": 0, "journal_limit_mib": 10}, GROUPS_10_GIB // 50, "ok", "3 checkpoints of", ""),
-        ({"max_steps": 20}, None, "ok", "1 checkpoint of", ""),
         ({"max_steps": 20, "samples_per_step": 10**9}, None, "ok", "samples.jsonl of 0.", ""),
-        ({"max_steps": 20, "save_limit": 2000}, 64, "ok", "1 checkpoint of", ""),
         ({"max_steps": 20, "save_limit": 2000, "save_freq": 5}, 64, "ok", "4 checkpoints of", ""),
         ({"max_steps": 999, "save_limit": 998, "save_freq": 1}, 64, "problem", "999 checkpoints", "trainer.save_limit"),
     ],
@@ -277,9 +254,8 @@ def test_one_port_for_two(make_config: MakeConfig) -> None:
     assert found[1].value == f"{port} is free"
 
 
-@pytest.mark.parametrize("ports", [{}, {"learner_port": 0, "rollout_port": 0}])
-def test_an_address_of_another_machine_is_no_busy_port(make_config: MakeConfig, ports: dict[str, int]) -> None:
-    config = make_config(telemetry={"host": "192.0.2.1", **ports})
+def test_an_address_of_another_machine_is_no_busy_port(make_config: MakeConfig) -> None:
+    config = make_config(telemetry={"host": "192.0.2.1"})
     found = [one for one in find_ports(config) if one.verdict == "problem"]
     assert [one.value for one in found] == ["telemetry.host is 192.0.2.1, which is no address of this machine"]
     assert found[0].fix == "Set telemetry.host to one that it has: 127.0.0.1, or 0.0.0.0 for all of them"

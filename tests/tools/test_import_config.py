@@ -201,7 +201,7 @@ def test_what_load_config_refuses_is_missing(tmp_path: Path, capsys: pytest.Capt
     source = tmp_path / "theirs.yaml"
     source.write_text(
         "data: {train_files: a.parquet, rollout_batch_size: 10}\n"
-        "worker: {rollout: {n: 1}, actor: {global_batch_size: 4}, reward: {reward_function: r.py}}\n"
+        "worker: {actor: {global_batch_size: 4, model: {model_path: m}}, reward: {reward_function: r.py}}\n"
     )
     assert main(["import-config", str(source)]) == 2
     printed = capsys.readouterr().out

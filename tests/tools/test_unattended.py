@@ -19,7 +19,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError, WaitTimeoutError
 from asyncrl.launch.processes import JOURNAL_FILE
 from asyncrl.launch.unattended import next_attempt
-from asyncrl.run_folder.failure import FAILURE_FILE, Kind, kind_of
+from asyncrl.run_folder.failure import Kind, kind_of
 from asyncrl.telemetry.recorder import RunRecorder
 from asyncrl.telemetry.timeline import WaitClock
 from asyncrl.tools.health import LONGEST_PULSE_S, LONGEST_START_S, LONGEST_STEP_S, ailments
@@ -37,8 +37,6 @@ def test_it_begins_continues_and_ends(make_config: Callable[..., RunConfig]) -> 
     assert next_attempt(config) == "begin"
     run = _begun(config)
     assert next_attempt(config) == "continue"
-    RunRecorder(run).status(phase="interrupted")
-    assert next_attempt(config) == "continue"
     RunRecorder(run).status(phase="finished")
     assert next_attempt(config) == "nothing"
 
@@ -54,14 +52,6 @@ def test_it_does_not_try_again_after_bad_state(make_config: Callable[..., RunCon
     config = make_config()
     save_failure(_begun(config), "bad_state")
     with pytest.raises(BadStateError, match=r"the loss is nan.*--resume"):
-        next_attempt(config)
-
-
-def test_it_does_not_try_where_it_cannot_see_whether_it_may(make_config: Callable[..., RunConfig]) -> None:
-    config = make_config()
-    file = _begun(config) / FAILURE_FILE
-    file.symlink_to(file)  # of itself: nobody opens that, root included
-    with pytest.raises(UserError, match=f"cannot read {file}"):
         next_attempt(config)
 
 
@@ -138,19 +128,13 @@ def test_health_names_what_is_wrong(more: str, says: list[str]) -> None:
     assert all(text in ailment for text, ailment in zip(says, found, strict=True)), found
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_health_of_an_address_without_a_scheme(host: str) -> None:
+def test_health_of_an_address_without_a_scheme_of_nothing_and_of_something_else() -> None:
     with _endpoint(WELL) as url:
-        port = url.removeprefix("http://127.0.0.1:").removesuffix("/metrics")
-        assert asyncrl(["health", f"{host}:{port}/metrics"]) == 0
-        assert ailments(f"{host}:{port}") == []
-    assert f"http://{host}:{port}/metrics does not answer" in ailments(f"{host}:{port}/metrics")[0]
-
-
-def test_health_of_nothing_and_of_something_else() -> None:
-    with _endpoint("hello") as url:
-        assert "not as a service of asyncrl" in ailments(url)[0]
-    assert "does not answer" in ailments(url)[0]
+        assert asyncrl(["health", url.removeprefix("http://")]) == 0
+    assert f"{url} does not answer" in ailments(url.removeprefix("http://"))[0]
+    for text in ("hello", "asyncrl_learner_step three\n"):
+        with _endpoint(text) as url:
+            assert "not as a service of asyncrl" in ailments(url)[0]
 
 
 @contextmanager
@@ -197,11 +181,6 @@ def test_health_of_a_broken_answer_is_words(answer: bytes) -> None:
     with _socket_that(lambda connection: connection.sendall(answer)) as url:
         (found,) = ailments(url)
     assert "does not answer" in found
-
-
-def test_health_of_metrics_that_are_no_numbers() -> None:
-    with _endpoint("asyncrl_learner_step three\n") as url:
-        assert "not as a service of asyncrl" in ailments(url)[0]
 
 
 # --- waiting -----------------------------------------------------------------------------------------

@@ -207,7 +207,7 @@ def _completions(
         row, row_id = rows[index], rows.row_id(index)
         try:
             rendered = renderer.render(row, row_id)
-        except UserError:  # told with the prompts
+        except UserError:  # find_prompts reports it
             continue
         yield rendered, "the answer", str(rendered.prompt.answer)
         yield rendered, NOTHING, ""

@@ -144,7 +144,7 @@ def _commands(path: Path) -> Iterator[list[str]]:
 
 
 def _expanded(text: str, variables: dict[str, str]) -> str:
-    """With the script's own variables; others stay as they are written."""
+    """Replaces the script's own variables; others stay as they are written."""
     return _VARIABLE.sub(lambda match: variables.get(match[1] or match[3], match[2] or match[0]), text)
 
 

@@ -41,7 +41,7 @@ class Import:
 
 
 def translate(theirs: ForeignConfig) -> Import:
-    """Of several keys for one setting, the last in their file decides; what is given comes before any default."""
+    """Applies the rules. The last of several keys for one setting decides; what is given comes before any default."""
     defaults = THEIR_DEFAULTS[theirs.framework]
     values = {**defaults, **theirs.values}
     given = [Line(theirs.spelled(key), value, _outcome(key, value, values)) for key, value in theirs.values.items()]

@@ -205,7 +205,7 @@ _CALLS = {
 
 
 def _with_adapter(done: Import, path: Path) -> tuple[Import, dict[Path, str]]:
-    """With `path` as the reward function, and the text of that file, where they name a function."""
+    """Puts `path` in the place of their reward function, if they name one. Returns the text of that file, too."""
     entries = done.settings.get("reward.functions")
     if not entries:
         return done, {}
