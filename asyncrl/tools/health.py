@@ -16,7 +16,7 @@ LONGEST_START_S = 600.0
 """Longest silence of a learner that loads its model: nothing is wrong with the server that says hello to it."""
 LONGEST_STEP_S = 1800.0
 """Longest step: without one for longer a learner is stalled. Its own deadlines (learner.wait_timeout_s,
-network.start_timeout_s) are minutes and end it; what they do not see is a hang. A health check may lead to a restart, so
+network.start_timeout_s) are minutes and end it; what they do not see is a hang. A health check may lead to a restart:
 the limit is far above a step, an evaluation or a checkpoint; the alert NoProgress knows how long steps take, and is
 sooner."""
 TIMEOUT_S = 4.0
