@@ -62,35 +62,35 @@ def _targets(model: Any, lora: LoraConfig) -> list[str]:
     """Names in the order of the model."""
     output = model.get_output_embeddings()
     layers = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not output]
-    allowed = layers if lora.vision_tower else [name for name in layers if not _sees(name)]
+    allowed = layers if lora.vision_tower else [name for name in layers if not _is_vision(name)]
     wanted = lora.target_modules
     if wanted == "all-linear":
         return allowed
     if isinstance(wanted, str):
-        _check(wanted, [n for n in layers if _fits(wanted, n)], allowed, layers)
-        return [name for name in allowed if _fits(wanted, name)]
+        _check_target(wanted, [n for n in layers if _matches(wanted, n)], allowed, layers)
+        return [name for name in allowed if _matches(wanted, name)]
     for end in wanted:
-        _check(end, [n for n in layers if _ends(end, n)], allowed, layers)
+        _check_target(end, [n for n in layers if _ends_with(end, n)], allowed, layers)
     if not wanted:
-        raise UserError(f"model.lora.target_modules is empty. Name some of {_ends_of(allowed)}, or all-linear")
-    return [name for name in allowed if any(_ends(end, name) for end in wanted)]
+        raise UserError(f"model.lora.target_modules is empty. Name some of {_last_parts(allowed)}, or all-linear")
+    return [name for name in allowed if any(_ends_with(end, name) for end in wanted)]
 
 
-def _check(wanted: str, found: Collection[str], allowed: Collection[str], layers: Collection[str]) -> None:
+def _check_target(wanted: str, found: Collection[str], allowed: Collection[str], layers: Collection[str]) -> None:
     """Every name of the user's must choose some layer: a misspelt one among good ones would go unnoticed."""
     if not found:
         near = difflib.get_close_matches(wanted, sorted({n.rpartition(".")[2] for n in layers}), n=3, cutoff=0.5)
-        fix = f"Did you mean [{', '.join(near)}]?" if near else f"There are {_ends_of(allowed)}"
+        fix = f"Did you mean [{', '.join(near)}]?" if near else f"There are {_last_parts(allowed)}"
         raise UserError(f"model.lora.target_modules: {wanted!r} fits no linear layer (an adapter needs one). {fix}")
     if not any(name in allowed for name in found):
         raise UserError(
             f"model.lora.target_modules: {wanted!r} fits only layers of the vision tower or connector, such as "
             f"{next(iter(found))}. Set model.lora.vision_tower=true and model.freeze_vision_tower=false, or name "
-            f"layers of the language model: {_ends_of(allowed)}"
+            f"layers of the language model: {_last_parts(allowed)}"
         )
 
 
-def _fits(pattern: str, name: str) -> bool:
+def _matches(pattern: str, name: str) -> bool:
     try:
         return re.fullmatch(pattern, name) is not None
     except re.error as problem:
@@ -100,15 +100,15 @@ def _fits(pattern: str, name: str) -> bool:
         ) from problem
 
 
-def _ends(end: str, name: str) -> bool:
+def _ends_with(end: str, name: str) -> bool:
     return name == end or name.endswith(f".{end}")
 
 
-def _ends_of(names: Collection[str]) -> str:
+def _last_parts(names: Collection[str]) -> str:
     return ", ".join(sorted({name.rpartition(".")[2] for name in names}))
 
 
-def _sees(name: str) -> bool:
+def _is_vision(name: str) -> bool:
     """True for a layer of the vision tower or the connector."""
     return any(part in VISION_TOWER_NAMES + CONNECTOR_NAMES for part in name.split("."))
 
@@ -165,7 +165,7 @@ def load_merged(config: ModelConfig, folder: Path) -> Any:
     from peft import PeftModel
 
     _check_base(config, folder)
-    _check_fits(config, folder)
+    _check_shapes(config, folder)
     model = load_model(config, device=torch.device("cpu"))
     return PeftModel.from_pretrained(model, folder).merge_and_unload()
 
@@ -190,7 +190,7 @@ def _check_base(config: ModelConfig, folder: Path) -> None:
         )
 
 
-def _check_fits(config: ModelConfig, folder: Path) -> None:
+def _check_shapes(config: ModelConfig, folder: Path) -> None:
     """An adapter from elsewhere does not say which base it is for, and PEFT passes over layers that are not there."""
     from safetensors import safe_open
 

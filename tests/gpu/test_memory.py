@@ -16,7 +16,7 @@ from benchmarks.gpu_cycle import TINY, cycle_config
 from learner.training.engines.torch_engine import TorchEngine
 
 ABOVE = 1.4
-"""Of what a fused kernel really keeps, the plan may be so much above."""
+"""Largest factor by which the plan may exceed what a fused kernel keeps."""
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

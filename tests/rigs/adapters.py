@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def lora_config(make_config: MakeConfig, lora: dict[str, Any] | None = None, **sections: dict[str, Any]) -> RunConfig:
-    """Of rank 4 unless `lora` says otherwise."""
+    """A configuration with an adapter, of rank 4 unless `lora` says otherwise."""
     return make_config(**sections, model={"lora": {"rank": 4, **(lora or {})}})
 
 

@@ -80,7 +80,7 @@ def as_published(weights: Weights) -> Iterable[Tensor]:
 
 
 def some_weights(seed: int, megabytes: int = 0) -> dict[str, torch.Tensor]:
-    """Of several dtypes, with offsets that need padding, an empty tensor and a scalar."""
+    """Weights of several dtypes, with offsets that need padding, an empty tensor and a scalar."""
     random = torch.Generator().manual_seed(seed)
     weights = {
         "half": torch.randn(7, 5, generator=random).bfloat16(),
@@ -94,7 +94,7 @@ def some_weights(seed: int, megabytes: int = 0) -> dict[str, torch.Tensor]:
 
 
 def order_of(manifest: WeightManifest, port: int, nonce: str, deadline_s: float = 60.0) -> dict[str, Any]:
-    """Of one receiver beside the learner."""
+    """The order for one receiver beside the learner."""
     tensors = [tensor.model_dump() for tensor in manifest.tensors]
     return {
         "version": manifest.version,

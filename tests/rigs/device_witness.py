@@ -1,6 +1,6 @@
-"""Who used the device, and when, seen from the engines: an account that the lease had no part in.
+"""Record of the device's use by both services, kept by the engines and not by the lease.
 
-    python -m tests.device_witness FILE MODULE [arguments]
+    python -m tests.rigs.device_witness FILE MODULE [arguments]
 
 Runs the service MODULE with its engine's methods that touch the device replaced by the same methods between two
 lines, `begin` and `end` in seconds of CLOCK_MONOTONIC, which all processes of a machine share. A process that is
@@ -29,7 +29,7 @@ BATCH_USES = ("admit", "step", "rebuild_cache")
 
 @dataclass(frozen=True)
 class Use:
-    """Of the device by one process; `end` is None if the process died."""
+    """Use of the device by one process; `end` is None if the process died."""
 
     side: str
     pid: int

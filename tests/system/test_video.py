@@ -170,7 +170,7 @@ def plain_inputs(prompt: EncodedPrompt, completion: np.ndarray) -> dict[str, Any
 def test_text_goes_on_after_the_last_moment_of_a_video(
     make_config: MakeConfig, name: Family, interval: int, tmp_path: Path
 ) -> None:
-    """By hand. transformers 5.19 goes on 4 (a frame is 3 x 4 tokens) after the video's beginning, within its time."""
+    """Positions counted by hand. transformers 5.19 goes on 4 after the video's beginning (a frame is 3 x 4 tokens)."""
     config = video_config(make_config, make_family(name, tmp_path / "model"), tmp_path)
     write_rows(tmp_path, [{"prompt": "a<video>b", "videos": [frames(tmp_path, 12, 1)]}])
     (rendered,) = rendered_rows(config)

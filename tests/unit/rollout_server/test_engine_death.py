@@ -121,7 +121,7 @@ def test_a_dead_engine_ends_its_server_and_its_tickets_go_back(
 def test_an_hf_engine_whose_thread_ends_has_died(
     make_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever is in work, waits between two steps, or comes later, is told the same."""
+    """Requests in work, commands between two steps, and later calls get the same error."""
     config = make_config()
     processor = PromptProcessor(config.model)
 

@@ -31,7 +31,7 @@ TOWER = {"vision_tower": True}
 def learner_logprobs(
     engine: TorchEngine, requests: list[GenerationRequest], done: list[Completion]
 ) -> dict[tuple[int, int], np.ndarray]:
-    """Of each completion, from packed forward passes."""
+    """The learner's log-probs of each completion, from packed forward passes."""
     budget = engine._config.batch.tokens_per_microbatch
     groups = [
         TrainGroup(
