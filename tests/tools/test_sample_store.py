@@ -488,8 +488,8 @@ def test_a_step_hands_out_what_its_metrics_summarise(make_config: Callable[..., 
 
 @pytest.mark.slow
 def test_the_benchmark_of_looking_runs() -> None:
-    """Its table from a journal of 5 MiB; `--gib 10` is what its figures are of."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "inspect_journal.py"), "--gib", "0.005", "--repeats", "1"]
+    """Its table from a journal of 30 MiB; `--gib 10` is what its figures are of."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "inspect_journal.py"), "--gib", "0.03", "--repeats", "1"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
