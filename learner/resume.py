@@ -136,9 +136,11 @@ def check_initial_model(journal: Journal | JournalReader, model: Iterable[tuple[
         )
 
 
-def lasting_settings(config: RunConfig, writer: TicketWriter, processor: PromptProcessor) -> dict[str, float | str]:
+def lasting_settings(
+    config: RunConfig, writer: TicketWriter, processor: PromptProcessor, adapter: AdapterSpec | None, base: str
+) -> dict[str, float | str]:
     """Settings that may not change on resume: they decide which ticket is which, and the journal's log-probs."""
-    return {
+    settings: dict[str, float | str] = {
         "batch.prompts_per_step": config.batch.prompts_per_step,
         "batch.group_size": config.batch.group_size,
         "learner.max_staleness": config.learner.max_staleness,
@@ -150,18 +152,14 @@ def lasting_settings(config: RunConfig, writer: TicketWriter, processor: PromptP
         "fingerprint of the training rows": writer.data_fingerprint(),
         "fingerprint of processor and chat template": processor.fingerprint,
     }
-
-
-def adapter_settings(adapter: AdapterSpec | None, base: str) -> dict[str, float | str]:
-    """Settings that may not change on resume when an adapter is trained."""
-    if adapter is None:
-        return {}
-    return {
-        "model.lora.rank": adapter.rank,
-        "model.lora.alpha": adapter.alpha,
-        "model.lora.target_modules": ", ".join(adapter.target_modules),
-        "base weights": base,
-    }
+    if adapter is not None:
+        settings |= {
+            "model.lora.rank": adapter.rank,
+            "model.lora.alpha": adapter.alpha,
+            "model.lora.target_modules": ", ".join(adapter.target_modules),
+            "base weights": base,
+        }
+    return settings
 
 
 def _digest(model: Iterable[tuple[str, torch.Tensor]]) -> str:

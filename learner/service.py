@@ -26,7 +26,6 @@ from learner.reporting.prometheus import LearnerExporter
 from learner.reporting.reporter import Reporter
 from learner.resume import (
     StartingPoint,
-    adapter_settings,
     check_steps_ahead,
     find_start,
     forget_run,
@@ -82,7 +81,7 @@ class Learner:
         return lease
 
     def _prepare(self, config: RunConfig, start: StartingPoint) -> None:
-        """Load everything that can be wrong before anything is written or any socket is bound."""
+        """Load the data and the model, which may be wrong, before anything is written or any socket is bound."""
         self.writer = TicketWriter(config, self.processor, stop_token_ids(config.model, self.processor.tokenizer))
         self.parity_tickets = self.writer.write_parity()
         self.training = Trainer(config, self.processor, self.writer.num_train_rows, start.checkpoint, start.state)
@@ -100,8 +99,7 @@ class Learner:
         self.run_id = sign_journal(
             start,
             self.journal,
-            lasting_settings(config, self.writer, self.processor)
-            | adapter_settings(self.engine.adapter, self.training.base),
+            lasting_settings(config, self.writer, self.processor, self.engine.adapter, self.training.base),
             self.engine.published_state(),
         )
         check_steps_ahead(self.journal, config.trainer, self.progress.step, self.progress.total_steps)

@@ -1,4 +1,4 @@
-"""The learner's two sockets: control and weights, open to loopback, to holders of a key, or to all if so told."""
+"""The learner's two sockets, control and weights: open to loopback, to holders of a key, or to all if configured."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from protocol.peers import PeerLimits
 from protocol.sockets import CHUNK_QUEUES, CONTROL_QUEUES, LearnerSocket
 
 CHUNK_LIMITS = PeerLimits(messages=100_000)
-"""10 GB/s of chunks of 1 MiB are legitimate."""
+"""Message budget of a reader of weights: 10 GB/s in chunks of 1 MiB are legitimate."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class LearnerPorts:
 
 
 def open_ports(config: RunConfig, context: zmq.Context) -> LearnerPorts:
-    """Both sockets, bound. Raises UserError naming the setting to change, and then leaves none open."""
+    """Bind both sockets. Raises UserError naming the setting to change, and then leaves none open."""
     network = config.network
     limits = Limits(max_message_bytes=network.max_message_mib * MIB)
     largest_group = max(config.batch.group_size, config.evaluation.group_size)

@@ -1,4 +1,4 @@
-"""Each policy version as bytes for the rollout servers, in shared memory where there is any."""
+"""The publication of policy versions as bytes for the rollout servers, in shared memory where there is any."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ from protocol.weights import Publication, Tensor
 
 
 def open_publication(run_id: str) -> Publication:
-    """In /dev/shm, or where there is none in the folder for temporary files."""
+    """Create the publication in /dev/shm, or where there is none in the folder for temporary files."""
     return Publication(run_id, SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir()))
 
 
 def open_device_weights(config: RunConfig, publication: Publication, engine: TrainEngine) -> DeviceWeights | None:
-    """None where the device is lent while servers load (trainer.mode=sync), for adapters, which are small, and where a
-    plan of the device's memory (gpu_memory.budget_gib) has no room for the versions."""
+    """Create the copies of versions in device memory, for transfers between devices.
+
+    None where the device is lent while servers load (trainer.mode=sync), for adapters, which are small, and where a
+    plan of the device's memory (gpu_memory.budget_gib) has no room for the versions.
+    """
     if config.trainer.mode == "sync" or engine.adapter is not None:
         return None
     required = config.rollout.weights_channel in DEVICE_CHANNELS

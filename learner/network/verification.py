@@ -1,4 +1,4 @@
-"""The alignment contract: a group counts only if it is exactly what its ticket allowed.
+"""Verification, the alignment contract: a group counts only if it is exactly what its ticket allowed.
 
 The learner encodes the prompt itself and compares token ids, grids and hashes; it checks every sampled token's
 id, log-prob and version. A mismatch refuses the group with a reason that names the row.
@@ -17,7 +17,7 @@ from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import FinishReason, Group, Ticket, printable
 
 LOGPROB_SLACK = 1e-4
-"""Rounding may put the log-prob of a certain token this far above 0."""
+"""Distance above 0 by which rounding may put the log-prob of a certain token."""
 
 
 def verify_group(
@@ -59,7 +59,7 @@ def check_journaled(group: Group, ticket: Ticket, prompt: PromptFacts) -> None:
 
 
 def _sender_problem(group: Group, sender: str) -> str | None:
-    """A server signs its own work: its name goes into the journal."""
+    """Check the server's signature: its name goes into the journal."""
     return None if group.server_id == sender else f"it is signed by {group.server_id}"
 
 
@@ -71,19 +71,17 @@ def _prompt_problem(group: Group, prompt: PromptFacts) -> str | None:
         or _grid_problem("image", group.image_grids, prompt.image_grids)
         or _grid_problem("video", videos, prompt.video_grids)
     )
-    if problem:
+    if problem or _same(group.prompt_ids, prompt.token_ids):
         return problem
-    if not _same(group.prompt_ids, prompt.token_ids):
-        theirs, mine = group.prompt_ids, prompt.token_ids
-        common = min(len(theirs), len(mine))
-        differing = np.flatnonzero(theirs[:common] != mine[:common])
-        where = int(differing[0]) if differing.size else common
-        return f"prompt ids differ from position {where} ({len(theirs)} ids against {len(mine)})"
-    return None
+    theirs, mine = group.prompt_ids, prompt.token_ids
+    common = min(len(theirs), len(mine))
+    differing = np.flatnonzero(theirs[:common] != mine[:common])
+    position = int(differing[0]) if differing.size else common
+    return f"prompt ids differ from position {position} ({len(theirs)} ids against {len(mine)})"
 
 
 def _media_problem(kind: str, theirs: Sequence[str], mine: Sequence[str]) -> str | None:
-    """`theirs` are hashes of the bytes that the server encoded, in the order in which its engine saw them."""
+    """Compare hashes. `theirs` are of the bytes that the server encoded, in the order in which its engine saw them."""
     if theirs == mine:
         return None
     if len(theirs) != len(mine):
@@ -105,7 +103,7 @@ def _grid_problem(kind: str, theirs: np.ndarray, mine: np.ndarray) -> str | None
 
 
 def _same(theirs: np.ndarray, mine: np.ndarray) -> bool:
-    """Of the same type: bytes are compared faster than numbers."""
+    """Compare integer arrays as bytes, which is faster than by number."""
     return theirs.shape == mine.shape and theirs.tobytes() == mine.astype(theirs.dtype, copy=False).tobytes()
 
 
@@ -140,7 +138,7 @@ def _token_problem(group: Group, ticket: Ticket, vocabulary: int) -> str | None:
 
 
 def _ending_problem(group: Group, ticket: Ticket) -> str | None:
-    """Text that is tokenised again loses its stop token, or changes its length."""
+    """Check how completions end: text that is tokenised again loses its stop token, or changes its length."""
     ends = np.cumsum(group.lengths)
     for index, (record, length, end) in enumerate(
         zip(group.trajectories, group.lengths.tolist(), ends.tolist(), strict=True)
@@ -162,7 +160,7 @@ def _ending_problem(group: Group, ticket: Ticket) -> str | None:
 
 
 def _sampled(group: Group) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and log-probs of the tokens that the policy sampled; no copy where that is all of them. [S], [S]"""
+    """Select ids and log-probs of the tokens that the policy sampled; no copy where that is all of them. [S], [S]"""
     if group.loss_mask.min() == 1:
         return group.token_ids, group.logprobs
     sampled = group.loss_mask == 1
@@ -170,11 +168,10 @@ def _sampled(group: Group) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _banned_among(token_ids: np.ndarray, largest: int, banned: tuple[int, ...]) -> np.ndarray:
-    """Banned ids among `token_ids`, each once. Most vocabularies end with them: the `largest` id is then enough."""
+    """Find banned ids, each once. Most vocabularies end with them: the `largest` id of a group is then enough."""
     if not banned or largest < min(banned):
         return token_ids[:0]
-    near = token_ids[(token_ids >= min(banned)) & (token_ids <= max(banned))]
-    return np.unique(near[np.isin(near, banned, kind="table")]) if near.size else near
+    return np.unique(token_ids[np.isin(token_ids, banned)])
 
 
 def _version_problem(group: Group, ticket: Ticket, version: int) -> str | None:
@@ -192,7 +189,7 @@ def _version_problem(group: Group, ticket: Ticket, version: int) -> str | None:
 
 
 def _falling_problem(group: Group) -> str | None:
-    """An engine only takes up newer weights: a version below the one before it was not stamped when it was sampled."""
+    """Check that versions never fall within a completion: an engine only takes up newer weights."""
     owner = np.repeat(np.arange(group.lengths.size), group.lengths)
     sampled = group.loss_mask == 1
     owner, versions = owner[sampled], group.versions[sampled]
@@ -227,6 +224,6 @@ def _score_problem(group: Group, components: Collection[str]) -> str | None:
 
 
 def _named(components: Collection[str]) -> str:
-    """Names from a peer, few and short."""
+    """List names that come from a peer, few and short."""
     names = sorted(printable(name, 50) for name in list(components)[:10])
     return ", ".join(names) + (f" and {len(components) - 10} more" if len(components) > 10 else "") or "none"

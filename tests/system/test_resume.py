@@ -158,6 +158,11 @@ def test_off_policy_the_steps_after_a_checkpoint_are_made_again_as_they_were(
         before = batches(run), sampled(run), recorded(run)
         assert [line[0] for line in before[2]] == [1, 2, 3, 4, 5, 6, 7], "the eighth step was trained and not reported"
         assert max(step for step, *_ in before[0]) == 8
+        changed = start("learner", file, "--resume", "batch.prompts_per_step=2", "learner.on_stale=drop")
+        assert changed.wait(timeout=60) == 2
+        refusal = (run / "learner.log").read_text().splitlines()[-1]
+        assert "batch.prompts_per_step was 4, is 2" in refusal
+        assert "learner.on_stale was wait, is drop" in refusal
         assert start("learner", file, "--resume").wait(timeout=120) == 0, (run / "learner.log").read_text()[-3000:]
         assert server.wait(timeout=60) == 0
     finally:

@@ -201,14 +201,3 @@ def test_ten_kills_in_fifty_cycles_and_nobody_has_the_device_together(
 def within_a_turn(use: Use, turns: list[Turn], deaths: dict[int, float]) -> bool:
     end = use.end if use.end is not None else deaths[use.pid]
     return any(turn.pid == use.pid and turn.taken <= use.begin and end <= turn.ended for turn in turns)
-
-
-def test_the_witness_sees_what_overlaps() -> None:
-    def use(pid: int, begin: float, end: float | None) -> Use:
-        return Use("learner" if pid == 1 else "rollout_server", pid, "step", begin, end)
-
-    apart = [use(1, 0.0, 1.0), use(2, 1.0, 2.0), use(1, 2.5, None), use(3, 4.0, 5.0)]
-    assert overlaps(apart, {1: 3.9}) == []
-    assert overlaps(apart, {1: 4.1}) == [(apart[2], apart[3])], "it may have used the device until it died"
-    nested = [use(1, 0.0, 5.0), use(1, 1.0, 2.0), use(2, 3.0, 4.0)]
-    assert overlaps(nested, {}) == [(nested[0], nested[2])]

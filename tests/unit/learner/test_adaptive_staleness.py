@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -11,9 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from asyncrl.config.learner import AdaptiveStalenessConfig, LearnerConfig
-from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import UserError
 from learner.tickets.staleness import AdaptiveStaleness
 
 CALM = (0.99, 0.001)
@@ -57,30 +54,19 @@ def test_only_steps_in_a_row_move_the_bound(interruption: tuple[float, float]) -
 @pytest.mark.parametrize(
     ("measured", "bound"),
     [
-        ((0.99, 0.02), 1),  # a good sample size alone does not raise it
-        ((0.94, 0.001), 1),
-        ((0.99, 0.001), 2),
+        ((0.99, 0.02), 3),  # a good sample size alone does not raise it
+        ((0.94, 0.001), 3),
+        ((0.99, 0.001), 4),
+        ((0.5, 0.001), 2),  # one bad measure lowers it
+        ((0.99, 0.2), 2),
+        ((NAN, NAN), 3),
     ],
 )
-def test_raising_needs_both_measures(measured: tuple[float, float], bound: int) -> None:
-    adaptive = controller(patience=1)
-    adaptive.observe(*measured)
-    assert adaptive.bound == bound
-
-
-@pytest.mark.parametrize("measured", [(0.5, 0.001), (0.99, 0.2)])
-def test_lowering_needs_one(measured: tuple[float, float]) -> None:
+def test_raising_needs_both_measures_and_lowering_one(measured: tuple[float, float], bound: int) -> None:
     adaptive = controller(patience=1)
     adaptive.restore({"bound": 3, "in_a_row": 0, "settling": 0})
-    assert adaptive.observe(*measured)
-    assert adaptive.bound == 2
-
-
-def test_a_step_without_a_measurement_says_nothing() -> None:
-    adaptive = controller(patience=2)
-    assert not adaptive.observe(*CALM)
-    assert not adaptive.observe(NAN, NAN)
-    assert adaptive.observe(*CALM)
+    adaptive.observe(*measured)
+    assert adaptive.bound == bound
 
 
 @settings(deadline=None)
@@ -107,12 +93,6 @@ def test_the_bound_stays_within_its_limits_and_survives_a_checkpoint(
         assert other.state() == adaptive.state()
 
 
-def test_a_restored_bound_respects_new_limits() -> None:
-    adaptive = controller(max=2)
-    adaptive.restore({"bound": 7, "in_a_row": 0, "settling": 0})
-    assert adaptive.bound == 2
-
-
 # --- settings ----------------------------------------------------------------------------------------
 
 
@@ -133,19 +113,3 @@ def test_other_bounds_are_refused(value: object) -> None:
 def test_limits_in_the_wrong_order_are_refused(limits: dict[str, float]) -> None:
     with pytest.raises(ValidationError, match=r"must be below learner\.adaptive_staleness"):
         AdaptiveStalenessConfig.model_validate(limits)
-
-
-def test_auto_in_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "run.yaml"
-    text = (
-        "run_dir: r\nmodel: {path: m}\ndata: {train_files: [a.jsonl]}\n"
-        "reward: {functions: [{function: exact_match}]}\nlearner: {max_staleness: auto}\n"
-    )
-    file.write_text(text)
-    assert load_config(file).learner.max_staleness == "auto"
-    assert load_config(file, ["learner.max_staleness=4"]).learner.max_staleness == 4
-    with pytest.raises(
-        UserError, match=r"learner.max_staleness is 'many': expected a whole number >= 0, or auto"
-    ) as no:
-        load_config(file, ["learner.max_staleness=many"])
-    assert "override learner.max_staleness=many" in str(no.value)

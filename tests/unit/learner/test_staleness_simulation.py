@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
-from typing import Any, get_args
+from typing import get_args
 
-import numpy as np
 import pytest
 
 import learner.tickets.ledger
@@ -14,13 +12,10 @@ from asyncrl.config.learner import OnStale
 from asyncrl.journal.writer import TicketSlot
 from benchmarks.staleness.simulation import simulate
 from benchmarks.staleness.sockets import run_over_sockets
-from benchmarks.staleness.virtual_time import NothingToWaitFor, run_in_virtual_time
-from benchmarks.staleness.workload import TextlessProcessor, Workload
+from benchmarks.staleness.workload import Workload
 from learner.network.ticket_sender import share_tickets
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import PreparedTicket
-from rollout_server.engines.base import GenerationRequest
-from rollout_server.engines.scripted import ScriptedEngine
 
 MODES: tuple[OnStale, ...] = get_args(OnStale)
 SHORT = Workload(servers=4, bound=2, steps=14, prompts_per_step=16, sequences=64)
@@ -55,12 +50,6 @@ def test_waiting_costs_the_learner_less_with_a_larger_bound() -> None:
     assert idle[0] > idle[1] > idle[2]
 
 
-def test_draining_before_new_weights_ends_in_no_deadlock() -> None:
-    seen = simulate(replace(SHORT, weight_update="drain"))
-    assert not seen.problems
-    assert seen.idle_ratio > simulate(SHORT).idle_ratio, "a straggler holds up its whole server"
-
-
 def test_the_simulation_repeats_itself() -> None:
     first, second = simulate(SHORT), simulate(SHORT)
     assert first == second
@@ -88,45 +77,7 @@ def test_real_sockets_and_real_time_agree_with_the_simulation(on_stale: OnStale)
     assert seen.bias == pytest.approx(simulated.bias, abs=0.15)
 
 
-def test_the_expected_length_is_what_the_engine_samples() -> None:
-    workload = replace(SHORT, seconds_per_token=0.0)
-    ticket = workload.write_ticket(TicketSlot(0, 0, 0, 0)).ticket
-    processor: Any = TextlessProcessor()
-    request = GenerationRequest(0, processor.encode(ticket.prompt, {}), 4000, 3, ticket.sampling)
-    config = workload.config()
-
-    async def sample() -> list[int]:
-        engine = ScriptedEngine(config, processor)
-        return [len(completion.token_ids) async for completion in engine.generate([request])]
-
-    lengths = run_in_virtual_time(sample())
-    assert np.mean(lengths) == pytest.approx(workload.mean_length, abs=3 * np.std(lengths) / len(lengths) ** 0.5)
-    assert max(lengths) == workload.longest
-
-
 # --- the tools -------------------------------------------------------------------------------------
-
-
-def test_virtual_time_jumps_and_keeps_order() -> None:
-    async def sleepers() -> tuple[list[int], float]:
-        order: list[int] = []
-
-        async def sleeper(seconds: int) -> None:
-            await asyncio.sleep(seconds)
-            order.append(seconds)
-
-        await asyncio.gather(*(sleeper(seconds) for seconds in (3600, 1, 60)))
-        return order, asyncio.get_running_loop().time()
-
-    assert run_in_virtual_time(sleepers()) == ([1, 60, 3600], 3600)
-
-
-def test_a_deadlock_in_virtual_time_is_an_error() -> None:
-    async def wait_for_nobody() -> None:
-        await asyncio.Event().wait()
-
-    with pytest.raises(NothingToWaitFor):
-        run_in_virtual_time(wait_for_nobody())
 
 
 def tickets(count: int) -> list[PreparedTicket]:

@@ -66,12 +66,6 @@ def test_what_is_said_to_fit_can_be_sent(rows: list[tuple[Any, tuple[int, ...]]]
         waiting = waiting[len(chosen) :]
 
 
-def test_small_tickets_share_a_message_and_large_columns_do_not() -> None:
-    assert len(first_that_fit([make(n) for n in range(8)], LIMITS)) == 8
-    assert len(first_that_fit([make(n, "x" * 3_000) for n in range(8)], LIMITS)) == 2
-    assert len(first_that_fit([make(n, None, (9_000,)) for n in range(8)], LIMITS)) == 3
-
-
 @pytest.mark.parametrize(
     ("row", "says"),
     [

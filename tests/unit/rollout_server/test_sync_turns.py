@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from asyncrl.cli import main
-from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.journal.writer import Journal, TicketSlot
-from asyncrl.telemetry.recorder import RunRecorder
 from asyncrl.telemetry.timeline import Timeline
-from asyncrl.tools.panel.panel import RunPanel
-from asyncrl.tools.panel.run_snapshot import RunSnapshot
 from learner.network.device_lease import DeviceTurns, LeaseGrants, first_turn
 from learner.network.servers import ModelFacts, Servers, ServerState
 from learner.network.thread import NetworkThread
@@ -49,7 +41,6 @@ from rollout_server.prometheus import ServerExporter
 from tests.rigs.fuzz import content
 from tests.rigs.fuzz.rig import write_ticket
 from tests.rigs.ports import own_port
-from tests.rigs.tiny import ROOT
 from tests.rigs.unconnected import Ledger, Ports
 
 MakeConfig = Callable[..., RunConfig]
@@ -454,10 +445,6 @@ def test_what_contradicts_sync_mode_is_refused_with_the_fix(
     assert told in str(caught.value)
 
 
-def test_one_device_has_two_names(make_config: MakeConfig) -> None:
-    make_config(trainer={"mode": "sync"}, learner={"device": "cuda"}, rollout={"device": "cuda:0"})
-
-
 def test_a_learner_that_could_not_start_leaves_no_run_directory(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -470,24 +457,3 @@ def test_a_learner_that_could_not_start_leaves_no_run_directory(
     with pytest.raises(UserError, match="no such weights"):
         Learner(config)
     assert not Path(config.run_dir).exists()
-
-
-def test_the_panel_says_who_has_the_device(tmp_path: Path) -> None:
-    RunRecorder(tmp_path).status(phase="training", device={"holder": "rollout_server", "pid": 7, "fence": 12})
-    story = RunSnapshot(tmp_path)
-    story.refresh()
-    console = Console(file=io.StringIO(), width=110)
-    with console.capture() as shown:
-        console.print(RunPanel(story))
-    assert "held by rollout_server   turn 12" in shown.get()
-
-
-def test_the_command_refuses_a_contradiction(
-    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "config.yaml"
-    file.write_text(dump_config(make_config(learner={"max_staleness": 2})))
-    assert main(["sync", str(file), "--dry-run"]) == 2
-    assert "Set learner.max_staleness=0" in capsys.readouterr().err
-    script = ["bash", str(ROOT / "scripts" / "sync_single_gpu.sh")]
-    assert subprocess.run(script, capture_output=True, timeout=10).returncode == 2
