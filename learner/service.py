@@ -157,9 +157,7 @@ class Learner:
             total_steps=total_steps,
         )
         names = {"run_id": self.run_id, "architecture": self.training.architecture, "base": self.training.base}
-        self.saver = Saver(
-            config, self.engine, self.processor.processor, self.ledger, self.journal, self.reporter, **names
-        )
+        self.saver = Saver(config, self.engine, self.processor.processor, self.ledger, self.reporter, **names)
 
     def run(self) -> None:
         """Train to the last step and export.

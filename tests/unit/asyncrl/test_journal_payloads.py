@@ -246,7 +246,7 @@ def test_kept_groups_do_not_make_a_checkpoint_due(
     ledger = TicketLedger(journal, prompts_per_step=PER_STEP, bound=0, total_groups=0)
     nothing: Any = None
     names = {"run_id": "", "architecture": "", "base": ""}
-    saver = Saver(config, nothing, nothing, ledger, journal, NoReporter(), **names)  # type: ignore[arg-type]
+    saver = Saver(config, nothing, nothing, ledger, NoReporter(), **names)  # type: ignore[arg-type]
     monkeypatch.setattr("learner.checkpoint.saver.MIB", 1000)
     train(journal, 1, 2)
     assert saver.is_due(Progress(100, 2, 2))

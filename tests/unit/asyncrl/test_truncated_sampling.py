@@ -82,10 +82,8 @@ def test_truncated_log_probs_equal_the_reference(scale: float) -> None:
 def test_worked_numbers() -> None:
     """Probabilities 0.5, 0.3, 0.15, 0.05."""
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
-    half = truncate(logits, {"top_p": 0.6}).exp()
-    torch.testing.assert_close(half, torch.tensor([[0.625, 0.375, 0.0, 0.0]]))
-    both = truncate(logits, {"top_k": 3, "min_p": 0.5}).exp()
-    torch.testing.assert_close(both, torch.tensor([[0.625, 0.375, 0.0, 0.0]]))
+    for settings in ({"top_p": 0.6}, {"top_k": 3, "min_p": 0.5}):
+        torch.testing.assert_close(truncate(logits, settings).exp(), torch.tensor([[0.625, 0.375, 0.0, 0.0]]))
     assert truncate(torch.zeros(1, 4), {"top_k": 2}).exp().tolist() == [[0.5, 0.5, 0.0, 0.0]], "ties: lower ids first"
 
 
@@ -164,46 +162,39 @@ def loaded(make_config: MakeConfig, tmp_path: Path, *overrides: str) -> RunConfi
     return load_config(path, overrides)
 
 
-REFUSED = {
-    "top-p with raw log-probs": (
-        ["rollout.top_p=0.9", "rollout.logprobs=raw"],
-        r"rollout.logprobs is raw and rollout.top_p=0.9: .* Set rollout.logprobs=processed, or .*\(rollout.top_p=1\)",
-    ),
-    "top-k with raw log-probs": (
-        ["rollout.top_k=20", "rollout.logprobs=raw"],
-        r"rollout.top_k=20: .* sample untruncated \(rollout.top_k=0\)",
-    ),
-    "min-p with raw log-probs": (["rollout.min_p=0.1", "rollout.logprobs=raw"], r"raw and rollout.min_p=0.1"),
-    "a temperature with raw log-probs": (
-        ["rollout.temperature=0.7", "rollout.logprobs=raw"],
-        r"raw and rollout.temperature=0.7: .* Set rollout.logprobs=processed or rollout.temperature=1",
-    ),
-    "a hidden temperature": (
-        ["rollout.engine_args={temperature: 0.7}"],
-        r"engine_args has temperature, .* Set rollout.temperature, which the learner reads, too",
-    ),
-    "a hidden key deep down": (
-        ["rollout.engine_args={engine: {sampling: {top_p: 0.7}}}"],
-        r"engine_args has engine.sampling.top_p, .* Set rollout.top_p",
-    ),
-    "no mass at all": (["rollout.top_p=0"], r"rollout.top_p is 0"),
-    "a negative k": (["rollout.top_k=-1"], r"rollout.top_k is -1"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_sampling_that_makes_the_ratio_wrong_is_refused(make_config: MakeConfig, tmp_path: Path, name: str) -> None:
-    overrides, expected = REFUSED[name]
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["rollout.top_p=0.9", "rollout.logprobs=raw"],
+            r"rollout.logprobs is raw and rollout.top_p=0.9: .* Set rollout.logprobs=processed, or .*\(rollout.top_p=1",
+        ),
+        (
+            ["rollout.top_k=20", "rollout.logprobs=raw"],
+            r"rollout.top_k=20: .* sample untruncated \(rollout.top_k=0\)",
+        ),
+        (["rollout.min_p=0.1", "rollout.logprobs=raw"], r"raw and rollout.min_p=0.1"),
+        (
+            ["rollout.temperature=0.7", "rollout.logprobs=raw"],
+            r"raw and rollout.temperature=0.7: .* Set rollout.logprobs=processed or rollout.temperature=1",
+        ),
+        (
+            ["rollout.engine_args={engine: {sampling: {top_p: 0.7}}}"],
+            r"engine_args has engine.sampling.top_p, .* Set rollout.top_p",
+        ),
+        (["rollout.top_p=0"], r"rollout.top_p is 0"),
+        (["rollout.top_k=-1"], r"rollout.top_k is -1"),
+        *(
+            ([f"rollout.engine_args.{key}=1"], rf"engine_args has {key}, .*{ENGINE_SAMPLING_KEYS[key][:20]}")
+            for key in sorted(ENGINE_SAMPLING_KEYS)
+        ),
+    ],
+)
+def test_sampling_that_makes_the_ratio_wrong_is_refused(
+    make_config: MakeConfig, tmp_path: Path, overrides: list[str], expected: str
+) -> None:
     with pytest.raises(UserError, match=expected):
         loaded(make_config, tmp_path, *overrides)
-
-
-@pytest.mark.parametrize("key", sorted(ENGINE_SAMPLING_KEYS))
-def test_every_sampling_key_in_engine_args_is_refused_by_name(
-    make_config: MakeConfig, tmp_path: Path, key: str
-) -> None:
-    with pytest.raises(UserError, match=rf"engine_args has {key}, .*{ENGINE_SAMPLING_KEYS[key][:20]}"):
-        loaded(make_config, tmp_path, f"rollout.engine_args.{key}=1")
 
 
 def test_honest_settings_are_taken(make_config: MakeConfig, tmp_path: Path) -> None:
