@@ -173,16 +173,14 @@ def write_checksums(folder: Path) -> None:
 def check_files(folder: Path) -> None:
     """Raises BadStateError naming the first file that is missing or is not what was written."""
     try:
-        expected = json.loads((folder / CHECKSUMS_FILE).read_text())
-        found = _checksums(folder)
-        for name, checksum in expected.items():
-            if name not in found:
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder / name))
-            if found[name] != checksum:
+        expected, actual = json.loads((folder / CHECKSUMS_FILE).read_text()), _checksums(folder)
+        for name in sorted(expected.keys() | actual.keys()):
+            if name not in actual:
+                raise ValueError(f"{name} is missing")
+            if name not in expected:
+                raise ValueError(f"{name} does not belong there")
+            if actual[name] != expected[name]:
                 raise ValueError(f"{name} is not what was written (checksum)")
-        unknown = sorted(found.keys() - expected.keys())
-        if unknown:
-            raise ValueError(f"{unknown[0]} does not belong there")
     except (OSError, ValueError, AttributeError) as problem:
         raise BadStateError(
             f"the checkpoint {folder} cannot be used: {problem}. Restore it from a backup, or start a new run from "

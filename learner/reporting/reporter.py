@@ -31,6 +31,8 @@ ENDINGS = ("finished", "interrupted", "failed")
 
 
 class Reporter:
+    """Writes what happens in a run. Samples are written by a background thread."""
+
     def __init__(
         self,
         config: RunConfig,

@@ -44,6 +44,8 @@ class TrainGroup:
 
 @dataclass(frozen=True)
 class MicroBatch:
+    """Packed groups as inputs of one forward pass, and the N tokens that are trained on."""
+
     inputs: dict[str, Any]
     """Keyword arguments of the model's forward: one packed sequence of L tokens."""
     predict_from: torch.Tensor

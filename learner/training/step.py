@@ -54,7 +54,7 @@ class _Prepared:
 
 @dataclass(frozen=True)
 class _MicroLoss:
-    """What one micro-batch of N tokens adds to an update."""
+    """The contribution of one micro-batch of N tokens to an update."""
 
     loss: torch.Tensor
     index: torch.Tensor

@@ -39,6 +39,8 @@ class Progress:
 
 
 class Trainer:
+    """Engine, algorithm and progress of a run. `learn` makes the next step."""
+
     def __init__(
         self,
         config: RunConfig,

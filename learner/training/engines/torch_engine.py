@@ -31,6 +31,8 @@ OWNER = "the training engine"
 
 
 class TorchEngine:
+    """A TrainEngine (see base.py) on one device: AdamW, a learning-rate schedule, an optional adapter."""
+
     def __init__(self, config: RunConfig, optim: OptimConfig, total_updates: int):
         self._config = config
         self._optim = optim
