@@ -148,7 +148,7 @@ def _open_file(path: Path, cache: RowGroupCache) -> Table:
 
 
 def _open_folder(path: Path, config: DataConfig) -> Table:
-    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+    if _is_saved(path):
         return _open_saved(path, "")
     if has_images(path):
         return read_image_folder(path, config.image_key, config.answer_key)
@@ -158,11 +158,15 @@ def _open_folder(path: Path, config: DataConfig) -> Table:
     )
 
 
+def _is_saved(path: Path) -> bool:
+    return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
+
+
 def _open_saved(path: Path, split: str) -> Table:
     """A folder written by `save_to_disk`, or a clone of a hub data set."""
     import datasets
 
-    if not (path / "state.json").is_file() and not (path / "dataset_dict.json").is_file():
+    if not _is_saved(path):
         return _open_hub(str(path), split)
     loaded = datasets.load_from_disk(str(path))
     if isinstance(loaded, datasets.DatasetDict):

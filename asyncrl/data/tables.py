@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import csv
-import io
 import json
 import logging
 import os
@@ -97,7 +95,7 @@ class RowGroupCache:
 
 
 class JsonLinesTable(Table):
-    """One JSON object per line; only the byte offset of each line stays in memory. Blank lines do not count."""
+    """A file of one JSON object per line, of which only byte offsets stay in memory. Blank lines do not count."""
 
     def __init__(self, path: Path) -> None:
         self.name, self.base_dir, self._path = path.name, path.parent, path
@@ -150,7 +148,7 @@ class JsonLinesTable(Table):
 
 
 class ListTable(Table):
-    """Rows already in memory."""
+    """A table of rows in memory."""
 
     def __init__(self, rows: list[dict[str, Any]], name: str, base_dir: Path) -> None:
         self.name, self.base_dir, self._rows = name, base_dir, rows
@@ -200,13 +198,9 @@ def read_json(path: Path) -> Table:
 def read_image_folder(folder: Path, image_key: str, answer_key: str) -> Table:
     """One row per image, in the order of the paths: the image, and its parent folder's name as label and answer.
 
-    metadata.jsonl or metadata.csv with a `file_name` column adds columns (and may set the answer).
+    metadata.jsonl with a `file_name` column adds columns (and may set the answer).
     """
-    metadata: dict[str, dict[str, Any]] = {}
-    for name, row in _metadata(folder):
-        if name in metadata:
-            raise UserError(f"the metadata in {folder} has two rows for {name!r}. Keep one")
-        metadata[name] = row
+    metadata = _metadata(folder / "metadata.jsonl")
     rows = []
     for path in sorted(_images_below(folder)):
         relative = path.relative_to(folder).as_posix()
@@ -231,19 +225,18 @@ def _images_below(folder: Path) -> Iterator[Path]:
                 yield Path(parent) / name
 
 
-def _metadata(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    lines, table = folder / "metadata.jsonl", folder / "metadata.csv"
-    if lines.exists() and table.exists():
-        raise UserError(f"{folder} has metadata.jsonl and metadata.csv: keep one of them")
-    if lines.exists():
-        reader = JsonLinesTable(lines)
-        rows: Iterator[dict[str, Any]] = (reader.read(i) for i in range(len(reader)))
-    elif table.exists():
-        rows = iter(csv.DictReader(io.StringIO(table.read_text(encoding="utf-8-sig"), newline="")))
-    else:
-        return
-    for number, row in enumerate(rows):
+def _metadata(file: Path) -> dict[str, dict[str, Any]]:
+    """Rows of metadata.jsonl by the image's path below its folder."""
+    metadata: dict[str, dict[str, Any]] = {}
+    if not file.exists():
+        return metadata
+    table = JsonLinesTable(file)
+    for number in range(len(table)):
+        row = table.read(number)
         name = row.pop("file_name", None)
         if not isinstance(name, str) or not name:
-            raise UserError(f"the metadata in {folder} has no file_name in row {number}. It names the image of the row")
-        yield Path(name).as_posix(), row
+            raise UserError(f"{file} has no file_name in row {number}. It names the image of the row")
+        if Path(name).as_posix() in metadata:
+            raise UserError(f"{file} has two rows for {name!r}. Keep one")
+        metadata[Path(name).as_posix()] = row
+    return metadata

@@ -149,7 +149,7 @@ def _chosen(completion: str, choices: str) -> str:
 
 
 def _last_boxed(text: str) -> str | None:
-    """What stands between the braces of the last `\\boxed{...}`; None without a closed one."""
+    """The content of the last `\\boxed{...}`; None without a closed one."""
     start = text.rfind(_BOXED)
     if start < 0:
         return None
@@ -172,7 +172,7 @@ def _same_latex(given: str, answer: str) -> bool:
 
 
 def _plain_latex(text: str) -> str:
-    """Without spacing and sizing commands, and without the `\\boxed{}` or `$` around an answer."""
+    """LaTeX without spacing and sizing commands, and without the `\\boxed{}` or `$` around an answer."""
     boxed = _last_boxed(text)
     text = boxed if boxed is not None else text
     text = re.sub(r"\\(?:left|right)(?![a-zA-Z])|\\[,;:! ]|[\s$]", "", text)

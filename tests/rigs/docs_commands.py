@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +38,7 @@ class Block:
     line: int
     text: str
     needs: str
-    """Empty: it runs anywhere."""
+    """One of NEEDS, or empty: it runs anywhere."""
 
     @property
     def name(self) -> str:
@@ -44,7 +46,7 @@ class Block:
 
     @property
     def runnable(self) -> str:
-        """Without AS_SUCH; a comment stays a comment."""
+        """The text without the commands of AS_SUCH."""
         return "\n".join(line for line in self.text.splitlines() if not line.startswith(AS_SUCH)) + "\n"
 
 
@@ -132,16 +134,30 @@ def run(folder: Path, text: str) -> tuple[int, str]:
     return code, output.read_text()
 
 
-def run_page(prepared: Path, folder: Path, page: Path) -> list[tuple[Block, int, str, float]]:
-    """Exit code, output and seconds of each block that runs anywhere, in order; it ends at the first that fails."""
+def run_pages(prepared: Path, folder: Path, pages: Sequence[Path]) -> list[tuple[Block, int, str, float]]:
+    """Exit code, output and seconds of each block of the pages that runs anywhere, in order, up to one that fails.
+
+    A command that a page before has run in this folder is not repeated: README trains as docs/quickstart.md does.
+    """
     copy_for_page(prepared, folder)
-    results = []
-    for block in blocks(page):
-        if block.needs or not block.runnable.strip():
-            continue
+    results: list[tuple[Block, int, str, float]] = []
+    seen: set[frozenset[str]] = set()
+    for block in (block for page in pages for block in blocks(page) if not block.needs and block.runnable.strip()):
         started = time.monotonic()
-        code, printed = run(folder, block.runnable)
+        code, printed = run(folder, _without(seen, block.runnable))
         results.append((block, code, printed, time.monotonic() - started))
         if code:
             break
     return results
+
+
+def _without(seen: set[frozenset[str]], text: str) -> str:
+    """The text without `asyncrl` commands on a line of their own that were seen before, in any order of their words."""
+    lines = []
+    for line in text.splitlines(keepends=True):
+        words = shlex.split(line, comments=True) if re.match(r"(\.venv/bin/)?asyncrl .*[^&\\]$", line) else []
+        command = frozenset(words[1:])
+        if not words or command not in seen:
+            lines.append(line)
+        seen |= {command} if words else set()
+    return "".join(lines)

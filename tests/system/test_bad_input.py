@@ -9,8 +9,6 @@ import logging
 import os
 import shutil
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -52,7 +50,7 @@ from rollout_server.engines.base import Completion, GenerationRequest
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.engines.scripted import ScriptedEngine
 from rollout_server.production import GroupProducer
-from tests.rigs.two_processes import with_ports
+from tests.rigs.two_processes import start, with_ports, write_config
 
 ROOT = Path(__file__).parents[2]
 MakeConfig = Callable[..., RunConfig]
@@ -204,14 +202,10 @@ def test_a_learner_that_is_refused_ends_with_one_message_and_writes_nothing(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
     config = with_ports(make_config(data={"answer_key": "anser"}))
-    file = tmp_path / "config.yaml"
-    file.write_text(dump_config(config))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "learner", "--config", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=60)
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr
-    assert "has no column 'anser' (data.answer_key). Did you mean" in done.stderr[done.stderr.index("error: ") :]
+    assert start("learner", write_config(config, tmp_path)).wait(60) == 2
+    log = (tmp_path / "learner.log").read_text()
+    assert "Traceback" not in log
+    assert "has no column 'anser' (data.answer_key). Did you mean" in log[log.index("error: ") :]
     assert not config.run_path.exists()
 
 
