@@ -1,8 +1,8 @@
 """Fuzz both ends of the wire: `python -m tests.rigs.fuzz_wire --messages 100000 --seed 1`.
 
-A real network thread of a learner and a good server work while another process sends mutated messages to both of the
-learner's endpoints; then a real server-side link listens to a hostile learner. Prints a table; exit code 1 names what
-went wrong: a crash, a hang, a damaged account, memory that grows, or a good server that was harmed.
+A real learner's network thread and a good server work while another process sends mutated messages to both of the
+learner's endpoints; then a real server's link listens to a hostile learner. Prints tables; exit code 1 names the
+problems: a crash, a hang, a damaged account, memory that grows, or a good server that was harmed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,88 +24,88 @@ from typing import Any
 from protocol.curve import make_keys
 from tests.rigs.fuzz.rig import LearnerRig, small_config
 from tests.rigs.fuzz.server_side import ServerSideResult, fuzz_server_side
+from tests.rigs.tiny import ROOT
 
-ROOT = Path(__file__).parents[2]
 RSS_SLACK_MIB = 48.0
 """Allocator noise; a leak of 1 kB per message would show as 100 MiB."""
 WARM_UP_TAKEN = 200
 SLOW_S = 5.0
-"""A good server's answers must not take longer, whatever the others do."""
+"""Longest that a good server may wait for an answer."""
 
 
 @dataclass
 class LearnerSideResult:
-    hostile: dict[str, Any] = field(default_factory=dict)
+    sent: Counter[str] = field(default_factory=Counter)
+    """Hostile messages by kind."""
+    answers: Counter[str] = field(default_factory=Counter)
+    """The learner's answers to hostile peers, by kind."""
+    slowest_probe_s: float = 0.0
     good: dict[str, Any] = field(default_factory=dict)
+    """Report of the good server."""
     errors: dict[str, int] = field(default_factory=dict)
     dropped: int = 0
     taken: int = 0
     rss_mib: list[float] = field(default_factory=list)
-    """At the start, when warm, and at the end."""
+    """Resident memory at the start, after the first fifth, and at the end."""
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
 
 
 def fuzz_learner_side(messages: int, seed: int, folder: Path, *, curve: bool = False) -> LearnerSideResult:
-    keys = str(folder / "keys") if curve else ""
+    keys = [str(folder / "keys")] if curve else []
     if curve:
-        make_keys(Path(keys))
-    rig = LearnerRig(small_config(keys_dir=keys), folder)
+        make_keys(folder / "keys")
+    rig = LearnerRig(small_config(keys_dir="".join(keys)), folder)
     rig.start()
     endpoints = [rig.config.control_endpoint, rig.config.weights_endpoint]
-    tail = [keys] if curve else []
     result = LearnerSideResult(rss_mib=[rig.rss_mib()])
     started = time.monotonic()
-    good = _start("good_server", *endpoints, *tail)
+    good = _start("good_server", *endpoints, *keys)
     hostile = None
     try:
-        while len(rig.taken) < WARM_UP_TAKEN:
-            rig.turn()
-        first = _start("hostile", *endpoints, str(messages // 5), str(seed), *tail)
-        _work_until_done(rig, first)
-        result.rss_mib.append(rig.rss_mib())
-        hostile = _start("hostile", *endpoints, str(messages - messages // 5), str(seed + 1), *tail)
-        _work_until_done(rig, hostile)
-        before = len(rig.taken)
-        while len(rig.taken) < before + WARM_UP_TAKEN:  # all tickets go on, and nothing is broken
-            rig.turn()
-        result.rss_mib.append(rig.rss_mib())
+        _take_more(rig, WARM_UP_TAKEN)
+        for part, share in enumerate((messages // 5, messages - messages // 5)):
+            hostile = _start("hostile", *endpoints, str(share), str(seed + part), *keys)
+            while hostile.poll() is None:
+                rig.turn()
+            result.rss_mib.append(rig.rss_mib())
+            report = _report(hostile, "hostile", result)
+            result.sent.update(report.get("sent", {}))
+            result.answers.update(report.get("answers", {}))
+            result.slowest_probe_s = max(result.slowest_probe_s, report.get("slowest_probe_s", 0.0))
+        _take_more(rig, WARM_UP_TAKEN)  # all tickets go on, and nothing is broken
+        result.rss_mib[-1] = rig.rss_mib()
         result.problems += rig.problems()
-        result.hostile = _merge([_report(first, "hostile", result), _report(hostile, "hostile", result)])
     finally:
         rig.close()
-        for process in filter(None, (good, hostile)):
-            if process.poll() is None and process is hostile:
-                process.kill()
+        if hostile is not None and hostile.poll() is None:
+            hostile.kill()
     result.problems += rig.journal_problems()
     result.good = _report(good, "the good server", result)
     result.seconds = time.monotonic() - started
     result.errors, result.taken = dict(rig.network.servers.errors), len(rig.taken)
     result.dropped = rig.network.control.dropped + rig.network.weights.dropped
-    _judge(result)
-    return result
-
-
-def _judge(result: LearnerSideResult) -> None:
     grown = result.rss_mib[-1] - result.rss_mib[1]
     if grown > RSS_SLACK_MIB:
         result.problems.append(f"resident memory grew by {grown:.0f} MiB after the first fifth")
     if result.good.get("errors"):
         result.problems.append(f"the good server heard {result.good['errors'][:3]}")
-    for what in ("ack", "chunk", "pulse"):
-        slowest = result.good.get(what, {}).get("max_ms", float("inf"))
+    for kind in ("ack", "chunk", "pulse"):
+        slowest = result.good.get(kind, {}).get("max_ms", float("inf"))
         if slowest > 1000 * SLOW_S:
-            result.problems.append(f"the good server waited {slowest:.0f} ms for an answer ({what})")
+            result.problems.append(f"the good server waited {slowest:.0f} ms for an answer ({kind})")
+    return result
+
+
+def _take_more(rig: LearnerRig, groups: int) -> None:
+    enough = len(rig.taken) + groups
+    while len(rig.taken) < enough:
+        rig.turn()
 
 
 def _start(module: str, *arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", f"tests.rigs.fuzz.{module}", *arguments]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def _work_until_done(rig: LearnerRig, process: subprocess.Popen[str]) -> None:
-    while process.poll() is None:
-        rig.turn()
 
 
 def _report(process: subprocess.Popen[str], name: str, result: LearnerSideResult) -> dict[str, Any]:
@@ -118,55 +120,34 @@ def _report(process: subprocess.Popen[str], name: str, result: LearnerSideResult
     return json.loads(out.strip().splitlines()[-1])
 
 
-def _merge(reports: list[dict[str, Any]]) -> dict[str, Any]:
-    merged: dict[str, Any] = {"sent": {}, "answers": {}, "seconds": 0.0, "slowest_probe_s": 0.0}
-    for report in reports:
-        for table in ("sent", "answers"):
-            for key, count in report.get(table, {}).items():
-                merged[table][key] = merged[table].get(key, 0) + count
-        merged["stalled"] = merged.get("stalled", 0) + report.get("stalled", 0)
-        merged["seconds"] += report.get("seconds", 0.0)
-        merged["slowest_probe_s"] = max(merged["slowest_probe_s"], report.get("slowest_probe_s", 0.0))
-    return merged
+def print_counts(title: str, counts: Mapping[str, int]) -> None:
+    print(f"| {title} | count |\n|---|---:|")
+    for name, count in sorted(counts.items()):
+        print(f"| {name} | {count:,} |")
+    print()
 
 
 def print_learner_side(result: LearnerSideResult) -> None:
     print("Learner's side (control and weights)\n")
-    print("| hostile messages sent | count |\n|---|---:|")
-    for what, count in sorted(result.hostile.get("sent", {}).items()):
-        print(f"| {what} | {count:,} |")
-    print(f"| **all** | **{sum(result.hostile.get('sent', {}).values()):,}** |")
-    print(f"| of these dropped undecoded (muted peers) | {result.dropped:,} |")
-    print(f"| peers that never read | {result.hostile.get('stalled', 0):,} |\n")
-    print("| what hostile peers were answered | count |\n|---|---:|")
-    for what, count in sorted(result.hostile.get("answers", {}).items()):
-        print(f"| `{what}` | {count:,} |")
-    print("\n| the good server meanwhile | count | median ms | p99 ms | max ms |\n|---|---:|---:|---:|---:|")
+    print_counts("hostile messages sent", {**result.sent, "**all**": result.sent.total()})
+    print(f"Of these {result.dropped:,} were dropped undecoded (muted peers).\n")
+    print_counts("answers to hostile peers", result.answers)
+    print("| the good server meanwhile | count | median ms | p99 ms | max ms |\n|---|---:|---:|---:|---:|")
     names = {"ack": "group sent to acknowledged", "chunk": "chunk asked to received", "pulse": "between two messages"}
-    for key, name in names.items():
-        row = result.good.get(key, {})
+    for kind, name in names.items():
+        row = result.good.get(kind, {})
         values = " | ".join(f"{row.get(v, float('nan')):.1f}" for v in ("median_ms", "p99_ms", "max_ms"))
         print(f"| {name} | {row.get('count', 0):,} | {values} |")
     start, warm, end = [*result.rss_mib, float("nan"), float("nan")][:3]
-    rate = sum(result.hostile.get("sent", {}).values()) / max(result.hostile.get("seconds", 0.0), 1e-9)
-    print(f"\nGroups trained {result.taken:,}, all right, none twice; slowest probe ", end="")
-    print(
-        f"{result.hostile.get('slowest_probe_s', float('nan')):.2f} s; {result.seconds:.0f} s, {rate:,.0f} messages/s."
-    )
-    print(
-        f"Resident memory of the learner: {start:.0f} MiB at start, {warm:.0f} MiB after a fifth, {end:.0f} MiB at the "
-        f"end."
-    )
-    top = sorted(result.errors.items(), key=lambda item: -item[1])[:12]
-    print(f"Counted by the learner: {dict(top)}\n")
+    print(f"\nGroups trained {result.taken:,}, slowest probe {result.slowest_probe_s:.2f} s; {result.seconds:.0f} s.")
+    print(f"Resident memory: {start:.0f} MiB at start, {warm:.0f} MiB after a fifth, {end:.0f} MiB at the end.")
+    print(f"Counted by the learner: {dict(Counter(result.errors).most_common(12))}\n")
 
 
 def print_server_side(result: ServerSideResult) -> None:
     print("Server's side (link, weight transfer, manifests)\n")
-    print("| hostile learner | count |\n|---|---:|")
-    for what, count in sorted(result.counts.items()):
-        print(f"| {what} | {count:,} |")
-    print(f"\n{result.seconds:.0f} s; resident memory {result.rss_mib[0]:.0f} -> {result.rss_mib[1]:.0f} MiB.\n")
+    print_counts("hostile learner", result.counts)
+    print(f"{result.seconds:.0f} s; resident memory {result.rss_mib[0]:.0f} -> {result.rss_mib[1]:.0f} MiB.\n")
 
 
 def main() -> int:
@@ -175,11 +156,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--curve", action="store_true", help="with keys: hostile peers hold one that is authorised")
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.CRITICAL)  # a refusal each would be most of the output
+    logging.basicConfig(level=logging.CRITICAL)  # refusals would be most of the output
     with tempfile.TemporaryDirectory() as folder:
         learner_side = fuzz_learner_side(arguments.messages, arguments.seed, Path(folder), curve=arguments.curve)
     print_learner_side(learner_side)
-    print("\n".join(learner_side.problems))
     server_side = asyncio.run(fuzz_server_side(arguments.messages, arguments.seed))
     print_server_side(server_side)
     problems = learner_side.problems + server_side.problems

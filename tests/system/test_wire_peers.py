@@ -160,26 +160,6 @@ def test_a_server_that_never_reads_its_tickets_loses_them(rig: LearnerRig, peer:
     check_good_server(rig, server, 100)
 
 
-def test_one_bad_server_ends_no_run(rig: LearnerRig, peer: Peer):
-    """It fails every ticket that it gets, and claims to have failed at those of others."""
-    server = good_server(rig)
-    wait_until(rig, lambda: len(rig.taken) > 0)
-    peer.send(content.hello("peer", max_groups=1000))
-    deadline = time.monotonic() + 2
-    failed: set[int] = set()
-    while time.monotonic() < deadline or not failed:
-        rig.turn()
-        while peer.control.poll(0):
-            message = decode(peer.control.recv_multipart(), ControlFromLearner, Limits())
-            if isinstance(message, Tickets):
-                ids = {ticket.ticket_id for ticket in message.tickets}
-                assert not ids & failed, "a ticket came back to the server that failed at it"
-                failed |= ids
-                for ticket_id in range(max(ids) + PER_STEP):
-                    peer.fail(ticket_id)
-    check_good_server(rig, server, 100)
-
-
 def test_a_ticket_at_which_the_only_server_fails_ends_the_run(rig: LearnerRig, peer: Peer):
     peer.send(content.hello("peer", max_groups=1))
     for _ in range(3):
@@ -201,16 +181,6 @@ def test_a_newer_peer_may_send_unknown_types(rig: LearnerRig, peer: Peer):
         peer.control.send(msgpack.packb({"type": "from_the_future"}))
     peer.send(content.hello("peer"))
     peer.hear(Welcome)
-
-
-def test_words_of_peers_become_only_so_many_labels(rig: LearnerRig, peer: Peer):
-    peer.send(content.hello("peer", max_groups=1))
-    for number in range(300):
-        failed = TicketFailed(ticket_id=2**62, error_kind=f"kind {number}\n", error_message="forged\nline")
-        assert "\n" not in failed.error_kind + failed.error_message
-        peer.send(failed)
-    wait_until(rig, lambda: rig.network.servers.errors["other"] > 200)
-    assert len(rig.network.servers.errors) < 70
 
 
 def test_the_largest_group_that_a_ticket_allows_gets_in():

@@ -1,6 +1,6 @@
 """A server that does its work while others misbehave: `python -m tests.rigs.fuzz.good_server CONTROL WEIGHTS [KEYS]`.
 
-It ends when the learner says goodbye, and prints what it saw as one JSON object.
+It ends when the learner says goodbye, and prints its waiting times and errors as one JSON object.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from protocol.messages import (
     ControlFromLearner,
     Error,
     Goodbye,
-    LearnerHeartbeat,
+    Message,
     Tickets,
     WeightManifest,
     WeightsFromLearner,
+    Wire,
 )
 from tests.rigs.fuzz import content
 
 NAME = "good-server"
 BEAT_S = 0.2
 GIVE_UP_S = 60.0
-HELD = 8
+CHUNK_BYTES = 1000
 
 
 class GoodServer:
     def __init__(self, control: str, weights: str, keys: str | None):
         self._context = zmq.Context()
         self._control, self._weights = (self._dial(endpoint, keys) for endpoint in (control, weights))
-        self._limits = Limits()
-        self._held: set[int] = set()
         self._sent_at: dict[int, float] = {}
+        """Unacknowledged groups."""
         self._asked_at: float | None = None
         self._manifest: WeightManifest | None = None
-        self._heard_at = time.monotonic()
+        self._done = False
         self.ack_s: list[float] = []
         self.chunk_s: list[float] = []
         self.pulse_s: list[float] = []
@@ -64,67 +64,56 @@ class GoodServer:
         poller = zmq.Poller()
         poller.register(self._control, zmq.POLLIN)
         poller.register(self._weights, zmq.POLLIN)
-        self._send(content.hello(NAME, HELD))
-        beat_at = 0.0
-        while True:
+        self._send(content.hello(NAME))
+        beat_at, heard_at = 0.0, time.monotonic()
+        while not self._done:
             ready = dict(poller.poll(50))
-            if self._control in ready and not self._listen():
-                return
+            now = time.monotonic()
+            if self._control in ready:
+                self.pulse_s.append(now - heard_at)
+                heard_at = now
+                self._handle(decode(self._control.recv_multipart(copy=False), ControlFromLearner, Limits()), now)
             if self._weights in ready:
                 self._take_chunk()
-            now = time.monotonic()
             if now - beat_at >= BEAT_S:
                 beat_at = now
-                self._send(content.heartbeat(len(self._held)))
+                self._send(content.heartbeat(len(self._sent_at)))
                 self._ask_for_chunk(now)
-            if now - self._heard_at > GIVE_UP_S:
+            if now - heard_at > GIVE_UP_S:
                 self.errors.append(f"no word from the learner for {GIVE_UP_S} s")
                 return
 
-    def _listen(self) -> bool:
-        """False after a goodbye."""
-        while self._control.poll(0):
-            message = decode(self._control.recv_multipart(copy=False), ControlFromLearner, self._limits)
-            now = time.monotonic()
-            self.pulse_s.append(now - self._heard_at)
-            self._heard_at = now
-            if isinstance(message, Tickets):
-                for ticket in message.tickets:
-                    self._held.add(ticket.ticket_id)
-                    self._sent_at[ticket.ticket_id] = now
-                    self._send(content.group(ticket.ticket_id, ticket.min_version, NAME))
-            elif isinstance(message, Ack):
-                for ticket_id in message.ticket_ids:
-                    self._held.discard(ticket_id)
-                    self.ack_s.append(now - self._sent_at.pop(ticket_id))
-            elif isinstance(message, WeightManifest):
-                self._manifest = message
-            elif isinstance(message, Error):
-                self.errors.append(f"{message.code}: {message.reason}")
-            elif isinstance(message, Goodbye):
-                self._send(Goodbye(reason="done"))
-                return False
-            elif not isinstance(message, LearnerHeartbeat) and message.type != "welcome":
-                self.errors.append(f"unexpected {message.type}")
-        return True
+    def _handle(self, message: Message, now: float) -> None:
+        if isinstance(message, Tickets):
+            for ticket in message.tickets:
+                self._sent_at[ticket.ticket_id] = now
+                self._send(content.group(ticket.ticket_id, ticket.min_version, NAME))
+        elif isinstance(message, Ack):
+            self.ack_s += [now - self._sent_at.pop(ticket_id) for ticket_id in message.ticket_ids]
+        elif isinstance(message, WeightManifest):
+            self._manifest = message
+        elif isinstance(message, Error):
+            self.errors.append(f"{message.code}: {message.reason}")
+        elif isinstance(message, Goodbye):
+            self._send(Goodbye(reason="done"))
+            self._done = True
 
     def _ask_for_chunk(self, now: float) -> None:
         if self._manifest is not None and self._asked_at is None:
             self._asked_at = now
-            request = ChunkRequest(
-                version=self._manifest.version, publication=self._manifest.publication, offset=0, nbytes=1000
-            )
+            version, publication = self._manifest.version, self._manifest.publication
+            request = ChunkRequest(version=version, publication=publication, offset=0, nbytes=CHUNK_BYTES)
             self._weights.send_multipart(encode(request))
 
     def _take_chunk(self) -> None:
-        answer = decode(self._weights.recv_multipart(copy=False), WeightsFromLearner, self._limits)
+        answer = decode(self._weights.recv_multipart(copy=False), WeightsFromLearner, Limits())
         assert self._asked_at is not None
-        if isinstance(answer, Chunk) and answer.data.nbytes != 1000:
+        if isinstance(answer, Chunk) and answer.data.nbytes != CHUNK_BYTES:
             self.errors.append(f"a chunk of {answer.data.nbytes} bytes")
         self.chunk_s.append(time.monotonic() - self._asked_at)
         self._asked_at = None
 
-    def _send(self, message) -> None:
+    def _send(self, message: Wire) -> None:
         self._control.send_multipart(encode(message))
 
     def close(self) -> None:
@@ -147,13 +136,8 @@ def main(control: str, weights: str, keys: str | None = None) -> None:
     server = GoodServer(control, weights, keys)
     server.run()
     server.close()
-    report = {
-        "ack": summary(server.ack_s),
-        "chunk": summary(server.chunk_s),
-        "pulse": summary(server.pulse_s),
-        "errors": server.errors[:20],
-    }
-    print(json.dumps(report), flush=True)
+    waits = {"ack": summary(server.ack_s), "chunk": summary(server.chunk_s), "pulse": summary(server.pulse_s)}
+    print(json.dumps({**waits, "errors": server.errors[:20]}), flush=True)
 
 
 if __name__ == "__main__":

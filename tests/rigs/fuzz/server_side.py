@@ -156,42 +156,32 @@ def _check(manifest: WeightManifest, result: ServerSideResult) -> None:
 
 
 def _welcome() -> Welcome:
-    return Welcome(
-        run_id="fuzz",
-        incarnation="i",
-        host_id="h",
-        version=0,
-        weights_port=1,
-        heartbeat_s=1,
-        timeout_s=5,
-    )
+    where = {"run_id": "fuzz", "incarnation": "i", "host_id": "h", "weights_port": 1}
+    return Welcome(**where, version=0, heartbeat_s=1, timeout_s=5)
 
 
-def _manifest(version: int) -> WeightManifest:
-    entry = TensorEntry(name="w", dtype="uint8", shape=(TRANSFER_BYTES,), offset=0, nbytes=TRANSFER_BYTES, xxh3=0)
-    return WeightManifest(
-        version=version, publication="p", tensors=(entry,), total_bytes=TRANSFER_BYTES, shm_path="/dev/shm/x"
-    )
+def _manifest(version: int, xxh3: int = 0, shm_path: str = "/dev/shm/x") -> WeightManifest:
+    size = TRANSFER_BYTES
+    entry = TensorEntry(name="w", dtype="uint8", shape=(size,), offset=0, nbytes=size, xxh3=xxh3)
+    return WeightManifest(version=version, publication="p", tensors=(entry,), total_bytes=size, shm_path=shm_path)
 
 
 def _template(rng: random.Random) -> Wire:
     ticket_id = rng.randrange(1000)
     digest, data = content.image(ticket_id % 50)
+    tickets = Tickets(tickets=(content.ticket(ticket_id, 0),), blobs={digest: memoryview(data)})
     return rng.choice(
         (
-            lambda: _welcome(),
-            lambda: Refusal(code=ErrorCode.MODEL_MISMATCH, reason="reason", fix="fix"),
-            lambda: Tickets(tickets=(content.ticket(ticket_id, 0),), blobs={digest: memoryview(data)}),
-            lambda: Tickets(tickets=(content.ticket(ticket_id, 0),), blobs={digest: memoryview(data)}),
-            lambda: Tickets(tickets=tuple(content.ticket(i, 0) for i in range(5))),
-            lambda: Ack(ticket_ids=(ticket_id, ticket_id + 1)),
-            lambda: _manifest(ticket_id),
-            lambda: LearnerHeartbeat(version=1, step=1),
-            lambda: Goodbye(reason="reason"),
-            lambda: Error(code=ErrorCode.NOT_WELCOME, reason="reason"),
-            lambda: Chunk(version=0, offset=0, data=memoryview(b"x" * 100)),
+            *(tickets, tickets, _welcome(), _manifest(ticket_id)),
+            Refusal(code=ErrorCode.MODEL_MISMATCH, reason="reason", fix="fix"),
+            Tickets(tickets=tuple(content.ticket(i, 0) for i in range(5))),
+            Ack(ticket_ids=(ticket_id, ticket_id + 1)),
+            LearnerHeartbeat(version=1, step=1),
+            Goodbye(reason="reason"),
+            Error(code=ErrorCode.NOT_WELCOME, reason="reason"),
+            Chunk(version=0, offset=0, data=memoryview(b"x" * 100)),
         )
-    )()
+    )
 
 
 # --- weights -------------------------------------------------------------------------------------
@@ -203,20 +193,12 @@ async def _fuzz_transfer(messages: int, rng: random.Random, result: ServerSideRe
     router = _router(endpoint)
     socket = ServerSocket(endpoint, WeightsFromLearner, linger_s=0)
     weights = rng.randbytes(TRANSFER_BYTES)
-    entry = TensorEntry(
-        name="w",
-        dtype="uint8",
-        shape=(TRANSFER_BYTES,),
-        offset=0,
-        nbytes=TRANSFER_BYTES,
-        xxh3=xxhash.xxh3_64_intdigest(weights),
-    )
     sent = 0
     version = 0
     try:
         while sent < messages:
             version += 1
-            manifest = WeightManifest(version=version, publication="p", tensors=(entry,), total_bytes=TRANSFER_BYTES)
+            manifest = _manifest(version, xxhash.xxh3_64_intdigest(weights), shm_path="")
             target = bytearray(TRANSFER_BYTES)
             transfer = asyncio.create_task(
                 fetch(socket, manifest, target, timeout_s=5.0, chunk_bytes=CHUNK_BYTES, retry_s=0.02)

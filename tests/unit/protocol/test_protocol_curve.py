@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import socket
 import stat
 import time
 from collections.abc import Callable, Iterator
@@ -282,14 +281,3 @@ def test_missing_keys_are_a_mistake_of_the_user_on_both_sides(tmp_path: Path):
         pass
     with pytest.raises(UserError, match="asyncrl keys DIR"):
         asyncio.run(connect(config))
-
-
-def test_a_connection_that_never_authenticates_blocks_nobody(keys: Path):
-    config = config_with(keys_dir=str(keys))
-    with learner_at(config) as ports:
-        silent = [socket.create_connection(("127.0.0.1", config.network.control_port)) for _ in range(20)]
-        for stranger in silent[:10]:
-            stranger.sendall(os.urandom(300))
-        assert knock(ports, config).message == HELLO
-        for stranger in silent:
-            stranger.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -31,12 +30,12 @@ from protocol.messages import (
     Hello,
     LearnerHeartbeat,
     Refusal,
-    ServerHeartbeat,
     Welcome,
 )
 from protocol.peers import MAX_ACCOUNTS, Muted, PeerBudget, PeerLimits
 from protocol.sockets import BadMessage, Delivery, LearnerSocket, Queues, Received, SendTimeout, ServerSocket
 from tests.rigs.fuzz import content
+from tests.rigs.tiny import ROOT
 
 LIMITS = Limits(max_message_bytes=1 << 20)
 WAIT_S = 5.0
@@ -109,16 +108,12 @@ def test_garbage_is_answered_and_a_valid_peer_still_works(learner: LearnerSocket
     assert received.message == HELLO
 
 
-def test_peers_that_do_not_speak_zeromq_or_send_a_huge_frame_do_no_harm(learner: LearnerSocket, raw: zmq.Socket):
-    host, port = learner.endpoint.removeprefix("tcp://").split(":")
-    with socket.create_connection((host, int(port)), timeout=WAIT_S) as stranger:
-        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + os.urandom(2000))
+def test_a_huge_frame_costs_its_connection_and_no_other(learner: LearnerSocket, raw: zmq.Socket):
     oversized = zmq.Context.instance().socket(zmq.DEALER)
     oversized.setsockopt(zmq.LINGER, 0)
     oversized.connect(learner.endpoint)
     oversized.send(b"z" * (LIMITS.max_message_bytes + 1))
-    while (bad := learner.recv(0.3)) is not None:  # ZeroMQ takes some of this for its oldest protocol
-        assert isinstance(bad, BadMessage)
+    assert learner.recv(0.3) is None
     oversized.close()
     raw.send_multipart(encode(HELLO))
     assert isinstance(learner.recv(WAIT_S), Received)
@@ -298,20 +293,6 @@ def test_bad_messages_reach_the_server_as_data():
     asyncio.run(scenario())
 
 
-def test_messages_from_many_tasks_stay_whole(learner: LearnerSocket):
-    async def scenario() -> None:
-        sock = ServerSocket(learner.endpoint, ControlFromLearner)
-        await asyncio.gather(*(sock.send(content.heartbeat(running), WAIT_S) for running in range(30)))
-        sock.close()
-
-    asyncio.run(scenario())
-    arrived = set()
-    while isinstance(received := learner.recv(0.3), Received):
-        assert isinstance(received.message, ServerHeartbeat)
-        arrived.add(received.message.groups_running)
-    assert arrived == set(range(30))
-
-
 @pytest.mark.parametrize("host", ["0.0.0.0", "*", "192.0.2.1", "[::]"])
 def test_public_addresses_are_refused_unless_insecure(host: str):
     with pytest.raises(InsecureBindError) as caught:
@@ -349,10 +330,8 @@ def test_an_address_of_another_machine_cannot_be_bound():
 
 def test_host_id_is_equal_across_processes_and_differs_by_file_system(tmp_path: Path):
     code = "from protocol.endpoints import host_id; print(host_id())"
-    root = Path(__file__).parents[3]
-    other = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True, timeout=60
-    )
+    command = [sys.executable, "-c", code]
+    other = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
     assert other.stdout.strip() == host_id()
     assert host_id() != host_id(Path("/proc"))
     missing = tmp_path / "missing"
