@@ -212,7 +212,6 @@ def started(code: str, *arguments: str) -> subprocess.Popen[str]:
 READER = """
 import sys, time
 from pathlib import Path
-from typing import Any
 from protocol.weight_file import map_for_reading
 view = map_for_reading(Path(sys.argv[1]), int(sys.argv[2]))
 print("ready", flush=True)
@@ -308,7 +307,6 @@ def test_an_interrupted_publication_leaves_no_file_behind(tmp_path: Path, monkey
 CRASHING_LEARNER = """
 import sys, time
 from pathlib import Path
-from typing import Any
 from protocol.weights import Publication, Tensor
 publication = Publication("crash", Path(sys.argv[1]))
 publication.publish(1, [Tensor("w", "uint8", (100,), memoryview(bytes(100)))])
