@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 # Tests at a time. On a GPU one: they would measure each other's memory.
 JOBS ?= $(if $(shell command -v nvidia-smi),0,2)
 
-.PHONY: help install install-vllm demo test check bench chaos fuzz clean
+.PHONY: help install install-vllm demo test test-fast check bench chaos fuzz clean
 
 help:
 	@echo "make demo   train a small vision-language model asynchronously on this machine"
 	@echo "make test   run the tests, vLLM's included: it is installed first"
+	@echo "make test-fast  run the unit tests, in two minutes"
 	@echo "make check  lint and type-check"
 	@echo "make fuzz   send 100,000 mutated messages to each end of the wire"
 	@echo "make chaos  kill learner and servers 100 times at random, and count every prompt"
@@ -32,6 +33,9 @@ demo: install
 
 test: install-vllm
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+test-fast: install
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/unit
 
 check: install
 	$(BIN)/ruff check .

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts.structure import cycles, import_graph
+
 ROOT = Path(__file__).parents[3]
 PACKAGES = ("protocol", "asyncrl", "learner", "rollout_server")
 FILES = [path.relative_to(ROOT) for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
@@ -70,6 +72,11 @@ def test_layers(package: str) -> None:
             if name.partition(".")[0] in forbidden
         ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_no_file_imports_itself_through_others() -> None:
+    found = cycles(import_graph(ROOT))
+    assert not found, "\n".join(" <-> ".join(group) for group in found)
 
 
 def test_light_parts_never_import_torch() -> None:
