@@ -1,4 +1,4 @@
-"""The tables of protocol/README.md say what messages/ and errors.py say."""
+"""The tables of protocol/README.md agree with messages/ and errors.py."""
 
 from __future__ import annotations
 

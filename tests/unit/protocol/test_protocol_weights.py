@@ -163,7 +163,7 @@ def test_the_file_of_a_dropped_version_is_filled_again(refilled: Publication, tm
 
 
 def test_a_file_that_is_still_read_is_not_filled_again(refilled: Publication):
-    """By a server that has it mapped, or by a chunk that is being sent: the bytes stay as they were."""
+    """Bytes that a server has mapped, or that a chunk is sending, stay as they were."""
     first = refilled.publish(1, make_tensors(1))
     mapped = open_shm(first)
     chunk = refilled.publish(2, make_tensors(2)) and refilled.read(2, 0, 1000)
@@ -183,7 +183,7 @@ def test_a_version_of_another_size_gets_a_new_file(refilled: Publication):
 
 
 def test_a_reader_that_comes_while_a_file_is_filled_is_told_that_its_version_has_gone(tmp_path: Path):
-    """It has opened the file under its old name, but locks it too late."""
+    """The reader has opened the file under its old name, but locks it too late."""
     file = WeightFile.create(tmp_path / "v1")
     file.fill([0], [memoryview(b"1111")])
     file.show(tmp_path / "v1")
