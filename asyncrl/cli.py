@@ -23,8 +23,8 @@ DRY_RUN = "print what would be run, and one rendered prompt; what this machine l
 
 @ends_with_its_reader
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 done, 1 failed, 2 a mistake that the message says how to mend, 3 bad
-    state, 130 interrupted, 141 nobody reads what it prints."""
+    """Run a command. Exit codes: 0 done, 1 failed, 2 a mistake that the message says how to mend, 3 bad state,
+    130 interrupted, 141 the reader of its output has gone."""
     parser = _parser()
     # argparse fills `overrides` before it meets the next option; what follows that option arrives as `rest`.
     arguments, rest = parser.parse_known_args(argv)
@@ -118,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _command(commands, name: str, handler, help: str) -> argparse.ArgumentParser:
-    """A command that takes a configuration and overrides."""
+    """Add a command that takes a configuration and overrides."""
     parser = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
     parser.add_argument("config", type=Path, help="YAML configuration")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="replace keys of the configuration")
@@ -158,7 +158,7 @@ def _sync(arguments: argparse.Namespace) -> int:
 def _sft(arguments: argparse.Namespace) -> int:
     from asyncrl.config.load import load_config
     from asyncrl.launch.inputs import check_sft_inputs
-    from asyncrl.launch.train import check_run_dir
+    from asyncrl.launch.run_dir import check_run_dir
     from asyncrl.run_folder.lock import refuse_busy
 
     config = load_config(arguments.config, arguments.overrides)
@@ -180,11 +180,11 @@ def _learn(arguments: argparse.Namespace) -> int:
     if arguments.unattended and resume:
         raise UserError("--unattended decides by itself whether to --resume: give one of the two")
     if arguments.unattended:
-        from asyncrl.launch.unattended import finished, next_attempt
+        from asyncrl.launch.run_dir import describe_finished, next_attempt
 
         attempt = next_attempt(config)
         if attempt == "nothing":
-            print(finished(config, arguments.config))
+            print(describe_finished(config, arguments.config))
             return 0
         resume = attempt == "continue"
     flags = [*(["--resume"] if resume else []), *(["--unattended"] if arguments.unattended else [])]
@@ -192,7 +192,7 @@ def _learn(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace, side: Side) -> RunConfig:
-    """Mistakes are told before anything heavy is loaded."""
+    """Report mistakes before anything heavy is loaded."""
     from asyncrl.config.load import load_config
     from asyncrl.launch.inputs import check_inputs
 
@@ -218,17 +218,19 @@ def _eval(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    there = checkpoint_folders(arguments.run_dir)
-    if not there:
+    checkpoints = checkpoint_folders(arguments.run_dir)
+    if not checkpoints:
         raise UserError(f"there is no checkpoint in {arguments.run_dir / CHECKPOINTS}")
-    step = max(there) if arguments.checkpoint is None else arguments.checkpoint
-    if step not in there:
-        raise UserError(f"there is no checkpoint of step {step}: {arguments.run_dir} has those of {sorted(there)}")
+    step = max(checkpoints) if arguments.checkpoint is None else arguments.checkpoint
+    if step not in checkpoints:
+        raise UserError(
+            f"there is no checkpoint of step {step}: {arguments.run_dir} has those of {sorted(checkpoints)}"
+        )
     if arguments.target.exists():
         raise UserError(f"{arguments.target} exists already. Name a new folder")
     from asyncrl.models.export import export_checkpoint
 
-    print(export_checkpoint(arguments.run_dir, there[step], arguments.target, keep_adapter=arguments.adapter))
+    print(export_checkpoint(arguments.run_dir, checkpoints[step], arguments.target, keep_adapter=arguments.adapter))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""How both services start: arguments, configuration, logging, and what an exit code means.
+"""Start a service: arguments, configuration, logging, and its exit code.
 
 0 finished, 1 crashed (the launcher starts the service again), 2 the user can mend it, 3 bad state (not started again),
 4 a rollout server whose learner left before the end, 130 interrupted. Of 2 and 3 the last line says why.
@@ -22,7 +22,7 @@ from typing import NoReturn
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import ExitCode, LearnerLeftError, UserError
-from asyncrl.run_folder.failure import FailureRoom, failure_of
+from asyncrl.run_folder.failure import ReservedFailureFile, failure_of
 from asyncrl.telemetry.logs import configure_logging
 
 logger = logging.getLogger(__name__)
@@ -30,29 +30,29 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Start:
-    """How a service is started, beside its configuration."""
+    """The way a service is started, beside its configuration."""
 
     resume: bool = False
     unattended: bool = False
-    """By a machine, which starts it again after failures."""
+    """Started by a machine, which starts it again after failures."""
 
 
 Main = Callable[[RunConfig, Start], None]
 ENDING_S = 3.0
-"""For threads and exit handlers, after `main`. Together with the time that trackers have, less than a launcher gives a
-service before it kills it."""
+"""Time of threads and exit handlers after `main`. Together with the time that trackers have, less than a launcher gives
+a service before it kills it."""
 
 
 def run_service(name: str, main: Main, *, leave: bool = False) -> None:
     """Parse `--config FILE [--resume] [--unattended] [key=value ...]`, run `main` and exit.
 
-    `leave`: nothing is left to do then but exit handlers: `main` closes its sockets, and waits for what they send.
+    `leave`: end without taking the interpreter apart (see `_leave`); `main` has closed its sockets by then.
     """
     parser = argparse.ArgumentParser(prog=f"python -m {name}")
     parser.add_argument("--config", required=True, type=Path, help="YAML configuration")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint of run_dir")
     parser.add_argument("--unattended", action="store_true", help="started by a machine, again after failures")
-    parser.add_argument("--failure-file", type=Path, help="where to say why it stopped, for a launcher")
+    parser.add_argument("--failure-file", type=Path, help="where to save why it stopped, for a launcher")
     parser.add_argument("overrides", nargs="*", help="key=value")
     arguments = parser.parse_args()
     if not leave:
@@ -67,9 +67,9 @@ def run_service(name: str, main: Main, *, leave: bool = False) -> None:
 
 def _leave(code: int) -> NoReturn:
     """End as the interpreter does, threads and exit handlers first, but do not take its modules apart: extension
-    modules tell their leaks at that (nanobind, in triton) below the log's last word, or crash a run that is finished.
+    modules print their leaks then (nanobind, in triton) below the log's last line, or crash a run that is finished.
 
-    What is not done after ENDING_S is left: W&B waits 90 s for a server that does not answer.
+    After ENDING_S the process ends anyway: W&B waits 90 s for a server that does not answer.
     """
     patience = threading.Timer(ENDING_S, _quit, (code,))
     patience.daemon = True
@@ -84,7 +84,7 @@ def _leave(code: int) -> NoReturn:
 
 def _quit(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):  # nobody reads any more; None where it was closed before
+        with suppress(OSError, ValueError, AttributeError):  # its reader has gone; None where it was closed before
             stream.flush()
     os._exit(code)
 
@@ -97,7 +97,7 @@ def _guarded(name: str, main: Main, arguments: argparse.Namespace) -> int:
         configure_logging(name, config.telemetry.log_level)
         return _run(name, main, config, Start(arguments.resume, arguments.unattended), arguments.failure_file)
     except UserError as error:
-        _tell(error)
+        _print_error(error)
         return ExitCode.USER_ERROR
     except LearnerLeftError as error:
         logger.info("the learner left before the end of the run (%s). Start this server again when it continues", error)
@@ -108,32 +108,32 @@ def _guarded(name: str, main: Main, arguments: argparse.Namespace) -> int:
 
 
 def _run(name: str, main: Main, config: RunConfig, start: Start, failure_file: Path | None) -> int:
-    """Until it ends, well or in bad state. Everything else that is raised is a crash, with its traceback in the log."""
+    """Run `main` until it ends, well or in bad state. Any other exception is a crash, with its traceback in the log."""
     with ExitStack() as resources:
-        room: FailureRoom | None = None
+        reserved: ReservedFailureFile | None = None
         try:
-            room = resources.enter_context(FailureRoom(failure_file)) if failure_file else None
+            reserved = resources.enter_context(ReservedFailureFile(failure_file)) if failure_file else None
             main(config, start)
         except Exception as error:
             failure = failure_of(error, name, config.run_path)
-            if failure and room:
-                room.save(failure)
+            if failure and reserved:
+                reserved.save(failure)
             if failure is None or failure.kind == "user_error":
                 raise
             logger.error("stopped: %s", failure.reason)
-            logger.debug("by this", exc_info=True)
-            _tell(failure.reason)
+            logger.debug("the error", exc_info=True)
+            _print_error(failure.reason)
             return ExitCode.BAD_STATE
     return ExitCode.FINISHED
 
 
-def _tell(reason: object) -> None:
+def _print_error(reason: object) -> None:
     with suppress(OSError):  # of a log on a full disk; the exit code says enough
         print(f"error: {reason}", file=sys.stderr, flush=True)
 
 
 def require_fixed_ports(config: RunConfig) -> None:
-    """A service on its own cannot take a free port: the other side would not know it."""
+    """Refuse ports of 0: the other side would not know the free port that a service on its own takes."""
     for key in ("control_port", "weights_port"):
         if getattr(config.network, key) == 0:
             raise UserError(

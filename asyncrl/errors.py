@@ -1,4 +1,4 @@
-"""How a process of a run ends: as an exception, and as the exit code that the launcher and scripts see."""
+"""Endings of a run's processes: as exceptions, and as exit codes that the launcher and scripts see."""
 
 from __future__ import annotations
 
@@ -35,5 +35,5 @@ class ExitCode(IntEnum):
     """The log's last `error:` line says why, and failure.json where the run ended with it. Another attempt would meet
     the same, unless a wait ran out."""
     LEARNER_LEFT = 4
-    """Of a rollout server: it is needed again when the learner continues the run."""
+    """A rollout server lost its learner, and is needed again when the learner continues the run."""
     INTERRUPTED = 130

@@ -13,7 +13,7 @@ from group_traffic import KINDS, VOCABULARY, image, prepared
 from asyncrl.config.run_sections import Durability
 from asyncrl.config.schema import RunConfig
 from asyncrl.journal.writer import Journal, TicketSlot
-from asyncrl.launch.drawn_ports import free_port
+from asyncrl.launch.ports import free_port
 from learner.network.servers import ModelFacts
 from learner.network.thread import NetworkThread
 from learner.tickets.ledger import TicketLedger

@@ -37,7 +37,7 @@ from typing import Any
 
 from asyncrl.config.load import dump_config, load_config
 from asyncrl.config.schema import RunConfig
-from asyncrl.launch.drawn_ports import free_port
+from asyncrl.launch.ports import free_port
 
 ROOT = Path(__file__).parent.parent
 SCRAPE_EVERY_S = 5.0

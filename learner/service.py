@@ -12,7 +12,7 @@ from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.loading import stop_token_ids
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.run_folder.failure import kind_of
-from asyncrl.run_folder.learner_lock import LearnerLock
+from asyncrl.run_folder.lock import LearnerLock
 from asyncrl.telemetry.recorder import is_finished
 from asyncrl.telemetry.timeline import LEARNER, WaitClock
 from asyncrl.weight_transfer.requirements import check_cuda

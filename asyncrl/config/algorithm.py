@@ -41,11 +41,11 @@ class MaskConfig(Section):
     batch's mean squared log-ratio is below the threshold. `opsm`: trajectories of negative advantage whose mean log
     pi_behaviour / pi_target is above the threshold."""
     lower: float | None = Field(default=None, ge=0)
-    """Of the ratio; for dppo_tv the largest fall of a probability. Nothing means 0.5 (sequence), 0.99 (geometric),
-    1e-4 (veto), 0.2 (dppo_tv)."""
+    """Smallest ratio that is kept; for dppo_tv the largest fall of a probability. Nothing means 0.5 (sequence), 0.99
+    (geometric), 1e-4 (veto), 0.2 (dppo_tv)."""
     upper: float | None = Field(default=None, gt=0)
-    """Of the ratio; for dppo_tv the largest rise of a probability. Nothing means 2 (sequence), 1.01 (geometric),
-    no bound (veto), 0.2 (dppo_tv)."""
+    """Largest ratio that is kept; for dppo_tv the largest rise of a probability. Nothing means 2 (sequence), 1.01
+    (geometric), no bound (veto), 0.2 (dppo_tv)."""
     threshold: float | None = Field(default=None, gt=0)
     """Nothing means 0.04 (m2po), 0.5 (opsm)."""
 
@@ -88,11 +88,11 @@ class CorrectionConfig(Section):
     ] = "token_tis"
     """`*_tis`: min(ratio, cap). `*_mis`, `icepop`: the ratio where it is within [lower, upper], else 0."""
     cap: float | None = Field(default=None, gt=0)
-    """Of `*_tis`. Nothing means 2."""
+    """Largest weight of `*_tis`. Nothing means 2."""
     lower: float | None = Field(default=None, ge=0)
-    """Of `*_mis` and icepop. Nothing means 0.5 (geometric_mis 0.99)."""
+    """Smallest ratio that `*_mis` and icepop keep. Nothing means 0.5 (geometric_mis 0.99)."""
     upper: float | None = Field(default=None, gt=0)
-    """Of `*_mis` and icepop. Nothing means 2 (geometric_mis 1.01, icepop 5)."""
+    """Largest ratio that `*_mis` and icepop keep. Nothing means 2 (geometric_mis 1.01, icepop 5)."""
     masks: tuple[MaskConfig, ...] = ()
     """Any of them together, such as `[{kind: veto}, {kind: geometric, lower: 0.98}]`."""
 
@@ -135,9 +135,9 @@ class DppoConfig(Section):
     """`policy_loss: dppo` (arXiv 2602.04879)."""
 
     delta_low: float = Field(default=0.2, gt=0, le=1)
-    """Where the advantage is negative: largest fall of a token's probability below the behaviour's."""
+    """Largest fall of a token's probability below the behaviour's, if the advantage is negative."""
     delta_high: float = Field(default=0.2, gt=0, le=1)
-    """Where the advantage is positive: largest rise of a token's probability above the behaviour's."""
+    """Largest rise of a token's probability above the behaviour's, if the advantage is positive."""
     kl_tau: float = Field(default=1e-3, ge=0)
     """Weight of the squared log-ratio of target and behaviour."""
 
@@ -157,7 +157,7 @@ class AlgorithmConfig(Section):
     """Dual clip: bound of the ratio where the advantage is negative."""
     dppo: DppoConfig = DppoConfig()
     loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
-    """How token losses become one number; denominators are those of the whole batch."""
+    """Aggregation of token losses to one number; denominators are those of the whole batch."""
     entropy_coeff: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
     kl_loss_coef: float = Field(default=0.0, ge=0)

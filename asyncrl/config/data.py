@@ -1,4 +1,4 @@
-"""Where the rows come from, and how they become prompts."""
+"""The `data` section: the rows, and their way to prompts."""
 
 from __future__ import annotations
 

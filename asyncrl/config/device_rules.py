@@ -1,4 +1,4 @@
-"""What device names mean, and which settings contradict them: devices that are none, weights that come from device
+"""Meaning of device names, and settings that contradict them: devices that are none, weights that come from device
 memory (rollout.weights_channel nccl or cuda_ipc), and learner and server that take turns on one device (sync mode).
 
 These are names only: what a machine has is asked where torch is loaded.

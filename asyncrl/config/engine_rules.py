@@ -1,4 +1,5 @@
-"""What an engine cannot do on any machine. What depends on the machine is checked where the engine is started."""
+"""Settings that an engine cannot fulfil on any machine. What depends on the machine is checked where the engine is
+started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a configuration means: the text of `--dry-run`, and the reference page of all keys."""
+"""Explain a configuration: the text of `--dry-run`, and the reference page of all keys."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Key:
 
     path: str
     type_text: str
-    """What a value must be, in words: `whole number > 0`."""
+    """Values that are accepted, in words: `whole number > 0`."""
     default: Any
     """The value of a key that is left out; REQUIRED if it must be given."""
     text: str
@@ -45,7 +45,7 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def item_of(annotation: Any) -> Any | None:
-    """What a list holds: the annotation of one item, or None if the annotation is no list."""
+    """The annotation of a list's items, or None if the annotation is no list."""
     return get_args(annotation)[0] if get_origin(annotation) in (tuple, list) else None
 
 
@@ -103,7 +103,7 @@ def iter_keys(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterato
 
 @dataclass(frozen=True)
 class Place:
-    """What the schema says about a path."""
+    """The schema's entry for a path."""
 
     field: FieldInfo | None
     """The field that owns the place: for `('data', 'train_files', 0)` that of data.train_files."""
@@ -112,7 +112,7 @@ class Place:
 
     @property
     def type_text(self) -> str:
-        """What may stand there, in words."""
+        """Values that are accepted there, in words."""
         own = self.field is not None and self.annotation == self.field.annotation
         return type_text(self.field) if self.field and own else annotation_text(self.annotation)
 

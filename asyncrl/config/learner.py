@@ -23,13 +23,13 @@ class OptimConfig(Section):
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after warm-up."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Where linear and cosine end, as a fraction of lr."""
+    """Fraction of lr at which linear and cosine end."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Clip the global gradient norm to this."""
 
 
 class AdaptiveStalenessConfig(Section):
-    """How `learner.max_staleness: auto` moves the bound, from what each step measures of its raw token ratios."""
+    """Rules by which `learner.max_staleness: auto` moves the bound, from each step's raw token ratios."""
 
     min: int = Field(default=1, ge=0)
     """Smallest bound, and the one to start from."""
@@ -40,7 +40,7 @@ class AdaptiveStalenessConfig(Section):
     ess_high: float = Field(default=0.97, gt=0, lt=1)
     """Effective sample size above which, with a mismatch KL below kl_low, a step speaks for a larger bound."""
     kl_low: float = Field(default=0.01, gt=0)
-    """In nats per token, see ess_high."""
+    """Mismatch KL in nats per token, see ess_high."""
     kl_high: float = Field(default=0.04, gt=0)
     """Mismatch KL (k3, nats per token) above which a step speaks for a smaller bound."""
     patience: int = Field(default=3, gt=0)

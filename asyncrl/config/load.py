@@ -1,4 +1,5 @@
-"""From a YAML file and `a.b.c=value` overrides to the frozen RunConfig, or one message with everything that is wrong.
+"""Load a YAML file and `a.b.c=value` overrides into the frozen RunConfig, or list everything that is wrong in one
+error.
 
 Paths inside the configuration (model.path, data files, data.format_prompt, `file.py:function`) stay as
 written: relative ones are relative to the current working directory, not to the configuration file.
@@ -117,7 +118,7 @@ class _Draft:
         return text + (f": {hint}" if hint else "")
 
     def _origin(self, place: keys.Path) -> str:
-        """Where a value was given: in an override of it or of what is around it, else in a line of the file."""
+        """Name the source of a value: an override of it or of what is around it, else a line of the file."""
         for end in range(len(place), 0, -1):
             if place[:end] in self._overrides:
                 return f" [override {self._overrides[place[:end]]}]"

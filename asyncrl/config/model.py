@@ -13,7 +13,7 @@ class LoraConfig(Section):
     """Low-rank adapters (arXiv 2106.09685): only they are trained, and only they travel."""
 
     rank: int = Field(default=0, ge=0)
-    """Of the adapters; 0 trains the model itself."""
+    """Rank of the adapters; 0 trains the model itself."""
     alpha: int = Field(default=0, ge=0)
     """The adapters' output is scaled by alpha / rank; 0 means twice the rank."""
     target_modules: str | tuple[str, ...] = "all-linear"
@@ -31,7 +31,7 @@ class ModelConfig(Section):
     path: str
     """Hugging Face folder with model, tokenizer and processor."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights on both sides and on the wire; adapters are always float32."""
+    """Type of the weights on both sides and on the wire; adapters are always float32."""
     freeze_vision_tower: bool = True
     """Leave the vision tower (not the connector) out of training; with lora, only adapters are trained anyway."""
     trust_remote_code: bool = False

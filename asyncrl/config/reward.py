@@ -1,4 +1,4 @@
-"""What a completion is scored by, and what one scoring may cost."""
+"""The `reward` section: the functions that score a completion, and the limits of one scoring."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class RewardFunctionConfig(Section):
     function: str
     """Built-in name (see asyncrl/rewards/builtin.py) or `file.py:function`."""
     weight: float = 1.0
-    """Of this component in the sum."""
+    """Weight of this component in the sum."""
     name: str = ""
-    """Of the curve; empty means the function's own name."""
+    """Name of the curve; empty means the function's own name."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Extra keyword arguments of the function."""
 

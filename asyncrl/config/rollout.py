@@ -17,10 +17,10 @@ class RolloutConfig(Section):
     tensor_parallel_size: int = Field(default=1, gt=0)
     """Devices that the vllm engine spreads the model over."""
     sleep_level: Literal[1, 2] = 1
-    """What an engine does with its weights when it sleeps: 1 keeps them in host memory, 2 forgets those that are
+    """Treatment of the weights while an engine sleeps: 1 keeps them in host memory, 2 forgets those that are
     published (they are again before it is needed)."""
     temperature: float = Field(default=1.0, gt=0)
-    """Of training samples; log-probs are of this distribution."""
+    """Sampling temperature of training samples; log-probs are of this distribution."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Sample training completions from the most probable tokens of this mass; 1 is off."""
     top_k: int = Field(default=0, ge=0)
@@ -28,7 +28,8 @@ class RolloutConfig(Section):
     min_p: float = Field(default=0.0, ge=0, le=1)
     """Leave out tokens below this fraction of the most probable one's probability; 0 is off."""
     logprobs: Literal["processed", "raw"] = "processed"
-    """What the engine returns: of the distribution it samples from; `raw`: before temperature and truncation."""
+    """Log-probs that the engine returns: of the distribution it samples from; `raw`: before temperature and
+    truncation."""
     max_concurrent_sequences: int = Field(default=256, gt=0)
     """Completions decoded together; more of them wait for their turn."""
     device: str = "auto"
@@ -38,7 +39,7 @@ class RolloutConfig(Section):
     weight_update: Literal["recompute", "keep", "drain"] = "recompute"
     """New weights under running sequences: `recompute` their KV cache, `keep` the old one, or `drain` them first."""
     weights_channel: Literal["auto", "shm", "zmq", "nccl", "cuda_ipc"] = "auto"
-    """How weights arrive: mapped, over TCP, from GPU to GPU, or within one GPU; auto is the first that can work of
+    """Channel of new weights: mapped, over TCP, from GPU to GPU, or within one GPU; auto is the first that can work of
     cuda_ipc, nccl, shm, zmq, with gpu_memory.budget_gib of shm, zmq."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Passed to the engine as they are."""

@@ -78,7 +78,8 @@ class TrainerConfig(Section):
     save_limit: int = Field(default=2, gt=0)
     """Checkpoints kept."""
     durability: Durability = "process"
-    """What an acknowledged group survives: the death of the `process`, or also loss of `power` (a disk sync each)."""
+    """Event that an acknowledged group survives: the death of the `process`, or also loss of `power` (a disk sync
+    each)."""
     journal_limit_mib: int = Field(default=2048, gt=0)
     """Groups that only the next checkpoint will hold; above it one is written, whatever save_freq is."""
     keep_samples_gib: float = Field(default=8.0, ge=0)
@@ -102,7 +103,7 @@ class GpuMemoryConfig(Section):
     """A plan of the device's memory for both halves of a sync run, checked before anything is loaded."""
 
     budget_gib: float = Field(default=0.0, ge=0)
-    """Of one device; 0 means no plan."""
+    """Memory of one device; 0 means no plan."""
 
 
 class NetworkConfig(Section):
@@ -129,12 +130,12 @@ class NetworkConfig(Section):
 
 
 class LaunchConfig(Section):
-    """What `asyncrl train` does when a service crashes: it starts it again, the learner with --resume."""
+    """Restarts of crashed services by `asyncrl train`: it starts a service again, the learner with --resume."""
 
     max_restarts: int = Field(default=5, ge=0)
-    """Of one service; at the next crash the run ends. 0 means that the first crash ends it."""
+    """Most restarts of one service; at the next crash the run ends. 0 means that the first crash ends it."""
     restart_delay_s: float = Field(default=1.0, gt=0)
-    """Before the first restart; each further one waits twice as long, up to a minute."""
+    """Delay before the first restart; each further one waits twice as long, up to a minute."""
     healthy_s: float = Field(default=600.0, gt=0)
     """A service that ran this long before it crashed has all its restarts again."""
 
@@ -160,7 +161,7 @@ class TelemetryConfig(Section):
     project: str = "asyncrl"
     """W&B project; the run is named after run_dir."""
     samples_every_steps: int = Field(default=20, gt=0)
-    """How often trackers show the samples of a step with their images; samples.jsonl has those of all steps."""
+    """Steps between those whose samples trackers show with their images; samples.jsonl has those of all steps."""
 
 
 class RunSections(Section):

@@ -1,2 +1,3 @@
-"""From one command to a watched run. Reading order: `train` (checks, then both services) -> `supervisor` (what crashes
-is started again) -> `processes` (children that never outlive us). asyncrl/tools/panel shows the run meanwhile."""
+"""Start and watch a run with one command. Reading order: `train` (checks, then both services) -> `supervisor` (what
+crashes is started again) -> `processes` (children that never outlive us). asyncrl/tools/panel shows the run
+meanwhile."""

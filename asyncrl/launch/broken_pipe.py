@@ -1,4 +1,4 @@
-"""Who reads what a command prints may stop early, as `head` does: the command then ends, and nothing is wrong."""
+"""End a command when the reader of its output goes away, as `head` does: nothing is wrong then."""
 
 from __future__ import annotations
 
@@ -16,31 +16,23 @@ READER_GONE = 128 + signal.SIGPIPE
 
 
 def ends_with_its_reader(main: Callable[P, int]) -> Callable[P, int]:
-    """A command that ends with READER_GONE where it cannot print any more. Other broken pipes are raised."""
+    """Make a command return READER_GONE where it cannot print any more. Other broken pipes are raised."""
 
     @wraps(main)
     def ended(*arguments: P.args, **named: P.kwargs) -> int:
         if sys.stdout is None:  # it was closed before, as by `>&-`
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # as long as the process
-        output = sys.stdout
         try:
             try:
-                code = main(*arguments, **named)
-            except SystemExit:  # of argparse, which has printed its help
-                output.flush()
-                raise
-            output.flush()
-            return code
+                return main(*arguments, **named)
+            finally:
+                sys.stdout.flush()  # also after argparse has printed its help and raised SystemExit
         except BrokenPipeError:
-            if not _is_nobody_reading(output.fileno()):
+            poll = select.poll()
+            poll.register(sys.stdout.fileno(), 0)
+            if not poll.poll(0):  # an error of the descriptor is always reported: this pipe is another one
                 raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())  # the interpreter flushes once more
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
             return READER_GONE
 
     return ended
-
-
-def _is_nobody_reading(descriptor: int) -> bool:
-    poll = select.poll()
-    poll.register(descriptor, 0)
-    return bool(poll.poll(0))  # an error is always reported

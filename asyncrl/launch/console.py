@@ -1,4 +1,4 @@
-"""Rich's console. A reader who has gone ends a command as it does everywhere (`reader_gone.py`)."""
+"""Rich's console for commands whose reader may go away (`broken_pipe.py`)."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ import rich.console
 
 class Console(rich.console.Console):
     def on_broken_pipe(self) -> None:
-        """Called where that was caught. Rich's own ends the program with 1."""
+        """Raise the error again. Rich itself would end the program with code 1."""
         raise

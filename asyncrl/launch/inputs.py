@@ -19,11 +19,11 @@ from asyncrl.telemetry.trackers import check_trackers
 Side = Literal["learner", "rollout_server"]
 
 ROWS_LOOKED_AT = 64
-"""Of each data source, to tell whether it has images or videos."""
+"""Rows of each data source that are searched for images or videos."""
 
 
 def check_inputs(config: RunConfig, *sides: Side) -> None:
-    """What the named sides of a run, which start on this machine, will need. Raises UserError with the fix."""
+    """Check what the named sides of a run, which start on this machine, will need. Raises UserError with the fix."""
     described = check_model(config)
     check_lengths(config, described)
     if "learner" in sides:
@@ -35,11 +35,16 @@ def check_inputs(config: RunConfig, *sides: Side) -> None:
     if "rollout_server" in sides:
         check_engine(config)
     check_weights(config.model)
-    _check_memory(config, sides)
+    if config.gpu_memory.budget_gib:
+        from asyncrl.tools.memory_plan.advice import check_plan, check_shared_memory
+
+        plan = check_plan(config)  # both halves, whichever side starts here: its numbers are one run's
+        if plan is not None and "learner" in sides:
+            check_shared_memory(plan)
 
 
 def check_sft_inputs(config: RunConfig) -> None:
-    """The same of a supervised warm start."""
+    """Check what a supervised warm start will need."""
     check_trackers(config.telemetry)
     _check_data(config, check_model(config), "sft")
     check_rewards(config.reward)
@@ -47,7 +52,7 @@ def check_sft_inputs(config: RunConfig) -> None:
 
 
 def check_model(config: RunConfig) -> dict[str, Any]:
-    """Returns the folder's config.json."""
+    """Check the model folder's small files. Returns its config.json."""
     described = describe_folder(config.model)
     if config.model.lora.rank:
         from asyncrl.models.lora import resolve_adapter
@@ -67,18 +72,14 @@ def check_lengths(config: RunConfig, described: Mapping[str, Any]) -> None:
         )
 
 
-# --- data ----------------------------------------------------------------------------------------
-
-
 def _check_data(config: RunConfig, described: Mapping[str, Any], purpose: Purpose) -> None:
-    sources = [open_train(config.data, purpose), open_validation(config.data) if purpose == "rl" else None]
-    for rows in sources:
+    for rows in (open_train(config.data, purpose), open_validation(config.data) if purpose == "rl" else None):
         if rows is not None:
             check_media(config, described, rows)
 
 
 def check_media(config: RunConfig, described: Mapping[str, Any], rows: RowSource) -> None:
-    """A model that reads text only is given nothing to look at."""
+    """Refuse images and videos for a model that reads text only."""
     if has_eyes(described):
         return
     columns = {"data.image_key": config.data.image_key, "data.video_key": config.data.video_key}
@@ -93,7 +94,7 @@ def check_media(config: RunConfig, described: Mapping[str, Any], rows: RowSource
 
 
 def _first_row_with(rows: RowSource, key: str) -> str | None:
-    """Name of the first row that has something in this column."""
+    """Find the first row that has something in this column; its name."""
     if key not in rows.columns:
         return None
     for index in range(min(len(rows), ROWS_LOOKED_AT)):
@@ -103,11 +104,8 @@ def _first_row_with(rows: RowSource, key: str) -> str | None:
     return None
 
 
-# --- devices -------------------------------------------------------------------------------------
-
-
 def check_devices(config: RunConfig, sides: tuple[Side, ...]) -> None:
-    """Those that are named are there, in sync mode they are one, and a channel between devices can join them."""
+    """Check that named devices exist, are one in sync mode, and can be joined by a channel between devices."""
     names: dict[Side, str] = {"learner": config.learner.device, "rollout_server": config.rollout.device}
     alike = names["learner"] == names["rollout_server"]
     plain = all(name in ("auto", "cpu") for name in names.values()) and alike
@@ -129,23 +127,9 @@ def check_devices(config: RunConfig, sides: tuple[Side, ...]) -> None:
 
 
 def check_engine(config: RunConfig) -> None:
-    """What the inference engine itself would refuse."""
+    """Check what the inference engine itself would refuse."""
     if config.rollout.engine == "vllm":
         from rollout_server.engines.vllm.rules import problems  # the engine's own rules
 
         if found := problems(config):
             raise UserError("; ".join(found))
-
-
-# --- memory --------------------------------------------------------------------------------------
-
-
-def _check_memory(config: RunConfig, sides: tuple[Side, ...]) -> None:
-    """Both halves of the plan, whichever side starts here: its numbers are one run's."""
-    if not config.gpu_memory.budget_gib:
-        return
-    from asyncrl.tools.memory_plan.advice import check_plan, check_shared_memory
-
-    plan = check_plan(config)
-    if plan is not None and "learner" in sides:
-        check_shared_memory(plan)

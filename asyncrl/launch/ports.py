@@ -1,14 +1,24 @@
-"""The ports of a launched run: a fixed one must be free, a zero becomes a free one."""
+"""The ports of a launched run: a fixed one must be free, a zero becomes a free one, and no other launcher takes them.
+
+Claiming a port reserves its number for services that start later, or start again, since nothing listens on it
+meanwhile. A claim is an abstract socket of Linux, which all processes that share the ports see, and which vanishes with
+its process. Elsewhere a process knows its own claims alone. Launchers and `asyncrl doctor` heed claims; any other
+program may still bind the port.
+"""
 
 from __future__ import annotations
 
+import errno
+import random
+import socket
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
-from asyncrl.launch.drawn_ports import claim_port, draw_ports
-from protocol.endpoints import BindError, check_bind
+from protocol.endpoints import BindError, PortInUseError, check_bind
 
 PORTS = (
     ("network", "control_port"),
@@ -16,18 +26,25 @@ PORTS = (
     ("telemetry", "learner_port"),
     ("telemetry", "rollout_port"),
 )
+_EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_USUAL_EPHEMERAL_PORT = 32768
+_FIRST_PORT, _LAST_PORT = 10240, 65535
+"""Range that ports are drawn from: above most well-known services."""
+_TRIES = 100
+_claimed: set[int] = set()
+"""Claims of this process."""
 
 
 @contextmanager
 def reserve_ports(config: RunConfig) -> Iterator[RunConfig]:
     """The configuration without zeros. Until the end no other launcher takes one of its ports. Raises UserError."""
     sections: dict[str, dict[str, int]] = {"network": {}, "telemetry": {}}
-    with ExitStack() as kept:
+    with ExitStack() as claims:
         try:
-            _claim_fixed_ports(config, kept)
+            _claim_fixed_ports(config, claims)
             for section, key in PORTS:
                 fixed, host = getattr(getattr(config, section), key), getattr(config, section).host
-                sections[section][key] = fixed or draw_ports(host, _num_ports(config, key), kept)
+                sections[section][key] = fixed or draw_ports(host, _num_ports(config, key), claims)
         except BindError as error:
             raise UserError(str(error)) from None
         yield config.model_copy(
@@ -35,7 +52,7 @@ def reserve_ports(config: RunConfig) -> Iterator[RunConfig]:
         )
 
 
-def _claim_fixed_ports(config: RunConfig, kept: ExitStack) -> None:
+def _claim_fixed_ports(config: RunConfig, claims: ExitStack) -> None:
     """A port that was asked for must be free, and asked for once; each host is an address of this machine."""
     for section, key in PORTS:
         check_bind(getattr(config, section).host, 0, setting=f"{section}.{key}")
@@ -44,7 +61,7 @@ def _claim_fixed_ports(config: RunConfig, kept: ExitStack) -> None:
         if port in owners:
             raise UserError(f"{owners[port]} and {name} are both {port}. Set one of them to 0 or another port")
         check_bind(host, port, setting=setting)
-        claim_port(port, kept, setting=setting)
+        claim_port(port, claims, setting=setting)
         owners[port] = name
 
 
@@ -53,9 +70,79 @@ def _num_ports(config: RunConfig, key: str) -> int:
 
 
 def fixed_ports(config: RunConfig) -> Iterator[tuple[str, str, str, int]]:
-    """Whose each port is, the setting that names it, its address and its number; those that are 0 are left out."""
+    """Name of each port that is not 0, the setting that it comes from, its address and its number."""
     for section, key in PORTS:
         host, first = getattr(config, section).host, getattr(getattr(config, section), key)
         for port in range(first, first + _num_ports(config, key)) if first else ():
             name = f"{section}.{key}" + (f" + {port - first} (rollout.servers)" if port > first else "")
             yield name, f"{section}.{key}", host, port
+
+
+def draw_ports(host: str, count: int, claims: ExitStack) -> int:
+    """The first of `count` ports in a row that were free, now claimed until `claims` ends.
+
+    From below the ports that the system gives to outgoing connections: one of those may be taken while its owner is
+    away, even by a peer that keeps dialling it and so meets itself. Raises BindError.
+    """
+    end = _first_ephemeral_port()
+    ports = range(_FIRST_PORT, end - count + 1)
+    for _ in range(_TRIES if ports else 0):
+        first = random.SystemRandom().choice(ports)
+        with ExitStack() as drawn:
+            try:
+                for port in range(first, first + count):
+                    claim_port(port, drawn, setting="port")
+                    check_bind(host, port, setting="port")
+            except PortInUseError:
+                continue
+            claims.push(drawn.pop_all())
+            return first
+    row = f"{count} free ports in a row" if count > 1 else "free port"
+    raise BindError(f"no {row} found from {_FIRST_PORT} to {end - 1} on {host}")
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that was free a moment ago. Raises BindError."""
+    with ExitStack() as claims:
+        return draw_ports(host, 1, claims)
+
+
+def claim_port(port: int, claims: ExitStack, *, setting: str) -> None:
+    """Claim a port until `claims` ends. Raises PortInUseError where another launcher has it, BindError where that
+    cannot be known."""
+    is_taken = port in _claimed
+    if not is_taken and sys.platform == "linux":
+        try:
+            claims.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)).bind(_claim_name(port))
+        except OSError as problem:
+            if problem.errno != errno.EADDRINUSE:
+                fix = "Raise the limit: ulimit -n 4096" if problem.errno == errno.EMFILE else "Allow abstract sockets"
+                raise BindError(f"port {port} cannot be claimed: {problem.strerror}. {fix}") from None
+            is_taken = True
+    if is_taken:
+        raise PortInUseError(
+            f"port {port} is kept for another run that was started on this machine, on whatever address. Stop that "
+            f"run, or set {setting} to another port (0 takes a free one)"
+        )
+    _claimed.add(port)
+    claims.callback(_claimed.discard, port)
+
+
+def is_claimed(port: int) -> bool:
+    """Whether a launcher on this machine has claimed the port."""
+    if port in _claimed or sys.platform != "linux":
+        return port in _claimed
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking:
+        return asking.connect_ex(_claim_name(port)) == 0
+
+
+def _claim_name(port: int) -> str:
+    return f"\0asyncrl-port-{port}"
+
+
+def _first_ephemeral_port() -> int:
+    try:
+        first = int(_EPHEMERAL_PORTS.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return _USUAL_EPHEMERAL_PORT
+    return first if first > _FIRST_PORT + _TRIES else _LAST_PORT + 1

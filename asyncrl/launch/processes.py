@@ -20,7 +20,7 @@ from asyncrl.errors import ExitCode
 
 LAST_LINES = 30
 JOURNAL_FILE = "journal.sqlite"
-"""In a run directory; there once there is something to resume. The learner's name for it (a test compares them)."""
+"""The learner's file in a run directory that has something to resume (a test compares the names)."""
 _PR_SET_PDEATHSIG = 1
 # Loaded here: between fork and exec nothing may wait for a lock that another thread held.
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -34,16 +34,16 @@ class Service:
     command: Sequence[str]
     log: Path
     environment: Mapping[str, str]
-    when_again: Callable[[], Sequence[str]] = tuple
-    """Further arguments of every start but the first."""
+    restart_arguments: Callable[[], Sequence[str]] = tuple
+    """Return further arguments of every start but the first."""
     failure: Path | None = None
-    """Where it says why it stopped, unless it has the run directory itself to say it in."""
+    """The file in which it saves why it stopped, unless it holds the run directory and saves it there."""
     process: subprocess.Popen[bytes] | None = None
     _group_is_gone: bool = False
     _started_at: float = 0.0
 
     def start(self) -> None:
-        """Or start it again, once it has ended."""
+        """Start the process, or start it again, once it has ended."""
         self.kill()
         again = self.process is not None
         self._group_is_gone, self._started_at = False, time.monotonic()
@@ -53,7 +53,7 @@ class Service:
                 with contextlib.suppress(OSError):  # the disk may be full
                     output.write(f"--- {self.ending()}; it is started again\n".encode())
             self.process = subprocess.Popen(
-                [*self.command, *(self.when_again() if again else ())],
+                [*self.command, *(self.restart_arguments() if again else ())],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -64,7 +64,7 @@ class Service:
 
     @property
     def age_s(self) -> float:
-        """Since it was started last."""
+        """Seconds since it was started last."""
         return time.monotonic() - self._started_at
 
     @property
@@ -76,7 +76,7 @@ class Service:
             self.process.terminate()
 
     def kill(self) -> None:
-        """The whole tree: descendants in sessions of their own while the parent lives, and in any case its group."""
+        """Kill the whole tree: descendants with own sessions while the parent lives, and in any case its group."""
         if self.process is None or self._group_is_gone:
             return
         if self.process.poll() is None:
@@ -94,14 +94,14 @@ class Service:
         self._group_is_gone = True  # from now on the system may give the number to somebody else
 
     def ending(self) -> str:
-        """How it ended, in words; nobody knows that -9 may mean that memory ran out."""
+        """Describe how it ended; few users know that -9 may mean that memory ran out."""
         if self.code is None or self.code >= 0:
             return f"{self.name} ended with code {self.code}"
         name = signal.Signals(-self.code).name
         return f"{self.name} was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
 
     def last_words(self) -> str:
-        """From its last `error:` line on, where it ended with one; else the last lines of the log."""
+        """The end of its log: from the last `error:` line on, where it ended with one."""
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
         errors = [number for number, line in enumerate(lines) if line.startswith("error: ")]
         explained = self.code in (ExitCode.USER_ERROR, ExitCode.BAD_STATE) and errors
@@ -109,7 +109,7 @@ class Service:
 
 
 def learner_service(config: RunConfig, config_file: Path, *, resume: bool) -> Service:
-    """`python -m learner`. After a crash it resumes, unless it crashed before it had written anything."""
+    """Describe `python -m learner`. After a crash it resumes, unless it crashed before it had written anything."""
 
     def resume_flag() -> Sequence[str]:
         return ("--resume",) if not resume and (config.run_path / JOURNAL_FILE).is_file() else ()
@@ -120,7 +120,7 @@ def learner_service(config: RunConfig, config_file: Path, *, resume: bool) -> Se
 
 
 def server_services(config: RunConfig, config_file: Path) -> list[Service]:
-    """`python -m rollout_server`, rollout.servers times, each with its own log and metrics port."""
+    """Describe `python -m rollout_server`, rollout.servers times, each with its own log and metrics port."""
     count = config.rollout.servers
     command = [sys.executable, "-m", "rollout_server", "--config", str(config_file)]
     taking_turns = config.trainer.mode == "sync"
@@ -136,7 +136,7 @@ def server_services(config: RunConfig, config_file: Path) -> list[Service]:
 
 
 def service_environment(threads: int, sharing: int = 1, *, taking_turns: bool = False) -> dict[str, str]:
-    """Half of the cores for `sharing` services, or all for one that never runs beside another, unless told otherwise.
+    """Give half of the cores to `sharing` services, or all to one that takes turns, unless `threads` says.
 
     Idle threads sleep, because spinning ones stall the other side.
     """

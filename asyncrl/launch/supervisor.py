@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from asyncrl.config.run_sections import LaunchConfig
 from asyncrl.errors import ExitCode
 from asyncrl.launch.processes import Service
 
@@ -18,6 +19,7 @@ STOP_S = 15.0
 """Time a service has to end after SIGTERM before it is killed."""
 POLL_S = 0.2
 LONGEST_DELAY_S = 60.0
+DEFAULT_POLICY = LaunchConfig()
 _FATAL = {
     ExitCode.USER_ERROR: ExitCode.USER_ERROR,
     ExitCode.BAD_STATE: ExitCode.BAD_STATE,
@@ -25,20 +27,12 @@ _FATAL = {
     -signal.SIGTERM: ExitCode.INTERRUPTED,
     -signal.SIGINT: ExitCode.INTERRUPTED,
 }
-"""Endings that another attempt would only repeat, or that somebody asked for, and the run's exit code."""
+"""Endings that another attempt would only repeat, or that a user asked for, and the run's exit code."""
 
 
-@dataclass(frozen=True)
-class RestartPolicy:
-    """See `LaunchConfig`."""
-
-    max_restarts: int = 5
-    delay_s: float = 1.0
-    healthy_s: float = 600.0
-
-    def delay(self, attempt: int) -> float:
-        """Seconds before restart `attempt` = 1, 2, ...: each time twice as long."""
-        return min(self.delay_s * 2 ** min(attempt - 1, 30), LONGEST_DELAY_S)
+def restart_delay_s(policy: LaunchConfig, attempt: int) -> float:
+    """Seconds before restart `attempt` = 1, 2, ...: each time twice as long."""
+    return min(policy.restart_delay_s * 2 ** min(attempt - 1, 30), LONGEST_DELAY_S)
 
 
 @dataclass(frozen=True)
@@ -52,29 +46,29 @@ class Outcome:
 
 
 class Supervisor:
-    """`tell` gets a line for the user whenever something crashes or is started again."""
+    """Starts services and watches them; `notify` gets a line for the user about each crash and restart."""
 
     def __init__(
         self,
         learner: Service,
         *servers: Service,
-        policy: RestartPolicy | None = None,
+        policy: LaunchConfig = DEFAULT_POLICY,
         stop_s: float = STOP_S,
-        tell: Callable[[str], None] = logger.warning,
+        notify: Callable[[str], None] = logger.warning,
     ):
         self.learner = learner
         self.services = (learner, *servers)
         self.restarts: Counter[str] = Counter()
-        """Of each service, over the whole run."""
-        self._policy = policy or RestartPolicy()
+        """Restarts of each service, over the whole run."""
+        self._policy = policy
         self._stop_s = stop_s
-        self._tell = tell
+        self._notify = notify
         self._crashes: Counter[str] = Counter()  # since the service was healthy
         self._due: dict[str, float] = {}
         self._interrupts = 0
 
     def run(self, on_tick: Callable[[], None] = lambda: None) -> Outcome:
-        """Returns when all are gone. The first SIGINT or SIGTERM stops them cleanly, a second one kills them."""
+        """Run until all services are gone. The first SIGINT or SIGTERM stops them cleanly, a second one kills them."""
         previous = {number: signal.signal(number, self._interrupted) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             for service in self.services:
@@ -110,7 +104,7 @@ class Supervisor:
             time.sleep(POLL_S)
 
     def _look_after(self, service: Service) -> Outcome | None:
-        """Start it again if that is due; an outcome if the run cannot go on without it."""
+        """Start a service again if that is due; returns an outcome if the run cannot go on without it."""
         code = service.code
         if code is None:
             return None
@@ -130,12 +124,12 @@ class Supervisor:
         return self._after_crash(service)
 
     def _learner_comes_back(self) -> bool:
-        """It waits to be started again, or was a moment ago: its servers may take a while to end."""
+        """Whether the learner waits to be started again, or was a moment ago: its servers may take a while to end."""
         recently = self.restarts[self.learner.name] > 0 and self.learner.age_s < self._stop_s
         return recently or self.learner.name in self._due
 
     def _end_of_run(self, service: Service) -> Outcome | None:
-        """When both sides end, the one that explains it counts: the learner, unless it only crashed."""
+        """Choose the side that explains the end when both end: the learner, unless it only crashed."""
         if service is not self.learner:
             deadline = time.monotonic() + 2 * POLL_S
             while time.monotonic() < deadline and self.learner.code is None:
@@ -154,9 +148,9 @@ class Supervisor:
         service.kill()  # what it started and left behind may hold ports, files and memory
         if attempt > self._policy.max_restarts:
             return Outcome(ExitCode.CRASHED, failed=service, gave_up=True)
-        delay = self._policy.delay(attempt)
+        delay = restart_delay_s(self._policy, attempt)
         self._due[service.name] = time.monotonic() + delay
-        self._tell(f"{service.ending()}; restart {attempt} of {self._policy.max_restarts} in {delay:g} s")
+        self._notify(f"{service.ending()}; restart {attempt} of {self._policy.max_restarts} in {delay:g} s")
         return None
 
     def _wait_or_stop(self, *services: Service) -> None:
@@ -166,7 +160,7 @@ class Supervisor:
         self._stop(*services)
 
     def _stop(self, *services: Service) -> None:
-        """SIGTERM, a deadline, then SIGKILL; a further interrupt does not wait for the deadline."""
+        """Send SIGTERM, and after a deadline SIGKILL; a further interrupt does not wait for the deadline."""
         running = [service for service in services if service.process and service.code is None]
         for service in running:
             service.terminate()

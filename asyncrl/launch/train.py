@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import time
 from pathlib import Path
@@ -12,23 +11,18 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, ExitCode, UserError
 from asyncrl.launch.inputs import check_inputs
 from asyncrl.launch.ports import reserve_ports
-from asyncrl.launch.processes import JOURNAL_FILE, learner_service, server_services
-from asyncrl.launch.supervisor import Outcome, RestartPolicy, Supervisor
-from asyncrl.run_folder.failure import FAILURE_FILE, ROOM_FILE, read_failure
+from asyncrl.launch.processes import learner_service, server_services
+from asyncrl.launch.run_dir import CANDIDATE_FILE, check_run_dir, is_resumable
+from asyncrl.launch.supervisor import Outcome, Supervisor
+from asyncrl.run_folder.failure import FAILURE_FILE, read_failure
 from asyncrl.run_folder.full_disk import describe_full_disk, is_disk_full, room_left
-from asyncrl.run_folder.lock import LAUNCHER_LOCK, LEARNER_LOCK, holding, refuse_busy, sole_launcher
+from asyncrl.run_folder.lock import LEARNER_LOCK, holding, refuse_busy, sole_launcher
 from asyncrl.run_folder.saved_config import save_config
 from asyncrl.tools.panel.display import Display
 from asyncrl.tools.panel.formatting import MISSING, number
 from asyncrl.tools.panel.run_snapshot import RunSnapshot
 
 logger = logging.getLogger(__name__)
-
-CANDIDATE_FILE = ".config.candidate.yaml"
-"""What a launched run's services read; the learner writes config.yaml when it accepts this. Of the launcher that has
-the run directory to itself, and gone with it."""
-NO_RUN = (LAUNCHER_LOCK, LEARNER_LOCK, CANDIDATE_FILE, "logs", FAILURE_FILE, ROOM_FILE)
-"""What is there of a run that has not begun."""
 
 
 def train(config: RunConfig, *, resume: bool) -> int:
@@ -52,11 +46,9 @@ def train(config: RunConfig, *, resume: bool) -> int:
 def _launch(config: RunConfig, *, resume: bool) -> int:
     file = write_candidate(config)
     services = [learner_service(config, file, resume=resume), *server_services(config, file)]
-    launch = config.launch
-    policy = RestartPolicy(launch.max_restarts, launch.restart_delay_s, launch.healthy_s)
     print(f"run directory {config.run_dir}: logs/, then config.yaml, metrics.jsonl, samples.jsonl", flush=True)
     with Display(RunSnapshot(config.run_path, since=time.time())) as display:
-        supervisor = Supervisor(*services, policy=policy, tell=display.note)
+        supervisor = Supervisor(*services, policy=config.launch, notify=display.note)
         outcome = supervisor.run(display.tick)
     if outcome.failed and outcome.failed.failure:
         _adopt(outcome.failed.failure, display.run)
@@ -66,39 +58,20 @@ def _launch(config: RunConfig, *, resume: bool) -> int:
     return report(config, outcome, display.run)
 
 
-def _adopt(file: Path, story: RunSnapshot) -> None:
-    """What stopped a server has ended a run that was under way, unless the learner has a reason of its own."""
-    failure, is_under_way = read_failure(file.parent, file.name), story.status and story.phase != "finished"
-    if failure is None or failure.time < story.since or not is_under_way or read_failure(story.run_dir):
+def _adopt(file: Path, run: RunSnapshot) -> None:
+    """Make a server's failure the run's, if the run was under way and the learner has no reason of its own."""
+    failure, is_under_way = read_failure(file.parent, file.name), run.status and run.phase != "finished"
+    if failure is None or failure.time < run.since or not is_under_way or read_failure(run.run_dir):
         return
     try:
-        with holding(story.run_dir, LEARNER_LOCK):
-            file.replace(story.run_dir / FAILURE_FILE)  # needs no room
-    except (UserError, OSError) as problem:  # somebody continues it already, or there is no room even for a lock
+        with holding(run.run_dir, LEARNER_LOCK):
+            file.replace(run.run_dir / FAILURE_FILE)  # needs no disk space
+    except (UserError, OSError) as problem:  # another learner continues it already, or there is no space for a lock
         logger.warning("the reason stays in %s: %s", file, problem)
 
 
-def check_run_dir(config: RunConfig, *, resume: bool) -> None:
-    """A new run needs an empty or absent directory, a resumed one its journal in it."""
-    path = config.run_path
-    if path.exists() and not path.is_dir():
-        raise UserError(f"run_dir {path} is a file. Set another run_dir=...")
-    in_use = path.exists() and any(file.name not in NO_RUN for file in path.iterdir())
-    resumable = is_resumable(path)
-    fix = "Remove it or set another run_dir=..." if in_use else "Start without --resume"
-    if resume and not resumable:
-        raise UserError(f"--resume: there is no {JOURNAL_FILE} in {path}. {fix}")
-    if in_use and not resume:
-        found = "Continue it with --resume, or" if resumable else "There is no run in it to --resume: remove it, or"
-        raise UserError(f"run_dir {path} exists and is not empty. {found} set another run_dir=...")
-
-
-def is_resumable(run_path: Path) -> bool:
-    return os.path.isfile(run_path / JOURNAL_FILE)  # false, too, where nothing may be looked at
-
-
 def write_candidate(config: RunConfig) -> Path:
-    """The resolved configuration, as both services read it."""
+    """Write the resolved configuration that both services read."""
     try:
         return save_config(config, CANDIDATE_FILE)
     except OSError as error:
@@ -108,29 +81,29 @@ def write_candidate(config: RunConfig) -> Path:
         raise UserError(f"cannot write {file}: {error.strerror}. Set another run_dir=...") from None
 
 
-def report(config: RunConfig, outcome: Outcome, story: RunSnapshot) -> int:
-    """Say how it ended and where everything is."""
+def report(config: RunConfig, outcome: Outcome, run: RunSnapshot) -> int:
+    """Print how the run ended and where everything is."""
     if outcome.failed is not None and outcome.code != ExitCode.INTERRUPTED:
-        print(_why(config, outcome, story.since), file=sys.stderr)
+        print(_why(config, outcome, run.since), file=sys.stderr)
         return outcome.code
     if outcome.code == ExitCode.FINISHED:
-        if story.evaluations:
-            before, after = story.evaluations[0], story.evaluations[-1]
-            course = [number(e.get("accuracy")) for e in ((before, after) if after is not before else (after,))]
-            print(f"held-out accuracy {' -> '.join(course)} over {after.get('rows', MISSING)} rows")
+        if run.evaluations:
+            before, after = run.evaluations[0], run.evaluations[-1]
+            shown = [number(e.get("accuracy")) for e in ((before, after) if after is not before else (after,))]
+            print(f"held-out accuracy {' -> '.join(shown)} over {after.get('rows', MISSING)} rows")
         print(f"model    {config.run_path / 'export'}")
         print(f"metrics  {config.run_path / 'metrics.jsonl'}")
         print(f"samples  {config.run_path / 'samples.jsonl'}")
     else:
-        who = f"{outcome.failed.name} was told to stop, and the run with it" if outcome.failed else "interrupted"
+        reason = f"{outcome.failed.name} was told to stop, and the run with it" if outcome.failed else "interrupted"
         resumable = is_resumable(config.run_path)
-        print(f"{who}; the same command with --resume continues" if resumable else f"{who} before it had begun")
+        print(f"{reason}; the same command with --resume continues" if resumable else f"{reason} before it had begun")
     sys.stdout.flush()
     return outcome.code
 
 
 def _why(config: RunConfig, outcome: Outcome, since: float) -> str:
-    """What ended the run, and the fix or the last lines of the log."""
+    """Describe what ended the run, with the fix or the last lines of the log."""
     service = outcome.failed
     assert service is not None
     if outcome.code == ExitCode.USER_ERROR:

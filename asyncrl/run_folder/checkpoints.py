@@ -1,4 +1,4 @@
-"""Where the checkpoints of a run lie, by their steps, and the model in each."""
+"""Folders of a run's checkpoints by their steps, and of the model in each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 CHECKPOINTS = "checkpoints"
 MODEL_FOLDER = "model"
 ADAPTER_FOLDER = "adapter"
-"""In a checkpoint is the one or, of a run that trains an adapter, the other."""
+"""A checkpoint has a model or, if the run trains an adapter, an adapter."""
 _NAME = re.compile(r"step-(\d{6,})")
 
 
@@ -17,6 +17,6 @@ def checkpoint_folder(run_path: Path, step: int) -> Path:
 
 
 def checkpoint_folders(run_path: Path) -> dict[int, Path]:
-    """Those that are there, oldest first. A folder with any other name, such as a copy beside them, is none."""
+    """Find the checkpoints, oldest first. A folder with any other name, such as a copy beside them, is none."""
     named = ((_NAME.fullmatch(path.name), path) for path in (run_path / CHECKPOINTS).glob("step-*"))
     return dict(sorted((int(match[1]), path) for match, path in named if match))

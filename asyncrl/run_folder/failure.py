@@ -1,7 +1,7 @@
-"""Why a run stopped, as `failure.json` in its directory: for the launcher, for scripts, and for whoever looks later.
+"""Why a run stopped, as `failure.json` in its directory: for the launcher, for scripts, and for later readers.
 
-Who has the run directory to himself writes it: the learner (learner_lock.py), and after its end the launcher, where
-a server ended the run. A server by itself writes nothing there: that it stops is not the end of the run.
+Only the process that has the run directory to itself writes it: the learner (lock.py), and after its end the launcher,
+where a server ended the run. A server by itself writes nothing there: that it stops is not the end of the run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, Self
 
 from asyncrl.errors import BadStateError, LearnerLeftError, UserError, WaitTimeoutError
@@ -25,16 +24,11 @@ logger = logging.getLogger(__name__)
 
 FAILURE_FILE = "failure.json"
 Kind = Literal["bad_state", "disk_full", "timed_out", "user_error"]
-_ROOM_BYTES = 8192
+RESERVED_FILE = f".{FAILURE_FILE}.room"
+"""The disk space that a run's failure.json will need, while the learner is at work."""
+_RESERVED_BYTES = 8192
 _LONGEST_REASON = 1500
-"""Characters; four bytes each and everything else fit into the room."""
-
-
-def _room_of(name: str) -> str:
-    return f".{name}.room"
-
-
-ROOM_FILE = _room_of(FAILURE_FILE)
+"""Characters of a saved reason; with four bytes each they fit into the reserved space, and so does the rest."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +39,11 @@ class Failure:
     time: float
     """Unix time."""
     step: int | None = None
-    """Of the learner, as the run's status said last."""
+    """The learner's last step that the run's status named."""
 
 
 def failure_of(error: BaseException, service: str, run_dir: Path) -> Failure | None:
-    """None for a crash: anything unforeseen."""
+    """Describe an error as a failure; None for a crash: anything unforeseen."""
     kind = kind_of(error)
     if kind is None:
         return None
@@ -59,7 +53,7 @@ def failure_of(error: BaseException, service: str, run_dir: Path) -> Failure | N
 
 
 def kind_of(error: BaseException) -> Kind | None:
-    """None for a crash, and for a server whose learner has left, whatever the learner said of it."""
+    """Classify an error; None for a crash, and for a server whose learner has left, whatever the learner said of it."""
     if isinstance(error, LearnerLeftError):
         return None
     if isinstance(error, UserError):
@@ -71,49 +65,47 @@ def kind_of(error: BaseException) -> Kind | None:
     return "bad_state" if isinstance(error, BadStateError) else None
 
 
-class FailureRoom:
-    """The disk space that a reason needs, taken while there is some: a full disk must not take the reason with it.
-
-    `file` is where the reason goes.
-    """
+class ReservedFailureFile:
+    """A context that reserves the disk space of a failure file while there is some, so that a full disk does not take
+    the reason with it."""
 
     def __init__(self, file: Path):
         self._file = file
-        self._room = file.with_name(_room_of(file.name))
+        self._reserved = file.with_name(f".{file.name}.room")
 
     def __enter__(self) -> Self:
-        """Raises OSError where there is none."""
-        self._room.unlink(missing_ok=True)  # of a process that was killed, maybe another user's
+        """Reserve the space. Raises OSError where there is none."""
+        self._reserved.unlink(missing_ok=True)  # of a process that was killed, maybe another user's
         try:
-            self._room.write_bytes(b" " * _ROOM_BYTES)
+            self._reserved.write_bytes(b" " * _RESERVED_BYTES)
         except OSError:
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise
         return self
 
     def save(self, failure: Failure) -> bool:
-        """Complete or not at all; whether it could be. The log has the reason in any case."""
-        told = asdict(failure) | {"reason": failure.reason[:_LONGEST_REASON]}
-        text = json.dumps(told, ensure_ascii=False, indent=2)
+        """Save it completely or not at all; whether it could be saved. The log has the reason in any case."""
+        record = asdict(failure) | {"reason": failure.reason[:_LONGEST_REASON]}
+        text = json.dumps(record, ensure_ascii=False, indent=2).encode(errors="backslashreplace")
         try:
-            with self._room.open("r+b") as file:  # in place, in blocks that are ours
-                file.write(text.encode(errors="backslashreplace").ljust(_ROOM_BYTES - 1) + b"\n")
+            with self._reserved.open("r+b") as file:  # in place: a full disk has no other blocks
+                file.write(text.ljust(_RESERVED_BYTES - 1) + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
-            self._room.replace(self._file)
+            self._reserved.replace(self._file)
         except OSError as problem:
             logger.error("the reason could not be saved in %s: %s", self._file, problem)
             return False
         return True
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+    def __exit__(self, *_: object) -> None:
         with suppress(OSError):
-            self._room.unlink()
+            self._reserved.unlink()
 
 
 def refuse_bad_state(run_dir: Path) -> None:
-    """Of an attempt that nobody watches. Raises BadStateError where the run stopped in bad state, UserError where that
-    cannot be read."""
+    """Refuse an unattended attempt: BadStateError where the run stopped in bad state, UserError where that cannot be
+    read."""
     file = run_dir / FAILURE_FILE
     failure = read_failure(run_dir) if is_there(file) else None
     if failure is not None and failure.kind == "bad_state":
@@ -125,7 +117,7 @@ def refuse_bad_state(run_dir: Path) -> None:
 
 
 def read_failure(run_dir: Path, name: str = FAILURE_FILE) -> Failure | None:
-    """None if the run has not failed, or its file is not one of ours."""
+    """Read why a run stopped; None if it has not failed, or its file is not one of ours."""
     try:
         return Failure(**json.loads((run_dir / name).read_text()))
     except (OSError, ValueError, TypeError, RecursionError):

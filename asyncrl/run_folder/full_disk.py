@@ -1,4 +1,4 @@
-"""Whether it was a full disk, and how to say so: libraries tell it in many ways."""
+"""Recognise and describe a full disk, which libraries report in many ways."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from pathlib import Path
 
 MIB = 1 << 20
 _PROBE_BYTES = MIB
-"""What must fit if there is room. A database asks for less at once: 32 KiB of shared memory for 16 MiB of its log."""
+"""Bytes that must fit if there is room. A database needs less at once: 32 KiB of shared memory for 16 MiB of its
+log."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """No room on the disk, in the quota, and under the process's limit on file sizes."""
 _FULL_TEXTS = (*(os.strerror(number) for number in _FULL), "PytorchStreamWriter failed writing", "unexpected pos")
-"""How libraries that write files without Python's help (safetensors, torch) say it; the last of torch's last write."""
+"""Messages of libraries that write files without Python's help (safetensors, torch; the last is of torch's last
+write)."""
 
 
 def is_disk_full(error: BaseException) -> bool:
     """Whether `error`, or what caused it, is that a disk or a quota has no room left."""
     for link in _chain(error):
-        if isinstance(link, OSError) and link.errno in _FULL:
-            return True
-        if isinstance(link, sqlite3.Error) and "database or disk is full" in str(link):
-            return True
-        if not isinstance(link, OSError) and any(text in str(link) for text in _FULL_TEXTS):
+        if isinstance(link, OSError):
+            if link.errno in _FULL:
+                return True
+        elif any(text in str(link) for text in (*_FULL_TEXTS, "database or disk is full")):
             return True
     return False
 
 
 def find_no_room(error: BaseException, database: Path) -> OSError | None:
-    """Why SQLite had no room for one of its files; None where `error` has another reason.
+    """Find out whether SQLite had no room for one of its files; None where `error` has another reason.
 
     It says so only where a write found a full disk. All else is an I/O error, or a file that cannot be opened: a
     quota, a limit on file sizes, shared memory or a log that cannot be made.
@@ -57,7 +58,7 @@ def find_no_room(error: BaseException, database: Path) -> OSError | None:
 def describe_full_disk(
     error: BaseException, run_dir: Path, then: str = "start again, with --resume if the run had begun"
 ) -> str:
-    """The directory, its free space and the fix."""
+    """Name the directory, its free space and the fix."""
     found = [link for link in _chain(error) if isinstance(link, OSError)]
     named = next((link.filename for link in found if link.filename), None)
     folder = Path(os.fsdecode(named)).parent if isinstance(named, str | bytes) else run_dir
@@ -78,15 +79,16 @@ def room_left(folder: Path) -> str:
 
 
 def _file_size_limit() -> int | None:
-    """Bytes; None for no limit."""
+    """The process's limit in bytes; None for no limit."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     return None if limit == resource.RLIM_INFINITY else limit
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    seen: set[int] = set()
+    """The error, its cause, the cause of that, and so on."""
+    seen: list[BaseException] = []
     link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
+    while link is not None and link not in seen:
+        seen.append(link)
         yield link
         link = link.__cause__ or link.__context__

@@ -7,36 +7,36 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from asyncrl.errors import RunTakenError, UserError
+from asyncrl.run_folder.failure import FAILURE_FILE, ReservedFailureFile, failure_of, refuse_bad_state
 from asyncrl.run_folder.full_disk import is_disk_full
 from asyncrl.telemetry.recorder import is_finished
 
 LEARNER_LOCK = "learner.lock"
 LAUNCHER_LOCK = "launcher.lock"
-LONGEST_LOOK_S = 0.5
-"""Who only looks holds a lock, too, for a moment."""
+RETRY_S = 0.5
+"""A process that only looks at a lock holds it, too, for a moment."""
 _POLL_S = 0.01
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-_HOLDERS = {LEARNER_LOCK: "learner", LAUNCHER_LOCK: "launcher"}
 
 
 @contextmanager
 def holding(run_path: Path, file: str) -> Iterator[None]:
-    """The directory, with this lock. Of a run that did not begin neither stays. Raises what `lock_run` does."""
+    """Hold a lock of the directory. The lock's file goes with it, and the directory, if nothing else is in it."""
     made = [folder for folder in (run_path, *run_path.parents) if not os.path.lexists(folder)]
+    descriptor = lock_run(run_path, file)
     try:
-        descriptor = lock_run(run_path, file)
-        try:
-            yield
-        finally:
-            with suppress(OSError):
-                if _is_there(run_path / file, descriptor):
-                    os.unlink(run_path / file)  # while it is ours
-            os.close(descriptor)
+        yield
     finally:
+        with suppress(OSError):
+            if _is_same_file(run_path / file, descriptor):
+                os.unlink(run_path / file)  # while it is held: a moment later it may be another's
+        os.close(descriptor)
         for folder in made:
             with suppress(OSError):  # something is in it
                 folder.rmdir()
@@ -45,33 +45,25 @@ def holding(run_path: Path, file: str) -> Iterator[None]:
 def lock_run(run_path: Path, file: str = LEARNER_LOCK) -> int:
     """Hold the directory until the returned descriptor is closed or the process ends, however it ends.
 
-    Raises RunTakenError where another one has it, UserError where this user may not or locks do not work, OSError where
-    the disk is full.
+    Raises RunTakenError where another process has it, UserError where this user may not or locks do not work, OSError
+    where the disk is full.
     """
-    deadline = time.monotonic() + LONGEST_LOOK_S
+    deadline = time.monotonic() + RETRY_S
     while True:
-        try:
-            descriptor = _open(run_path, file)
-        except FileNotFoundError as error:  # whoever made the directory has taken it away
-            if time.monotonic() > deadline:
-                raise not_ours(run_path / file, error) from None
-            continue
+        descriptor = _open(run_path, file)
         try:
             _flock(descriptor, fcntl.LOCK_EX, run_path)
-            if not _is_there(run_path / file, descriptor):  # whoever had it has taken it away
-                os.close(descriptor)
-                continue
-            _sign(descriptor, run_path / file)
-            return descriptor
+            if _is_same_file(run_path / file, descriptor):  # its last owner may have removed it meanwhile
+                os.pwrite(descriptor, b"%-19d\n" % os.getpid(), 0)
+                return descriptor
         except BlockingIOError:
-            owner = _owner(descriptor)
-            os.close(descriptor)
             if time.monotonic() > deadline:
-                raise _taken(run_path, file, owner) from None
-            time.sleep(_POLL_S)
-        except (OSError, UserError):
+                raise _taken(run_path, file, _owner(descriptor)) from None
+        except BaseException:
             os.close(descriptor)
             raise
+        os.close(descriptor)
+        time.sleep(_POLL_S)
 
 
 def _flock(descriptor: int, how: int, run_path: Path) -> None:
@@ -94,29 +86,19 @@ def _open(run_path: Path, file: str) -> int:
     except (FileExistsError, NotADirectoryError) as error:
         raise UserError(f"{run_path} cannot be a directory ({error.strerror}). Set another run_dir=...") from None
     except OSError as error:
-        if isinstance(error, FileNotFoundError) or is_disk_full(error):
+        if is_disk_full(error):
             raise
-        raise not_ours(run_path / file, error) from None
+        raise _not_ours(run_path / file, error) from None
 
 
-def _is_there(file: Path, descriptor: int) -> bool:
+def _is_same_file(file: Path, descriptor: int) -> bool:
     try:
         return os.path.samestat(os.stat(file), os.fstat(descriptor))
     except FileNotFoundError:
         return False
 
 
-def _sign(descriptor: int, file: Path) -> None:
-    """In place: a file that is there needs no new room."""
-    try:
-        os.pwrite(descriptor, b"%-19d\n" % os.getpid(), 0)
-    except OSError as error:
-        if not os.fstat(descriptor).st_size:
-            os.unlink(file)
-        raise OSError(error.errno, error.strerror, str(file)) from None
-
-
-def not_ours(file: Path, error: OSError, verb: str = "write") -> UserError:
+def _not_ours(file: Path, error: OSError, verb: str = "write") -> UserError:
     return UserError(
         f"cannot {verb} {file}: {error.strerror}. Work as the user whose run it is, or set another run_dir=..."
     )
@@ -124,36 +106,30 @@ def not_ours(file: Path, error: OSError, verb: str = "write") -> UserError:
 
 @contextmanager
 def sole_launcher(run_path: Path) -> Iterator[None]:
-    """Raises RunTakenError where there is another one, or a learner that was started without one."""
+    """Hold the launcher's lock. Raises RunTakenError where there is another one, or a learner that was started without
+    one."""
     with holding(run_path, LAUNCHER_LOCK):
         refuse_busy(run_path, LEARNER_LOCK)
         yield
 
 
 def is_over(run_path: Path) -> bool:
-    """As far as this process sees it: the run is finished, and no learner is there to continue it."""
+    """Whether the run is finished and no learner is there to continue it, as far as this process may look."""
     if not is_finished(run_path):
         return False
     try:
         return not holder(run_path, LEARNER_LOCK)
-    except UserError:  # it may not look
+    except UserError:
         return True
 
 
 def refuse_busy(run_path: Path, *files: str) -> None:
-    """Only looks. Raises RunTakenError where one of these locks, or of all, is held; the launcher's is looked at first:
-    the look itself holds the lock for a moment, and its learner may be about to come back."""
+    """Raises RunTakenError where one of these locks, or of all, is held. The launcher's is looked at first: the look
+    itself holds the lock for a moment, and its learner may be about to come back."""
     for file in files or (LAUNCHER_LOCK, LEARNER_LOCK):
         owner = holder(run_path, file)
         if owner:
             raise _taken(run_path, file, owner)
-
-
-def refuse_other_launcher(run_path: Path) -> None:
-    """Of a learner. Raises RunTakenError where a launcher is at work that may start another one: not its parent."""
-    owner = holder(run_path, LAUNCHER_LOCK)
-    if owner not in ("", str(os.getppid())):
-        raise _taken(run_path, LAUNCHER_LOCK, owner)
 
 
 def holder(run_path: Path, file: str) -> str:
@@ -163,7 +139,7 @@ def holder(run_path: Path, file: str) -> str:
     except (FileNotFoundError, NotADirectoryError):
         return ""
     except OSError as error:
-        raise not_ours(run_path / file, error, "read") from None
+        raise _not_ours(run_path / file, error, "read") from None
     try:
         _flock(descriptor, fcntl.LOCK_SH, run_path)
     except BlockingIOError:
@@ -174,15 +150,60 @@ def holder(run_path: Path, file: str) -> str:
 
 
 def _owner(descriptor: int) -> str:
-    """It may be about to say so."""
-    deadline = time.monotonic() + LONGEST_LOOK_S
-    while not (said := os.pread(descriptor, 64, 0).decode(errors="replace").strip()) and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-    return said or "unknown"
+    return os.pread(descriptor, 64, 0).decode(errors="replace").strip() or "unknown"
 
 
 def _taken(run_path: Path, file: str, owner: str) -> RunTakenError:
     return RunTakenError(
-        f"another {_HOLDERS[file]} (process {owner}) works in {run_path}. Wait for its end, stop it, or set another "
-        "run_dir"
+        f"another {file.removesuffix('.lock')} (process {owner}) works in {run_path}. Wait for its end, stop it, or "
+        "set another run_dir"
     )
+
+
+class LearnerLock:
+    """A context that holds the run directory for one learner. What ends it is saved in `failure.json`, except crashes.
+
+    Before `accept` the run is as it was: a configuration that is refused, or a disk without room to load, is no failure
+    of the run. Only bad state is, such as a damaged journal. Entering raises RunTakenError, UserError, OSError where
+    the disk is full, and with `unattended` BadStateError after bad state.
+    """
+
+    def __init__(self, run_path: Path, service: str = "learner", *, unattended: bool = False):
+        self._run_path = run_path
+        self._service = service
+        self._unattended = unattended
+        self._reserved = ReservedFailureFile(run_path / FAILURE_FILE)
+        self._is_accepted = self._is_saved = False
+
+    def __enter__(self) -> Self:
+        launcher = holder(self._run_path, LAUNCHER_LOCK)
+        if launcher not in ("", str(os.getppid())):  # it may start another learner at any time
+            raise _taken(self._run_path, LAUNCHER_LOCK, launcher)
+        with ExitStack() as resources:
+            resources.enter_context(holding(self._run_path, LEARNER_LOCK))
+            if self._unattended:  # the last learner may have met bad state since this one was started
+                refuse_bad_state(self._run_path)
+            try:
+                resources.enter_context(self._reserved)
+            except PermissionError as error:
+                raise _not_ours(self._run_path, error) from None
+            self._resources = resources.pop_all()
+        return self
+
+    def accept(self) -> None:
+        """Forget what stopped the run before: it begins or goes on."""
+        self._is_accepted = True
+        (self._run_path / FAILURE_FILE).unlink(missing_ok=True)
+
+    def save(self, error: BaseException) -> None:
+        """Save a reason before everything is closed. The first one counts."""
+        failure = failure_of(error, self._service, self._run_path)
+        if failure and not self._is_saved and (self._is_accepted or failure.kind == "bad_state"):
+            self._is_saved = self._reserved.save(failure)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        try:
+            if error is not None:
+                self.save(error)
+        finally:
+            self._resources.close()

@@ -11,7 +11,7 @@ from asyncrl.telemetry.recorder import CONFIG_FILE
 
 
 def save_config(config: RunConfig, name: str = CONFIG_FILE) -> Path:
-    """Resolved. Raises OSError where it cannot be written."""
+    """Write the resolved configuration. Raises OSError where it cannot be written."""
     file = config.run_path / name
     text = dump_config(config).encode()
     if not file.is_file() or file.read_bytes() != text:

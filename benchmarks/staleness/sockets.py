@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.journal.writer import Journal
-from asyncrl.launch.drawn_ports import free_port
+from asyncrl.launch.ports import free_port
 from benchmarks.staleness.observation import Observation
 from benchmarks.staleness.workload import (
     MODEL,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.config.load import dump_config, load_config
-from asyncrl.launch.drawn_ports import free_port
+from asyncrl.launch.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", ROOT / "docker" / "README.md", *sorted((ROOT / "docs").glob("*.md")))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 from contextlib import ExitStack
 
-from asyncrl.launch.drawn_ports import draw_ports
+from asyncrl.launch.ports import draw_ports
 
 _kept = ExitStack()
 atexit.register(_kept.close)

@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.journal.writer import JOURNAL_FILE
-from asyncrl.run_folder.failure import FAILURE_FILE, Failure, FailureRoom, Kind, read_failure
+from asyncrl.run_folder.failure import FAILURE_FILE, Failure, Kind, ReservedFailureFile, read_failure
 
 STEPS, PER_STEP = 3, 4
 
@@ -26,7 +26,7 @@ def save_failure(
 ) -> Failure:
     """As the learner does that holds the run."""
     failure = Failure(service, kind, reason, time)
-    with FailureRoom(run / FAILURE_FILE) as room:
+    with ReservedFailureFile(run / FAILURE_FILE) as room:
         assert room.save(failure)
     return failure
 

@@ -19,10 +19,10 @@ from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import RunTakenError, UserError
 from asyncrl.launch import train as launcher
-from asyncrl.launch.drawn_ports import free_port
+from asyncrl.launch.ports import free_port
 from asyncrl.launch.processes import JOURNAL_FILE
-from asyncrl.launch.train import CANDIDATE_FILE, train
-from asyncrl.launch.unattended import next_attempt
+from asyncrl.launch.run_dir import CANDIDATE_FILE, next_attempt
+from asyncrl.launch.train import train
 from asyncrl.run_folder.failure import read_failure
 from asyncrl.run_folder.lock import LAUNCHER_LOCK, LEARNER_LOCK, holder, lock_run, sole_launcher
 from asyncrl.telemetry.recorder import read_status

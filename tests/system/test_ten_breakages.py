@@ -26,7 +26,7 @@ from tests.rigs.small_runs import logs, small
 from tests.rigs.tiny import ROOT
 from tests.rigs.two_processes import start, with_ports, write_config
 from tests.rigs.waiting import wait_until
-from tests.unit.asyncrl.test_full_disk import OWN_MOUNTS, needs_mount
+from tests.system.test_full_disk import OWN_MOUNTS, needs_mount
 
 MakeConfig = Callable[..., RunConfig]
 ON_SMALL_DISK = 'mkdir -p "$1"; mount -t tmpfs -o size="$2" tmpfs "$1" || exit 99; shift 2; exec "$@"'

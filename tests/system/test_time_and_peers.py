@@ -18,13 +18,13 @@ import pytest
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.journal.writer import JOURNAL_FILE
-from asyncrl.run_folder.failure import FAILURE_FILE, ROOM_FILE
+from asyncrl.run_folder.failure import FAILURE_FILE, RESERVED_FILE
 from asyncrl.run_folder.lock import LEARNER_LOCK
 from tests.rigs.small_runs import assert_every_prompt_trained_once, failure_of, logs, small
 from tests.rigs.two_processes import start, with_ports, write_config
 from tests.rigs.waiting import wait_until
+from tests.system.test_full_disk import OWN_MOUNTS, needs_mount
 from tests.tools.test_cli_commands import start as asyncrl
-from tests.unit.asyncrl.test_full_disk import OWN_MOUNTS, needs_mount
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -137,7 +137,7 @@ def test_a_second_learner_is_refused_and_harms_nothing(make_config: Callable[...
                 assert second.wait(timeout=60) == 2, logs(run)
             assert says in (run / "learner.log").read_text().splitlines()[-1]
             assert not (run / FAILURE_FILE).exists(), "the first has not failed"
-            assert (run / ROOM_FILE).exists(), "and keeps its room for a reason"
+            assert (run / RESERVED_FILE).exists(), "and keeps its room for a reason"
         server = start("rollout_server", file)
         with running(server):
             assert [service.wait(timeout=120) for service in (first, server)] == [0, 0], logs(run)

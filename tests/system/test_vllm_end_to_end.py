@@ -19,7 +19,7 @@ import psutil
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.journal.writer import JOURNAL_FILE
-from asyncrl.launch.drawn_ports import free_port
+from asyncrl.launch.ports import free_port
 from protocol.lease import TRACE_FILE, USERS_FILE, DeviceLease, process_birth
 from tests.rigs.small_runs import assert_every_prompt_trained_once, logs, small
 from tests.rigs.two_processes import with_ports, write_config

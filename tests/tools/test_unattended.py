@@ -18,7 +18,7 @@ from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError, WaitTimeoutError
 from asyncrl.launch.processes import JOURNAL_FILE
-from asyncrl.launch.unattended import next_attempt
+from asyncrl.launch.run_dir import next_attempt
 from asyncrl.run_folder.failure import Kind, kind_of
 from asyncrl.telemetry.recorder import RunRecorder
 from asyncrl.telemetry.timeline import WaitClock

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import RunTakenError, UserError
-from asyncrl.launch.train import check_run_dir, is_resumable
+from asyncrl.launch.run_dir import check_run_dir, is_resumable
 from asyncrl.run_folder.checkpoints import checkpoint_folders
 from asyncrl.run_folder.lock import refuse_busy
 from asyncrl.tools.doctor.findings import Finding, Findings, size, split_fix

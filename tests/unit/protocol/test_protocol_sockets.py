@@ -15,7 +15,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from asyncrl.launch.drawn_ports import free_port
+from asyncrl.launch.ports import free_port
 from protocol.codec import Limits, decode, encode
 from protocol.endpoints import BindError, InsecureBindError, PortInUseError, host_id
 from protocol.errors import ErrorCode

@@ -17,21 +17,27 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, ExitCode, RunTakenError, UserError, WaitTimeoutError
 from asyncrl.launch import train as launcher
 from asyncrl.launch.processes import JOURNAL_FILE, Service
+from asyncrl.launch.run_dir import next_attempt
 from asyncrl.launch.supervisor import Outcome
-from asyncrl.launch.train import CANDIDATE_FILE, check_run_dir, train
-from asyncrl.launch.unattended import next_attempt
+from asyncrl.launch.train import check_run_dir, train
 from asyncrl.run_folder import lock as run_lock
-from asyncrl.run_folder.failure import FAILURE_FILE, ROOM_FILE, Failure, Kind, kind_of, read_failure
-from asyncrl.run_folder.learner_lock import LearnerLock
-from asyncrl.run_folder.lock import LAUNCHER_LOCK, LEARNER_LOCK, holder, holding, is_over, lock_run, sole_launcher
+from asyncrl.run_folder.failure import FAILURE_FILE, RESERVED_FILE, Failure, Kind, read_failure
+from asyncrl.run_folder.lock import (
+    LAUNCHER_LOCK,
+    LEARNER_LOCK,
+    LearnerLock,
+    holder,
+    holding,
+    is_over,
+    lock_run,
+    sole_launcher,
+)
 from asyncrl.telemetry.recorder import RunRecorder
-from tests.rigs.small_runs import failure_of, save_failure, small
-from tests.tools.test_cli_commands import start as asyncrl
+from tests.rigs.small_runs import failure_of, save_failure
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 ENDINGS: dict[str, tuple[BaseException | None, Kind | None]] = {
@@ -57,7 +63,7 @@ def attempt(run: Path, ending: str, *, accepted: bool) -> Kind | None:
     return saved.kind if saved else None
 
 
-@pytest.mark.parametrize("earlier", ["bad_state", "disk_full", "timed_out", "user_error", None])
+@pytest.mark.parametrize("earlier", ["bad_state", "disk_full", None])
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_run_that_goes_on_says_how_this_attempt_ended(tmp_path: Path, ending: str, earlier: Kind | None) -> None:
     if earlier:
@@ -66,7 +72,7 @@ def test_a_run_that_goes_on_says_how_this_attempt_ended(tmp_path: Path, ending: 
     assert set(os.listdir(tmp_path)) <= {FAILURE_FILE}
 
 
-@pytest.mark.parametrize("earlier", ["bad_state", "disk_full", "timed_out", "user_error", None])
+@pytest.mark.parametrize("earlier", ["bad_state", "disk_full", None])
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_an_attempt_that_does_not_begin_changes_nothing_but_by_bad_state(
     tmp_path: Path, ending: str, earlier: Kind | None
@@ -105,22 +111,11 @@ def test_who_is_refused_touches_nothing(tmp_path: Path) -> None:
         assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
-def test_without_room_for_a_reason_a_run_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> int:
-        raise FULL
-
-    monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(OSError, match="No space left") as caught, LearnerLock(tmp_path / "run"):
-        raise AssertionError("there is none")
-    assert list(tmp_path.iterdir()) == [], "nor is anything locked"
-    assert kind_of(caught.value) == "disk_full"
-
-
 def test_a_directory_of_another_user_is_said_to_be_his(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def not_permitted(path: Path, **_: object) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
 
-    (tmp_path / ROOM_FILE).touch()
+    (tmp_path / RESERVED_FILE).touch()
     monkeypatch.setattr(Path, "unlink", not_permitted)  # of a directory with the sticky bit
     with pytest.raises(UserError, match=r"Operation not permitted\. Work as the user whose run it is"):
         LearnerLock(tmp_path).__enter__()
@@ -139,16 +134,6 @@ def test_a_learner_that_a_machine_started_looks_once_more_when_it_has_the_lock(t
     save_failure(tmp_path, "disk_full")
     with LearnerLock(tmp_path, unattended=True):
         pass
-
-
-def test_a_run_is_let_go_though_its_reason_cannot_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
-        raise RuntimeError("unforeseen")
-
-    monkeypatch.setattr(LearnerLock, "save", broken)
-    with pytest.raises(RuntimeError, match="unforeseen"), LearnerLock(tmp_path / "run"):
-        raise FULL
-    assert list(tmp_path.iterdir()) == []
 
 
 # --- the lock ---------------------------------------------------------------------------------------
@@ -184,21 +169,6 @@ def test_a_lock_whose_file_is_taken_away_meanwhile_is_none(tmp_path: Path, monke
         os.close(descriptor)
 
 
-def test_a_lock_s_file_goes_while_it_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A moment later it may be another's."""
-    close, seen = os.close, []
-
-    def closing(descriptor: int) -> None:
-        seen.append((tmp_path / "run" / LEARNER_LOCK).exists())
-        close(descriptor)
-
-    with holding(tmp_path / "run", LEARNER_LOCK):
-        assert holder(tmp_path / "run", LEARNER_LOCK)
-        monkeypatch.setattr(run_lock.os, "close", closing)
-    assert seen == [False]
-    assert list(tmp_path.iterdir()) == [], "nor does the directory stay"
-
-
 def test_another_s_lock_in_the_same_place_stays(tmp_path: Path) -> None:
     """Of a run that began where an older one's directory was removed under its learner."""
     with holding(tmp_path, LEARNER_LOCK):
@@ -207,73 +177,18 @@ def test_another_s_lock_in_the_same_place_stays(tmp_path: Path) -> None:
     assert (tmp_path / LEARNER_LOCK).read_text() == "of the new one"
 
 
-@pytest.mark.parametrize("times", [1, 1_000_000])
-def test_a_directory_that_is_taken_away_meanwhile_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
-) -> None:
-    opening, failed = os.open, []
-
-    def taken_away(*arguments: Any) -> int:
-        if len(failed) < times:
-            failed.append(arguments)
-            raise FileNotFoundError(errno.ENOENT, "No such file or directory")
-        return opening(*arguments)
-
-    monkeypatch.setattr(run_lock.os, "open", taken_away)
-    if times == 1:
-        os.close(lock_run(tmp_path))
-    else:
-        with pytest.raises(UserError, match=f"cannot write {tmp_path / LEARNER_LOCK}"):
-            lock_run(tmp_path)
-
-
-def test_who_has_just_taken_a_lock_is_named(tmp_path: Path) -> None:
-    descriptor = os.open(tmp_path / LEARNER_LOCK, os.O_RDWR | os.O_CREAT)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    threading.Timer(0.1, os.pwrite, (descriptor, b"1234", 0)).start()
-    assert holder(tmp_path, LEARNER_LOCK) == "1234"
-    os.close(descriptor)
-
-
-@pytest.mark.parametrize("call", ["open", "pwrite"])
-@pytest.mark.parametrize("file", [LAUNCHER_LOCK, LEARNER_LOCK])
-def test_a_full_disk_at_the_lock_is_one_and_nothing_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, call: str
-) -> None:
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(run_lock.os, call, full)
-    with pytest.raises(OSError, match="No space left"), holding(tmp_path / "runs" / "first", file):
-        pass
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_lock_that_is_there_needs_no_room(tmp_path: Path) -> None:
-    os.close(lock_run(tmp_path))
-    before = (tmp_path / LEARNER_LOCK).stat()
-    os.close(lock_run(tmp_path))
-    after = (tmp_path / LEARNER_LOCK).stat()
-    assert (after.st_ino, after.st_size, after.st_blocks) == (before.st_ino, 20, before.st_blocks)
-
-
-@pytest.mark.parametrize("resume", [True, False])
 def test_a_full_disk_at_the_launcher_is_said_and_not_a_traceback(
-    make_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch, resume: bool
+    make_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config()
-    if resume:
-        config.run_path.mkdir()
-        (config.run_path / JOURNAL_FILE).touch()
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(config.run_path / "logs" / "learner.log"))
 
     monkeypatch.setattr(Service, "start", full)
     with pytest.raises(BadStateError, match=r"the disk of .* is full.*Make room"):
-        train(config, resume=resume)
-    if not resume:
-        check_run_dir(config, resume=False)
+        train(config, resume=False)
+    check_run_dir(config, resume=False)
 
 
 def test_a_file_system_without_locks_is_said_to_be_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,8 +220,8 @@ def test_a_learner_alone_keeps_out_of_a_launcher_s_run_and_its_own_learner_does_
         assert os.listdir(tmp_path) == [LAUNCHER_LOCK]
         script = f"""if True:
             from pathlib import Path
-            from asyncrl.run_folder.learner_lock import HeldRun
-            with HeldRun(Path("{tmp_path}")):
+            from asyncrl.run_folder.lock import LearnerLock
+            with LearnerLock(Path("{tmp_path}")):
                 print("held")
         """
         assert subprocess.check_output([sys.executable, "-c", script], timeout=60) == b"held\n"
@@ -323,61 +238,6 @@ def test_a_run_is_over_that_is_finished_and_that_no_learner_has(tmp_path: Path) 
     with LearnerLock(tmp_path):
         assert not is_over(tmp_path)
     assert is_over(tmp_path)
-
-
-def test_a_directory_that_may_not_be_read_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    RunRecorder(tmp_path).status(phase="finished")
-
-    def not_permitted(path: Path) -> bytes:
-        raise PermissionError(errno.EACCES, "Permission denied", str(path))
-
-    monkeypatch.setattr(Path, "read_bytes", not_permitted)
-    assert not is_over(tmp_path)
-
-
-def test_a_new_run_begins_where_one_did_not(make_config: Callable[..., RunConfig]) -> None:
-    """Launcher and learner were killed, or the configuration was refused."""
-    config = make_config()
-    (config.run_path / "logs").mkdir(parents=True)
-    for name in (LEARNER_LOCK, LAUNCHER_LOCK, ROOM_FILE, CANDIDATE_FILE, FAILURE_FILE):
-        (config.run_path / name).touch()
-    check_run_dir(config, resume=False)
-    (config.run_path / "config.yaml").touch()  # maybe somebody's own
-    with pytest.raises(UserError, match="exists and is not empty"):
-        check_run_dir(config, resume=False)
-
-
-@pytest.mark.slow
-def test_a_launched_run_that_was_refused_begins_once_it_is_mended(
-    make_config: Callable[..., RunConfig], tmp_path: Path
-) -> None:
-    config, file = small(make_config), tmp_path / "config.yaml"
-    file.write_text(dump_config(config))
-    refused = asyncrl("train", str(file), "data.max_prompt_length=1", "data.filter_overlong_prompts=true")
-    printed, _ = refused.communicate(timeout=60)
-    assert (refused.returncode, printed.splitlines()[-1][:7]) == (2, "error: "), printed
-    assert os.listdir(config.run_path) == ["logs"]
-    mended = asyncrl("train", str(file))
-    printed, _ = mended.communicate(timeout=120)
-    assert mended.returncode == 0, printed
-    assert not {LAUNCHER_LOCK, LEARNER_LOCK, ROOM_FILE, CANDIDATE_FILE} & set(os.listdir(config.run_path))
-
-
-@pytest.mark.slow
-def test_a_warm_start_that_is_refused_leaves_nothing_and_keeps_out_of_a_run(
-    make_config: Callable[..., RunConfig], tmp_path: Path
-) -> None:
-    config, file = small(make_config), tmp_path / "config.yaml"
-    file.write_text(dump_config(config))
-    refused = asyncrl("sft", str(file), "data.max_prompt_length=1", "data.filter_overlong_prompts=true")
-    printed, _ = refused.communicate(timeout=60)
-    assert (refused.returncode, printed.splitlines()[-1][:7]) == (2, "error: "), printed
-    assert not config.run_path.exists()
-    with LearnerLock(config.run_path):
-        refused = asyncrl("sft", str(file))
-        printed, _ = refused.communicate(timeout=60)
-        assert (refused.returncode, "another learner" in printed) == (2, True), printed
-        assert sorted(os.listdir(config.run_path)) == [ROOM_FILE, LEARNER_LOCK]
 
 
 # --- a server that ends the run ---------------------------------------------------------------------
@@ -417,12 +277,11 @@ def ended(make_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
     return end
 
 
-@pytest.mark.parametrize("resume", [True, False])
-@pytest.mark.parametrize("kind", ["bad_state", "disk_full", "timed_out", "user_error"])
+@pytest.mark.parametrize("kind", ["bad_state", "disk_full", "user_error"])
 def test_what_stops_a_launched_server_is_what_stopped_the_run(
-    ended: Callable[..., RunConfig], capsys: pytest.CaptureFixture[str], kind: Kind, resume: bool
+    ended: Callable[..., RunConfig], capsys: pytest.CaptureFixture[str], kind: Kind
 ) -> None:
-    config = ended(kind, resume=resume)
+    config = ended(kind, resume=True)
     found = failure_of(config.run_path)
     assert (found.service, found.kind, found.reason) == ("rollout_server", kind, "of the server")
     if kind != "user_error":
@@ -431,7 +290,7 @@ def test_what_stops_a_launched_server_is_what_stopped_the_run(
         with pytest.raises(BadStateError, match="of the server"):
             next_attempt(config)
     else:
-        assert next_attempt(config) == ("continue" if resume else "begin")
+        assert next_attempt(config) == "continue"
 
 
 @pytest.mark.parametrize(("phase", "resume"), [("", True), ("", False), ("finished", True)])

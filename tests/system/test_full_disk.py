@@ -5,11 +5,9 @@ Small disks are mounted where only the learner sees them.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +16,6 @@ import pytest
 from asyncrl.config.schema import RunConfig
 from asyncrl.journal.writer import JOURNAL_FILE
 from tests.rigs.small_runs import assert_every_prompt_trained_once, failure_of, logs, small
-from tests.rigs.tiny import ROOT
 from tests.rigs.two_processes import start, with_ports, write_config
 from tests.rigs.waiting import exit_codes
 
@@ -64,7 +61,6 @@ def continue_with_room(config: RunConfig, logs_in: Path) -> None:
     ("place", "size", "says"),
     [
         ("run", "1200k", "start again, with --resume if the run had begun"),
-        ("run/checkpoints", "600k", "checkpoints"),
         ("/dev/shm", "600k", "/dev/shm"),
     ],
 )
@@ -90,47 +86,6 @@ def test_a_full_disk_stops_the_run_and_with_room_it_continues(
     assert failure.kind == ("bad_state" if place == "/dev/shm" else "disk_full")
     if (run / JOURNAL_FILE).exists():
         continue_with_room(config, tmp_path / "logs")
-
-
-@needs_mount
-def test_a_database_that_finds_little_room_says_that_the_disk_is_full(tmp_path: Path) -> None:
-    """Where it begins anew, and where it is opened again: for the file, its log, or their shared memory."""
-    disk = tmp_path / "disk"
-    command = [
-        *on_small_disk(disk, tmp_path / "kept", "2m"),
-        sys.executable,
-        "-m",
-        "tests.rigs.open_on_full_disk",
-        str(disk),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {line["kind"] for line in found} == {"disk_full", "opened"}, done.stdout
-    for begins in (True, False):
-        for place in ("journal", "index"):
-            kinds = [line["kind"] for line in found if (line["begins"], line["place"]) == (begins, place)]
-            assert kinds == sorted(kinds), "with more room it opens"
-            assert len(set(kinds)) == 2
-
-
-@needs_mount
-def test_a_full_disk_under_the_metrics_stops_the_run_and_with_room_it_continues(
-    make_config: Callable[..., RunConfig], tmp_path: Path
-) -> None:
-    run, disk = tmp_path / "run", tmp_path / "disk"
-    config = small(make_config, rollout={"weights_channel": "zmq"}, trainer={"max_steps": 8, "samples_per_step": 0})
-    config = config.model_copy(update={"run_dir": str(run)})
-    run.mkdir()
-    (run / "metrics.jsonl").symlink_to(disk / "metrics.jsonl")
-    on_full_disk(config, tmp_path / "logs", on_small_disk(disk, tmp_path / "kept", "8k"))
-    failure = failure_of(run)
-    assert (failure.service, failure.kind) == ("learner", "disk_full")
-    assert "MiB free" in failure.reason
-    shutil.copytree(tmp_path / "kept", disk, dirs_exist_ok=True)
-    continue_with_room(config, tmp_path / "logs")
-    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_bytes().splitlines()]
-    assert steps == list(range(1, 9))
 
 
 def test_a_limit_on_file_sizes_stops_the_run_and_without_it_it_continues(

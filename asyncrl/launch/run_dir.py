@@ -1,0 +1,64 @@
+"""Decide from a run directory's files what may start in it: a new run, the continuation of one, or nothing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import UserError
+from asyncrl.launch.processes import JOURNAL_FILE
+from asyncrl.run_folder.failure import FAILURE_FILE, RESERVED_FILE, refuse_bad_state
+from asyncrl.run_folder.lock import LAUNCHER_LOCK, LEARNER_LOCK
+from asyncrl.telemetry.recorder import is_finished, read_status
+
+CANDIDATE_FILE = ".config.candidate.yaml"
+"""The configuration that a launched run's services read; the learner writes config.yaml when it accepts this. It
+belongs to the launcher that has the run directory to itself, and goes with it."""
+_NO_RUN = (LAUNCHER_LOCK, LEARNER_LOCK, CANDIDATE_FILE, "logs", FAILURE_FILE, RESERVED_FILE)
+"""Files that a run leaves which has not begun."""
+
+
+def check_run_dir(config: RunConfig, *, resume: bool) -> None:
+    """A new run needs an empty or absent directory, a resumed one its journal in it."""
+    path = config.run_path
+    if path.exists() and not path.is_dir():
+        raise UserError(f"run_dir {path} is a file. Set another run_dir=...")
+    in_use = path.exists() and any(file.name not in _NO_RUN for file in path.iterdir())
+    resumable = is_resumable(path)
+    if resume and not resumable:
+        fix = "Remove it or set another run_dir=..." if in_use else "Start without --resume"
+        raise UserError(f"--resume: there is no {JOURNAL_FILE} in {path}. {fix}")
+    if in_use and not resume:
+        advice = "Continue it with --resume, or" if resumable else "There is no run in it to --resume: remove it, or"
+        raise UserError(f"run_dir {path} exists and is not empty. {advice} set another run_dir=...")
+
+
+def is_resumable(run_path: Path) -> bool:
+    """Whether there is a journal to go on from."""
+    return os.path.isfile(run_path / JOURNAL_FILE)  # false, too, where nothing may be looked at
+
+
+def next_attempt(config: RunConfig) -> Literal["begin", "continue", "nothing"]:
+    """Decide what a learner does that a machine starts, such as a container's. After a crash, an interruption or a full
+    disk it goes on.
+
+    Raises BadStateError where the run stopped in bad state: another attempt would meet the same, or hide it; UserError
+    where that cannot be read.
+    """
+    refuse_bad_state(config.run_path)
+    if is_finished(config.run_path):
+        return "nothing"
+    return "continue" if is_resumable(config.run_path) else "begin"
+
+
+def describe_finished(config: RunConfig, file: Path) -> str:
+    """Say that there is nothing to do. A finished run is not continued by a machine, whatever `file` says."""
+    text, step = f"the run in {config.run_dir} is finished", read_status(config.run_path).get("step")
+    if isinstance(step, int) and config.trainer.max_steps > step:
+        text += (
+            f", at step {step}, and trainer.max_steps is {config.trainer.max_steps}. To continue it: "
+            f"asyncrl learn {file} --resume, with the same settings"
+        )
+    return text

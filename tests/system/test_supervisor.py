@@ -1,0 +1,352 @@
+"""Both services are watched, explained and never left behind. Small scripts stand in for them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from asyncrl.config.run_sections import LaunchConfig
+from asyncrl.launch.processes import LAST_LINES, Service
+from asyncrl.launch.supervisor import LONGEST_DELAY_S, Outcome, Supervisor, restart_delay_s
+from tests.rigs.waiting import wait_until
+
+SLEEP = "import time; time.sleep(60)"
+IGNORE = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)"
+)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[[str, str], Service]:
+    def make(name: str, script: str) -> Service:
+        return Service(name, [sys.executable, "-c", textwrap.dedent(script)], tmp_path / "logs" / f"{name}.log", {})
+
+    return make
+
+
+NEVER = LaunchConfig(max_restarts=0)
+
+
+def run(learner: Service, rollout: Service, policy: LaunchConfig = NEVER, **options: float) -> tuple[Outcome, float]:
+    started = time.monotonic()
+    outcome = Supervisor(learner, rollout, policy=policy, **options).run()
+    assert learner.code is not None
+    assert rollout.code is not None
+    return outcome, time.monotonic() - started
+
+
+def is_gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def read_pid(path: Path) -> int:
+    wait_until(lambda: path.exists() and path.read_text().endswith("\n"), f"a process id in {path.name}")
+    return int(path.read_text())
+
+
+def starts_a_child(path: Path, then: str) -> str:
+    return f"""
+        import subprocess, sys, time
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        open({str(path)!r}, "w").write(f"{{child.pid}}\\n")
+        {then}
+    """
+
+
+def test_a_server_that_ends_in_order_before_the_learner_is_no_failure(make) -> None:
+    outcome, _ = run(make("learner", "import time; time.sleep(1.5)"), make("rollout_server", "pass"))
+    assert outcome == Outcome(0)
+
+
+def test_when_one_side_crashes_the_other_is_stopped_and_the_log_is_shown(make) -> None:
+    learner = make("learner", "for n in range(50): print('line', n)\nraise RuntimeError('the reason')")
+    outcome, seconds = run(learner, make("rollout_server", SLEEP))
+    assert outcome == Outcome(1, failed=learner, gave_up=True)
+    words = learner.last_words().splitlines()
+    assert len(words) == LAST_LINES
+    assert words[-1] == "RuntimeError: the reason"
+    assert seconds < 5
+
+
+def test_a_mistake_of_the_user_shows_its_whole_message_and_nothing_else(make) -> None:
+    message = "error: two problems:\\n- first\\n- second"
+    learner = make("learner", f"import sys; print('loading', flush=True); print('{message}'); sys.exit(2)")
+    outcome, _ = run(learner, make("rollout_server", SLEEP))
+    assert outcome == Outcome(2, failed=learner)
+    assert learner.last_words() == "error: two problems:\n- first\n- second"
+
+
+def test_a_service_that_ignores_sigterm_is_killed_after_the_deadline(make) -> None:
+    stubborn = make("rollout_server", IGNORE)
+    ready = stubborn.log
+    learner = make(
+        "learner", f"import os, sys, time\nwhile not os.path.getsize({str(ready)!r}): time.sleep(0.02)\nsys.exit(1)"
+    )
+    ready.parent.mkdir()
+    ready.touch()
+    outcome, seconds = run(learner, stubborn, stop_s=0.5)
+    assert outcome.code == 1
+    assert stubborn.code == -signal.SIGKILL
+    assert "killed by SIGKILL" in stubborn.ending()
+    assert learner.ending() == "learner ended with code 1"
+    assert 0.5 < seconds < 6
+
+
+@pytest.mark.parametrize("then", ["sys.exit(1)", "time.sleep(60)"])
+def test_children_of_a_service_go_with_it(make, tmp_path: Path, then: str) -> None:
+    """Whether it crashed itself or was stopped because the other side did."""
+    pid_file = tmp_path / "pid"
+    other = f"import os, sys, time\nwhile not os.path.exists({str(pid_file)!r}): time.sleep(0.02)\nsys.exit(1)"
+    outcome, _ = run(make("learner", other), make("rollout_server", starts_a_child(pid_file, then)))
+    assert outcome.code == 1
+    wait_until(lambda: is_gone(read_pid(pid_file)), "the end of the service's child")
+
+
+CHILD = """
+import os, signal, sys, time
+if sys.argv[2] == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+with open(sys.argv[1], "w") as file:
+    file.write(f"{os.getpid()}\\n")
+time.sleep(60)
+"""
+LAUNCHER = """
+import sys
+from pathlib import Path
+from asyncrl.launch.processes import Service
+from asyncrl.launch.supervisor import Supervisor
+folder, manner, script = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+services = [
+    Service(name, [sys.executable, "-c", script, str(folder / name), manner], folder / f"{name}.log", {})
+    for name in ("learner", "rollout_server")
+]
+sys.exit(Supervisor(*services).run().code)
+"""
+
+
+@pytest.fixture
+def launch(tmp_path: Path):
+    """Starts a real launcher with two children of the given manner; returns it and their process ids."""
+    started: list[int] = []
+
+    def launch(manner: str) -> tuple[subprocess.Popen[bytes], list[int]]:
+        launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(tmp_path), manner, CHILD])
+        started.append(launcher.pid)
+        pids = [read_pid(tmp_path / name) for name in ("learner", "rollout_server")]
+        started.extend(pids)
+        return launcher, pids
+
+    yield launch
+    for pid in started:
+        if not is_gone(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_interrupt_ends_the_launcher_and_both_services(launch, number: signal.Signals) -> None:
+    launcher, pids = launch("polite")
+    launcher.send_signal(number)
+    assert launcher.wait(timeout=10) == 130
+    assert all(is_gone(pid) for pid in pids)
+
+
+def test_a_second_interrupt_does_not_wait_for_the_deadline(launch) -> None:
+    launcher, pids = launch("stubborn")
+    launcher.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        launcher.wait(timeout=1)
+    assert not any(is_gone(pid) for pid in pids), "the first interrupt only asks"
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(timeout=5) == 130
+    assert all(is_gone(pid) for pid in pids)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells children of their parent's death")
+def test_services_end_even_when_the_launcher_is_killed(launch) -> None:
+    launcher, pids = launch("polite")
+    launcher.kill()
+    launcher.wait(timeout=5)
+    wait_until(lambda: all(is_gone(pid) for pid in pids), "the services to follow their launcher")
+
+
+def test_a_service_is_started_again_though_nothing_more_can_be_logged(tmp_path: Path) -> None:
+    log = tmp_path / "service.log"
+    log.symlink_to("/dev/full")
+    service = Service("service", [sys.executable, "-c", "pass"], log, {})
+    for _ in range(2):
+        service.start()
+        assert service.process is not None
+        assert service.process.wait(timeout=30) == 0
+
+
+# --- restarts ---------------------------------------------------------------------------------------
+
+QUICK = LaunchConfig(max_restarts=3, restart_delay_s=0.05)
+COUNT = """
+    import os, signal, sys, time
+    path = sys.argv[1]
+    open(path, "a").write(" ".join(sys.argv[2:]) + "\\n")
+    starts = len(open(path).readlines())
+"""
+"""How often the stand-in has been started, and with which arguments."""
+
+Make = Callable[..., Service]
+
+
+@pytest.fixture
+def counted(tmp_path: Path) -> Make:
+    def counted(name: str, script: str, again: tuple[str, ...] = ()) -> Service:
+        code = textwrap.dedent(COUNT) + textwrap.dedent(script)
+        command = [sys.executable, "-c", code, str(tmp_path / f"{name}.starts")]
+        return Service(name, command, tmp_path / "logs" / f"{name}.log", {}, lambda: again)
+
+    return counted
+
+
+def starts(tmp_path: Path, name: str) -> list[str]:
+    return (tmp_path / f"{name}.starts").read_text().splitlines()
+
+
+def watch(*services: Service, policy: LaunchConfig = QUICK) -> tuple[Outcome, list[str], dict[str, int]]:
+    told: list[str] = []
+    supervisor = Supervisor(*services, policy=policy, notify=told.append, stop_s=0.5)
+    outcome = supervisor.run()
+    assert all(service.code is not None for service in services), "nothing is left behind"
+    return outcome, told, dict(supervisor.restarts)
+
+
+def until_starts(path: Path, name: str, count: int) -> str:
+    """Waits for another stand-in to have been started so often."""
+    return f"""
+        other = {str(path / name)!r} + ".starts"
+        while not os.path.exists(other) or len(open(other).readlines()) < {count}: time.sleep(0.02)
+    """
+
+
+STAY = "time.sleep(60)"
+
+
+@pytest.mark.parametrize("ending", ["sys.exit(1)", "os.kill(os.getpid(), signal.SIGKILL)", "raise OSError('gone')"])
+def test_a_learner_that_crashes_is_resumed_and_its_server_stays(counted: Make, tmp_path: Path, ending: str) -> None:
+    learner = counted("learner", f"if starts < 3:\n    {ending}", again=("--resume",))
+    outcome, told, restarts = watch(learner, counted("rollout_server", STAY))
+    assert outcome == Outcome(0)
+    assert starts(tmp_path, "learner") == ["", "--resume", "--resume"]
+    assert len(starts(tmp_path, "rollout_server")) == 1
+    assert restarts == {"learner": 2}
+    assert [line.split("; ")[1] for line in told] == ["restart 1 of 3 in 0.05 s", "restart 2 of 3 in 0.1 s"]
+    assert told[0].startswith("learner ")
+    assert learner.log.read_text().count("it is started again") == 2
+
+
+def test_each_server_is_restarted_on_its_own(counted: Make, tmp_path: Path) -> None:
+    crash_once = f"if starts == 1:\n    sys.exit(1)\n{STAY}"
+    servers = [
+        counted("server-1", STAY),
+        counted("server-2", crash_once),
+        counted("server-3", crash_once),
+    ]
+    waits = until_starts(tmp_path, "server-2", 2) + until_starts(tmp_path, "server-3", 2)
+    outcome, _, restarts = watch(counted("learner", waits), *servers)
+    assert outcome == Outcome(0)
+    assert restarts == {"server-2": 1, "server-3": 1}
+
+
+@pytest.mark.parametrize("failing", ["learner", "rollout_server"])
+def test_after_the_last_restart_the_run_ends(counted: Make, tmp_path: Path, failing: str) -> None:
+    sides = {name: counted(name, "sys.exit(1)" if name == failing else STAY) for name in ("learner", "rollout_server")}
+    outcome, told, _ = watch(*sides.values())
+    assert outcome == Outcome(1, failed=sides[failing], gave_up=True)
+    assert len(starts(tmp_path, failing)) == 1 + QUICK.max_restarts
+    assert len(told) == QUICK.max_restarts
+
+
+def test_a_service_that_was_healthy_has_all_its_restarts_again(counted: Make, tmp_path: Path) -> None:
+    """Six crashes with one restart allowed: each time after it had run for longer than `healthy_s`."""
+    policy = LaunchConfig(max_restarts=1, restart_delay_s=0.02, healthy_s=0.05)
+    outcome, told, restarts = watch(
+        counted("learner", "if starts < 7:\n    time.sleep(0.1)\n    sys.exit(1)"),
+        counted("server", STAY),
+        policy=policy,
+    )
+    assert outcome == Outcome(0)
+    assert restarts == {"learner": 6}
+    assert all("restart 1 of 1" in line for line in told)
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        ("sys.exit(2)", 2),
+        ("sys.exit(130)", 130),
+        ("signal.signal(signal.SIGTERM, signal.SIG_DFL); os.kill(os.getpid(), signal.SIGTERM)", 130),
+    ],
+)
+@pytest.mark.parametrize("failing", ["learner", "rollout_server"])
+def test_what_would_fail_again_is_not_started_again(
+    counted: Make, tmp_path: Path, failing: str, ending: str, code: int
+) -> None:
+    sides = {name: counted(name, ending if name == failing else STAY) for name in ("learner", "rollout_server")}
+    outcome, told, _ = watch(*sides.values())
+    assert outcome == Outcome(code, failed=sides[failing])
+    assert told == []
+    assert len(starts(tmp_path, failing)) == 1
+
+
+def test_the_side_that_explains_the_end_counts(counted: Make) -> None:
+    """The learner found bad state; its server crashed because of that, or complains about a lost learner."""
+    for server_code in (1, 2, 3):
+        learner = counted("learner", "time.sleep(0.2); sys.exit(3)")
+        server = counted("rollout_server", f"time.sleep(0.15); sys.exit({server_code})")
+        outcome, _, _ = watch(learner, server)
+        assert outcome == Outcome(3, failed=learner), server_code
+
+
+def test_a_learner_that_is_done_but_for_its_exit_handlers_has_finished_the_watch(counted: Make, tmp_path: Path) -> None:
+    """Whatever its server says meanwhile."""
+    ending = tmp_path / "ending"
+    learner = counted(
+        "learner", f"signal.signal(signal.SIGTERM, signal.SIG_IGN); open('{ending}', 'w'); time.sleep(1.5)"
+    )
+    server = counted("rollout_server", f"while not os.path.exists('{ending}'): time.sleep(0.02)\nsys.exit(3)")
+    outcome = Supervisor(learner, server, policy=QUICK, stop_s=10).run()
+    assert (learner.code, server.code) == (0, 3)
+    assert outcome == Outcome(0)
+
+
+def test_a_server_that_a_crashing_learner_said_goodbye_to_is_started_with_it(counted: Make, tmp_path: Path) -> None:
+    learner = counted("learner", "if starts == 1:\n    time.sleep(0.3)\n    sys.exit(1)\n" + until_here(tmp_path))
+    outcome, told, restarts = watch(learner, counted("rollout_server", f"if starts > 1:\n    {STAY}"))
+    assert outcome == Outcome(0)
+    assert restarts == {"learner": 1, "rollout_server": 1}
+    assert len(told) == 1, "the server did not crash"
+
+
+def until_here(tmp_path: Path) -> str:
+    return textwrap.dedent(until_starts(tmp_path, "rollout_server", 2))
+
+
+def test_an_interrupt_does_not_wait_for_a_restart(counted: Make) -> None:
+    services = counted("learner", "sys.exit(1)"), counted("rollout_server", STAY)
+    supervisor = Supervisor(
+        *services, policy=LaunchConfig(restart_delay_s=60.0), notify=lambda _: signal.raise_signal(2)
+    )
+    started = time.monotonic()
+    assert supervisor.run() == Outcome(130)
+    assert time.monotonic() - started < 5
+    assert all(service.code is not None for service in services)
+
+
+def test_delays_double_up_to_a_minute() -> None:
+    delays = [restart_delay_s(LaunchConfig(), attempt) for attempt in range(1, 1000)]
+    assert delays[:5] == [1, 2, 4, 8, 16]
+    assert delays[-1] == LONGEST_DELAY_S

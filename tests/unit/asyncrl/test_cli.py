@@ -1,0 +1,154 @@
+"""The command line: instant where nothing heavy is needed, and every mistake is one message and exit code 2."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from asyncrl.cli import main
+from asyncrl.config.load import load_config
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import UserError
+from asyncrl.launch.ports import reserve_ports
+from asyncrl.launch.processes import (
+    JOURNAL_FILE,
+    available_cores,
+    learner_service,
+    server_services,
+    service_environment,
+)
+from asyncrl.launch.run_dir import CANDIDATE_FILE, check_run_dir
+from asyncrl.launch.train import write_candidate
+from asyncrl.run_folder.failure import FAILURE_FILE, RESERVED_FILE
+from asyncrl.run_folder.lock import LAUNCHER_LOCK, LEARNER_LOCK
+
+CONFIG = """\
+run_dir: {run_dir}
+model: {{path: nowhere}}
+data: {{train_files: [rows.parquet]}}
+reward: {{functions: [{{function: exact_match}}]}}
+"""
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG.format(run_dir=tmp_path / "run"))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["train", "--help"], "--dry-run"),
+        (["--version"], "."),
+        (["train", "nowhere.yaml"], "nowhere.yaml"),
+        (["learn", "{config}", "batch.group_sise=4"], "batch.group_size"),
+        (["rollout", "{config}", "batch.group_sise=4"], "batch.group_size"),
+    ],
+)
+def test_help_and_mistakes_in_the_configuration_load_nothing_heavy(
+    config_file: Path, arguments: list[str], told: str
+) -> None:
+    code = (
+        "import sys\nfrom asyncrl.cli import main\ntry:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+        "print(sorted({'torch', 'transformers', 'datasets', 'pyarrow', 'rich'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", code, *(word.format(config=config_file) for word in arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+    assert told in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--resume", "batch.group_sise=4"],
+        ["batch.group_size=4", "--resume", "batch.group_sise=4"],
+        ["batch.group_sise=4", "--resume"],
+    ],
+)
+def test_overrides_may_stand_on_either_side_of_an_option(
+    config_file: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    """The misspelt key proves that the override was read, wherever it stood."""
+    assert main(["train", str(config_file), *arguments]) == 2
+    assert "group_sise" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["trian", "x"], ["train", "x", "--bogus"], ["export", "a", "b", "c"], []])
+def test_wrong_arguments_exit_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "usage: asyncrl" in capsys.readouterr().err
+
+
+def test_a_mistake_leaves_nothing_behind(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(config_file)]) == 2
+    assert "model.path" in capsys.readouterr().err
+    assert [path.name for path in config_file.parent.iterdir()] == ["config.yaml"]
+
+
+def test_an_existing_run_directory_is_never_written_into(make_config: Callable[..., RunConfig]) -> None:
+    config = make_config()
+    check_run_dir(config, resume=False)
+    (config.run_path / "logs").mkdir(parents=True)
+    for name in (LEARNER_LOCK, LAUNCHER_LOCK, RESERVED_FILE, CANDIDATE_FILE, FAILURE_FILE):
+        (config.run_path / name).touch()  # of a run that did not begin
+    check_run_dir(config, resume=False)
+    (config.run_path / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(UserError, match="--resume"):
+        check_run_dir(config, resume=False)
+    with pytest.raises(UserError, match=r"no journal\.sqlite"):
+        check_run_dir(config, resume=True)
+    (config.run_path / JOURNAL_FILE).touch()
+    check_run_dir(config, resume=True)
+
+
+def test_the_launcher_knows_the_journal_by_the_name_that_the_learner_gives_it() -> None:
+    from asyncrl.journal import writer as journal
+
+    assert journal.JOURNAL_FILE == JOURNAL_FILE
+
+
+def test_both_services_read_the_same_resolved_configuration(make_config: Callable[..., RunConfig]) -> None:
+    with reserve_ports(make_config()) as config:
+        assert load_config(write_candidate(config)) == config
+
+
+def test_several_servers_get_a_log_a_port_and_a_failure_file_each(make_config: Callable[..., RunConfig]) -> None:
+    config = make_config(rollout={"servers": 3}, telemetry={"rollout_port": 5000})
+    services = server_services(config, config.run_path / "config.yaml")
+    names = [f"rollout_server-{n}" for n in (1, 2, 3)]
+    assert [service.name for service in services] == names
+    assert [service.log.name for service in services] == [f"{name}.log" for name in names]
+    failures = [str(config.run_path / "logs" / f"{name}.failure.json") for name in names]
+    ports = [[], ["telemetry.rollout_port=5001"], ["telemetry.rollout_port=5002"]]
+    assert [list(service.command[5:]) for service in services] == [
+        ["--failure-file", failure, *port] for failure, port in zip(failures, ports, strict=True)
+    ]
+
+
+def test_a_learner_that_crashed_resumes_once_it_has_a_journal(
+    make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    config = make_config()
+    config.run_path.mkdir()
+    learner = learner_service(config, tmp_path / "config.yaml", resume=False)
+    assert "--resume" not in learner.command
+    assert learner.restart_arguments() == ()
+    (config.run_path / JOURNAL_FILE).touch()
+    assert learner.restart_arguments() == ("--resume",)
+    resumed = learner_service(config, tmp_path / "config.yaml", resume=True)
+    assert [*resumed.command, *resumed.restart_arguments()].count("--resume") == 1
+
+
+def test_the_cores_are_shared_half_and_half_unless_the_configuration_says_so() -> None:
+    assert service_environment(0)["OMP_NUM_THREADS"] == str(max(1, available_cores() // 2))
+    assert service_environment(3)["OMP_NUM_THREADS"] == "3"
+    assert service_environment(0, taking_turns=True)["OMP_NUM_THREADS"] == str(available_cores())

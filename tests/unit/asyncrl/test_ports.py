@@ -1,0 +1,119 @@
+"""Ports of launched runs: fixed ones are kept or refused by name, and two launchers never have one port."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import UserError
+from asyncrl.launch import ports
+from asyncrl.launch.ports import claim_port, fixed_ports, free_port, is_claimed, reserve_ports
+from asyncrl.tools.doctor.ports import find_ports
+from protocol.endpoints import PortInUseError
+from tests.rigs.two_processes import write_config
+
+MakeConfig = Callable[..., RunConfig]
+ROOT = Path(__file__).parents[3]
+
+
+def ports_of(config: RunConfig) -> set[int]:
+    return {port for *_, port in fixed_ports(config)}
+
+
+def busy_port() -> tuple[socket.socket, int]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    return listener, listener.getsockname()[1]
+
+
+def test_a_free_port_is_not_one_that_the_system_gives_to_outgoing_connections() -> None:
+    first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    found = {free_port() for _ in range(50)}
+    assert max(found) < first_ephemeral
+    assert len(found) > 40, "two processes that look at the same time find different ones"
+
+
+def test_two_launchers_draw_different_ports(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From so few that one who does not heed the other would take some of the same."""
+    first = free_port()
+    monkeypatch.setattr(ports, "_FIRST_PORT", first)
+    monkeypatch.setattr(ports, "_first_ephemeral_port", lambda: first + 40)
+    monkeypatch.setattr(ports, "_TRIES", 2000)
+    config = make_config(rollout={"servers": 3})
+    with reserve_ports(config) as one, reserve_ports(config) as other:
+        mine = ports_of(one)
+        assert len(mine) == len(ports_of(other)) == 6
+        assert not mine & ports_of(other)
+    assert not any(map(is_claimed, mine))
+    with pytest.raises(UserError, match=rf"no 41 free ports in a row found from {first} to {first + 39}"):
+        reserve_ports(make_config(rollout={"servers": 41})).__enter__()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process knows its own claims alone")
+def test_a_port_of_a_run_is_refused_by_name_while_its_services_are_away(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """config.yaml of a run names the ports that it drew, and further runs are started from it."""
+    code = """
+import sys
+from pathlib import Path
+from asyncrl.config.load import load_config
+from asyncrl.launch.ports import reserve_ports
+with reserve_ports(load_config(Path(sys.argv[1]), [])) as config:
+    print(config.network.control_port, flush=True)
+    sys.stdin.read()
+"""
+    command = [sys.executable, "-c", code, str(write_config(make_config(), tmp_path / "config"))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as launcher:
+        assert launcher.stdout is not None
+        port = int(launcher.stdout.readline())
+        again = make_config(network={"control_port": port})
+        kept = rf"port {port} .*is kept for .* run that was started on this machine"
+        with pytest.raises(UserError, match=rf"{kept}.* set network\.control_port to another port"):
+            reserve_ports(again).__enter__()
+        (found,) = [finding for finding in find_ports(again) if finding.verdict == "problem"]
+        assert "network.control_port" in found.fix
+        launcher.send_signal(signal.SIGKILL)
+        launcher.wait()
+    with reserve_ports(again) as config:
+        assert config.network.control_port == port
+
+
+def test_where_claims_do_not_vanish_with_their_process_it_knows_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    port = free_port()
+    with ExitStack() as claims:
+        claim_port(port, claims, setting="a")
+        assert is_claimed(port)
+        with pytest.raises(PortInUseError, match="set b to another port"):
+            claim_port(port, claims, setting="b")
+    assert not is_claimed(port)
+
+
+def test_a_fixed_port_is_kept_and_a_busy_one_is_refused_by_name(make_config: MakeConfig) -> None:
+    listener, busy = busy_port()
+    config = make_config(telemetry={"rollout_port": busy})
+    with listener, pytest.raises(UserError, match=rf"telemetry\.rollout_port.*{busy}|{busy}.*telemetry\.rollout_port"):
+        reserve_ports(config).__enter__()
+    with reserve_ports(config) as resolved:
+        assert resolved.telemetry.rollout_port == busy
+
+
+def test_one_port_for_two_purposes_is_refused_rather_than_changed(make_config: MakeConfig) -> None:
+    config = make_config(network={"control_port": 5555}, telemetry={"learner_port": 5555})
+    with pytest.raises(UserError, match=r"network\.control_port and telemetry\.learner_port are both"):
+        reserve_ports(config).__enter__()
+
+
+def test_the_ports_after_a_fixed_one_must_be_free_for_the_further_servers(make_config: MakeConfig) -> None:
+    listener, busy = busy_port()
+    config = make_config(telemetry={"rollout_port": busy - 1}, rollout={"servers": 2})
+    with listener, pytest.raises(UserError, match=r"rollout_port \+ 1 \(rollout\.servers\)|rollout_port to another"):
+        reserve_ports(config).__enter__()
