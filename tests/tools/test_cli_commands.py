@@ -53,26 +53,6 @@ def test_dry_run_shows_what_would_run_and_writes_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
-@pytest.mark.parametrize(
-    ("override", "named"),
-    [
-        ("data.train_files=[nowhere.parquet]", "nowhere.parquet"),
-        ("data.val_files=[nowhere.parquet]", "nowhere.parquet"),
-        ("data.answer_key=anwser", "anwser"),
-        ("model.path=nowhere", "model.path"),
-        ("reward.functions.0.function=exact_mach", "exact_match"),
-    ],
-)
-def test_mistakes_are_found_before_anything_is_written(
-    config_file: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, named: str
-) -> None:
-    assert main(["train", str(config_file()), override]) == 2
-    printed = capsys.readouterr().err
-    assert printed.startswith("error: ")
-    assert named in printed
-    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
-
-
 @pytest.mark.slow
 def test_a_whole_run_tells_its_story_in_plain_lines_and_is_exported(
     config_file: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -48,7 +48,6 @@ def config_file(tmp_path: Path) -> Path:
         (["--version"], "."),
         (["train", "nowhere.yaml"], "nowhere.yaml"),
         (["learn", "{config}", "batch.group_sise=4"], "batch.group_size"),
-        (["rollout", "{config}", "batch.group_sise=4"], "batch.group_size"),
     ],
 )
 def test_help_and_mistakes_in_the_configuration_load_nothing_heavy(
