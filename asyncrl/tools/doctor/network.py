@@ -9,8 +9,7 @@ import psutil
 
 from asyncrl.config.device_rules import network_is_open
 from asyncrl.config.schema import RunConfig
-from asyncrl.launch.ports import is_claimed
-from asyncrl.launch.ports import PORTS, fixed_ports
+from asyncrl.launch.ports import PORTS, fixed_ports, is_claimed
 from asyncrl.tools.doctor.findings import Finding, Findings, problem
 from protocol.curve import LEARNER_SECRET, SERVER_SECRET, KeyFileError, read_learner_keys, read_server_keys
 from protocol.endpoints import AddressError, BindError, PortInUseError, check_bind, public_without_keys

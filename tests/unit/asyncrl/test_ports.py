@@ -16,7 +16,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.launch import ports
 from asyncrl.launch.ports import claim_port, fixed_ports, free_port, is_claimed, reserve_ports
-from asyncrl.tools.doctor.ports import find_ports
+from asyncrl.tools.doctor.network import find_ports
 from protocol.endpoints import PortInUseError
 from tests.rigs.two_processes import write_config
 
