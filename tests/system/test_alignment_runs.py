@@ -21,7 +21,7 @@ def test_a_run_whose_only_server_is_misaligned_stops_with_the_numbers(make_confi
     run = tmp_path / "run"
     file = write_config(with_ports(small(make_config)), run)
     assert exit_codes([start("learner", file), start("tests.rigs.misaligned_server", file)]) == [3, 2], logs(run)
-    for said in (failure_of(run).reason, (run / "tests.misaligned_server.log").read_text()):
+    for said in (failure_of(run).reason, (run / "tests.rigs.misaligned_server.log").read_text()):
         assert "differ by at most 0.01 nats, 0.01 on average" in said
         assert "row rl.parquet:" in said
     assert "is aligned" not in (run / "learner.log").read_text()
@@ -44,7 +44,9 @@ def test_a_late_misaligned_server_is_refused_and_a_late_good_one_is_not(
         wait_until(lambda: (run / "metrics.jsonl").exists(), "the first step", run)
         services.append(bad := start("tests.rigs.misaligned_server", other))
         assert bad.wait(timeout=60) == 2, logs(tmp_path / "other")
-        assert "the learner refuses this server" in (tmp_path / "other" / "tests.misaligned_server.log").read_text()
+        assert (
+            "the learner refuses this server" in (tmp_path / "other" / "tests.rigs.misaligned_server.log").read_text()
+        )
         services.append(late := start("rollout_server", other))
         learner_log = run / "learner.log"
         wait_until(lambda: learner_log.read_text().count("is aligned") == 2, "the good one", run)
