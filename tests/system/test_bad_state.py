@@ -332,6 +332,5 @@ def test_a_finished_run_that_goes_on_is_not_over_for_servers_that_come_while_its
     ],
 )
 def test_a_resumed_run_keeps_what_its_journal_was_made_with(damaged: Path, override: str, says: str) -> None:
-    config = load_config(damaged / "config.yaml", [override])
-    with pytest.raises(UserError, match=says), ExitStack() as resources:
-        find_start(config, resume=True, resources=resources)
+    assert learner_alone(damaged, "--resume", override) == 2, logs(damaged)
+    assert says in refusal_of(damaged)
