@@ -47,7 +47,7 @@ FULL: dict[str, Any] = {
     "batch": {"prompts_per_step": 4, "group_size": 4, "tokens_per_microbatch": 2048},
     "rollout": {"max_concurrent_sequences": 16},
 }
-"""Of the benchmark's prompts and of the configuration, by `cycle_config`."""
+"""Settings of the benchmark's prompts and of `cycle_config`."""
 
 
 @dataclass(frozen=True)

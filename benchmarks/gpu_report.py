@@ -27,7 +27,7 @@ from benchmarks.random_models import SIZES, make_model
 def settings(
     size: str, device: str, engine: str, budget_gib: float, *, adapters: bool | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Of 4 billion parameters only adapters can be trained in 24 GiB: see docs/decisions/011-memory-plan.md."""
+    """Adapters for 4 billion parameters, whose full training needs over 24 GiB: docs/decisions/011-memory-plan.md."""
     adapted = size == "4b" if adapters is None else adapters
     return {
         "model": {"dtype": "bfloat16" if device == "cuda" else "float32", "lora": {"rank": 16 if adapted else 0}},

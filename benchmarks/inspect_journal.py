@@ -197,7 +197,7 @@ def look(folder: Path) -> dict[str, float]:
 
 
 def looked(folder: Path, *, cold: bool) -> dict[str, float]:
-    """By a fresh process."""
+    """A look by a fresh process."""
     if cold:
         for file in folder.iterdir():
             if file.is_file():

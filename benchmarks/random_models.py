@@ -14,7 +14,7 @@ import torch
 
 DIGITS = Path(__file__).parent.parent / "examples" / "digits"
 PATCH_SIZE = 7
-"""Of the digits' processor, which the models share."""
+"""Patch size of the digits' processor, which the models share."""
 SIZES: dict[str, dict[str, dict[str, int]]] = {
     "tiny": {
         "text": {"hidden": 64, "inter": 128, "layers": 2, "heads": 2, "kv": 1, "vocabulary": 512},

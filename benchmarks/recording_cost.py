@@ -199,7 +199,7 @@ def _drain(terminal: int, log: Path) -> None:
 
 
 class _scraped:
-    """By Prometheus, or a thread that does what it would do."""
+    """A scrape, made by Prometheus or by a thread in its place."""
 
     def __init__(self, ports: tuple[int, ...], folder: Path):
         self._targets = [f"127.0.0.1:{port}" for port in ports]

@@ -48,7 +48,7 @@ def measure(side: str, model: Path) -> dict[str, float]:
 
 
 def resident_mib() -> float:
-    """Of what is in use: what the C library keeps for reuse is given back first."""
+    """Bytes in use: what the C library keeps for reuse is given back first."""
     import torch
 
     from asyncrl.models.devices import free_caches

@@ -53,13 +53,13 @@ class Run:
     completions: list[Sampled]
     seconds: float
     cpu_s: float
-    """Of this process, all threads."""
+    """Processor seconds of this process, all threads."""
     updates: int
-    """That met running sequences."""
+    """Updates that met running sequences."""
     pause_s: float
-    """Of all updates: nothing was decoded."""
+    """Seconds of all updates in which nothing was decoded."""
     until_in_place_s: list[float]
-    """Of each update, from the order to the new policy."""
+    """Seconds of each update, from the order to the new policy."""
 
     @property
     def tokens_per_s(self) -> float:

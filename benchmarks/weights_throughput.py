@@ -34,7 +34,7 @@ from protocol.weights import Publication, Tensor
 
 LAYERS, PER_LAYER = 28, 8
 SEND_BYTES, RECEIVE_BYTES = 1 << 20, 1 << 18
-"""Of the plain connection: the fastest of 64 KiB to 4 MiB where this was written."""
+"""Frame size of the plain connection: the fastest of 64 KiB to 4 MiB where this was written."""
 TIMEOUT_S = 60.0
 
 

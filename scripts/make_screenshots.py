@@ -28,14 +28,14 @@ from asyncrl.tools.samples.store import SampleStore
 WIDTH, HEIGHT = 1360, 860
 PAGE_ROWS = 50
 LOOKED_AT = 5000
-"""Of the newest samples: the most telling one of them is shown."""
+"""Number of newest samples to choose from: the most telling one of them is shown."""
 REPORT_WIDTH = 1280
 MARGIN, BELOW = 24, 10
 PICTURES = {
     "report.png": ("header.top", "#learning .chart:nth-child(6)"),
     "report-timeline.png": ("#timeline", ".card"),
 }
-"""By file: from the top of the first to the bottom of the second."""
+"""Cut by file: from the top of the first to the bottom of the second."""
 
 
 def main() -> None:

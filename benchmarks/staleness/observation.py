@@ -104,12 +104,12 @@ class Observation:
 
     @property
     def dropped_share(self) -> float:
-        """Of the issued groups."""
+        """Share of the issued groups."""
         return self.dropped / self.issued
 
     @property
     def masked_share(self) -> float:
-        """Of the sampled tokens in consumed groups."""
+        """Share of the sampled tokens in consumed groups."""
         return self.masked_tokens / (self.masked_tokens + self.staleness.total())
 
     @property
@@ -131,7 +131,7 @@ class Observation:
 
     @property
     def idle_ratio(self) -> float:
-        """Of the learner, without the ends of the run."""
+        """Idle share of the learner, without the ends of the run."""
         return sum(self.waits[self._middle]) / (len(self.waits[self._middle]) * self.seconds_per_step)
 
     @property

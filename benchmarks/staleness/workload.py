@@ -51,7 +51,7 @@ class Workload:
     weights_s: tuple[float, float] = (0.05, 0.3)
     """Transfer of a version: drawn per server and version, uniformly."""
     latency_s: float = 0.005
-    """Of a message, one way."""
+    """Seconds of a message, one way."""
     weight_update: str = "recompute"
     seed: int = 1
 
