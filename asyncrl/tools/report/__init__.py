@@ -2,5 +2,5 @@
 
 Reading order: `recorded_run` (what a run directory says), `findings` (what is wrong with it), `chart` and `charts`
 (curves), `activity` and `timeline` (who did what), `sample_cards`, `settings`; `page` and `comparison` put them
-together, and `write` makes the file.
+together with `templates`, and `write` makes the file.
 """

@@ -5,25 +5,26 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
-from asyncrl.tools.report.markup import figure, text
+from asyncrl.tools.report.markup import NUM_COLOURS, figure, text
 from asyncrl.tools.report.recorded_run import Points
 
 WIDTH, HEIGHT = 400, 168
 LEFT, RIGHT, TOP, BOTTOM = 42, 8, 8, 20
-NUM_COLOURS = 8
 MAX_POINTS = 400
 """Points of a curve that a screen can show."""
+Show = Callable[[float | None], str]
+"""Formats a value."""
 
 
 @dataclass(frozen=True)
 class Curve:
     name: str
     points: Points
-    style: Literal["line", "faint", "dots", "bound"] = "line"
+    style: Literal["line", "faint", "dots", "bound", "area"] = "line"
     """`faint` lies under the curve that follows it, has no legend, and shares its colour; `bound` is dashed."""
     colour: int | str = -1
     """A number of the palette, or a name of report.css; -1: the next number."""
@@ -56,77 +57,63 @@ def line_chart(
     floor: float | None = None,
     ceiling: float | None = None,
     limit: float | None = None,
-    show: Callable[[float | None], str] = figure,
+    show: Show = figure,
     x_name: str = "step",
 ) -> str:
     """Draw curves; empty if none has a number. The axis includes `floor` and `ceiling`; `limit` is a dashed line."""
     drawn = _coloured([curve for curve in curves if any(y is not None for _, y in curve.points)])
     if not drawn:
         return ""
-    drawn = [(Curve(c.name, thin(c.points), c.style), colour) for c, colour in drawn]
-    numbers = [y for curve, _ in drawn for _, y in curve.points if y is not None]
+    drawn = [replace(curve, points=thin(curve.points)) for curve in drawn]
+    numbers = [y for curve in drawn for _, y in curve.points if y is not None]
     positive = [y for y in numbers if y > 0]
     logarithmic = logarithmic and bool(positive)
     low, high = (min(positive), max(positive)) if logarithmic else (min(numbers), max(numbers))
     if not logarithmic:
         low, high = min(low, floor if floor is not None else low), max(high, ceiling if ceiling is not None else high)
-    xs = [x for curve, _ in drawn for x, _ in curve.points]
+    xs = [x for curve in drawn for x, _ in curve.points]
     axes = Axes((min(xs), max(xs)), _padded(low, high, logarithmic, floor), logarithmic)
-    body = [_grid(axes, show), *(_limit(axes, limit) if limit is not None else [])]
-    body += [_draw(axes, curve, colour) for curve, colour in drawn]
-    legend = [(c.name, colour, show(_last(c.points)), c.style) for c, colour in drawn if c.style != "faint"]
-    series = [
-        {"n": c.name, "c": colour, "p": [[_short(x), None if y is None else _short(y)] for x, y in c.points]}
-        for c, colour in drawn
-        if c.style != "faint"
-    ]
-    return _figure(title, unit, legend, body, axes, series, x_name)
+    body = [_draw(axes, curve) for curve in drawn]
+    if limit is not None and axes.y[0] < limit < axes.y[1]:
+        at = f"{axes.py(limit):.1f}"
+        body.insert(0, f'<line class="limit" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at}" y2="{at}"/>')
+    return _figure(title, unit, drawn, body, axes, show, x_name)
 
 
-def stack_chart(
-    title: str,
-    names: Sequence[tuple[str, int | str]],
-    rows: Sequence[tuple[float, ...]],
-    *,
-    unit: str = "",
-    show: Callable[[float | None], str] = figure,
-) -> str:
-    """Draw areas on top of each other; a row is x and the value of each name."""
-    present = [i for i in range(len(names)) if any(row[i + 1] for row in rows)]
-    if not rows or not present:
+def stack_chart(title: str, parts: Sequence[Curve], *, unit: str = "", show: Show = figure) -> str:
+    """Draw curves of the same steps, without gaps, as areas on top of each other."""
+    parts = [curve for curve in parts if any(y for _, y in curve.points)]
+    if not parts:
         return ""
-    thinned = thin_rows(rows)
-    highest = max(sum(row[1:]) for row in thinned)
-    axes = Axes((thinned[0][0], thinned[-1][0]), (0.0, highest * 1.05 or 1.0))
-    below = [0.0] * len(thinned)
-    body = [_grid(axes, show)]
-    for i in present:
-        above = [base + max(0.0, row[i + 1]) for base, row in zip(below, thinned, strict=True)]
-        edge = [f"{axes.px(r[0]):.1f},{axes.py(y):.1f}" for r, y in zip(thinned, above, strict=True)]
-        back = [f"{axes.px(r[0]):.1f},{axes.py(y):.1f}" for r, y in zip(thinned, below, strict=True)]
-        body.append(f'<polygon class="area c-{names[i][1]}" points="{" ".join([*edge, *reversed(back)])}"/>')
-        below = above
-    legend = [(names[i][0], names[i][1], show(thinned[-1][i + 1]), "area") for i in present]
-    series = [
-        {"n": names[i][0], "c": names[i][1], "p": [[_short(row[0]), _short(row[i + 1])] for row in thinned]}
-        for i in present
+    columns = zip(*(curve.points for curve in parts), strict=True)
+    kept = [int(i) for i, _ in thin([(float(i), sum(y or 0.0 for _, y in row)) for i, row in enumerate(columns)])]
+    parts = [replace(curve, points=[curve.points[i] for i in kept], style="area") for curve in parts]
+    xs = [x for x, _ in parts[0].points]
+    bounds = [[0.0] * len(xs)]
+    for curve in parts:
+        bounds.append([base + max(0.0, y or 0.0) for base, (_, y) in zip(bounds[-1], curve.points, strict=True)])
+    axes = Axes((xs[0], xs[-1]), (0.0, max(bounds[-1]) * 1.05 or 1.0))
+    edges = [[f"{axes.px(x):.1f},{axes.py(y):.1f}" for x, y in zip(xs, bound, strict=True)] for bound in bounds]
+    body = [
+        f'<polygon class="area c-{curve.colour}" points="{" ".join([*above, *reversed(below)])}"/>'
+        for curve, (below, above) in zip(parts, pairwise(edges), strict=True)
     ]
-    return _figure(title, unit, legend, body, axes, series, "step")
+    return _figure(title, unit, parts, body, axes, show, "step")
 
 
-def _coloured(curves: Sequence[Curve]) -> list[tuple[Curve, int | str]]:
+def _coloured(curves: Sequence[Curve]) -> list[Curve]:
     """Give each curve its colour; a faint curve has that of the next one."""
-    coloured: list[tuple[Curve, int | str]] = []
+    coloured: list[Curve] = []
     following = 0
     for curve in curves:
         given = curve.colour if curve.colour != -1 else "muted" if curve.style == "bound" else following % NUM_COLOURS
-        coloured.append((curve, given))
+        coloured.append(replace(curve, colour=given))
         if curve.style in ("line", "dots") and curve.colour == -1:
             following += 1
     return coloured
 
 
-def _draw(axes: Axes, curve: Curve, colour: int | str) -> str:
+def _draw(axes: Axes, curve: Curve) -> str:
     """Draw a line. A point without a number interrupts it; a single number between two of those is a dot."""
     parts: list[list[str]] = [[]]
     for x, y in curve.points:
@@ -134,12 +121,12 @@ def _draw(axes: Axes, curve: Curve, colour: int | str) -> str:
             parts.append([])
         else:
             parts[-1].append(f"{axes.px(x):.1f},{axes.py(y):.1f}")
-    kind = {"faint": "faint", "bound": "bound"}.get(curve.style, "line")
-    marks = [f'<polyline class="{kind} c-{colour}" points="{" ".join(p)}"/>' for p in parts if len(p) > 1]
+    kind = "line" if curve.style == "dots" else curve.style
+    marks = [f'<polyline class="{kind} c-{curve.colour}" points="{" ".join(p)}"/>' for p in parts if len(p) > 1]
     every, radius = curve.style == "dots", 3 if curve.style == "dots" else 2
     for at in (at for part in parts if every or len(part) == 1 for at in part):
         x, y = at.split(",")
-        marks.append(f'<circle class="dot c-{colour}" cx="{x}" cy="{y}" r="{radius}"/>')
+        marks.append(f'<circle class="dot c-{curve.colour}" cx="{x}" cy="{y}" r="{radius}"/>')
     return "".join(marks)
 
 
@@ -153,7 +140,7 @@ def _padded(low: float, high: float, logarithmic: bool, floor: float | None) -> 
     return (low if floor is not None and low >= floor else low - margin, high + margin)
 
 
-def _grid(axes: Axes, show: Callable[[float | None], str]) -> str:
+def _grid(axes: Axes, show: Show) -> str:
     right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
     parts = []
     for y in _log_ticks(*axes.y) if axes.logarithmic else ticks(*axes.y, 4):
@@ -163,13 +150,6 @@ def _grid(axes: Axes, show: Callable[[float | None], str]) -> str:
     for x in ticks(*axes.x, 5):
         parts.append(f'<text class="tick" x="{axes.px(x):.1f}" y="{bottom + 14}" text-anchor="middle">{x:,g}</text>')
     return "".join(parts)
-
-
-def _limit(axes: Axes, limit: float) -> list[str]:
-    if not axes.y[0] < limit < axes.y[1]:
-        return []
-    at = f"{axes.py(limit):.1f}"
-    return [f'<line class="limit" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at}" y2="{at}"/>']
 
 
 def ticks(low: float, high: float, wanted: int) -> list[float]:
@@ -192,28 +172,33 @@ def _log_ticks(low: float, high: float) -> list[float]:
     return [10.0**power for power in powers][::every]
 
 
-def _last(points: Points) -> float | None:
-    return next((y for _, y in reversed(points) if y is not None), None)
-
-
 def _short(value: float) -> float:
     """Round to five digits, enough for a tooltip."""
     return float(f"{value:.5g}")
 
 
-def _figure(title, unit, legend, body, axes: Axes, series, x_name: str) -> str:
+def _figure(
+    title: str, unit: str, curves: Sequence[Curve], body: Sequence[str], axes: Axes, show: Show, x_name: str
+) -> str:
+    """Frame what is drawn with axes, a legend that tells the last values, and the numbers for the tooltips."""
+    named = [curve for curve in curves if curve.style != "faint"]
+    last = {c.name: show(next((y for _, y in reversed(c.points) if y is not None), None)) for c in named}
     keys = "".join(
-        f'<span class="key"><i class="{style} c-{colour}"></i>{text(name)} <b>{text(value)}</b></span>'
-        for name, colour, value, style in legend
+        f'<span class="key"><i class="{c.style} c-{c.colour}"></i>{text(c.name)} <b>{text(last[c.name])}</b></span>'
+        for c in named
     )
+    series = [
+        {"n": c.name, "c": c.colour, "p": [[_short(x), None if y is None else _short(y)] for x, y in c.points]}
+        for c in named
+    ]
     data = {"x": axes.x, "l": LEFT, "w": WIDTH - LEFT - RIGHT, "W": WIDTH, "n": x_name, "s": series}
-    label = text(f"{title}: {', '.join(name for name, *_ in legend)}")
+    label = text(f"{title}: {', '.join(last)}")
     return (
         f'<figure class="chart" data-chart="{text(json.dumps(data, separators=(",", ":")))}">'
         f'<figcaption><span class="title">{text(title)}</span> <span class="unit">{text(unit)}</span>'
         f'<span class="keys">{keys}</span></figcaption>'
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(body)}'
-        f'<line class="cursor" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/></svg></figure>'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">'
+        f'{_grid(axes, show)}{"".join(body)}<line class="cursor" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/></svg></figure>'
     )
 
 
@@ -231,12 +216,6 @@ def thin(points: Points, limit: int = MAX_POINTS) -> Points:
         gaps = [i for i in range(first, end) if points[i][1] is None]
         kept.update(gaps[:1])
         if numbers:
-            value: Callable[[int], float] = lambda i: points[i][1] or 0.0  # noqa: E731
-            kept.update((min(numbers, key=value), max(numbers, key=value)))
+            values = [points[i][1] or 0.0 for i in numbers]
+            kept.update(numbers[values.index(extreme)] for extreme in (min(values), max(values)))
     return [points[i] for i in sorted(kept)]
-
-
-def thin_rows(rows: Sequence[tuple[float, ...]], limit: int = MAX_POINTS) -> list[tuple[float, ...]]:
-    """Thin rows of an x with several values, by the sum of the values."""
-    totals: Points = [(float(i), sum(row[1:])) for i, row in enumerate(rows)]
-    return [rows[int(index)] for index, _ in thin(totals, limit)]

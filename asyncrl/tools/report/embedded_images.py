@@ -22,18 +22,25 @@ KEPT_BYTES = 24 << 10
 """A file up to this size, and of no more pixels, is embedded as it is."""
 LARGEST_FILE = 64 << 20
 QUALITY = 82
+MAGNIFIED_BELOW = 200
+"""Pixels of the longer side below which the page magnifies an image."""
 _HASH = re.compile(r"[0-9a-f]{8,128}")
 _TYPES = {"png": "image/png", "jpg": "image/jpeg", "webp": "image/webp"}
 
 
 @dataclass(frozen=True)
 class EmbeddedImage:
-    uri: str
+    uri: str = ""
     """Empty where there is no image to show."""
     width: int = 0
     height: int = 0
     """Size of the original, in pixels."""
     problem: str = ""
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the page magnifies it."""
+        return max(self.width, self.height) < MAGNIFIED_BELOW
 
 
 class EmbeddedImages:
@@ -47,32 +54,30 @@ class EmbeddedImages:
     def get(self, digest: object) -> EmbeddedImage:
         """Return the image by the hash that a sample names."""
         if not isinstance(digest, str) or not _HASH.fullmatch(digest):
-            return EmbeddedImage("", problem="not an image's hash")
+            return EmbeddedImage(problem="not an image's hash")
         if digest not in self._known:
             self._known[digest] = self._read(digest)
         return self._known[digest]
 
     def _read(self, digest: str) -> EmbeddedImage:
+        file = next(self._folder.glob(f"{digest}.*"), None)
+        if file is None:
+            return EmbeddedImage(problem="not in images/")
         try:
-            file = next((file for file in self._folder.iterdir() if file.stem == digest), None)
-            if file is None:
-                return EmbeddedImage("", problem="not in images/")
             if file.stat().st_size > LARGEST_FILE:
-                return EmbeddedImage("", problem=f"{file.stat().st_size >> 20} MiB")
+                return EmbeddedImage(problem=f"{file.stat().st_size >> 20} MiB")
             data = file.read_bytes()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # Pillow warns of odd metadata; too many pixels are refused
                 image = decode_image(data, file.name)
-        except FileNotFoundError:
-            return EmbeddedImage("", problem="not in images/")
         except OSError as problem:
-            return EmbeddedImage("", problem=problem.strerror or "unreadable")
+            return EmbeddedImage(problem=problem.strerror or "unreadable")
         except UserError:
-            return EmbeddedImage("", problem="damaged, or no image")
+            return EmbeddedImage(problem="damaged, or no image")
         width, height = image.size
         small, kind = _shrink(image, data)
         if len(small) > self._left:
-            return EmbeddedImage("", width, height, "left out: the page has its fill of images")
+            return EmbeddedImage(width=width, height=height, problem="left out: the page has its fill of images")
         self._left -= len(small)
         return EmbeddedImage(f"data:{kind};base64,{base64.b64encode(small).decode()}", width, height)
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
+from operator import gt, lt
 from statistics import fmean, linear_regression
 from typing import Literal
 
@@ -56,9 +57,6 @@ def verdict(run: RecordedRun, found: list[Finding]) -> tuple[str, str]:
         if names:
             return level, f"{opening}: {'; '.join(names)}."
     return "good", f"Healthy: none of {len(CHECKS)} checks found anything that needs attention."
-
-
-# --- how it ended ----------------------------------------------------------------------------------
 
 
 def _stopped(run: RecordedRun) -> Iterator[Finding]:
@@ -117,15 +115,9 @@ def _disk(run: RecordedRun) -> Iterator[Finding]:
         yield Finding("warning", "The disk is nearly full", f"{free / 2**30:.2g} GiB free", advice)
 
 
-# --- is the account right ------------------------------------------------------------------------
-
-
 def _residual(run: RecordedRun) -> Iterator[Finding]:
-    wrong = [
-        step
-        for step in run.steps
-        if abs(number(step.get("ledger_residual")) or 0.0) > THRESHOLDS["LedgerResidual"].value
-    ]
+    limit = THRESHOLDS["LedgerResidual"].value
+    wrong = [step for step in run.steps if abs(number(step.get("ledger_residual")) or 0.0) > limit]
     if wrong:
         value = f"{figure(number(wrong[-1]['ledger_residual']))} groups, first at step {wrong[0]['step']:.0f}"
         advice = "Samples were lost or counted twice. Keep the run directory: this is a defect to report."
@@ -150,9 +142,6 @@ def _errors(run: RecordedRun) -> Iterator[Finding]:
         yield Finding("info", "Errors were counted", value, advice)
 
 
-# --- does it learn -------------------------------------------------------------------------------
-
-
 def _reward_hacking(run: RecordedRun) -> Iterator[Finding]:
     scored = [(e, value) for e in run.evaluations if (value := number(e.get("accuracy"))) is not None]
     if len(scored) < 2:
@@ -171,9 +160,9 @@ def _reward_hacking(run: RecordedRun) -> Iterator[Finding]:
 
 
 def _entropy(run: RecordedRun) -> Iterator[Finding]:
-    limit = THRESHOLDS["EntropyCollapse"]
-    if steps := _alerting_steps(run, limit.hold_s, _below("entropy", limit.value)):
-        value = f"below {limit.value:g} nats per token in {steps}; lowest {figure(min(run.values('entropy')))}"
+    if steps := _steps_beyond(run, "EntropyCollapse", "entropy", lt):
+        limit, lowest = THRESHOLDS["EntropyCollapse"].value, figure(min(run.values("entropy")))
+        value = f"below {limit:g} nats per token in {steps}; lowest {lowest}"
         advice = "The policy hardly explores: raise clip_ratio_high or entropy_coeff, lower the learning rate, or stop."
         yield Finding("warning", "Entropy collapsed", value, advice)
 
@@ -221,24 +210,20 @@ def _rows(run: RecordedRun) -> dict[str, float]:
     return {key.removeprefix("rows/"): sum(run.values(key)) for key in run.keys if key.startswith("rows/")}
 
 
-# --- is it on policy enough, does one side wait ---------------------------------------------------
-
-
 def _effective_sample_size(run: RecordedRun) -> Iterator[Finding]:
-    limit = THRESHOLDS["EffectiveSampleSizeCollapse"]
-    if steps := _alerting_steps(run, limit.hold_s, _below("ess", limit.value)):
-        value = f"below {share(limit.value)} in {steps}; lowest {share(min(run.values('ess')))}"
+    if steps := _steps_beyond(run, "EffectiveSampleSizeCollapse", "ess", lt):
+        limit, lowest = THRESHOLDS["EffectiveSampleSizeCollapse"].value, min(run.values("ess"))
+        value = f"below {share(limit)} in {steps}; lowest {share(lowest)}"
         advice = "A few tokens decide the gradient: lower learner.max_staleness or the learning rate."
         yield Finding("warning", "The effective sample size collapsed", value, advice)
 
 
 def _mismatch(run: RecordedRun) -> Iterator[Finding]:
-    limit, key = THRESHOLDS["MismatchKl"], "mismatch_kl_k3"
-    if steps := _alerting_steps(run, limit.hold_s, _above(key, limit.value)):
-        value = f"above {limit.value:g} nats per token in {steps}; highest {figure(max(run.values(key)))}"
-        advice = (
-            "If it is high at staleness 0, engine and learner disagree: run asyncrl doctor. Else lower max_staleness."
-        )
+    key = "mismatch_kl_k3"
+    if steps := _steps_beyond(run, "MismatchKl", key, gt):
+        limit, highest = THRESHOLDS["MismatchKl"].value, figure(max(run.values(key)))
+        value = f"above {limit:g} nats per token in {steps}; highest {highest}"
+        advice = "If it is high at staleness 0, run asyncrl doctor: they disagree. Else lower max_staleness."
         yield Finding("warning", "Learner and engine disagree", value, advice)
 
 
@@ -264,10 +249,9 @@ def _staleness(run: RecordedRun) -> Iterator[Finding]:
 
 
 def _learner_starves(run: RecordedRun) -> Iterator[Finding]:
-    limit = THRESHOLDS["LearnerStarves"]
-    steps = _alerting_steps(run, limit.hold_s, _above("idle/learner", limit.value))
+    steps = _steps_beyond(run, "LearnerStarves", "idle/learner", gt)
     if run.setting("trainer.mode") != "sync" and steps:
-        value = f"more than {share(limit.value)} of its time in {steps}"
+        value = f"more than {share(THRESHOLDS['LearnerStarves'].value)} of its time in {steps}"
         yield Finding("info", "The learner waits for groups", value, "Add rollout servers, or shorten completions.")
 
 
@@ -302,15 +286,15 @@ CHECKS: dict[str, Callable[[RecordedRun], Iterator[Finding]]] = {
 """Checks by the name of their subject."""
 
 
-# --- how long a threshold was crossed ---------------------------------------------------------------
+def _steps_beyond(run: RecordedRun, alert: str, key: str, is_beyond: Callable[[float, float], bool]) -> str:
+    """Describe the longest stretch of steps whose value is beyond the threshold of an alert."""
+    limit = THRESHOLDS[alert]
 
+    def crosses(step: Record) -> bool | None:
+        value = number(step.get(key))
+        return None if value is None else is_beyond(value, limit.value)
 
-def _below(key: str, limit: float) -> Callable[[Record], bool | None]:
-    return lambda step: None if (value := number(step.get(key))) is None else value < limit
-
-
-def _above(key: str, limit: float) -> Callable[[Record], bool | None]:
-    return lambda step: None if (value := number(step.get(key))) is None else value > limit
+    return _alerting_steps(run, limit.hold_s, crosses)
 
 
 def _alerting_steps(run: RecordedRun, hold_s: float, crossed: Callable[[Record], bool | None]) -> str:

@@ -1,29 +1,76 @@
-"""HTML of a page: its frame, escaped text, and numbers. All text that others wrote goes through `text`."""
+"""HTML of a page: its templates, escaped text, and numbers. Templates and `text` escape all text that others wrote."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import html
 import re
-from collections.abc import Sequence
 from datetime import datetime
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
-Section = tuple[str, str]
-"""Title and HTML."""
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from asyncrl.tools.report.recorded_run import number
+
+_FOLDER = Path(__file__).parent
 _SHOWN = {"\n", "\t"}
+LABELS = {
+    "good": "best of its time",
+    "bad": "worst of its time",
+    "truncated": "truncated",
+    "timed_out": "timed out",
+    "error": "error",
+}
+"""Reasons for showing a sample."""
+FOLDED_FROM = 420
+"""Characters after which a text is folded."""
+MAX_CHARACTERS = 8000
+NUM_COLOURS = 8
 
 
 def text(value: Any) -> str:
-    """Escape text for elements and quoted attributes.
+    """Escape text for elements and quoted attributes."""
+    return str(escape(_visible(value)))
 
-    Control characters, and those that change the direction of writing, show as their codes.
-    """
-    shown = "".join(c if c.isprintable() or c in _SHOWN else c.encode("unicode_escape").decode() for c in str(value))
-    return html.escape(shown, quote=True)
+
+def _visible(value: Any) -> Any:
+    """Show control characters, and those that change the direction of writing, as their codes."""
+    if isinstance(value, Markup):
+        return value
+    return "".join(c if c.isprintable() or c in _SHOWN else c.encode("unicode_escape").decode() for c in str(value))
+
+
+def render(template: str, **values: Any) -> str:
+    """Fill a template. The page loads nothing from anywhere, and no other script than report.js may run."""
+    style, script = ((_FOLDER / name).read_text() for name in ("report.css", "report.js"))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return _templates().get_template(template).render(style=style, script=script, digest=digest, **values)
+
+
+@cache
+def _templates() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(_FOLDER / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_visible,
+    )
+    environment.globals.update(
+        LABELS=LABELS, FOLDED_FROM=FOLDED_FROM, MAX_CHARACTERS=MAX_CHARACTERS, NUM_COLOURS=NUM_COLOURS
+    )
+    environment.filters.update(
+        anchor=lambda title: title.lower().replace(" ", "-"),
+        count_of=count,
+        figure=figure,
+        number=number,
+        with_code=lambda words: Markup(re.sub("`([^`]+)`", r"<code>\1</code>", text(words))),
+    )
+    return environment
 
 
 def figure(value: float | None) -> str:
@@ -77,30 +124,3 @@ def moment(at: float | None) -> str:
 def count(number: int, noun: str, plural: str = "") -> str:
     """Format a count with its noun: `1 step`, `2 steps`."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
-
-
-def document(title: str, head: str, sections: Sequence[Section]) -> str:
-    """Build a whole HTML document. It loads nothing from anywhere, and no other script than ours may run."""
-    style, script = _asset("report.css"), _asset("report.js")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    links = "".join(f'<a href="#{_anchor(name)}">{text(name)}</a>' for name, _ in sections)
-    body = "".join(
-        f'<section id="{_anchor(name)}"><h2>{text(name)}</h2>{content}</section>' for name, content in sections
-    )
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{text(title)} - asyncrl report</title>'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" '
-        f'content="light dark"><style>{style}</style></head><body><main>{head}<nav>{links}</nav>{body}</main>'
-        f'<div id="tip" role="status" hidden></div><script>{script}</script></body></html>\n'
-    )
-
-
-@cache
-def _asset(name: str) -> str:
-    return files("asyncrl.tools.report").joinpath(name).read_text()
-
-
-def _anchor(name: str) -> str:
-    return name.lower().replace(" ", "-")

@@ -5,39 +5,36 @@ from __future__ import annotations
 from statistics import fmean, median
 
 from asyncrl.tools.report.charts import chart_groups
-from asyncrl.tools.report.findings import Finding, checks_without_finding, findings, verdict
-from asyncrl.tools.report.markup import Section, count, document, duration, figure, moment, text
+from asyncrl.tools.report.findings import checks_without_finding, findings, verdict
+from asyncrl.tools.report.markup import count, duration, figure, moment, render
 from asyncrl.tools.report.recorded_run import RecordedRun, number
 from asyncrl.tools.report.sample_cards import sample_cards
-from asyncrl.tools.report.settings import configuration, environment
+from asyncrl.tools.report.settings import changed_settings, environment, starts
 from asyncrl.tools.report.timeline import timeline
 
 
 def page_of(run: RecordedRun) -> str:
     """Build the page of one run."""
-    found = findings(run)
-    sections: list[Section] = [("Health", _health(run, found))]
-    sections += [(title, f'<div class="charts">{"".join(charts)}</div>') for title, charts in chart_groups(run)]
-    sections += [
-        ("Timeline", timeline(run)),
-        ("Samples", sample_cards(run)),
-        ("Configuration", configuration(run)),
-        ("Environment", environment(run)),
-    ]
-    return document(run.name, _head(run, found), sections)
-
-
-def _head(run: RecordedRun, found: list[Finding]) -> str:
+    found, groups = findings(run), chart_groups(run)
     tone, sentence = verdict(run, found)
-    facts = "".join(
-        f'<div class="fact"><span>{text(name)}</span><b>{text(value)}</b><small>{text(note)}</small></div>'
-        for name, value, note in _facts(run)
-    )
-    ending = run.ending or "unknown"
-    return (
-        f'<header class="top"><h1>{text(run.name)}<span class="ending e-{text(ending)}">{text(ending)}</span></h1>'
-        f'<p class="what">{text(_what(run))}</p><div class="facts-row">{facts}</div>'
-        f'<p class="verdict v-{tone}">{text(sentence)}</p></header>'
+    return render(
+        "one_run.html",
+        title=run.name,
+        titles=["Health", *(title for title, _ in groups), "Timeline", "Samples", "Configuration", "Environment"],
+        run=run,
+        ending=run.ending or "unknown",
+        what=_what(run),
+        facts=_facts(run),
+        tone=tone,
+        sentence=sentence,
+        found=found,
+        clear=checks_without_finding(run),
+        groups=groups,
+        timeline=timeline(run),
+        samples=sample_cards(run),
+        settings=changed_settings(run),
+        environment=environment(run),
+        starts=starts(run),
     )
 
 
@@ -94,19 +91,3 @@ def course(run: RecordedRun, key: str) -> str:
 
 def _step(run: RecordedRun) -> float:
     return number(run.steps[-1]["step"]) or 0.0 if run.steps else number(run.status.get("step")) or 0.0
-
-
-def _health(run: RecordedRun, found: list[Finding]) -> str:
-    rows = "".join(
-        f'<tr class="f-{finding.level}"><td><span class="level">{finding.level}</span></td>'
-        f"<td>{text(finding.what)}</td><td>{text(finding.value)}</td><td>{text(finding.advice)}</td></tr>"
-        for finding in found
-    )
-    table = f'<table class="findings"><tbody>{rows}</tbody></table>' if rows else ""
-    clear = (
-        f'<p class="note">Nothing was found about {text(", ".join(checks_without_finding(run)))}.</p>'
-        if run.steps
-        else ""
-    )
-    missing = "".join(f"<li>{text(sentence)}</li>" for sentence in run.missing)
-    return table + clear + (f'<ul class="missing">{missing}</ul>' if missing else "")

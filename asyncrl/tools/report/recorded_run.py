@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -120,41 +121,37 @@ def read_run(path: Path) -> RecordedRun:
     """Read a run. Raises UserError only where there is none, or none of the files that mark one can be read."""
     _check_run(path)
     missing: list[str] = []
-    steps = sorted(_lines(path / METRICS_FILE, missing), key=lambda step: step["step"])
+    lost = "its part of this page is empty"
+    steps = sorted(_records(path / METRICS_FILE, missing, _has_step, lost), key=lambda step: step["step"])
     text, config = _configuration(path / CONFIG_FILE, missing)
-    starts = read_starts(path)
-    if not starts:
-        why = why_nothing(path / ENVIRONMENT_FILE)
-        missing.append(f"{ENVIRONMENT_FILE} {why}: what it ran on, and how often it was started, is not known.")
-    failure = read_failure(path)
-    if failure is None and (why := why_nothing(path / FAILURE_FILE)) != NOT_THERE:
-        missing.append(f"{FAILURE_FILE} {why}: why the run stopped is not known.")
-    status = read_status(path)
-    if not status:
-        why = why_nothing(path / STATUS_FILE)
-        missing.append(f"{STATUS_FILE} {why}: how the run is, or ended, is not known.")
-    if (why := why_nothing(path / SAMPLES_FILE)) not in (NOT_THERE, DAMAGED):
-        missing.append(f"{SAMPLES_FILE} {why}: no sample is shown.")
+    starts, failure, status = read_starts(path), read_failure(path), read_status(path)
+    for file, content, expected, lost_with_it in (
+        (ENVIRONMENT_FILE, starts, (), "what it ran on, and how often it was started, is not known"),
+        (FAILURE_FILE, failure, (NOT_THERE,), "why the run stopped is not known"),
+        (STATUS_FILE, status, (), "how the run is, or ended, is not known"),
+        (SAMPLES_FILE, None, (NOT_THERE, DAMAGED), "no sample is shown"),
+    ):
+        if not content and (why := why_nothing(path / file)) not in expected:
+            missing.append(f"{file} {why}: {lost_with_it}.")
     return RecordedRun(
         path=path,
-        name=_name(path),
+        name="/".join(path.resolve().parts[-2:]),
         steps=steps,
-        evaluations=_lines(path / EVALUATIONS_FILE, missing),
+        evaluations=_records(path / EVALUATIONS_FILE, missing, _has_step, lost),
         status=status,
         failure=failure,
         config_text=text,
         config=config,
         starts=starts,
-        spans=_spans(path / TIMELINE_FILE, missing),
+        spans=_records(path / TIMELINE_FILE, missing, _is_span, "of the rollout servers' time only totals are known"),
         missing=missing,
     )
 
 
 def _check_run(path: Path) -> None:
-    meant = _another_run(path)
-    signs = SIGNS[1:] if meant else SIGNS
+    other_run = _another_run(path)
     refused: UserError | None = None
-    for name in signs:
+    for name in SIGNS[1:] if other_run else SIGNS:
         try:
             if is_there(path / name):
                 return
@@ -164,21 +161,17 @@ def _check_run(path: Path) -> None:
         raise refused
     if not path.is_dir():
         raise UserError(f"there is no run directory {path}. Name the run_dir of a run")
-    if meant:
-        raise UserError(f"there is no run in {path}, but its {CONFIG_FILE} is of one: {meant}. Name that")
+    if other_run:
+        raise UserError(f"there is no run in {path}, but its {CONFIG_FILE} is of one: {other_run}. Name that")
     raise UserError(f"there is no run in {path}: it has none of {', '.join(SIGNS)}. Name the run_dir of a run")
 
 
 def _another_run(path: Path) -> str:
     """Return the run directory that this folder's config.yaml names, if it is another one; as in the demo's folder."""
     run_dir = _configuration(path / CONFIG_FILE, [])[1].get("run_dir")
-    if isinstance(run_dir, str):
-        for folder in (
-            Path(run_dir),
-            path / Path(run_dir).name,
-        ):  # from here, or moved with this folder
-            if any(os.path.exists(folder / name) for name in SIGNS) and not path.samefile(folder):
-                return str(folder)
+    for folder in (Path(run_dir), path / Path(run_dir).name) if isinstance(run_dir, str) else ():  # moved, or not
+        if any(os.path.exists(folder / name) for name in SIGNS) and not path.samefile(folder):
+            return str(folder)
     return ""
 
 
@@ -220,32 +213,21 @@ def read_lines(path: Path) -> tuple[list[Record], int]:
     return records, broken
 
 
-def _lines(path: Path, missing: list[str]) -> list[Record]:
-    """Read the records that have a step."""
+def _records(path: Path, missing: list[str], is_usable: Callable[[Record], bool], lost: str) -> list[Record]:
+    """Read the usable records of a file; `lost` says what the page lacks without it."""
     try:
         records, broken = read_lines(path)
     except OSError:
-        missing.append(f"{path.name} {why_nothing(path)}: its part of this page is empty.")
+        missing.append(f"{path.name} {why_nothing(path)}: {lost}.")
         return []
-    stepped = [record for record in records if number(record.get("step")) is not None]
-    _note_broken_lines(path, broken + len(records) - len(stepped), missing)
-    return stepped
-
-
-def _spans(path: Path, missing: list[str]) -> list[Record]:
-    try:
-        records, broken = read_lines(path)
-    except OSError:
-        missing.append(f"{path.name} {why_nothing(path)}: of the rollout servers' time only totals are known.")
-        return []
-    spans = [record for record in records if _is_span(record)]
-    _note_broken_lines(path, broken + len(records) - len(spans), missing)
-    return spans
-
-
-def _note_broken_lines(path: Path, broken: int, missing: list[str]) -> None:
-    if broken:
+    usable = [record for record in records if is_usable(record)]
+    if broken := broken + len(records) - len(usable):
         missing.append(f"{path.name} has {broken} lines that could not be read; they are left out.")
+    return usable
+
+
+def _has_step(record: Record) -> bool:
+    return number(record.get("step")) is not None
 
 
 def _is_span(record: Record) -> bool:
@@ -271,9 +253,3 @@ def _configuration(path: Path, missing: list[str]) -> tuple[str, Record]:
 def _start(step: Record) -> float | None:
     ended = number(step.get("time"))
     return None if ended is None else ended - (number(step.get("step_s")) or 0.0)
-
-
-def _name(path: Path) -> str:
-    """Return the last two parts of the path: more than `grpo`, and short."""
-    parts = path.resolve().parts
-    return "/".join(parts[-2:]) if len(parts) > 2 else path.name or str(path)

@@ -6,15 +6,15 @@ Good, bad, truncated and failed samples are chosen from the whole course of the 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from asyncrl.tools.report.embedded_images import EmbeddedImage, EmbeddedImages
-from asyncrl.tools.report.markup import count, figure, text
+from asyncrl.tools.report.embedded_images import EmbeddedImages
+from asyncrl.tools.report.markup import FOLDED_FROM, LABELS, count
 from asyncrl.tools.report.recorded_run import SAMPLES_FILE, Record, RecordedRun, number
 
 PERIODS = 6
@@ -23,22 +23,10 @@ PER_STATUS = 3
 STATUSES = ("truncated", "timed_out", "error")
 MAX_IMAGES = 4
 MAX_COMPLETIONS = 8
-FOLDED_FROM = 420
-"""Characters after which a text is folded."""
-MAX_CHARACTERS = 8000
 MAX_OPEN_CHARACTERS = 1300
 """Characters of all completions of a card that are not folded; two are shown in any case."""
 COMPARED = ("text", "reward", "rewards", "status", "error", "length")
 """Completions with equal values of these keys are shown once."""
-LABELS = {
-    "good": "best of its time",
-    "bad": "worst of its time",
-    "truncated": "truncated",
-    "timed_out": "timed out",
-    "error": "error",
-}
-MAGNIFIED_BELOW = 200
-"""Pixels of the longer side below which an image is magnified."""
 
 
 @dataclass
@@ -77,14 +65,14 @@ def choose(file: Path, first: int, last: int) -> Chosen:
                 worst[period] = (mean, sample)
         for status in {str(c.get("status")) for c in completions_of(sample)} & by_status.keys():
             by_status[status].setdefault(period, sample)
-    chosen: dict[int, Choice] = {}
-    found: list[tuple[Record, str]] = []
+    labelled: list[tuple[Record, str]] = []
     for period in sorted(best):
-        found.append((best[period][1], "good"))
+        labelled.append((best[period][1], "good"))
         if worst[period][0] < best[period][0]:
-            found.append((worst[period][1], "bad"))
-    failed = [(sample, status) for status in STATUSES for sample in _spread(list(by_status[status].values()))]
-    for sample, label in [*found, *failed]:
+            labelled.append((worst[period][1], "bad"))
+    labelled += [(sample, status) for status in STATUSES for sample in _spread(list(by_status[status].values()))]
+    chosen: dict[int, Choice] = {}
+    for sample, label in labelled:
         chosen.setdefault(id(sample), Choice(sample)).labels.append(label)
     return Chosen(list(chosen.values()), recorded, broken)
 
@@ -117,119 +105,59 @@ def _spread(samples: list[Record]) -> list[Record]:
     return [samples[i] for i in sorted(places)] if samples else []
 
 
-# --- cards -----------------------------------------------------------------------------------------
-
-
-def sample_cards(run: RecordedRun) -> str:
-    """Show the chosen samples as HTML."""
+def sample_cards(run: RecordedRun) -> dict[str, Any]:
+    """Choose samples, and return what the template shows of them; `problem` says why there are none."""
     steps = [int(step["step"]) for step in run.steps]
     try:
         chosen = choose(run.path / SAMPLES_FILE, min(steps, default=0), max(steps, default=0))
     except FileNotFoundError:
-        return f'<p class="empty">There is no {SAMPLES_FILE}: trainer.samples_per_step is 0, or no step was made.</p>'
+        return {"problem": f"There is no {SAMPLES_FILE}: trainer.samples_per_step is 0, or no step was made."}
     except OSError as problem:
-        return f'<p class="empty">{SAMPLES_FILE} cannot be read ({text(problem.strerror)}).</p>'
+        return {"problem": f"{SAMPLES_FILE} cannot be read ({problem.strerror})."}
     if not chosen.choices:
-        return f'<p class="empty">{SAMPLES_FILE} holds no sample.</p>'
+        return {"problem": f"{SAMPLES_FILE} holds no sample."}
     images = EmbeddedImages(run.path)
-    scale = _scale(chosen.choices)
-    cards = "".join(_card(choice, images, scale) for choice in chosen.choices)
+    rewards = [reward for choice in chosen.choices for reward in _rewards(choice.sample)]
+    scale = min(rewards, default=0.0), max(rewards, default=0.0)
     broken = f", {count(chosen.broken, 'line')} could not be read" if chosen.broken else ""
-    about = (
-        f"{len(chosen.choices)} of {chosen.recorded:,} recorded groups: the best and the worst of each sixth of the "
-        f"run, and such as were cut off or failed{broken}."
-    )
-    present = [label for label in LABELS if any(label in choice.labels for choice in chosen.choices)]
-    buttons = "".join(f'<button data-filter="{label}">{LABELS[label]}</button>' for label in present)
-    filters = f'<p class="filters"><button data-filter="" class="on">all</button>{buttons}</p>'
-    return f'<p class="about">{about}</p>{filters}<div class="cards">{cards}</div>'
+    return {
+        "problem": "",
+        "about": f"{len(chosen.choices)} of {chosen.recorded:,} recorded groups: the best and the worst of each sixth "
+        f"of the run, and such as were cut off or failed{broken}.",
+        "labels": [label for label in LABELS if any(label in choice.labels for choice in chosen.choices)],
+        "cards": [_card(choice, images, scale) for choice in chosen.choices],
+    }
+
+
+def _card(choice: Choice, images: EmbeddedImages, scale: tuple[float, float]) -> dict[str, Any]:
+    """Show equal completions once, and fold what would make the card long."""
+    sample, completions, rewards = choice.sample, completions_of(choice.sample), _rewards(choice.sample)
+    same: dict[str, list[Record]] = {}
+    for completion in sorted(completions, key=lambda c: _rank(c, choice.labels)):
+        same.setdefault(json.dumps([completion.get(key) for key in COMPARED], sort_keys=True), []).append(completion)
+    shown = list(same.values())[:MAX_COMPLETIONS]
+    lengths = accumulate(min(FOLDED_FROM, len(str(alike[0].get("text", "")))) for alike in shown)
+    media = [digest for key in ("images", "videos") if isinstance(sample.get(key), list) for digest in sample[key]]
+    return {
+        "sample": sample,
+        "labels": choice.labels,
+        "mean": fmean(rewards) if rewards else None,
+        "images": [images.get(digest) for digest in media[:MAX_IMAGES]],
+        "more_images": max(0, len(media) - MAX_IMAGES),
+        "completions": [(alike[0], len(alike), _tone(number(alike[0].get("reward")), scale)) for alike in shown],
+        "open": max(2, sum(length <= MAX_OPEN_CHARACTERS for length in lengths)),
+        "left_out": len(completions) - sum(map(len, shown)),
+    }
 
 
 def _rewards(sample: Record) -> list[float]:
     return [reward for c in completions_of(sample) if (reward := number(c.get("reward"))) is not None]
 
 
-def _scale(choices: Sequence[Choice]) -> tuple[float, float]:
-    """Return the lowest and the highest reward of the chosen samples."""
-    rewards = [reward for choice in choices for reward in _rewards(choice.sample)]
-    return min(rewards, default=0.0), max(rewards, default=0.0)
-
-
-def _card(choice: Choice, images: EmbeddedImages, scale: tuple[float, float]) -> str:
-    sample = choice.sample
-    completions = completions_of(sample)
-    rewards = _rewards(sample)
-    mean = fmean(rewards) if rewards else None
-    tags = "".join(f'<span class="tag t-{label}">{LABELS[label]}</span>' for label in choice.labels)
-    rows = _completions(completions, choice.labels, scale)
-    answer = sample.get("answer")
-    answered = f'<p class="answer"><span>answer</span> {_long(answer)}</p>' if answer not in (None, "") else ""
-    return (
-        f'<article class="card" data-labels="{" ".join(choice.labels)}"><header><b>step {sample["step"]:.0f}</b>{tags}'
-        f'<span class="mean">mean reward {figure(mean)}</span><span class="row">{text(sample.get("row_id", ""))}</span>'
-        f'</header><div class="asked">{_images(sample, images)}<div><p class="prompt">'
-        f'{_long(sample.get("prompt", ""))}</p>{answered}</div></div><div class="completions">{rows}</div></article>'
-    )
-
-
-def _completions(completions: Sequence[Record], labels: list[str], scale: tuple[float, float]) -> str:
-    """Show equal completions once, and fold what would make the card long."""
-    same: dict[str, list[Record]] = {}
-    for completion in sorted(completions, key=lambda c: _rank(c, labels)):
-        same.setdefault(json.dumps([completion.get(key) for key in COMPARED], sort_keys=True), []).append(completion)
-    shown = list(same.values())[:MAX_COMPLETIONS]
-    rows = [_completion(alike[0], len(alike), scale) for alike in shown]
-    lengths = accumulate(min(FOLDED_FROM, len(str(alike[0].get("text", "")))) for alike in shown)
-    fit = max(2, sum(length <= MAX_OPEN_CHARACTERS for length in lengths))
-    folded = f"<summary>{count(len(rows) - fit, 'more completion')}</summary>{''.join(rows[fit:])}"
-    more = len(completions) - sum(len(alike) for alike in shown)
-    return (
-        "".join(rows[:fit])
-        + (f"<details>{folded}</details>" if rows[fit:] else "")
-        + (f'<p class="note">and {more:,} that are not on this page</p>' if more else "")
-    )
-
-
 def _rank(completion: Record, labels: list[str]) -> tuple[bool, float]:
     """Sort the completions that the card is shown for first, then by reward."""
     reward = number(completion.get("reward"))
     return completion.get("status") not in labels, -reward if reward is not None else float("inf")
-
-
-def _images(sample: Record, images: EmbeddedImages) -> str:
-    named = [*_list(sample.get("images")), *_list(sample.get("videos"))]
-    if not named:
-        return ""
-    shown = "".join(_image(images.get(digest)) for digest in named[:MAX_IMAGES])
-    more = f'<span class="none">{len(named) - MAX_IMAGES} more</span>' if len(named) > MAX_IMAGES else ""
-    return f'<div class="images">{shown}{more}</div>'
-
-
-def _image(image: EmbeddedImage) -> str:
-    if not image.uri:
-        return f'<span class="none">no image: {text(image.problem)}</span>'
-    small = max(image.width, image.height) < MAGNIFIED_BELOW
-    size = f"{image.width} × {image.height}"
-    return f'<img class="{"small" if small else "large"}" src="{image.uri}" alt="{size}" title="{size} pixels">'
-
-
-def _completion(completion: Record, times: int, scale: tuple[float, float]) -> str:
-    reward = number(completion.get("reward"))
-    rewards = completion.get("rewards")
-    parts = rewards if isinstance(rewards, dict) else {}
-    split = " ".join(f"{text(name)} <b>{figure(number(value))}</b>" for name, value in list(parts.items())[:8])
-    status = str(completion.get("status", ""))
-    chip = f'<span class="tag t-{status}">{LABELS[status]}</span>' if status in LABELS else ""
-    length = number(completion.get("length"))
-    tokens = count(round(length), "token") if length is not None else ""
-    error = completion.get("error")
-    failed = f'<p class="error">{_long(error)}</p>' if error else ""
-    alike = f'<span class="times">{times} times</span>' if times > 1 else ""
-    return (
-        f'<div class="completion"><span class="reward r-{_tone(reward, scale)}">{figure(reward)}</span><div>'
-        f'<div class="wrote">{_long(completion.get("text", "")) or "<i>nothing</i>"}</div>{failed}'
-        f'<p class="facts">{chip}{split}<span>{tokens}</span>{alike}</p></div></div>'
-    )
 
 
 def _tone(reward: float | None, scale: tuple[float, float]) -> str:
@@ -239,17 +167,3 @@ def _tone(reward: float | None, scale: tuple[float, float]) -> str:
         return "none"
     place = (reward - low) / (high - low)
     return "low" if place < 1 / 3 else "high" if place > 2 / 3 else "middle"
-
-
-def _long(value: Any) -> str:
-    """Escape text; fold it if it is long, and cut it if it is very long."""
-    words = str(value)
-    cut = f"… [{len(words) - MAX_CHARACTERS:,} more characters]" if len(words) > MAX_CHARACTERS else ""
-    if len(words) <= FOLDED_FROM * 1.3:
-        return text(words)
-    head, rest = text(words[:FOLDED_FROM]), text(words[FOLDED_FROM:MAX_CHARACTERS] + cut)
-    return f"{head}<details><summary>{len(words) - FOLDED_FROM:,} more characters</summary>{rest}</details>"
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []

@@ -2,66 +2,44 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
 from asyncrl.config.keys import REQUIRED, Key, is_free_mapping, iter_keys, place_at
-from asyncrl.tools.report.markup import moment, text
+from asyncrl.tools.report.markup import moment
 from asyncrl.tools.report.recorded_run import Record, RecordedRun, number
 
 PLACES = {"run_dir", *(f"{s}_port" for s in ("network.control", "network.weights"))}
 """Settings that say where a run is, not what it does: they are not compared."""
 LONGEST = 300
-_CODE = re.compile("`([^`]+)`")
 
 
-def configuration(run: RecordedRun) -> str:
-    """Show the differences from the defaults as HTML, and below them the whole file."""
-    if not run.config_text:
-        return '<p class="empty">There is no config.yaml that could be read.</p>'
+def changed_settings(run: RecordedRun) -> list[tuple[str, str, str, str]]:
+    """Return key, value, default and meaning of the settings that are not the defaults."""
     known = _known()
     rows = []
     for path, value in flatten(run.config).items():
         key = known.get(path)
         if key is None:
-            rows.append((path, value, "no such key in this version", ""))
+            rows.append((path, _shown(value), "no such key in this version", ""))
         elif key.default is REQUIRED or _plain(key.default) != value:
-            rows.append((path, value, "" if key.default is REQUIRED else _shown(_plain(key.default)), key.text))
-    body = "".join(
-        f'<tr><td class="key">{text(path)}</td><td class="value">{text(_shown(value))}</td><td class="default">'
-        f"{text(default)}</td><td>{_with_code(meaning)}</td></tr>"
-        for path, value, default, meaning in rows
-    )
-    table = (
-        "<table><thead><tr><th>key</th><th>value</th><th>default</th><th>meaning</th></tr></thead>"
-        f"<tbody>{body}</tbody></table>"
-    )
-    whole = f"<details><summary>The whole configuration</summary><pre>{text(run.config_text)}</pre></details>"
-    return table + whole
+            default = "" if key.default is REQUIRED else _shown(_plain(key.default))
+            rows.append((path, _shown(value), default, key.text))
+    return rows
 
 
-def _with_code(meaning: str) -> str:
-    return _CODE.sub(r"<code>\1</code>", text(meaning))
-
-
-def differences(runs: Sequence[RecordedRun]) -> str:
-    """Show the settings that are not the same in all runs as HTML."""
+def differences(runs: Sequence[RecordedRun]) -> list[tuple[str, list[str]]]:
+    """Return the settings that are not the same in all runs, with the value of each run."""
     flat = [flatten(run.config) for run in runs]
     known = _known()
-    paths = dict.fromkeys(path for settings in flat for path in settings)
-    body = []
-    for path in paths:
+    rows = []
+    for path in dict.fromkeys(path for settings in flat for path in settings):
         default = _plain(known[path].default) if path in known and known[path].default is not REQUIRED else None
         values = [settings.get(path, default) for settings in flat]
         if path not in PLACES and any(value != values[0] for value in values):
-            cells = "".join(f'<td class="value">{text(_shown(value))}</td>' for value in values)
-            body.append(f'<tr><td class="key">{text(path)}</td>{cells}</tr>')
-    if not body:
-        return '<p class="empty">Their configurations are the same, but for where they are.</p>'
-    names = "".join(f"<th>{text(run.name)}</th>" for run in runs)
-    return f"<table><thead><tr><th>key</th>{names}</tr></thead><tbody>{''.join(body)}</tbody></table>"
+            rows.append((path, [_shown(value) for value in values]))
+    return rows
 
 
 def flatten(value: Any, path: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -109,24 +87,15 @@ def _shown(value: Any) -> str:
     return shown if len(shown) <= LONGEST else shown[: LONGEST - 1] + "…"
 
 
-# --- the environment -------------------------------------------------------------------------------
-
-
-def environment(run: RecordedRun) -> str:
-    """Show what a run ran on as HTML, and what changed between its starts."""
-    if not run.starts:
-        return '<p class="empty">It is not known what this run ran on.</p>'
-    latest = run.starts[-1]
-    rows = "".join(f"<dt>{text(name)}</dt><dd>{text(value)}</dd>" for name, value in _facts(latest))
+def environment(run: RecordedRun) -> list[tuple[str, str]]:
+    """Return names and values of what a run ran on."""
     servers = {str(s["who"]): str(s.get("engine", "unknown")) for s in run.spans if s["what"] == "usage"}
-    rows += "".join(
-        f"<dt>rollout server</dt><dd>{text(name)} ({text(engine)} engine)</dd>" for name, engine in servers.items()
-    )
-    return f'<dl class="facts">{rows}</dl>{_starts(run) if len(run.starts) > 1 else ""}'
+    named = [("rollout server", f"{name} ({engine} engine)") for name, engine in servers.items()]
+    return [*facts_of_start(run).items(), *named]
 
 
 def facts_of_start(run: RecordedRun) -> dict[str, str]:
-    """Return the facts of the newest start, for a comparison."""
+    """Return the facts of the newest start."""
     return dict(_facts(run.starts[-1])) if run.starts else {}
 
 
@@ -149,15 +118,12 @@ def _joined(value: Any) -> str:
     return ", ".join(f"{names.count(n)} x {n}" if names.count(n) > 1 else n for n in dict.fromkeys(names))
 
 
-def _starts(run: RecordedRun) -> str:
+def starts(run: RecordedRun) -> list[tuple[str, Any, str]]:
+    """Return time, step and changed facts of each start."""
     rows, before = [], {}
     for start in run.starts:
         facts = dict(_facts(start))
         changed = [f"{name} {value}" for name, value in facts.items() if before and before.get(name) != value]
-        at = moment(number(start.get("time")))
-        rows.append(
-            f"<tr><td>{at}</td><td>{text(start.get('step', '-'))}</td><td>{text(', '.join(changed) or '-')}</td></tr>"
-        )
+        rows.append((moment(number(start.get("time"))), start.get("step", "-"), ", ".join(changed) or "-"))
         before = facts
-    head = "<tr><th>started</th><th>after step</th><th>changed since the last start</th></tr>"
-    return f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
+    return rows
