@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from asyncrl.config.rollout import RolloutConfig
+from asyncrl.config.sections import RolloutConfig
 from asyncrl.errors import UserError
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.rewards.pool import RewardPool, Score

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from asyncrl.config.section import Section
+from asyncrl.config.sections import Section
 
 Bounds = tuple[float, float]
 

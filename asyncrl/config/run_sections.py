@@ -12,12 +12,15 @@ from typing import Literal
 from pydantic import Field
 
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.data import DataConfig
-from asyncrl.config.learner import LearnerConfig, OptimConfig
-from asyncrl.config.model import ModelConfig
-from asyncrl.config.reward import RewardConfig
-from asyncrl.config.rollout import RolloutConfig
-from asyncrl.config.section import Section
+from asyncrl.config.sections import (
+    DataConfig,
+    LearnerConfig,
+    ModelConfig,
+    OptimConfig,
+    RewardConfig,
+    RolloutConfig,
+    Section,
+)
 
 _PROMPT_ID_BYTES, _IMAGE_GRID_BYTES, _LENGTH_BYTES = 4, 12, 4
 """Parts of a group on the wire. Every image has at least a placeholder in its prompt."""

@@ -10,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
-from asyncrl.config.data import DataConfig
+from asyncrl.config.sections import DataConfig
 from asyncrl.config.suggest import close_names, file_hint
 from asyncrl.data.tables import (
     HubTable,

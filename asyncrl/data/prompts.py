@@ -11,7 +11,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from asyncrl.config.data import DataConfig
+from asyncrl.config.sections import DataConfig
 from asyncrl.data.images import content_hash, load_image_bytes, load_videos
 from asyncrl.errors import UserError
 from protocol.messages import ChatMessage, ContentPart, ImagePart, Prompt, TextPart, Video, VideoPart

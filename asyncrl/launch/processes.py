@@ -17,10 +17,9 @@ import psutil
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import ExitCode
+from asyncrl.journal.writer import JOURNAL_FILE
 
 LAST_LINES = 30
-JOURNAL_FILE = "journal.sqlite"
-"""The learner's file in a run directory that has something to resume (a test compares the names)."""
 _PR_SET_PDEATHSIG = 1
 # Loaded here: between fork and exec nothing may wait for a lock that another thread held.
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.model import ModelConfig
+from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import UserError
 
 ADAPTER_CONFIG = "adapter_config.json"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from asyncrl.config.model import ModelConfig
+from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import UserError
 from asyncrl.models.folder import model_folder
 from asyncrl.models.model_inputs import place_text_after_videos

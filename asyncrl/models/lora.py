@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from asyncrl.config.model import LoraConfig, ModelConfig
+from asyncrl.config.sections import LoraConfig, ModelConfig
 from asyncrl.errors import UserError
 from asyncrl.models.folder import ADAPTER_CONFIG
 from asyncrl.models.loading import CONNECTOR_NAMES, VISION_TOWER_NAMES, has_vision, load_model, skeleton

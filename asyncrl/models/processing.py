@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncrl.config.model import ModelConfig
+from asyncrl.config.sections import ModelConfig
 from asyncrl.data.images import content_hash, decode_image
 from asyncrl.errors import UserError
 from asyncrl.models import torchvision_cpu

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from asyncrl.config.data import DataConfig
 from asyncrl.config.schema import RunConfig
+from asyncrl.config.sections import DataConfig
 from asyncrl.data.dataset import RowSource, open_train
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.errors import UserError

@@ -17,7 +17,7 @@ from typing import Any
 import xxhash
 from safetensors import SafetensorError, safe_open
 
-from asyncrl.config.model import ModelConfig
+from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import UserError
 from asyncrl.models.folder import model_folder
 

@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from asyncrl.config.reward import RewardConfig, component_name
+from asyncrl.config.sections import RewardConfig, component_name
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.rewards import channel
 from asyncrl.rewards.process import WorkerDied, WorkerProcess, WorkerStartError, WorkerTimeout

@@ -17,7 +17,7 @@ from asyncrl.errors import UserError
 from asyncrl.rewards.builtin import BUILTIN_REWARDS
 
 if TYPE_CHECKING:
-    from asyncrl.config.reward import RewardConfig
+    from asyncrl.config.sections import RewardConfig
 
 MAX_MESSAGE_CHARS = 600
 

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from asyncrl.config.model import ModelConfig
 from asyncrl.config.schema import RunConfig
+from asyncrl.config.sections import ModelConfig
 from asyncrl.data.dataset import open_validation
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.errors import UserError

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.config.learner import OnStale
 from asyncrl.config.schema import RunConfig
+from asyncrl.config.sections import OnStale
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.processing import EncodedPrompt, PromptFacts
 from asyncrl.models.published import fingerprint_of

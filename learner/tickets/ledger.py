@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from asyncrl.config.learner import OnStale
+from asyncrl.config.sections import OnStale
 from asyncrl.journal.writer import Journal, TicketSlot
 from learner.tickets.length_bias import LengthBias
 from learner.tickets.outstanding import OutstandingTickets

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from asyncrl.config.learner import OnStale
+from asyncrl.config.sections import OnStale
 from asyncrl.errors import BadStateError
 from asyncrl.journal.writer import TicketSlot
 from learner.network.verification import check_journaled

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from asyncrl.config.learner import AdaptiveStalenessConfig, OnStale
+from asyncrl.config.sections import AdaptiveStalenessConfig, OnStale
 from asyncrl.errors import BadStateError
 from learner.tickets.ticket import ReceivedGroup
 

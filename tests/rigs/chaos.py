@@ -32,9 +32,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
-from asyncrl.config.learner import OnStale
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
+from asyncrl.config.sections import OnStale
 from asyncrl.journal.writer import JOURNAL_FILE, Journal
 from protocol.faults import VARIABLE
 from tests.rigs.tiny import ROOT, make_digits, make_tiny_model

@@ -17,12 +17,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Self
+from types import SimpleNamespace
+from typing import IO, Any, Self
 
 PRELOADED = (
+    "asyncrl.launch.train",
     "learner.service",
     "learner.sft",
     "learner.training.engines.torch_engine",
@@ -192,18 +194,80 @@ def _become(request: Mapping[str, Any]) -> None:
         os.environ.update(request["environment"])
         if faults := sys.modules.get("protocol.faults"):
             faults._left = faults._armed()  # the template read its own environment
-        sys.argv = [request["module"], *request["arguments"]]
-        module = request["module"]
+        code = _run_module(request["module"], request["arguments"])
+    finally:
+        os._exit(code)
+
+
+def _run_module(module: str, arguments: Sequence[str]) -> int:
+    """Run a module as `python -m` does. Returns its exit code. Services of a command are forked, or run in its place."""
+    code = 0
+    sys.argv = [module, *arguments]
+    if module == "asyncrl":
+        launcher: Any = importlib.import_module("asyncrl.launch.processes")
+        launcher.subprocess = SimpleNamespace(Popen=LaunchedService, DEVNULL=None, STDOUT=None)
+        command: Any = importlib.import_module("asyncrl.cli")
+        command._become = lambda module, *words: os._exit(_run_module(module, words))
+    try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
-        code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException as crash:
         sys.excepthook(type(crash), crash, crash.__traceback__)
-    finally:
+        code = 1
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    return code
+
+
+class LaunchedService:
+    """The part of `subprocess.Popen` that a launcher uses: its child, by a fork of it."""
+
+    def __init__(
+        self,
+        args: Sequence[str],
+        *,
+        stdout: IO[bytes],
+        env: Mapping[str, str],
+        preexec_fn: Callable[[], None],
+        **_: Any,
+    ):
+        self.returncode: int | None = None
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        os._exit(code)
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 1
+            try:
+                os.setsid()
+                preexec_fn()
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                for number in (1, 2):
+                    os.dup2(stdout.fileno(), number)
+                os.environ.clear()
+                os.environ.update(env)
+                _, _, module, *arguments = args
+                code = _run_module(module, arguments)
+            finally:
+                os._exit(code)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self) -> int:
+        while (code := self.poll()) is None:
+            time.sleep(0.01)
+        return code
+
+    def terminate(self) -> None:
+        os.kill(self.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,13 @@ def start(
         return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, text=True, env=environment)
 
 
+def start_command(*arguments: str, log: Path) -> ForkedProcess:
+    """`asyncrl ARGUMENTS`, which writes what it prints to `log`. The services that it launches are forked, too."""
+    log.unlink(missing_ok=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return template().start("asyncrl", arguments, log, environment)
+
+
 def write_config(config: RunConfig, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "config.yaml"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from subprocess import Popen
 
+from tests.rigs.prefork import ForkedProcess
 from tests.rigs.small_runs import logs
 
 
@@ -17,7 +18,7 @@ def wait_until(condition: Callable[[], bool], what: str, logs_in: Path | None = 
         time.sleep(0.02)
 
 
-def exit_codes(services: Sequence[Popen[str]], timeout_s: float = 120.0) -> list[int]:
+def exit_codes(services: Sequence[Popen[str] | ForkedProcess], timeout_s: float = 120.0) -> list[int]:
     """Of processes that end by themselves; all are gone on return."""
     try:
         return [service.wait(timeout=timeout_s) for service in services]

@@ -6,6 +6,7 @@ Small disks are mounted where only the learner sees them.
 from __future__ import annotations
 
 import re
+import resource
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -14,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.journal.writer import JOURNAL_FILE
 from tests.rigs.small_runs import assert_every_prompt_trained_once, failure_of, logs, small
 from tests.rigs.two_processes import start, with_ports, write_config
 from tests.rigs.waiting import exit_codes
@@ -43,19 +43,6 @@ def on_small_disk(disk: Path, kept: Path, size: str) -> list[str]:
     return [*OWN_MOUNTS, "sh", "-c", SMALL_DISK, "sh", str(disk), str(kept), size]
 
 
-def on_full_disk(config: RunConfig, logs_in: Path, under: list[str]) -> None:
-    """Run both services, the learner under a command that leaves it little room, until it stops with code 3."""
-    file = write_config(with_ports(config), logs_in)
-    assert exit_codes([start("learner", file, under=under), start("rollout_server", file)]) == [3, 4], logs(logs_in)
-
-
-def continue_with_room(config: RunConfig, logs_in: Path) -> None:
-    """Resume without the small disk, and finish."""
-    file = logs_in / "config.yaml"
-    assert exit_codes([start("learner", file, "--resume"), start("rollout_server", file)]) == [0, 0], logs(logs_in)
-    assert_every_prompt_trained_once(config.run_path, config.trainer.max_steps or 0)
-
-
 @needs_mount
 @pytest.mark.parametrize(
     ("place", "size", "says"),
@@ -75,7 +62,10 @@ def test_a_full_disk_stops_the_run_and_with_room_it_continues(
         trainer={"max_steps": 8, "save_freq": 3},
     )
     config = config.model_copy(update={"run_dir": str(run)})
-    on_full_disk(config, tmp_path / "logs", on_small_disk(disk, tmp_path / "kept", size))
+    logs_in = tmp_path / "logs"
+    file = write_config(with_ports(config), logs_in)
+    learner = start("learner", file, under=on_small_disk(disk, tmp_path / "kept", size))
+    assert exit_codes([learner, start("rollout_server", file)]) == [3, 4], logs(logs_in)
     if disk == run:
         shutil.copytree(tmp_path / "kept", run, dirs_exist_ok=True)  # to a larger disk
     failure = failure_of(run)
@@ -84,18 +74,18 @@ def test_a_full_disk_stops_the_run_and_with_room_it_continues(
     assert re.search("MiB free|has [0-9]+ free of", failure.reason)
     assert str(disk) in failure.reason
     assert failure.kind == ("bad_state" if place == "/dev/shm" else "disk_full")
-    if (run / JOURNAL_FILE).exists():
-        continue_with_room(config, tmp_path / "logs")
+    if place == "run":
+        assert exit_codes([start("learner", file, "--resume"), start("rollout_server", file)]) == [0, 0], logs(logs_in)
+        assert_every_prompt_trained_once(run, config.trainer.max_steps)
 
 
-def test_a_limit_on_file_sizes_stops_the_run_and_without_it_it_continues(
-    make_config: Callable[..., RunConfig], tmp_path: Path
-) -> None:
+def test_a_limit_on_file_sizes_stops_the_run(make_config: Callable[..., RunConfig], tmp_path: Path) -> None:
     """The journal's write-ahead log is the first file that becomes larger than the published weights."""
     config = small(make_config, learner={"max_staleness": 1}, trainer={"max_steps": 24})
-    limited = ["prlimit", f"--fsize={1_500_000}"]
-    on_full_disk(config, tmp_path / "logs", limited)
+    file = write_config(with_ports(config), tmp_path / "logs")
+    learner = start("learner", file)
+    resource.prlimit(learner.pid, resource.RLIMIT_FSIZE, (1_500_000, 1_500_000))  # while it loads the model
+    assert exit_codes([learner, start("rollout_server", file)]) == [3, 4], logs(tmp_path / "logs")
     failure = failure_of(config.run_path)
     assert (failure.service, failure.kind) == ("learner", "disk_full")
     assert f"a file in {config.run_path} is as large as this process may make it: 1.4 MiB (ulimit -f" in failure.reason
-    continue_with_room(config, tmp_path / "logs")

@@ -18,22 +18,22 @@ import yaml
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import RunTakenError, UserError
+from asyncrl.journal.writer import JOURNAL_FILE
 from asyncrl.launch import train as launcher
 from asyncrl.launch.ports import free_port
-from asyncrl.launch.processes import JOURNAL_FILE
 from asyncrl.launch.run_dir import CANDIDATE_FILE, next_attempt
 from asyncrl.launch.train import train
 from asyncrl.run_folder.failure import read_failure
 from asyncrl.run_folder.lock import LAUNCHER_LOCK, LEARNER_LOCK, holder, lock_run, sole_launcher
 from asyncrl.telemetry.recorder import read_status
 from asyncrl.tools.report.recorded_run import read_run
-from tests.rigs.small_runs import STEPS, save_failure, small
-from tests.rigs.two_processes import start as start_service
-from tests.rigs.two_processes import with_ports, write_config
+from tests.rigs.small_runs import STEPS, logs, save_failure, small
+from tests.rigs.two_processes import start, start_command, with_ports, write_config
 from tests.rigs.waiting import exit_codes, wait_until
-from tests.tools.test_cli_commands import logs, start
 
-FREE_PORTS = ["network.control_port=0", "network.weights_port=0", "telemetry.learner_port=0"]
+FREE_PORTS = [
+    f"{key}_port=0" for key in ("network.control", "network.weights", "telemetry.learner", "telemetry.rollout")
+]
 MakeConfig = Callable[..., RunConfig]
 
 
@@ -131,24 +131,18 @@ def test_a_live_run_comes_back_with_its_own_settings_after_another_one_was_refus
     def steps() -> int:
         return read_status(run).get("step", 0)
 
-    first = start("train", str(file))
+    log = tmp_path / "train.log"
+    first = start_command("train", str(file), log=log)
     try:
         wait_until(lambda: steps() > 0, "the first step", run / "logs")
-        first.send_signal(signal.SIGINT)
-        assert first.wait(timeout=60) == 130
-        first = start("train", str(run / "config.yaml"), "--resume", *FREE_PORTS, "telemetry.rollout_port=0")
-        reached = steps() + 2
-        wait_until(lambda: steps() >= reached, "two more steps", run / "logs")
         before = (run / "config.yaml").read_bytes(), (run / CANDIDATE_FILE).read_bytes()
 
-        intruder = start(
-            "train", str(file), "--resume", "learner.optim.lr=0.009", *FREE_PORTS, "telemetry.rollout_port=0"
-        )
-        printed, _ = intruder.communicate(timeout=60)
-        assert (intruder.returncode, printed) == (
-            2,
+        overrides = ["learner.optim.lr=0.009", *FREE_PORTS]
+        intruder = start_command("train", str(file), "--resume", *overrides, log=tmp_path / "intruder.log")
+        assert intruder.wait(timeout=60) == 2
+        assert (tmp_path / "intruder.log").read_text() == (
             f"error: another launcher (process {first.pid}) works in {run}. Wait for its end, stop it, or set another "
-            "run_dir\n",
+            "run_dir\n"
         )
         assert ((run / "config.yaml").read_bytes(), (run / CANDIDATE_FILE).read_bytes()) == before
         assert "error: another" not in (run / "logs" / "learner.log").read_text()
@@ -163,8 +157,8 @@ def test_a_live_run_comes_back_with_its_own_settings_after_another_one_was_refus
         first.send_signal(signal.SIGINT)
         assert first.wait(timeout=60) == 130
     finally:
-        first.send_signal(signal.SIGTERM)  # its children end with it
-        first.communicate(timeout=60)
+        first.terminate()  # its children end with it
+        first.wait(timeout=60)
     assert not (run / CANDIDATE_FILE).exists()
 
 
@@ -176,16 +170,13 @@ def test_a_finished_run_stays_finished_whatever_it_is_resumed_with(make_config: 
     config = small(make_config)
     run, file = config.run_path, tmp_path / "config.yaml"
     file.write_text(dump_config(config))
-    made = start("train", str(file))
-    printed, _ = made.communicate(timeout=120)
-    assert made.returncode == 0, printed + logs(run)
+    log = tmp_path / "train.log"
+    assert start_command("train", str(file), log=log).wait(timeout=120) == 0, log.read_text() + logs(run / "logs")
     before = contents(run)
-    made_with = run / "config.yaml"
 
     def resume(*arguments: str) -> tuple[int, str]:
-        command = start("train", str(made_with), "--resume", *arguments)
-        printed, _ = command.communicate(timeout=60)
-        return command.returncode, printed
+        code = start_command("train", str(run / "config.yaml"), "--resume", *arguments, log=log).wait(timeout=60)
+        return code, log.read_text()
 
     for override, says in (
         ("batch.group_size=2", "batch.group_size was 4, is 2"),
@@ -198,12 +189,12 @@ def test_a_finished_run_stays_finished_whatever_it_is_resumed_with(make_config: 
         assert next_attempt(config) == "nothing"
 
     services = with_ports(config, free_port)
-    alone = [start_service("learner", write_config(services, tmp_path), "--resume", "batch.group_size=2")]
+    alone = [start("learner", write_config(services, tmp_path), "--resume", "batch.group_size=2")]
     assert exit_codes(alone, timeout_s=60) == [2]
     assert contents(run) == before, "without a launcher, too"
 
     began = time.monotonic()
-    alone = [start_service("learner", write_config(services, tmp_path), "--resume")]
+    alone = [start("learner", write_config(services, tmp_path), "--resume")]
     assert exit_codes(alone, timeout_s=60) == [0], "no server is there, and none is needed"
     assert time.monotonic() - began < 30
     assert "nothing is left to do for a server" in (tmp_path / "learner.log").read_text()

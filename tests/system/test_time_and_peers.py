@@ -21,10 +21,9 @@ from asyncrl.journal.writer import JOURNAL_FILE
 from asyncrl.run_folder.failure import FAILURE_FILE, RESERVED_FILE
 from asyncrl.run_folder.lock import LEARNER_LOCK
 from tests.rigs.small_runs import assert_every_prompt_trained_once, failure_of, logs, small
-from tests.rigs.two_processes import start, with_ports, write_config
+from tests.rigs.two_processes import start, start_command, with_ports, write_config
 from tests.rigs.waiting import wait_until
 from tests.system.test_full_disk import OWN_MOUNTS, needs_mount
-from tests.tools.test_cli_commands import start as asyncrl
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -180,14 +179,16 @@ def test_a_launched_run_says_why_its_server_ended_it(make_config: Callable[..., 
     config = scripted(make_config, trainer={"max_steps": 100_000}, network=network)
     run, file = config.run_path, tmp_path / "config.yaml"
     file.write_text(dump_config(config))
-    launched = asyncrl("train", str(file))
+    log = tmp_path / "train.log"
+    launched = start_command("train", str(file), log=log)
     try:
         wait_until(lambda: steps_of(run) >= 1, "a step", run / "logs")
         os.kill(int((run / LEARNER_LOCK).read_text()), signal.SIGSTOP)
-        printed, _ = launched.communicate(timeout=90)
+        code = launched.wait(timeout=90)
     finally:
         launched.terminate()
-    assert launched.returncode == 3, printed
+    printed = log.read_text()
+    assert code == 3, printed
     failure = failure_of(run)
     assert (failure.service, failure.kind) == ("rollout_server", "timed_out")
     assert f"error: {failure.reason}\nrollout_server stopped the run; saved in {run / FAILURE_FILE}" in printed

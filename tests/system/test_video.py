@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.config.model import ModelConfig
 from asyncrl.config.schema import RunConfig
+from asyncrl.config.sections import ModelConfig
 from asyncrl.data.images import content_hash
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.errors import UserError

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +13,9 @@ import pytest
 from asyncrl.cli import main
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
+from asyncrl.run_folder.lock import LEARNER_LOCK
+from tests.rigs.two_processes import start_command
+from tests.rigs.waiting import wait_until
 
 
 @pytest.fixture
@@ -29,12 +28,6 @@ def config_file(make_config: Callable[..., RunConfig], tmp_path: Path) -> Callab
         return path
 
     return write
-
-
-def start(*arguments: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "asyncrl", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 
 
 def logs(run: Path) -> str:
@@ -53,15 +46,21 @@ def test_dry_run_shows_what_would_run_and_writes_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
+def finish(*arguments: str, log: Path) -> tuple[int, str]:
+    """Exit code of a command, and what it printed."""
+    code = start_command(*arguments, log=log).wait(timeout=120)
+    return code, log.read_text()
+
+
 @pytest.mark.slow
 def test_a_whole_run_tells_its_story_in_plain_lines_and_is_exported(
     config_file: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
     config = config_file(evaluation={"before_training": True})
-    command = start("train", str(config))
-    printed, _ = command.communicate(timeout=120)
-    assert command.returncode == 0, printed + logs(run)
+    log = tmp_path / "train.log"
+    code, printed = finish("train", str(config), log=log)
+    assert code == 0, printed + logs(run)
     assert "\x1b" not in printed
     assert "step 3 of 3: reward" in printed
     assert "held-out accuracy" in printed.splitlines()[-4]
@@ -73,9 +72,8 @@ def test_a_whole_run_tells_its_story_in_plain_lines_and_is_exported(
     assert "Continue it with --resume" in capsys.readouterr().err
 
     made_with = (run / "config.yaml").read_bytes()
-    resumed = start("train", str(run / "config.yaml"), "--resume", "batch.group_size=2")
-    printed, _ = resumed.communicate(timeout=120)
-    assert (resumed.returncode, "batch.group_size" in printed) == (2, True), printed
+    code, printed = finish("train", str(run / "config.yaml"), "--resume", "batch.group_size=2", log=log)
+    assert (code, "batch.group_size" in printed) == (2, True), printed
     assert (run / "config.yaml").read_bytes() == made_with, "a refused --resume changes nothing"
 
     assert main(["export", str(run), str(tmp_path / "copy"), "--checkpoint", "2"]) == 2
@@ -92,72 +90,64 @@ def test_a_whole_run_tells_its_story_in_plain_lines_and_is_exported(
 def test_a_run_over_ipv6(config_file: Callable[..., Path], tmp_path: Path) -> None:
     host = {"host": "::1"}
     file = config_file(network=host, telemetry=host, trainer={"max_steps": 1}, data={"val_files": []})
-    command = start("train", str(file))
-    printed, _ = command.communicate(timeout=120)
-    assert command.returncode == 0, printed + logs(tmp_path / "run")
+    code, printed = finish("train", str(file), log=tmp_path / "train.log")
+    assert code == 0, printed + logs(tmp_path / "run")
     assert "tcp://[::1]:" in logs(tmp_path / "run")
 
 
 @pytest.mark.slow
 def test_ctrl_c_leaves_no_process_behind(config_file: Callable[..., Path], tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    command = start("train", str(config_file(trainer={"max_steps": 100_000})))
+    run, log = tmp_path / "run", tmp_path / "train.log"
+    command = start_command("train", str(config_file(trainer={"max_steps": 100_000})), log=log)
     try:
-        deadline = time.monotonic() + 60
-        while not (run / "metrics.jsonl").exists():
-            assert command.poll() is None, logs(run)
-            assert time.monotonic() < deadline, f"waited 60 s for the first step\n{logs(run)}"
-            time.sleep(0.05)
+        wait_until((run / "metrics.jsonl").exists, "the first step", run / "logs")
         family = psutil.Process(command.pid).children(recursive=True)
         assert len(family) >= 3, "learner, rollout server and a reward worker"
         command.send_signal(signal.SIGINT)
-        printed, _ = command.communicate(timeout=40)
+        code = command.wait(timeout=40)
     finally:
         command.kill()
-    assert command.returncode == 130, printed
-    assert "interrupted; the same command with --resume continues" in printed
+    assert code == 130, log.read_text()
+    assert "interrupted; the same command with --resume continues" in log.read_text()
     _, alive = psutil.wait_procs(family, timeout=5)
     assert alive == []
     assert json.loads((run / "status.json").read_text())["phase"] == "interrupted"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["learner", "rollout_server"])
+@pytest.mark.parametrize("side", ["learner", "rollout_server-1"])
 def test_a_killed_side_is_started_again_and_the_run_finishes(
-    config_file: Callable[..., Path], tmp_path: Path, module: str
+    config_file: Callable[..., Path], tmp_path: Path, side: str
 ) -> None:
-    run = tmp_path / "run"
+    run, log, steps = tmp_path / "run", tmp_path / "train.log", 12
     # The other server would finish the run within the usual second before a restart.
-    sections = {"launch": {"restart_delay_s": 0.02}, "trainer": {"max_steps": 24, "save_freq": 10}}
-    file = config_file(**sections, rollout={"servers": 2})
-    command = start("train", str(file))
+    sections = {"launch": {"restart_delay_s": 0.02}, "trainer": {"max_steps": steps, "save_freq": 5}}
+    command = start_command("train", str(config_file(**sections, rollout={"servers": 2})), log=log)
     try:
-        deadline = time.monotonic() + 60
-        while not (run / "metrics.jsonl").exists():
-            assert command.poll() is None, logs(run)
-            assert time.monotonic() < deadline, f"waited 60 s for the first step\n{logs(run)}"
-            time.sleep(0.02)
-        family = psutil.Process(command.pid).children()
-        victim = next(process for process in family if module in process.cmdline())
+        wait_until((run / "metrics.jsonl").exists, "the first step", run / "logs")
+        learner = int((run / LEARNER_LOCK).read_text())
+        children = psutil.Process(command.pid).children()
+        servers = [process for process in children if process.pid != learner]
+        victim = psutil.Process(learner) if side == "learner" else min(servers, key=lambda process: process.pid)
         victim.kill()
-        printed, _ = command.communicate(timeout=120)
+        code = command.wait(timeout=120)
     finally:
         command.kill()
-    assert command.returncode == 0, printed + logs(run)
+    printed = log.read_text()
+    assert code == 0, printed + logs(run)
     assert "was killed by SIGKILL (out of memory?); restart 1 of 5 in 0.02 s" in printed
-    name = "learner" if module == "learner" else "rollout_server-1"
-    assert f"started again: {name} 1" in printed
-    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(1, 25)), "each step once"
+    assert f"started again: {side} 1" in printed
+    done = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert done == list(range(1, steps + 1)), "each step once"
     assert not (run / "failure.json").exists()
 
 
 @pytest.mark.slow
 def test_warm_start_runs_in_the_foreground(config_file: Callable[..., Path], digits_data: Path, tmp_path: Path) -> None:
     rows = f"data.train_files=[{digits_data / 'sft.parquet'}]"
-    command = start("sft", str(config_file(sft={"steps": 2, "rows_per_step": 8})), rows)
-    printed, _ = command.communicate(timeout=90)
-    assert command.returncode == 0, printed
+    file = str(config_file(sft={"steps": 2, "rows_per_step": 8}))
+    code, printed = finish("sft", file, rows, log=tmp_path / "sft.log")
+    assert code == 0, printed
     assert "step 2 of 2: loss" in printed
     assert (tmp_path / "run" / "export" / "config.json").exists()
     assert (tmp_path / "run" / "config.yaml").exists()

@@ -19,8 +19,8 @@ import pytest
 from asyncrl.cli import main as asyncrl
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
+from asyncrl.journal.writer import JOURNAL_FILE
 from asyncrl.launch.ports import free_port, reserve_ports
-from asyncrl.launch.processes import JOURNAL_FILE
 from asyncrl.run_folder.lock import LEARNER_LOCK
 from asyncrl.tools.doctor import examine, machine, network
 from asyncrl.tools.doctor.disk import HEADER_BYTES, find_disk, find_run_dir

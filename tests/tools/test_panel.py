@@ -25,8 +25,8 @@ from asyncrl.cli import main
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
+from asyncrl.journal.writer import JOURNAL_FILE
 from asyncrl.launch.console import Console
-from asyncrl.launch.processes import JOURNAL_FILE
 from asyncrl.telemetry.alert_thresholds import NOT_IN_A_RUN_DIRECTORY
 from asyncrl.telemetry.jsonl import JsonlTail
 from asyncrl.telemetry.recorder import RunRecorder

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl.config.load import load_config
-from asyncrl.config.model import ModelConfig
 from asyncrl.config.schema import RunConfig
+from asyncrl.config.sections import ModelConfig
 from asyncrl.models.folder import read_config
 from asyncrl.tools.memory_plan.advice import advice
 from asyncrl.tools.memory_plan.plan import GIB, MemoryPlan, Phase, count, gib, make_plan

@@ -12,7 +12,7 @@ import yaml
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from asyncrl.config.data import DataConfig
+from asyncrl.config.sections import DataConfig
 from asyncrl.data.images import content_hash
 from asyncrl.errors import UserError
 from asyncrl.journal.sample_index import PromptText

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from asyncrl.config.learner import OptimConfig
 from asyncrl.config.schema import RunConfig
+from asyncrl.config.sections import OptimConfig
 from learner.training.engines.base import TrainEngine
 
 ENGINES = {"torch": "learner.training.engines.torch_engine:TorchEngine"}

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncrl.config.learner import OptimConfig
 from asyncrl.config.schema import RunConfig
+from asyncrl.config.sections import OptimConfig
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models import shared_prefix
 from asyncrl.models.devices import resolve_device

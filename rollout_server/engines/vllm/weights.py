@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from asyncrl.config.engine_rules import LARGEST_RANK_FOR_VLLM
-from asyncrl.config.model import ModelConfig
+from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import UserError
 from asyncrl.models.loading import CONNECTOR_NAMES, VISION_TOWER_NAMES, skeleton
 from asyncrl.models.lora import add_adapter, write_adapter_folder

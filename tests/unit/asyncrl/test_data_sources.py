@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from asyncrl.config.data import DataConfig
+from asyncrl.config.sections import DataConfig
 from asyncrl.data.dataset import RowSource, open_train, open_validation
 from asyncrl.data.images import content_hash, decode_image
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from asyncrl.config.model import ModelConfig
 from asyncrl.config.schema import RunConfig
+from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import UserError
 from asyncrl.models import loading
 from asyncrl.models.lora import folder_fingerprint, resolve_adapter

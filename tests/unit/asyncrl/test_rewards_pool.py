@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from asyncrl.config.reward import RewardConfig, RewardFunctionConfig
+from asyncrl.config.sections import RewardConfig, RewardFunctionConfig
 from asyncrl.errors import BadStateError
 from asyncrl.rewards.pool import RewardPool, Score
 from asyncrl.rewards.sample import RewardSample
@@ -204,7 +204,7 @@ def test_nothing_survives_a_killed_pool(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     code = f"""
 import asyncio
-from asyncrl.config.reward import RewardConfig, RewardFunctionConfig
+from asyncrl.config.sections import RewardConfig, RewardFunctionConfig
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.sample import RewardSample
 async def main():

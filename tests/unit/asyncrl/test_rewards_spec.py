@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.reward import RewardConfig, RewardFunctionConfig
+from asyncrl.config.sections import RewardConfig, RewardFunctionConfig
 from asyncrl.errors import UserError
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.sample import RewardSample

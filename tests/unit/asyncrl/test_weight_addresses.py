@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from asyncrl.config.model import ModelConfig
+from asyncrl.config.sections import ModelConfig
 from asyncrl.models.loading import ALIGNMENT_BYTES, load_model
 from asyncrl.models.sleeping import Sleeper
 from asyncrl.models.wake_parity import fixed_prompt, fixed_tokens

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from asyncrl.config.learner import AdaptiveStalenessConfig, LearnerConfig
 from asyncrl.config.schema import RunConfig
+from asyncrl.config.sections import AdaptiveStalenessConfig, LearnerConfig
 from learner.tickets.staleness import AdaptiveStaleness
 
 CALM = (0.99, 0.001)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.config.learner import OnStale
+from asyncrl.config.sections import OnStale
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.journal.writer import Journal, TicketSlot
 from asyncrl.models.processing import PromptFacts

@@ -1,0 +1,270 @@
+"""The main sections of the configuration: model, data, reward, rollout, learner. Each checks its own values.
+
+The text below a field is also its line in `asyncrl config-reference`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+OnStale = Literal["wait", "drop", "mask"]
+
+
+class Section(BaseModel):
+    """Frozen, without unknown keys or infinite numbers; the text below a field is its documentation."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _read_as_written(cls, value: Any, info: ValidationInfo) -> Any:
+        """Accept an empty section (its defaults) and names with commas for a list of text; `true` is no number."""
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        if value is None and isinstance(annotation, type) and issubclass(annotation, Section):
+            return {}
+        if isinstance(value, str) and get_origin(annotation) is tuple and annotation == tuple[str, ...]:
+            return [name.strip() for name in value.split(",") if name.strip()]
+        if isinstance(value, bool) and annotation in (int, float):
+            raise PydanticCustomError("bool_as_number", "expected a number")
+        return value
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (arXiv 2106.09685): only they are trained, and only they travel."""
+
+    rank: int = Field(default=0, ge=0)
+    """Rank of the adapters; 0 trains the model itself."""
+    alpha: int = Field(default=0, ge=0)
+    """The adapters' output is scaled by alpha / rank; 0 means twice the rank."""
+    target_modules: str | tuple[str, ...] = "all-linear"
+    """Linear layers with an adapter: `all-linear`, a list of ends of their names, or one regular expression of whole
+    names. Never the output layer."""
+    vision_tower: bool = False
+    """Let target_modules reach the vision tower and the connector, too."""
+
+    @property
+    def effective_alpha(self) -> int:
+        return self.alpha or 2 * self.rank
+
+
+class ModelConfig(Section):
+    path: str
+    """Hugging Face folder with model, tokenizer and processor."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights on both sides and on the wire; adapters are always float32."""
+    freeze_vision_tower: bool = True
+    """Leave the vision tower (not the connector) out of training; with lora, only adapters are trained anyway."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model folder."""
+    lora: LoraConfig = LoraConfig()
+
+    @model_validator(mode="after")
+    def _vision_tower_is_free(self) -> ModelConfig:
+        if self.lora.rank and self.lora.vision_tower and self.freeze_vision_tower:
+            raise ValueError(
+                "model.lora.vision_tower is true, but model.freeze_vision_tower (its default) leaves the vision tower "
+                "out of training. Set model.freeze_vision_tower=false, or model.lora.vision_tower=false"
+            )
+        return self
+
+
+class DataConfig(Section):
+    train_files: tuple[str, ...]
+    """Parquet or JSONL files, image folders, or `org/name@split` of the `datasets` library."""
+    val_files: tuple[str, ...] = ()
+    """Held-out rows, never trained on; same kinds as train_files."""
+    prompt_key: str = "prompt"
+    """Column with the question: a string (which may contain `<image>` and `<video>`) or a list of chat messages."""
+    answer_key: str = "answer"
+    """Column with the reference answer, handed to the rewards."""
+    image_key: str = "images"
+    """Column with 0 to N images per row: paths, bytes or a list of either. A missing column means text only."""
+    video_key: str = "videos"
+    """Column with 0 to N videos per row, each a list of frames: paths or bytes of images, no video files."""
+    video_fps: float = Field(default=2.0, gt=0)
+    """Frames per second of the videos in video_key: places them in time for models that ask (Qwen2.5-VL, Qwen3-VL)."""
+    target_key: str = "target"
+    """Column with the demonstration that `asyncrl sft` imitates."""
+    image_dir: str = ""
+    """Base of relative image and frame paths; empty means the folder of the data file."""
+    format_prompt: str = ""
+    """Jinja template file for the question; it sees `content` and every column. Empty means the question as it is."""
+    system_prompt: str = ""
+    """System message before the question; empty means none."""
+    max_prompt_length: int = Field(default=2048, gt=0)
+    """Tokens, image tokens included. Longer prompts are refused by name or, with filter_overlong_prompts, left out."""
+    max_response_length: int = Field(default=512, gt=0)
+    """Most tokens sampled per completion."""
+    filter_overlong_prompts: bool = False
+    """Leave out rows over max_prompt_length (counted and named) instead of stopping."""
+    shuffle: bool = True
+    """Visit the training rows in a seeded random order, fresh each epoch."""
+    max_train_rows: int = Field(default=0, ge=0)
+    """Use only the first rows; 0 means all."""
+    max_val_rows: int = Field(default=0, ge=0)
+    """Use only the first rows; 0 means all."""
+
+
+class RewardFunctionConfig(Section):
+    function: str
+    """Built-in name (see asyncrl/rewards/builtin.py) or `file.py:function`."""
+    weight: float = 1.0
+    """Weight of this component in the sum."""
+    name: str = ""
+    """Name of the curve; empty means the function's own name."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Extra keyword arguments of the function."""
+
+
+class RewardConfig(Section):
+    functions: tuple[RewardFunctionConfig, ...]
+    """Components; their weighted sum is the reward."""
+    accuracy: str = ""
+    """Component reported as held-out accuracy; empty means the first."""
+    timeout_s: float = Field(default=15.0, gt=0)
+    """Longest time for all components of one sample; then its worker is killed and the trajectory is `timed_out`."""
+    workers: int = Field(default=2, gt=0)
+    """Worker processes."""
+    memory_limit_mib: int = Field(default=2048, gt=0)
+    """Address space of one worker (each process that it starts gets the same)."""
+
+    @model_validator(mode="after")
+    def _known_accuracy(self) -> RewardConfig:
+        names = self.component_names
+        if not names:
+            raise ValueError("reward.functions is empty: name at least one, such as {function: exact_match}")
+        if len(set(names)) != len(names):
+            raise ValueError(f"two reward components have one name: {names}. Set `name` on one of them")
+        if self.accuracy and self.accuracy not in names:
+            raise ValueError(f"reward.accuracy is {self.accuracy!r}, but the components are {names}")
+        return self
+
+    @property
+    def component_names(self) -> tuple[str, ...]:
+        return tuple(component_name(function) for function in self.functions)
+
+    @property
+    def accuracy_component(self) -> str:
+        return self.accuracy or component_name(self.functions[0])
+
+
+def component_name(function: RewardFunctionConfig) -> str:
+    """The curve's name: the given one, or what stands after the last `:` of the function."""
+    return function.name or function.function.rsplit(":", 1)[-1]
+
+
+class RolloutConfig(Section):
+    servers: int = Field(default=1, gt=0)
+    """Rollout servers that `asyncrl train` starts on this machine; others may join from elsewhere at any time."""
+    engine: Literal["hf", "vllm", "scripted"] = "hf"
+    """Inference engine: `hf` (transformers, CPU or GPU), `vllm` (its own extra, CPU or GPU), or `scripted` (tests)."""
+    tensor_parallel_size: int = Field(default=1, gt=0)
+    """Devices that the vllm engine spreads the model over."""
+    sleep_level: Literal[1, 2] = 1
+    """Treatment of the weights while an engine sleeps: 1 keeps them in host memory, 2 forgets those that are
+    published (they are again before it is needed)."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature of training samples; log-probs are of this distribution."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample training completions from the most probable tokens of this mass; 1 is off."""
+    top_k: int = Field(default=0, ge=0)
+    """Sample training completions from so many most probable tokens; 0 is off."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Leave out tokens below this fraction of the most probable one's probability; 0 is off."""
+    logprobs: Literal["processed", "raw"] = "processed"
+    """Log-probs that the engine returns: of the distribution it samples from; `raw`: before temperature and
+    truncation."""
+    max_concurrent_sequences: int = Field(default=256, gt=0)
+    """Completions decoded together; more of them wait for their turn."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda`, `cuda:1`, ..."""
+    cpu_threads: int = Field(default=0, ge=0)
+    """Torch threads; 0 means half of the cores when the learner shares the machine, and all of them in sync mode."""
+    weight_update: Literal["recompute", "keep", "drain"] = "recompute"
+    """New weights under running sequences: `recompute` their KV cache, `keep` the old one, or `drain` them first."""
+    weights_channel: Literal["auto", "shm", "zmq", "nccl", "cuda_ipc"] = "auto"
+    """Channel of new weights: mapped, over TCP, from GPU to GPU, or within one GPU; auto is the first that can work of
+    cuda_ipc, nccl, shm, zmq, with gpu_memory.budget_gib of shm, zmq."""
+    engine_args: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the engine as they are."""
+
+    @property
+    def truncates(self) -> bool:
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+
+class OptimConfig(Section):
+    lr: float = Field(default=1e-6, gt=0)
+    """Peak learning rate of AdamW."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of AdamW's two moment estimates."""
+    weight_decay: float = Field(default=0.01, ge=0)
+    """Decoupled weight decay of AdamW."""
+    lr_warmup_steps: int = Field(default=0, ge=0)
+    """Optimiser steps of linear warm-up from 0."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the learning rate after warm-up."""
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Fraction of lr at which linear and cosine end."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Clip the global gradient norm to this."""
+
+
+class AdaptiveStalenessConfig(Section):
+    """Rules by which `learner.max_staleness: auto` moves the bound, from each step's raw token ratios."""
+
+    min: int = Field(default=1, ge=0)
+    """Smallest bound, and the one to start from."""
+    max: int = Field(default=8, gt=0)
+    """Largest bound."""
+    ess_low: float = Field(default=0.9, gt=0, lt=1)
+    """Effective sample size below which a step speaks for a smaller bound."""
+    ess_high: float = Field(default=0.97, gt=0, lt=1)
+    """Effective sample size above which, with a mismatch KL below kl_low, a step speaks for a larger bound."""
+    kl_low: float = Field(default=0.01, gt=0)
+    """Mismatch KL in nats per token, see ess_high."""
+    kl_high: float = Field(default=0.04, gt=0)
+    """Mismatch KL (k3, nats per token) above which a step speaks for a smaller bound."""
+    patience: int = Field(default=3, gt=0)
+    """Steps in a row that must agree before the bound moves by one."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> AdaptiveStalenessConfig:
+        for low, high in (("min", "max"), ("ess_low", "ess_high"), ("kl_low", "kl_high")):
+            if not getattr(self, low) < getattr(self, high):
+                raise ValueError(
+                    f"learner.adaptive_staleness.{low} ({getattr(self, low)}) must be below "
+                    f"learner.adaptive_staleness.{high} ({getattr(self, high)})"
+                )
+        return self
+
+
+class LearnerConfig(Section):
+    max_staleness: int | Literal["auto"] = 2
+    """Oldest policy version a trained token may come from, in versions behind the learner's. 0 = exactly on-policy;
+    auto = moved by learner.adaptive_staleness."""
+    adaptive_staleness: AdaptiveStalenessConfig = AdaptiveStalenessConfig()
+    on_stale: OnStale = "wait"
+    """When a group is not there before it gets older than max_staleness: `wait` for it, go on and `drop` it (its
+    prompt is issued again), or go on and `mask` its old tokens. The last two favour short completions (length_bias)."""
+    engine: Literal["torch"] = "torch"
+    """Training engine."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda`, `cuda:1`, ..."""
+    cpu_threads: int = Field(default=0, ge=0)
+    """Torch threads; 0 means half of the cores when the servers share the machine, and all of them in sync mode."""
+    gradient_checkpointing: bool = False
+    """Keep each layer's input only and compute the layer again in the backward pass: less memory, a third more time."""
+    optim: OptimConfig = OptimConfig()
+    wait_timeout_s: float = Field(default=600.0, gt=0)
+    """Longest wait for the groups of one step before the run stops with a reason."""
+
+    @field_validator("max_staleness", mode="before")
+    @classmethod
+    def _bound_or_auto(cls, value: Any) -> Any:
+        if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+            return value
+        raise ValueError(f"learner.max_staleness is {value!r}: expected a whole number >= 0, or auto")
