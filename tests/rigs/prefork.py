@@ -200,7 +200,7 @@ def _become(request: Mapping[str, Any]) -> None:
 
 
 def _run_module(module: str, arguments: Sequence[str]) -> int:
-    """Run a module as `python -m` does. Returns its exit code. Services of a command are forked, or run in its place."""
+    """Run a module as `python -m` does, and return its exit code. A command forks its services, or becomes one."""
     code = 0
     sys.argv = [module, *arguments]
     if module == "asyncrl":
