@@ -1,8 +1,8 @@
 """Fuzz both ends of the wire: `python -m tests.rigs.fuzz_wire --messages 100000 --seed 1`.
 
 A real learner's network thread and a good server work while another process sends mutated messages to both of the
-learner's endpoints; then a real server's link listens to a hostile learner. Prints tables; exit code 1 names the
-problems: a crash, a hang, a damaged account, memory that grows, or a good server that was harmed.
+learner's endpoints; then a real server's link listens to a hostile learner. Prints counts as JSON. Exit code 1 names
+the problems: a crash, a hang, a damaged account, memory that grows, or a good server that was harmed.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from protocol.curve import make_keys
-from tests.rigs.fuzz.rig import LearnerRig, small_config
-from tests.rigs.fuzz.server_side import ServerSideResult, fuzz_server_side
+from tests.rigs.fuzz.rig import LearnerRig, memory_mib, small_config
+from tests.rigs.fuzz.server_side import fuzz_server_side
 from tests.rigs.tiny import ROOT
 
 RSS_SLACK_MIB = 48.0
@@ -58,7 +57,7 @@ def fuzz_learner_side(messages: int, seed: int, folder: Path, *, curve: bool = F
     rig = LearnerRig(small_config(keys_dir="".join(keys)), folder)
     rig.start()
     endpoints = [rig.config.control_endpoint, rig.config.weights_endpoint]
-    result = LearnerSideResult(rss_mib=[rig.rss_mib()])
+    result = LearnerSideResult(rss_mib=[memory_mib()])
     started = time.monotonic()
     good = _start("good_server", *endpoints, *keys)
     hostile = None
@@ -68,13 +67,13 @@ def fuzz_learner_side(messages: int, seed: int, folder: Path, *, curve: bool = F
             hostile = _start("hostile", *endpoints, str(share), str(seed + part), *keys)
             while hostile.poll() is None:
                 rig.turn()
-            result.rss_mib.append(rig.rss_mib())
+            result.rss_mib.append(memory_mib())
             report = _report(hostile, "hostile", result)
             result.sent.update(report.get("sent", {}))
             result.answers.update(report.get("answers", {}))
             result.slowest_probe_s = max(result.slowest_probe_s, report.get("slowest_probe_s", 0.0))
         _take_more(rig, WARM_UP_TAKEN)  # all tickets go on, and nothing is broken
-        result.rss_mib[-1] = rig.rss_mib()
+        result.rss_mib[-1] = memory_mib()
         result.problems += rig.problems()
     finally:
         rig.close()
@@ -120,36 +119,6 @@ def _report(process: subprocess.Popen[str], name: str, result: LearnerSideResult
     return json.loads(out.strip().splitlines()[-1])
 
 
-def print_counts(title: str, counts: Mapping[str, int]) -> None:
-    print(f"| {title} | count |\n|---|---:|")
-    for name, count in sorted(counts.items()):
-        print(f"| {name} | {count:,} |")
-    print()
-
-
-def print_learner_side(result: LearnerSideResult) -> None:
-    print("Learner's side (control and weights)\n")
-    print_counts("hostile messages sent", {**result.sent, "**all**": result.sent.total()})
-    print(f"Of these {result.dropped:,} were dropped undecoded (muted peers).\n")
-    print_counts("answers to hostile peers", result.answers)
-    print("| the good server meanwhile | count | median ms | p99 ms | max ms |\n|---|---:|---:|---:|---:|")
-    names = {"ack": "group sent to acknowledged", "chunk": "chunk asked to received", "pulse": "between two messages"}
-    for kind, name in names.items():
-        row = result.good.get(kind, {})
-        values = " | ".join(f"{row.get(v, float('nan')):.1f}" for v in ("median_ms", "p99_ms", "max_ms"))
-        print(f"| {name} | {row.get('count', 0):,} | {values} |")
-    start, warm, end = [*result.rss_mib, float("nan"), float("nan")][:3]
-    print(f"\nGroups trained {result.taken:,}, slowest probe {result.slowest_probe_s:.2f} s; {result.seconds:.0f} s.")
-    print(f"Resident memory: {start:.0f} MiB at start, {warm:.0f} MiB after a fifth, {end:.0f} MiB at the end.")
-    print(f"Counted by the learner: {dict(Counter(result.errors).most_common(12))}\n")
-
-
-def print_server_side(result: ServerSideResult) -> None:
-    print("Server's side (link, weight transfer, manifests)\n")
-    print_counts("hostile learner", result.counts)
-    print(f"{result.seconds:.0f} s; resident memory {result.rss_mib[0]:.0f} -> {result.rss_mib[1]:.0f} MiB.\n")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--messages", type=int, default=100_000, help="to each side")
@@ -159,9 +128,8 @@ def main() -> int:
     logging.basicConfig(level=logging.CRITICAL)  # refusals would be most of the output
     with tempfile.TemporaryDirectory() as folder:
         learner_side = fuzz_learner_side(arguments.messages, arguments.seed, Path(folder), curve=arguments.curve)
-    print_learner_side(learner_side)
     server_side = asyncio.run(fuzz_server_side(arguments.messages, arguments.seed))
-    print_server_side(server_side)
+    print(json.dumps({"learner's side": asdict(learner_side), "server's side": asdict(server_side)}, indent=2))
     problems = learner_side.problems + server_side.problems
     print("Problems: " + ("none" if not problems else "\n- ".join(["", *problems])))
     return 1 if problems else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -70,13 +71,14 @@ def ticket(ticket_id: int, version: int) -> Ticket:
     )
 
 
-def group(ticket_id: int, version: int, server_id: str) -> Group:
-    """The only right answer to a ticket."""
+def group(ticket_id: int, version: int, server_id: str, lengths: Sequence[int] | None = None) -> Group:
+    """The only right answer to a ticket; or, with `lengths`, a group of other trajectories."""
     random = np.random.default_rng(ticket_id)
-    lengths = random.integers(1, MAX_NEW_TOKENS + 1, GROUP_SIZE).astype(np.int32)
+    drawn = random.integers(1, MAX_NEW_TOKENS + 1, GROUP_SIZE)
+    lengths = np.asarray(drawn if lengths is None else lengths, np.int32)
     total = int(lengths.sum())
     token_ids = random.integers(0, BANNED, total).astype(np.int32)
-    token_ids[np.cumsum(lengths) - 1] = STOP
+    token_ids[np.cumsum(lengths[lengths > 0]) - 1] = STOP
     records = tuple(
         TrajectoryRecord(
             status=TrajectoryStatus.FINISHED,

@@ -126,7 +126,6 @@ def summary(seconds: Sequence[float]) -> dict[str, float]:
     ordered = sorted(seconds) or [float("nan")]
     return {
         "count": len(seconds),
-        "median_ms": 1000 * ordered[len(ordered) // 2],
         "p99_ms": 1000 * ordered[int(0.99 * (len(ordered) - 1))],
         "max_ms": 1000 * ordered[-1],
     }

@@ -1,7 +1,7 @@
 """Hostile rollout servers: `python -m tests.rigs.fuzz.hostile CONTROL WEIGHTS MESSAGES SEED [KEYS]`.
 
 Most connections send fewer bad messages than a peer's budget and go, so that each is decoded; some flood and are
-muted; some say hello and never read. Each polite one ends with a probe whose answer proves that the learner is alive.
+muted. Each polite one ends with a probe whose answer proves that the learner is alive.
 Prints counts as one JSON object.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import random
-import socket
 import sys
 import time
 from collections import Counter
@@ -37,7 +36,7 @@ from protocol.messages import (
     Wire,
 )
 from tests.rigs.fuzz import content
-from tests.rigs.fuzz.mutations import Frames, frames_of, mutate, wrong_groups
+from tests.rigs.fuzz.mutations import Frames, frames_of, mutate, wrong_group
 
 PER_CONNECTION = 12
 """Below the 16 bad messages that mute a peer."""
@@ -58,7 +57,6 @@ class Hostile:
         self._versions: Counter[int] = Counter({0: 1})
         self._publication = "unknown"
         self._ids = [0]
-        self._kept: list[zmq.Socket[bytes]] = []
         self.answers: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
         self.probe_s: list[float] = []
@@ -66,18 +64,12 @@ class Hostile:
     def run(self) -> None:
         while self._left > 0:
             draw = self._rng.random()
-            if draw < 0.03:
-                self._raw_bytes()
-            elif draw < 0.032:
+            if draw < 0.002:
                 self._flood()
-            elif draw < 0.042:
-                self._stall()
             elif draw < 0.20:
                 self._polite("weights", welcomed=False)
             else:
                 self._polite("control", welcomed=draw > 0.35)
-        for sock in self._kept:
-            sock.close(linger=0)
         self._context.term()
 
     # --- kinds of connections -------------------------------------------------------------------
@@ -93,7 +85,9 @@ class Hostile:
             for _ in range(min(PER_CONNECTION, self._left)):
                 self._one(sock, where, name, held)
             if where == "weights":
-                self._send(sock, frames_of(self._good_chunk_request()), "good chunk request", counted=False)
+                version, publication = max(self._versions), self._publication
+                good = ChunkRequest(version=version, publication=publication, offset=0, nbytes=1 << 16)
+                self._send(sock, frames_of(good), "good chunk request", counted=False)
             self._probe(sock, where)
             if welcomed and self._rng.random() < 0.8:
                 self._send(sock, frames_of(Goodbye(reason="enough")), "goodbye", counted=False)
@@ -106,11 +100,11 @@ class Hostile:
             self._send(sock, mutate(rng, frames_of(self._chunk_request())), "weights, mutated")
         elif held and rng.random() < 0.3:
             ticket_id, version = rng.choice(held)
-            self._send(sock, frames_of(wrong_groups(rng, ticket_id, version, name)), "wrong group of its own ticket")
+            self._send(sock, frames_of(wrong_group(rng, ticket_id, version, name)), "wrong group of its own ticket")
         elif rng.random() < 0.1:
             newest = max(0, max(self._ids) + rng.randint(-20, 20))
             ticket_id = rng.choice((newest, rng.choice(self._ids), NEVER_ISSUED, 2**63 - 1))
-            group = wrong_groups(rng, ticket_id, max(self._versions), name)
+            group = wrong_group(rng, ticket_id, max(self._versions), name)
             self._send(sock, frames_of(group), "wrong group of another's ticket")
         elif rng.random() < 0.1:
             ticket_id = max(0, max(self._ids) + rng.randint(-20, 5))
@@ -127,31 +121,6 @@ class Hostile:
             self._send(sock, mutate(self._rng, frames_of(self._template("flood"))), FLOODED, counted=False)
             self.sent[FLOODED] += 1
         sock.close(linger=1000)
-
-    def _stall(self) -> None:
-        """Say hello, hold tickets, ask for weights, and never read. A few of these stay for the whole run."""
-        control, weights = self._dial("control"), self._dial("weights")
-        control.setsockopt(zmq.RCVHWM, 1)
-        self._send(control, frames_of(content.hello(f"hostile-{self._number}")), "stall", counted=False)
-        for _ in range(40):
-            self._send(weights, frames_of(self._good_chunk_request()), "stall", counted=False)
-        self.sent["peers that never read"] += 1
-        self._kept += [control, weights]
-        while len(self._kept) > 20:
-            self._kept.pop(0).close(linger=0)
-
-    def _raw_bytes(self) -> None:
-        """Speak raw TCP: broken greetings, frames that declare 2**63 bytes, a connection that says nothing."""
-        host, port = self._endpoints[self._rng.choice(("control", "weights"))].removeprefix("tcp://").split(":")
-        greeting = bytearray(b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + b"\x00" + bytes(31))
-        for _ in range(self._rng.choice((0, 0, 1, 8))):
-            greeting[self._rng.randrange(len(greeting))] = self._rng.randrange(256)
-        ready = b"\x04\x29\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x00"
-        tail = self._rng.choice((b"", ready, ready + b"\x02" + b"\x7f" + b"\xff" * 7, ready + self._rng.randbytes(50)))
-        with socket.create_connection((host, int(port)), timeout=5) as stranger:
-            stranger.sendall(bytes(greeting) + tail)
-        self.sent["bytes that are not ZeroMQ's"] += 1
-        self._left -= 1
 
     # --- pieces -----------------------------------------------------------------------------------
 
@@ -187,10 +156,6 @@ class Hostile:
                 Tickets(tickets=(content.ticket(NEVER_ISSUED, 0),)),
             )
         )
-
-    def _good_chunk_request(self) -> ChunkRequest:
-        version = max(self._versions)
-        return ChunkRequest(version=version, publication=self._publication, offset=0, nbytes=1 << 16)
 
     def _chunk_request(self) -> ChunkRequest:
         rng = self._rng

@@ -53,6 +53,13 @@ def small_config(**network: Any) -> RunConfig:
     )
 
 
+def memory_mib() -> float:
+    """Resident memory of this process, without what the allocator keeps for later."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return psutil.Process().memory_info().rss / 2**20
+
+
 class LearnerRig:
     """`turn` plays the main thread: it takes a batch when there is one, and publishes the next version."""
 
@@ -76,7 +83,6 @@ class LearnerRig:
         self.wrong: list[int] = []
         """Groups that got past verification and are not what their tickets demand."""
         self._progress_at = time.monotonic()
-        self._process = psutil.Process()
         self._weights = np.random.default_rng(0).bytes(4 << 20)
 
     def start(self) -> None:
@@ -109,12 +115,6 @@ class LearnerRig:
         )
         self.network.call_soon(self.network.servers.announce, manifest)
         self.network.call_soon(self.network.tickets.admit, self.version)
-
-    def rss_mib(self) -> float:
-        """Resident memory in use, without what the allocator keeps for later."""
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
-        return self._process.memory_info().rss / 2**20
 
     def problems(self) -> list[str]:
         """What a hostile peer must not be able to cause; the run goes on meanwhile."""

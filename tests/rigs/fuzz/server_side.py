@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import gc
 import random
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-import psutil
 import xxhash
 import zmq
 
@@ -39,7 +36,7 @@ from protocol.weight_file import PublicationError, check_manifest, open_shm
 from rollout_server.link import LearnerLink
 from tests.rigs.fuzz import content
 from tests.rigs.fuzz.mutations import frames_of, mutate
-from tests.rigs.fuzz.rig import small_config
+from tests.rigs.fuzz.rig import memory_mib, small_config
 
 BATCH = 20
 HEARD_S = 20.0
@@ -60,20 +57,14 @@ async def fuzz_server_side(messages: int, seed: int, *, slack_mib: float = 48.0)
     started = time.monotonic()
     rng = random.Random(seed)
     await _fuzz_link(messages // 10, rng, result)
-    result.rss_mib.append(_rss_mib())
+    result.rss_mib.append(memory_mib())
     await _fuzz_link(messages - 2 * (messages // 10), rng, result)
     await _fuzz_transfer(messages // 10, rng, result)
-    result.rss_mib.append(_rss_mib())
+    result.rss_mib.append(memory_mib())
     if result.rss_mib[1] - result.rss_mib[0] > slack_mib:
         result.problems.append(f"the server's memory grew from {result.rss_mib[0]:.0f} to {result.rss_mib[1]:.0f} MiB")
     result.seconds = time.monotonic() - started
     return result
-
-
-def _rss_mib() -> float:
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what the allocator keeps for later is no leak
-    return psutil.Process().memory_info().rss / 2**20
 
 
 def _router(endpoint: str) -> zmq.Socket[bytes]:

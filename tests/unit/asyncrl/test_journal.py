@@ -153,13 +153,13 @@ def is_refused(path: Path, expected: dict[str, Any]) -> str | None:
 
 @pytest.mark.parametrize(("kind", "unit"), [("", PAGE_BYTES), ("-wal", FRAME_BYTES), (".groups", 16384)])
 def test_a_flipped_bit_is_noticed_or_changes_nothing(killed: Killed, tmp_path: Path, kind: str, unit: int) -> None:
-    """Two places in every page, one of them in its header; and every byte of the file's own header."""
+    """Two places in every page, one of them in its header; and every byte at the file's beginning."""
     rng = random.Random(1)
     refused = tried = 0
     for suffix in killed.segments if kind == ".groups" else [kind]:
         size = (killed.folder / f"{JOURNAL_FILE}{suffix}").stat().st_size
         places = [page + rng.randrange(below) for page in range(0, size, unit) for below in (unit, 40)]
-        header = {"": 100, "-wal": 32}.get(suffix, 0)
+        header = 32 if suffix else 100
         for place in [*(place for place in places if place < size), *range(header)]:
             mask = 1 << rng.randrange(8)
 
@@ -217,6 +217,23 @@ def test_a_truncated_file_is_refused_wherever_it_ends(killed: Killed, tmp_path: 
     for end in [0, 1, 100, PAGE_BYTES, size - 1, *(rng.randrange(size) for _ in range(20))]:
         reason = killed.refuses(tmp_path / str(end), suffix, lambda data, end=end: data[:end])
         assert reason or not suffix, end
+
+
+@pytest.mark.parametrize("what", ["missing", "zeroed", "swapped"])
+def test_groups_that_are_missing_zeroed_or_in_another_file_are_noticed(
+    killed: Killed, tmp_path: Path, what: str
+) -> None:
+    path = killed.copy(tmp_path)
+    one, other = (path.with_name(path.name + suffix) for suffix in killed.segments[:2])
+    whole = one.read_bytes()
+    one.write_bytes(bytes(len(whole)) if what == "zeroed" else other.read_bytes())
+    if what == "missing":
+        one.unlink()
+    elif what == "swapped":
+        other.write_bytes(whole)
+    assert ("is missing" if what == "missing" else "does not have its checksum") in (
+        is_refused(path, killed.content) or ""
+    )
 
 
 def test_a_killed_learner_s_journal_comes_back_without_bytes_that_no_row_names(killed: Killed, tmp_path: Path) -> None:

@@ -24,10 +24,8 @@ from protocol.messages import (
     ControlFromServer,
     CudaMemory,
     Error,
-    FinishReason,
     Goodbye,
     Group,
-    GroupTimings,
     LearnerHeartbeat,
     LeaseGrant,
     LeaseRecall,
@@ -37,12 +35,9 @@ from protocol.messages import (
     TensorEntry,
     TicketFailed,
     Tickets,
-    TrajectoryRecord,
-    TrajectoryStatus,
     TransferEnd,
     TransferRequest,
     TransferStart,
-    Turn,
     WeightManifest,
     WeightsLoaded,
     Welcome,
@@ -55,28 +50,8 @@ LIMITS = Limits()
 IMAGE = "ab" * 32
 
 
-def make_group(lengths: list[int], *, images: int = 1) -> Group:
-    draw = np.random.default_rng(0)
-    total = sum(lengths)
-    turns = [(Turn(start=0, end=length),) for length in lengths]
-    status, reason = TrajectoryStatus.FINISHED, FinishReason.STOP
-    return Group(
-        ticket_id=7,
-        server_id="server-0",
-        prompt_ids=draw.integers(0, 1000, 40).astype(np.int32),
-        image_grids=np.ones((images, 3), np.int32),
-        image_hashes=(IMAGE,) * images,
-        lengths=np.array(lengths, np.int32),
-        token_ids=draw.integers(0, 1000, total).astype(np.int32),
-        loss_mask=draw.integers(0, 2, total).astype(np.uint8),
-        logprobs=draw.normal(size=total).astype(np.float32),
-        versions=np.full(total, 3, np.int32),
-        trajectories=tuple(
-            TrajectoryRecord(status=status, finish_reason=reason, rewards={"exact": 1.0}, reward=1.0, turns=turn)
-            for turn in turns
-        ),
-        timings=GroupTimings(queued_s=0.1, generate_s=2.0, reward_s=0.3),
-    )
+def make_group(lengths: list[int]) -> Group:
+    return content.group(7, 3, "server-0", lengths)
 
 
 def make_tickets(image: bytes = b"png", columns: dict[str, Any] | None = None) -> Tickets:
@@ -93,7 +68,7 @@ EXAMPLES: list[Wire] = [
     Refusal(code=ErrorCode.MODEL_MISMATCH, reason="a and b", fix="same"),
     make_tickets(),
     make_group([3, 0, 2]),
-    make_group([], images=0),
+    make_group([]),
     make_group([3, 0, 2]).model_copy(update={"kv_versions": np.arange(5, dtype=np.int32)}),
     Ack(ticket_ids=(1, 2)),
     TicketFailed(ticket_id=1, error_kind="engine", error_message="boom"),
@@ -214,39 +189,27 @@ def header(**fields: Any) -> list[bytes]:
     return [pack(fields)]
 
 
-DEEP_MAP = b"\x81\xa1a" * 2000 + b"\xc0"
-
 MALFORMED = {
     "no frames": [],
     "empty header": [b""],
     "not messagepack": [b"\xc1"],
     "a list": [pack([1])],
-    "a number": [b"\x07"],
     "trailing bytes": [pack({"type": "ack", "ticket_ids": []}) + b"\x00"],
     "cut off": [pack({"type": "ack", "ticket_ids": [1, 2]})[:-1]],
     "no type": header(ticket_ids=[]),
     "type is a number": header(type=3),
-    "type is a list": header(type=["ack"]),
     "integer keys": [pack({1: 2})],
-    "byte keys": [pack({b"type": "ack"})],
     "extension": header(type="ack", ticket_ids=msgpack.ExtType(4, b"abc")),
-    "empty extension": header(type="ack", ticket_ids=msgpack.ExtType(4, b"")),
-    "timestamp": header(type="ack", ticket_ids=msgpack.Timestamp(1, 2)),
     "bad text": [b"\x81\xa4type\xa2\xff\xff"],
-    "deep list": [b"\x91" * 5000],
-    "deep map": [DEEP_MAP],
     "huge list announced": [b"\xdd\xff\xff\xff\xff"],
-    "huge text announced": [b"\xdb\xff\xff\xff\xff"],
     "long list": header(type="ack", ticket_ids=[0] * (MAX_ELEMENTS + 1)),
     "unknown field": header(type="ack", ticket_ids=[], colour="red"),
     "missing field": header(type="ack"),
     "negative id": header(type="ack", ticket_ids=[-1]),
     "fractional id": header(type="ack", ticket_ids=[1.5]),
     "nan for an integer": header(type="learner_heartbeat", version=float("nan"), step=1),
-    "infinity for an integer": header(type="learner_heartbeat", version=float("inf"), step=1),
     "unused frame": [*header(type="ack", ticket_ids=[]), b"left over"],
     "frame out of range": header(type="chunk", version=0, offset=0, data={"frame": 1}),
-    "frame 0": header(type="chunk", version=0, offset=0, data={"frame": 0}),
     "negative frame": [*header(type="chunk", version=0, offset=0, data={"frame": -1}), b"x"],
     "blob inside the header": header(type="chunk", version=0, offset=0, data=b"inline"),
 }
@@ -265,18 +228,14 @@ def tampered_group(**changes: Any) -> list[bytes]:
 
 WRONG_ARRAYS = {
     "inline list": [1, 2, 3],
-    "inline huge numbers": [2**63, None, "x"],
-    "frame used twice": {"frame": 1, "dtype": "<i4", "shape": [40]},
+    "frame used twice": {"frame": 1, "dtype": "<i4", "shape": [8]},
     "wrong dtype": {"frame": 4, "dtype": "<f4", "shape": [5]},
     "object dtype": {"frame": 4, "dtype": "O", "shape": [5]},
-    "structured dtype": {"frame": 4, "dtype": "i4,i4", "shape": [5]},
     "wrong size": {"frame": 4, "dtype": "<i4", "shape": [6]},
     "negative shape": {"frame": 4, "dtype": "<i4", "shape": [-5]},
     "overflowing shape": {"frame": 4, "dtype": "<i4", "shape": [0, 2**39, 2**39]},
     "endless shape": {"frame": 4, "dtype": "<i4", "shape": [2**39] * 50_000},
     "two dimensions": {"frame": 4, "dtype": "<i4", "shape": [1, 5]},
-    "no shape": {"frame": 4, "dtype": "<i4"},
-    "frame is text": {"frame": "4", "dtype": "<i4", "shape": [5]},
     "huge frame index": {"frame": 2**63, "dtype": "<i4", "shape": [5]},
     "nothing": None,
 }

@@ -99,11 +99,6 @@ def test_diagram_uses_real_message_types():
     assert used == set(ALL_MODELS) - {"error"}
 
 
-def test_links_lead_somewhere():
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
-        assert (ROOT / "protocol" / target).exists(), target
-
-
 def test_importing_the_whole_package_loads_no_torch():
     modules = sorted(path.stem for path in (ROOT / "protocol").glob("*.py") if path.stem != "__init__")
     code = "import sys\n" + "".join(f"import protocol.{name}\n" for name in modules)

@@ -209,26 +209,6 @@ def started(code: str, *arguments: str) -> subprocess.Popen[str]:
     return process
 
 
-READER = """
-import sys, time
-from pathlib import Path
-from protocol.weight_file import map_for_reading
-view = map_for_reading(Path(sys.argv[1]), int(sys.argv[2]))
-print("ready", flush=True)
-time.sleep(60)
-"""
-
-
-def test_a_killed_reader_does_not_keep_its_file(refilled: Publication):
-    first = refilled.publish(1, make_tensors(1))
-    with started(READER, first.shm_path, str(first.total_bytes)) as reader:
-        was = inode(first)
-        reader.kill()
-        reader.wait(timeout=WAIT_S)
-    refilled.publish(2, make_tensors(2))
-    assert inode(refilled.publish(3, make_tensors(3))) == was
-
-
 def test_a_file_with_other_bytes_is_recognised(publication: Publication):
     manifest = publication.publish(1, make_tensors())
     with open(manifest.shm_path, "r+b") as file:
