@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import csv
 import json
 import logging
 import os
@@ -69,15 +70,13 @@ class RowGroupCache:
 
     def __init__(self, max_bytes: int = ROW_GROUP_CACHE_BYTES) -> None:
         self._max_bytes = max_bytes
-        self._tables: OrderedDict[tuple[int, int], Any] = OrderedDict()
-        self._files: dict[int, Any] = {}
+        self._tables: OrderedDict[tuple[Any, int], Any] = OrderedDict()
         self._bytes = 0
         self._has_warned = False
 
     def get(self, file: Any, group: int) -> Any:
         """The Arrow table of one row group of a ParquetFile."""
-        key = (id(file), group)
-        self._files[id(file)] = file  # keeps the id from being reused
+        key = (file, group)
         if key not in self._tables:
             self._tables[key] = file.read_row_group(group, use_threads=False)
             self._bytes += self._tables[key].nbytes
@@ -198,9 +197,9 @@ def read_json(path: Path) -> Table:
 def read_image_folder(folder: Path, image_key: str, answer_key: str) -> Table:
     """One row per image, in the order of the paths: the image, and its parent folder's name as label and answer.
 
-    metadata.jsonl with a `file_name` column adds columns (and may set the answer).
+    metadata.jsonl or metadata.csv with a `file_name` column adds columns (and may set the answer).
     """
-    metadata = _metadata(folder / "metadata.jsonl")
+    metadata = _metadata(folder)
     rows = []
     for path in sorted(_images_below(folder)):
         relative = path.relative_to(folder).as_posix()
@@ -225,16 +224,20 @@ def _images_below(folder: Path) -> Iterator[Path]:
                 yield Path(parent) / name
 
 
-def _metadata(file: Path) -> dict[str, dict[str, Any]]:
-    """Rows of metadata.jsonl by the image's path below its folder."""
+def _metadata(folder: Path) -> dict[str, dict[str, Any]]:
+    """Rows of metadata.jsonl, else of metadata.csv, by the image's path below the folder."""
     metadata: dict[str, dict[str, Any]] = {}
-    if not file.exists():
+    file = folder / "metadata.jsonl"
+    if file.exists():
+        table = JsonLinesTable(file)
+        rows = [table.read(number) for number in range(len(table))]
+    elif (file := folder / "metadata.csv").exists():
+        rows = list(csv.DictReader(file.read_text(encoding="utf-8-sig").splitlines(keepends=True)))
+    else:
         return metadata
-    table = JsonLinesTable(file)
-    for number in range(len(table)):
-        row = table.read(number)
+    for number, row in enumerate(rows):
         name = row.pop("file_name", None)
-        if not isinstance(name, str) or not name:
+        if not name or not isinstance(name, str):
             raise UserError(f"{file} has no file_name in row {number}. It names the image of the row")
         if Path(name).as_posix() in metadata:
             raise UserError(f"{file} has two rows for {name!r}. Keep one")

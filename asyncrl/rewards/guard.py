@@ -15,7 +15,8 @@ import select
 import signal
 import sys
 from contextlib import suppress
-from pathlib import Path
+
+import psutil
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -68,9 +69,9 @@ def _guard(worker: int, wake_read: int) -> int:
         with suppress(ProcessLookupError):
             os.kill(worker, signal.SIGKILL)
     while True:
-        for child in _children(os.getpid()):
-            with suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
+        for child in psutil.Process().children():
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
         try:
             child, ended = os.waitpid(-1, 0)
         except ChildProcessError:
@@ -90,17 +91,6 @@ def _reap(worker: int) -> int | None:
             if child == 0:
                 break
     return None
-
-
-def _children(parent: int) -> list[int]:
-    children = []
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            # "pid (any name) state ppid ...": the name may contain spaces and parentheses
-            fields = entry.read_text(errors="replace").rpartition(")")[2].split()
-            if int(fields[1]) == parent:
-                children.append(int(entry.parent.name))
-    return children
 
 
 def _exit_like(status: int) -> None:

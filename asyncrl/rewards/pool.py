@@ -14,14 +14,11 @@ from typing import Any, Literal
 from asyncrl.config.sections import RewardConfig, component_name
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.rewards import channel
-from asyncrl.rewards.process import WorkerDied, WorkerProcess, WorkerStartError, WorkerTimeout
+from asyncrl.rewards.process import WorkerDied, WorkerProcess, WorkerTimeout
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.spec import check_rewards, locate, read_source
 
 logger = logging.getLogger(__name__)
-
-MAX_STARTS_PER_SAMPLE = 2
-"""A worker that ends before it begins a sample is not the sample's fault: it gets another worker, once."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +75,6 @@ class RewardPool:
         failures = [result for result in results if result is not None]
         if failures:
             await self.close()
-            if isinstance(failures[0], WorkerStartError):
-                raise UserError(str(failures[0])) from None
             raise failures[0]
 
     async def score(self, sample: RewardSample) -> Score:
@@ -93,12 +88,11 @@ class RewardPool:
             frame = channel.pack({"id": sample_id, "sample": vars(sample)})
         except (TypeError, ValueError, OverflowError) as error:
             raise TypeError(f"row {sample.row_id}: cannot be sent to a reward worker: {error}") from error
-        score, starts = None, 0
-        while score is None:
-            starts += 1
-            score = await self._score_on(
-                await self._idle_worker(), sample_id, frame, final=starts == MAX_STARTS_PER_SAMPLE
-            )
+        # A worker that ends before it begins a sample is not the sample's fault: it gets another worker, once.
+        score = await self._score_on(await self._idle_worker(), sample_id, frame, is_second=False)
+        if score is None:
+            score = await self._score_on(await self._idle_worker(), sample_id, frame, is_second=True)
+        assert score is not None
         if score.status != "ok":
             self._errors[score.error_kind] += 1
             level = logging.WARNING if self._errors[score.error_kind] == 1 else logging.DEBUG
@@ -127,8 +121,8 @@ class RewardPool:
             logger.warning("reward worker %d ended while it was idle; starting another", worker.pid)
             self._replace(worker)
 
-    async def _score_on(self, worker: WorkerProcess, sample_id: int, frame: bytes, *, final: bool) -> Score | None:
-        """None if the worker ended before it began the sample, and this is not the final try."""
+    async def _score_on(self, worker: WorkerProcess, sample_id: int, frame: bytes, *, is_second: bool) -> Score | None:
+        """None if the worker ended before it began the sample, and this is not the second try."""
         started = time.perf_counter()
         healthy = False
         try:
@@ -139,13 +133,12 @@ class RewardPool:
             healthy = score.error_kind != "reward_memory"  # such a worker ends itself
             return score
         except WorkerTimeout:
-            name = self._begun(worker, sample_id) or "(none begun)"
-            return self._timed_out(name, time.perf_counter() - started)
+            return self._timed_out(self._begun(worker) or "(none begun)", time.perf_counter() - started)
         except WorkerDied as died:
             if self._closed:
                 raise _closed() from None
-            name = self._begun(worker, sample_id)
-            if not name and not final:
+            name = self._begun(worker)
+            if not name and not is_second:
                 logger.warning("reward worker %d ended before it began a sample (%s)", worker.pid, died)
                 return None
             message = f"reward component {name or '(none begun)'!r} lost its worker: {died}"
@@ -156,19 +149,13 @@ class RewardPool:
             elif not self._closed:
                 self._replace(worker)
 
-    def _begun(self, worker: WorkerProcess, sample_id: int) -> str:
-        """Name of the component that the worker began last for this sample; empty if it began none."""
-        begun, index = worker.progress()
-        return self._names[index] if begun == sample_id and index < len(self._names) else ""
+    def _begun(self, worker: WorkerProcess) -> str:
+        """Name of the component that the worker began last for its sample; empty if it began none."""
+        return "" if worker.begun is None else self._names[worker.begun]
 
     def _from_reply(self, reply: dict[str, Any]) -> Score:
-        try:
-            seconds = float(reply["seconds"])
-            kind = reply.get("error_kind", "")
-            values = {name: float(value) for name, value in reply["components"].items()}
-            failed_at = self._names[len(values)] if kind else ""
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise WorkerDied(f"it sent a malformed reply ({type(error).__name__}: {error})") from None
+        seconds, values, kind = reply["seconds"], reply["components"], reply.get("error_kind", "")
+        failed_at = self._names[len(values)] if kind else ""
         if seconds > self._config.timeout_s:  # it came back just before it would have been killed
             return self._timed_out(failed_at or self._names[-1], seconds)
         if kind:

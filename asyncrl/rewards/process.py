@@ -7,11 +7,11 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import asyncrl
+from asyncrl.errors import UserError
 from asyncrl.rewards import channel
 
 logger = logging.getLogger(__name__)
@@ -26,10 +26,6 @@ LATE_REPLY_S = 0.1
 """A busy event loop may see the time limit and the reply in one go; the reply then wins."""
 
 
-class WorkerStartError(Exception):
-    """The worker could not load the functions; the message is for the user."""
-
-
 class WorkerTimeout(Exception):
     """No reply came within the time limit. The worker must be stopped."""
 
@@ -41,33 +37,27 @@ class WorkerDied(Exception):
 class WorkerProcess:
     """Scores one sample at a time. Made by `await WorkerProcess.start(setup)`; `stop()` is idempotent."""
 
-    def __init__(self, process: asyncio.subprocess.Process, progress_fd: int) -> None:
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
         self._process = process
         self._stdin = process.stdin
         self._stdout = process.stdout
-        self._progress_fd = progress_fd
+        self.begun: int | None = None
+        """Index of the component that the worker began last for the latest sample."""
         self._stopping: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(cls, setup: bytes) -> WorkerProcess:
-        """Start a process and send it the packed first message. Raises WorkerStartError."""
-        with tempfile.TemporaryFile() as progress:
-            progress_fd = os.dup(progress.fileno())
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "asyncrl.rewards.worker", str(progress_fd)),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                pass_fds=(progress_fd,),
-                start_new_session=True,  # Ctrl-C in the terminal is the pool's business
-                env=_environment(),
-            )
-        except BaseException:
-            os.close(progress_fd)
-            raise
-        worker = cls(process, progress_fd)
+        """Start a process and send it the packed first message. Raises UserError."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "asyncrl.rewards.worker"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C in the terminal is the pool's business
+            env=_environment(),
+        )
+        worker = cls(process)
         try:
             await worker._load(setup)
         except BaseException:
@@ -84,12 +74,9 @@ class WorkerProcess:
     def alive(self) -> bool:
         return self._process.returncode is None and not self._stdout.at_eof() and self._stopping is None
 
-    def progress(self) -> tuple[int, int]:
-        """Sample id and component index begun last. Not after `stop()`."""
-        return channel.read_progress(self._progress_fd)
-
     async def ask(self, frame: bytes, timeout_s: float) -> dict[str, Any]:
         """Send one packed message and return the reply. Raises WorkerTimeout, WorkerDied."""
+        self.begun = None
         self._stdin.write(frame)
         reading = asyncio.create_task(self._read_reply())
         try:
@@ -111,23 +98,27 @@ class WorkerProcess:
         try:
             reply = await self.ask(setup, START_TIMEOUT_S)
         except WorkerTimeout:
-            raise WorkerStartError(
+            raise UserError(
                 f"the reward functions were not loaded after {START_TIMEOUT_S:.0f} s. What do they import?"
             ) from None
         except WorkerDied as died:
-            raise WorkerStartError(
+            raise UserError(
                 f"a reward worker ended while it loaded the reward functions: {died}. "
                 "Its output is in the log; reward.memory_limit_mib may be too small for what they import"
             ) from None
         if not reply.get("ready"):
-            raise WorkerStartError(str(reply.get("message")))
+            raise UserError(str(reply.get("message")))
 
     async def _read_reply(self) -> dict[str, Any]:
         try:
-            (length,) = channel.LENGTH.unpack(await self._stdout.readexactly(channel.LENGTH.size))
-            if length > channel.MAX_REPLY_BYTES:
-                raise WorkerDied(f"it sent a malformed reply ({length} bytes announced)")
-            return channel.unpack(await self._stdout.readexactly(length))
+            while True:
+                (length,) = channel.LENGTH.unpack(await self._stdout.readexactly(channel.LENGTH.size))
+                if length > channel.MAX_REPLY_BYTES:
+                    raise ValueError(f"{length} bytes announced")
+                message = channel.unpack(await self._stdout.readexactly(length))
+                if "begun" not in message:
+                    return message
+                self.begun = message["begun"]
         except asyncio.IncompleteReadError:
             raise WorkerDied(await self._how_it_ended()) from None
         except ValueError as error:
@@ -154,8 +145,6 @@ class WorkerProcess:
             logger.error("reward worker %d did not stop within %.0f s; killing it", self.pid, STOP_TIMEOUT_S)
             self._process.kill()
             await asyncio.wait_for(self._process.wait(), STOP_TIMEOUT_S)
-        finally:
-            os.close(self._progress_fd)
 
 
 def _environment() -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
+import re
 import sys
 import traceback
 import zlib
@@ -120,20 +121,15 @@ def check_call(function: Callable[..., Any], name: str, kwargs: dict[str, Any]) 
 
 
 def _check_defines(path: Path, name: str, source: bytes) -> None:
-    """Raise UserError if the source does not bind the name. Any binding counts: only running the file can tell."""
+    """Raise UserError if the source does not name the function. Only running the file can tell whether it has one."""
     try:
-        tree = ast.parse(source, str(path))
+        body = ast.parse(source, str(path)).body
     except (SyntaxError, ValueError) as error:
         raise UserError(f"reward file {path} cannot be imported: {one_line(error)}") from error
-    for node in tree.body:
-        if isinstance(node, ast.AsyncFunctionDef) and node.name == name:
-            raise _async_function(str(path), name)
-    nodes = list(ast.walk(tree))
-    functions = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    bound = functions | {node.id for node in nodes if isinstance(node, ast.Name)}
-    bound |= {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}
-    if name not in bound and "*" not in bound:
-        raise _missing_function(str(path), name, sorted(functions))
+    if any(isinstance(node, ast.AsyncFunctionDef) and node.name == name for node in body):
+        raise _async_function(str(path), name)
+    if not re.search(rf"(?<!\w)({name}(?!\w)|import \*)", source.decode(errors="replace")):
+        raise _missing_function(str(path), name, [node.name for node in body if isinstance(node, ast.FunctionDef)])
 
 
 def _missing_function(path: str, name: str, functions: Iterable[str]) -> UserError:
@@ -172,17 +168,15 @@ def shorten(text: str, limit: int = MAX_MESSAGE_CHARS // 2) -> str:
 def _place(error: BaseException, own_file: str) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{Path(error.filename).name}:{error.lineno}"
-    # Plain tuples: no frame may live on, as after a MemoryError its locals must go.
-    walked = traceback.walk_tb(error.__traceback__)
-    frames = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walked]
+    # No frame may live on, as after a MemoryError its locals must go; no line is read, as its file may have changed.
+    frames = list(traceback.StackSummary.extract(traceback.walk_tb(error.__traceback__), lookup_lines=False))
     if not frames:
         return ""
-    own = [frame for frame in frames if frame[0] == own_file]
+    own = [frame for frame in frames if frame.filename == own_file]
     raised = _show(frames[-1])
     return shorten(f"{_show(own[-1])}, raised in {raised}" if own and own[-1] != frames[-1] else raised)
 
 
-def _show(frame: tuple[str, int | None, str]) -> str:
-    filename, line, function = frame
-    place = f"{Path(filename).name}:{line}"
-    return place if function == "<module>" else f"{place} in {function}"
+def _show(frame: traceback.FrameSummary) -> str:
+    place = f"{Path(frame.filename).name}:{frame.lineno}"
+    return place if frame.name == "<module>" else f"{place} in {frame.name}"

@@ -1,4 +1,4 @@
-"""The worker process: `python -m asyncrl.rewards.worker PROGRESS_FD`, started by `process.py` only.
+"""The worker process: `python -m asyncrl.rewards.worker`, started by `process.py` only.
 
 Loads every configured function once, then scores one sample after another until its stdin closes.
 """
@@ -43,13 +43,12 @@ class ComponentFailed(Exception):
 
 
 def main() -> None:
-    progress_fd = int(sys.argv[1])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     guard.fork_guarded()
     incoming, outgoing = _take_channel()
     code = 0
     try:
-        serve(incoming, outgoing, progress_fd)
+        serve(incoming, outgoing)
     except BaseException:  # ends the worker, which the pool reports; the log has the whole traceback
         traceback.print_exc()
         code = 1
@@ -57,7 +56,7 @@ def main() -> None:
     os._exit(code)  # threads and exit handlers of user code must not hold the worker
 
 
-def serve(incoming: BinaryIO, outgoing: BinaryIO, progress_fd: int) -> None:
+def serve(incoming: BinaryIO, outgoing: BinaryIO) -> None:
     setup = channel.read_frame(incoming)
     if setup is None:
         return
@@ -72,7 +71,7 @@ def serve(incoming: BinaryIO, outgoing: BinaryIO, progress_fd: int) -> None:
         frame = channel.read_frame(incoming)
         if frame is None:
             return
-        reply = _score(channel.unpack(frame), components, progress_fd)
+        reply = _score(channel.unpack(frame), components, outgoing)
         del frame
         _send(outgoing, reply)
         if reply.get("error_kind") == "reward_memory":
@@ -125,13 +124,13 @@ def _limit_mib() -> int:
     return resource.getrlimit(resource.RLIMIT_AS)[0] >> 20
 
 
-def _score(request: dict[str, Any], components: list[Component], progress_fd: int) -> dict[str, Any]:
+def _score(request: dict[str, Any], components: list[Component], outgoing: BinaryIO) -> dict[str, Any]:
     me = os.getpid()
     sample = RewardSample(**request["sample"])
     reply: dict[str, Any] = {"id": request["id"], "components": {}}
     started = time.perf_counter()
     for index, component in enumerate(components):
-        channel.write_progress(progress_fd, request["id"], index)
+        _send(outgoing, {"begun": index})
         try:
             reply["components"][component.name] = _run(component, sample)
         except ComponentFailed as failed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -144,19 +143,12 @@ class MetricSet:
         return built
 
     def __getitem__(self, name: str) -> Any:
-        short = name.removeprefix(self._prefix)
-        if short not in self._metrics:
-            close = difflib.get_close_matches(short, self._metrics, n=1)
-            raise KeyError(f"no metric {name}" + (f"; did you mean {close[0]}?" if close else ""))
-        return self._metrics[short]
+        return self._metrics[name.removeprefix(self._prefix)]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        try:
-            return self[name]
-        except KeyError as error:
-            raise AttributeError(error.args[0]) from None
+        if name.startswith("_") or name not in self._metrics:
+            raise AttributeError(f"no metric {name}")
+        return self._metrics[name]
 
     def raise_to(self, name: str, total: float, **labels: str) -> None:
         """Set a counter to a total that is counted elsewhere. A total that fell has begun again from 0."""

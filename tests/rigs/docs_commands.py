@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.config.load import dump_config, load_config
+from asyncrl.config.load import load_config
 from asyncrl.launch.ports import free_port
+from tests.rigs.small_runs import logs
+from tests.rigs.two_processes import start, with_ports, write_config
 
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", ROOT / "docker" / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 NEEDS = ("gpu", "docker", "cluster", "network", "browser")
-AS_SUCH = ("make demo", "make test")
-"""Not run here: they make environments and take minutes. `make test` is run by .ci/run, and tests/system/test_demo.py
-runs what `make demo` does in small."""
+NOT_RUN = {
+    "make demo": "tests/system/test_demo.py",
+    "make test": ".ci/run",
+    "asyncrl train runs/demo-1/grpo/config.yaml learner.optim": "README.md",
+    "asyncrl train runs/mine/config.yaml --resume": "tests/system/test_resume.py",
+    "asyncrl sync": "tests/system/test_sync.py",
+    "asyncrl rollout": "tests/system/test_curve_end_to_end.py",
+    "asyncrl learn": "tests/system/test_curve_end_to_end.py",
+    "asyncrl replay": "tests/tools/test_replay.py",
+    "asyncrl doctor --plan": "tests/tools/test_memory_plan.py",
+    "asyncrl doctor": "tests/tools/test_doctor.py",
+}
+"""Beginnings of commands that are not run here, and the file that runs such a command, in small."""
 BLOCK_TIMEOUT_S = 300
 TOO_LONG = 124
 """Exit code of a block that was still running then, as of timeout(1)."""
@@ -46,8 +57,9 @@ class Block:
 
     @property
     def runnable(self) -> str:
-        """The text without the commands of AS_SUCH."""
-        return "\n".join(line for line in self.text.splitlines() if not line.startswith(AS_SUCH)) + "\n"
+        """The text without the commands of NOT_RUN."""
+        lines = self.text.replace("\\\n", " ").splitlines(keepends=True)
+        return "".join(line for line in lines if not line.removeprefix(".venv/bin/").startswith(tuple(NOT_RUN)))
 
 
 def blocks(page: Path) -> list[Block]:
@@ -82,21 +94,13 @@ def prepare(folder: Path, model: Path, data: Path) -> None:
         *("batch.prompts_per_step=4", "batch.group_size=4", "batch.tokens_per_microbatch=512"),
         *("data.max_response_length=8", f"trainer.max_steps={_DEMO_STEPS}", "trainer.save_freq=2"),
         *("learner.cpu_threads=1", "rollout.cpu_threads=1", "network.heartbeat_s=0.2", "data.max_val_rows=4"),
-        *("network.control_port=0", "network.weights_port=0", "telemetry.learner_port=0", "telemetry.rollout_port=0"),
     ]
-    code, printed = run(folder, f"asyncrl train configs/digits_grpo.yaml {' '.join(small)}\n")
-    assert code == 0, printed
-
-
-def copy_for_page(prepared: Path, folder: Path) -> None:
-    """A workspace of its own, with ports of its own: pages run side by side."""
-    shutil.copytree(prepared, folder, symlinks=True)
-    ports = [
-        f"{key}={free_port()}"
-        for key in ("network.control_port", "network.weights_port", "telemetry.learner_port", "telemetry.rollout_port")
-    ]
-    config = folder / "runs" / "demo-1" / "grpo" / "config.yaml"
-    config.write_text(dump_config(load_config(config, ports)))
+    with contextlib.chdir(folder):
+        file = write_config(
+            with_ports(load_config(Path("configs/digits_grpo.yaml"), small), free_port), folder / "logs"
+        )
+        codes = [service.wait(120) for service in [start("learner", file), start("rollout_server", file)]]
+    assert codes == [0, 0], logs(folder / "logs")
 
 
 def run(folder: Path, text: str) -> tuple[int, str]:
@@ -128,36 +132,25 @@ def run(folder: Path, text: str) -> tuple[int, str]:
         except subprocess.TimeoutExpired:
             code = TOO_LONG
         finally:
-            with suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)  # the launcher stops its services, which have sessions of theirs
             process.wait()
     return code, output.read_text()
 
 
-def run_pages(prepared: Path, folder: Path, pages: Sequence[Path]) -> list[tuple[Block, int, str, float]]:
+def run_pages(folder: Path, pages: Sequence[Path]) -> list[tuple[Block, int, str, float]]:
     """Exit code, output and seconds of each block of the pages that runs anywhere, in order, up to one that fails.
 
-    A command that a page before has run in this folder is not repeated: README trains as docs/quickstart.md does.
+    A command that a page before has run is not repeated.
     """
-    copy_for_page(prepared, folder)
     results: list[tuple[Block, int, str, float]] = []
-    seen: set[frozenset[str]] = set()
+    seen: set[str] = set()
     for block in (block for page in pages for block in blocks(page) if not block.needs and block.runnable.strip()):
         started = time.monotonic()
-        code, printed = run(folder, _without(seen, block.runnable))
+        lines = [line for line in block.runnable.splitlines(keepends=True) if line not in seen]
+        seen |= {line for line in lines if line.startswith("asyncrl ")}
+        code, printed = run(folder, "".join(lines))
         results.append((block, code, printed, time.monotonic() - started))
         if code:
             break
     return results
-
-
-def _without(seen: set[frozenset[str]], text: str) -> str:
-    """The text without `asyncrl` commands on a line of their own that were seen before, in any order of their words."""
-    lines = []
-    for line in text.splitlines(keepends=True):
-        words = shlex.split(line, comments=True) if re.match(r"(\.venv/bin/)?asyncrl .*[^&\\]$", line) else []
-        command = frozenset(words[1:])
-        if not words or command not in seen:
-            lines.append(line)
-        seen |= {command} if words else set()
-    return "".join(lines)

@@ -9,9 +9,7 @@ import logging
 import os
 import shutil
 import socket
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +38,6 @@ from protocol.messages import (
     FinishReason,
     Group,
     GroupTimings,
-    Prompt,
     Ticket,
     TrajectoryRecord,
     TrajectoryStatus,
@@ -157,42 +154,6 @@ def test_overlong_rows_are_left_out_and_counted(
     assert supervised.steps == 1
     supervised.run()
     assert (config.run_path / "export" / "config.json").is_file()
-
-
-def test_all_rows_overlong_is_an_error(make_config: MakeConfig, tmp_path: Path) -> None:
-    data = write_rows(tmp_path, [BAD_ROWS["long text"][0]] * 2)
-    with pytest.raises(UserError, match=r"all 2 prompts \(rows.jsonl:0, ...\) are over data.max_prompt_length = 40"):
-        writer_for(make_config(data={**data, "filter_overlong_prompts": True}))
-
-
-class _Watched(PromptProcessor):
-    """Counts the threads that encode at once."""
-
-    inside = most = 0
-
-    def _encode(self, prompt: Prompt, blobs: Mapping[str, Any], hashes: Mapping[str, str]) -> EncodedPrompt:
-        self.inside += 1
-        self.most = max(self.most, self.inside)
-        time.sleep(0.002)
-        encoded = super()._encode(prompt, blobs, hashes)
-        self.inside -= 1
-        return encoded
-
-
-def test_threads_share_a_processor(make_config: MakeConfig, tmp_path: Path) -> None:
-    """The learner encodes on two threads; neither the cache nor the tokenizer can serve both at once."""
-    rows = [{"prompt": f"What is {i}?", "images": ["good.png"]} for i in range(6)]
-    writer = writer_for(make_config(data=write_rows(tmp_path, rows)))
-    items = [writer.write(TicketSlot(i, i, version=0, bound=0)) for i in range(6)]
-    expected = [writer.processor.encode(item.ticket.prompt, item.blobs).token_ids.tolist() for item in items]
-    shared = _Watched(writer.config.model, cache_mib=0)
-
-    def encode(item: PreparedTicket) -> list[int]:
-        return shared.encode(item.ticket.prompt, item.blobs).token_ids.tolist()
-
-    with ThreadPoolExecutor(4) as threads:
-        assert list(threads.map(encode, items * 3)) == expected * 3
-    assert shared.most == 1
 
 
 # --- processes -------------------------------------------------------------------------------------

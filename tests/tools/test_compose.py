@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -110,32 +109,6 @@ def test_images_for_cpus_and_for_gpus_have_names_of_their_own(services: dict[str
 
 
 @needs_compose
-def test_a_server_may_have_several_gpus(services: dict[str, dict[str, Any]]) -> None:
-    assert services["rollout_server_gpu"]["environment"]["CUDA_VISIBLE_DEVICES"] == "1"
-    service = resolved("gpu", ASYNCRL_ROLLOUT_GPU="1,2")["services"]["rollout_server_gpu"]
-    assert service["environment"]["CUDA_VISIBLE_DEVICES"] == "1,2"
-    assert service["environment"]["OMP_NUM_THREADS"], "what all services have"
-    (devices,) = service["deploy"]["resources"]["reservations"]["devices"]
-    assert (devices["driver"], devices["count"]) == ("nvidia", "all")
-
-
-@needs_compose
-def test_one_more_server_on_another_gpu_is_written_as_the_page_says(
-    services: dict[str, dict[str, Any]], tmp_path: Path
-) -> None:
-    (text,) = re.findall(r"```yaml\n(services:.*?)```", (ROOT / "docker" / "README.md").read_text(), re.DOTALL)
-    for name in ("docker-compose.yml", ".env"):
-        shutil.copy(ROOT / name, tmp_path)
-    (tmp_path / "docker-compose.override.yml").write_text(text)
-    found = resolved("gpu", folder=tmp_path)["services"]
-    assert set(found) == {"learner_gpu", "rollout_server_gpu", "rollout_server_gpu_2", "prometheus", "grafana"}
-    first, second = found["rollout_server_gpu"], found["rollout_server_gpu_2"]
-    assert second["environment"].pop("CUDA_VISIBLE_DEVICES") != first["environment"].pop("CUDA_VISIBLE_DEVICES")
-    assert {name for name in first if first[name] != second.get(name)} <= {"depends_on", "networks", "profiles"}
-    assert second["networks"]["asyncrl"]["aliases"] == ["rollout_server_gpu"]
-
-
-@needs_compose
 def test_what_the_page_writes_into_dot_env_chooses_gpus_and_the_user_however_often_it_is_run(tmp_path: Path) -> None:
     for name in ("docker-compose.yml", ".env"):
         shutil.copy(ROOT / name, tmp_path)
@@ -147,26 +120,6 @@ def test_what_the_page_writes_into_dot_env_chooses_gpus_and_the_user_however_oft
         learner = resolved(profiles, folder=tmp_path)["services"]["learner_gpu"]
         assert learner["user"] == f"{uid}:20"
         assert "/workspace/config.yaml" in learner["command"]
-
-
-def run_prepare(tmp_path: Path, size: str) -> str:
-    """Output of prepare_demo.sh, with stand-ins for what takes long."""
-    programs = tmp_path / "bin"
-    programs.mkdir(exist_ok=True)
-    for name, does in (("asyncrl", "touch $2/learner.secret"), ("python", 'mkdir -p "$3"; touch "$3/config.yaml"')):
-        (programs / name).write_text(f"#!/bin/bash\n{does}\n")
-        (programs / name).chmod(0o755)
-    (tmp_path / "keys").mkdir(exist_ok=True)
-    command = ["bash", "docker/prepare_demo.sh", str(tmp_path / "demo"), str(tmp_path / "keys"), size]
-    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
-
-
-def test_another_size_of_a_prepared_demo_is_said_to_have_no_effect(tmp_path: Path) -> None:
-    assert run_prepare(tmp_path, "quick") == ""
-    assert run_prepare(tmp_path, "quick") == f"the demo in {tmp_path}/demo is kept as it was prepared: quick\n"
-    _, warning = run_prepare(tmp_path, "full").splitlines()
-    assert warning.startswith("warning: ASYNCRL_DEMO=full has no effect on it. To begin anew: docker compose down")
 
 
 def test_every_variable_is_explained_in_dot_env() -> None:

@@ -6,7 +6,6 @@ import html
 import io
 import json
 import os
-import random
 import re
 import runpy
 import subprocess
@@ -32,7 +31,7 @@ from asyncrl.telemetry.jsonl import JsonlTail
 from asyncrl.telemetry.recorder import RunRecorder
 from asyncrl.tools.panel.alerts import CONDITIONS, alerts
 from asyncrl.tools.panel.display import Display
-from asyncrl.tools.panel.formatting import Glyphs, duration, slice_means, time_left
+from asyncrl.tools.panel.formatting import time_left
 from asyncrl.tools.panel.panel import RunPanel
 from asyncrl.tools.panel.run_snapshot import RunSnapshot, seconds_per_step
 from tests.rigs.tiny import ROOT
@@ -83,9 +82,9 @@ def snapshot(folder: Path) -> RunSnapshot:
     return run
 
 
-def text_of(folder: Path, width: int = 110, height: int = 60, encoding: str = "utf-8") -> str:
+def text_of(folder: Path, width: int = 110, height: int = 60) -> str:
     """The panel without its colours."""
-    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)  # strict: what cannot be encoded raises
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # strict: what cannot be encoded raises
     Console(file=stream, width=width, height=height, force_terminal=True).print(RunPanel(snapshot(folder)))
     stream.flush()
     stream.seek(0)
@@ -113,31 +112,7 @@ def test_the_panel_answers_all_three_questions_and_a_model_cannot_steer_the_term
     assert "\x1b" not in shown
 
 
-def test_values_stand_below_each_other_and_a_number_that_is_cut_looks_cut(tmp_path: Path) -> None:
-    recorder = write_run(tmp_path / "run")
-    rewards = [("too good", 1234567.0), ("bad", -12345.678)]
-    completions = [{"text": text, "reward": reward} for text, reward in rewards]
-    recorder.sample({"step": 41, "prompt": "which digit?", "answer": "7", "completions": completions}, {})
-    lines = text_of(tmp_path / "run").splitlines()
-    values = (
-        "0.400",
-        "version 40",
-        "1 at version",
-        "in_flight 12",
-        "groups of step 41",
-        "too good",
-        "which digit?",
-    )
-    columns = [{line.index(value) for line in lines if value in line} for value in values]
-    assert all(columns)
-    assert len(set().union(*columns)) == 1, "\n".join(lines)
-    assert any("good 123456… " in line for line in lines)
-    assert any("bad -12345.… " in line for line in lines)
-
-
-@pytest.mark.parametrize(
-    ("width", "height"), [(1, 24), (7, 24), (15, 24), (16, 24), (30, 13), (40, 15), (60, 20), (80, 24), (200, 60)]
-)
+@pytest.mark.parametrize(("width", "height"), [(1, 24), (15, 24), (16, 24), (30, 13), (40, 15), (80, 24), (200, 60)])
 def test_the_panel_fits_its_terminal_and_a_small_one_keeps_what_matters(
     tmp_path: Path, width: int, height: int
 ) -> None:
@@ -155,34 +130,16 @@ def test_the_panel_fits_its_terminal_and_a_small_one_keeps_what_matters(
         assert any(part in line for line in lines), part
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
-def test_a_terminal_shows_what_its_encoding_can(tmp_path: Path, encoding: str) -> None:
+def test_text_in_wide_characters_is_cut_between_cells_and_what_turns_text_around_is_a_number(tmp_path: Path) -> None:
     recorder = write_run(tmp_path)
-    completions = [{"text": "漢字 é \u202e\udc80 🙂", "reward": 1.0}, {"text": "x" * 300, "reward": 0.0}]
+    completions = [{"text": "漢字 é \u202e\udc80 🙂", "reward": 1.0}, {"text": "字" * 300, "reward": 0.0}]
     recorder.sample({"step": 41, "prompt": "何の数字？", "answer": "七", "completions": completions}, {})
-    text = text_of(tmp_path, 120, 30, encoding)
+    text = text_of(tmp_path, 120, 30)
     assert {cell_len(line) for line in text.splitlines()} == {120}
-    assert ("漢字" in text) == ("█" in text) == (encoding == "utf-8")
-    assert ("\\u6f22\\u5b57" in text) == (encoding != "utf-8")
-    assert ("é" in text) == (encoding != "ascii")
-    assert "\\u202e\\udc80" in text, "what turns text around or is none is shown as a number"
+    assert "漢字 é \\u202e\\udc80" in text
 
 
-def test_text_is_cut_between_cells_and_sparklines_and_durations_are_short() -> None:
-    glyphs = Glyphs.of("utf-8")
-    assert glyphs.cut("漢字漢字", 8) == "漢字漢字"
-    assert [cell_len(glyphs.cut("漢字漢字", cells)) for cells in (7, 6, 5)] == [7, 5, 5]
-    assert glyphs.lines("漢字漢字漢字", 5, 2) == ["漢字", "漢字…"]
-    assert glyphs.lines("", 5, 2) == [""]
-    assert glyphs.sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
-    assert set(glyphs.sparkline([0.5] * 10)) == {"▁"}
-    assert slice_means([float(n) for n in range(1000)], 4) == [124.5, 374.5, 624.5, 874.5]
-    assert [duration(seconds) for seconds in (5, 61, 3700)] == ["0 min 05 s", "1 min 01 s", "1 h 01 min"]
-
-
-@pytest.mark.parametrize(
-    ("cpu_s", "pictures"), [(0.001, 60), (0.012, 25), (1.0, 12)], ids=["cheap", "its share", "never later than 5 s"]
-)
+@pytest.mark.parametrize(("cpu_s", "pictures"), [(0.001, 60), (0.012, 25), (1.0, 12)])
 def test_a_picture_that_costs_more_is_drawn_less_often(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpu_s: float, pictures: int
 ) -> None:
@@ -229,46 +186,23 @@ def test_the_picture_of_the_panel_is_a_picture(tmp_path: Path) -> None:
     assert "Is the pipeline healthy?" in html.unescape(re.sub(r"<[^>]*>", "", svg)).replace("\xa0", " ")
 
 
-RECORDS: list[tuple[str, dict[str, Any]]] = [
-    ("metrics.jsonl", {"step": 1}),
-    ("metrics.jsonl", {"loss": 1.0}),
-    ("metrics.jsonl", {"step": 1, "reward/mean": None, "rows/error": None, "step_s": None, "lr": None}),
-    ("evaluations.jsonl", {"step": 0, "accuracy": None}),
-    ("samples.jsonl", {"step": 1}),
-    ("samples.jsonl", {"step": 1, "completions": [{"reward": 1.0}, {"reward": None, "text": "x"}]}),
-    ("status.json", {"total_steps": 9, "servers": [{"id": "a"}], "groups": {}}),
-]
-
-
-@pytest.mark.parametrize(("name", "record"), RECORDS)
-def test_missing_keys_do_not_end_a_run(tmp_path: Path, name: str, record: dict[str, Any]) -> None:
-    (tmp_path / name).write_text(f"{json.dumps(record)}\n" * (1 if name.endswith(".json") else 4))
-    assert "Is it learning?" in text_of(tmp_path)
-    assert "\x1b" not in "".join(plain(tmp_path))
-
-
-@pytest.mark.parametrize("status", [b"\xff\xfe{", b"[" * 100_000, b"[1]", b"", b'{"phase": 3, "time": "x"}'])
+@pytest.mark.parametrize("status", [b"\xff\xfe{", b"[" * 100_000, b"[1]", b""])
 def test_a_damaged_status_does_not_end_the_panel(tmp_path: Path, status: bytes) -> None:
     write_run(tmp_path)
     (tmp_path / "status.json").write_bytes(status)
     assert "step 40" in text_of(tmp_path)
 
 
-GARBAGE: list[Any] = [None, "x", [], [1], {}, {"a": 1}, -1, 10**400, 1e308, float("nan"), True, "\x1b[2J"]
-
-
-def test_whatever_is_in_the_files_is_survived(tmp_path: Path) -> None:
-    """Each value of each file in turn is of another type, beside lines that are no JSON."""
+def test_a_line_that_a_crash_has_left_and_missing_keys_do_not_end_the_panel(tmp_path: Path) -> None:
     write_run(tmp_path, steps=2).status(device={"holder": "learner", "fence": 1})
-    rng = random.Random(0)
     for name in ("metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "status.json"):
         whole = (tmp_path / name).read_bytes()
         last = json.loads(whole.splitlines()[-1])
-        for key in last:
-            value = rng.choice(GARBAGE)
-            noise = b"" if name == "status.json" else whole + b"\xff\xfe\n" + b"[" * 50_000 + b"\n"
-            (tmp_path / name).write_bytes(noise + json.dumps({**last, key: value}).encode() + b"\n")
-            assert "Is it learning?" in text_of(tmp_path), (name, key, value)
+        for key in last.keys() - {"step"}:
+            noise = b"" if name == "status.json" else whole + b"\xff\xfe\n"
+            (tmp_path / name).write_bytes(noise + json.dumps({k: last[k] for k in last if k != key}).encode() + b"\n")
+            assert "Is it learning?" in text_of(tmp_path), (name, key)
+            assert "\x1b" not in "".join(plain(tmp_path)), (name, key)
         (tmp_path / name).write_bytes(whole)
 
 
@@ -289,21 +223,6 @@ def test_a_resumed_run_does_not_repeat_what_was_printed_before(tmp_path: Path) -
         recorder.evaluation({"step": 40, "accuracy": 0.5, "rows": 16, "errors": 0})
 
     assert [line.split(":")[0] for line in plain(tmp_path, resume)] == ["step 40", "step 31 of 100"]
-
-
-def test_plain_lines_say_a_warning_once_and_what_a_long_wait_is_for(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("asyncrl.tools.panel.display.STUCK_S", 0.0)
-    healthy_run(tmp_path, entropy=0.01)
-    RunRecorder(tmp_path).status(phase="training", waiting_for="groups of step 41", servers=[{"id": "a"}])
-    output = io.StringIO()
-    with Display(RunSnapshot(tmp_path), Console(file=output, width=80)) as display:
-        for _ in range(3):
-            display._show()
-    lines = output.getvalue().splitlines()
-    assert lines.count("warning: entropy 0.010 nats per token: hardly any exploration") == 1
-    assert "step 40: no other for 0 s, training, waiting for groups of step 41" in lines
 
 
 def test_force_color_makes_no_terminal_of_a_file(tmp_path: Path) -> None:

@@ -14,7 +14,16 @@ from rich.text import Text
 
 from asyncrl.telemetry.alert_thresholds import THRESHOLDS
 from asyncrl.tools.panel.alerts import alerts
-from asyncrl.tools.panel.formatting import MISSING, Glyphs, number, slice_means, time_left
+from asyncrl.tools.panel.formatting import (
+    MISSING,
+    cut,
+    cut_lines,
+    number,
+    one_line,
+    slice_means,
+    sparkline,
+    time_left,
+)
 from asyncrl.tools.panel.run_snapshot import RunSnapshot
 
 BETWEEN_FACTS = 3
@@ -40,7 +49,6 @@ class Answers:
     """Answers about one run, in lines of so many cells."""
 
     run: RunSnapshot
-    glyphs: Glyphs
     cells: int
     sample_lines: int
 
@@ -62,7 +70,7 @@ class Answers:
         """Names in grey, values beside them; a line breaks between facts, never inside one."""
         lines = [Text()]
         for name, value, *style in facts:
-            fact = Text.assemble((f"{self.glyphs.line(name)} ", "dim"), (self.glyphs.line(value), "".join(style)))
+            fact = Text.assemble((f"{one_line(name)} ", "dim"), (one_line(value), "".join(style)))
             gap = BETWEEN_FACTS if lines[-1] else 0
             if gap and lines[-1].cell_len + gap + fact.cell_len > self.cells:
                 lines.append(fact)
@@ -94,7 +102,7 @@ class Answers:
         """The newest value, a sparkline of all, and its range."""
         shown = Text.assemble((number(newest), "bold"), "  ")
         means = slice_means(values, max(1, min(SPARKLINE_CELLS, self.cells - shown.cell_len - RANGE_CELLS)))
-        shown.append(self.glyphs.sparkline(means), "green")
+        shown.append(sparkline(means), "green")
         return shown.append(f"  {min(means):.2f} to {max(means):.2f}", "dim") if len(means) > 1 else shown
 
     def _held_out(self) -> Text:
@@ -108,18 +116,18 @@ class Answers:
                 "accuracy ", (number(before), "bold"), (f"  at step {first.get('step', MISSING)}", "dim")
             )
         style = "" if before is None or after is None or before == after else "green" if after > before else "red"
-        shown = Text(f"{number(before)} {self.glyphs.arrow} ").append(number(after), f"bold {style}".strip())
+        shown = Text(f"{number(before)} → ").append(number(after), f"bold {style}".strip())
         steps = f"  accuracy at steps {first.get('step', MISSING)} and {last.get('step', MISSING)}"
         curve = [e["accuracy"] for e in self.run.evaluations if e.get("accuracy") is not None]
         if len(curve) > 2:
-            shown.append("  ").append(self.glyphs.sparkline(slice_means(curve, 16)), style)
+            shown.append("  ").append(sparkline(slice_means(curve, 16)), style)
         if shown.cell_len + len(steps) <= self.cells:
             shown.append(steps, "dim")
         return shown
 
     def pipeline(self) -> Iterator[Row]:
         run, status, latest = self.run, self.run.status, self.run.latest
-        warnings = [Text(self.glyphs.cut(message, self.cells), "bold yellow") for message in alerts(run).values()]
+        warnings = [Text(cut(message, self.cells), "bold yellow") for message in alerts(run).values()]
         if warnings:
             yield Row("WARNING", warnings[:WARNINGS])
         policy = self._facts(
@@ -149,7 +157,7 @@ class Answers:
         counts = [(name, number(value, 0)) for name, value in rows if value != 0]
         yield Row("trajectories", self._facts(*counts), rank=3)
         if run.notes:
-            yield Row("restarts", [Text(self.glyphs.cut(run.notes[-1], self.cells), "yellow")])
+            yield Row("restarts", [Text(cut(run.notes[-1], self.cells), "yellow")])
         yield self._waiting()
         errors = [(kind, str(count), "red") for kind, count in (status.get("errors") or {}).items()]
         yield Row("errors", self._facts(*errors) if errors else [Text("none", "dim")])
@@ -166,7 +174,7 @@ class Answers:
 
     def _waiting(self) -> Row:
         """One line whatever its length: the panel should not jump while it is being read."""
-        why = self.glyphs.cut(self.run.status.get("waiting_for") or "", self.cells)
+        why = cut(self.run.status.get("waiting_for") or "", self.cells)
         if self.run.has_ended:
             return Row("ended", [Text(why, "red") if why else Text(self.run.phase, "dim")])
         idle = "nothing" if self.run.status else "the first word of the learner"
@@ -182,7 +190,7 @@ class Answers:
                 yield Row("prompt", [prompt])
                 previous = prompt
             completion = sample["completion"]
-            text = self.glyphs.lines(completion.get("text", MISSING), self.cells, self.sample_lines)
+            text = cut_lines(completion.get("text", MISSING), self.cells, self.sample_lines)
             lines = [Text(line, style) for line in text if line] or [Text("(empty)", style)]
             yield Row(f"{name} {number(completion['reward'], 2)}", lines)
         if previous is None:
@@ -190,10 +198,10 @@ class Answers:
 
     def _prompt(self, sample: dict[str, Any]) -> Text:
         """The prompt, cut to leave room for the answer."""
-        answer = self.glyphs.cut(sample.get("answer", MISSING), self.cells // 3)
+        answer = cut(sample.get("answer", MISSING), self.cells // 3)
         step = f"  step {sample.get('step', MISSING)}"
         room = self.cells - cell_len(answer) - len("  answer ") - len(step)
-        prompt = self.glyphs.cut(sample.get("prompt", MISSING), max(room, 1))
+        prompt = cut(sample.get("prompt", MISSING), max(room, 1))
         return Text.assemble(prompt, ("  answer ", "dim"), answer, (step, "dim"))
 
 

@@ -16,7 +16,7 @@ from asyncrl.launch.console import Console
 from asyncrl.telemetry.reading import is_there, unreadable_as_user_error
 from asyncrl.telemetry.recorder import METRICS_FILE, STATUS_FILE
 from asyncrl.tools.panel.alerts import alerts
-from asyncrl.tools.panel.formatting import MISSING, Glyphs, number, time_left
+from asyncrl.tools.panel.formatting import MISSING, number, one_line, time_left
 from asyncrl.tools.panel.panel import RunPanel
 from asyncrl.tools.panel.run_snapshot import RunSnapshot
 
@@ -39,7 +39,6 @@ class Display(AbstractContextManager["Display"]):
         """Plain lines report what is new; `from_the_start` also what the run has written before."""
         self.run = run
         self.console = console or _stdout_console()
-        self._glyphs = Glyphs.of(self.console.encoding)
         self._from_the_start = from_the_start
         self._live: Live | None = None
         self._size = self.console.size
@@ -120,7 +119,7 @@ class Display(AbstractContextManager["Display"]):
             self._stuck_s *= 2
 
     def _print(self, line: str) -> None:
-        self.console.print(self._glyphs.line(line), markup=False, highlight=False, soft_wrap=True)
+        self.console.print(one_line(line), markup=False, highlight=False, soft_wrap=True)
 
 
 def watch(run_dir: Path) -> int:

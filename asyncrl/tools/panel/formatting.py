@@ -1,9 +1,8 @@
-"""Text for a terminal: numbers, durations, the panel's own signs, and untrusted text, made harmless and cut to size."""
+"""Text for a terminal: numbers, durations, sparklines, and untrusted text, made harmless and cut to size."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Any
 
 from rich.cells import cell_len, chop_cells, set_cell_size
@@ -11,6 +10,7 @@ from rich.cells import cell_len, chop_cells, set_cell_size
 from asyncrl.tools.panel.run_snapshot import RunSnapshot
 
 MISSING = "-"
+BARS = "▁▂▃▄▅▆▇█"
 
 
 def number(value: Any, digits: int = 3) -> str:
@@ -39,56 +39,32 @@ def time_left(run: RunSnapshot) -> str:
     return f"{duration(left)} left, {clock}"
 
 
-@dataclass(frozen=True)
-class Glyphs:
-    """Signs and text in the encoding of an output stream."""
-
-    encoding: str
-    bars: str
-    arrow: str
-    ellipsis: str
-
-    @classmethod
-    def of(cls, encoding: str) -> Glyphs:
-        """The panel's signs, or ASCII ones where the encoding lacks some of them."""
-        signs = ("▁▂▃▄▅▆▇█", "→", "…")
-        return cls(encoding, *(signs if _encodes("".join(signs), encoding) else ("_.-=+*#@", "->", "...")))
-
-    def line(self, text: object) -> str:
-        """The text on one line. Characters that cannot be printed show as codes: a model may write escape sequences."""
-        return "".join(
-            c if c.isprintable() and _encodes(c, self.encoding) else c.encode("unicode_escape").decode()
-            for c in " ".join(str(text).split())
-        )
-
-    def cut(self, text: object, cells: int) -> str:
-        """The text on one line of at most so many cells; a wide character takes two."""
-        line = self.line(text)
-        if cell_len(line) <= cells:
-            return line
-        return set_cell_size(line, max(0, cells - len(self.ellipsis))).rstrip() + self.ellipsis
-
-    def lines(self, text: object, cells: int, limit: int) -> list[str]:
-        """The beginning of the text in at most `limit` such lines."""
-        parts = chop_cells(self.line(text), max(1, cells))
-        if len(parts) <= limit:
-            return parts or [""]
-        return [*parts[: limit - 1], self.cut("".join(parts[limit - 1 :]), cells)]
-
-    def sparkline(self, values: list[float]) -> str:
-        """Bars from the lowest to the highest value."""
-        if not values:
-            return ""
-        low, span = min(values), max(max(values) - min(values), 1e-9)
-        return "".join(self.bars[round((value - low) / span * (len(self.bars) - 1))] for value in values)
+def one_line(text: object) -> str:
+    """The text on one line. Characters that cannot be printed show as codes: a model may write escape sequences."""
+    words = " ".join(str(text).split())
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
 
 
-def _encodes(text: str, encoding: str) -> bool:
-    try:
-        text.encode(encoding)
-    except UnicodeEncodeError:
-        return False
-    return True
+def cut(text: object, cells: int) -> str:
+    """The text on one line of at most so many cells; a wide character takes two."""
+    line = one_line(text)
+    return line if cell_len(line) <= cells else set_cell_size(line, max(0, cells - 1)).rstrip() + "…"
+
+
+def cut_lines(text: object, cells: int, limit: int) -> list[str]:
+    """The beginning of the text in at most `limit` such lines."""
+    parts = chop_cells(one_line(text), max(1, cells))
+    if len(parts) <= limit:
+        return parts or [""]
+    return [*parts[: limit - 1], cut("".join(parts[limit - 1 :]), cells)]
+
+
+def sparkline(values: list[float]) -> str:
+    """Bars from the lowest to the highest value."""
+    if not values:
+        return ""
+    low, span = min(values), max(max(values) - min(values), 1e-9)
+    return "".join(BARS[round((value - low) / span * (len(BARS) - 1))] for value in values)
 
 
 def slice_means(values: list[float], count: int) -> list[float]:

@@ -15,7 +15,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from asyncrl.tools.panel.answers import Answers, Row, phase_style
-from asyncrl.tools.panel.formatting import Glyphs
+from asyncrl.tools.panel.formatting import cut
 from asyncrl.tools.panel.run_snapshot import RunSnapshot
 
 NAME_CELLS = 12
@@ -34,11 +34,10 @@ class RunPanel:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         padding = 1 if options.max_width < NARROW else 2
-        glyphs = Glyphs.of(options.encoding)
         height = console.size.height
         room = options.max_width - 2 * padding - 2
         names = min(NAME_CELLS, room // 3)
-        view = Answers(self.run, glyphs, room - names - GAP, SAMPLE_LINES if height >= TALL else 1)
+        view = Answers(self.run, room - names - GAP, SAMPLE_LINES if height >= TALL else 1)
         sections = [
             ("Is it learning?", list(view.learning())),
             ("Is the pipeline healthy?", list(view.pipeline())),
@@ -50,13 +49,13 @@ class RunPanel:
         parts: list[RenderableType] = [view.progress()]
         for question, rows in sections if spare >= 0 else _fitting(sections, height - borders_and_progress):
             heading = Text(question, "bold cyan", no_wrap=True)
-            parts += [*([Text("")] if spare >= gaps else []), heading, _block(rows, names, glyphs)]
+            parts += [*([Text("")] if spare >= gaps else []), heading, _block(rows, names)]
         phase = self.run.phase
         yield Panel(
             Group(*parts),
             box=ROUNDED,
             title=Text.assemble(
-                ("asyncrl", "bold"), f"  {glyphs.cut(self.run.run_dir, room // 2)}  ", (phase, phase_style(phase))
+                ("asyncrl", "bold"), f"  {cut(self.run.run_dir, room // 2)}  ", (phase, phase_style(phase))
             ),
             title_align="left",
             border_style="dim",
@@ -82,11 +81,11 @@ def _fitting(sections: list[tuple[str, list[Row]]], height: int) -> list[tuple[s
     return sections
 
 
-def _block(rows: list[Row], cells: int, glyphs: Glyphs) -> Text:
+def _block(rows: list[Row], cells: int) -> Text:
     """Names and lines in one text, which is drawn in a fraction of the time of a table with a cell for each."""
     lines = []
     for row in rows:
         for place, line in enumerate(row.lines):
-            name = set_cell_size("" if place else glyphs.cut(row.name, cells), cells + GAP)
+            name = set_cell_size("" if place else cut(row.name, cells), cells + GAP)
             lines.append(Text.assemble((name, "dim"), line))
     return Text("\n", no_wrap=True, overflow="crop").join(lines)

@@ -1,7 +1,4 @@
-"""A run directory's records so far, read as it grows.
-
-A crash, a full disk or an editor may have left anything in the files: what cannot be shown is left out.
-"""
+"""A run directory's records so far, read as it grows. Lines that a crash has left half-written are left out."""
 
 from __future__ import annotations
 
@@ -20,14 +17,6 @@ STEPS_KEPT = 512
 NEWEST_SAMPLES_BYTES = 2 << 20
 """Bytes that are read of a file that may have gigabytes: two samples are shown."""
 ENDED = ("finished", "failed", "interrupted")
-LARGEST_NUMBER = 1e15
-STATUS_TYPES: dict[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("phase", "waiting_for"), str),
-    **dict.fromkeys(("step", "total_steps"), int),
-    **dict.fromkeys(("groups", "errors", "device"), dict),
-    "time": (int, float),
-    "servers": list,
-}
 RECENT_STEPS = 30
 FEWEST_STEPS = 3
 PAUSE = 3.0
@@ -68,47 +57,38 @@ class RunSnapshot:
         if restarted:
             self.steps, self.rewards = [], []
             self._forget_processes()
-        steps = _with_numbers(records)
-        self.steps = (self.steps + steps)[-STEPS_KEPT:]
-        for step in steps:
+        self.steps = (self.steps + records)[-STEPS_KEPT:]
+        for step in records:
             self._count_time(step)
             if step.get("reward/mean") is not None:
                 self.rewards.append((step["step"], step["reward/mean"]))
         records, restarted = self._evaluations.new_records()
-        self.evaluations = ([] if restarted else self.evaluations) + _with_numbers(records)
+        self.evaluations = ([] if restarted else self.evaluations) + records
         for sample in self._samples.new_records()[0]:
             self._keep_sample(sample)
-        status = _valid_status(read_status(self.run_dir))
+        status = read_status(self.run_dir)
         if status and status.get("time", self.since) >= self.since:
             self.status = status
 
     def _forget_processes(self) -> None:
-        self._earlier_s = 0.0
-        """Seconds of learners before the latest one."""
-        self._process: tuple[float, float] | None = None
-        """Unix times of the latest one's beginning and of its newest step."""
+        self._seconds = 0.0
+        """Seconds in which learners ran, up to the newest step."""
+        self._timed_step: Step = {}
+        """The newest step with a time."""
 
     def _count_time(self, step: Step) -> None:
-        begun = _begun_at(step)
+        begun, last_begun = _begun_at(step), _begun_at(self._timed_step)
         if begun is None:
             return
-        if self._process is not None and abs(begun - self._process[0]) >= SAME_PROCESS_S:
-            self._earlier_s += self._process[1] - self._process[0]
-            self._process = None
-        self._process = (self._process[0] if self._process else begun, step["time"])
+        is_same_process = last_begun is not None and abs(begun - last_begun) < SAME_PROCESS_S
+        self._seconds += step["time"] - self._timed_step["time"] if is_same_process else step["uptime_s"]
+        self._timed_step = step
 
     def _keep_sample(self, record: dict[str, Any]) -> None:
-        listed = record.get("completions")
-        scored = [
-            one
-            for one in (listed if isinstance(listed, list) else [])
-            if isinstance(one, dict) and _is_number(one.get("reward")) and isinstance(one.get("text", ""), str)
-        ]
+        scored = [one for one in record.get("completions", ()) if one.get("reward") is not None]
         if not scored:
             return
-        sample = {key: record[key] for key in ("prompt", "answer") if isinstance(record.get(key), str)}
-        if _is_number(record.get("step")):
-            sample["step"] = record["step"]
+        sample = {key: record[key] for key in ("step", "prompt", "answer") if key in record}
         best, worst = max(scored, key=lambda c: c["reward"]), min(scored, key=lambda c: c["reward"])
         self.good = {**sample, "completion": best}
         if worst["reward"] < best["reward"] or not self.bad:
@@ -137,11 +117,11 @@ class RunSnapshot:
 
     def seconds_taken(self) -> float | None:
         """Seconds in which learners ran; None where that is not recorded."""
-        if self._process is None:
+        if not self._timed_step:
             return None
-        begun, newest = self._process
-        end = max(newest, self.status.get("time", newest)) if self.has_ended else newest
-        return self._earlier_s + end - begun
+        newest = self._timed_step["time"]
+        after = max(0.0, self.status.get("time", newest) - newest) if self.has_ended else 0.0
+        return self._seconds + after
 
     def seconds_left(self) -> float | None:
         """Seconds to the end at the pace of the steps so far; None where that is unknown, or the run has ended."""
@@ -177,30 +157,3 @@ def _begun_at(step: Step) -> Any:
     """Unix time at which the process of this step began."""
     is_timed = step.get("time") is not None and step.get("uptime_s") is not None
     return step["time"] - step["uptime_s"] if is_timed else None
-
-
-def _with_numbers(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The numbers of steps or evaluations; records without a step are left out."""
-    return [
-        {key: value for key, value in record.items() if value is None or _is_number(value)}
-        for record in records
-        if isinstance(record.get("step"), int) and _is_number(record["step"])
-    ]
-
-
-def _valid_status(record: dict[str, Any]) -> dict[str, Any]:
-    """The status without fields of a wrong type."""
-    status: dict[str, Any] = {
-        key: value
-        for key, value in record.items()
-        if isinstance(value, STATUS_TYPES.get(key, object))
-        and (not isinstance(value, int | float) or _is_number(value))
-    }
-    if "servers" in status:
-        status["servers"] = [server for server in status["servers"] if isinstance(server, dict)]
-    return status
-
-
-def _is_number(value: Any) -> bool:
-    """True for a number that can be shown: finite, and no integer of a thousand digits."""
-    return isinstance(value, int | float) and -LARGEST_NUMBER < value < LARGEST_NUMBER

@@ -260,13 +260,3 @@ def test_a_worker_that_cannot_come_back_stops_the_run(tmp_path: Path) -> None:
                 await pool.score(sample_of("any"))
 
     run_pool(config_of(f"{file}:reward"), scenario)
-
-
-def test_a_trivial_reward_costs_the_caller_well_below_a_millisecond() -> None:
-    async def scenario(pool: RewardPool) -> float:
-        sample = RewardSample(completion="It is 7. " * 100, answer="7", images=[b"x" * 100_000])
-        started = time.process_time()
-        await asyncio.gather(*(pool.score(sample) for _ in range(500)))
-        return (time.process_time() - started) / 500
-
-    assert run_pool(config_of("number_match", workers=2), scenario) < 1e-3

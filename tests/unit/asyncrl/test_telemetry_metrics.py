@@ -86,31 +86,6 @@ def test_a_whole_array_counts_like_one_observation_per_value() -> None:
         assert ours.get_sample_value(name, labels) == pytest.approx(theirs.get_sample_value(name, labels)), labels
 
 
-def test_labelled_histograms_count_apart() -> None:
-    registry = prometheus_client.CollectorRegistry()
-    labelled = Histogram("h", "h", ("channel",), registry=registry, buckets=(1.0,))
-    labelled.labels(channel="shm").observe(0.5)
-    labelled.labels(channel="zmq").observe_counts(np.array([2.0, 3.0]))
-    assert registry.get_sample_value("h_count", {"channel": "shm"}) == 1
-    assert registry.get_sample_value("h_count", {"channel": "zmq"}) == 2
-    with pytest.raises(ValueError, match="missing label"):
-        labelled.observe(1.0)
-
-
-def test_nan_is_refused_and_nothing_is_counted() -> None:
-    registry = prometheus_client.CollectorRegistry()
-    plain = Histogram("h", "h", registry=registry, buckets=(1.0,))
-    plain.observe_counts(np.array([]))
-    with pytest.raises(ValueError, match="1 of 2"):
-        plain.observe_counts(np.array([0.5, np.nan]))
-    assert registry.get_sample_value("h_count") == 0
-
-
-def test_a_misspelt_name_gets_a_suggestion() -> None:
-    with pytest.raises(AttributeError, match="did you mean steps_total"):
-        _ = MetricSet(TABLE, "learner").step_total
-
-
 def test_the_table_documents_itself() -> None:
     lines = document(TABLE).splitlines()
     assert "| `asyncrl_learner_rows_total` | counter | rows | `status` | Rows \\| by status. | finished |" in lines

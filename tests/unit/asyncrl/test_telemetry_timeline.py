@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.telemetry.environment import MAX_STARTS, describe_environment, read_starts, record_start
-from asyncrl.telemetry.timeline import MAX_PENDING, Timeline, merge
+from asyncrl.telemetry.timeline import MAX_PENDING, Timeline
 
 
 class Clock:
@@ -69,10 +69,6 @@ def test_a_long_wait_for_a_reader_takes_bounded_memory() -> None:
     lines = timeline.take()
     assert len(lines) <= MAX_PENDING
     assert (lines[0]["since"], lines[-1]["until"]) == (1000.5, clock.now)
-
-
-def test_merge_is_the_union() -> None:
-    assert merge([(5, 6), (0, 1), (0.5, 2), (2.05, 3)], 0.1) == [(0, 3), (5, 6)]
 
 
 def test_every_start_adds_its_environment(tmp_path: Path) -> None:
