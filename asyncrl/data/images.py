@@ -70,10 +70,6 @@ def _opened(data: bytes, where: str) -> Iterator[Image.Image]:
 
 def _check_size(image: Image.Image, where: str) -> None:
     width, height = image.size
-    if width < 1 or height < 1:
-        raise UserError(
-            f"{where}: the image is {width} x {height} pixels, so there is nothing in it. Leave the row out"
-        )
     if width * height > MAX_PIXELS:
         raise UserError(
             f"{where}: the image has {width} x {height} pixels, over the limit of {MAX_PIXELS} in all. "

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import html
 import io
 import json
 import os
 import re
-import runpy
 import subprocess
 import sys
 import threading
@@ -21,8 +19,6 @@ import yaml
 from rich.cells import cell_len
 
 from asyncrl.cli import main
-from asyncrl.config.load import dump_config
-from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.journal.writer import JOURNAL_FILE
 from asyncrl.launch.console import Console
@@ -177,13 +173,6 @@ def test_the_terminal_has_its_cursor_back_whatever_ends_the_display(
     with pytest.raises(UserError):
         display.__exit__(None, None, None)
     assert "\x1b[?25h" in shown.getvalue()
-
-
-def test_the_picture_of_the_panel_is_a_picture(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    svg = runpy.run_path(str(ROOT / "scripts" / "make_panel_picture.py"))["panel_picture"](tmp_path)
-    assert svg.startswith("<svg")
-    assert "Is the pipeline healthy?" in html.unescape(re.sub(r"<[^>]*>", "", svg)).replace("\xa0", " ")
 
 
 @pytest.mark.parametrize("status", [b"\xff\xfe{", b"[" * 100_000, b"[1]", b""])
@@ -410,23 +399,3 @@ def test_watch_follows_a_run_of_another_process_to_its_end(tmp_path: Path, capsy
     assert main(["watch", str(tmp_path)]) == 1
     assert main(["watch", str(tmp_path / "nothing")]) == 2
     assert "there is no run in" in capsys.readouterr().err
-
-
-def test_a_finished_run_with_more_steps_to_make_is_continued_by_hand(
-    make_config: Callable[..., RunConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = make_config(trainer={"max_steps": 9})
-    file = tmp_path / "run.yaml"
-    file.write_text(dump_config(config))
-    config.run_path.mkdir()
-    (config.run_path / JOURNAL_FILE).touch()
-    RunRecorder(config.run_path).status(phase="finished", step=9, total_steps=9, time=time.time())
-    assert main(["learn", str(file), "--unattended"]) == 0
-    assert capsys.readouterr().out == f"the run in {config.run_dir} is finished\n"
-    assert main(["learn", str(file), "--unattended", "trainer.max_steps=12"]) == 0
-    assert capsys.readouterr().out == (
-        f"the run in {config.run_dir} is finished, at step 9, and trainer.max_steps is 12. To continue it: "
-        f"asyncrl learn {file} --resume, with the same settings\n"
-    )
-    assert main(["learn", str(file), "--unattended", "--resume"]) == 2
-    assert "--unattended decides by itself" in capsys.readouterr().err

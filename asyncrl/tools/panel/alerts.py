@@ -101,14 +101,12 @@ def _staleness_at_bound(run: RunSnapshot) -> str:
     return "tokens are as stale as they may be, and the learner waits: servers are too slow" if slow else ""
 
 
-def _below(alert: str, key: str, message: str, run: RunSnapshot) -> str:
-    mean = run.mean(key, STEPS)
-    return message.format(mean) if mean is not None and mean < _threshold(alert) else ""
-
-
-def _above(alert: str, key: str, message: str, run: RunSnapshot, steps: int = STEPS) -> str:
+def _mean(alert: str, key: str, message: str, run: RunSnapshot, *, is_low: bool = False, steps: int = STEPS) -> str:
+    """The message if the mean of a metric is beyond the alert's threshold: above it, or below it with `is_low`."""
     mean = run.mean(key, steps)
-    return message.format(mean) if mean is not None and mean > _threshold(alert) else ""
+    if mean is None or mean == _threshold(alert) or (mean < _threshold(alert)) is not is_low:
+        return ""
+    return message.format(mean)
 
 
 LOW_ESS = "effective sample size {:.0%}: a few tokens decide the gradient"
@@ -123,11 +121,11 @@ CONDITIONS: dict[str, Callable[[RunSnapshot], str]] = {
     "NoRolloutServer": _no_server,
     "DiskFilling": _disk,
     "RewardHacking": _reward_hacking,
-    "EffectiveSampleSizeCollapse": partial(_below, "EffectiveSampleSizeCollapse", "ess", LOW_ESS),
-    "MismatchKl": partial(_above, "MismatchKl", "mismatch_kl_k3", DISAGREE),
-    "EntropyCollapse": partial(_below, "EntropyCollapse", "entropy", LOW_ENTROPY),
+    "EffectiveSampleSizeCollapse": partial(_mean, "EffectiveSampleSizeCollapse", "ess", LOW_ESS, is_low=True),
+    "MismatchKl": partial(_mean, "MismatchKl", "mismatch_kl_k3", DISAGREE),
+    "EntropyCollapse": partial(_mean, "EntropyCollapse", "entropy", LOW_ENTROPY, is_low=True),
     "RewardsFail": _rewards_fail,
     "StalenessAtBound": _staleness_at_bound,
-    "LearnerStarves": partial(_above, "LearnerStarves", "idle/learner", STARVES, steps=LONG),
+    "LearnerStarves": partial(_mean, "LearnerStarves", "idle/learner", STARVES, steps=LONG),
 }
 """Keys are names of Prometheus alerts."""
