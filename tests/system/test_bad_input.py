@@ -19,8 +19,6 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from asyncrl.cli import main as asyncrl
-from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.images import content_hash
 from asyncrl.errors import UserError
@@ -119,19 +117,6 @@ def test_a_bad_row_stops_with_its_name(make_config: MakeConfig, tmp_path: Path, 
     assert writer.write(TicketSlot(0, 0, version=0, bound=0)).ticket.prompt.row_id == "rows.jsonl:0"
     with pytest.raises(UserError, match=expected):
         writer.write(TicketSlot(1, 1, version=0, bound=0))
-
-
-@pytest.mark.parametrize("name", ["missing image", "truncated image"])
-def test_a_bad_first_row_stops_a_dry_run(
-    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    config = make_config(data=write_rows(tmp_path, [BAD_ROWS[name][0]]))
-    file = tmp_path / "config.yaml"
-    file.write_text(dump_config(config))
-    assert asyncrl(["train", str(file), "--dry-run"]) == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("error: row rows.jsonl:0")
-    assert not config.run_path.exists()
 
 
 def test_overlong_rows_are_left_out_and_counted(

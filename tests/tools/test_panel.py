@@ -20,7 +20,6 @@ from rich.cells import cell_len
 
 from asyncrl.cli import main
 from asyncrl.errors import UserError
-from asyncrl.journal.writer import JOURNAL_FILE
 from asyncrl.launch.console import Console
 from asyncrl.telemetry.alert_thresholds import NOT_IN_A_RUN_DIRECTORY
 from asyncrl.telemetry.jsonl import JsonlTail

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.telemetry.environment import MAX_STARTS, describe_environment, read_starts, record_start
+from asyncrl.telemetry.environment import describe_environment, read_starts, record_start
 from asyncrl.telemetry.timeline import MAX_PENDING, Timeline
 
 
@@ -78,16 +78,6 @@ def test_every_start_adds_its_environment(tmp_path: Path) -> None:
     assert [(start["step"], start["device"]) for start in starts] == [(0, "cpu"), (7, "NVIDIA H100")]
     assert starts[0]["packages"]["pyzmq"]
     assert starts[0]["python"] == ".".join(map(str, sys.version_info[:3]))
-
-
-def test_a_run_that_is_started_over_and_over_keeps_its_first_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("asyncrl.telemetry.environment.describe_environment", dict)
-    for step in range(MAX_STARTS + 5):
-        record_start(tmp_path, step, "cpu")
-    steps = [start["step"] for start in read_starts(tmp_path)]
-    assert (len(steps), steps[0], steps[1], steps[-1]) == (MAX_STARTS, 0, 6, MAX_STARTS + 4)
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"starts": 3}', '{"starts": [1, null]}', "\x00"])
