@@ -28,9 +28,6 @@ class DataOrder:
         epoch, place = divmod(position, self.num_rows)
         return int(self._permutation(epoch)[place]) if self._shuffle else place
 
-    def epoch_of(self, position: int) -> int:
-        return position // self.num_rows
-
     def _permutation(self, epoch: int) -> np.ndarray:
         """[num_rows] of one epoch; the last two are kept, since a step may span both."""
         if epoch not in self._permutations:

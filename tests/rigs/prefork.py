@@ -96,7 +96,12 @@ class Template:
         command = [sys.executable, "-m", "tests.rigs.prefork", str(other.fileno())]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         self._process = subprocess.Popen(
-            command, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment
+            command,
+            pass_fds=[other.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            env=environment,
+            cwd=Path(__file__).parents[2],
         )
         other.close()
         atexit.register(self.close)
