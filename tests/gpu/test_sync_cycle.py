@@ -78,11 +78,3 @@ def check_memory(cycle: Cycle, engine: str) -> None:
     awake = cycle.step("learner trains").left
     asleep = cycle.step("learner sleeps").left
     assert awake - asleep >= 0.9 * (cycle.plan.learner.weights + cycle.plan.learner.moments)
-
-
-@pytest.mark.parametrize(
-    "device", [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)]
-)
-def test_the_link_is_measured(emptied_device: None, device: str) -> None:
-    off, onto = link_bytes_per_second(torch.device(device), 1 << 26)
-    assert min(off, onto) > 1e8, "less than 100 MB/s is no memory"

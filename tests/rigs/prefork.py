@@ -136,8 +136,13 @@ class Template:
         return json.loads(data)
 
     def close(self) -> None:
+        """End the process: it leaves when this side's socket is closed, and is killed if it takes longer than that."""
         self._socket.close()
-        self._process.wait(timeout=10)
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
 
 @cache

@@ -14,16 +14,12 @@ import pytest
 import torch
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.config.sections import ModelConfig
-from asyncrl.data.images import content_hash
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.errors import UserError
 from asyncrl.models.loading import load_model
 from asyncrl.models.model_inputs import prompt_positions
 from asyncrl.models.processing import EncodedPrompt, PromptProcessor
-from asyncrl.models.prompt_rows import preview_prompt
 from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs
-from asyncrl.rewards.presentation import sample_of
 from asyncrl.tools.evaluate import evaluate
 from learner.network.parity_check import compare
 from learner.tickets.ticket import PreparedTicket
@@ -32,7 +28,7 @@ from learner.training.packing import Completion as TrainCompletion
 from learner.training.packing import TrainGroup, build_micro_batch
 from protocol.codec import Limits, decode, encode
 from protocol.errors import ProtocolError
-from protocol.messages import Group, Prompt, Tickets
+from protocol.messages import Group, Prompt
 from rollout_server.engines import create_engine
 from rollout_server.engines.base import Completion, GenerationRequest
 from rollout_server.engines.hf.engine import HFEngine
@@ -185,32 +181,6 @@ def test_text_goes_on_after_the_last_moment_of_a_video(
     assert following == after + tail
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
-@pytest.mark.parametrize("padding", ["none", "left", "right"])
-@pytest.mark.parametrize("tail", [0, 2])
-def test_the_first_new_token_stands_after_the_whole_prompt(
-    name: Family, padding: str, tail: int, tmp_path: Path
-) -> None:
-    """`rope_deltas` is what generate() adds to a token's number; it counts a long video's end already."""
-    model: Any = load_model(ModelConfig(path=str(make_family(name, tmp_path))), device=torch.device("cpu"))
-    types = torch.tensor([[0] * 3 + [2] * 9 * 4 + [0] * tail])
-    mask = torch.ones_like(types)
-    if padding != "none":
-        sides = (3, 0) if padding == "left" else (0, 3)
-        types, mask = (torch.nn.functional.pad(tensor, sides) for tensor in (types, mask))
-    positions, deltas = model.model.get_rope_index(
-        torch.full_like(types, 5),
-        mm_token_type_ids=types,
-        video_grid_thw=torch.tensor([[9, 4, 4]]),
-        attention_mask=mask,
-        **({"second_per_grid_ts": torch.tensor([1.0])} if name == "qwen2_5_vl" else {}),
-    )
-    real = positions[:, 0, mask[0].bool()]
-    end = 3 + 8 * (1 if name == "qwen2_vl" else 4)
-    assert real[:, 3 + 36 :].tolist() == [list(range(end + 1, end + 1 + tail))] * 3
-    assert int(deltas) + real.shape[1] == end + 1 + tail
-
-
 def test_packing_changes_nothing(make_config: MakeConfig, family: Path, tmp_path: Path) -> None:
     """Log-probs and gradients of four groups in one sequence, and in a sequence each."""
     config = video_config(make_config, family, tmp_path)
@@ -313,52 +283,11 @@ def test_a_missing_video_and_other_grids_are_caught_by_row(
         Group.model_validate({**dict(again), "video_grids": None})
 
 
-def test_frames_travel_once_by_hash(make_config: MakeConfig, one_family: Path, tmp_path: Path) -> None:
-    """A frame that two videos share, and that is an image as well, is one blob."""
-    config = video_config(make_config, one_family, tmp_path)
-    names = frames(tmp_path, 3, 5)
-    write_rows(tmp_path, [{"prompt": "?", "images": [names[0]], "videos": [names, names[::-1]]}])
-    (item,) = parity_tickets(config, PromptProcessor(config.model))
-    assert len(item.blobs) == 3
-    assert item.ticket.prompt.media_hashes == tuple(
-        content_hash((tmp_path / name).read_bytes()) for name in (names[0], *names, *reversed(names))
-    )
-    sent = Tickets(tickets=(item.ticket,), blobs={d: memoryview(b) for d, b in item.blobs.items()})
-    back = decode(encode(sent), (Tickets,), Limits())
-    assert isinstance(back, Tickets)
-    assert back.tickets[0].prompt == item.ticket.prompt
-    assert {digest: bytes(blob) for digest, blob in back.blobs.items()} == item.blobs
-
-
 # --- data -------------------------------------------------------------------------------------------
 
 
 def render(row: Mapping[str, Any], config: RunConfig) -> RenderedPrompt:
     return PromptRenderer(config.data).render({"answer": "", **row}, "d:0")
-
-
-def test_placeholders_and_parts_place_videos(make_config: MakeConfig, one_family: Path, tmp_path: Path) -> None:
-    config = video_config(make_config, one_family, tmp_path)
-    video = [str(tmp_path / name) for name in frames(tmp_path, 2, 1)]
-    image = str(tmp_path / "image.png")
-
-    def kinds(row: Mapping[str, Any]) -> list[str]:
-        return [part.type for part in render(row, config).prompt.messages[-1].content]
-
-    assert kinds({"prompt": "a<video>b<image>c", "videos": [video], "images": image}) == [
-        "text",
-        "video",
-        "text",
-        "image",
-        "text",
-    ]
-    assert kinds({"prompt": "a", "videos": [video], "images": image}) == ["image", "video", "text"]
-    parts = [{"type": "video"}, {"type": "text", "text": "?"}]
-    assert kinds({"prompt": [{"role": "user", "content": parts}], "videos": [video]}) == ["video", "text"]
-    prompt = render({"prompt": "a<video>", "videos": [video], "images": None}, config).prompt
-    blobs = dict.fromkeys(prompt.media_hashes, b"x")
-    sample = sample_of(prompt, "done", blobs, "stop")
-    assert (sample.prompt, sample.videos, sample.images) == ("a<video>", [[b"x", b"x"]], [])
 
 
 BAD_VIDEOS: dict[str, tuple[Any, str]] = {
@@ -402,18 +331,6 @@ def test_a_family_whose_videos_nobody_has_tested_is_refused_by_name(
     processor.processor.video_processor = None
     with pytest.raises(UserError, match="has no video processor"):
         processor.encode(rendered.prompt, rendered.blobs)
-
-
-def test_the_preview_and_the_length_limit_count_videos(
-    make_config: MakeConfig, one_family: Path, tmp_path: Path
-) -> None:
-    config = video_config(make_config, one_family, tmp_path)
-    shown = preview_prompt(config)
-    assert "videos: 2" in shown
-    assert "6 frames at 2 per second: 3 x 6 x 8 patches" in shown
-    assert "for images and videos" in shown
-    with pytest.raises(UserError, match=r"row rows.jsonl:0: .* of them for 1 image\(s\) and 2 video\(s\)\), over"):
-        preview_prompt(video_config(make_config, one_family, tmp_path, max_prompt_length=50))
 
 
 # --- two processes ----------------------------------------------------------------------------------

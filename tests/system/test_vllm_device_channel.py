@@ -78,25 +78,6 @@ def test_sequences_run_on_while_weights_arrive_and_stand_still_only_while_they_a
     assert sorted(set(done.versions.tolist())) == [before, loaded.version]
 
 
-def test_at_rest_nothing_is_computed_and_the_pause_is_counted(rig: Rig) -> None:
-    """Several workers receive so: their own collectives must not meet the transfer's."""
-
-    async def scenario() -> None:
-        sampling = asyncio.create_task(rig.complete([rig.request("answer 1 2 3", tokens=200)]))
-        started, paused = rig.engine.usage.tokens_generated, rig.engine.usage.update_pause_s
-        while rig.engine.usage.tokens_generated < started + 5:
-            await asyncio.sleep(0.001)
-        async with rig.engine._at_rest():
-            await asyncio.sleep(0.05)  # what was computed already arrives
-            tokens = rig.engine.usage.tokens_generated
-            await asyncio.sleep(0.2)
-            assert rig.engine.usage.tokens_generated == tokens
-        await sampling
-        assert rig.engine.usage.update_pause_s - paused > 0.2
-
-    rig.run(scenario())
-
-
 def test_a_damaged_transfer_leaves_the_engine_as_it_was(rig: Rig, learner: LearnerHalf) -> None:
     rig.run(load(rig, learner, rig.initial))
     before, version = greedy(rig), rig.engine.version

@@ -1,10 +1,14 @@
-"""Videos through the real vLLM on a CPU: what the embedded engine samples, and what the learner computes."""
+"""Videos through the real vLLM on a CPU, and an output layer that shares its weight with the embedding.
+
+vLLM keeps a packed copy of a tied weight, which an update must reach. One engine serves both tests: qwen2_5_vl, the
+family whose positions depend on frames per second.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,71 +16,103 @@ import numpy as np
 import pytest
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.models.processing import PromptProcessor
 from learner.network.parity_check import compare
 from learner.tickets.ticket import PreparedTicket, ReceivedGroup
 from protocol.messages import Group
-from rollout_server.engines import create_engine
+from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.production import GroupProducer
-from tests.rigs.tiny_families import Family, make_family
-from tests.rigs.vllm_rig import NEEDS_VLLM
-from tests.system.test_video import FAMILIES, learner_engine, parity_tickets, verify, video_config
+from tests.rigs.alignment_rig import Started, learner_engine, parity_tickets, started, verify
+from tests.rigs.policies import initial_weights, moved
+from tests.rigs.tiny_families import make_family
+from tests.rigs.vllm_rig import FP32, NEEDS_VLLM, Rig, gap_to
+from tests.system.test_video import video_config
 
+__all__ = ["started"]
 pytestmark = NEEDS_VLLM
 
 
-def greedy(items: list[PreparedTicket]) -> list[PreparedTicket]:
-    """The same prompts, for one completion of 30 tokens each."""
-    made = []
-    for item in items:
-        sampling = item.ticket.sampling.model_copy(
-            update={"temperature": 0.0, "max_new_tokens": 30, "stop_token_ids": ()}
-        )
-        ticket = item.ticket.model_copy(update={"group_size": 1, "sampling": sampling})
-        made.append(dataclasses.replace(item, ticket=ticket))
-    return made
+def make_tied_model(folder: Path) -> Path:
+    from transformers import AutoModelForImageTextToText
+
+    make_family("qwen2_5_vl", folder)
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = True
+    file.write_text(json.dumps(config))
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    model.lm_head.weight = model.get_input_embeddings().weight  # what was saved is two, and so they are not tied
+    model.save_pretrained(folder)
+    return folder
 
 
-def groups_of(config: RunConfig, processor: PromptProcessor, *batches: list[PreparedTicket]) -> list[list[Group]]:
-    """What a server makes of the tickets, in their order."""
-
-    async def produce() -> list[list[Group]]:
-        engine = create_engine(config, processor)
-        await engine.start()
-        try:
-            producer = GroupProducer(engine, cast(Any, None), processor, "server-1")
-            made = []
-            for items in batches:
-                blobs = {d: memoryview(data) for item in items for d, data in item.blobs.items()}
-                groups = [group async for group in producer.produce([item.ticket for item in items], blobs)]
-                places = [item.ticket.ticket_id for item in items]
-                made.append(sorted(groups, key=lambda group: places.index(group.ticket_id)))
-            return made
-        finally:
-            await engine.close()
-
-    return asyncio.run(asyncio.wait_for(produce(), 120))
+@pytest.fixture
+def hf(make_config: Callable[..., RunConfig], tied_model: Path, tmp_path: Path) -> RunConfig:
+    return video_config(make_config, tied_model, tmp_path, video_fps=0.7)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.fixture(scope="module")
+def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tied_model(tmp_path_factory.mktemp("tied") / "model")
+
+
+@pytest.fixture
+def rig(hf: RunConfig, engines: dict[str, Rig]) -> Rig:
+    """The engine is started with the first test's configuration, which all tests here share."""
+    if not engines:
+        rollout = hf.rollout.model_copy(update={"engine": "vllm", "cpu_threads": 1})
+        config = hf.model_copy(update={"rollout": rollout})
+        engines["rig"] = Rig(config, initial_weights(config))
+    return engines["rig"]
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[dict[str, Rig]]:
+    made: dict[str, Rig] = {}
+    yield made
+    for rig in made.values():
+        rig.close()
+
+
+def greedy(item: PreparedTicket) -> PreparedTicket:
+    """The same prompt, for one completion of 30 tokens."""
+    sampling = item.ticket.sampling.model_copy(update={"temperature": 0.0, "max_new_tokens": 30, "stop_token_ids": ()})
+    return dataclasses.replace(item, ticket=item.ticket.model_copy(update={"group_size": 1, "sampling": sampling}))
+
+
+async def groups_of(rig: Rig, engine: Any, items: list[PreparedTicket]) -> list[Group]:
+    """The groups that a server makes of the tickets, in their order."""
+    producer = GroupProducer(engine, cast(Any, None), rig.processor, "server-1")
+    blobs = {d: memoryview(data) for item in items for d, data in item.blobs.items()}
+    groups = [group async for group in producer.produce([item.ticket for item in items], blobs)]
+    places = [item.ticket.ticket_id for item in items]
+    return sorted(groups, key=lambda group: places.index(group.ticket_id))
+
+
 def test_videos_get_the_tokens_of_the_hf_engine_and_the_log_probs_of_the_learner(
-    make_config: Callable[..., RunConfig], family: Family, tmp_path: Path
+    hf: RunConfig, rig: Rig, started: Started
 ) -> None:
     """Several videos and an image in one prompt, an odd number of frames, another rate, in one batch."""
-    hf = video_config(make_config, make_family(family, tmp_path / "model"), tmp_path, video_fps=0.7)
-    rollout = hf.rollout.model_copy(update={"engine": "vllm", "cpu_threads": 1})
-    config = hf.model_copy(update={"rollout": rollout})
-    processor = PromptProcessor(config.model)
-    items = parity_tickets(config, processor)
+    items = parity_tickets(hf, rig.processor)
     assert [len(item.ticket.prompt.videos) for item in items] == [2, 1, 0, 0]
-    sampled, ours = groups_of(config, processor, items, greedy(items))
-    (theirs,) = groups_of(hf, processor, greedy(items))
+    sampled = rig.run(groups_of(rig, rig.engine, items))
+    ours = rig.run(groups_of(rig, rig.engine, [greedy(item) for item in items]))
+    theirs = rig.run(groups_of(rig, started(HFEngine(hf, rig.processor)), [greedy(item) for item in items]))
     for done, expected in zip(ours, theirs, strict=True):
         assert len(done.token_ids) == 30
         assert done.token_ids.tolist() == expected.token_ids.tolist()
-        assert np.abs(done.logprobs - expected.logprobs).max() < 1e-4
+        assert np.abs(done.logprobs - expected.logprobs).max() < FP32
     received = [ReceivedGroup(item, group) for item, group in zip(items, sampled, strict=True)]
     for one in received:
         verify(one)
-    parity = compare(learner_engine(config), processor, received, config.batch.tokens_per_microbatch)
-    assert parity.largest < 1e-4, parity
+    parity = compare(learner_engine(hf), rig.processor, received, hf.batch.tokens_per_microbatch)
+    assert parity.largest < FP32, parity
+
+
+def test_an_update_of_tied_weights_reaches_the_output_layer(rig: Rig) -> None:
+    weights = rig.initial
+    assert not [name for name in weights if "lm_head" in name]
+    for seed in (3, 4):
+        weights = moved(weights, seed)
+        rig.run(rig.update(weights))
+        request = rig.request("answer 1 2 3", tokens=20)
+        assert gap_to(rig, weights, request, rig.sample(request)[request.request_id, 0]) < FP32

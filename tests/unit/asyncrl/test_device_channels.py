@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,7 +17,6 @@ from asyncrl.weight_transfer import flat
 from asyncrl.weight_transfer.group import Group, TransferError
 from asyncrl.weight_transfer.stage import Arrival, Stage, StageOrder
 from learner.network.device_weights import DeviceWeights
-from protocol.codec import Limits, decode, encode
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import DeviceSource, Error, TransferRequest, TransferStart, WeightManifest
 from rollout_server.engines.base import DeviceMemory
@@ -192,25 +190,6 @@ def test_a_receiver_that_never_comes_is_waited_for_until_the_deadline(
     learner.close()
 
 
-def test_a_receiver_says_what_it_waits_for_and_whom(learner: LearnerHalf) -> None:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as gone:
-        port = gone.getsockname()[1]
-    with pytest.raises(TransferError, match=rf"no connection to the learner at 127.0.0.1 port {port} \(.*refused"):
-        Group.join("127.0.0.1", port, "n", 1, 2, CPU, 0.2)
-
-    held: list[Group] = []
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    host = threading.Thread(target=lambda: held.append(Group.host(listener, "n", 2, CPU, 5.0, "the receiver")))
-    host.start()
-    joined = Group.join("127.0.0.1", port, "n", 1, 2, CPU, 0.3)
-    host.join()
-    with pytest.raises(TransferError, match=rf"the learner at 127.0.0.1 port {port}.*bytes 0 to 8 of 8"):
-        joined.broadcast(torch.zeros(8, dtype=torch.uint8))
-
-
 def test_a_receiver_that_stands_still_is_given_up_with_the_bytes_that_are_there() -> None:
     manifest_order: dict[str, Any] = {
         "version": 3,
@@ -252,23 +231,6 @@ def test_transfers_are_bounded_and_a_connection_has_one(tmp_path: Path, monkeypa
     learner.close()
 
 
-@pytest.mark.parametrize(
-    ("request_", "code", "reason"),
-    [
-        ({"channel": "cuda_ipc"}, ErrorCode.WRONG_CHANNEL, "the learner's weights lie on a CPU"),
-        ({"offset": 1 << 40}, ErrorCode.MALFORMED, "transfers between devices begin at the first byte"),
-    ],
-)
-def test_what_cannot_be_sent_is_answered_with_the_reason(
-    learner: LearnerHalf, request_: dict[str, Any], code: ErrorCode, reason: str
-) -> None:
-    learner.publish(1, some_weights(1))
-    answer = ask(learner, 1, **request_)
-    assert isinstance(answer, Error)
-    assert answer.code is code
-    assert answer.reason.startswith(reason)
-
-
 # --- one GPU's memory -----------------------------------------------------------------------------------
 
 
@@ -298,20 +260,6 @@ def shared_memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return shared
 
 
-def test_handles_travel_as_bytes_and_numbers_and_are_opened_on_the_receivers_own_device(
-    shared_memory: dict[str, Any],
-) -> None:
-    source = torch.arange(100, dtype=torch.uint8)
-    start = TransferStart(version=1, nonce="n", memory=flat.share(source))
-    frames = encode(start)
-    assert len(frames) == 1
-    arrived = decode(frames, (TransferStart,), Limits())
-    assert isinstance(arrived, TransferStart)
-    assert arrived == start
-    assert arrived.memory is not None
-    assert torch.equal(flat.open_shared(arrived.memory, CPU), source)
-
-
 def test_shared_memory_is_copied_and_verified_before_the_learner_is_let_go(
     learner: LearnerHalf, shared_memory: dict[str, Any]
 ) -> None:
@@ -324,22 +272,6 @@ def test_shared_memory_is_copied_and_verified_before_the_learner_is_let_go(
     shared_memory["storage"].fill_(0)
     assert_equal(got, weights)
     assert not shared_memory["settled"]  # the receiver closes it itself
-
-
-def test_a_process_whose_memory_cannot_be_shared_says_so(
-    learner: LearnerHalf, shared_memory: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(storage: Any) -> Any:
-        raise RuntimeError("CUDA error: operation not supported\nCompile with ...")
-
-    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", refuse)
-    weights = some_weights(1)
-    manifest = learner.publish(1, weights)
-    learner.device_weights._device = torch.device("cuda")
-    learner.device_weights._kept = (1, flat.pack(manifest.tensors, weights.items(), CPU))
-    with pytest.raises(ProtocolError, match=r"memory \(CUDA error: operation not supported\)$") as caught:
-        fetch(learner, manifest, LocalStaging(CPU), channel="cuda_ipc")
-    assert caught.value.code is ErrorCode.WRONG_CHANNEL
 
 
 def test_a_receiver_that_was_killed_does_not_keep_the_learners_memory(

@@ -10,7 +10,6 @@ import pytest
 from pydantic import ValidationError
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import WaitTimeoutError
 from protocol.errors import ProtocolError
 from protocol.messages import FinishReason, Group, GroupTimings, TrajectoryRecord, TrajectoryStatus
 from rollout_server.link import LearnerLink
@@ -50,22 +49,6 @@ def test_a_group_that_cannot_travel_is_not_kept_for_sending_again(make_config: C
             link.close()
 
     asyncio.run(send())
-
-
-def test_every_hello_to_a_learner_that_is_not_there_is_told(make_config: Callable[..., RunConfig]) -> None:
-    config = with_ports(make_config(network={"start_timeout_s": 1.5}))
-    hellos: list[None] = []
-
-    async def connect() -> None:
-        link = LearnerLink(config, engine="hf", fingerprints=("m", "p"), in_work=tuple)
-        try:
-            with pytest.raises(WaitTimeoutError, match=r"no learner answered.*network.control_port\?"):
-                await link.connect(lambda: hellos.append(None))
-        finally:
-            link.close()
-
-    asyncio.run(connect())
-    assert len(hellos) >= 2
 
 
 def test_groups_that_would_not_fit_a_message_are_refused_at_the_start(make_config: Callable[..., RunConfig]) -> None:

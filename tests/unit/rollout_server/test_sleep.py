@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
-import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ from asyncrl.models.sleeping import HostMemory, Sleeper
 from asyncrl.models.wake_parity import fixed_prompt, fixed_tokens
 from learner.training.engines.torch_engine import TorchEngine
 from protocol.messages import Sampling
-from rollout_server.engines import create_engine
 from rollout_server.engines.base import Completion, GenerationRequest
 from rollout_server.engines.hf.engine import HFEngine
 
@@ -72,31 +69,6 @@ def test_a_flipped_bit_is_found_and_named(tmp_path: Path) -> None:
     memory._chunks[0][64 + 17] ^= 4
     with pytest.raises(BadStateError, match=r"the test woke up damaged: tensor 2 of 2, torch\.float32\(5, 2\)"):
         sleeper.wake()
-
-
-def wake_with_too_little_memory(folder: Path) -> None:
-    sleeper = Sleeper("the test", CPU, folder)
-    tensor = torch.ones(256 << 20, dtype=torch.uint8)
-    sleeper.sleep([tensor])
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + (100 << 20), hard))
-    try:
-        with pytest.raises(BadStateError, match=r"needs 256 MiB on cpu and got 0; \d+ MiB are free") as caught:
-            sleeper.wake()
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-    assert 50 <= int(str(caught.value).split("; ")[1].split()[0]) <= 101
-    assert sleeper.wake() == 256 << 20, "what sleeps is still whole"
-    assert int(tensor.sum(dtype=torch.int64)) == 256 << 20
-
-
-def test_what_cannot_wake_says_what_it_needed_and_what_there_was(tmp_path: Path) -> None:
-    # In a process of its own: the heap of one that ran many tests may have 256 MiB free that no limit takes away.
-    child = multiprocessing.get_context("spawn").Process(target=wake_with_too_little_memory, args=(tmp_path,))
-    child.start()
-    child.join(120)
-    assert child.exitcode == 0, "its traceback is above"
 
 
 # --- the training engine ----------------------------------------------------------------------------
@@ -218,30 +190,6 @@ def test_the_hf_engine_samples_the_same_after_a_nap(
         assert await waiting == before
         assert await sample(engine, request_) == before
         await engine.close()
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("engine", ["hf", "scripted"])
-def test_an_engine_sleeps_once_and_wakes_as_often_as_it_is_told(
-    make_config: Callable[..., RunConfig], request_: GenerationRequest, engine: str
-) -> None:
-    config = make_config(rollout={"engine": engine})
-
-    async def scenario() -> None:
-        waking = create_engine(config, PromptProcessor(config.model))
-        await waking.start()
-        await waking.wake()
-        await waking.sleep()
-        with pytest.raises(BadStateError, match=f"the {engine} engine is asleep: .*[Ww]ake it first"):
-            await waking.sleep()
-        waiting = asyncio.ensure_future(anext(waking.generate([request_])))
-        await asyncio.sleep(0.05)
-        assert not waiting.done(), "still asleep"
-        await waking.wake()
-        await waking.wake()
-        await waiting
-        await waking.close()
 
     asyncio.run(scenario())
 

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import asynccontextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.models.published import fingerprint_of
 from protocol.errors import ErrorCode, ProtocolError
-from protocol.messages import Chunk, ChunkRequest, Error, WeightManifest, WeightsFromServer, WeightsLoaded, Welcome
-from protocol.sockets import CHUNK_QUEUES, LearnerSocket, Received
-from protocol.transfer import CHUNK_BYTES, WINDOW, answer_chunk_request
-from protocol.weights import Publication, Tensor
-from rollout_server.weights.receiver import WeightReceiver
+from protocol.messages import WeightManifest, WeightsLoaded, Welcome
 from rollout_server.weights.version_tracker import PolicyVersionTracker
 
 MakeConfig = Callable[..., RunConfig]
@@ -196,104 +188,5 @@ def test_a_learner_that_came_back_earlier_or_later_in_the_run(
             receiver.end()
             await has_version(held, at)
         assert receiver.attempts == [3, at]
-
-    asyncio.run(run())
-
-
-# --- a learner that dies while a version is pulled from it, and comes back at the same port ----------------------
-
-NUM_CHUNKS = 2 * WINDOW
-NUM_BYTES = NUM_CHUNKS * CHUNK_BYTES
-
-
-class Learner:
-    """The weights endpoint, over which first nothing is to be had, as between the start of a process and its first
-    version."""
-
-    def __init__(self, folder: Path):
-        self.before = Publication("run", folder)
-        self.publication = Publication("run", folder)
-        self.answered: list[type] = []
-        self.socket = LearnerSocket(
-            "tcp://127.0.0.1:0", WeightsFromServer, setting="network.weights_port", linger_s=0, queues=CHUNK_QUEUES
-        )
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._serve)
-        self._thread.start()
-
-    def _serve(self) -> None:
-        while not self._stop.is_set():
-            self.socket.socket.poll(20)
-            for received in self.socket.turn():
-                if isinstance(received, Received) and isinstance(received.message, ChunkRequest):
-                    answer = answer_chunk_request(self.publication, received.message)
-                    self.answered.append(type(answer))
-                    self.socket.send(received.identity, answer)
-        self.socket.close()
-
-    def close(self) -> None:
-        self._stop.set()
-        self._thread.join(WAIT_S)
-        self.before.close()
-        self.publication.close()
-
-
-class Engine:
-    """Has a model of one large tensor, all of whose bytes are the same."""
-
-    architecture_fingerprint = fingerprint_of((("w", "torch.uint8", (NUM_BYTES,)),))
-
-    def __init__(self) -> None:
-        self.fills: list[int] = []
-
-    async def update_weights(self, version: int, weights: Any) -> None:
-        for _, tensor in weights:
-            assert bool(torch.all(tensor == tensor[0]))
-            self.fills.append(int(tensor[0]))
-
-
-def filled(fill: int) -> list[Tensor]:
-    return [Tensor("w", "uint8", (NUM_BYTES,), memoryview(bytes([fill]) * NUM_BYTES))]
-
-
-@pytest.fixture
-def learner(tmp_path: Path) -> Iterator[Learner]:
-    opened = Learner(tmp_path)
-    yield opened
-    opened.close()
-
-
-@pytest.mark.parametrize("published", ["before our welcome", "after our welcome"])
-def test_a_learner_that_comes_back_during_a_pull_is_followed_at_once_and_its_bits_are_the_ones(
-    make_config: MakeConfig, learner: Learner, published: str
-) -> None:
-    """A window of requests has been refused by then, of whose answers only the first has been read. Another server may
-    be welcomed earlier, and then there are chunks of the same number and of other bits to be had before our welcome.
-    """
-
-    async def run() -> None:
-        engine: Any = Engine()
-        listener = Listener()
-        receiver = WeightReceiver(make_config(), engine, "zmq", learner.socket.endpoint)
-        async with following(make_config(), receiver, listener) as held:
-            if published == "before our welcome":
-                new = learner.publication.publish(3, filled(2))
-            held.announce(learner.before.publish(3, filled(1)))
-            while len(learner.answered) < WINDOW:
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(A_WHILE_S)
-            refused = len(learner.answered)
-            await asyncio.sleep(A_WHILE_S)
-            assert learner.answered == refused * [Error], "and nothing is asked for again"
-            if published == "after our welcome":
-                new = learner.publication.publish(3, filled(2))
-            held.learner_came_back(welcome(3))
-            receiver.take_from_now_on("zmq", None, learner.socket.endpoint)
-            held.announce(new)
-            await has_version(held, 3)
-        receiver.close()
-        assert engine.fills == [2]
-        assert listener.told == [3]
-        assert set(learner.answered[refused:]) == {Chunk}
 
     asyncio.run(run())

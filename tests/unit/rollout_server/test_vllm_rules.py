@@ -21,13 +21,13 @@ import torch
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.processing import EncodedPrompt
-from protocol.messages import AdapterSpec, TensorEntry, WeightManifest
+from protocol.messages import TensorEntry, WeightManifest
 from rollout_server.engines.base import EngineDied
 from rollout_server.engines.vllm import rules, start
 from rollout_server.engines.vllm.conversion import check_alignment, version_column
 from rollout_server.engines.vllm.engine_process import BANNED_KEY, LEASE_VARIABLE, OWNER_VARIABLE
 from rollout_server.engines.vllm.vllm_api import await_or_engine_death
-from rollout_server.engines.vllm.weights import slot_arguments, vision_entries
+from rollout_server.engines.vllm.weights import vision_entries
 from tests.rigs.tiny import ROOT
 
 MakeConfig = Callable[..., RunConfig]
@@ -225,15 +225,6 @@ def test_a_video_that_vllm_cuts_or_places_in_time_otherwise_is_named() -> None:
         check_alignment(prompt, theirs)
 
 
-def test_an_adapter_gets_the_smallest_slot_that_it_fits_in() -> None:
-    spec = AdapterSpec(rank=4, alpha=8, target_modules=("model.layers.0.mlp.up_proj",))
-    for rank, slot in ((4, 8), (100, 128), (512, 512)):
-        assert slot_arguments(spec.model_copy(update={"rank": rank}))["max_lora_rank"] == slot
-    assert not slot_arguments(spec)["enable_tower_connector_lora"]
-    tower = spec.model_copy(update={"target_modules": ("model.visual.merger.0",)})
-    assert slot_arguments(tower)["enable_tower_connector_lora"]
-
-
 # --- life -----------------------------------------------------------------------------------
 
 
@@ -290,8 +281,3 @@ def test_a_core_that_dies_before_it_answers_is_noticed(monkeypatch: pytest.Monke
             await await_or_engine_death(SimpleNamespace(errored=True), asyncio.Event().wait())
 
     asyncio.run(asyncio.wait_for(scenario(), 10))
-
-
-def test_importing_the_engine_does_not_import_vllm() -> None:
-    code = "import sys, rollout_server.engines.vllm.engine; print(sorted(m for m in sys.modules if m == 'vllm'))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout == "[]\n"

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import BadStateError
 from asyncrl.models.loading import load_model
 from asyncrl.models.processing import EncodedPrompt, PromptProcessor
 from asyncrl.models.published import load_published
@@ -252,48 +250,5 @@ def test_closing_ends_every_wait(make_config: MakeConfig, prompts: tuple[Encoded
             for waiting in (task, update):
                 with pytest.raises(EngineDied, match="closed"):
                     await waiting
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
-
-
-@pytest.mark.parametrize(("mode", "newest"), [("drain", 0), ("recompute", 1)])
-def test_a_paused_engine_refuses_to_drain_but_takes_weights_in_flight(
-    make_config: MakeConfig, prompts: tuple[EncodedPrompt, ...], mode: str, newest: int
-) -> None:
-    config = make_config(rollout={"weight_update": mode})
-
-    async def scenario() -> list[Completion]:
-        async with running_engine(config, prompts[0], tokens=300) as (engine, task):
-            await engine.pause()
-            update: Any = engine.update_weights(1, initial_weights(config).items())
-            if mode == "drain":
-                with pytest.raises(BadStateError, match="2 sequences cannot finish while the engine is paused"):
-                    await update
-            else:
-                await update
-            await engine.resume()
-            return await task
-
-    done = asyncio.run(asyncio.wait_for(scenario(), 60))
-    assert {int(c.versions[-1]) for c in done} == {newest}
-
-
-def test_closing_the_iterator_drops_what_still_runs(
-    make_config: MakeConfig, prompts: tuple[EncodedPrompt, ...]
-) -> None:
-    config = make_config()
-
-    async def scenario() -> None:
-        engine = HFEngine(config, PromptProcessor(config.model))
-        await engine.start()
-        short, long = (request_for(config, prompts[i], i, tokens=n) for i, n in enumerate((3, 2000)))
-        stream: Any = engine.generate([short, long])
-        assert (await anext(stream)).request_id == 0
-        await stream.aclose()
-        async with asyncio.timeout(20):
-            while engine.usage.sequences_running or engine.usage.sequences_queued:
-                await asyncio.sleep(0.005)
-        assert len(await complete_all(engine, [short])) == 2
-        await engine.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
