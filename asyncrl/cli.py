@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from asyncrl.config.schema import RunConfig
     from asyncrl.launch.inputs import Side
 
+RESUME = "continue run_dir from its newest checkpoint"
 DRY_RUN = "print what would be run, and one rendered prompt; what this machine lacks for it, doctor says"
 
 
@@ -48,19 +49,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    train = _command(commands, "train", _train, "run a rollout server and a learner on this machine, and watch them")
-    train.add_argument("--resume", action="store_true", help="continue run_dir from its newest checkpoint")
-    train.add_argument("--dry-run", action="store_true", help=DRY_RUN)
-    sync = _command(commands, "sync", _sync, "train, with learner and rollout server taking turns on one device")
-    sync.add_argument("--resume", action="store_true", help="continue run_dir from its newest checkpoint")
-    sync.add_argument("--dry-run", action="store_true", help=DRY_RUN)
+    for name, handler, help in (
+        ("train", _train, "run a rollout server and a learner on this machine, and watch them"),
+        ("sync", _sync, "train, with learner and rollout server taking turns on one device"),
+    ):
+        command = _command(commands, name, handler, help)
+        command.add_argument("--resume", action="store_true", help=RESUME)
+        command.add_argument("--dry-run", action="store_true", help=DRY_RUN)
     _command(commands, "sft", _sft, "supervised warm start on data.target_key")
     rollout = _command(commands, "rollout", _rollout, "the rollout server alone")
     rollout.add_argument(
         "--unattended", action="store_true", help="end where run_dir says that the run is finished, for containers"
     )
     learn = _command(commands, "learn", _learn, "the learner alone")
-    learn.add_argument("--resume", action="store_true", help="continue run_dir from its newest checkpoint")
+    learn.add_argument("--resume", action="store_true", help=RESUME)
     learn.add_argument(
         "--unattended",
         action="store_true",
@@ -133,10 +135,14 @@ def _version() -> str:
         return "not installed"
 
 
-def _train(arguments: argparse.Namespace) -> int:
+def _load(arguments: argparse.Namespace) -> RunConfig:
     from asyncrl.config.load import load_config
 
-    config = load_config(arguments.config, arguments.overrides)
+    return load_config(arguments.config, arguments.overrides)
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    config = _load(arguments)
     if arguments.dry_run:
         from asyncrl.config.explain import explain
         from asyncrl.data.dataset import open_train
@@ -156,12 +162,11 @@ def _sync(arguments: argparse.Namespace) -> int:
 
 
 def _sft(arguments: argparse.Namespace) -> int:
-    from asyncrl.config.load import load_config
     from asyncrl.launch.inputs import check_sft_inputs
     from asyncrl.launch.run_dir import check_run_dir
     from asyncrl.run_folder.lock import refuse_busy
 
-    config = load_config(arguments.config, arguments.overrides)
+    config = _load(arguments)
     refuse_busy(config.run_path)
     check_run_dir(config, resume=False)
     check_sft_inputs(config)
@@ -193,10 +198,9 @@ def _learn(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace, side: Side) -> RunConfig:
     """Report mistakes before anything heavy is loaded."""
-    from asyncrl.config.load import load_config
     from asyncrl.launch.inputs import check_inputs
 
-    config = load_config(arguments.config, arguments.overrides)
+    config = _load(arguments)
     check_inputs(config, side)
     return config
 
@@ -209,10 +213,9 @@ def _become(module: str, *arguments: str) -> NoReturn:
 
 
 def _eval(arguments: argparse.Namespace) -> int:
-    from asyncrl.config.load import load_config
     from asyncrl.tools.evaluate import evaluate
 
-    result = evaluate(load_config(arguments.config, arguments.overrides), arguments.model)
+    result = evaluate(_load(arguments), arguments.model)
     print(f"accuracy {result.accuracy:.4f}   reward {result.reward:.4f}   rows {result.rows}   errors {result.errors}")
     return 0
 

@@ -104,18 +104,17 @@ def _sync_problems(config: RunSections) -> Iterator[str]:
             f"trainer.mode is sync and learner.max_staleness is {learner.max_staleness}: taking turns, the server only "
             "has the learner's own version. Set learner.max_staleness=0, or trainer.mode=async"
         )
-    if rollout.servers != 1:
-        yield (
-            f"trainer.mode is sync and rollout.servers is {rollout.servers}: the learner shares its device with one "
-            "server. Set rollout.servers=1, or trainer.mode=async"
-        )
+    for name, why in (
+        ("servers", "the learner shares its device with one server"),
+        ("tensor_parallel_size", "there is one device"),
+    ):
+        if getattr(rollout, name) != 1:
+            yield (
+                f"trainer.mode is sync and rollout.{name} is {getattr(rollout, name)}: {why}. Set rollout.{name}=1, or "
+                "trainer.mode=async"
+            )
     if not same_device(config, cuda=False):
         yield two_devices(config)
-    if rollout.tensor_parallel_size != 1:
-        yield (
-            f"trainer.mode is sync and rollout.tensor_parallel_size is {rollout.tensor_parallel_size}: there is one "
-            "device. Set rollout.tensor_parallel_size=1, or trainer.mode=async"
-        )
     if rollout.weights_channel in DEVICE_CHANNELS:
         yield (
             f"trainer.mode is sync and rollout.weights_channel is {rollout.weights_channel}, which copies from the "

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import groupby
 
-from asyncrl.config.keys import REQUIRED, Key, iter_keys, section_of
+from asyncrl.config.keys import REQUIRED, iter_keys, section_of
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.yaml_text import write
@@ -47,24 +46,16 @@ def config_reference() -> str:
         "Relative paths are relative to the directory in which the command runs.\n",
     ]
     for section, keys in groupby(iter_keys(), key=lambda key: key.path.partition(".")[0]):
-        parts += [f"## {section}\n", *_introduction(section), *_table(keys), ""]
+        section_class = section_of(RunConfig.model_fields[section].annotation)
+        introduction = section_class.__dict__.get("__doc__") if section_class else None
+        parts += [f"## {section}\n", *([introduction.strip() + "\n"] if introduction else [])]
+        parts += ["| key | type | default | meaning |", "|---|---|---|---|"]
+        for key in keys:
+            default = "required" if key.default is REQUIRED else f"`{_default_text(key.default)}`"
+            cells = (f"`{key.path}`", key.type_text, default, " ".join(key.text.split()))
+            parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        parts.append("")
     return "\n".join(parts)
-
-
-def _introduction(section: str) -> list[str]:
-    """The docstring of the section's class, if it has one."""
-    inner = section_of(RunConfig.model_fields[section].annotation)
-    own = inner.__dict__.get("__doc__") if inner else None
-    return [own.strip() + "\n"] if own else []
-
-
-def _table(keys: Iterable[Key]) -> list[str]:
-    rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
-    for key in keys:
-        default = "required" if key.default is REQUIRED else f"`{_default_text(key.default)}`"
-        cells = (f"`{key.path}`", key.type_text, default, " ".join(key.text.split()))
-        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return rows
 
 
 def _default_text(default: object) -> str:

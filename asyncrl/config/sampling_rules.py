@@ -20,32 +20,27 @@ from typing import Any
 
 from asyncrl.config.run_sections import RunSections
 
-ENGINE_SAMPLING_KEYS = {
+_FIXES = {
     "temperature": "Set rollout.temperature, which the learner reads, too",
-    "top_p": "Set rollout.top_p",
+    "top_p typical_p": "Set rollout.top_p",
     "top_k": "Set rollout.top_k",
     "min_p": "Set rollout.min_p",
     "logprobs_mode": "Set rollout.logprobs",
     "logprobs": "Leave it out: the log-prob of each sampled token is always returned",
     "n": "Set batch.group_size",
     "seed": "Set trainer.seed",
-    "max_tokens": "Set data.max_response_length",
-    "max_new_tokens": "Set data.max_response_length",
+    "max_tokens max_new_tokens": "Set data.max_response_length",
     "stop_token_ids": "Stop tokens are those of the model folder's generation_config.json",
-    "logit_bias": "Leave it out: the learner knows of no bias",
-    "bad_words": "Leave it out: the learner knows of no banned words",
-    "allowed_token_ids": "Leave it out: the learner knows of no restriction",
-    "repetition_penalty": "Leave it out: the learner knows of no penalty. Use a reward instead",
-    "presence_penalty": "Leave it out: the learner knows of no penalty. Use a reward instead",
-    "frequency_penalty": "Leave it out: the learner knows of no penalty. Use a reward instead",
-    "typical_p": "Leave it out, or set rollout.top_p",
+    "logit_bias bad_words allowed_token_ids": "Leave it out: the learner knows of no such restriction",
+    "repetition_penalty presence_penalty frequency_penalty": (
+        "Leave it out: the learner knows of no penalty. Use a reward instead"
+    ),
     "do_sample": "Leave it out: training samples, and evaluation.temperature=0 is greedy",
     "num_beams": "Leave it out: beams are no samples of the policy",
-    "min_tokens": "Leave it out: it bans the stop token, of which the learner knows nothing",
-    "ignore_eos": "Leave it out: it bans the stop token, of which the learner knows nothing",
-    "override_generation_config": "Set the keys of `rollout` instead",
-    "sampling_params": "Set the keys of `rollout` instead",
+    "min_tokens ignore_eos": "Leave it out: it bans the stop token, of which the learner knows nothing",
+    "override_generation_config sampling_params": "Set the keys of `rollout` instead",
 }
+ENGINE_SAMPLING_KEYS = {name: fix for names, fix in _FIXES.items() for name in names.split()}
 """Names in `rollout.engine_args` that change what is sampled behind the learner's back, and where they belong."""
 
 WEIGHTS_OF_TRUNCATED_SAMPLES = ("none", "token_tis", "token_mis", "icepop")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import time
@@ -22,7 +21,6 @@ LAUNCHER_LOCK = "launcher.lock"
 RETRY_S = 0.5
 """A process that only looks at a lock holds it, too, for a moment."""
 _POLL_S = 0.01
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 @contextmanager
@@ -45,14 +43,14 @@ def holding(run_path: Path, file: str) -> Iterator[None]:
 def lock_run(run_path: Path, file: str = LEARNER_LOCK) -> int:
     """Hold the directory until the returned descriptor is closed or the process ends, however it ends.
 
-    Raises RunTakenError where another process has it, UserError where this user may not or locks do not work, OSError
-    where the disk is full.
+    Raises RunTakenError where another process has it, UserError where this user may not, OSError where the disk is full
+    or the file system has no locks.
     """
     deadline = time.monotonic() + RETRY_S
     while True:
         descriptor = _open(run_path, file)
         try:
-            _flock(descriptor, fcntl.LOCK_EX, run_path)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_same_file(run_path / file, descriptor):  # its last owner may have removed it meanwhile
                 os.pwrite(descriptor, b"%-19d\n" % os.getpid(), 0)
                 return descriptor
@@ -64,19 +62,6 @@ def lock_run(run_path: Path, file: str = LEARNER_LOCK) -> int:
             raise
         os.close(descriptor)
         time.sleep(_POLL_S)
-
-
-def _flock(descriptor: int, how: int, run_path: Path) -> None:
-    """Raises BlockingIOError where another process has it, UserError where there are no locks."""
-    try:
-        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        raise UserError(
-            f"{run_path} lies on a file system without locks (flock: {error.strerror}). Mount it with them, or set "
-            "another run_dir=..."
-        ) from None
 
 
 def _open(run_path: Path, file: str) -> int:
@@ -141,7 +126,7 @@ def holder(run_path: Path, file: str) -> str:
     except OSError as error:
         raise _not_ours(run_path / file, error, "read") from None
     try:
-        _flock(descriptor, fcntl.LOCK_SH, run_path)
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return _owner(descriptor)
     finally:

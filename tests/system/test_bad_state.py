@@ -15,16 +15,13 @@ import pytest
 
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import BadStateError, UserError
+from asyncrl.errors import BadStateError
 from asyncrl.journal.database import PAGE_BYTES
 from asyncrl.journal.segments import pack_frames
 from asyncrl.journal.writer import JOURNAL_FILE, Journal, JournalState, TicketSlot
-from asyncrl.run_folder.failure import FAILURE_FILE, read_failure
-from asyncrl.run_folder.lock import is_over
-from asyncrl.telemetry.recorder import STATUS_FILE
+from asyncrl.run_folder.failure import read_failure
 from learner.checkpoint.format import newest_checkpoint, write_checksums
 from learner.resume import find_start
-from learner.service import Learner
 from protocol.codec import encode
 from tests.rigs.small_runs import (
     PER_STEP,
@@ -32,7 +29,6 @@ from tests.rigs.small_runs import (
     assert_every_prompt_trained_once,
     failure_of,
     logs,
-    save_failure,
     small,
 )
 from tests.rigs.tiny import ROOT
@@ -189,15 +185,6 @@ def _flip_log(run: Path) -> None:
     log.write_bytes(content)
 
 
-def _truncate(name: str) -> Callable[[Path], None]:
-    def damage(run: Path) -> None:
-        file = run / name
-        content = file.read_bytes()
-        file.write_bytes(content[: len(content) // 2])
-
-    return damage
-
-
 def _flip(name: str) -> Callable[[Path], None]:
     def damage(run: Path) -> None:
         file = run / name
@@ -219,8 +206,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "no write-ahead log": (_remove(f"{JOURNAL_FILE}-wal"), "its write-ahead log is damaged or missing"),
     "a group": (_flip(f"{JOURNAL_FILE}.groups-000001"), "does not have its checksum"),
     "no groups": (_remove(f"{JOURNAL_FILE}.groups-000001"), "with its groups is missing"),
-    "half a journal": (_truncate(JOURNAL_FILE), "journal"),
-    "half a model": (_truncate(f"{CHECKPOINT}/model/model.safetensors"), "model/model.safetensors is not what"),
     "a flipped weight": (_flip(f"{CHECKPOINT}/model/model.safetensors"), "model/model.safetensors is not what"),
     "no random state": (_remove(f"{CHECKPOINT}/random.pt"), "random.pt"),
 }
@@ -297,28 +282,6 @@ def test_a_checkpoint_of_another_run_or_model_is_refused(damaged: Path, key: str
     write_checksums(folder)
     assert learner_alone(damaged, "--resume") == 2, logs(damaged)
     assert says in refusal_of(damaged)
-
-
-def test_a_finished_run_that_goes_on_is_not_over_for_servers_that_come_while_its_learner_loads(
-    damaged: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (damaged / STATUS_FILE).write_text('{"phase": "finished", "step": 2}')
-    save_failure(damaged)
-    files = [damaged / name for name in (STATUS_FILE, FAILURE_FILE, "config.yaml")]
-    before = [file.read_bytes() for file in files]
-    assert is_over(damaged)
-    seen: list[bool] = []
-
-    def prepare(*_: object) -> None:
-        seen.append(is_over(damaged))
-        raise UserError("no such model")
-
-    monkeypatch.setattr(Learner, "_prepare", prepare)
-    with pytest.raises(UserError, match="no such model"):
-        Learner(load_config(damaged / "config.yaml", []), resume=True)
-    assert seen == [False]
-    assert is_over(damaged)
-    assert [file.read_bytes() for file in files] == before, "a refusal changes nothing"
 
 
 def test_a_resumed_run_keeps_what_its_journal_was_made_with(damaged: Path) -> None:

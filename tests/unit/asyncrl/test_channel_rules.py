@@ -24,7 +24,6 @@ MakeConfig = Callable[..., RunConfig]
     ("channel", "sections", "told"),
     [
         ("nccl", {"model": {"lora": {"rank": 4}}}, "model.lora trains adapters"),
-        ("cuda_ipc", {"model": {"lora": {"rank": 4}}}, "model.lora trains adapters"),
         ("nccl", {"rollout": {"engine": "scripted"}}, "the scripted engine has no model"),
         ("nccl", {"learner": {"device": "cpu"}}, "learner.device is cpu"),
         ("cuda_ipc", {"rollout": {"device": "cpu"}}, "rollout.device is cpu"),
@@ -74,11 +73,9 @@ def test_without_a_gpu_nothing_is_loaded(
     [
         ("nccl", "auto", {}, r"both use cuda:0, .* one GPU. Set learner.device=cuda:1"),
         ("nccl", "cuda:1", {"engine": "vllm", "tensor_parallel_size": 2}, "Set learner.device=cuda:2"),
-        ("nccl", "cuda:1", {}, ""),
         ("nccl", "cuda:2", {"engine": "vllm", "tensor_parallel_size": 2}, ""),
         ("cuda_ipc", "cuda:1", {}, "the learner uses cuda:1 and the engine cuda:0. Set learner.device=cuda:0"),
         ("cuda_ipc", "cuda", {"device": "cuda:0"}, ""),
-        ("auto", "auto", {}, ""),
     ],
 )
 def test_devices_of_one_machine_that_the_channel_cannot_join_are_refused(

@@ -13,9 +13,9 @@ from asyncrl.cli import main
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
+from asyncrl.journal.writer import JOURNAL_FILE
 from asyncrl.launch.ports import reserve_ports
 from asyncrl.launch.processes import (
-    JOURNAL_FILE,
     available_cores,
     learner_service,
     server_services,
@@ -45,8 +45,6 @@ def config_file(tmp_path: Path) -> Path:
     ("arguments", "told"),
     [
         (["train", "--help"], "--dry-run"),
-        (["--version"], "."),
-        (["train", "nowhere.yaml"], "nowhere.yaml"),
         (["learn", "{config}", "batch.group_sise=4"], "batch.group_size"),
     ],
 )
@@ -66,7 +64,6 @@ def test_help_and_mistakes_in_the_configuration_load_nothing_heavy(
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--resume", "batch.group_sise=4"],
         ["batch.group_size=4", "--resume", "batch.group_sise=4"],
         ["batch.group_sise=4", "--resume"],
     ],
@@ -107,12 +104,6 @@ def test_an_existing_run_directory_is_never_written_into(make_config: Callable[.
         check_run_dir(config, resume=True)
     (config.run_path / JOURNAL_FILE).touch()
     check_run_dir(config, resume=True)
-
-
-def test_the_launcher_knows_the_journal_by_the_name_that_the_learner_gives_it() -> None:
-    from asyncrl.journal import writer as journal
-
-    assert journal.JOURNAL_FILE == JOURNAL_FILE
 
 
 def test_both_services_read_the_same_resolved_configuration(make_config: Callable[..., RunConfig]) -> None:

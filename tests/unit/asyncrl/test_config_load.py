@@ -14,7 +14,6 @@ import yaml
 from asyncrl.config.explain import config_reference, explain
 from asyncrl.config.keys import iter_keys
 from asyncrl.config.load import dump_config, load_config
-from asyncrl.config.schema import RunConfig
 from asyncrl.config.suggest import ALIASES, suggestion
 from asyncrl.errors import UserError
 
@@ -79,13 +78,6 @@ def test_yaml_1_1_words_and_dates_stay_text(tmp_path: Path) -> None:
     assert data.rollout.engine_args == {"a": "no", "b": "12:30", "c": "0o7"}
 
 
-@pytest.mark.parametrize(
-    ("word", "value"), [("yes", True), ("no", False), ("on", True), ("off", False), ("true", True)]
-)
-def test_a_switch_takes_the_usual_words(minimal: Path, word: str, value: bool) -> None:
-    assert load_config(minimal, [f"data.shuffle={word}"]).data.shuffle is value
-
-
 def test_a_partial_section_keeps_the_defaults_around_it(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, MINIMAL + "sft: {optim: {weight_decay: 0.5}}\nlearner:\n"))
     assert config.sft.optim.lr == 1e-5
@@ -98,21 +90,15 @@ def test_a_partial_section_keeps_the_defaults_around_it(tmp_path: Path) -> None:
     [
         ("batch.group_size=16", lambda c: c.batch.group_size, 16),
         ("learner.optim.lr=3e-5", lambda c: c.learner.optim.lr, 3e-5),
-        ("learner.optim.lr=1", lambda c: c.learner.optim.lr, 1.0),
         ("learner.optim.betas=[0.8, 0.9]", lambda c: c.learner.optim.betas, (0.8, 0.9)),
         ("data.train_files=a.jsonl,b.jsonl", lambda c: c.data.train_files, ("a.jsonl", "b.jsonl")),
-        ("data.train_files.0=b.parquet", lambda c: c.data.train_files, ("b.parquet",)),
         ("data.train_files.1=b.parquet", lambda c: c.data.train_files, ("a.parquet", "b.parquet")),
         ("data.val_files=[]", lambda c: c.data.val_files, ()),
         ("run_dir=123", lambda c: c.run_dir, "123"),
         ("run_dir=a=b", lambda c: c.run_dir, "a=b"),
-        ("data.system_prompt=", lambda c: c.data.system_prompt, ""),
         ("data.system_prompt=Say: yes, #1", lambda c: c.data.system_prompt, "Say: yes, #1"),
         ("reward.functions.0.weight=2", lambda c: c.reward.functions[0].weight, 2.0),
-        ("reward.functions.1.function=f.py:g", lambda c: c.reward.functions[1].function, "f.py:g"),
-        ("reward.functions.0.kwargs.scale=3", lambda c: c.reward.functions[0].kwargs, {"scale": 3}),
         ("reward.functions.0.kwargs.deep.er=1e-3", lambda c: c.reward.functions[0].kwargs, {"deep": {"er": 0.001}}),
-        ("data.shuffle=false", lambda c: c.data.shuffle, False),
     ],
 )
 def test_overrides_take_the_type_of_their_key(minimal: Path, override: str, get: Any, value: Any) -> None:
@@ -150,17 +136,11 @@ def test_dumped_configuration_loads_back_equal(minimal: Path, tmp_path: Path, ov
     ("key", "meant"),
     [
         ("batch.group_sise", "batch.group_size"),
-        ("learner.optim.learning_rate", "learner.optim.lr"),
         ("batch.max_staleness", "learner.max_staleness"),
-        ("traner.max_steps", "trainer.max_steps"),
         ("rollout.n", "batch.group_size"),
         ("worker.rollout.n", "batch.group_size"),
-        ("data.rollout_batch_size", "batch.prompts_per_step"),
-        ("num_generations", "batch.group_size"),
         ("worker.actor.optim.lr", "learner.optim.lr"),
         ("actor_rollout_ref.actor.ppo_mini_batch_size", "algorithm.updates_per_batch"),
-        ("trainer.total_training_steps", "trainer.max_steps"),
-        ("model_name_or_path", "model.path"),
         ("reward.functions.0.wieght", "reward.functions.N.weight"),
     ],
 )
@@ -180,14 +160,11 @@ def test_an_unknown_key_is_refused_with_what_was_meant(minimal: Path, tmp_path: 
     assert "run.yaml line" in message
 
 
-def test_a_setting_without_counterpart_says_why(minimal: Path) -> None:
-    assert "a run is named by its folder" in refusal(minimal, "trainer.experiment_name=first")
-
-
 def test_every_alias_names_a_real_key() -> None:
     known = {key.path for key in iter_keys()}
     assert set(ALIASES.values()) <= known
     assert not set(ALIASES) & known, "an alias must not shadow a key"
+    assert suggestion("trainer.experiment_name").endswith("a run is named by its folder, run_dir")
     assert suggestion("rollout.seed") == "did you mean trainer.seed?", "the same name elsewhere needs no alias"
 
 
@@ -240,10 +217,7 @@ def test_numbers_that_do_not_fit_each_other(minimal: Path) -> None:
         ("data.shuffle: true", "dots are for overrides"),
         ("learner: {engine: fsdp}", "expected one of torch"),
         ("telemetry: {host: 1}", "telemetry.host is 1: expected text"),
-        (
-            "batch:\n  group_size: 4\n  group_size: 8",
-            "group_size is given twice, first in line 9",
-        ),
+        ("batch:\n  group_size: 4\n  group_size: 8", "group_size is given twice, first in line 9"),
         ("batch:\n\tgroup_size: 8", "never tabs"),
         ("batch: [", "not valid YAML"),
     ],
@@ -309,10 +283,3 @@ def test_light_modules_load_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.stdout == "set()\n", done.stderr
-
-
-def test_the_configuration_is_frozen(minimal: Path) -> None:
-    config: Any = load_config(minimal)
-    with pytest.raises(ValueError, match="frozen"):
-        config.run_dir = "elsewhere"
-    assert isinstance(config, RunConfig)

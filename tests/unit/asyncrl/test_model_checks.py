@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -74,19 +75,6 @@ def test_a_relative_model_path_that_is_not_here_names_the_folder_it_was_sought_i
     )
 
 
-@pytest.mark.parametrize("absolute", [False, True])
-def test_a_model_path_that_is_no_stray_says_nothing_of_other_folders(
-    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, absolute: bool
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("empty").mkdir()
-    path = str(tmp_path / "missing") if absolute else "empty"
-    with pytest.raises(UserError) as refusal:
-        describe_folder(make_config(model={"path": path}).model)
-    assert str(refusal.value).startswith(f"model.path is {path!r}: there is no config.json in it. Name a Hugging Face")
-    assert str(refusal.value).endswith("processor files)")
-
-
 def test_a_model_without_eyes_is_given_no_images(
     make_config: MakeConfig, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,13 +114,7 @@ LACKS: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], object], str]
     "a tokenizer": (("tokenizer*.json",), dict, "has no tokenizer. Copy tokenizer.json"),
     "a chat template": (("chat_template.*",), dict, "has no chat template"),
     "weights": ((), dict, "has no weights (*.safetensors)"),
-    "its own precision": (
-        (),
-        lambda c: c.update(quantization_config=QUANTISED),
-        "are quantised (awq). Use the original",
-    ),
-    "a text model's": ((), lambda c: c["text_config"].update(quantization_config=QUANTISED), "are quantised (awq)"),
-    "parts that are mappings": ((), lambda c: c.update(text_config=[1]), "text_config in"),
+    "its own precision": ((), lambda c: c.update(quantization_config=QUANTISED), "are quantised (awq). Use the"),
 }
 
 
@@ -150,11 +132,6 @@ def _pointer(folder: Path) -> None:
     (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n")
 
 
-def _cut(folder: Path, size: int) -> None:
-    with (folder / "model.safetensors").open("rb+") as file:
-        file.truncate(size)
-
-
 def _sharded(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
     names = {"one": "model-00001-of-00002.safetensors", "other": "model-00002-of-00002.safetensors"}
@@ -164,13 +141,11 @@ def _sharded(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda folder: _cut(folder, 4), r"is cut off or damaged: it has 4 bytes, and .* Download it again"),
         (
-            lambda folder: _cut(folder, (folder / "model.safetensors").stat().st_size - 1),
-            "damaged: .* not fully covered",
+            lambda folder: os.truncate(folder / "model.safetensors", 4),
+            "is cut off or damaged: it has 4 bytes",
         ),
         (_pointer, r"is a git-lfs pointer of 64 bytes, not the weights\. Fetch them with `git lfs pull`"),
-        (lambda folder: (folder / "model.safetensors").write_text("<!DOCTYPE html> no"), "is cut off or damaged"),
         (_sharded, r"index\.json names model-00002-of-00002\.safetensors, which is not in the folder\. Download it"),
     ],
 )
@@ -213,10 +188,6 @@ NO_ENGINE_CAN: dict[str, tuple[Sections, str]] = {
         {"rollout": {"logprobs": "raw"}},
         "rollout.logprobs is raw, but the hf engine returns .* Set rollout.logprobs=processed",
     ),
-    "log-probs that vllm is not asked for": (
-        {"rollout": {"engine": "vllm", "logprobs": "raw"}},
-        "rollout.logprobs is raw, but the vllm engine returns .* Set rollout.logprobs=processed",
-    ),
     "too cold": (
         {"rollout": {"engine": "vllm", "temperature": 0.001}},
         "rollout.temperature is 0.001; vllm samples no colder than 0.01 .* Set it to 0.01 or more",
@@ -234,7 +205,6 @@ NO_ENGINE_CAN: dict[str, tuple[Sections, str]] = {
         r"rollout.engine_args has \['max_num_seqs'\], but the hf engine takes no arguments",
     ),
     "no device": ({"learner": {"device": "gpu"}}, "learner.device is 'gpu', which is no device. Set .*=auto, cpu"),
-    "no device for the engine": ({"rollout": {"device": "cuda:"}}, "rollout.device is 'cuda:', which is no device"),
 }
 
 
@@ -287,31 +257,11 @@ def test_each_side_checks_its_own_device(make_config: MakeConfig, monkeypatch: p
         check_inputs(config, "learner")
 
 
-@pytest.mark.parametrize("command", ["train", "learn", "rollout"])
-def test_every_command_refuses_it(
-    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
-    override = "rollout.tensor_parallel_size=2"
-    assert "runs on one device" in refused(command, make_config(), tmp_path, capsys, override)
-
-
 def test_a_run_over_its_memory_budget_is_refused(
     make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = make_config(gpu_memory={"budget_gib": 0.01}, trainer={"mode": "sync"})
     assert "gpu_memory.budget_gib is 0.01, but the" in refused("learn", config, tmp_path, capsys)
-
-
-def test_only_the_learner_needs_room_for_published_weights(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A server may be on another machine, or start when two versions are published already."""
-    nearly_full = type("Usage", (), {"free": 1000})()
-    monkeypatch.setattr("shutil.disk_usage", lambda path: nearly_full)
-    config = make_config(gpu_memory={"budget_gib": 4}, trainer={"mode": "sync"})
-    check_inputs(config, "rollout_server")
-    with pytest.raises(UserError, match="published weights need"):
-        check_inputs(config, "learner")
 
 
 # --- devices of a sync run ----------------------------------------------------------------------------
@@ -321,11 +271,9 @@ def test_only_the_learner_needs_room_for_published_weights(
     ("learner", "rollout", "with_cuda", "without"),
     [
         ("auto", "auto", True, True),
-        ("auto", "cuda", True, True),
         ("cuda", "cuda:0", True, True),
         ("cpu", "auto", False, True),
         ("cuda:0", "cuda:1", False, False),
-        ("auto", "cuda:1", False, False),
         ("cpu", "cuda", False, False),
     ],
 )
@@ -361,16 +309,8 @@ def test_whether_auto_is_the_other_sides_device_is_seen_where_they_start(
             {"learner": {"device": "cuda:1"}},
             "Set rollout.device=cuda learner.device=cuda, and CUDA_VISIBLE_DEVICES=1 in the environment",
         ),
-        (
-            {"learner": {"device": "cuda:1"}, "trainer": {"mode": "sync"}},
-            "Set rollout.device=cuda learner.device=cuda, and CUDA_VISIBLE_DEVICES=1 in the environment",
-        ),
-        (
-            {"learner": {"device": "cpu"}},
-            "Set rollout.device=cuda, and CUDA_VISIBLE_DEVICES=1 in the environment",
-        ),
     ],
-    ids=["two devices", "one device", "turns", "learner without"],
+    ids=["two devices", "one device"],
 )
 def test_vllm_cannot_be_given_another_device_than_the_first(
     make_config: MakeConfig, sections: dict[str, Any], fix: str

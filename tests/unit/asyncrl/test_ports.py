@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -15,9 +14,8 @@ import pytest
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.launch import ports
-from asyncrl.launch.ports import claim_port, fixed_ports, free_port, is_claimed, reserve_ports
+from asyncrl.launch.ports import fixed_ports, free_port, is_claimed, reserve_ports
 from asyncrl.tools.doctor.network import find_ports
-from protocol.endpoints import PortInUseError
 from tests.rigs.two_processes import write_config
 
 MakeConfig = Callable[..., RunConfig]
@@ -86,17 +84,6 @@ with reserve_ports(load_config(Path(sys.argv[1]), [])) as config:
         assert config.network.control_port == port
 
 
-def test_where_claims_do_not_vanish_with_their_process_it_knows_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "darwin")
-    port = free_port()
-    with ExitStack() as claims:
-        claim_port(port, claims, setting="a")
-        assert is_claimed(port)
-        with pytest.raises(PortInUseError, match="set b to another port"):
-            claim_port(port, claims, setting="b")
-    assert not is_claimed(port)
-
-
 def test_a_fixed_port_is_kept_and_a_busy_one_is_refused_by_name(make_config: MakeConfig) -> None:
     listener, busy = busy_port()
     config = make_config(telemetry={"rollout_port": busy})
@@ -104,9 +91,6 @@ def test_a_fixed_port_is_kept_and_a_busy_one_is_refused_by_name(make_config: Mak
         reserve_ports(config).__enter__()
     with reserve_ports(config) as resolved:
         assert resolved.telemetry.rollout_port == busy
-
-
-def test_one_port_for_two_purposes_is_refused_rather_than_changed(make_config: MakeConfig) -> None:
     config = make_config(network={"control_port": 5555}, telemetry={"learner_port": 5555})
     with pytest.raises(UserError, match=r"network\.control_port and telemetry\.learner_port are both"):
         reserve_ports(config).__enter__()
