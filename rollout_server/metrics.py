@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from functools import partial
+from asyncrl.telemetry.metrics import Metric, ServiceMetrics
 
-from asyncrl.telemetry import metrics as kinds
-
-PREFIX = "asyncrl_rollout_"
 SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
-def _gauge(name: str, *rest: str) -> kinds.Metric:
-    return kinds.gauge(PREFIX + name, *rest)
+_server = ServiceMetrics("asyncrl_rollout_")
+_gauge, _look, _counter = _server.gauge, _server.gauge_set_on_scrape, _server.counter
 
 
-def _look(name: str, *rest: str) -> kinds.Metric:
-    return kinds.gauge_set_on_scrape(PREFIX + name, *rest)
+def _seconds(name: str, help: str, healthy: str, *labels: str) -> Metric:
+    return _server.histogram(f"{name}_seconds", "seconds", SECONDS, help, healthy, *labels)
 
-
-def _counter(name: str, *rest: str) -> kinds.Metric:
-    return kinds.counter(PREFIX + name, *rest)
-
-
-_seconds = partial(kinds.histogram, unit="seconds", buckets=SECONDS)
 
 PRODUCTION = (
     _counter("tokens", "tokens", "Tokens sampled.", "rises steadily"),
@@ -38,14 +29,10 @@ PRODUCTION = (
         "state",
     ),
     _gauge("sequences_running", "sequences", "Sequences that the engine decodes now.", "steady"),
-    _seconds(f"{PREFIX}generate_seconds", help="From a group's admission to its last token.", healthy="no long tail"),
-    _seconds(f"{PREFIX}reward_seconds", help="Scoring one group.", healthy="small against generate_seconds"),
-    kinds.histogram(
-        f"{PREFIX}completion_tokens",
-        "tokens",
-        TOKENS,
-        "Length of completions.",
-        "well below data.max_response_length",
+    _seconds("generate", "From a group's admission to its last token.", "no long tail"),
+    _seconds("reward", "Scoring one group.", "small against generate_seconds"),
+    _server.histogram(
+        "completion_tokens", "tokens", TOKENS, "Length of completions.", "well below data.max_response_length"
     ),
 )
 
@@ -68,10 +55,10 @@ WEIGHTS = (
         "follows asyncrl_learner_policy_version within max_staleness",
     ),
     _seconds(
-        f"{PREFIX}weight_seconds",
-        help="One weight version by phase: transfer from the learner, and load into the engine.",
-        healthy="small against a learner step",
-        labels=("phase",),
+        "weight",
+        "One weight version by phase: transfer from the learner, and load into the engine.",
+        "small against a learner step",
+        "phase",
     ),
     _counter(
         "update_pause_seconds",
@@ -84,7 +71,7 @@ WEIGHTS = (
 
 MEMORY = (
     _look("rss_bytes", "bytes", "Resident memory of the server and its children.", "flat after the first steps"),
-    kinds.device_memory(PREFIX),
+    _server.device_memory(),
     _gauge("kv_cache_ratio", "ratio", "Share of the key-value cache in use, where the engine says it.", "below 0.95"),
 )
 

@@ -52,36 +52,36 @@ class Metric:
     is set: 0 would be taken for a measurement, and a residual of NaN for one that is not 0."""
 
 
-def gauge(name: str, unit: str, help: str, healthy: str, *labels: str) -> Metric:
-    return Metric(name=name, kind="gauge", unit=unit, help=help, healthy=healthy, labels=labels)
+@dataclass(frozen=True)
+class ServiceMetrics:
+    """Makes the lines of one service's table: names get its prefix, counters their suffix."""
 
+    prefix: str
 
-def gauge_set_on_scrape(name: str, unit: str, help: str, healthy: str) -> Metric:
-    return replace(gauge(name, unit, help, healthy), set_on_scrape=True)
+    def gauge(self, name: str, unit: str, help: str, healthy: str, *labels: str) -> Metric:
+        return Metric(name=self.prefix + name, kind="gauge", unit=unit, help=help, healthy=healthy, labels=labels)
 
+    def gauge_set_on_scrape(self, name: str, unit: str, help: str, healthy: str) -> Metric:
+        return replace(self.gauge(name, unit, help, healthy), set_on_scrape=True)
 
-def counter(name: str, unit: str, help: str, healthy: str, *labels: str) -> Metric:
-    return Metric(name=f"{name}_total", kind="counter", unit=unit, help=help, healthy=healthy, labels=labels)
+    def counter(self, name: str, *rest: str) -> Metric:
+        return replace(self.gauge(f"{name}_total", *rest), kind="counter")
 
+    def histogram(
+        self, name: str, unit: str, buckets: Sequence[float], help: str, healthy: str, *labels: str
+    ) -> Metric:
+        return replace(self.gauge(name, unit, help, healthy, *labels), kind="histogram", buckets=tuple(buckets))
 
-def histogram(
-    name: str, unit: str, buckets: Sequence[float], help: str, healthy: str, labels: tuple[str, ...] = ()
-) -> Metric:
-    return Metric(
-        name=name, kind="histogram", unit=unit, help=help, healthy=healthy, labels=labels, buckets=tuple(buckets)
-    )
-
-
-def device_memory(prefix: str) -> Metric:
-    """The gauge that both services have for their device."""
-    return gauge(
-        f"{prefix}device_bytes",
-        "bytes",
-        "Memory of its device by state (allocated, reserved, free), as seen last in each phase (awake, asleep).",
-        "free above 0; asleep allocated near 0",
-        "state",
-        "phase",
-    )
+    def device_memory(self) -> Metric:
+        """The gauge that both services have for their device."""
+        return self.gauge(
+            "device_bytes",
+            "bytes",
+            "Memory of its device by state (allocated, reserved, free), as seen last in each phase (awake, asleep).",
+            "free above 0; asleep allocated near 0",
+            "state",
+            "phase",
+        )
 
 
 class Histogram(prometheus_client.Histogram):

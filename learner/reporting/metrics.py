@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from asyncrl.algorithms.diagnostics import QUANTILES
-from asyncrl.telemetry import metrics as kinds
+from asyncrl.telemetry.metrics import Metric, ServiceMetrics
 
-PREFIX = "asyncrl_learner_"
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1200.0)
 SHORT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 STALENESS = (0, 1, 2, 3, 4, 6, 8, 16)
@@ -25,24 +24,16 @@ _BY_STALENESS = (
 """Diagnostics by token staleness: name in metrics.jsonl after `staleness_<bucket>/`, gauge, unit, healthy."""
 
 
-def _gauge(name: str, *rest: str) -> kinds.Metric:
-    return kinds.gauge(PREFIX + name, *rest)
+_learner = ServiceMetrics("asyncrl_learner_")
+_gauge, _look, _counter = _learner.gauge, _learner.gauge_set_on_scrape, _learner.counter
 
 
-def _look(name: str, *rest: str) -> kinds.Metric:
-    return kinds.gauge_set_on_scrape(PREFIX + name, *rest)
+def _seconds(name: str, help: str, healthy: str, buckets: tuple[float, ...] = SECONDS) -> Metric:
+    return _learner.histogram(f"{name}_seconds", "seconds", buckets, help, healthy)
 
 
-def _counter(name: str, *rest: str) -> kinds.Metric:
-    return kinds.counter(PREFIX + name, *rest)
-
-
-def _seconds(name: str, help: str, healthy: str, buckets: tuple[float, ...] = SECONDS) -> kinds.Metric:
-    return kinds.histogram(f"{PREFIX}{name}_seconds", "seconds", buckets, help, healthy)
-
-
-def _versions(name: str, help: str, healthy: str) -> kinds.Metric:
-    return kinds.histogram(f"{PREFIX}{name}_versions", "versions", STALENESS, help, healthy)
+def _versions(name: str, help: str, healthy: str) -> Metric:
+    return _learner.histogram(f"{name}_versions", "versions", STALENESS, help, healthy)
 
 
 METRICS = (
@@ -160,7 +151,7 @@ METRICS = (
     _gauge("publish_bytes", "bytes", "Size of one published version.", "constant"),
     # memory and disks
     _look("rss_bytes", "bytes", "Resident memory of the learner process.", "flat after the first steps"),
-    kinds.device_memory(PREFIX),
+    _learner.device_memory(),
     _look("shared_memory_bytes", "bytes", "Published versions in shared memory.", "two versions"),
     _look("shared_memory_free_bytes", "bytes", "Left in /dev/shm.", "above one version"),
     _look(

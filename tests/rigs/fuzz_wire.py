@@ -59,12 +59,12 @@ def fuzz_learner_side(messages: int, seed: int, folder: Path, *, curve: bool = F
     endpoints = [rig.config.control_endpoint, rig.config.weights_endpoint]
     result = LearnerSideResult(rss_mib=[memory_mib()])
     started = time.monotonic()
-    good = _start("good_server", *endpoints, *keys)
+    good = start("good_server", *endpoints, *keys)
     hostile = None
     try:
         _take_more(rig, WARM_UP_TAKEN)
         for part, share in enumerate((messages // 5, messages - messages // 5)):
-            hostile = _start("hostile", *endpoints, str(share), str(seed + part), *keys)
+            hostile = start("hostile", *endpoints, str(share), str(seed + part), *keys)
             while hostile.poll() is None:
                 rig.turn()
             result.rss_mib.append(memory_mib())
@@ -102,7 +102,7 @@ def _take_more(rig: LearnerRig, groups: int) -> None:
         rig.turn()
 
 
-def _start(module: str, *arguments: str) -> subprocess.Popen[str]:
+def start(module: str, *arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", f"tests.rigs.fuzz.{module}", *arguments]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

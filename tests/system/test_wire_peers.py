@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +22,7 @@ from protocol.messages import ControlFromLearner, Error, Goodbye, TicketFailed, 
 from protocol.peers import PeerLimits
 from tests.rigs.fuzz import content
 from tests.rigs.fuzz.rig import PER_STEP, LearnerRig, small_config
-from tests.rigs.tiny import ROOT
+from tests.rigs.fuzz_wire import start
 
 WAIT_S = 20.0
 Kind = TypeVar("Kind", bound=Wire)
@@ -84,9 +83,7 @@ def wait_until(rig: LearnerRig, satisfied: Callable[[], bool]) -> None:
 
 
 def good_server(rig: LearnerRig) -> subprocess.Popen[str]:
-    endpoints = [rig.config.control_endpoint, rig.config.weights_endpoint]
-    command = [sys.executable, "-m", "tests.rigs.fuzz.good_server", *endpoints]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    return start("good_server", rig.config.control_endpoint, rig.config.weights_endpoint)
 
 
 def check_good_server(rig: LearnerRig, server: subprocess.Popen[str], groups: int) -> None:

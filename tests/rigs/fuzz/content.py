@@ -75,10 +75,10 @@ def group(ticket_id: int, version: int, server_id: str, lengths: Sequence[int] |
     """The only right answer to a ticket; or, with `lengths`, a group of other trajectories."""
     random = np.random.default_rng(ticket_id)
     drawn = random.integers(1, MAX_NEW_TOKENS + 1, GROUP_SIZE)
-    lengths = np.asarray(drawn if lengths is None else lengths, np.int32)
-    total = int(lengths.sum())
+    sizes = np.asarray(drawn if lengths is None else lengths, np.int32)
+    total = int(sizes.sum())
     token_ids = random.integers(0, BANNED, total).astype(np.int32)
-    token_ids[np.cumsum(lengths[lengths > 0]) - 1] = STOP
+    token_ids[np.cumsum(sizes[sizes > 0]) - 1] = STOP
     records = tuple(
         TrajectoryRecord(
             status=TrajectoryStatus.FINISHED,
@@ -87,7 +87,7 @@ def group(ticket_id: int, version: int, server_id: str, lengths: Sequence[int] |
             reward=float(ticket_id % 7),
             turns=(Turn(start=0, end=int(length)),),
         )
-        for length in lengths
+        for length in sizes
     )
     return Group(
         ticket_id=ticket_id,
@@ -95,7 +95,7 @@ def group(ticket_id: int, version: int, server_id: str, lengths: Sequence[int] |
         prompt_ids=prompt_ids(ticket_id),
         image_grids=image_grids(),
         image_hashes=(image(ticket_id)[0],),
-        lengths=lengths,
+        lengths=sizes,
         token_ids=token_ids,
         loss_mask=np.ones(total, np.uint8),
         logprobs=-random.random(total, np.float32),

@@ -352,19 +352,6 @@ def test_senseless_combinations_are_refused(algorithm: dict[str, Any], message: 
         AlgorithmConfig.model_validate(algorithm)
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        {"proximal": "behaviour", "correction": {"kind": "none", "masks": [{"kind": "dppo_tv"}, {"kind": "opsm"}]}},
-        {"correction": {"kind": "token_mis", "lower": 0.0, "upper": 1.2}},
-        {"policy_loss": "dppo", "proximal": "target", "correction": {"kind": "none", "masks": [{"kind": "veto"}]}},
-        {"correction": {"kind": "token_tis", "cap": 1e9, "masks": [{"kind": kind} for kind in MASKS]}},
-    ],
-)
-def test_sensible_combinations_are_accepted(algorithm: dict[str, Any]) -> None:
-    AlgorithmConfig.model_validate(algorithm)
-
-
 # --- proximal approximations --------------------------------------------------------------------------
 
 

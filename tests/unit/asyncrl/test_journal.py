@@ -20,7 +20,6 @@ import asyncrl.journal.writer
 from asyncrl.config.run_sections import Durability
 from asyncrl.errors import BadStateError
 from asyncrl.journal.database import PAGE_BYTES
-from asyncrl.journal.reader import JournalReader
 from asyncrl.journal.segments import pack_frames
 from asyncrl.journal.writer import JOURNAL_FILE, Journal, TicketSlot
 from asyncrl.run_folder.full_disk import describe_full_disk, is_disk_full
@@ -362,16 +361,6 @@ def test_a_limit_on_file_sizes_is_a_full_disk(tmp_path: Path, file: str) -> None
         assert "Raise the limit and start again, with --resume" in reason
         assert content(journal) == before
     assert is_refused(path, before) is None
-
-
-def test_an_error_is_no_full_disk_where_there_is_room(tmp_path: Path) -> None:
-    path = tmp_path / JOURNAL_FILE
-    with closing(Journal(path)) as journal:
-        write_steps(journal, 1, 1)
-    (tmp_path / f"{JOURNAL_FILE}-wal").symlink_to(tmp_path)
-    with pytest.raises(BadStateError, match=r"unable to open database file\. Restore it") as caught:
-        JournalReader(path)
-    assert not is_disk_full(caught.value)
 
 
 def test_a_process_that_dies_between_the_bytes_and_their_rows_leaves_nothing(

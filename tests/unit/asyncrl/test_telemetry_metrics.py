@@ -12,14 +12,15 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from asyncrl.errors import UserError
-from asyncrl.telemetry.metrics import Histogram, MetricSet, counter, document, histogram
+from asyncrl.telemetry.metrics import Histogram, MetricSet, ServiceMetrics, document
 from learner.reporting.metrics import METRICS as LEARNER_METRICS
 from rollout_server.metrics import METRICS as ROLLOUT_METRICS
 
+LEARNER = ServiceMetrics("asyncrl_learner_")
 TABLE = (
-    counter("asyncrl_learner_steps", "steps", "Steps.", "rises"),
-    counter("asyncrl_learner_rows", "rows", "Rows | by status.", "finished", "status"),
-    histogram("asyncrl_learner_staleness", "versions", (0, 1, 2), "Staleness.", "low"),
+    LEARNER.counter("steps", "steps", "Steps.", "rises"),
+    LEARNER.counter("rows", "rows", "Rows | by status.", "finished", "status"),
+    LEARNER.histogram("staleness", "versions", (0, 1, 2), "Staleness.", "low"),
 )
 
 

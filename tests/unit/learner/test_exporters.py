@@ -34,7 +34,6 @@ from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import PreparedTicket, ReceivedGroup
 from learner.training.batch import Batch
 from learner.training.step import NotFiniteError
-from protocol.endpoints import SHARED_MEMORY
 from protocol.messages import (
     ChatMessage,
     FinishReason,
@@ -44,7 +43,6 @@ from protocol.messages import (
     ServerHeartbeat,
     TrajectoryRecord,
     TrajectoryStatus,
-    WeightManifest,
     WeightsLoaded,
 )
 from rollout_server.engines.base import Completion, EngineUsage
@@ -244,18 +242,6 @@ def test_what_the_last_step_does_not_know_is_nan_and_not_what_an_earlier_one_kne
     assert math.isnan(values["mfu", ""]), "the peak of a CPU is not known"
 
 
-def test_evaluations_publications_and_the_end_have_their_values(rig: Rig) -> None:
-    rig.exporter.evaluated(accuracy=0.9, reward=0.8, rows=16)
-    rig.exporter.evaluated(accuracy=0.7, reward=0.4, rows=16)
-    rig.exporter.published(WeightManifest(version=3, publication="p", tensors=(), total_bytes=512))
-    rig.exporter.stopped("crash")
-    values = rig.scrape()
-    assert (values["held_out_accuracy", ""], values["held_out_reward", ""]) == (0.7, 0.4)
-    assert (values["held_out_best", ""], values["held_out_rows", ""]) == (0.9, 16)
-    assert (values["policy_version", ""], values["publish_bytes", ""]) == (3, 512)
-    assert values["stopped", "kind=crash"] == 1
-
-
 def test_a_learner_that_comes_back_knows_the_evaluations_before_it(
     rig: Rig, make_config: Callable[..., RunConfig]
 ) -> None:
@@ -324,32 +310,6 @@ def test_each_scrape_looks_at_the_ledger(rig: Rig) -> None:
     assert {name: values[name, ""] for name in expected} == pytest.approx(expected, abs=2, rel=0)
     assert (values["ledger_residual_groups", ""], values["credits", ""]) == (3, 7)
     assert rig.scrape()["drops_total", "reason=stale"] == 1, "a second look counts nothing twice"
-
-
-def test_each_scrape_looks_at_memory_and_disks(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    disks = {rig.folder: (1000, 600, 400), SHARED_MEMORY: (100, 93, 7)}
-    monkeypatch.setattr(
-        "learner.reporting.prometheus.shutil.disk_usage",
-        lambda path: SimpleNamespace(**dict(zip(("total", "used", "free"), disks[path], strict=True))),
-    )
-    process: Any = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=123, vms=999))
-    rig.exporter._process = process
-    for asleep, states in ((False, {"allocated": 5, "free": 6}), (True, {"allocated": 1, "free": 10})):
-        rig.asleep = asleep
-        monkeypatch.setattr("learner.reporting.prometheus.memory_by_state", lambda device, states=states: states)
-        values = rig.scrape()
-    assert values["disk_free_bytes", ""] == 400
-    if SHARED_MEMORY.is_dir():
-        assert values["shared_memory_free_bytes", ""] == 7
-    assert values["shared_memory_bytes", ""] == 4096
-    assert values["rss_bytes", ""] == 123
-    assert values["journal_bytes", ""] == rig.ledger.journal.file_bytes > 1000
-    assert by_label(values, "device_bytes") == {
-        "phase=awake,state=allocated": 5,
-        "phase=awake,state=free": 6,
-        "phase=asleep,state=allocated": 1,
-        "phase=asleep,state=free": 10,
-    }
 
 
 def test_each_scrape_looks_at_clocks_waits_and_errors(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from asyncrl.launch.ports import free_port
 from protocol.codec import Limits, decode, encode
 from protocol.endpoints import BindError, PortInUseError, host_id
 from protocol.errors import ErrorCode
-from protocol.handshake import check_hello, refusal_for_undecodable_hello
+from protocol.handshake import check_hello
 from protocol.messages import (
     PROTOCOL_MAJOR,
     Ack,
@@ -121,20 +121,6 @@ def test_a_hello_of_another_protocol_is_refused_with_a_reason(learner: LearnerSo
     assert "s9" in refusal.reason
     broken = answer_to(raw, learner, [pack({"type": "hello", "protocol_major": PROTOCOL_MAJOR})])
     assert isinstance(broken, Error)
-
-
-@pytest.mark.parametrize(
-    ("fields", "is_refused"),
-    [
-        ({"type": "hello", "protocol_major": 1}, True),
-        ({"type": "hello", "protocol_major": PROTOCOL_MAJOR}, False),
-        ({"type": "hello", "protocol_major": "1"}, False),
-        ({"type": "group", "protocol_major": 1}, False),
-        (7, False),
-    ],
-)
-def test_only_a_hello_of_another_protocol_is_refused_undecoded(fields: object, is_refused: bool):
-    assert (refusal_for_undecodable_hello([pack(fields)]) is not None) == is_refused
 
 
 def test_check_hello():
