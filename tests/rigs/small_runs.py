@@ -24,7 +24,7 @@ def failure_of(run: Path) -> Failure:
 def save_failure(
     run: Path, kind: Kind = "bad_state", *, reason: str = "the loss is nan", time: float = 0.0, service: str = "learner"
 ) -> Failure:
-    """As the learner does that holds the run."""
+    """Save a failure as the learner does that holds the run."""
     failure = Failure(service, kind, reason, time)
     with ReservedFailureFile(run / FAILURE_FILE) as room:
         assert room.save(failure)

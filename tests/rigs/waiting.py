@@ -19,7 +19,7 @@ def wait_until(condition: Callable[[], bool], what: str, logs_in: Path | None = 
 
 
 def exit_codes(services: Sequence[Popen[str] | ForkedProcess], timeout_s: float = 120.0) -> list[int]:
-    """Of processes that end by themselves; all are gone on return."""
+    """Return the exit codes of processes that end by themselves; all are gone on return."""
     try:
         return [service.wait(timeout=timeout_s) for service in services]
     finally:

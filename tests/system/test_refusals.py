@@ -52,7 +52,7 @@ def held() -> Iterator[Callable[[Path, str], None]]:
 
 @pytest.fixture
 def config(make_config: MakeConfig) -> RunConfig:
-    """Of a run that stopped."""
+    """The configuration of a run that stopped."""
     config = make_config()
     config.run_path.mkdir()
     for name in ("config.yaml", JOURNAL_FILE):

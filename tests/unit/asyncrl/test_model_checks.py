@@ -58,7 +58,7 @@ def refused(
 def test_a_relative_model_path_that_is_not_here_names_the_folder_it_was_sought_in(
     make_config: MakeConfig, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `asyncrl replay` meets it in another folder than the run's."""
+    """The error that `asyncrl replay` meets in another folder than the run's."""
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "started").mkdir()
     shutil.copytree(tiny_model, tmp_path / "started" / "export")

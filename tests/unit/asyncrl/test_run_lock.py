@@ -1,4 +1,4 @@
-"""Who has a run directory says why the run stopped, and nobody else does."""
+"""The process that holds a run directory saves why the run stopped; no other process does."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_who_is_refused_touches_nothing(tmp_path: Path) -> None:
 
 
 def test_a_learner_that_a_machine_started_looks_once_more_when_it_has_the_lock(tmp_path: Path) -> None:
-    """Whoever had it may have met bad state since `--unattended` decided to go on."""
+    """The last holder may have met bad state since `--unattended` decided to go on."""
     save_failure(tmp_path)
     before = (tmp_path / FAILURE_FILE).read_bytes()
     with pytest.raises(BadStateError, match=r"stopped in bad state: the loss is nan.*--resume"):
@@ -133,7 +133,7 @@ def test_a_look_does_not_keep_a_learner_out(tmp_path: Path) -> None:
 
 
 def test_a_lock_whose_file_is_taken_away_meanwhile_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By who had it. Two that waited for it would hold a file each."""
+    """The last owner removes it. Two processes that waited would hold a file each."""
     lock, opened = run_lock.fcntl.flock, []
 
     def taken_away(descriptor: int, how: int) -> None:
