@@ -51,8 +51,6 @@ class GroupProducer:
         self._rewards = rewards
         self._processor = processor
         self._server_id = server_id
-        self.on_trajectory = lambda completion, record: None
-        """Callback with each Completion and its TrajectoryRecord."""
 
     async def produce(self, tickets: Sequence[Ticket], blobs: Mapping[str, memoryview]) -> AsyncIterator[Group]:
         """Groups in the order in which they are finished. All tickets enter the engine together."""
@@ -119,8 +117,6 @@ class GroupProducer:
         scores = dict(await asyncio.gather(*group.scores))
         ordered = [group.completions[index] for index in range(group.ticket.group_size)]
         records = [trajectory_record(c, scores[c.index]) for c in ordered]
-        for completion, record in zip(ordered, records, strict=True):
-            self.on_trajectory(completion, record)
         lengths = np.asarray([len(c.token_ids) for c in ordered], np.int32)
         prompt = group.request.prompt
         return Group(

@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry
 from asyncrl.config.run_sections import TelemetryConfig
 from asyncrl.models.devices import memory_by_state
 from asyncrl.telemetry.metrics import MetricSet
-from protocol.messages import Group, ServerHeartbeat, TrajectoryRecord, WeightsLoaded
-from rollout_server.engines.base import Completion, EngineUsage
+from protocol.messages import Group, ServerHeartbeat, WeightsLoaded
+from rollout_server.engines.base import EngineUsage
 from rollout_server.metrics import METRICS
 
 
@@ -63,12 +63,11 @@ class ServerExporter:
         self._metrics["groups_total"].inc()
         self._metrics["generate_seconds"].observe(group.timings.generate_s)
         self._metrics["reward_seconds"].observe(group.timings.reward_s)
-
-    def trajectory(self, completion: Completion, record: TrajectoryRecord) -> None:
-        self._metrics["trajectories_total"].labels(status=str(record.status)).inc()
-        self._metrics["completion_tokens"].observe(len(completion.token_ids))
-        if record.error_kind:
-            self._metrics["reward_errors_total"].labels(kind=record.error_kind).inc()
+        for record, length in zip(group.trajectories, group.lengths.tolist(), strict=True):
+            self._metrics["trajectories_total"].labels(status=str(record.status)).inc()
+            self._metrics["completion_tokens"].observe(length)
+            if record.error_kind:
+                self._metrics["reward_errors_total"].labels(kind=record.error_kind).inc()
 
     def loaded(self, loaded: WeightsLoaded, nbytes: int) -> None:
         self._metrics["policy_version"].set(loaded.version)

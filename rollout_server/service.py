@@ -107,7 +107,6 @@ class RolloutServer:
             if self.device and self.config.rollout.sleep_level == 2:
                 self.device.on_asleep = self.version_tracker.forget
             self.producer = GroupProducer(self.engine, self.rewards, self.processor, self.link.server_id)
-            self.producer.on_trajectory = self.exporter.trajectory
             async with asyncio.TaskGroup() as self._tasks:
                 background = [
                     self._tasks.create_task(self._heartbeats()),

@@ -69,8 +69,6 @@ def load_published(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]
 
 def architecture_fingerprint(model: nn.Module, adapter: AdapterSpec | None = None) -> str:
     """Equal for two models whose published weights fit each other: names, shapes and dtypes, tied weights once."""
-    from asyncrl.models.published import published_tensors
-
     return fingerprint_of(((name, str(t.dtype), tuple(t.shape)) for name, t in published_tensors(model)), adapter)
 
 

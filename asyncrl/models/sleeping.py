@@ -158,20 +158,19 @@ class Sleeper:
         return sum(_nbytes(whole) for whole in fresh)
 
     def _restored(self) -> list[torch.Tensor]:
-        """Whole tensors. A second attempt, after caches were freed, is the last."""
-        for last in (False, True):
-            fresh: list[torch.Tensor] = []
-            try:
-                self._restore_into(fresh)
-                return fresh
-            except (RuntimeError, MemoryError) as problem:
-                if not is_out_of_memory(problem):
-                    raise
-                if last:
-                    raise self._no_room(sum(_nbytes(whole) for whole in fresh)) from problem
+        """Whole tensors."""
+        free_caches(self.device)
+        fresh: list[torch.Tensor] = []
+        try:
+            self._restore_into(fresh)
+        except (RuntimeError, MemoryError) as problem:
+            if not is_out_of_memory(problem):
+                raise
+            needed = sum(item.size.numel() * item.tensor.element_size() for item in self._sleeping)
+            got = sum(_nbytes(whole) for whole in fresh)
             fresh.clear()
-            free_caches(self.device)
-        raise AssertionError("the last attempt returns or raises")
+            raise no_room_to_wake(self.owner, self.device, needed, got, free_bytes(self.device)) from problem
+        return fresh
 
     def _restore_into(self, fresh: list[torch.Tensor]) -> None:
         for item in self._sleeping:
@@ -187,10 +186,6 @@ class Sleeper:
                     f"{self.owner} woke up damaged: tensor {number} of {len(kept)}, {whole.dtype}{tuple(whole.shape)}, "
                     f"went to sleep with bit sum {item.bit_sum} and came back with {found}"
                 )
-
-    def _no_room(self, got: int) -> BadStateError:
-        needed = sum(item.size.numel() * item.tensor.element_size() for item in self._sleeping)
-        return no_room_to_wake(self.owner, self.device, needed, got, free_bytes(self.device))
 
 
 def no_room_to_wake(owner: str, device: torch.device, needed: int, got: int, free: int) -> BadStateError:

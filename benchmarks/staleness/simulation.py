@@ -106,14 +106,13 @@ class SimulatedServer(RolloutServer):
         self.processor: Any = TextlessProcessor()
         self.engine: Any = ModelFreeEngine(self.config, self.processor)
         weights: Any = DelayedWeights(self.engine, lambda: random_numbers.uniform(*workload.weights_s))
-        self.held_version = PolicyVersionTracker(self.config, weights, self.link, self.exporter, "", nullcontext)
+        self.version_tracker = PolicyVersionTracker(self.config, weights, self.link, self.exporter, "", nullcontext)
         self.rewards: Any = OneForAll()
         self.producer = GroupProducer(self.engine, self.rewards, self.processor, link.server_id)
-        self.producer.on_trajectory = self.exporter.trajectory
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as self._tasks:
-            following = self._tasks.create_task(self.held_version.follow())
+            following = self._tasks.create_task(self.version_tracker.follow())
             await self._receive()
             following.cancel()
 

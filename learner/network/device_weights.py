@@ -111,8 +111,6 @@ class DeviceWeights:
             if request.channel == "cuda_ipc" and self._device.type != "cuda":
                 raise ProtocolError(ErrorCode.WRONG_CHANNEL, "the learner's weights lie on a CPU, without cuda_ipc")
             transfer = _Transfer(request, self._version(request.version))
-            if request.offset:
-                raise ProtocolError(ErrorCode.MALFORMED, "transfers between devices begin at the first byte")
             if request.channel == "cuda_ipc":
                 transfer.memory = _shared(transfer.flat)
                 port = 0

@@ -145,8 +145,7 @@ class Staging(Protocol):
 class InferenceEngine(Protocol):
     """Life cycle: start, then generate and update_weights in any order, then close.
 
-    `pause`/`resume` stop and continue decoding between two tokens; `sleep`/`wake` also give the device's
-    memory away and take it back. Every method may be called from the event loop only.
+    `sleep`/`wake` give the device's memory away and take it back. Every method may be called from the event loop only.
     """
 
     name: str
@@ -186,10 +185,6 @@ class InferenceEngine(Protocol):
         through holds a mixture of two policies: it samples no more.
         """
         ...
-
-    async def pause(self) -> None: ...
-
-    async def resume(self) -> None: ...
 
     async def sleep(self) -> None:
         """Finish what runs, and give the device's memory away: weights and caches. See rollout.sleep_level.

@@ -48,10 +48,9 @@ class ScriptedEngine:
         self._script = Script.model_validate(config.rollout.engine_args)
         self._slots = asyncio.Semaphore(config.rollout.max_concurrent_sequences)
         self._changed = asyncio.Condition()
-        """Notified whenever one of the next four changes."""
+        """Notified whenever one of the next three changes."""
         self._running = 0
         self._admits = True
-        self._paused = False
         self._asleep = False
         self._version = 0
         self._requests = 0
@@ -100,7 +99,7 @@ class ScriptedEngine:
 
     async def _complete(self, request: GenerationRequest, index: int) -> Completion:
         async with self._slots:
-            await self._until(lambda: self._admits and not self._paused)
+            await self._until(lambda: self._admits)
             self._running += 1
             try:
                 return await self._sample(request, index)
@@ -125,7 +124,6 @@ class ScriptedEngine:
         for position in range(len(tokens)):
             if self._script.seconds_per_token:
                 await asyncio.sleep(self._script.seconds_per_token)
-                await self._until(lambda: not self._paused)
             versions[position] = self._version
         self._tokens += len(tokens)
         stopped = tokens[-1] in request.sampling.stop_token_ids
@@ -171,13 +169,6 @@ class ScriptedEngine:
                 await self._notify()
         self._version = version
 
-    async def pause(self) -> None:
-        self._paused = True
-
-    async def resume(self) -> None:
-        self._paused = False
-        await self._notify()
-
     def _check_awake(self) -> None:
         if self._asleep:
             raise BadStateError("the scripted engine is asleep: wake it first")
@@ -193,4 +184,4 @@ class ScriptedEngine:
         await self._notify()
 
     async def close(self) -> None:
-        await self.resume()
+        pass

@@ -243,29 +243,7 @@ def test_embeddings_of_an_old_vision_tower_are_not_served_again(fresh: Rig, monk
     assert gap_to(fresh, newer, request, fresh.sample(request)[request.request_id, 0]) > 100 * FP32
 
 
-# --- pause, sleep, damage -------------------------------------------------------------------
-
-
-def test_a_paused_engine_goes_on_where_it_was_and_does_not_wait_for_itself(fresh: Rig) -> None:
-    async def scenario() -> list[int]:
-        started = fresh.engine.usage.tokens_generated
-        task = asyncio.create_task(fresh.complete([fresh.request(QUESTION, tokens=200, temperature=1.0)]))
-        while fresh.engine.usage.tokens_generated < started + 20:
-            await asyncio.sleep(0.001)
-        await fresh.engine.pause()
-        stopped = fresh.engine.usage.tokens_generated
-        with pytest.raises(BadStateError, match="1 sequences cannot finish while the engine is paused"):
-            await fresh.engine.sleep()
-        await fresh.update(moved(fresh.initial, 7))  # new weights do not end the pause
-        await asyncio.sleep(0.2)
-        assert fresh.engine.usage.tokens_generated == stopped
-        await fresh.engine.resume()
-        (completion,) = (await task).values()
-        return completion.versions.tolist()
-
-    versions = fresh.run(scenario())
-    assert len(versions) == 200
-    assert len(set(versions)) == 2
+# --- sleep and damage -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -1,7 +1,7 @@
 """The thread of the `hf` engine: it decodes, and runs commands between two steps.
 
-The event loop's side calls `submit`, `order`, `abandon`, `pause`, `resume` and `close`; the batch and the version
-belong to the thread, that is, to the commands that it runs.
+The event loop's side calls `submit`, `order`, `abandon` and `close`; the batch and the version belong to the thread,
+that is, to the commands that it runs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ class DecodeLoop:
         self._commands: deque[Command] = deque()
         self._deliver: dict[int, Deliver] = {}
         """Callbacks by `id` of the request: a ticket that is issued twice keeps its two requests apart."""
-        self._paused = False
         self._closing = False
         self._failure: Exception | None = None
         """The reason for which this engine can sample no more."""
@@ -95,15 +94,6 @@ class DecodeLoop:
         with self._wake_up:
             self._queue = deque(entry for entry in self._queue if is_wanted(entry[0]))
             self._commands.append(Command(drop, Future(), drains=False))
-            self._wake_up.notify_all()
-
-    def pause(self) -> None:
-        with self._wake_up:
-            self._paused = True
-
-    def resume(self) -> None:
-        with self._wake_up:
-            self._paused = False
             self._wake_up.notify_all()
 
     def close(self) -> None:
@@ -175,11 +165,10 @@ class DecodeLoop:
             self._busy_s += time.monotonic() - started
 
     def _has_work(self) -> bool:
-        return self._may_obey() or (not self._paused and not self.asleep and bool(self._queue or self.batch.rows))
+        return self._may_obey() or (not self.asleep and bool(self._queue or self.batch.rows))
 
     def _may_obey(self) -> bool:
-        """A command that drains is taken while paused, too: to be refused, since nothing would ever finish."""
-        return bool(self._commands) and (not self._commands[0].drains or not self.batch.rows or self._paused)
+        return bool(self._commands) and (not self._commands[0].drains or not self.batch.rows)
 
     def _take_commands(self) -> list[Command]:
         """Commands in order, up to the first that waits for the running sequences."""
@@ -193,10 +182,6 @@ class DecodeLoop:
         if not done.set_running_or_notify_cancel():
             return
         try:
-            if command.drains and self.batch.rows:
-                raise BadStateError(
-                    f"{len(self.batch.rows)} sequences cannot finish while the engine is paused: resume it first"
-                )
             command.run()
         except Exception as error:
             logger.exception("engine command failed")
@@ -210,7 +195,7 @@ class DecodeLoop:
 
         What is over PREFILL_TOKENS comes with the next pass, before any decoding: memory is bounded, not throughput.
         """
-        if self._paused or self.asleep or not self._queue:
+        if self.asleep or not self._queue:
             return []
         room = self._max_sequences - len(self.batch.rows)
         waiting = sum(request.group_size for request, _ in self._queue)
@@ -233,7 +218,7 @@ class DecodeLoop:
         if admitted:
             self._tokens_generated += sum(request.group_size for request in admitted)
             finished += self.batch.admit(admitted, self.version)
-        elif self.batch.rows and not self._paused:
+        elif self.batch.rows:
             self._tokens_generated += len(self.batch.rows)
             finished += self.batch.step(self.version)
         for row in finished:

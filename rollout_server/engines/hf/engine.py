@@ -127,12 +127,6 @@ class HFEngine:
                 "A completion with one of them cannot be trained; ban them in the ticket's sampling"
             )
 
-    async def pause(self) -> None:
-        self._decoding.pause()
-
-    async def resume(self) -> None:
-        self._decoding.resume()
-
     # --- weights ----------------------------------------------------------------------------
 
     async def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -59,7 +59,6 @@ class VLLMEngine:
         """Names and checksums of the vision part's tensors that made what is in the encoder cache."""
         self._meter = UsageMeter()
         self._numbers = itertools.count()
-        self._paused = False
         self._is_asleep = False
         """True while it sleeps or falls asleep: it takes no requests."""
         self._asleep = Asleep(None, 0)
@@ -185,18 +184,6 @@ class VLLMEngine:
         keeps = self._config.rollout.weight_update == "keep"
         return to_completion(request, index, output, submitted_version if keeps else None)
 
-    async def pause(self) -> None:
-        async with self._in_control():
-            self._paused = True
-            if not self._is_asleep:
-                await self._llm.pause_generation(mode="keep", clear_cache=False)
-
-    async def resume(self) -> None:
-        async with self._in_control():
-            self._paused = False
-            if not self._is_asleep:
-                await self._llm.resume_generation()
-
     async def sleep(self) -> None:
         """Finish what runs, then give memory away as rollout.sleep_level says; requests wait until `wake`.
 
@@ -206,19 +193,10 @@ class VLLMEngine:
         async with self._in_control():
             self.check_alive()
             self._refuse_if_asleep("falls asleep")
-            self._refuse_to_wait_for_paused()
             self._is_asleep = True
-            try:
-                await self._meter.idle.wait()
-            except asyncio.CancelledError:
-                self._is_asleep = False
-                await self._notify()
-                raise
-            # From here on an interrupted sleep is one that `wake` ends, with nothing to compare with.
+            await self._meter.idle.wait()
             level = self._config.rollout.sleep_level
-            self._asleep, self._forgets = Asleep(None, 0), level == 2
-            if self._paused:
-                await self._llm.resume_generation()
+            self._forgets = level == 2
             self._asleep = await fall_asleep(self._llm, self._vllm, level, self._processor.placeholder_ids)
             self._meter.sleep_bytes = self._asleep.freed_bytes
 
@@ -234,8 +212,6 @@ class VLLMEngine:
                 await self._fail(error)
                 raise
             self._is_asleep = False
-            if self._paused:
-                await self._llm.pause_generation(mode="keep", clear_cache=False)
         await self._notify()
 
     @asynccontextmanager
@@ -248,8 +224,7 @@ class VLLMEngine:
             try:
                 yield
             finally:
-                if not self._paused:
-                    await self._llm.resume_generation()
+                await self._llm.resume_generation()
                 self._meter.update_ends()
 
     @asynccontextmanager
@@ -262,20 +237,12 @@ class VLLMEngine:
         if self._is_asleep:
             raise BadStateError(f"the vllm engine is asleep: wake it before it {before}")
 
-    def _refuse_to_wait_for_paused(self) -> None:
-        if self._paused and self._meter.in_work:
-            raise BadStateError(
-                f"{len(self._meter.in_work)} sequences cannot finish while the engine is paused: resume it first"
-            )
-
     async def update_weights(self, version: int, weights: ArrivedWeights, /) -> None:
         """Load a version. With `drain` this waits for the running sequences, and nothing new starts until then."""
         async with self._in_control():
             self.check_alive()
             self._refuse_if_asleep("takes new weights")
             drains = self._config.rollout.weight_update == "drain"
-            if drains:
-                self._refuse_to_wait_for_paused()
             await self._llm.pause_generation(mode="wait" if drains else "keep", clear_cache=False)
             self._meter.update_begins()
             try:
@@ -285,8 +252,7 @@ class VLLMEngine:
                 raise
             self._version = version
             self._forgets = False
-            if not self._paused:
-                await self._llm.resume_generation()
+            await self._llm.resume_generation()
             self._meter.update_ends()
         await self._notify()
 

@@ -44,19 +44,15 @@ async def wake_up(llm: Any, vllm: VllmApi, asleep: Asleep, special: Collection[i
 
 
 async def _take_memory(llm: Any, asleep: Asleep, device: torch.device) -> None:
-    """Wake vLLM. A second attempt, after caches were freed, is the last; it goes on where the first stopped."""
+    await llm.collective_rpc("free_caches")
     free = await free_device_bytes(llm)
-    for last in (False, True):
-        try:
-            await llm.wake_up()
-            return
-        except Exception as problem:  # from another process: of its class only the words are left
-            if not is_out_of_memory(problem):
-                raise
-            if last:
-                left = await free_device_bytes(llm)
-                raise no_room_to_wake(OWNER, device, asleep.freed_bytes, max(0, free - left), left) from problem
-        await llm.collective_rpc("free_caches")
+    try:
+        await llm.wake_up()
+    except Exception as problem:  # from another process: of its class only the words are left
+        if not is_out_of_memory(problem):
+            raise
+        left = await free_device_bytes(llm)
+        raise no_room_to_wake(OWNER, device, asleep.freed_bytes, max(0, free - left), left) from problem
 
 
 async def free_device_bytes(llm: Any) -> int:

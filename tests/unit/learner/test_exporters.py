@@ -45,7 +45,7 @@ from protocol.messages import (
     TrajectoryStatus,
     WeightsLoaded,
 )
-from rollout_server.engines.base import Completion, EngineUsage
+from rollout_server.engines.base import EngineUsage
 from rollout_server.metrics import METRICS as ROLLOUT
 from rollout_server.prometheus import ServerExporter, ServerState
 from tests.rigs.ports import own_port
@@ -446,13 +446,12 @@ def test_what_the_server_produced_loaded_and_slept(server: ServerExporter) -> No
     slot = TicketLedger(Journal(None), prompts_per_step=1, bound=0, total_groups=1).admissible(0)[0]
     group = received(prepared(slot)).group
     timings = GroupTimings(queued_s=9, generate_s=2, reward_s=0.5)
-    server.produced(group.model_copy(update={"timings": timings}))
-    column = np.zeros(12, np.int32)
-    completion = Completion(0, 0, column, column.astype(np.float32), column, FinishReason.STOP)
-    for status, kind in ((TrajectoryStatus.FINISHED, ""), (TrajectoryStatus.TIMED_OUT, "reward_timeout")):
-        server.trajectory(
-            completion, TrajectoryRecord(status=status, finish_reason=FinishReason.STOP, error_kind=kind, turns=())
-        )
+    records = tuple(
+        TrajectoryRecord(status=status, finish_reason=FinishReason.STOP, error_kind=kind, turns=())
+        for status, kind in ((TrajectoryStatus.FINISHED, ""), (TrajectoryStatus.TIMED_OUT, "reward_timeout"))
+    )
+    lengths = np.asarray([12, 12], np.int32)
+    server.produced(group.model_copy(update={"timings": timings, "trajectories": records, "lengths": lengths}))
     server.loaded(WeightsLoaded(version=5, channel="shm", transfer_s=0.3, load_s=0.7), nbytes=512)
     server.failed("ValueError")
     server.turn_began(6)
