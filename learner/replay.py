@@ -81,39 +81,27 @@ class ReplayableRun:
 
     def check(self, step: int) -> None:
         """Raise UserError unless the run has everything that the step needs."""
-        possible = self._possible()
-        if step in possible:
-            return
+        size = self.config.batch.prompts_per_step
+        kept = {step for step, groups in self.journal.kept_steps().items() if groups == size}
         last = self.journal.last_step()
+        if 1 <= step <= last and step in self.metrics and not self._lost(step, kept):
+            return
         if not 1 <= step <= last:
             why = f"it has trained {last} steps"
         elif step not in self.metrics:
             why = f"{METRICS_FILE} has no line of it to compare with"
         else:
-            missing = sorted(set(range(self.begin_before(step) + 1, step + 1)) - self._kept())
             why = (
-                f"it would begin at {self.beginning(step)}, and the groups of steps {spans(missing)} are not kept "
-                "any more (trainer.keep_samples_gib)"
+                f"it would begin at {self.beginning(step)}, and the groups of steps {spans(self._lost(step, kept))} "
+                "are not kept any more (trainer.keep_samples_gib)"
             )
+        possible = [n for n in range(1, last + 1) if n in self.metrics and not self._lost(n, kept)]
         can = f"These can be made again: {spans(possible)}" if possible else "No step of it can"
         raise UserError(f"step {step} of {self.run_dir} cannot be made again: {why}. {can}")
 
-    def _kept(self) -> set[int]:
-        """Return the steps whose groups are all kept."""
-        size = self.config.batch.prompts_per_step
-        return {step for step, groups in self.journal.kept_steps().items() if groups == size}
-
-    def _possible(self) -> list[int]:
-        kept, possible = self._kept(), []
-        reached = 0  # the newest step that can be made from the last checkpoint
-        for step in range(1, self.journal.last_step() + 1):
-            if step - 1 in self.checkpoints:
-                reached = step - 1
-            if reached == step - 1 and step in kept:
-                reached = step
-                if step in self.metrics:
-                    possible.append(step)
-        return possible
+    def _lost(self, step: int, kept: set[int]) -> list[int]:
+        """Return the steps from the beginning to `step` whose groups are not all kept."""
+        return sorted(set(range(self.begin_before(step) + 1, step + 1)) - kept)
 
 
 def _check_overrides(own: RunConfig, config: RunConfig, settings: Iterable[str]) -> None:

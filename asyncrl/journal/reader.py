@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from asyncrl.errors import BadStateError
@@ -57,13 +57,6 @@ class JournalReader:
         """The file that should have a group and has not its bytes. Ask after `find_group` has found none."""
         rows = self._rows("SELECT segment FROM groups WHERE ticket_id = ?", (ticket_id,))
         return segment_path(self.path, rows[0][0]) if rows else None
-
-    def kept(self, ticket_ids: Collection[int]) -> set[int]:
-        """The tickets among these whose groups are kept."""
-        marks = ", ".join("?" * len(ticket_ids))
-        rows = self._rows(f"SELECT ticket_id, segment FROM groups WHERE ticket_id IN ({marks})", ticket_ids)
-        exists = {number: segment_path(self.path, number).exists() for number in {segment for _, segment in rows}}
-        return {ticket_id for ticket_id, segment in rows if exists[segment]}
 
     def kept_after(self, step: int) -> dict[int, tuple[TicketSlot, int | None]]:
         """Ticket -> slot and step of kept groups that a later step, or none yet (None), has taken."""

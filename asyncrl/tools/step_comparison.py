@@ -12,22 +12,9 @@ import torch
 TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
 """Tolerances on a GPU, where sums have no fixed order: relative to the larger number, or to 1 if both are smaller."""
 NOT_OF_THE_STEP = {
-    "step",
-    "version",
-    "time",
-    "uptime_s",
-    "step_s",
-    "wait_s",
-    "learn_s",
-    "publish_s",
-    "publish_bytes",
-    "model_flops_per_s",
-    "cpu_threads",
-    "ledger_residual",
-    "length_bias",
-    "lease_fence",
-    "rss_gib",
-}
+    "step", "version", "time", "uptime_s", "step_s", "wait_s", "learn_s", "publish_s", "publish_bytes",
+    "model_flops_per_s", "cpu_threads", "ledger_residual", "length_bias", "lease_fence", "rss_gib",
+}  # fmt: skip
 """Names that are recorded with each step, and no result of it."""
 _NOT_OF_THE_STEP = ("idle/", "tokens_per_s/", "length/", "sleep_", "wake_", "asleep_", "device_gib/")
 """Beginnings of more such names."""

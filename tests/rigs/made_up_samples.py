@@ -40,9 +40,6 @@ class MadeUpStore:
             raise UserError(f"there is no sample of ticket {ticket_id}")
         return self.groups[ticket_id]
 
-    def beginnings(self, rows: tuple[SampleRow, ...]) -> tuple[str, ...]:
-        return tuple("".join(self.groups[row.ticket_id].trajectories[row.trajectory].tokens)[:200] for row in rows)
-
     def close(self) -> None:
         self.closed = True
 
@@ -85,6 +82,7 @@ def _trajectory(ticket_id: int, number: int, prompt: str) -> TrajectoryDetail:
         reward=None if failed else number - 1.0, advantage=None if failed else 0.5 * number - 0.75,
         length=max(size, 7), staleness=ticket_id % 3, logprob_diff_max=0.01 * ticket_id,
         error=f"reward_exception: {HOSTILE}" if failed else "", has_payload=bool(tokens),
+        completion="".join(tokens)[:200],
     )  # fmt: skip
     engine = np.linspace(-0.001, -6.0, size, dtype=np.float32)
     gaps = np.resize(np.float32([0, 0.05, -0.05, 0.2, -0.2, 0.5, -2.0]), size)

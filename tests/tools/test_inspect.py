@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 
 import pytest
 from rich.console import Console
@@ -14,7 +13,7 @@ from asyncrl.tools.inspect import __main__ as command
 from asyncrl.tools.inspect.filters import read_query
 from asyncrl.tools.inspect.pictures import for_browser, half_blocks, image_facts
 from asyncrl.tools.inspect.terminal import COLUMNS, one_line, visible
-from asyncrl.tools.pages.token_levels import LEGENDS, token_levels
+from asyncrl.tools.inspect.token_levels import LEGENDS, token_levels
 from asyncrl.tools.samples.model import SampleImage, SampleQuery
 from tests.rigs.made_up_samples import FORGOTTEN_TICKET, GROUP_SIZE, GROUPS, HOSTILE, HOSTILE_TICKET, MadeUpStore, png
 
@@ -134,28 +133,14 @@ def test_a_list_is_tab_separated_where_nobody_looks(store: MadeUpStore, capsys: 
     assert store.closed
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--step", "9999"], "no sample matches these filters"),
-        (["--step", "1", "--offset", "7"], "no sample from --offset 7 on: 4 match"),
-    ],
-)
-def test_an_empty_list_says_why(
-    store: MadeUpStore, capsys: pytest.CaptureFixture[str], words: list[str], said: str
-) -> None:
-    assert command.main(["run", *words]) == 0
-    printed = capsys.readouterr()
-    assert printed.err == f"note: {said}\n"
-    assert len(printed.out.splitlines()) == ("--json" not in words), "what a script reads is as it was"
-
-
-def test_a_table_for_those_who_look(
-    store: MadeUpStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         command, "_console", lambda: Console(force_terminal=True, color_system="truecolor", width=120, markup=False)
     )
+
+
+def test_a_table_for_those_who_look(store: MadeUpStore, terminal: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["run", "--limit", "4"]) == 0
     shown = capsys.readouterr().out
     assert "60.3" in shown
@@ -167,11 +152,8 @@ def test_a_table_for_those_who_look(
 
 @pytest.mark.parametrize("colouring", LEGENDS)
 def test_a_group_in_full(
-    store: MadeUpStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], colouring: str
+    store: MadeUpStore, terminal: None, capsys: pytest.CaptureFixture[str], colouring: str
 ) -> None:
-    monkeypatch.setattr(
-        command, "_console", lambda: Console(force_terminal=True, color_system="truecolor", width=120, markup=False)
-    )
     assert command.main(["run", "--ticket", "7", "--colour", colouring]) == 0
     shown = capsys.readouterr().out
     assert "▀" in shown, "the image"
@@ -194,15 +176,6 @@ def test_a_group_without_colours(store: MadeUpStore, capsys: pytest.CaptureFixtu
     assert "not kept any more" in capsys.readouterr().out
 
 
-def test_what_is_said_of_a_completion_is_not_cut(
-    store: MadeUpStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(command, "_console", lambda: Console(force_terminal=True, color_system=None, width=40))
-    assert command.main(["run", "--ticket", "7"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert all(re.search(rf"\b7\.{n} reward .*? \d+ tokens staleness \d Δ max \S+ ", shown) for n in range(4))
-
-
 def test_one_completion_of_a_group(store: MadeUpStore, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["run", "--ticket", "7.3", "--json"]) == 0
     assert [one["trajectory"] for one in json.loads(capsys.readouterr().out)["trajectories"]] == [3]
@@ -212,31 +185,7 @@ def test_one_completion_of_a_group(store: MadeUpStore, capsys: pytest.CaptureFix
     assert "7.2   reward" not in shown
     assert command.main(["run", "--ticket", "7.9"]) == 2
     assert capsys.readouterr().err == "error: there is no sample 7.9. The group has 7.0, 7.1, 7.2, 7.3\n"
-    for text in ("7.", ".3", "7.3.1", "7.-1", "9" * 5000):
+    for text in ("7.", ".3", "7.3.1", "7.-1"):
         with pytest.raises(SystemExit):
             command.main(["run", "--ticket", text])
-        assert f"argument --ticket: '{text[:40]}' is no ID such as 7 or 7.3\n" in capsys.readouterr().err
-
-
-def test_a_group_as_json(store: MadeUpStore, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["run", "--ticket", "7", "--json"]) == 0
-    group = json.loads(capsys.readouterr().out)
-    assert group["step"] == 7
-    first = group["trajectories"][0]
-    assert first["consumed_at"] == 7
-    columns = ("tokens", "token_ids", "logprobs", "learner_logprobs", "versions", "loss_mask", "masked")
-    assert {len(first[name]) for name in columns} == {7}
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [(["--ticket", "99"], "ticket 99"), (["--reward", "much"], "reward cannot be 'much'")],
-)
-def test_a_mistake_is_told_in_one_line(
-    store: MadeUpStore, capsys: pytest.CaptureFixture[str], words: list[str], named: str
-) -> None:
-    assert command.main(["run", *words]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ")
-    assert named in said
-    assert said.count("\n") == 1
+        assert f"argument --ticket: '{text}' is no ID such as 7 or 7.3\n" in capsys.readouterr().err

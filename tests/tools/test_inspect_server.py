@@ -13,7 +13,7 @@ import pytest
 
 from asyncrl.errors import UserError
 from asyncrl.tools.inspect.server import InspectServer
-from asyncrl.tools.pages.token_levels import LEGENDS
+from asyncrl.tools.inspect.token_levels import LEGENDS
 from tests.rigs.made_up_samples import GROUP_SIZE, GROUPS, HOSTILE_TICKET, MadeUpStore, png
 
 
@@ -104,17 +104,6 @@ def test_a_silent_connection_is_closed(server: InspectServer, monkeypatch: pytes
     with socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=10) as silent:
         silent.sendall(b"GET / HTTP/1.1\r\nHost: loc")
         assert silent.recv(100) == b""
-
-
-def test_a_file_that_cannot_be_read_is_an_answer(
-    server: InspectServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    groups = tmp_path / "journal.sqlite.groups-000001"
-    groups.symlink_to(groups.name)  # nobody can open it
-    monkeypatch.setattr(server.store, "detail", lambda ticket_id: groups.open())
-    status, _, body = ask(server, "/api/sample/7")
-    assert status == 400
-    assert json.loads(body)["error"].startswith(f"cannot read {groups}: ")
 
 
 def test_a_port_that_is_taken_is_named(server: InspectServer, tmp_path: Path) -> None:

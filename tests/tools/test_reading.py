@@ -111,15 +111,6 @@ def test_a_report_says_which_file_it_could_not_read(tmp_path: Path, name: str) -
     assert f"There is no {name}:" not in page
 
 
-def test_a_damaged_file_is_there(tmp_path: Path) -> None:
-    run = made.make_run(tmp_path / "run")
-    for name in ("status.json", "failure.json", "environment.json"):
-        (run / name).write_text("{")
-    assert [sentence.partition(":")[0] for sentence in read_run(run).missing] == [
-        "environment.json is damaged", "failure.json is damaged", "status.json is damaged",
-    ]  # fmt: skip
-
-
 # --- inspect ---
 
 

@@ -147,16 +147,6 @@ def test_large_images_are_scaled_down_and_share_a_budget(tmp_path: Path) -> None
     assert pictures.get(large).uri  # once read it costs no more
 
 
-@pytest.mark.parametrize(
-    "gone", ["metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "status.json", "config.yaml", "timeline.jsonl"]
-)
-def test_what_is_missing_is_said(tmp_path: Path, gone: str) -> None:
-    run = made.make_run(tmp_path / "run")
-    (run / gone).unlink()
-    shown = page(run)
-    assert re.search(rf"{re.escape(gone)}.*(is not there|trainer)|no {re.escape(gone)}", shown.words)
-
-
 def test_a_directory_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for folder in (tmp_path / "empty", tmp_path / "empty" / "other"):
         folder.mkdir()
@@ -178,12 +168,9 @@ def test_the_folder_of_a_demo_is_refused_with_the_run_in_it(
     assert capsys.readouterr().err == (
         "error: there is no run in demo, but its config.yaml is of one: demo/grpo. Name that\n"
     )
-    monkeypatch.chdir("demo")
-    assert main(["report", "."]) == 2
-    assert capsys.readouterr().err.endswith(f"is of one: {Path('grpo')}. Name that\n")
     for no_other in (".", "..", "elsewhere", "'\\0'", "[demo/grpo]", "''"):
-        Path("config.yaml").write_text(f"run_dir: {no_other}\n")
-        assert main(["report", "."]) == 0
+        Path("demo/config.yaml").write_text(f"run_dir: {no_other}\n")
+        assert main(["report", "demo"]) == 0
 
 
 @pytest.mark.parametrize("only", ["config.yaml", "status.json", "metrics.jsonl", "journal.sqlite", "failure.json"])

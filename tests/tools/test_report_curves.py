@@ -15,7 +15,7 @@ from asyncrl.tools.report.activity import exclusive, lanes
 from asyncrl.tools.report.chart import MAX_POINTS, Curve, line_chart, thin, ticks
 from asyncrl.tools.report.charts import moving_mean
 from asyncrl.tools.report.recorded_run import read_run
-from asyncrl.tools.report.timeline import TimeAxis, timeline
+from asyncrl.tools.report.timeline import timeline
 from tests.rigs import made_up_run as made
 
 
@@ -147,11 +147,3 @@ def test_a_pause_counts_once_however_often_a_start_failed_in_it(
     assert story.seconds_taken() == pytest.approx(400), "asyncrl watch says the same"
     (run / "metrics.jsonl").unlink()
     assert read_run(run).busy_s == 0
-
-
-def test_the_axis_leaves_out_pauses() -> None:
-    axis = TimeAxis([(0.0, 50.0), (1000.0, 1050.0)])
-    assert axis.px(50.0) < axis.px(1000.0) < axis.px(1050.0)
-    assert axis.px(50.0) - axis.px(0.0) == pytest.approx(axis.px(1050.0) - axis.px(1000.0))
-    assert axis.at(75.0) == 1025.0
-    assert axis.px(1050.0) == pytest.approx(axis.right)

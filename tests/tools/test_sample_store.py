@@ -36,7 +36,6 @@ from learner.training.step import LearnerStep
 from protocol.codec import encode
 from tests.rigs.file_sizes import file_size_limit
 from tests.rigs.made_up_batch import KeepGradients, made_up_batch
-from tests.rigs.tiny import ROOT
 
 EVERYTHING = 1000
 FIRST = 3
@@ -143,8 +142,10 @@ def test_every_sample_is_in_the_list_newest_first(run: MadeUpRun, store: SampleS
         logprob_diff_max=float(np.nanmax(difference)),
         error="",
         has_payload=True,
+        completion=row.completion,
     )
     assert row.prompt.startswith("<image>What is")
+    assert row.completion
     failed = next(row for row in rows if (row.ticket_id, row.trajectory) == (1, 2))
     assert (failed.reward, failed.logprob_diff_max, failed.error) == (None, None, "reward_exception")
 
@@ -205,13 +206,11 @@ def test_a_group_in_full(run: MadeUpRun, store: SampleStore) -> None:
     processor = PromptProcessor(run.config.model)
     for number, (trajectory, end) in enumerate(zip(detail.trajectories, ends, strict=True)):
         here = slice(int(end - item.group.lengths[number]), int(end))
-        assert np.array_equal(trajectory.token_ids, item.group.token_ids[here])
+        for name in ("token_ids", "logprobs", "loss_mask", "versions"):
+            assert np.array_equal(getattr(trajectory, name), getattr(item.group, name)[here])
+        assert np.array_equal(trajectory.masked, part.masked[here])
         assert "".join(trajectory.tokens) == processor.tokenizer.decode(trajectory.token_ids.tolist())
         assert len(trajectory.tokens) == len(trajectory.token_ids)
-        assert np.array_equal(trajectory.logprobs, item.group.logprobs[here])
-        assert np.array_equal(trajectory.masked, part.masked[here])
-        assert np.array_equal(trajectory.loss_mask, item.group.loss_mask[here])
-        assert np.array_equal(trajectory.versions, item.group.versions[here])
         assert trajectory.learner_logprobs is not None
         np.testing.assert_allclose(trajectory.learner_logprobs, part.logprobs[here], atol=2e-3)
     failed = detail.trajectories[2]
@@ -288,63 +287,29 @@ def test_a_file_that_cannot_be_read_is_named(
     assert inspect(["--ticket", "0", str(run.folder)]) == 0, "forgotten as the configuration says"
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"run_dir: \xff\xfe", r"cannot read .*config\.yaml: 'utf-8' codec"),
-        (b"model: 3", r"config\.yaml is no configuration of a run: it has not model, data, trainer\. Restore it"),
-    ],
-)
-def test_a_configuration_that_cannot_be_read_is_one_line(
-    run: MadeUpRun, capsys: pytest.CaptureFixture[str], content: bytes, said: str
-) -> None:
-    (run.folder / "config.yaml").write_bytes(content)
-    assert inspect([str(run.folder)]) == 2
-    message = capsys.readouterr().err
-    assert re.match(f"error: .*{said}", message), message
-    assert message.count("\n") == 1
+def test_a_configuration_that_cannot_be_read_is_one_line(run: MadeUpRun, capsys: pytest.CaptureFixture[str]) -> None:
+    for content, reason in ((b"run_dir: \xff\xfe", "cannot read "), (b"model: 3", "it has not model, data, trainer. ")):
+        (run.folder / "config.yaml").write_bytes(content)
+        assert inspect([str(run.folder)]) == 2
+        (message,) = capsys.readouterr().err.splitlines()
+        assert reason in message
 
 
-@pytest.mark.parametrize(
-    ("file", "make", "why"),
-    [
-        (LEARNER_LOCK, lambda file: file.symlink_to(file), "Too many levels of symbolic links"),
-        (INDEX_FILE, Path.mkdir, "unable to open database file"),
-    ],
-)
-def test_an_archive_is_not_indexed_in_place(
-    run: MadeUpRun, capsys: pytest.CaptureFixture[str], file: str, make: Callable[[Path], None], why: str
-) -> None:
-    """What cannot be opened cannot be opened by root, either."""
+def test_an_archive_is_not_indexed_in_place(run: MadeUpRun, capsys: pytest.CaptureFixture[str]) -> None:
     run.index.close()
-    (run.folder / file).unlink(missing_ok=True)
-    make(run.folder / file)
+    (run.folder / INDEX_FILE).unlink()
+    (run.folder / INDEX_FILE).mkdir()  # not even root can write it
     assert inspect([str(run.folder), "--reindex"]) == 2
-    assert capsys.readouterr().err == (
-        f"error: nothing can be written in {run.folder} ({why}): the index would be {run.folder / INDEX_FILE}. Copy "
-        "the run directory to where there is room and you may write, and --reindex there\n"
+    assert capsys.readouterr().err.startswith(
+        f"error: nothing can be written in {run.folder} (unable to open database file): the index would be "
     )
 
 
-def test_an_index_that_finds_no_room_says_so(run: MadeUpRun, capsys: pytest.CaptureFixture[str]) -> None:
-    """SQLite makes shared memory for a journal and an index that nobody has open, to read them, too."""
+def test_a_learners_index_that_finds_no_room_is_a_full_disk(run: MadeUpRun) -> None:
     run.index.close()
-    with file_size_limit(4096):
-        with pytest.raises(OSError, match="File too large") as caught:
-            run.index.truncate_after(FIRST)
-        assert is_disk_full(caught.value)
-        with pytest.raises(UserError, match=r"\(File too large\): the index would be"):
-            rebuild_index(run.folder)
-        with closing(SampleStore(run.folder)) as store:
-            assert everything(store)
-            (notice,) = store.notices
-    assert f"{run.folder / INDEX_FILE} cannot be read: a file in {run.folder} is as large as" in notice
-    run.journal.close()
-    with file_size_limit(4096):
-        assert inspect([str(run.folder)]) == 3
-    said = capsys.readouterr().err
-    assert said.startswith(f"error: a file in {run.folder} is as large as this process may make it")
-    assert said.endswith("Raise the limit and look again\n")
+    with file_size_limit(4096), pytest.raises(OSError, match="File too large") as caught:
+        run.index.truncate_after(FIRST)
+    assert is_disk_full(caught.value)
 
 
 def damage(file: Path) -> None:
@@ -484,14 +449,3 @@ def test_a_step_hands_out_what_its_metrics_summarise(make_config: Callable[..., 
     assert 0 < step.trained.masked[trained].mean() == pytest.approx(values["mask_fraction"])
     assert not step.trained.masked[~trained].any()
     assert step.trained.advantages.shape == (16,)
-
-
-@pytest.mark.slow
-def test_the_benchmark_of_looking_runs() -> None:
-    """Its table from a journal of 30 MiB; `--gib 10` is what its figures are of."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "inspect_journal.py"), "--gib", "0.03", "--repeats", "1"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert "| from the start of Python to the first page |" in done.stdout
-    assert "| index of a step of 32 x 8 samples |" in done.stdout

@@ -15,13 +15,11 @@ from asyncrl.journal.sample_index import INDEX_FILE
 from asyncrl.journal.writer import JOURNAL_FILE
 from asyncrl.launch.broken_pipe import ends_with_its_reader
 from asyncrl.launch.console import Console
-from asyncrl.run_folder.failure import kind_of
-from asyncrl.run_folder.full_disk import describe_full_disk
 from asyncrl.telemetry.reading import is_there, unreadable_as_user_error
 from asyncrl.tools.inspect.filters import FILTERS, ORDERS, STATUSES, read_query
 from asyncrl.tools.inspect.records import detail_record, row_record
 from asyncrl.tools.inspect.terminal import print_group, print_listing, tab_separated, why_empty
-from asyncrl.tools.pages.token_levels import COLOURINGS
+from asyncrl.tools.inspect.token_levels import COLOURINGS
 from asyncrl.tools.samples.model import SampleQuery
 from asyncrl.tools.samples.rebuild import rebuild_index
 from asyncrl.tools.samples.store import SampleStore
@@ -36,10 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with unreadable_as_user_error():
             return _inspect(arguments)
     except (UserError, BadStateError) as error:
-        reason = str(error)
-        if kind_of(error) == "disk_full":  # reading needs a little room, too
-            reason = describe_full_disk(error, arguments.run_dir, then="look again")
-        print(f"error: {reason}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return ExitCode.USER_ERROR if isinstance(error, UserError) else ExitCode.BAD_STATE
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
@@ -126,17 +121,16 @@ def _show_group(arguments: argparse.Namespace, store: SampleStore) -> ExitCode:
 
 def _show_list(arguments: argparse.Namespace, store: SampleStore, query: SampleQuery) -> None:
     page = store.find(query, limit=arguments.limit, offset=arguments.offset)
-    beginnings = store.beginnings(page.rows)
     for notice in store.notices:
         print(f"note: {notice}", file=sys.stderr)
     console = _console()
     if arguments.json:
-        for row, beginning in zip(page.rows, beginnings, strict=True):
-            print(json.dumps(row_record(row, beginning)))
+        for row in page.rows:
+            print(json.dumps(row_record(row)))
     elif console.is_terminal:
-        print_listing(console, page, beginnings, arguments.offset, query)
+        print_listing(console, page, arguments.offset, query)
     else:
-        print("\n".join(tab_separated(page.rows, beginnings)))
+        print("\n".join(tab_separated(page.rows)))
     if not page.rows and not console.is_terminal:  # else it is below the table
         print(f"note: {why_empty(page, arguments.offset, query)}", file=sys.stderr)
 

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from asyncrl.tools.inspect.pictures import image_facts
-from asyncrl.tools.pages.token_levels import Colouring, token_levels
+from asyncrl.tools.inspect.token_levels import Colouring, token_levels
 from asyncrl.tools.samples.model import SampleDetail, SampleRow, TrajectoryDetail
 
 
-def row_record(row: SampleRow, beginning: str) -> dict[str, Any]:
-    """Convert a row of a list; `beginning` is that of its completion."""
-    return {name: _finite(value) for name, value in asdict(row).items()} | {"completion": beginning}
+def row_record(row: SampleRow) -> dict[str, Any]:
+    """Convert a row of a list."""
+    return {name: _finite(value) for name, value in asdict(row).items()}
 
 
 def detail_record(detail: SampleDetail) -> dict[str, Any]:

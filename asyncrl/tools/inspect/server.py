@@ -23,8 +23,7 @@ from asyncrl.telemetry.recorder import read_status
 from asyncrl.tools.inspect.filters import ORDERS, STATUSES, read_query
 from asyncrl.tools.inspect.pictures import for_browser
 from asyncrl.tools.inspect.records import detail_record, row_record
-from asyncrl.tools.pages import piece
-from asyncrl.tools.pages.token_levels import LEGENDS, TITLES
+from asyncrl.tools.inspect.token_levels import LEGENDS, TITLES
 from asyncrl.tools.samples.model import SampleQuery
 from asyncrl.tools.samples.store import SampleStore
 
@@ -46,8 +45,8 @@ def _page() -> tuple[bytes, str]:
 
     The browser runs this page's own script and nothing that a sample could bring in.
     """
-    style = "\n".join([piece("theme.css"), piece("tokens.css"), _page_file("inspect.css")])
-    script = "\n".join([piece("tokens.js"), *map(_page_file, ("address.js", "group.js", "inspect.js"))])
+    style = "\n".join(map(_page_file, ("theme.css", "tokens.css", "inspect.css")))
+    script = "\n".join(map(_page_file, ("tokens.js", "address.js", "group.js", "inspect.js")))
     page = _page_file("index.html").replace("/*style*/", style).replace("/*script*/", script)
     policy = (
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; img-src 'self' data:; "
@@ -150,8 +149,7 @@ class _Handler(BaseHTTPRequestHandler):
         query = read_query(words)
         offset, limit = _whole("offset", words.get("offset", "0")), _whole("limit", words.get("limit", "50"))
         page = self.server.store.find(query, limit=min(max(limit, 1), MOST_ROWS), offset=offset)
-        texts = self.server.store.beginnings(page.rows)
-        rows = [row_record(row, text) for row, text in zip(page.rows, texts, strict=True)]
+        rows = [row_record(row) for row in page.rows]
         return {"total": page.total, "offset": offset, "rows": rows, "notices": self.server.store.notices}
 
     def _image(self, digest: str, ticket_id: int) -> None:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from asyncrl.tools.inspect.pictures import half_blocks, image_facts
 from asyncrl.tools.inspect.records import levels_of
-from asyncrl.tools.pages.token_levels import (
+from asyncrl.tools.inspect.token_levels import (
     DIFFERENCES,
     LEGENDS,
     LESS,
@@ -35,6 +35,7 @@ COLUMNS = (
     "step", "ticket", "trajectory", "status", "reward", "length", "staleness", "logprob_diff_max", "row_id", "prompt",
     "completion", "error",
 )  # fmt: skip
+"""What a script gets of each sample, separated by tabs."""
 STATUS_STYLES: dict[str, str] = {
     TrajectoryStatus.TRUNCATED: "yellow",
     TrajectoryStatus.TIMED_OUT: "red",
@@ -68,17 +69,12 @@ def visible(text: str, *, lines: bool = False) -> str:
 
     With `lines`, a line break is shown and made as well.
     """
-    return "".join(character if _harmless(character) else _escaped(character, lines) for character in text)
-
-
-def _harmless(character: str) -> bool:
-    return character.isprintable() or unicodedata.category(character) == "Zs"  # spaces of every script
-
-
-def _escaped(character: str, lines: bool) -> str:
-    if character == "\n":
-        return "↵\n" if lines else "↵"
-    return "→" if character == "\t" else character.encode("unicode_escape").decode()
+    codes = {"\n": "↵\n" if lines else "↵", "\t": "→"}
+    return "".join(
+        c if c.isprintable() or unicodedata.category(c) == "Zs"  # a space of any script
+        else codes.get(c) or c.encode("unicode_escape").decode()
+        for c in text
+    )  # fmt: skip
 
 
 def one_line(text: str, limit: int) -> str:
@@ -109,8 +105,8 @@ def _status(status: str) -> Text:
 # --- a list ----------------------------------------------------------------------------------------
 
 
-def print_listing(console: Console, page: Page, beginnings: Sequence[str], offset: int, query: SampleQuery) -> None:
-    console.print(_table(page.rows, beginnings, console.width))
+def print_listing(console: Console, page: Page, offset: int, query: SampleQuery) -> None:
+    console.print(_table(page.rows, console.width))
     last = offset + len(page.rows)
     hints = ["--web shows them in a browser"]
     if page.rows:
@@ -128,25 +124,22 @@ def why_empty(page: Page, offset: int, query: SampleQuery) -> str:
     return "there is no sample" if query == SampleQuery(order=query.order) else "no sample matches these filters"
 
 
-def tab_separated(rows: Sequence[SampleRow], beginnings: Sequence[str]) -> Iterator[str]:
+def tab_separated(rows: Sequence[SampleRow]) -> Iterator[str]:
     """Yield a line with the columns' names, then one for each sample."""
     yield "\t".join(COLUMNS)
-    for row, beginning in zip(rows, beginnings, strict=True):
-        values = (
-            row.step, row.ticket_id, row.trajectory, row.status, row.reward, row.length, row.staleness,
-            row.logprob_diff_max, row.row_id, row.prompt, beginning, row.error,
-        )  # fmt: skip
+    for row in rows:
+        values = [getattr(row, "ticket_id" if name == "ticket" else name) for name in COLUMNS]
         yield "\t".join(MISSING if value is None else visible(str(value)) for value in values)
 
 
-def _table(rows: Sequence[SampleRow], beginnings: Sequence[str], width: int) -> Table:
+def _table(rows: Sequence[SampleRow], width: int) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="dim", expand=True)
     for name in ("step", "ticket", "reward", "tokens", "stale", "Δ max"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("status", no_wrap=True)
     table.add_column("prompt", ratio=2, no_wrap=True, overflow="ellipsis")
     table.add_column("completion", ratio=3, no_wrap=True, overflow="ellipsis")
-    for row, beginning in zip(rows, beginnings, strict=True):
+    for row in rows:
         table.add_row(
             MISSING if row.step is None else str(row.step),
             f"{row.ticket_id}.{row.trajectory}",
@@ -156,7 +149,7 @@ def _table(rows: Sequence[SampleRow], beginnings: Sequence[str], width: int) -> 
             _difference(row.logprob_diff_max),
             _status(row.status),
             Text(one_line(row.prompt, width)),
-            Text(one_line(row.error, width), "red") if row.error else Text(one_line(beginning, width)),
+            Text(one_line(row.error, width), "red") if row.error else Text(one_line(row.completion, width)),
         )
     return table
 

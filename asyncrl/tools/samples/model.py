@@ -51,6 +51,8 @@ class SampleRow:
     error: str
     has_payload: bool
     """Whether the journal still keeps its tokens."""
+    completion: str = ""
+    """In a list: the beginning of the completion, as long as its tokens are kept."""
 
 
 @dataclass(frozen=True)

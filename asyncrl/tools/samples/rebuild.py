@@ -11,7 +11,6 @@ from asyncrl.errors import RunTakenError, UserError
 from asyncrl.journal.reader import JournalReader
 from asyncrl.journal.sample_index import INDEX_FILE, insert_group, open_index
 from asyncrl.journal.writer import JOURNAL_FILE
-from asyncrl.run_folder.full_disk import find_no_room
 from asyncrl.run_folder.lock import LAUNCHER_LOCK, LEARNER_LOCK, holding, refuse_busy
 from asyncrl.tools.samples.sources import RunRows, TokenTexts, prompt_of_row, prompt_of_tokens, read_run_config
 
@@ -67,7 +66,7 @@ def _explaining_failed_writes(index: Path) -> Iterator[None]:
         raise
     except (OSError, UserError, sqlite3.OperationalError) as error:
         # A lock's own message ends in a fix that does not help here: the reason is the error beneath it.
-        problem = find_no_room(error, index) or (error.__context__ if isinstance(error, UserError) else error)
+        problem = error.__context__ if isinstance(error, UserError) else error
         reason = problem.strerror if isinstance(problem, OSError) else problem
         raise UserError(
             f"nothing can be written in {index.parent} ({reason}): the index would be {index}. Copy the run directory "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,7 +27,6 @@ from asyncrl.journal.sample_index import (
     remove_groups,
 )
 from asyncrl.journal.writer import JOURNAL_FILE
-from asyncrl.run_folder.full_disk import describe_full_disk, find_no_room
 from asyncrl.telemetry.reading import is_there
 from asyncrl.tools.samples import query as queries
 from asyncrl.tools.samples.model import Page, SampleDetail, SampleQuery, SampleRow, TrajectoryDetail
@@ -86,20 +86,6 @@ class SampleStore:
         """Return a group in full. Raises UserError where no such ticket was trained or waits to be."""
         return self._with_index(lambda: self._detail(ticket_id))
 
-    def beginnings(self, rows: Sequence[SampleRow]) -> tuple[str, ...]:
-        """Return the first words of each completion; empty where its tokens are not kept."""
-        texts: dict[tuple[int, int], str] = {}
-        with self._lock:
-            for ticket_id in dict.fromkeys(row.ticket_id for row in rows if row.has_payload):
-                group = self._journal.find_group(ticket_id)
-                if group is None:
-                    continue
-                starts = np.cumsum(group.lengths) - group.lengths
-                for number in (row.trajectory for row in rows if row.ticket_id == ticket_id):
-                    first, length = int(starts[number]), min(int(group.lengths[number]), BEGINNING)
-                    texts[ticket_id, number] = self._texts.plain(group.token_ids[first : first + length])
-        return tuple(texts.get((row.ticket_id, row.trajectory), "") for row in rows)
-
     @property
     def notices(self) -> tuple[str, ...]:
         """Sentences for the user about the index, as the last `find` or `detail` saw it."""
@@ -136,12 +122,21 @@ class SampleStore:
         sources = (FRESH, WRITTEN) if self._attached else (FRESH,)
         keys = queries.find(self._db, sources, query, limit, offset)
         total = queries.count(self._db, sources, query)
-        kept = self._journal.kept({ticket_id for _, ticket_id, _ in keys})
         groups = {
-            ticket_id: queries.read_group(self._db, source, ticket_id, has_payload=ticket_id in kept)
-            for source, ticket_id in dict.fromkeys(key[:2] for key in keys)
+            ticket_id: self._rows_of(source, ticket_id) for source, ticket_id in dict.fromkeys(key[:2] for key in keys)
         }
         return Page(tuple(groups[ticket_id][number] for _, ticket_id, number in keys), total)
+
+    def _rows_of(self, source: str, ticket_id: int) -> tuple[SampleRow, ...]:
+        """Read the rows of a group, with the first words of each completion."""
+        group = self._journal.find_group(ticket_id)
+        rows = queries.read_group(self._db, source, ticket_id, has_payload=group is not None)
+        if group is None:
+            return rows
+        starts = np.cumsum(group.lengths) - group.lengths
+        firsts = [slice(s, s + min(n, BEGINNING)) for s, n in zip(starts, group.lengths, strict=True)]
+        texts = [self._texts.plain(group.token_ids[first]) for first in firsts]
+        return tuple(replace(row, completion=text) for row, text in zip(rows, texts, strict=True))
 
     def _detail(self, ticket_id: int) -> SampleDetail:
         group = self._journal.find_group(ticket_id)
@@ -255,10 +250,10 @@ class SampleStore:
     def _give_up_index(self, problem: object) -> None:
         self._detach()
         self._refused = self._index.stat().st_mtime_ns
-        reason = f"{problem}. To make it anew: asyncrl inspect {self.run_dir} --reindex"
-        if isinstance(problem, sqlite3.Error) and (full := find_no_room(problem, self._index)):
-            reason = describe_full_disk(full, self.run_dir, then="look again")
-        self._problem = f"What the journal holds is shown: {self._index} cannot be read: {reason}"
+        self._problem = (
+            f"What the journal holds is shown: {self._index} cannot be read: {problem}. To make it anew: asyncrl "
+            f"inspect {self.run_dir} --reindex"
+        )
         self._seen = ()
 
     def _detach(self) -> None:

@@ -28,7 +28,6 @@ TORCH_FREE = (
     "asyncrl/data/",
     "asyncrl/rewards/",
     "asyncrl/telemetry/",
-    "asyncrl/tools/pages/",
     "asyncrl/tools/inspect/",
 )
 SERIALISERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
