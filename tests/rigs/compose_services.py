@@ -43,7 +43,7 @@ def resolved(*profiles: str, folder: Path = ROOT, **environment: str) -> dict[st
 
 
 def seconds(text: str) -> float:
-    """Of Compose's durations, such as 1m30s."""
+    """Seconds of a duration as Compose writes it, such as 1m30s."""
     total, number = 0.0, ""
     for letter in text:
         if letter in "hms":
@@ -78,7 +78,7 @@ class Container:
         return {**os.environ, "OMP_NUM_THREADS": "1", "PATH": path, **self.service.get("environment", {})}
 
     def start(self) -> None:
-        """And start again after failures, as the restart policy has it."""
+        """Start, and start again after failures as the restart policy says."""
         self._is_wanted = True
         self._spawn()
         threading.Thread(target=self._restart_on_failure, daemon=True).start()
@@ -107,7 +107,7 @@ class Container:
                 self._spawn()
 
     def run(self, timeout_s: float) -> int:
-        """To its end."""
+        """Run to the end; returns the exit code."""
         self._spawn()
         assert self.process is not None
         return self.process.wait(timeout=timeout_s)
@@ -126,7 +126,7 @@ class Container:
         return done.returncode == 0
 
     def stop(self) -> float:
-        """As `docker compose stop` does; returns the seconds that it took. Raises TimeoutExpired after the grace."""
+        """Stop as `docker compose stop` does. Raises TimeoutExpired after its grace period."""
         self._is_wanted = False
         began = time.monotonic()
         if self.process is not None and self.process.poll() is None:

@@ -28,6 +28,8 @@ NOT_RUN = {
     "asyncrl train runs/demo-1/grpo/config.yaml learner.optim": "README.md",
     "asyncrl train runs/mine/config.yaml --resume": "tests/system/test_resume.py",
     "asyncrl sync": "tests/system/test_sync.py",
+    "asyncrl eval": "tests/tools/test_cli_commands.py",
+    "asyncrl export": "tests/tools/test_cli_commands.py",
     "asyncrl rollout": "tests/system/test_curve_end_to_end.py",
     "asyncrl learn": "tests/system/test_curve_end_to_end.py",
     "asyncrl replay": "tests/tools/test_replay.py",
@@ -63,7 +65,7 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
-    """Every block of commands. ValueError for commands in a fence that is not `bash`, which nobody would run."""
+    """Every block of commands. ValueError for commands in a fence that is not `bash`, which would never be run."""
     text = page.read_text()
     found = []
     for match in _FENCE.finditer(text):
@@ -147,10 +149,15 @@ def run_pages(folder: Path, pages: Sequence[Path]) -> list[tuple[Block, int, str
     seen: set[str] = set()
     for block in (block for page in pages for block in blocks(page) if not block.needs and block.runnable.strip()):
         started = time.monotonic()
-        lines = [line for line in block.runnable.splitlines(keepends=True) if line not in seen]
-        seen |= {line for line in lines if line.startswith("asyncrl ")}
+        lines = [line for line in block.runnable.splitlines(keepends=True) if _command(line) not in seen]
+        seen |= {_command(line) for line in lines if line.startswith("asyncrl ")}
         code, printed = run(folder, "".join(lines))
         results.append((block, code, printed, time.monotonic() - started))
         if code:
             break
     return results
+
+
+def _command(line: str) -> str:
+    """The line without its comment."""
+    return line.partition("#")[0].strip()

@@ -282,3 +282,4 @@ class LaunchedService:
 
 if __name__ == "__main__":
     serve(socket.socket(fileno=int(sys.argv[1])))
+    os._exit(0)  # torch takes seconds to end

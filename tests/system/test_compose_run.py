@@ -168,7 +168,7 @@ def _assert_every_panel_shows_something(prometheus: Prometheus, *moments: float)
 
 
 def _assert_alerts_are_quiet(prometheus: Prometheus, at: float) -> None:
-    """And what they look at is there."""
+    """Assert that no alert fires, and that what the rules look at is there."""
     rules = prometheus.alerts()
     assert [name for name, rule in rules.items() if rule["health"] != "ok"] == []
     assert [name for name, rule in rules.items() if rule["state"] == "firing"] == []
