@@ -23,7 +23,8 @@ class Prometheus:
         assert PROMETHEUS is not None
         folder.mkdir()
         configuration = yaml.safe_load((CONFIGURATION / "prometheus.yml").read_text())
-        configuration["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+        # A scrape may take as long as the interval: a service that loads its model on a busy machine needs a second.
+        configuration["global"] = {"scrape_interval": "3s", "evaluation_interval": "1s"}
         for job in configuration["scrape_configs"]:
             del job["dns_sd_configs"]  # there is no such name server here
             addresses = [f"127.0.0.1:{target}" for target in targets[job["job_name"]]]
