@@ -18,6 +18,7 @@ from asyncrl.config.load import load_config
 from asyncrl.launch.ports import free_port
 from tests.rigs.small_runs import logs
 from tests.rigs.two_processes import start, with_ports, write_config
+from tests.rigs.waiting import exit_codes
 
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", ROOT / "docker" / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -101,7 +102,7 @@ def prepare(folder: Path, model: Path, data: Path) -> None:
         file = write_config(
             with_ports(load_config(Path("configs/digits_grpo.yaml"), small), free_port), folder / "logs"
         )
-        codes = [service.wait(120) for service in [start("learner", file), start("rollout_server", file)]]
+        codes = exit_codes([start("learner", file), start("rollout_server", file)])
     assert codes == [0, 0], logs(folder / "logs")
 
 
