@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from asyncrl.tools.memory_plan.plan import GIB, gib
+from asyncrl.tools.memory_plan.plan import GIB, size
 from asyncrl.tools.memory_plan.table import describe
 from benchmarks.gpu_cycle import FULL, TINY, Cycle, cycle_config, link_bytes_per_second, run_cycle
 from benchmarks.random_models import SIZES, make_model
@@ -64,7 +64,7 @@ def report(cycle: Cycle, off: float, onto: float) -> str:
 
 
 def _gib(nbytes: int) -> str:
-    return gib(nbytes) if nbytes else ""
+    return size(nbytes) if nbytes else ""
 
 
 def main() -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-import threading
 import urllib.request
 from collections.abc import Iterator
 from http.client import HTTPException
 from math import isnan
-from queue import Empty, SimpleQueue
 
 LONGEST_PULSE_S = 60.0
 """Longest silence of a service's network thread, which looks at its sockets many times a second."""
@@ -20,52 +18,38 @@ network.start_timeout_s) are minutes and end it; what they do not see is a hang.
 the limit is far above a step, an evaluation or a checkpoint; the alert NoProgress knows how long steps take, and is
 sooner."""
 TIMEOUT_S = 4.0
-"""Deadline of the whole answer: a health check that takes longer is itself given up."""
-_LINE = re.compile(r"^asyncrl_(learner|rollout)_(\w+)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
+"""Longest silence of the endpoint itself."""
+_LINE = re.compile(r"^asyncrl_(?:learner|rollout)_(\w+)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
 
 
 def ailments(url: str) -> list[str]:
     """What is wrong with the service behind this Prometheus endpoint; nothing if it is well. HTTP, if it says none."""
     url = url if "://" in url else f"http://{url}"
-    answers: SimpleQueue[str | Exception] = SimpleQueue()
-    # A thread, because a socket's timeout begins again with every byte.
-    threading.Thread(target=_ask, args=(url, answers), daemon=True).start()
-    try:
-        answer = answers.get(timeout=TIMEOUT_S)
-    except Empty:
-        return [f"{url} does not answer: not within {TIMEOUT_S:g} s"]
-    if isinstance(answer, Exception):
-        return [f"{url} does not answer: {answer!r}"]
-    try:
-        found = {(name, labels): float(value) for _, name, labels, value in _LINE.findall(answer)}
-    except ValueError:
-        found = {}
-    if not found:
-        return [f"{url} answers, but not as a service of asyncrl"]
-    return list(_judge(found))
-
-
-def _ask(url: str, answers: SimpleQueue[str | Exception]) -> None:
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
-            answers.put(answer.read().decode())
-    except (OSError, ValueError, HTTPException) as problem:
-        answers.put(problem)
+            lines = _LINE.findall(answer.read().decode())
+    except (OSError, ValueError, HTTPException) as error:
+        return [f"{url} does not answer: {error!r}"]
+    try:
+        metrics = {(name, labels): float(value) for name, labels, value in lines}
+    except ValueError:
+        metrics = {}
+    return list(_judge(metrics)) if metrics else [f"{url} answers, but not as a service of asyncrl"]
 
 
-def _judge(found: dict[tuple[str, str], float]) -> Iterator[str]:
-    pulse = found.get(("pulse_age_seconds", ""), 0.0)
+def _judge(metrics: dict[tuple[str, str], float]) -> Iterator[str]:
+    pulse = metrics.get(("pulse_age_seconds", ""), 0.0)
     if pulse > LONGEST_PULSE_S:
         yield f"it has not looked at its sockets for {pulse:.0f} s"
-    age = found.get(("last_step_age_seconds", ""), 0.0)
-    if age > LONGEST_STEP_S and not any(name == "stopped" and value for (name, _), value in found.items()):
+    age = metrics.get(("last_step_age_seconds", ""), 0.0)
+    if age > LONGEST_STEP_S and not any(name == "stopped" and value for (name, _), value in metrics.items()):
         yield f"it has made no step for {age / 60:.0f} min: status.json of the run directory says what it waits for"
-    silence = found.get(("learner_silence_seconds", ""), 0.0)
-    has_weights = not isnan(found.get(("policy_version", ""), 0.0))  # of a server: it has been welcome
+    silence = metrics.get(("learner_silence_seconds", ""), 0.0)
+    has_weights = not isnan(metrics.get(("policy_version", ""), 0.0))  # of a server: it has been welcome
     if silence > (LONGEST_PULSE_S if has_weights else LONGEST_START_S):
         yield f"the learner has been silent for {silence:.0f} s: is it running, and does network.host lead to it?"
-    for (name, labels), value in found.items():
+    for (name, labels), value in metrics.items():
         if name == "stopped" and value and 'kind="finished"' not in labels:
             yield f"it has stopped ({labels}); the last `error:` line of its log says why"
-    if found.get(("ledger_residual_groups", ""), 0.0):
+    if metrics.get(("ledger_residual_groups", ""), 0.0):
         yield "the ledger's residual is not 0: groups are lost or counted twice"

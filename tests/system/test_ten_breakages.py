@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,14 @@ import pytest
 
 from asyncrl.cli import main as asyncrl
 from asyncrl.config.schema import RunConfig
+from asyncrl.run_folder.lock import LEARNER_LOCK
 from asyncrl.telemetry.recorder import read_status
+from asyncrl.tools.doctor import machine
 from asyncrl.tools.doctor.findings import MARKS
 from protocol.messages import PROTOCOL_MAJOR
 from tests.rigs.small_runs import logs, small
 from tests.rigs.tiny import ROOT
-from tests.rigs.two_processes import start, with_ports, write_config
+from tests.rigs.two_processes import start, start_command, with_ports, write_config
 from tests.rigs.waiting import wait_until
 from tests.system.test_full_disk import OWN_MOUNTS, needs_mount
 
@@ -34,8 +37,12 @@ ON_SMALL_DISK = 'mkdir -p "$1"; mount -t tmpfs -o size="$2" tmpfs "$1" || exit 9
 
 
 @pytest.fixture
-def examined(make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def examined(
+    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., str]:
     """The one problem that `asyncrl doctor CONFIG --quick` finds, besides those with the names in `besides`."""
+    no_devices = json.dumps({"torch": "", "cuda": None, "devices": []})
+    monkeypatch.setattr(machine, "LIST_DEVICES", f"print({no_devices!r})")  # spares each test an import of torch
 
     def examine(besides: tuple[str, ...] = (), **sections: dict[str, Any]) -> str:
         file = write_config(small(make_config, **sections), tmp_path / "config")
@@ -106,27 +113,33 @@ def test_4_wrong_torchvision(
 
 @pytest.mark.slow
 @needs_mount
-def test_5_tiny_disk(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_5_tiny_disk_and_6_shm_too_small(make_config: MakeConfig, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     config = small(make_config, trainer={"journal_limit_mib": 1}).model_copy(update={"run_dir": str(disk / "run")})
-    line = doctor_in_process(config, tmp_path, under=[*on_small(disk, "3m")])
+    on_small_disks = [*OWN_MOUNTS]
+    for folder, size in ((disk, "3m"), ("/dev/shm", "600k")):
+        on_small_disks += ["sh", "-c", ON_SMALL_DISK, "sh", str(folder), size]
+    file = write_config(config, tmp_path / "config")
+    command = [*on_small_disks, sys.executable, "-m", "asyncrl", "doctor", str(file), "--quick"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    printed = done.stdout + done.stderr
+    line = the_problem(printed, done.returncode, besides=("room to publish",))
     value = rf"3.0 MiB free in {disk}; the run writes up to \d+\.\d MiB: 1 checkpoint of "
     assert_says(line, "disk of run_dir", value, "set run_dir on a larger disk")
-
-
-@pytest.mark.slow
-def test_5_tiny_disk_by_a_limit_on_file_sizes(make_config: MakeConfig, tmp_path: Path) -> None:
-    """A limit of the process in place of a small disk, for users that may not mount."""
-    line = doctor_in_process(small(make_config), tmp_path, under=["prlimit", "--fsize=500000"])
-    assert_says(line, "file sizes", "may write files of 0.5 MiB, and a checkpoint has one of", "ulimit -f unlimited")
-
-
-@pytest.mark.slow
-@needs_mount
-def test_6_shm_too_small(make_config: MakeConfig, tmp_path: Path) -> None:
-    line = doctor_in_process(small(make_config), tmp_path, under=[*on_small(Path("/dev/shm"), "600k")])
-    value = r"three versions of the weights are \d\.\d MiB, /dev/shm has 0.6 MiB free"
+    line = the_problem(printed, done.returncode, besides=("disk of run_dir",))
+    value = r"published weights need \d\.\d MiB in /dev/shm, which has 0.6 MiB free"
     assert_says(line, "room to publish", value, "--shm-size=2g")
+
+
+def test_5_tiny_disk_by_a_limit_on_file_sizes(examined: Callable[..., str]) -> None:
+    """A limit of the process in place of a small disk, for users that may not mount."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, before[1]))
+    try:
+        line = examined()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert_says(line, "file sizes", "may write files of 0.5 MiB, and a checkpoint has one of", "ulimit -f unlimited")
 
 
 def test_7_no_memory(examined: Callable[..., str], tiny_model: Path, tmp_path: Path) -> None:
@@ -148,18 +161,18 @@ def test_7_no_memory(examined: Callable[..., str], tiny_model: Path, tmp_path: P
 def test_8_dead_server(make_config: MakeConfig, tmp_path: Path) -> None:
     slow = {"mean_length": 8, "length_sigma": 0.5, "seconds_per_token": 0.05}
     config = small(make_config, rollout={"engine": "scripted", "engine_args": slow}, launch={"max_restarts": 0})
-    file = write_config(config, tmp_path / "config")
-    command = [sys.executable, "-m", "asyncrl", "train", str(file)]
-    run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    file, log = write_config(config, tmp_path / "config"), tmp_path / "launcher.log"
+    run = start_command("train", str(file), log=log)
     try:
         wait_until(lambda: bool(read_status(config.run_path).get("servers")), "a server", config.run_path / "logs")
-        (server,) = [child for child in psutil.Process(run.pid).children() if "rollout_server" in child.cmdline()]
+        learner = int((config.run_path / LEARNER_LOCK).read_text())
+        (server,) = [child for child in psutil.Process(run.pid).children() if child.pid != learner]
         server.send_signal(signal.SIGKILL)
-        printed, _ = run.communicate(timeout=60)
+        assert run.wait(timeout=60) == 1
     finally:
         run.kill()
         run.wait()
-    assert run.returncode == 1
+    printed = log.read_text()
     (line,) = [line for line in printed.splitlines() if "rollout_server was killed by SIGKILL" in line]
     assert "(out of memory?). Continue with --resume, and raise launch.max_restarts" in line
     assert "rollout_server.log" in line
@@ -202,15 +215,3 @@ def test_10_version_mismatch(make_config: MakeConfig, tmp_path: Path) -> None:
         rf"speaks {PROTOCOL_MAJOR}\.\d+\. Upgrade the learner: both sides need the same major protocol version",
         line,
     )
-
-
-def on_small(folder: Path, size: str) -> list[str]:
-    return [*OWN_MOUNTS, "sh", "-c", ON_SMALL_DISK, "sh", str(folder), size]
-
-
-def doctor_in_process(config: RunConfig, tmp_path: Path, under: Sequence[str]) -> str:
-    """The one problem that it finds where it runs under this command."""
-    file = write_config(config, tmp_path / "config")
-    command = [*under, sys.executable, "-m", "asyncrl", "doctor", str(file), "--quick"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    return the_problem(done.stdout + done.stderr, done.returncode)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import re
@@ -20,7 +19,7 @@ from asyncrl.cli import main as asyncrl
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.journal.writer import JOURNAL_FILE
-from asyncrl.launch.ports import free_port, reserve_ports
+from asyncrl.launch.ports import free_port
 from asyncrl.run_folder.lock import LEARNER_LOCK
 from asyncrl.tools.doctor import examine, machine, network
 from asyncrl.tools.doctor.disk import HEADER_BYTES, find_disk, find_run_dir
@@ -65,16 +64,11 @@ def test_a_configuration_that_cannot_be_read_is_the_users_mistake(
     file = write_config(make_config(), tmp_path / "config")
     assert asyncrl(["doctor", str(file), "--quick", "batch.group_sise=4"]) == 2
     assert "batch.group_size" in capsys.readouterr().err
-    capsys.readouterr()
     assert asyncrl(["doctor", str(file), "--quick", "--json", "batch.group_sise=4", "bad.key=1"]) == 2
-    printed = capsys.readouterr()
-    told = json.loads(printed.out)
-    (found,) = told["findings"]
-    assert (told["problems"], found["what"], found["verdict"], printed.err) == (1, "configuration", "problem", "")
+    (found,) = json.loads(capsys.readouterr().out)["findings"]
+    assert (found["what"], found["verdict"]) == ("configuration", "problem")
     assert "batch.group_sise" in found["value"]
     assert "bad" in found["details"][0]
-    assert asyncrl(["doctor", str(tmp_path / "nowhere.yaml")]) == 2
-    assert asyncrl(["doctor", str(file), str(file)]) == 2
 
 
 @pytest.mark.parametrize(
@@ -195,9 +189,7 @@ GROUPS_10_GIB = 10 * GIB // (128 * 16 + 4 * (4 + 8 * 17) + 4 * HEADER_BYTES)
         ({}, None, "note", "not known without its training rows", ""),
         ({"samples_per_step": 0}, 2 * GROUPS_10_GIB, "problem", "a journal of 10.0 GiB", "trainer.keep_samples_gib"),
         ({"samples_per_step": 4}, GROUPS_10_GIB // 10, "problem", "a journal of 1.0 GiB", "trainer.samples_per_step"),
-        ({"keep_samples_gib": 0, "journal_limit_mib": 10}, 64, "ok", "a journal of 0.2 MiB", ""),
         ({"keep_samples_gib": 0, "journal_limit_mib": 10}, GROUPS_10_GIB // 50, "ok", "3 checkpoints of", ""),
-        ({"max_steps": 20, "samples_per_step": 10**9}, None, "ok", "samples.jsonl of 0.", ""),
         ({"max_steps": 20, "save_limit": 2000, "save_freq": 5}, 64, "ok", "4 checkpoints of", ""),
         ({"max_steps": 999, "save_limit": 998, "save_freq": 1}, 64, "problem", "999 checkpoints", "trainer.save_limit"),
     ],
@@ -226,23 +218,12 @@ def test_what_a_run_has_written_already_is_not_asked_for_again(
     config = make_config()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=20 << 20))
     assert [found.verdict for found in find_disk(config, plan, 64)] == ["problem"]
-    for name, nbytes in (("journal.sqlite.groups-000001", 15 << 20), ("export/weights", 15 << 20), ("images/a", 1)):
+    for name, nbytes in (("journal.sqlite.groups-000001", 30 << 20), ("images/a", 1)):
         file = config.run_path / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(bytes(nbytes))
     (found,) = list(find_disk(config, plan, 64))
     assert (found.verdict, "30.0 MiB written already" in found.value) == ("ok", True), found
-
-
-@pytest.mark.parametrize(("present", "number"), [([], 4), ([5, 10, 15, 20], 4), ([17, 19], 3), ([25], 1)])
-def test_checkpoints_that_stay_and_those_to_come_are_counted(
-    make_config: MakeConfig, plan: MemoryPlan, present: list[int], number: int
-) -> None:
-    config = make_config(trainer={"max_steps": 20, "save_freq": 5, "save_limit": 9})
-    for step in present:
-        (config.run_path / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
-    (found,) = list(find_disk(config, plan, 64))
-    assert f": {number} checkpoint{'s' * (number > 1)} of" in found.value, found
 
 
 def test_one_port_for_two(make_config: MakeConfig) -> None:
@@ -254,41 +235,15 @@ def test_one_port_for_two(make_config: MakeConfig) -> None:
 
 
 def test_an_address_of_another_machine_is_no_busy_port(make_config: MakeConfig) -> None:
-    config = make_config(telemetry={"host": "192.0.2.1"})
-    found = [one for one in find_ports(config) if one.verdict == "problem"]
-    assert [one.value for one in found] == ["telemetry.host is 192.0.2.1, which is no address of this machine"]
-    assert found[0].fix == "Set telemetry.host to one that it has: 127.0.0.1, or 0.0.0.0 for all of them"
-    with pytest.raises(UserError, match=r"^telemetry\.host is 192\.0\.2\.1, which is no address of this machine"):
-        reserve_ports(config).__enter__()
-
-
-def test_a_name_that_nobody_knows_is_no_busy_port(make_config: MakeConfig) -> None:
     """network.host may be a learner that starts later, elsewhere; telemetry.host is this machine's."""
+    for host, value in (("192.0.2.1", "no address of this machine"), ("a..b", "not a known address here")):
+        (found,) = [one for one in find_ports(make_config(telemetry={"host": host})) if one.verdict == "problem"]
+        assert (found.what, value in found.value) == ("telemetry.host", True), found
     config = make_config(network={"host": "learner.invalid", "insecure": True})
     assert not [one for one in find_ports(config) if one.verdict == "problem"]
-    _, told = list(find_network(config))
-    assert (told.verdict, told.value.split(":")[0]) == (
-        "warning",
-        "network.host is learner.invalid, which has no address here",
-    )
-    with pytest.raises(UserError, match=r"^network\.host is 'learner\.invalid', which is not a known address"):
-        reserve_ports(config).__enter__()
-    (told,) = [one for one in find_ports(make_config(telemetry={"host": "a..b"})) if one.verdict == "problem"]
-    assert told.value == "telemetry.host is 'a..b', which is not a known address here (not a host name)"
-
-
-def test_a_port_that_is_forbidden_is_not_held_by_anybody(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def bind(self: socket.socket, address: tuple[str, int]) -> None:
-        if address[1] == 80:
-            raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(socket.socket, "bind", bind)
-    config = make_config(telemetry={"learner_port": 80})
-    (told,) = [one for one in find_ports(config) if one.verdict == "problem"]
-    assert told.value == "this user may not listen on port 80 of 127.0.0.1 (Permission denied)"
-    assert told.fix == "Set telemetry.learner_port to a port from 1024 on, or to 0"
+    _, found = list(find_network(config))
+    assert found.verdict == "warning"
+    assert found.value.startswith("network.host is learner.invalid, which has no address here")
 
 
 def test_keys_and_addresses(make_config: MakeConfig, tmp_path: Path) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,6 @@ from asyncrl.tools.doctor import trial
 from asyncrl.tools.doctor.examine import Examination, terminated_as_interrupted
 from asyncrl.tools.doctor.findings import Finding
 from tests.rigs.two_processes import write_config
-from tests.rigs.waiting import wait_until
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -75,47 +75,25 @@ def test_a_trial_whose_findings_cannot_be_printed_leaves_nothing(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.slow
-def test_a_doctor_that_is_terminated_in_its_trial_leaves_nothing(make_config: MakeConfig, tmp_path: Path) -> None:
-    file = write_config(make_config(), tmp_path / "config")
+def test_a_doctor_that_is_terminated_in_its_trial_leaves_nothing(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Launcher(subprocess.Popen[bytes]):
+        def wait(self, timeout: float | None = None) -> int:
+            if self not in started:
+                started.append(self)
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().wait(timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Launcher)
     before = sorted(tmp_path.rglob("*"))
-    command = [sys.executable, "-m", "asyncrl", "doctor", str(file)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as doctor:
-        assert doctor.stdout is not None
-        assert any("a real run of 2 tiny steps begins" in line for line in doctor.stdout)
-        wait_until(lambda: any(log.stat().st_size for log in tmp_path.rglob("learner.log")), "the trial's learner")
-        doctor.terminate()
-        assert doctor.wait(timeout=300) == 130
-        assert doctor.stderr is not None
-        assert "Traceback" not in doctor.stderr.read()
+    with pytest.raises(KeyboardInterrupt), terminated_as_interrupted():
+        list(trial.find_by_trial(make_config()))
+    (launcher,) = started
+    assert launcher.returncode is not None
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_doctor_that_is_terminated_twice_ends_after_its_trial() -> None:
-    """The second time while its launcher, which hears of it as well, stops the services."""
-    launcher = """
-import os, signal, time
-terms = []
-def stop(*_):
-    terms.append(1)
-    if len(terms) == 1:
-        os.kill(os.getppid(), signal.SIGTERM)
-    else:
-        raise SystemExit(7)
-signal.signal(signal.SIGTERM, stop)
-print("ready", flush=True)
-while True:
-    time.sleep(0.05)
-"""
-    with subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"ready\n"
-            with pytest.raises(KeyboardInterrupt), terminated_as_interrupted(), trial._ended(process):
-                raise KeyboardInterrupt
-            assert process.poll() == 7
-        finally:
-            process.kill()
 
 
 def test_a_trial_that_takes_too_long_is_stopped(
@@ -131,23 +109,24 @@ def test_a_trial_that_takes_too_long_is_stopped(
     assert late.fix == f"look into {folder}: trial.log and run/logs"
 
 
-@pytest.mark.slow
 def test_a_trial_that_goes_wrong_is_kept_and_named(
-    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reward that only fails on what a policy says."""
-    reward = tmp_path / "my_reward.py"
-    reward.write_text(
-        "def score(sample):\n    if sample.completion in ('', sample.answer, sample.columns['target']):\n"
-        "        return 1.0 * len(sample.completion)\n    raise RuntimeError('what is this?')\n"
-    )
-    config = make_config(reward={"functions": [{"function": f"{reward}:score"}]})
-    assert asyncrl(["doctor", str(write_config(config, tmp_path / "config"))]) == 1
-    printed = capsys.readouterr().out
-    (line,) = [line for line in printed.splitlines() if line.startswith("PROBLEM")]
-    assert re.match(r"PROBLEM \S+ .*RuntimeError: what is this\? \(my_reward.py:4 in score\).*\. Fix: \S+", line), (
-        printed
-    )
+    def run(config: RunConfig, folder: Path, deadline_s: float) -> int:
+        (folder / trial.LOG).write_text("begins\nerror: none of 2 rows could be scored. Mend the reward\n")
+        return 2
+
+    monkeypatch.setattr(trial, "_run", run)
+    _, found = list(trial.find_by_trial(make_config()))
     (folder,) = tmp_path.glob("asyncrl-trial-*")
-    assert str(folder) in printed
-    assert (folder / "trial.log").is_file()
+    assert (found.verdict, found.value) == ("problem", "none of 2 rows could be scored")
+    assert found.fix == f"Mend the reward; look into {folder}: trial.log and run/logs"
+    assert found.details == ("begins", "error: none of 2 rows could be scored. Mend the reward")
+
+
+def test_rewards_that_fail_on_what_the_policy_says_are_a_problem() -> None:
+    steps = [{"rows/finished": 1, "rows/error": 3, "reward/mean": 0.5}]
+    samples = [{"completions": [{"error": ""}, {"error": "RuntimeError: what is this?"}]}]
+    found = trial._completions(steps, samples)
+    assert found.verdict == "problem"
+    assert found.value == "1 finished, 0 truncated, 3 failed; mean reward 0.5: RuntimeError: what is this?"

@@ -147,7 +147,6 @@ WITH_A_REWARD = "data: {train_files: rows.parquet}\nworker: {reward: {reward_fun
     ("out", "said"),
     [
         ("nowhere/out.yaml", "cannot write nowhere/out.yaml: No such file or directory"),
-        (f"{'x' * 246}.yaml", f"cannot write {'x' * 246}_reward.py: File name too long"),
         ("ours.yaml", "ours_reward.py exists already"),
     ],
 )
@@ -213,7 +212,6 @@ def test_what_load_config_refuses_is_missing(tmp_path: Path, capsys: pytest.Capt
     ("text", "said"),
     [
         ("actor_rollout_ref: {rollout: {n: 4}}", "verl itself"),
-        ("model_name: x", "looks like neither"),
         ("data: {train_files: a}\ntrainer: {}", "looks like neither"),
         ("{model: x, dataset: y}", "looks like neither"),
         ("- 1", "holds no configuration"),
@@ -233,19 +231,10 @@ def test_a_configuration_of_ours_is_refused(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr() == ("", said)
 
 
-def test_rllavas_sections_alone_are_not_taken_for_ours(tmp_path: Path) -> None:
-    path = tmp_path / "theirs.yaml"
-    path.write_text("data: {train_files: a}\nalgorithm: {}\nrollout: {n: 4}\nreward: {}\ntrainer: {}\n")
-    assert read_foreign_config(path).framework == "RLLaVA"
-
-
 @pytest.mark.parametrize("name", ["theirs.yaml", "theirs.sh"])
-@pytest.mark.parametrize("content", [b"\x7fELF\xff\xfe\x00", b"PK\x00\x03: 1"])
-def test_binary_files_are_refused_in_one_line(
-    name: str, content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_binary_files_are_refused_in_one_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / name
-    path.write_bytes(content)
+    path.write_bytes(b"PK\x00\x03: 1")
     assert main(["import-config", str(path)]) == 2
     said = capsys.readouterr().err
     assert (said[:7], str(path) in said, said.count("\n")) == ("error: ", True, 1)

@@ -22,10 +22,9 @@ from asyncrl.errors import UserError
 from asyncrl.models.loading import load_model
 from asyncrl.models.processing import EncodedPrompt
 from asyncrl.models.published import published_tensors
-from asyncrl.tools.memory_plan import advice
-from asyncrl.tools.memory_plan.advice import check_plan, check_shared_memory
+from asyncrl.tools.memory_plan.advice import check_plan
 from asyncrl.tools.memory_plan.live_bytes import LiveBytes, nbytes
-from asyncrl.tools.memory_plan.plan import CONTEXT_BYTES, GIB, device_sharing, make_plan, vllm_memory_utilization
+from asyncrl.tools.memory_plan.plan import CONTEXT_BYTES, GIB, make_plan, vllm_memory_utilization
 from asyncrl.tools.memory_plan.rehearsal import (
     cache_bytes_per_token,
     prefilled_prompts,
@@ -183,13 +182,6 @@ def test_phases_follow_who_shares_a_device(make_config: MakeConfig, small: Path)
     assert turns["learner awake"] == apart["learner awake"] + CONTEXT_BYTES, "the sleeper's context stays"
 
 
-@pytest.mark.parametrize(("learner", "rollout"), [("cuda", "cuda:0"), ("auto", "cuda"), ("cuda:0", "auto")])
-def test_one_device_under_two_names_is_shared(make_config: MakeConfig, learner: str, rollout: str) -> None:
-    config = make_config(learner={"device": learner}, rollout={"device": rollout})
-    assert device_sharing(config) == "together"
-    assert device_sharing(make_config(learner={"device": learner}, rollout={"device": "cuda:1"})) == "apart"
-
-
 @pytest.mark.parametrize("rank", [0, 4])
 @pytest.mark.parametrize("level", [1, 2])
 def test_what_a_sleeping_engine_keeps_is_planned(make_config: MakeConfig, small: Path, rank: int, level: int) -> None:
@@ -239,28 +231,6 @@ def test_a_plan_that_cannot_fit_is_refused_with_numbers_and_levers(make_config: 
     reached = [float(line.rsplit("-> ", 1)[1].split()[0]) for line in text.splitlines() if " -> " in line]
     assert reached == sorted(reached), "the one that helps most comes first"
     assert "Together" in text
-
-
-def test_too_little_shared_memory_is_refused_with_the_size_that_is_needed(
-    make_config: MakeConfig, small: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = planned(make_config, small, gpu_memory={"budget_gib": 4}, trainer={"mode": "sync"})
-    nearly_full = type("Usage", (), {"free": 1000})()
-    monkeypatch.setattr(advice.shutil, "disk_usage", lambda path: nearly_full)
-    plan = check_plan(config)
-    assert plan
-    with pytest.raises(UserError, match=r"published weights need .* MiB free.*--shm-size=\d+g"):
-        check_shared_memory(plan)
-
-
-def test_train_refuses_a_run_over_its_budget_and_leaves_nothing_behind(
-    make_config: MakeConfig, small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "config.yaml"
-    file.write_text(dump_config(planned(make_config, small, gpu_memory={"budget_gib": 0.001})))
-    assert asyncrl(["train", str(file)]) == 2
-    assert capsys.readouterr().err.startswith("error: gpu_memory.budget_gib is 0.001, but the learner")
-    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
 # --- channels between devices --------------------------------------------------------------------
@@ -340,16 +310,14 @@ def test_vllm_gets_what_the_budget_leaves(make_config: MakeConfig, small: Path) 
     assert vllm_memory_utilization(apart, 80 * GIB) == 0.3
 
 
-def test_vllm_leaves_the_versions_that_arrive_beside_it_their_part_of_the_budget(
-    make_config: MakeConfig, small: Path
-) -> None:
+def test_vllm_leaves_arriving_versions_their_part_of_the_budget(make_config: MakeConfig, small: Path) -> None:
     sections = {"rollout": {"engine": "vllm", "servers": 2}, "gpu_memory": {"budget_gib": 24}}
-    shares = [
+    shm, nccl = (
         vllm_memory_utilization(over_devices(make_config, small, channel, "nccl", **sections), 80 * GIB)
         for channel in ("shm", "nccl")
-    ]
+    )
     beside = rehearse_learner(planned(make_config, small)).published + NCCL_BYTES
-    assert shares == [0.15, pytest.approx((12 - beside / GIB) / 80, abs=1e-3)]
+    assert (shm, nccl) == (0.15, pytest.approx((12 - beside / GIB) / 80, abs=1e-3))
 
 
 def test_vllm_with_nothing_left_by_new_weights_is_refused(make_config: MakeConfig, small: Path) -> None:
@@ -384,9 +352,7 @@ def test_doctor_prints_the_table_of_a_folder_and_of_a_configuration(
     make_config: MakeConfig, small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert asyncrl(["doctor", "--plan", str(small), "gpu_memory.budget_gib=80"]) == 0
-    folder = capsys.readouterr().out
-    assert "KV cache" in folder
-    assert "AdamW moments" in folder
+    assert {"KV cache", "AdamW moments"} <= set(re.findall(r"^  (\S+ \S+)  ", capsys.readouterr().out, re.M))
     file = tmp_path / "config.yaml"
     file.write_text(dump_config(planned(make_config, small, trainer={"mode": "sync"})))
     assert asyncrl(["doctor", "--plan", str(file), "gpu_memory.budget_gib=4"]) == 0

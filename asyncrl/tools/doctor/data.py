@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
@@ -48,26 +49,31 @@ class Look:
     """Rows by hash of what the model sees of them."""
     example: tuple[RenderedPrompt, EncodedPrompt] | None = None
 
-    @property
-    def seen(self) -> int:
-        return len(self.lengths) + sum(map(len, self.refused.values()))
+
+def load_renderer(config: DataConfig) -> Findings[PromptRenderer]:
+    """Reads the template. Nothing is found where it can be read."""
+    yield from ()
+    return PromptRenderer(config)
 
 
-def find_prompts(
-    config: DataConfig, rows: RowSource, purpose: str, renderer: PromptRenderer, processor: PromptProcessor
-) -> Findings[Look]:
+def find_prompts(config: RunConfig, rows: RowSource, purpose: str, renderer: PromptRenderer) -> Findings[Look]:
     """`purpose` is training or held-out."""
-    look = _look_at(config, rows, renderer, processor)
-    counted = f"{look.seen:,} of {len(rows):,} {purpose} rows"
+    processor, data = PromptProcessor(config.model), config.data
+    look = _look_at(data, rows, renderer, processor)
+    seen = len(look.lengths) + sum(map(len, look.refused.values()))
+    counted = f"{seen:,} of {len(rows):,} {purpose} rows"
     yield Finding(f"{purpose} rows", f"{len(rows):,} with columns {', '.join(rows.columns)}; {counted} looked at")
     if look.example is not None and purpose == "training":
         rendered, encoded = look.example
-        lines = describe_prompt(processor, rendered, encoded, config.max_prompt_length)
+        lines = describe_prompt(processor, rendered, encoded, data.max_prompt_length)
         yield Finding("example", f"row {rendered.prompt.row_id} as the model sees it", "note", details=tuple(lines))
     for refused in look.refused.values():
-        yield _refused(refused, counted)
+        reason, fix = split_fix(refused[0][1])
+        names = _names([row_id for row_id, _ in refused])
+        value = f"{len(refused):,} of {counted} would be refused ({names}): {reason}"
+        yield Finding("refused rows", value, "problem", fix or "mend these rows or leave them out")
     if look.lengths:
-        yield _too_long(look, config, counted)
+        yield _judge_lengths(look, data, counted)
     if len(look.texts) == 1 and len(look.questions) > 1:
         value = f"all of {counted} become one and the same prompt, though they ask different things"
         fix = "the template (data.format_prompt, or the model's chat template) has to print `content`"
@@ -78,13 +84,14 @@ def find_prompts(
 def find_twins(train: Look, held_out: Look) -> Findings[None]:
     """Compares the two: held-out accuracy says little of rows that are trained on."""
     twins = [(row, train.keys[key]) for key, row in held_out.keys.items() if key in train.keys]
-    if not twins:
+    if twins:
+        counted = f"{len(twins):,} of {len(held_out.keys):,} held-out prompts"
+        value = f"{counted} are trained on, too: {twins[0][0]} is {twins[0][1]}"
+        fix = "take them out of one of data.train_files and data.val_files"
+        yield Finding("held-out is apart", value, "warning", fix)
+    else:
         value = f"none of {len(held_out.keys):,} held-out prompts is among {len(train.keys):,} of training"
         yield Finding("held-out is apart", value)
-        return
-    counted = f"{len(twins):,} of {len(held_out.keys):,} held-out prompts"
-    value = f"{counted} are trained on, too: {twins[0][0]} is {twins[0][1]}"
-    yield Finding("held-out is apart", value, "warning", "take them out of one of data.train_files and data.val_files")
 
 
 def _look_at(config: DataConfig, rows: RowSource, renderer: PromptRenderer, processor: PromptProcessor) -> Look:
@@ -118,19 +125,12 @@ def _names(row_ids: Sequence[str]) -> str:
     return ", ".join(row_ids[:_NAMED]) + (", ..." if len(row_ids) > _NAMED else "")
 
 
-def _refused(rows: Sequence[tuple[str, str]], counted: str) -> Finding:
-    reason, fix = split_fix(rows[0][1])
-    value = f"{len(rows):,} of {counted} would be refused ({_names([row_id for row_id, _ in rows])}): {reason}"
-    return Finding("refused rows", value, "problem", fix or "mend these rows or leave them out")
-
-
-def _too_long(look: Look, config: DataConfig, counted: str) -> Finding:
+def _judge_lengths(look: Look, config: DataConfig, counted: str) -> Finding:
     """The lengths with a histogram; a problem where rows are over the limit."""
     lengths, limit = np.array(list(look.lengths.values())), config.max_prompt_length
-    value = (
-        f"{lengths.min()} to {lengths.max()} tokens, median {int(np.median(lengths))}; data.max_prompt_length={limit}"
-    )
-    what, bars = "prompt lengths", _histogram(lengths, limit)
+    middle = int(np.median(lengths))
+    value = f"{lengths.min()} to {lengths.max()} tokens, median {middle}; data.max_prompt_length={limit}"
+    what, bars = "prompt lengths", tuple(_histogram(lengths, limit))
     over = [row_id for row_id, length in look.lengths.items() if length > limit]
     if not over:
         return Finding(what, value, details=bars)
@@ -141,18 +141,15 @@ def _too_long(look: Look, config: DataConfig, counted: str) -> Finding:
     return Finding(what, value, "problem", fix, bars)
 
 
-def _histogram(lengths: np.ndarray, limit: int) -> tuple[str, ...]:
+def _histogram(lengths: np.ndarray, limit: int) -> Iterator[str]:
     first, last = int(lengths.min()), int(lengths.max())
-    width = max(1, -(-(last - first + 1) // _BARS))
-    lines = []
-    for start in range(first, last + 1, width):
-        end = start + width - 1
-        tokens = f"{start} to {end}" if width > 1 else f"{start}"
-        count = int(((lengths >= start) & (lengths <= end)).sum())
+    width = -(-(last - first + 1) // _BARS)
+    counts, starts = np.histogram(lengths, bins=np.arange(first, last + width + 1, width))
+    for start, count in zip(starts.tolist(), counts.tolist(), strict=False):
+        tokens = f"{start} to {start + width - 1}" if width > 1 else f"{start}"
         bar = "#" * max(count > 0, round(_BAR_WIDTH * count / len(lengths)))
         over = "  over data.max_prompt_length" if start > limit else ""
-        lines.append(f"{tokens:<14}{count:>8,}  {bar}{over}")
-    return tuple(lines)
+        yield f"{tokens:<14}{count:>8,}  {bar}{over}"
 
 
 # --- rewards ---------------------------------------------------------------------------------------
@@ -164,9 +161,6 @@ ROWS_TRIED = 100
 _WORKER_START_S = 90.0
 NOTHING = "nothing"
 
-Scored = dict[str, list[Score]]
-"""Scores by what the completion was: the answer, nothing, the demonstration."""
-
 
 def rewards_deadline_s(config: RunConfig) -> float:
     """A worker that is killed at every completion still ends in time."""
@@ -174,7 +168,7 @@ def rewards_deadline_s(config: RunConfig) -> float:
 
 
 def find_rewards(config: RunConfig, rows: RowSource, renderer: PromptRenderer) -> Findings[None]:
-    scored = asyncio.run(_score(config, list(_completions(config, rows, renderer))))
+    scored = asyncio.run(_score(config, list(islice(_rendered_rows(rows, renderer), ROWS))))
     failed = ((name, score) for name, scores in scored.items() for score in scores if score.status != "ok")
     for name, score in failed:
         value = f"{score.error_kind} on {name}: {score.error_message}"
@@ -191,40 +185,34 @@ def find_rewards(config: RunConfig, rows: RowSource, renderer: PromptRenderer) -
         ]
         yield Finding("reward", f"{name}: {'; '.join(parts)}")
     weighted = {completion: [score.reward for score in scores] for completion, scores in scored.items()}
-    good = [values for completion, values in weighted.items() if completion != NOTHING]
-    if all(values == weighted[NOTHING] for values in good):
-        value = f"the weighted sum does not tell {' or '.join(c for c in weighted if c != NOTHING)} from {NOTHING}"
+    worthless = weighted.pop(NOTHING)
+    if all(values == worthless for values in weighted.values()):
+        value = f"the weighted sum does not tell {' or '.join(weighted)} from {NOTHING}"
         fix = "look whether the reward wants a form that data.format_prompt or the warm start teaches; if not, mend it"
         yield Finding("reward", value, "warning", fix)
 
 
-def _completions(
-    config: RunConfig, rows: RowSource, renderer: PromptRenderer
-) -> Iterator[tuple[RenderedPrompt, str, str]]:
-    """A row, the kind of completion, and the completion."""
-    taken = 0
+def _rendered_rows(rows: RowSource, renderer: PromptRenderer) -> Iterator[tuple[RenderedPrompt, dict[str, object]]]:
     for index in range(min(len(rows), ROWS_TRIED)):
-        row, row_id = rows[index], rows.row_id(index)
+        row = dict(rows[index])
         try:
-            rendered = renderer.render(row, row_id)
+            yield renderer.render(row, rows.row_id(index)), row
         except UserError:  # find_prompts reports it
             continue
-        yield rendered, "the answer", str(rendered.prompt.answer)
-        yield rendered, NOTHING, ""
-        if row.get(config.data.target_key):
-            yield rendered, config.data.target_key, str(row[config.data.target_key])
-        taken += 1
-        if taken == ROWS:
-            return
 
 
-async def _score(config: RunConfig, completions: Sequence[tuple[RenderedPrompt, str, str]]) -> Scored:
-    pool = RewardPool(config.reward.model_copy(update={"workers": 1}))
+async def _score(config: RunConfig, rows: Sequence[tuple[RenderedPrompt, dict[str, object]]]) -> dict[str, list[Score]]:
+    """Scores by what the completion was: the answer, nothing, the demonstration."""
+    pool, key = RewardPool(config.reward.model_copy(update={"workers": 1})), config.data.target_key
     await pool.start()
     try:
-        scored: Scored = defaultdict(list)
-        for rendered, name, text in completions:
-            scored[name].append(await pool.score(sample_of(rendered.prompt, text, rendered.blobs, "stop")))
+        scored: dict[str, list[Score]] = defaultdict(list)
+        for rendered, row in rows:
+            completions = {"the answer": str(rendered.prompt.answer), NOTHING: ""}
+            if row.get(key):
+                completions[key] = str(row[key])
+            for name, text in completions.items():
+                scored[name].append(await pool.score(sample_of(rendered.prompt, text, rendered.blobs, "stop")))
         return scored
     finally:
         await pool.close()

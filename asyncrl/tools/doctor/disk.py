@@ -5,18 +5,14 @@ from __future__ import annotations
 import resource
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import RunTakenError, UserError
 from asyncrl.launch.run_dir import check_run_dir, is_resumable
-from asyncrl.run_folder.checkpoints import checkpoint_folders
 from asyncrl.run_folder.lock import refuse_busy
-from asyncrl.tools.doctor.findings import Finding, Findings, size, split_fix
-from asyncrl.tools.memory_plan.plan import GIB, MemoryPlan
+from asyncrl.tools.doctor.findings import Finding, Findings, split_fix
+from asyncrl.tools.memory_plan.plan import GIB, MemoryPlan, size
 
 MIB = 2**20
 HEADER_BYTES = 200
@@ -55,13 +51,6 @@ def nearest_folder(path: Path) -> Path:
     return next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
 
 
-class Part(NamedTuple):
-    text: str
-    nbytes: int
-    setting: str = ""
-    """The setting that makes it smaller."""
-
-
 def find_disk(config: RunConfig, plan: MemoryPlan, num_rows: int | None) -> Findings[None]:
     """`num_rows` of training: None where they cannot be read. A checkpoint that a crash adds is not counted."""
     folder = nearest_folder(config.run_path)
@@ -70,16 +59,16 @@ def find_disk(config: RunConfig, plan: MemoryPlan, num_rows: int | None) -> Find
         value = f"{size(free)} free in {folder}; how much the run writes is not known without its training rows"
         yield Finding("disk of run_dir", value, "note")
         return
-    parts = list(_parts(config, plan, config.total_steps(num_rows or 0)))
-    needed = sum(part.nbytes for part in parts)
-    written = _written(config.run_path)
+    parts = _written_parts(config, plan, config.total_steps(num_rows or 0))
+    needed = sum(nbytes for _, nbytes, _ in parts)
+    # A run that is to be continued has some of it already; its images are not counted in `needed` either.
+    files = (file for file in config.run_path.rglob("*") if file.parent.name != "images")
+    written = sum(file.stat().st_size for file in files if file.is_file())
     already = f", {size(written)} written already" if written else ""
-    value = (
-        f"{size(free)} free in {folder}{already}; the run writes up to {size(needed)}: "
-        f"{', '.join(part.text for part in parts)}; and images of samples"
-    )
+    listed = ", ".join(text for text, _, _ in parts)
+    value = f"{size(free)} free in {folder}{already}; the run writes up to {size(needed)}: {listed}; and images"
     if free + written < needed:
-        settings = [part.setting for part in parts if part.setting and part.nbytes > 0.1 * needed]
+        settings = [setting for _, nbytes, setting in parts if setting and nbytes > 0.1 * needed]
         lower = f", or lower {' and '.join(settings)}" if settings else ""
         yield Finding("disk of run_dir", value, "problem", f"make room, set run_dir on a larger disk{lower}")
     else:
@@ -91,44 +80,32 @@ def find_disk(config: RunConfig, plan: MemoryPlan, num_rows: int | None) -> Find
         yield Finding("file sizes", value, "problem", "raise the limit: ulimit -f unlimited")
 
 
-def _parts(config: RunConfig, plan: MemoryPlan, steps: int) -> Iterator[Part]:
+def _written_parts(config: RunConfig, plan: MemoryPlan, steps: int) -> list[tuple[str, int, str]]:
+    """Text, bytes, and the setting that makes it smaller, of each kind of file that a whole run writes."""
     trainer, data, group_size = config.trainer, config.data, config.batch.group_size
     trajectories = steps * config.trajectories_per_step
     arrays = steps * config.batch.prompts_per_step * config.group_bytes(group_size)
     groups = arrays + trajectories * HEADER_BYTES
     waiting, kept = trainer.journal_limit_mib * MIB, int(trainer.keep_samples_gib * GIB)
-
-    each = _saved_weights(config, plan) + plan.learner.moments
-    present = checkpoint_folders(config.run_path)
-    left = max(0, steps - max(present, default=0))
-    saves = len(present) + bool(left) + groups * left // max(1, steps) // waiting
-    if trainer.save_freq and left:
-        saves += (steps - 1) // trainer.save_freq - (steps - left) // trainer.save_freq
+    checkpoint = _saved_weights(config, plan) + plan.learner.moments
+    saves = 1 + groups // waiting + ((steps - 1) // trainer.save_freq if trainer.save_freq else 0)
     number = min(trainer.save_limit + 1, saves)  # the new one is whole before the oldest goes
-    yield Part(f"{number} checkpoint{'s' * (number != 1)} of {size(each)}", number * each, "trainer.save_limit")
-    yield Part(f"an export of {size(plan.learner.weights)}", plan.learner.weights)
     journal = min(groups, waiting + kept)
-    setting = "trainer.keep_samples_gib" if kept > waiting else "trainer.journal_limit_mib"
-    yield Part(f"a journal of {size(journal)}", journal, setting if groups > waiting + kept else "")
+    to_shorten = "trainer.keep_samples_gib" if kept > waiting else "trainer.journal_limit_mib"
     index = int(INDEX_SHARE * arrays) + trajectories * INDEX_ROW_BYTES
-    yield Part(f"an index of samples of {size(index)}", index)
-    sample = SAMPLE_BYTES + (TEXT_BYTES + ID_BYTES) * data.max_response_length
+    completion = SAMPLE_BYTES + (TEXT_BYTES + ID_BYTES) * data.max_response_length
     shown = min(trainer.samples_per_step, config.batch.prompts_per_step)
-    samples = steps * shown * (TEXT_BYTES * data.max_prompt_length + group_size * sample)
-    yield Part(f"samples.jsonl of {size(samples)}", samples, "trainer.samples_per_step")
+    samples = steps * shown * (TEXT_BYTES * data.max_prompt_length + group_size * completion)
     logs = LOGS_BYTES + steps * STEP_BYTES
-    yield Part(f"{size(logs)} of metrics and logs", logs)
+    return [
+        (f"{number} checkpoint{'s' * (number != 1)} of {size(checkpoint)}", number * checkpoint, "trainer.save_limit"),
+        (f"an export of {size(plan.learner.weights)}", plan.learner.weights, ""),
+        (f"a journal of {size(journal)}", journal, to_shorten if groups > journal else ""),
+        (f"an index of samples of {size(index)}", index, ""),
+        (f"samples.jsonl of {size(samples)}", samples, "trainer.samples_per_step"),
+        (f"{size(logs)} of metrics and logs", logs, ""),
+    ]
 
 
 def _saved_weights(config: RunConfig, plan: MemoryPlan) -> int:
     return plan.learner.published if config.model.lora.rank else plan.learner.weights
-
-
-def _written(run_path: Path) -> int:
-    """Bytes in the folder of a run that is to be continued, but its images, which are not counted above either."""
-    total = 0
-    for file in run_path.rglob("*"):
-        with suppress(OSError):  # the learner may drop its oldest checkpoint meanwhile
-            if file.is_file() and file.parent.name != "images":
-                total += file.stat().st_size
-    return total

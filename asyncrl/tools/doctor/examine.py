@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import RowSource, open_train, open_validation
-from asyncrl.data.prompts import PromptRenderer
 from asyncrl.errors import ExitCode, UserError
 from asyncrl.launch.inputs import check_media
 from asyncrl.tools.doctor.disk import find_disk, find_run_dir
@@ -76,8 +75,7 @@ def examine(file: Path | None, overrides: Sequence[str], *, quick: bool, as_json
 
 def _examine_run(check: Any, config: RunConfig, devices: Sequence[Device]) -> None:
     """`check` is `Examination.check`."""
-    from asyncrl.models.processing import PromptProcessor
-    from asyncrl.tools.doctor.data import find_prompts, find_rewards, find_twins, rewards_deadline_s
+    from asyncrl.tools.doctor.data import find_prompts, find_rewards, find_twins, load_renderer, rewards_deadline_s
     from asyncrl.tools.doctor.memory import find_memory, find_model
 
     check("ports", find_ports(config))
@@ -89,14 +87,13 @@ def _examine_run(check: Any, config: RunConfig, devices: Sequence[Device]) -> No
     plan = check("memory plan", find_memory(config, devices), deadline_s=PLAN_S) if model else None
     if plan is not None:
         check("disk of run_dir", find_disk(config, plan, None if rows is None else len(rows)))
-    renderer = check("template", _loaded(lambda: PromptRenderer(config.data)))
+    renderer = check("template", load_renderer(config.data))
     if rows is None or renderer is None:
         return
-    processor = check("processor", _loaded(lambda: PromptProcessor(config.model))) if model else None
     looks = [
-        check("prompts", find_prompts(config.data, source, purpose, renderer, processor), deadline_s=DATA_S)
+        check("prompts", find_prompts(config, source, purpose, renderer), deadline_s=DATA_S)
         for source, purpose in ((rows, "training"), (held_out, "held-out"))
-        if source is not None and processor is not None
+        if source is not None and model is not None
     ]
     if len(looks) == 2 and None not in looks:
         check("held-out is apart", find_twins(*looks))
@@ -111,15 +108,6 @@ def _open_rows(config: RunConfig, *, held_out: bool, model: dict[str, Any] | Non
     elif model is not None:
         check_media(config, model, rows)
     return rows
-
-
-def _loaded(load: Callable[[], T]) -> Findings[T]:
-    """A check without a finding where it succeeds."""
-    yield from ()
-    return load()
-
-
-# --- running checks ----------------------------------------------------------------------------------
 
 
 class Examination:
@@ -138,45 +126,36 @@ class Examination:
         product: list[T | None] = []
 
         def work() -> None:
-            product.append(_drain(_guarded(what, findings), made.put))
+            product.append(_run(what, findings, made.put))
             made.put(None)
 
         threading.Thread(target=work, name=what, daemon=True).start()
-        while True:
-            try:
-                finding = made.get(timeout=max(0.0, until - time.monotonic()))
-            except queue.Empty:
-                fix = f"something behind `{what}` hangs: a network file system, a download, a driver, or code of yours"
-                self._report(Finding(what, f"was not done after {deadline_s:g} s", "problem", fix))
-                return None
-            if finding is None:
-                return product[0]
-            self._report(finding)
+        try:
+            while finding := made.get(timeout=max(0.0, until - time.monotonic())):
+                self._report(finding)
+        except queue.Empty:
+            fix = f"something behind `{what}` hangs: a network file system, a download, a driver, or code of yours"
+            self._report(Finding(what, f"was not done after {deadline_s:g} s", "problem", fix))
+            return None
+        return product[0]
 
     def run(self, what: str, findings: Findings[T]) -> T | None:
         """Runs a check in this thread, if it keeps its own deadline and cleans up when it is interrupted."""
-        return _drain(_guarded(what, findings), self._report)
+        return _run(what, findings, self._report)
 
 
-def _drain(findings: Findings[T], report: Callable[[Finding], None]) -> T | None:
-    """Closes the check where its findings cannot be reported any more."""
+def _run(what: str, findings: Findings[T], report: Callable[[Finding], None]) -> T | None:
+    """Reports the findings of one check. Where it fails, that is a finding too: it must not hide what others find."""
     with closing(findings):
         while True:
             try:
                 finding = next(findings)
             except StopIteration as end:
                 return end.value
+            except UserError as error:
+                return report(problem(what, error))
+            except Exception as error:
+                logger.debug("the check %s failed", what, exc_info=True)
+                text = f"could not be checked: {type(error).__name__}: {' '.join(str(error).split())}"
+                return report(Finding(what, text, "problem", _BROKEN))
             report(finding)
-
-
-def _guarded(what: str, findings: Findings[T]) -> Findings[T | None]:
-    """One check that fails must not hide what the others find."""
-    try:
-        return (yield from findings)
-    except UserError as error:
-        yield problem(what, error)
-    except Exception as error:
-        logger.debug("the check %s failed", what, exc_info=True)
-        text = " ".join(str(error).split())
-        yield Finding(what, f"could not be checked: {type(error).__name__}: {text}", "problem", _BROKEN)
-    return None

@@ -54,11 +54,6 @@ def split_fix(text: str) -> tuple[str, str]:
     return value, fix
 
 
-def size(nbytes: float) -> str:
-    """`12.3 GiB`, `4.5 MiB`"""
-    return f"{nbytes / 2**30:,.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.1f} MiB"
-
-
 class Report:
     """Collects findings with the seconds that each took; prints them at once, or all as one JSON document."""
 
@@ -89,7 +84,7 @@ class Report:
             print(json.dumps({**totals, "findings": findings}, ensure_ascii=False, indent=2))
         else:
             counted = ((problems, "problem"), (warnings, "warning"))
-            text = ", ".join(f"{count} {word}{'' if count == 1 else 's'}" for count, word in counted if count)
+            text = ", ".join(f"{count} {word}{'s' * (count > 1)}" for count, word in counted if count)
             print(f"\n{text or 'nothing is wrong'}, {len(self.findings)} findings in {seconds:.1f} s")
         return 1 if problems else 0
 

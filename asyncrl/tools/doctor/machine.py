@@ -11,8 +11,12 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from asyncrl.launch.processes import available_cores
-from asyncrl.tools.doctor.findings import Finding, Findings, size
+from asyncrl.tools.doctor.findings import Finding, Findings
+from asyncrl.tools.memory_plan.advice import shared_memory_fix
+from asyncrl.tools.memory_plan.plan import size
 from protocol.endpoints import SHARED_MEMORY
 
 SMALL_SHARED_MEMORY = 2**30
@@ -33,8 +37,6 @@ print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "devic
 
 
 def find_machine() -> Findings[None]:
-    import psutil
-
     yield Finding("cores", f"{available_cores()} of {os.cpu_count()}")
     memory, limit = psutil.virtual_memory(), memory_limit()
     limited = f", limited to {size(limit)} (cgroup)" if limit and limit < memory.total else ""
@@ -57,31 +59,13 @@ def _shared_memory() -> Finding:
     if room.free >= SMALL_SHARED_MEMORY:
         return Finding("shared memory", value)
     value += ", and three versions of the published weights go there"
-    return Finding("shared memory", value, "warning", shared_memory_fix("8g"))
-
-
-def shared_memory_fix(amount: str) -> str:
-    return (
-        f"in a container set --shm-size={amount} (compose: ASYNCRL_SHM_SIZE={amount}), else "
-        f"mount -o remount,size={amount} {SHARED_MEMORY}"
-    )
-
-
-def usable_memory() -> int:
-    """Bytes that a run may take of the host now."""
-    import psutil
-
-    available = psutil.virtual_memory().available
-    return min(available, memory_limit() or available)
+    return Finding("shared memory", value, "warning", shared_memory_fix(8))
 
 
 def memory_limit() -> int | None:
     """Bytes that a container may use."""
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        try:
-            text = (_CGROUP / name).read_text().strip()
-        except OSError:
-            continue
+    for file in (_CGROUP / "memory.max", _CGROUP / "memory" / "memory.limit_in_bytes"):
+        text = file.read_text().strip() if file.is_file() else ""
         if text.isdigit() and int(text) < _UNLIMITED:
             return int(text)
     return None
@@ -99,26 +83,28 @@ def find_devices() -> Findings[tuple[Device, ...]]:
     """The CUDA devices by index, listed by a process of its own: CUDA takes half a GiB of each, which a trial needs."""
     command = [sys.executable, "-c", LIST_DEVICES]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DEVICES_DEADLINE_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DEVICES_DEADLINE_S, check=True)
     except subprocess.TimeoutExpired:
         value = f"CUDA did not answer within {DEVICES_DEADLINE_S:g} s"
         yield Finding("devices", value, "problem", "look at nvidia-smi and dmesg: a GPU or its driver hangs")
         return ()
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    except subprocess.CalledProcessError as error:
+        last = (error.stderr.strip().splitlines() or ["no message"])[-1]
         yield Finding("devices", f"torch cannot look at them: {last}", "problem", "bash scripts/install.sh")
         return ()
     facts = json.loads(done.stdout.splitlines()[-1])
     built = f"for CUDA {facts['cuda']}" if facts["cuda"] else "without CUDA"
     devices = tuple(Device(**device) for device in facts["devices"])
-    if DRIVER.is_file():
-        yield Finding("nvidia driver", DRIVER.read_text().splitlines()[0].strip())
     for index, device in enumerate(devices):
         yield Finding(f"cuda:{index}", f"{device.name}, {size(device.total)}, {size(device.free)} free")
-    if not devices and DRIVER.is_file():
-        value = f"there is an NVIDIA driver, but torch {facts['torch']} (built {built}) sees no device"
-        fix = "install a build of torch for the driver (bash scripts/install.sh), and in a container pass --gpus all"
-        yield Finding("devices", value, "problem", fix)
+    if DRIVER.is_file():
+        yield Finding("nvidia driver", DRIVER.read_text().splitlines()[0].strip())
+        if not devices:
+            value = f"there is an NVIDIA driver, but torch {facts['torch']} (built {built}) sees no device"
+            fix = (
+                "install a build of torch for the driver (bash scripts/install.sh), and in a container pass --gpus all"
+            )
+            yield Finding("devices", value, "problem", fix)
     elif not devices:
         yield Finding("devices", f"the CPU alone; torch {facts['torch']} is built {built}", "note")
     return devices

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+
+import psutil
 
 from asyncrl.config.device_rules import meant_device
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.launch.inputs import check_devices, check_engine, check_lengths, check_model
 from asyncrl.models.weight_files import check_weights
-from asyncrl.tools.doctor.findings import Finding, Findings, size
-from asyncrl.tools.doctor.machine import Device, shared_memory_fix, usable_memory
-from asyncrl.tools.memory_plan.advice import advice
-from asyncrl.tools.memory_plan.plan import GIB, MemoryPlan, changed, make_plan
-from protocol.endpoints import SHARED_MEMORY
+from asyncrl.tools.doctor.findings import Finding, Findings, problem
+from asyncrl.tools.doctor.machine import Device, memory_limit
+from asyncrl.tools.memory_plan.advice import advice, check_shared_memory
+from asyncrl.tools.memory_plan.plan import GIB, MemoryPlan, changed, make_plan, size
 
 
 def find_model(config: RunConfig) -> Findings[dict[str, Any]]:
@@ -66,14 +66,18 @@ def find_memory(config: RunConfig, devices: Sequence[Device]) -> Findings[Memory
             yield Finding(what, value)
     asleep = sum(line.nbytes for line in plan.host)
     needed = asleep + (sum(on_host) if plan.sharing == "apart" else max(on_host))
-    free = usable_memory()
+    available = psutil.virtual_memory().available
+    free = min(available, memory_limit() or available)
     value = f"a run needs {size(needed)} beside its processes' own, {size(free)} are available"
     if needed > free:
         yield _too_large(plan, "host memory", value, free - asleep)
     else:
         yield Finding("host memory", value)
     yield _budget(plan)
-    yield _shared_memory(plan)
+    try:
+        yield Finding("room to publish", check_shared_memory(plan))
+    except UserError as error:
+        yield problem("room to publish", error)
     return plan
 
 
@@ -91,13 +95,3 @@ def _budget(plan: MemoryPlan) -> Finding:
     if plan.excess:
         return _too_large(plan, "memory budget", f"{budget}, and the run needs {size(plan.peak)}", plan.budget)
     return Finding("memory budget", f"{size(plan.peak)} of {budget}")
-
-
-def _shared_memory(plan: MemoryPlan) -> Finding:
-    if not SHARED_MEMORY.is_dir():
-        return Finding("room to publish", f"no {SHARED_MEMORY}: three versions of the weights go to a disk", "note")
-    free = shutil.disk_usage(SHARED_MEMORY).free
-    value = f"three versions of the weights are {size(plan.publications)}, {SHARED_MEMORY} has {size(free)} free"
-    if plan.publications <= free:
-        return Finding("room to publish", value)
-    return Finding("room to publish", value, "problem", shared_memory_fix(f"{-(-plan.publications // GIB) + 1}g"))

@@ -56,16 +56,11 @@ def find_ports(config: RunConfig) -> Findings[None]:
 def _holder(port: int) -> str:
     """The process that listens on the port, as far as this user may see."""
     try:
-        connections = psutil.net_connections(kind="tcp")
-    except psutil.AccessDenied:
-        connections = []
-    for one in connections:
-        if one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == port and one.pid:
-            try:
-                return f"{psutil.Process(one.pid).name()} (process {one.pid})"
-            except psutil.Error:
-                return f"process {one.pid}"
-    return "another process, which this user cannot see"
+        listening = (one for one in psutil.net_connections(kind="tcp") if one.status == psutil.CONN_LISTEN)
+        process = next(one.pid for one in listening if one.laddr and one.laddr.port == port and one.pid)
+        return f"{psutil.Process(process).name()} (process {process})"
+    except (StopIteration, psutil.Error):
+        return "another process, which this user cannot see"
 
 
 def find_network(config: RunConfig) -> Findings[None]:
@@ -98,9 +93,8 @@ def _learner(config: RunConfig) -> Findings[None]:
     try:
         socket.getaddrinfo(network.host, None)
     except (OSError, UnicodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
         fix = "set it to an IP address, or to a name that this machine knows; in compose both services join one network"
-        yield Finding("learner", f"network.host is {network.host}, which has no address here: {why}", "warning", fix)
+        yield Finding("learner", f"network.host is {network.host}, which has no address here: {error}", "warning", fix)
         return
     for port in (network.control_port, network.weights_port):
         try:

@@ -10,7 +10,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,9 @@ from asyncrl.errors import ExitCode
 from asyncrl.run_folder.failure import read_failure
 from asyncrl.telemetry.recorder import METRICS_FILE, SAMPLES_FILE, read_status
 from asyncrl.tools.doctor.disk import nearest_folder
-from asyncrl.tools.doctor.findings import Finding, Findings, size, split_fix
+from asyncrl.tools.doctor.findings import Finding, Findings, split_fix
 from asyncrl.tools.doctor.network import is_local
-from asyncrl.tools.memory_plan.plan import changed
+from asyncrl.tools.memory_plan.plan import changed, size
 
 STEPS = 2
 """The second one learns from completions that published weights have sampled."""
@@ -46,17 +45,16 @@ def find_by_trial(config: RunConfig) -> Findings[None]:
         began = time.monotonic()
         code = _run(trial, folder, deadline_s)
         keep = True
-        spent = time.monotonic() - began
-        if code == 0:
-            steps = f"{STEPS} steps of {trial.batch.prompts_per_step} x {trial.batch.group_size} completions"
-            yield Finding("trial", f"{steps}, a checkpoint and an export in {spent:.0f} s")
-            findings = list(find_in_run(trial))
-            keep = any(finding.verdict == "problem" for finding in findings)
-            yield from findings
-            if keep:
-                yield Finding("trial's folder", f"is kept: {folder}", "note")
-        else:
+        if code != 0:
             yield _failed(trial, folder, code, deadline_s)
+            return
+        steps = f"{STEPS} steps of {trial.batch.prompts_per_step} x {trial.batch.group_size} completions"
+        yield Finding("trial", f"{steps}, a checkpoint and an export in {time.monotonic() - began:.0f} s")
+        findings = list(find_in_run(trial))
+        keep = any(finding.verdict == "problem" for finding in findings)
+        yield from findings
+        if keep:
+            yield Finding("trial's folder", f"is kept: {folder}", "note")
     except (KeyboardInterrupt, GeneratorExit):  # its findings are not wanted any more
         keep = False
         raise
@@ -92,62 +90,40 @@ def smallest(config: RunConfig, run_dir: Path) -> RunConfig:
 
 
 def _run(config: RunConfig, folder: Path, deadline_s: float) -> int | None:
-    """Exit code; None if it was not done in time."""
+    """Exit code; None if it was not done in time. The launcher stops its services when it is stopped."""
     file = folder / "config.yaml"
     file.write_text(dump_config(config))
+    command = [sys.executable, "-m", "asyncrl", "train", str(file)]
     with (folder / LOG).open("wb") as log:
-        command = [sys.executable, "-m", "asyncrl", "train", str(file)]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
-        with _ended(process):
-            try:
-                return process.wait(deadline_s)
-            except subprocess.TimeoutExpired:
-                return None
-
-
-@contextmanager
-def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Ends the launcher, which stops its services, before the files that it writes are removed.
-
-    An interrupt meanwhile goes to it as well: it waits for its services no longer then.
-    """
     try:
-        yield
+        return process.wait(deadline_s)
+    except subprocess.TimeoutExpired:
+        return None
     finally:
-        deadline = time.monotonic() + STOP_S
-        again: KeyboardInterrupt | None = None
-        while process.poll() is None:
-            try:
-                process.terminate()
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            except KeyboardInterrupt as interrupt:
-                again = interrupt
-        if again:
-            raise again
+        process.terminate()
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def _failed(config: RunConfig, folder: Path, code: int | None, deadline_s: float) -> Finding:
-    """The run's own error, or the last line of its log."""
-    lines = (folder / LOG).read_text(errors="replace").splitlines()
+    """The run's own error, or the line of its log that says which service died, or the last line."""
+    lines = (folder / LOG).read_text(errors="replace").splitlines() or ["nothing"]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    deaths = [line for line in lines if "ended with code" in line or "was killed by" in line]
     saved = read_failure(config.run_path)
-    head, *more = (errors[-1] if errors else saved.reason if saved else _ending(lines)).splitlines()
+    last = errors or ([saved.reason] if saved else deaths) or lines
+    head, *more = last[-1].splitlines()
     value, fix = split_fix(head)
     if code == ExitCode.CRASHED:
         fix = ""  # that of a run that could go on
     elif code is None:
-        value, fix = f"not done after {deadline_s:g} s; it said last: {lines[-1] if lines else 'nothing'}", ""
+        value, fix = f"not done after {deadline_s:g} s; it said last: {lines[-1]}", ""
     kept = f"look into {folder}: {LOG} and run{os.sep}logs"
     return Finding("trial", value, "problem", f"{fix}; {kept}" if fix else kept, (*more, *lines[-10:]))
-
-
-def _ending(lines: list[str]) -> str:
-    """The line that says which service died, else the last one, of a launcher that ended without an error of ours."""
-    deaths = [line for line in lines if "ended with code" in line or "was killed by" in line]
-    return (deaths or lines or ["it ended without a word"])[-1]
 
 
 # --- findings in the files that every run writes ------------------------------------------------------
@@ -164,12 +140,11 @@ def find_in_run(config: RunConfig) -> Iterator[Finding]:
     if config.trainer.mode == "sync":
         value = (
             f"the learner falls asleep in {last['sleep_s/learner']:.2f} s ({size(last['sleep_bytes/learner'])} leave "
+            f"the device), wakes in {last['wake_s/learner']:.2f} s, and computes the same as before"
         )
-        value += f"the device), wakes in {last['wake_s/learner']:.2f} s, and computes the same as before"
         yield Finding("sleep and wake", value)
     yield _completions(steps, _read(config.run_path / SAMPLES_FILE))
-    residual = sum(step["ledger_residual"] for step in steps)
-    errors = status.get("errors", {})
+    residual, errors = sum(step["ledger_residual"] for step in steps), status.get("errors", {})
     if residual or errors:
         value = f"ledger residual {residual:g}, errors {errors}"
         yield Finding("account", value, "problem", "the logs of learner and rollout server name each error")
@@ -179,15 +154,15 @@ def _parity(config: RunConfig, steps: list[Record], servers: list[Record]) -> Fi
     """A server over the limit is refused, and the trial has failed."""
     limit = config.max_logprob_difference
     measured = [server["parity"]["largest"] for server in servers if server.get("parity")]
-    largest = max(step.get("logprob_diff_max") or 0.0 for step in steps)
     if measured:
         value = f"engine and learner differ by at most {max(measured):.2g} nats a token; {limit:g} is accepted"
         return Finding("log-prob parity", value)
-    if not config.alignment.rows:
-        value = f"is not checked (alignment.rows=0); in the trial's steps they differ by up to {largest:.2g} nats"
-        return Finding("log-prob parity", value, "warning", "set alignment.rows=2: it costs a second at the start")
-    value = f"no server was left at the end to tell it; in the trial's steps: up to {largest:.2g} nats"
-    return Finding("log-prob parity", value, "note")
+    largest = max(step.get("logprob_diff_max") or 0.0 for step in steps)
+    in_steps = f"in the trial's steps they differ by up to {largest:.2g} nats"
+    if config.alignment.rows:
+        return Finding("log-prob parity", f"no server was left at the end to tell it; {in_steps}", "note")
+    value = f"is not checked (alignment.rows=0); {in_steps}"
+    return Finding("log-prob parity", value, "warning", "set alignment.rows=2: it costs a second at the start")
 
 
 def _push(last: Record, servers: list[Record]) -> Finding:

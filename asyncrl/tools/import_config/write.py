@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,8 @@ from asyncrl.config import yaml_text
 from asyncrl.config.load import load_config
 from asyncrl.config.suggest import known_paths
 from asyncrl.errors import ExitCode, UserError
-from asyncrl.tools.import_config.derived_rules import reward_call
 from asyncrl.tools.import_config.foreign_config import read_foreign_config
-from asyncrl.tools.import_config.translation import ON_POLICY, Import, Line, translate
+from asyncrl.tools.import_config.translation import Import, Line, translate
 
 _TITLES = {
     "taken over": "taken over, same meaning",
@@ -50,20 +48,15 @@ def import_config(source: Path, out: Path | None) -> int:
 
 
 def _write(texts: Mapping[Path, str]) -> None:
-    """All of these files, or none. Raises UserError where one exists already, or cannot be written."""
-    begun: list[Path] = []
+    """Raises UserError where one of these files exists already, before any is written."""
+    for path in texts:
+        if path.exists():
+            raise UserError(f"{path} exists already. Name another file with -o")
     for path, text in texts.items():
         try:
-            with path.open("x", encoding="utf-8") as file:
-                begun.append(path)
-                file.write(text)
-        except OSError as problem:
-            for unfinished in begun:
-                with suppress(OSError):
-                    unfinished.unlink()
-            exists = isinstance(problem, FileExistsError)
-            what = f"{path} exists already" if exists else f"cannot write {path}: {problem.strerror}"
-            raise UserError(f"{what}. Name another file with -o") from None
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"cannot write {path}: {error.strerror}. Name another file with -o") from None
 
 
 def _problems(text: str) -> list[str]:
@@ -84,13 +77,35 @@ def _problems(text: str) -> list[str]:
 
 def as_yaml(done: Import) -> str:
     """Loads with `load_config` as soon as nothing is missing any more."""
-    lines = [
-        f"# Written by `asyncrl import-config` from {' and '.join(done.theirs.sources)} ({done.theirs.framework})."
-    ]
-    lines += _section(_tree(done.settings), (), done)
+    sources = " and ".join(done.theirs.sources)
+    lines = [f"# Written by `asyncrl import-config` from {sources} ({done.theirs.framework})."]
+    lines += _settings(done)
     # What became a setting stands beside it; the account at the end has the rest.
     lines += [f"# {line}" for line in account(done, settled=False)]
     return "\n".join(lines) + "\n"
+
+
+def _settings(done: Import) -> Iterator[str]:
+    """Lines of YAML in the order of the schema, each with the key of theirs that it comes from."""
+    known = [path.split(".N.")[0] for path in known_paths()]
+
+    def place(key: str) -> int:
+        return next((i for i, path in enumerate(known) if key == path or key.startswith(path + ".")), len(known))
+
+    above: list[str] = []
+    for key in sorted(done.settings, key=place):
+        *sections, name = key.split(".")
+        for depth, section in enumerate(sections):
+            if above[: depth + 1] != sections[: depth + 1]:
+                yield f"{'  ' * depth}{section}:"
+        above, value = sections, done.settings[key]
+        if isinstance(value, list) or (isinstance(value, str) and "\n" in value):
+            text = f"{name}: {json.dumps(value, ensure_ascii=False)}"
+        else:
+            text = yaml_text.write({name: value}).rstrip()
+        line = next((line for line in done.lines if key in line.outcome.settings), None)
+        comment = "; ".join(filter(None, [_origin(line), line.outcome.text])) if line else _SYNCHRONOUS
+        yield f"{'  ' * len(sections)}{text}  # {comment}"
 
 
 def account(done: Import, *, settled: bool = True) -> Iterator[str]:
@@ -120,48 +135,6 @@ def _short(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     text = " ".join(text.split())
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _tree(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested, in the order of the schema."""
-    known = [path.split(".N.")[0] for path in known_paths()]
-
-    def place(key: str) -> int:
-        return next((i for i, path in enumerate(known) if key == path or key.startswith(path + ".")), len(known))
-
-    tree: dict[str, Any] = {}
-    for key in sorted(settings, key=place):
-        inner = tree
-        *parents, name = key.split(".")
-        for parent in parents:
-            inner = inner.setdefault(parent, {})
-        inner[name] = settings[key]
-    return tree
-
-
-def _section(tree: Mapping[str, Any], path: tuple[str, ...], done: Import) -> Iterator[str]:
-    indent = "  " * len(path)
-    for key, value in tree.items():
-        place = (*path, key)
-        if isinstance(value, dict):
-            yield f"{indent}{key}:"
-            yield from _section(value, place, done)
-        else:
-            yield f"{indent}{_setting(key, value)}  # {_comment('.'.join(place), done)}"
-
-
-def _comment(ours: str, done: Import) -> str:
-    if ours == ON_POLICY:
-        return _SYNCHRONOUS
-    line = done.origin(ours)
-    assert line is not None, ours
-    return _origin(line) + (f"; {line.outcome.text}" if line.outcome.text else "")
-
-
-def _setting(key: str, value: Any) -> str:
-    if isinstance(value, list) or (isinstance(value, str) and "\n" in value):
-        return f"{key}: {json.dumps(value, ensure_ascii=False)}"
-    return yaml_text.write({key: value}).rstrip()
 
 
 # --- the adapter of their reward function ---------------------------------------------------------------
@@ -196,12 +169,11 @@ def component(sample: RewardSample, key: str, **kwargs: Any) -> float:
 _CALLS = {
     "batch": "[scores] = theirs([row], **kwargs)",
     "sequential": "scores = theirs(row, **kwargs)",
-    "pair": 'scores = theirs(row["response"], row["ground_truth"], **kwargs)',
-    "": (
-        'batch = theirs.__globals__.get("REWARD_TYPE", "batch") == "batch"  # how its file says that it is called\n'
-        "    scores = theirs([row], **kwargs)[0] if batch else theirs(row, **kwargs)"
-    ),
+    "function": 'scores = theirs(row["response"], row["ground_truth"], **kwargs)',
 }
+"""How a function of each of their reward types is called."""
+_CALL_AS_ITS_FILE_SAYS = """batch = theirs.__globals__.get("REWARD_TYPE", "batch") == "batch"
+    scores = theirs([row], **kwargs)[0] if batch else theirs(row, **kwargs)"""
 
 
 def _with_adapter(done: Import, path: Path) -> tuple[Import, dict[Path, str]]:
@@ -210,7 +182,9 @@ def _with_adapter(done: Import, path: Path) -> tuple[Import, dict[Path, str]]:
     if not entries:
         return done, {}
     [entry] = entries
-    call = _CALLS[reward_call(done.theirs.values)]
+    theirs = done.theirs.values
+    kind = theirs.get("reward.reward_type")
+    call = _CALLS.get("function" if theirs.get("reward.score_function") else kind, _CALL_AS_ITS_FILE_SAYS)
     text = _ADAPTER.format(function=entry["function"], name=path, call=call)
     functions = [{**entry, "function": f"{path}:overall"}]
     return replace(done, settings={**done.settings, "reward.functions": functions}), {path: text}

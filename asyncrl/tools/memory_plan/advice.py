@@ -9,7 +9,7 @@ from contextlib import suppress
 from asyncrl.config.device_rules import DEVICE_CHANNELS
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
-from asyncrl.tools.memory_plan.plan import GIB, MemoryPlan, changed, device_sharing, gib, make_plan
+from asyncrl.tools.memory_plan.plan import GIB, MemoryPlan, changed, device_sharing, make_plan, size
 from asyncrl.tools.memory_plan.rehearsal import longest_sequence
 from protocol.endpoints import SHARED_MEMORY
 
@@ -27,17 +27,22 @@ def check_plan(config: RunConfig) -> MemoryPlan | None:
     return plan
 
 
-def check_shared_memory(plan: MemoryPlan) -> None:
-    """The learner publishes weights in /dev/shm, which a container has little of unless it is told otherwise."""
+def check_shared_memory(plan: MemoryPlan) -> str:
+    """The room for published weights in /dev/shm, which a container has little of unless it is told otherwise."""
     if not SHARED_MEMORY.is_dir():
-        return
+        return f"no {SHARED_MEMORY}: three versions of the weights go to a disk"
     free = shutil.disk_usage(SHARED_MEMORY).free
+    text = f"published weights need {size(plan.publications)} in {SHARED_MEMORY}, which has {size(free)} free"
     if free < plan.publications:
-        raise UserError(
-            f"published weights need {gib(plan.publications)} in {SHARED_MEMORY}, which has {gib(free)} free. In a "
-            f"container set --shm-size={-(-plan.publications // GIB) + 1}g (compose: ASYNCRL_SHM_SIZE), or mount -o "
-            f"remount,size=... {SHARED_MEMORY}"
-        )
+        raise UserError(f"{text}. {shared_memory_fix(-(-plan.publications // GIB) + 1)}")
+    return text
+
+
+def shared_memory_fix(gib: int) -> str:
+    return (
+        f"In a container set --shm-size={gib}g (compose: ASYNCRL_SHM_SIZE={gib}g), else "
+        f"mount -o remount,size={gib}g {SHARED_MEMORY}"
+    )
 
 
 def refusal(plan: MemoryPlan) -> str:
@@ -49,7 +54,7 @@ def refusal(plan: MemoryPlan) -> str:
             largest = ", ".join(f"{part.name} {part.nbytes / GIB:.1f}" for part in parts)
             lines.append(
                 f"gpu_memory.budget_gib is {plan.config.gpu_memory.budget_gib:g}, but the {phase.name} needs "
-                f"{gib(phase.nbytes)} ({largest}, ...)"
+                f"{size(phase.nbytes)} ({largest}, ...)"
             )
     return "\n".join([*lines, *advice(plan)])
 
@@ -72,17 +77,17 @@ def advice(plan: MemoryPlan) -> list[str]:
         together |= change
         fitting = make_plan(changed(plan.config, together), before=fitting)
         if not fitting.excess:
-            return [*lines, f"Together {_text(together)} fits: {gib(fitting.peak)}"]
-    return [*lines, f"All of them together need {gib(fitting.peak)}: use a smaller model or a larger device"]
+            return [*lines, f"Together {_text(together)} fits: {size(fitting.peak)}"]
+    return [*lines, f"All of them together need {size(fitting.peak)}: use a smaller model or a larger device"]
 
 
 def _course(plan: MemoryPlan, other: MemoryPlan) -> str:
     """Peak before and after, of the phase that the change helps most."""
     if [phase.name for phase in plan.phases] != [phase.name for phase in other.phases]:
-        return f"{gib(plan.peak)} -> {gib(other.peak)}"
+        return f"{size(plan.peak)} -> {size(other.peak)}"
     pairs = list(zip(plan.phases, other.phases, strict=True))
     old, new = max(pairs, key=lambda pair: pair[0].nbytes - pair[1].nbytes)
-    return f"{old.name} {gib(old.nbytes)} -> {gib(new.nbytes)}"
+    return f"{old.name} {size(old.nbytes)} -> {size(new.nbytes)}"
 
 
 def _levers(config: RunConfig) -> Iterator[Change]:

@@ -200,9 +200,9 @@ def count(parameters: int) -> str:
     return f"{parameters / 1e9:.3g} billion" if parameters >= 1e9 else f"{parameters / 1e6:.3g} million"
 
 
-def gib(nbytes: int) -> str:
+def size(nbytes: float) -> str:
     """`12.3 GiB` or `4.5 MiB`"""
-    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB // 10 else f"{nbytes / 2**20:.1f} MiB"
+    return f"{nbytes / GIB:,.1f} GiB" if nbytes >= GIB else f"{nbytes / 2**20:,.1f} MiB"
 
 
 def _engine_lines(engine: EngineBytes, config: RunConfig) -> Iterator[Line]:

@@ -11,7 +11,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import ModelConfig
 from asyncrl.models.folder import read_config
 from asyncrl.tools.memory_plan.advice import advice
-from asyncrl.tools.memory_plan.plan import GIB, MemoryPlan, Phase, count, gib, make_plan
+from asyncrl.tools.memory_plan.plan import GIB, MemoryPlan, Phase, count, make_plan, size
 
 _SHARING = {
     "turns": "one device, in turns (trainer.mode=sync)",
@@ -49,20 +49,20 @@ def describe(plan: MemoryPlan) -> str:
         f"{config.model.path}: {count(plan.learner.parameters)} parameters in {config.model.dtype}{adapted}"
         f"; engine {config.rollout.engine}; {_SHARING[plan.sharing]}"
     ]
-    unit, size = ("GiB", GIB) if plan.peak >= GIB else ("MiB", 2**20)
+    unit, divisor = ("GiB", GIB) if plan.peak >= GIB else ("MiB", 2**20)
     for part in (*plan.phases, Phase("host memory", plan.host)):
         text += ["", f"  {part.name.upper():<36}{unit:>9}"]
-        text += [f"  {line.name:<36}{line.nbytes / size:>9.2f}  {line.why}" for line in part.lines]
+        text += [f"  {line.name:<36}{line.nbytes / divisor:>9.2f}  {line.why}" for line in part.lines]
         if part in plan.phases:
-            text.append(f"  {'= at most':<36}{part.nbytes / size:>9.2f}")
+            text.append(f"  {'= at most':<36}{part.nbytes / divisor:>9.2f}")
     return "\n".join([*map(str.rstrip, text), "", *_verdict(plan)])
 
 
 def _verdict(plan: MemoryPlan) -> list[str]:
     budget = f"gpu_memory.budget_gib={plan.config.gpu_memory.budget_gib:g}"
     if not plan.budget:
-        fits = f"Fits a device of {gib(plan.peak)} and more"
+        fits = f"Fits a device of {size(plan.peak)} and more"
         return [f"{fits}. Set gpu_memory.budget_gib to have a run refused that does not"]
     if plan.excess:
         return [f"DOES NOT FIT {budget}", *advice(plan)]
-    return [f"Fits {budget}, with {gib(plan.budget - plan.peak)} left"]
+    return [f"Fits {budget}, with {size(plan.budget - plan.peak)} left"]
