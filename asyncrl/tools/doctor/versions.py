@@ -87,7 +87,7 @@ def _torchvision() -> Findings[None]:
 
     from asyncrl.models import torchvision_cpu
 
-    vision, audio = installed("torchvision"), installed("torchaudio")
+    vision, audio = installed("torchvision") or "", installed("torchaudio") or "cpu"
     cpu_torch = torch.version.cuda is None and torch.version.hip is None
     torchvision_cpu.install()  # the two operators that it needs beside a CPU torch
     try:
@@ -96,10 +96,10 @@ def _torchvision() -> Findings[None]:
         value = f"{vision} cannot be imported beside torch {torch.__version__}: {error}"
         yield Finding("torchvision", value, "problem", f"{INSTALL} (it takes the build of torchvision for this torch)")
         return
-    if cpu_torch and "+cpu" not in (vision or "") and importlib.util.find_spec(OPERATORS) is None:
+    if cpu_torch and "+cpu" not in vision and importlib.util.find_spec(OPERATORS) is None:
         value = f"{vision} is linked against CUDA, torch {torch.__version__} is not: only our own programs import it"
         fix = f"{INSTALL} (it declares what is missing, for vLLM's workers too)"
         yield Finding("torchvision", value, "warning", fix)
-    if cpu_torch and audio and "cpu" not in audio:
+    if cpu_torch and "cpu" not in audio:
         value = f"{audio} is built for CUDA, torch is not: transformers imports it with every model, which then fails"
         yield Finding("torchaudio", value, "problem", "pip uninstall -y torchaudio torchcodec (nothing needs them)")

@@ -66,12 +66,12 @@ def minus_one_is_off(ours: str, meaning: str) -> Rule:
     return rule
 
 
-def other_values(ours: str, values: Mapping[str, tuple[str, str]], otherwise: str) -> Rule:
+def other_values(ours: str, values: Mapping[str, str], otherwise: str, note: str) -> Rule:
     def rule(value: Any, _: Values) -> Outcome:
         if value not in values:
             return no_counterpart(otherwise)
-        becomes, text = values[value]
-        return Outcome("translated" if text else "taken over", {ours: becomes}, text)
+        text = note or ("" if values[value] == value else "another name")
+        return Outcome("translated" if text else "taken over", {ours: values[value]}, text)
 
     return rule
 

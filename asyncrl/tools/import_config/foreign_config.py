@@ -98,11 +98,11 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 def _text(path: Path) -> str:
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        if "\0" in text:
+            raise ValueError("it has zero bytes")
+        return text
+    except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {error}. Name a YAML file, or a script that starts a training") from None
-    if "\0" in text:
-        raise UserError(f"{path} is no text: it has zero bytes. Name a YAML file, or a script that starts a training")
-    return text
 
 
 def _flat(value: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

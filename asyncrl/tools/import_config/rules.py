@@ -18,14 +18,8 @@ _PACKED = "always on: a group is packed behind its prompt, without padding"
 _NO_CRITIC = "there is no critic"
 _PLUGIN = "no built-in: algorithm.policy_loss=file.py:function (docs/bring-your-own.md)"
 _ESTIMATOR = "no built-in: algorithm.adv_estimator=file.py:function (docs/bring-your-own.md)"
-_WHOLE_UPDATE = "here over the whole update, not per micro-batch"
-_BOTH_SIDES = "of the weights on both sides"
-_HALF = {
-    "bf16": ("bfloat16", _BOTH_SIDES),
-    "bfloat16": ("bfloat16", _BOTH_SIDES),
-    "fp32": ("float32", _BOTH_SIDES),
-    "float32": ("float32", _BOTH_SIDES),
-}
+_DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32"}
+_AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 SAME_NAME = """
 data.prompt_key data.answer_key data.image_key data.video_key data.image_dir data.video_fps data.max_prompt_length
@@ -73,32 +67,31 @@ OTHER_NAME = {
     },
 }
 """Keys with our meaning and unit under another name."""
-OTHER_VALUES: dict[str, tuple[str, dict[str, tuple[str, str]], str]] = {
-    "algorithm.adv_estimator": ("algorithm.adv_estimator", {"grpo": ("grpo", ""), "rloo": ("rloo", "")}, _ESTIMATOR),
+OTHER_VALUES: dict[str, tuple[str, dict[str, str], str]] = {
+    "algorithm.adv_estimator": ("algorithm.adv_estimator", {"grpo": "grpo", "rloo": "rloo"}, _ESTIMATOR),
     "actor.loss_avg_mode": (
         "algorithm.loss_agg_mode",
-        {"token": ("token-mean", "another name"), "seq": ("seq-mean-token-mean", "another name")},
+        {"token": "token-mean", "seq": "seq-mean-token-mean"},
         "token or seq there",
     ),
     "actor.loss_agg_mode": (
         "algorithm.loss_agg_mode",
-        {
-            "token-mean": ("token-mean", _WHOLE_UPDATE),
-            "seq-mean-token-mean": ("seq-mean-token-mean", _WHOLE_UPDATE),
-            "seq-mean-token-sum-norm": (
-                "seq-mean-token-sum-norm",
-                "their sum over sequences is a mean here: AdamW divides the factor out again, clipping comes before it",
-            ),
-        },
+        {name: name for name in _AGGREGATIONS},
         "the nearest is algorithm.loss_agg_mode=seq-mean-token-sum-norm (Dr. GRPO)",
     ),
-    "actor.loss_type": ("algorithm.policy_loss", {"default": ("ppo", "another name")}, _PLUGIN),
-    "actor.policy_loss.loss_mode": ("algorithm.policy_loss", {"vanilla": ("ppo", "another name")}, _PLUGIN),
-    "actor.model.torch_dtype": ("model.dtype", _HALF, "model.dtype is float32 or bfloat16"),
-    "actor.fsdp.torch_dtype": ("model.dtype", _HALF, "model.dtype is float32 or bfloat16"),
-    "rollout.name": ("rollout.engine", {"vllm": ("vllm", ""), "hf": ("hf", "")}, "engines are vllm and hf"),
+    "actor.loss_type": ("algorithm.policy_loss", {"default": "ppo"}, _PLUGIN),
+    "actor.policy_loss.loss_mode": ("algorithm.policy_loss", {"vanilla": "ppo"}, _PLUGIN),
+    "actor.model.torch_dtype": ("model.dtype", _DTYPES, "model.dtype is float32 or bfloat16"),
+    "actor.fsdp.torch_dtype": ("model.dtype", _DTYPES, "model.dtype is float32 or bfloat16"),
+    "rollout.name": ("rollout.engine", {"vllm": "vllm", "hf": "hf"}, "engines are vllm and hf"),
 }
-"""Our key, our value and a note for each of their values, and what is said of any other value."""
+"""Our key, our value for each of their values, and what is said of any other value."""
+NOTES = {
+    "actor.loss_agg_mode": "here over the whole update, not per micro-batch; a sum over sequences is a mean",
+    "actor.model.torch_dtype": "of the weights on both sides",
+    "actor.fsdp.torch_dtype": "of the weights on both sides",
+}
+"""What is said of other values that are translated, where it is not only another name."""
 MINUS_ONE_IS_OFF = {
     "rollout.top_k": ("rollout.top_k", "every token may be sampled"),
     "trainer.val_freq": ("evaluation.every_steps", "0 evaluates at the start and at the end only"),
@@ -199,7 +192,7 @@ DERIVED: dict[str, Rule] = {
 RULES: Mapping[str, Rule] = {
     **{key: derived.same(key) for key in SAME_NAME.split()},
     **{key: derived.same(ours) for key, ours in OTHER_NAME.items()},
-    **{key: derived.other_values(*row) for key, row in OTHER_VALUES.items()},
+    **{key: derived.other_values(*row, NOTES.get(key, "")) for key, row in OTHER_VALUES.items()},
     **{key: derived.minus_one_is_off(*row) for key, row in MINUS_ONE_IS_OFF.items()},
     **{key: derived.one_value(*row) for key, row in ONE_VALUE.items()},
     **{key: derived.read_with(whole) for whole, keys in READ_WITH.items() for key in keys.split()},

@@ -106,14 +106,13 @@ def _levers(config: RunConfig) -> Iterator[Change]:
         yield {"model.freeze_vision_tower": True}
     if not config.learner.gradient_checkpointing:
         yield {"learner.gradient_checkpointing": True}
-    fewer = {
-        "batch.tokens_per_microbatch": max(longest_sequence(config), batch.tokens_per_microbatch // 4),
-        "rollout.max_concurrent_sequences": max(batch.group_size, rollout.max_concurrent_sequences // 4),
+    smaller = {
+        "batch.tokens_per_microbatch": (batch.tokens_per_microbatch, longest_sequence(config)),
+        "rollout.max_concurrent_sequences": (rollout.max_concurrent_sequences, batch.group_size),
     }
-    if fewer["batch.tokens_per_microbatch"] < batch.tokens_per_microbatch:
-        yield {"batch.tokens_per_microbatch": fewer["batch.tokens_per_microbatch"]}
-    if fewer["rollout.max_concurrent_sequences"] < rollout.max_concurrent_sequences:
-        yield {"rollout.max_concurrent_sequences": fewer["rollout.max_concurrent_sequences"]}
+    for key, (value, least) in smaller.items():
+        if max(least, value // 4) < value:
+            yield {key: max(least, value // 4)}
 
 
 def _text(change: Change) -> str:
