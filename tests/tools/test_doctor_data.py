@@ -12,7 +12,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_train
 from asyncrl.data.prompts import PromptRenderer
 from asyncrl.tools.doctor.data import Look, find_prompts, find_rewards, find_twins
-from asyncrl.tools.doctor.examine import Examination
+from asyncrl.tools.doctor.examine import run_check
 from asyncrl.tools.doctor.findings import Finding
 
 MakeConfig = Callable[..., RunConfig]
@@ -28,7 +28,7 @@ def write_rows(tmp_path: Path, rows: Sequence[Mapping[str, Any]], **data: Any) -
 def look_at(config: RunConfig, purpose: str = "training") -> tuple[dict[str, Finding], Look]:
     told: list[Finding] = []
     findings = find_prompts(config, open_train(config.data), purpose, PromptRenderer(config.data))
-    look = Examination(told.append).check("prompts", findings)
+    look = run_check(told.append, "prompts", findings)
     assert look is not None
     return {finding.what: finding for finding in told}, look
 

@@ -17,7 +17,7 @@ from asyncrl.cli import main as asyncrl
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.tools.doctor import trial
-from asyncrl.tools.doctor.examine import Examination, terminated_as_interrupted
+from asyncrl.tools.doctor.examine import run_check, terminated_as_interrupted
 from asyncrl.tools.doctor.findings import Finding
 from tests.rigs.two_processes import write_config
 
@@ -71,7 +71,7 @@ def test_a_trial_whose_findings_cannot_be_printed_leaves_nothing(
             raise BrokenPipeError
 
     with pytest.raises(BrokenPipeError):
-        Examination(report).run("trial", trial.find_by_trial(config))
+        run_check(report, "trial", trial.find_by_trial(config))
     assert sorted(tmp_path.rglob("*")) == before
 
 

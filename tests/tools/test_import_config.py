@@ -215,6 +215,7 @@ def test_what_load_config_refuses_is_missing(tmp_path: Path, capsys: pytest.Capt
         ("data: {train_files: a}\ntrainer: {}", "looks like neither"),
         ("{model: x, dataset: y}", "looks like neither"),
         ("- 1", "holds no configuration"),
+        ("model: {path: m}\nlearner: {}", "is an asyncrl configuration already: there is nothing to import"),
     ],
 )
 def test_other_files_are_refused(text: str, said: str, tmp_path: Path) -> None:
@@ -222,13 +223,6 @@ def test_other_files_are_refused(text: str, said: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(UserError, match=said):
         read_foreign_config(path)
-
-
-def test_a_configuration_of_ours_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    path = sorted((ROOT / "configs").glob("*.yaml"))[0]
-    assert main(["import-config", str(path)]) == 2
-    said = f"error: {path} is an asyncrl configuration already: there is nothing to import\n"
-    assert capsys.readouterr() == ("", said)
 
 
 @pytest.mark.parametrize("name", ["theirs.yaml", "theirs.sh"])

@@ -174,10 +174,3 @@ def test_what_no_rehearsal_foresaw_is_refused_by_name(
     assert asyncrl(["doctor", "--plan", str(tmp_path)]) == 2
     said = r"error: memory cannot be planned for models of the family mamba \(.*\(\w+: .* leave gpu_memory.budget_gib"
     assert re.match(said, capsys.readouterr().err)
-
-
-@pytest.mark.parametrize("text", ['{"model_type": "no such"}', "{", "[]"])
-def test_a_configuration_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
-    (tmp_path / "config.json").write_text(text)
-    assert asyncrl(["doctor", "--plan", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("error: ")

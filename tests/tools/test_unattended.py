@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -78,24 +77,23 @@ def test_failures_have_kinds() -> None:
 
 
 @contextmanager
-def _endpoint(text: str) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(text.encode())
+def _endpoint(answer: str) -> Iterator[str]:
+    """The address of a server that answers one request."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
 
-        def log_message(self, *_: object) -> None: ...
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(answer.encode())
 
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/metrics"
-    finally:
-        server.shutdown()
-        server.server_close()
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"127.0.0.1:{server.getsockname()[1]}/metrics"
+        thread.join(timeout=10)
 
 
+OK = "HTTP/1.1 200 OK\r\n\r\n"
 WELL = (
     "# HELP asyncrl_learner_step s\nasyncrl_learner_step 3.0\nasyncrl_learner_pulse_age_seconds 0.2\n"
     "asyncrl_learner_ledger_residual_groups 0.0\n"
@@ -122,40 +120,32 @@ WAITS = "asyncrl_rollout_policy_version NaN\nasyncrl_rollout_learner_silence_sec
     ],
 )
 def test_health_names_what_is_wrong(more: str, says: list[str]) -> None:
-    with _endpoint(WELL + more) as url:
+    with _endpoint(OK + WELL + more) as url:
         found = ailments(url)
     assert len(found) == len(says)
     assert all(text in ailment for text, ailment in zip(says, found, strict=True)), found
 
 
-def test_health_of_an_address_without_a_scheme_of_nothing_and_of_something_else() -> None:
-    with _endpoint(WELL) as url:
-        assert asyncrl(["health", url.removeprefix("http://")]) == 0
-    assert f"{url} does not answer" in ailments(url.removeprefix("http://"))[0]
-    for text in ("hello", "asyncrl_learner_step three\n"):
-        with _endpoint(text) as url:
-            assert "not as a service of asyncrl" in ailments(url)[0]
+def test_health_of_a_service_that_is_well_is_exit_code_0() -> None:
+    with _endpoint(OK + WELL) as url:
+        assert asyncrl(["health", url]) == 0
+    assert f"{url} does not answer" in ailments(url)[0]
 
 
 @pytest.mark.parametrize(
-    "answer",
-    [b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\nasyncrl_learner_step 3.0\n", b"what?\r\n", b""],
-    ids=["cut", "no HTTP", "nothing"],
+    ("answer", "says"),
+    [
+        (OK + "hello", "not as a service of asyncrl"),
+        (OK + "asyncrl_learner_step three\n", "not as a service of asyncrl"),
+        ("HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\nasyncrl_learner_step 3.0\n", "does not answer"),
+        ("what?\r\n", "does not answer"),
+        ("", "does not answer"),
+    ],
 )
-def test_health_of_a_broken_answer_is_words(answer: bytes) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def serve() -> None:
-            connection, _ = server.accept()
-            with connection:
-                connection.recv(4096)
-                connection.sendall(answer)
-
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        (found,) = ailments(f"127.0.0.1:{server.getsockname()[1]}/metrics")
-        thread.join(timeout=10)
-    assert "does not answer" in found
+def test_health_of_a_broken_answer_is_words(answer: str, says: str) -> None:
+    with _endpoint(answer) as url:
+        (found,) = ailments(url)
+    assert says in found
 
 
 # --- waiting -----------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -56,12 +57,12 @@ def examine(file: Path | None, overrides: Sequence[str], *, quick: bool, as_json
         report.add(problem("configuration", error))
         report.close()
         return ExitCode.USER_ERROR
-    examination = Examination(report.add)
-    examination.check("versions", find_versions())
-    examination.check("machine", find_machine())
-    devices = examination.check("devices", find_devices()) or ()
+    check = partial(check_in_thread, report.add)
+    check("versions", find_versions())
+    check("machine", find_machine())
+    devices = check("devices", find_devices()) or ()
     if config is not None:
-        _examine_run(examination.check, config, devices)
+        _examine_run(check, config, devices)
         if quick:
             report.add(Finding("trial", "not made (--quick)", "note"))
         elif problems := report.counts["problem"]:
@@ -69,12 +70,13 @@ def examine(file: Path | None, overrides: Sequence[str], *, quick: bool, as_json
         else:
             from asyncrl.tools.doctor.trial import find_by_trial
 
-            examination.run("trial", find_by_trial(config))
+            # In this thread: it keeps its own deadline, and cleans up when it is interrupted.
+            run_check(report.add, "trial", find_by_trial(config))
     return report.close()
 
 
 def _examine_run(check: Any, config: RunConfig, devices: Sequence[Device]) -> None:
-    """`check` is `Examination.check`."""
+    """`check` is `check_in_thread` with a report."""
     from asyncrl.tools.doctor.data import find_prompts, find_rewards, find_twins, load_renderer, rewards_deadline_s
     from asyncrl.tools.doctor.memory import find_memory, find_model
 
@@ -110,41 +112,33 @@ def _open_rows(config: RunConfig, *, held_out: bool, model: dict[str, Any] | Non
     return rows
 
 
-class Examination:
-    """Runs checks one after the other and passes every finding to `report` as soon as it is made."""
+def check_in_thread(
+    report: Callable[[Finding], None], what: str, findings: Findings[T], *, deadline_s: float = DEADLINE_S
+) -> T | None:
+    """Runs one check in a thread, which is left behind where it hangs, and reports each finding as soon as it is made.
 
-    def __init__(self, report: Callable[[Finding], None]):
-        self._report = report
+    Returns what the check returns; None if it failed or was not done in time, which is reported.
+    """
+    until = time.monotonic() + deadline_s
+    made: queue.SimpleQueue[Finding | None] = queue.SimpleQueue()
+    product: list[T | None] = []
 
-    def check(self, what: str, findings: Findings[T], *, deadline_s: float = DEADLINE_S) -> T | None:
-        """What the check returns; None if it failed or was not done in time, which is reported.
+    def work() -> None:
+        product.append(run_check(made.put, what, findings))
+        made.put(None)
 
-        It runs in a thread of its own, which is left behind where it hangs.
-        """
-        until = time.monotonic() + deadline_s
-        made: queue.SimpleQueue[Finding | None] = queue.SimpleQueue()
-        product: list[T | None] = []
-
-        def work() -> None:
-            product.append(_run(what, findings, made.put))
-            made.put(None)
-
-        threading.Thread(target=work, name=what, daemon=True).start()
-        try:
-            while finding := made.get(timeout=max(0.0, until - time.monotonic())):
-                self._report(finding)
-        except queue.Empty:
-            fix = f"something behind `{what}` hangs: a network file system, a download, a driver, or code of yours"
-            self._report(Finding(what, f"was not done after {deadline_s:g} s", "problem", fix))
-            return None
-        return product[0]
-
-    def run(self, what: str, findings: Findings[T]) -> T | None:
-        """Runs a check in this thread, if it keeps its own deadline and cleans up when it is interrupted."""
-        return _run(what, findings, self._report)
+    threading.Thread(target=work, name=what, daemon=True).start()
+    try:
+        while finding := made.get(timeout=max(0.0, until - time.monotonic())):
+            report(finding)
+    except queue.Empty:
+        fix = f"something behind `{what}` hangs: a network file system, a download, a driver, or code of yours"
+        report(Finding(what, f"was not done after {deadline_s:g} s", "problem", fix))
+        return None
+    return product[0]
 
 
-def _run(what: str, findings: Findings[T], report: Callable[[Finding], None]) -> T | None:
+def run_check(report: Callable[[Finding], None], what: str, findings: Findings[T]) -> T | None:
     """Reports the findings of one check. Where it fails, that is a finding too: it must not hide what others find."""
     with closing(findings):
         while True:

@@ -172,7 +172,8 @@ _CALLS = {
     "function": 'scores = theirs(row["response"], row["ground_truth"], **kwargs)',
 }
 """How a function of each of their reward types is called."""
-_CALL_AS_ITS_FILE_SAYS = """batch = theirs.__globals__.get("REWARD_TYPE", "batch") == "batch"
+_CALL_AS_ITS_FILE_SAYS = """\
+batch = theirs.__globals__.get("REWARD_TYPE", "batch") == "batch"  # how its file says that it is called
     scores = theirs([row], **kwargs)[0] if batch else theirs(row, **kwargs)"""
 
 
@@ -183,8 +184,8 @@ def _with_adapter(done: Import, path: Path) -> tuple[Import, dict[Path, str]]:
         return done, {}
     [entry] = entries
     theirs = done.theirs.values
-    kind = theirs.get("reward.reward_type")
-    call = _CALLS.get("function" if theirs.get("reward.score_function") else kind, _CALL_AS_ITS_FILE_SAYS)
+    kind = "function" if theirs.get("reward.score_function") else str(theirs.get("reward.reward_type"))
+    call = _CALLS.get(kind, _CALL_AS_ITS_FILE_SAYS)
     text = _ADAPTER.format(function=entry["function"], name=path, call=call)
     functions = [{**entry, "function": f"{path}:overall"}]
     return replace(done, settings={**done.settings, "reward.functions": functions}), {path: text}

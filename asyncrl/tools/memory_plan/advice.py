@@ -48,14 +48,11 @@ def shared_memory_fix(gib: int) -> str:
 def refusal(plan: MemoryPlan) -> str:
     """Names the phases that do not fit, their largest parts, and what to change."""
     lines: list[str] = []
-    for phase in plan.phases:
-        if phase.nbytes > plan.budget:
-            parts = sorted(phase.lines, key=lambda line: -line.nbytes)[:4]
-            largest = ", ".join(f"{part.name} {part.nbytes / GIB:.1f}" for part in parts)
-            lines.append(
-                f"gpu_memory.budget_gib is {plan.config.gpu_memory.budget_gib:g}, but the {phase.name} needs "
-                f"{size(phase.nbytes)} ({largest}, ...)"
-            )
+    for phase in (phase for phase in plan.phases if phase.nbytes > plan.budget):
+        parts = sorted(phase.lines, key=lambda line: -line.nbytes)[:4]
+        largest = ", ".join(f"{part.name} {part.nbytes / GIB:.1f}" for part in parts)
+        budget, needed = plan.config.gpu_memory.budget_gib, size(phase.nbytes)
+        lines.append(f"gpu_memory.budget_gib is {budget:g}, but the {phase.name} needs {needed} ({largest}, ...)")
     return "\n".join([*lines, *advice(plan)])
 
 
