@@ -19,6 +19,7 @@ from asyncrl.config.engine_rules import PREFILL_TOKENS
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
+from asyncrl.launch.inputs import check_inputs
 from asyncrl.models.loading import load_model
 from asyncrl.models.processing import EncodedPrompt
 from asyncrl.models.published import published_tensors
@@ -231,6 +232,18 @@ def test_a_plan_that_cannot_fit_is_refused_with_numbers_and_levers(make_config: 
     reached = [float(line.rsplit("-> ", 1)[1].split()[0]) for line in text.splitlines() if " -> " in line]
     assert reached == sorted(reached), "the one that helps most comes first"
     assert "Together" in text
+
+
+def test_only_the_learner_needs_room_for_published_weights(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server may be on another machine, or start when two versions are published already."""
+    nearly_full = type("Usage", (), {"free": 1000})()
+    monkeypatch.setattr("shutil.disk_usage", lambda path: nearly_full)
+    config = make_config(gpu_memory={"budget_gib": 4}, trainer={"mode": "sync"})
+    check_inputs(config, "rollout_server")
+    with pytest.raises(UserError, match=r"published weights need .* MiB free\. .*--shm-size=\d+g"):
+        check_inputs(config, "learner")
 
 
 # --- channels between devices --------------------------------------------------------------------
