@@ -1,6 +1,6 @@
 """`make chaos`: kill learner and rollout servers at random until enough have died, then count every prompt.
 
-    python -m tests.chaos [--kills 100] [--rows 160] [--servers 2 3] [--on-stale wait drop] [--seed 1] [--folder DIR]
+    python -m tests.rigs.chaos [--kills 100] [--rows 160] [--servers 2 3] [--on-stale wait drop] [--seed 1]
 
 Real processes, real sockets, the scripted engine with log-normal lengths; the first server of a round pulls its
 weights over ZeroMQ, the others map them. Some kills are aimed: the victim dies at a named place in its code (between
@@ -18,12 +18,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import re
 import sqlite3
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -32,13 +29,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
-from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import OnStale
 from asyncrl.journal.writer import JOURNAL_FILE, Journal
-from protocol.faults import VARIABLE
+from tests.rigs.prefork import ForkedProcess
+from tests.rigs.small_runs import logs
 from tests.rigs.tiny import ROOT, make_digits, make_tiny_model
-from tests.rigs.two_processes import with_ports
+from tests.rigs.two_processes import start, with_ports, write_config
 
 PROMPTS_PER_STEP = 4
 ROUND_S = 300.0
@@ -78,37 +75,35 @@ AIMS: dict[str, dict[str, int]] = {
 
 @dataclass
 class Victim:
-    """One process slot. Whoever dies in it is replaced."""
+    """A service that is started again whenever it dies."""
 
-    name: str
     module: str
     config: Path
-    log: Path
     places: dict[str, int]
-    """Where it may be told to die, and at which pass, at most."""
-    process: subprocess.Popen[bytes] | None = None
+    """Places where it may be told to die, and at which pass, at most."""
+    process: ForkedProcess | None = None
     aim: str = ""
     dies_at: float = 0.0
     """Monotonic time of the kill, whatever it is doing then."""
 
+    @property
+    def log(self) -> Path:
+        return self.config.parent / f"{self.module}.log"
+
     def start(self, *, resume: bool, aim: str, count: int, life_s: float) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        environment.pop(VARIABLE, None)
-        if aim:
-            environment[VARIABLE] = f"{aim}:{count}"
         self.aim, self.dies_at = aim, time.monotonic() + life_s
-        command = [sys.executable, "-m", self.module, "--config", str(self.config), *(["--resume"] if resume else [])]
-        with self.log.open("ab") as output:
-            self.process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, start_new_session=True
-            )
+        process = start(
+            self.module, self.config, *(["--resume"] if resume else []), crash_at=f"{aim}:{count}" if aim else ""
+        )
+        assert isinstance(process, ForkedProcess)
+        self.process = process
 
     @property
     def code(self) -> int | None:
         return self.process.poll() if self.process else None
 
     def kill(self) -> None:
-        if self.process and self.process.poll() is None:
+        if self.process:
             self.process.kill()
             self.process.wait()
 
@@ -148,11 +143,8 @@ class Chaos:
         self.kills_left = kills
         self.run_dir = folder
         self.result = Round(servers, config.learner.on_stale, prompts=rows)
-        folder.mkdir(parents=True)
-        config = with_ports(config.model_copy(update={"run_dir": str(folder)}))
-        self.config = config
-        file = self._write(config, "learner.yaml")
-        self.learner = Victim("learner", "learner", file, folder / "learner.log", AIMS["learner"])
+        self.config = with_ports(config.model_copy(update={"run_dir": str(folder)}))
+        self.learner = Victim("learner", write_config(self.config, folder), AIMS["learner"])
         self.servers = [self._server(number) for number in range(servers)]
         self._deaths = deaths
 
@@ -163,15 +155,11 @@ class Chaos:
             "telemetry": self.config.telemetry.model_copy(update={"rollout_port": 0}),
             "rollout": self.config.rollout.model_copy(update={"weights_channel": "zmq" if pulls else "shm"}),
         }
-        name = f"server-{number}"
         places = {place: count for place, count in AIMS["rollout_server"].items() if pulls or place != FETCHING}
-        file = self._write(self.config.model_copy(update=sections), f"{name}.yaml")
-        return Victim(name, "rollout_server", file, self.run_dir / f"{name}.log", places)
-
-    def _write(self, config: RunConfig, name: str) -> Path:
-        path = self.run_dir / name
-        path.write_text(dump_config(config))
-        return path
+        file = write_config(
+            self.config.model_copy(update=sections), self.run_dir.with_name(f"{self.run_dir.name}-server-{number}")
+        )
+        return Victim("rollout_server", file, places)
 
     def run(self) -> Round:
         started = time.monotonic()
@@ -197,8 +185,8 @@ class Chaos:
         resume = victim is self.learner and (self.run_dir / JOURNAL_FILE).exists()
         aim, count, life_s = "", 0, float("inf")
         if self.kills_left > 0:
-            # Starting takes about 4 s: some die while they do.
-            life_s = self.rng.uniform(0.5, 9.0)
+            # Starting takes about a second: some die while they do.
+            life_s = self.rng.uniform(0.2, 5.0)
             if self.rng.random() < 0.75:
                 aim = self._deal(victim)
                 count, life_s = self.rng.randint(1, victim.places[aim]), AIMED_S
@@ -220,7 +208,7 @@ class Chaos:
         if code == 0:
             return
         if code != -9:
-            raise AssertionError(f"{victim.name} ended with {code}\n{self._logs()}")
+            raise AssertionError(f"{victim.config} ended with {code}\n{self._logs()}")
         self.kills_left -= 1
         place = f"{victim.module} {victim.aim or 'anywhere'}"
         self.result.kills[place] += 1
@@ -278,10 +266,7 @@ class Chaos:
         }
 
     def _logs(self) -> str:
-        parts = []
-        for victim in (self.learner, *self.servers):
-            parts.append(f"--- {victim.name}\n{victim.log.read_text(errors='replace')[-4000:]}")
-        return "\n".join(parts)
+        return "\n".join(logs(victim.config.parent) for victim in (self.learner, *self.servers))
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -300,7 +285,7 @@ def chaos_config(model: Path, data: Path, *, seed: int, on_stale: OnStale) -> Ru
             "rollout": {
                 "engine": "scripted",
                 "cpu_threads": 1,
-                "engine_args": {"mean_length": 8, "length_sigma": 0.8, "seconds_per_token": 0.03},
+                "engine_args": {"mean_length": 8, "length_sigma": 0.8, "seconds_per_token": 0.02},
             },
             "reward": {
                 "functions": [{"function": str(ROOT / "tests" / "rigs" / "short_reward.py:short")}],

@@ -1,10 +1,10 @@
 """Record of the device's use by both services, kept by the engines and not by the lease.
 
-    python -m tests.rigs.device_witness FILE MODULE [arguments]
+    python -m tests.rigs.device_witness --config CONFIG MODULE [arguments]
 
-Runs the service MODULE with its engine's methods that touch the device replaced by the same methods between two
-lines, `begin` and `end` in seconds of CLOCK_MONOTONIC, which all processes of a machine share. A process that is
-killed leaves a `begin` without an `end`.
+Runs the service MODULE and writes uses.jsonl beside CONFIG. The methods of its engine that touch the device are
+replaced by the same methods between two lines, `begin` and `end` in seconds of CLOCK_MONOTONIC, which all processes of
+a machine share. A process that is killed leaves a `begin` without an `end`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import runpy
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from protocol.weights import Publication
 
 LEARNER_USES = ("prepare", "forward", "backward", "optimizer_step", "save", "sleep", "wake")
 SERVER_USES = ("_load", "_swap", "_fall_asleep", "_wake_up")
+USES_FILE = "uses.jsonl"
 BATCH_USES = ("admit", "step", "rebuild_cache")
 
 
@@ -91,13 +92,10 @@ def overlaps(uses: Iterable[Use], deaths: dict[int, float]) -> list[tuple[Use, U
     return found
 
 
-def count_by_side(uses: Iterable[Use]) -> Counter[str]:
-    return Counter(use.side for use in uses)
-
-
 def main() -> None:
-    file, module = Path(sys.argv[1]), sys.argv[2]
-    sys.argv = [module, *sys.argv[3:]]
+    _, option, config, module, *arguments = sys.argv
+    sys.argv = [module, option, config, *arguments]
+    file = Path(config).with_name(USES_FILE)
     if module == "learner":
         from learner.training.engines.torch_engine import TorchEngine
 
