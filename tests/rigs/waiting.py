@@ -11,11 +11,18 @@ from tests.rigs.prefork import ForkedProcess
 from tests.rigs.small_runs import logs
 
 
-def wait_until(condition: Callable[[], bool], what: str, logs_in: Path | None = None, timeout_s: float = 60.0) -> None:
+def wait_until(
+    condition: Callable[[], bool],
+    what: str,
+    logs_in: Path | None = None,
+    timeout_s: float = 60.0,
+    *,
+    poll_s: float = 0.02,
+) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}\n{logs(logs_in) if logs_in else ''}"
-        time.sleep(0.02)
+        time.sleep(poll_s)
 
 
 def exit_codes(services: Sequence[Popen[str] | ForkedProcess], timeout_s: float = 120.0) -> list[int]:

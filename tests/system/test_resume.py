@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.journal.writer import JOURNAL_FILE
 from asyncrl.models.loading import load_model
 from asyncrl.models.published import published_tensors
-from tests.rigs.two_processes import run_both, start, with_ports, write_config
+from tests.rigs.two_processes import start, with_ports, write_config
 
 pytestmark = pytest.mark.slow
 STEPS = 7
@@ -39,14 +38,6 @@ def resume_config(make_config: Callable[..., RunConfig], run: Path, **learner: A
         network={"timeout_s": 5.0},
     )
     return config.model_copy(update={"run_dir": str(run)})
-
-
-@pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
-    """Finished runs by name, so that each is made once."""
-    folder = tmp_path_factory.mktemp("unbroken")
-    yield {"folder": folder}
-    shutil.rmtree(folder)
 
 
 def run_killed(config: RunConfig, run: Path, *, with_server: bool) -> None:
@@ -94,16 +85,6 @@ def evaluations(run: Path) -> list[tuple[int, float]]:
 def weights(run: Path, config: RunConfig) -> dict[str, torch.Tensor]:
     model = load_model(config.model.model_copy(update={"path": str(run / "export")}), device=torch.device("cpu"))
     return dict(published_tensors(model))
-
-
-@pytest.fixture
-def on_policy(make_config: Callable[..., RunConfig], unbroken: dict[str, Path]) -> Path:
-    """The run that nobody disturbed."""
-    if "on-policy" not in unbroken:
-        whole = unbroken["folder"] / "on-policy"
-        assert run_both(resume_config(make_config, whole), whole) == (0, 0)
-        unbroken["on-policy"] = whole
-    return unbroken["on-policy"]
 
 
 def assert_same_run(run: Path, whole: Path, config: RunConfig) -> None:

@@ -20,33 +20,27 @@ from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from benchmarks.sleep_memory import make_model
 from protocol.lease import read_tenure
+from tests.rigs.prefork import ForkedProcess
 from tests.rigs.small_runs import assert_every_prompt_trained_once, failure_of, logs, small
 from tests.rigs.two_processes import run_both, start, with_ports, write_config
+from tests.rigs.waiting import wait_until
 from tests.system.test_resume import assert_same_run, resume_config
 
 pytestmark = pytest.mark.slow
-
-
-def in_turns(config: RunConfig, run: Path, **rollout: object) -> RunConfig:
-    return config.model_copy(
-        update={
-            "run_dir": str(run),
-            "trainer": config.trainer.model_copy(update={"mode": "sync"}),
-            "rollout": config.rollout.model_copy(update=rollout),
-        }
-    )
+Service = subprocess.Popen[str] | ForkedProcess
 
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_a_sync_run_is_the_on_policy_run_on_two_devices_bit_for_bit(
-    make_config: Callable[..., RunConfig], tmp_path: Path, level: int
+    make_config: Callable[..., RunConfig], tmp_path: Path, on_policy: Path, level: int
 ) -> None:
-    whole = tmp_path / "async"
-    assert run_both(resume_config(make_config, whole), whole) == (0, 0)
     run = tmp_path / "sync"
-    config = in_turns(resume_config(make_config, run), run, sleep_level=level)
+    asynchronous = resume_config(make_config, run)
+    trainer = asynchronous.trainer.model_copy(update={"mode": "sync"})
+    rollout = asynchronous.rollout.model_copy(update={"sleep_level": level})
+    config = asynchronous.model_copy(update={"trainer": trainer, "rollout": rollout})
     assert run_both(config, run) == (0, 0), logs(run)
-    assert_same_run(run, whole, config)
+    assert_same_run(run, on_policy, config)
 
 
 # --- what goes wrong ----------------------------------------------------------------------------------
@@ -68,17 +62,14 @@ class Pair:
             process.kill()
             process.wait()
 
-    def wait_for(self, satisfied: Callable[[], bool], timeout_s: float = 90.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not satisfied():
-            assert time.monotonic() < deadline, logs(self.run)
-            time.sleep(0.005)
+    def wait_for(self, satisfied: Callable[[], bool]) -> None:
+        wait_until(satisfied, "the other side's turn", self.run, timeout_s=90.0, poll_s=0.005)
 
-    def has_it(self, process: subprocess.Popen[str], *, from_fence: int = 1) -> bool:
+    def has_it(self, process: Service, *, from_fence: int = 1) -> bool:
         tenure = read_tenure(self.run)
         return bool(tenure and tenure.held and tenure.pid == process.pid and tenure.fence >= from_fence)
 
-    def stop_in_its_turn(self, process: subprocess.Popen[str], *, from_fence: int) -> None:
+    def stop_in_its_turn(self, process: Service, *, from_fence: int) -> None:
         """It has the device, and does nothing until SIGCONT."""
 
         def stopped() -> bool:
@@ -98,10 +89,10 @@ class Pair:
 
 
 def slow_server(make_config: Callable[..., RunConfig], run: Path, **network: float) -> RunConfig:
-    """Its turns last about a second."""
+    """A sync run in which the server's turns last about half a second."""
     config = small(
         make_config,
-        rollout={"engine": "scripted", "engine_args": {"mean_length": 6, "seconds_per_token": 0.2}},
+        rollout={"engine": "scripted", "engine_args": {"mean_length": 6, "seconds_per_token": 0.1}},
         trainer={"mode": "sync"},
         network=network,
     )
@@ -155,14 +146,13 @@ def test_ctrl_c_while_the_learner_sleeps_and_then_resume(make_config: Callable[.
         command = [sys.executable, "-m", "asyncrl", "sync", str(file), *arguments]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 
+    def server_has_it() -> bool:
+        tenure = read_tenure(run)
+        return bool(tenure and tenure.held and tenure.fence >= 4 and tenure.holder == "rollout_server")
+
     command = asyncrl()
     try:
-        deadline = time.monotonic() + 90
-        while not ((tenure := read_tenure(run)) and tenure.held and tenure.fence >= 4 and tenure.fence % 2 == 0):
-            assert command.poll() is None, command.communicate()[0]
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        assert tenure.holder == "rollout_server"
+        wait_until(server_has_it, "the server's second turn", run / "logs")
         family = psutil.Process(command.pid).children(recursive=True)
         command.send_signal(signal.SIGINT)
         printed, _ = command.communicate(timeout=40)

@@ -28,6 +28,7 @@ from tests.rigs.device_witness import USES_FILE, Use, overlaps, read_uses
 from tests.rigs.prefork import ForkedProcess
 from tests.rigs.small_runs import assert_every_prompt_trained_once, logs, small
 from tests.rigs.two_processes import run_both, start, with_ports, write_config
+from tests.rigs.waiting import wait_until
 from tests.system.test_resume import assert_same_run
 
 pytestmark = pytest.mark.slow
@@ -103,9 +104,7 @@ class Rig:
         return True
 
     def wait(self, satisfied: Callable[[], bool]) -> None:
-        while not satisfied():
-            assert time.monotonic() < self.until, logs(self.run)
-            time.sleep(0.005)
+        wait_until(satisfied, "the victim's turn", self.run, self.until - time.monotonic(), poll_s=0.005)
 
     def until_finished(self) -> None:
         self.until = time.monotonic() + RUN_S

@@ -1,4 +1,4 @@
-"""Clocks that jump, processes that stand still, two learners, another run, a peer that never comes back."""
+"""Runs with clocks that jump, processes that stand still, two learners, another run, a peer that never comes back."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def running(*services: Popen[str]) -> Iterator[None]:
 
 
 def scripted(make_config: Callable[..., RunConfig], **sections: dict[str, Any]) -> RunConfig:
-    """Groups take half a second, so that there is time for things to go wrong."""
-    slow = {"mean_length": 8, "length_sigma": 0.5, "seconds_per_token": 0.05}
+    """A run whose groups take a quarter of a second, so that there is time for things to go wrong."""
+    slow = {"mean_length": 8, "length_sigma": 0.5, "seconds_per_token": 0.03}
     return small(make_config, rollout={"engine": "scripted", "engine_args": slow}, **sections)
 
 
@@ -65,12 +65,12 @@ def test_a_wall_clock_that_jumps_by_days_changes_nothing(make_config: Callable[.
     (tmp_path / "clock").mkdir()
     (tmp_path / "clock" / "sitecustomize.py").write_text(JUMPING_CLOCK)
     run, under = tmp_path / "run", ["env", f"PYTHONPATH={tmp_path / 'clock'}:{ROOT}"]
-    config = with_ports(scripted(make_config, learner={"max_staleness": 1}, trainer={"max_steps": 8}))
+    config = with_ports(scripted(make_config, learner={"max_staleness": 1}, trainer={"max_steps": 5}))
     file = write_config(config, run)
     services = [start("learner", file, under=under), start("rollout_server", file, under=under)]
     with running(*services):
         assert [service.wait(timeout=120) for service in services] == [0, 0], logs(run)
-    assert_every_prompt_trained_once(run, 8)
+    assert_every_prompt_trained_once(run, 5)
     times = [json.loads(line)["time"] for line in (run / "metrics.jsonl").read_bytes().splitlines()]
     assert max(times) - min(times) > 3600, "the clock has jumped"
     said = logs(run)
@@ -82,8 +82,8 @@ def test_a_server_that_stands_still_is_replaced_and_taken_back(
 ) -> None:
     """Its tickets go to the other server; what it sends when it wakes up is late, and known to be."""
     run = tmp_path / "run"
-    network = {"timeout_s": 2.0, "heartbeat_s": 0.2}
-    config = with_ports(scripted(make_config, learner={"max_staleness": 2}, trainer={"max_steps": 14}, network=network))
+    network = {"timeout_s": 1.0, "heartbeat_s": 0.1}
+    config = with_ports(scripted(make_config, learner={"max_staleness": 2}, trainer={"max_steps": 16}, network=network))
     file = write_config(config, run)
     second = config.telemetry.model_copy(update={"rollout_port": 0})
     other = write_config(config.model_copy(update={"telemetry": second}), tmp_path / "second")
@@ -97,7 +97,7 @@ def test_a_server_that_stands_still_is_replaced_and_taken_back(
         sleeper.send_signal(signal.SIGCONT)
         wait_until(lambda: learner_log.read_text().count("is welcome") == 3, "its return", run)
         assert [service.wait(timeout=120) for service in (learner, sleeper, awake)] == [0, 0, 0], logs(run)
-    assert_every_prompt_trained_once(run, 14)
+    assert_every_prompt_trained_once(run, 16)
     assert "the learner does not know this connection" in (run / "rollout_server.log").read_text()
 
 
@@ -105,20 +105,19 @@ def test_a_learner_that_stands_still_does_not_take_its_servers_for_dead(
     make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    config = scripted(make_config, trainer={"max_steps": 8}, network={"timeout_s": 1.0, "heartbeat_s": 0.2})
+    config = scripted(make_config, trainer={"max_steps": 5}, network={"timeout_s": 1.0, "heartbeat_s": 0.1})
     rollout = config.rollout.model_copy(update={"weights_channel": "zmq"})
     file = write_config(with_ports(config.model_copy(update={"rollout": rollout})), run)
     learner, server = start("learner", file), start("rollout_server", file)
     with running(learner, server):
-        for step in (1, 3):
-            wait_until(lambda step=step: steps_of(run) >= step, f"step {step}", run)
-            learner.send_signal(signal.SIGSTOP)
-            time.sleep(4.0)
-            learner.send_signal(signal.SIGCONT)
+        wait_until(lambda: steps_of(run) >= 1, "a step", run)
+        learner.send_signal(signal.SIGSTOP)
+        time.sleep(2.0)
+        learner.send_signal(signal.SIGCONT)
         assert [service.wait(timeout=120) for service in (learner, server)] == [0, 0], logs(run)
-    assert_every_prompt_trained_once(run, 8)
+    assert_every_prompt_trained_once(run, 5)
     said = (run / "learner.log").read_text()
-    assert said.count("this learner stood still for") == 2
+    assert said.count("this learner stood still for") == 1
     assert "is gone: silent" not in said
     assert "the learner is back" in (run / "rollout_server.log").read_text()
 
@@ -147,7 +146,7 @@ def test_a_server_stops_with_the_reason_when_its_learner_is_gone_or_makes_anothe
     make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    network = {"timeout_s": 1.0, "reconnect_timeout_s": 6.0}
+    network = {"timeout_s": 0.5, "heartbeat_s": 0.1, "reconnect_timeout_s": 2.0}
     config = with_ports(scripted(make_config, trainer={"max_steps": 1000}, network=network))
     file = write_config(config, run)
     second = config.model_copy(update={"run_dir": str(tmp_path / "other")})
@@ -157,7 +156,7 @@ def test_a_server_stops_with_the_reason_when_its_learner_is_gone_or_makes_anothe
         learner.kill()
         assert server.wait(timeout=60) == 3, logs(run)
     reason = (run / "rollout_server.log").read_text().splitlines()[-1]
-    assert re.match(r"error: .* has been gone for . s \(network\.reconnect_timeout_s = 6\)", reason)
+    assert re.match(r"error: .* has been gone for . s \(network\.reconnect_timeout_s = 2\)", reason)
     assert not (run / FAILURE_FILE).exists(), "the learner has not said how the run ended"
 
     learner = start("learner", file, "--resume", "network.reconnect_timeout_s=60")
@@ -173,9 +172,8 @@ def test_a_server_stops_with_the_reason_when_its_learner_is_gone_or_makes_anothe
     assert not any((folder / FAILURE_FILE).exists() for folder in (run, tmp_path / "other"))
 
 
-@pytest.mark.slow
 def test_a_launched_run_says_why_its_server_ended_it(make_config: Callable[..., RunConfig], tmp_path: Path) -> None:
-    network = {"timeout_s": 1.0, "reconnect_timeout_s": 4.0}
+    network = {"timeout_s": 0.5, "heartbeat_s": 0.1, "reconnect_timeout_s": 2.0}
     config = scripted(make_config, trainer={"max_steps": 100_000}, network=network)
     run, file = config.run_path, tmp_path / "config.yaml"
     file.write_text(dump_config(config))
@@ -192,7 +190,7 @@ def test_a_launched_run_says_why_its_server_ended_it(make_config: Callable[..., 
     failure = failure_of(run)
     assert (failure.service, failure.kind) == ("rollout_server", "timed_out")
     assert f"error: {failure.reason}\nrollout_server stopped the run; saved in {run / FAILURE_FILE}" in printed
-    assert "(network.reconnect_timeout_s = 4)" in failure.reason
+    assert "(network.reconnect_timeout_s = 2)" in failure.reason
     assert not list((run / "logs").glob("*.json"))
 
 
@@ -200,7 +198,7 @@ def test_a_server_whose_learner_does_not_come_says_so_and_begins_no_run(
     make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    config = with_ports(scripted(make_config, network={"start_timeout_s": 2.0}))
+    config = with_ports(scripted(make_config, network={"start_timeout_s": 1.0}))
     file = write_config(config, tmp_path / "config")
     for is_there in (False, True):
         server = start("rollout_server", file, f"run_dir={run}")
@@ -208,15 +206,17 @@ def test_a_server_whose_learner_does_not_come_says_so_and_begins_no_run(
             assert server.wait(timeout=60) == 3, logs(tmp_path / "config")
         said = (tmp_path / "config" / "rollout_server.log").read_text()
         assert "Traceback" not in said
-        assert f"error: no learner answered at {config.control_endpoint} within 2 s" in said.splitlines()[-1]
+        assert f"error: no learner answered at {config.control_endpoint} within 1 s" in said.splitlines()[-1]
         assert list(run.glob("*")) == [], "what is not empty a learner does not begin in"
         assert run.exists() == is_there
         run.mkdir(exist_ok=True)
 
 
-def test_a_wait_beyond_its_deadline_names_what_and_who(make_config: Callable[..., RunConfig], tmp_path: Path) -> None:
+def test_a_wait_beyond_its_deadline_names_the_step_the_ticket_and_its_server(
+    make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
     run = tmp_path / "run"
-    learner_section = {"max_staleness": 0, "wait_timeout_s": 4.0}
+    learner_section = {"max_staleness": 0, "wait_timeout_s": 1.5}
     config = scripted(make_config, learner=learner_section, trainer={"max_steps": 1000}, network={"timeout_s": 60.0})
     file = write_config(with_ports(config), run)
     learner, server = start("learner", file), start("rollout_server", file)
@@ -225,7 +225,7 @@ def test_a_wait_beyond_its_deadline_names_what_and_who(make_config: Callable[...
         server.send_signal(signal.SIGSTOP)
         assert learner.wait(timeout=60) == 3, logs(run)
     reason = failure_of(run).reason
-    assert reason.startswith("waited 4 s for groups of step "), reason
+    assert reason.startswith("waited 1.5 s for groups of step "), reason
     assert "oldest: ticket " in reason
     assert f"held by {_name_of_server(run)}" in reason
 
@@ -252,7 +252,7 @@ def test_a_learner_that_comes_back_with_other_shared_memory_is_followed_over_zmq
         before = steps_of(run)
         again = start("learner", file, "--resume", "trainer.max_steps=60", under=elsewhere)
         with running(again):
-            wait_until(lambda: steps_of(run) >= before + 3, "steps of the learner that came back", run, timeout_s=90)
+            wait_until(lambda: steps_of(run) > before, "a step of the learner that came back", run, timeout_s=90)
             assert server.poll() is None
     said = (run / "rollout_server.log").read_text()
     assert "weights over shm" in said
