@@ -87,6 +87,10 @@ class ForkedProcess:
         self.wait()
 
 
+Service = subprocess.Popen[str] | ForkedProcess
+"""A started service, as tests use it."""
+
+
 class Template:
     """This side of the process that forks: one request a start, one message an exit."""
 

@@ -12,7 +12,7 @@ from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from protocol.faults import VARIABLE
 from tests.rigs.ports import own_port
-from tests.rigs.prefork import ForkedProcess, template
+from tests.rigs.prefork import Service, template
 from tests.rigs.waiting import exit_codes
 
 
@@ -23,9 +23,7 @@ def with_ports(config: RunConfig, port: Callable[[], int] = own_port) -> RunConf
     return config.model_copy(update={"network": network, "telemetry": telemetry})
 
 
-def start(
-    module: str, config_file: Path, *arguments: str, crash_at: str = "", under: Sequence[str] = ()
-) -> subprocess.Popen[str] | ForkedProcess:
+def start(module: str, config_file: Path, *arguments: str, crash_at: str = "", under: Sequence[str] = ()) -> Service:
     """A service; with `crash_at` it dies by SIGKILL at that place (see protocol/faults.py). `under` is a command that
     runs the command that follows it."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", VARIABLE: crash_at}
@@ -38,7 +36,7 @@ def start(
         return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, text=True, env=environment)
 
 
-def start_command(*arguments: str, log: Path) -> ForkedProcess:
+def start_command(*arguments: str, log: Path) -> Service:
     """`asyncrl ARGUMENTS`, which writes what it prints to `log`. The services that it launches are forked, too."""
     log.unlink(missing_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from subprocess import Popen
 
-from tests.rigs.prefork import ForkedProcess
+from tests.rigs.prefork import Service
 from tests.rigs.small_runs import logs
 
 
@@ -25,7 +24,7 @@ def wait_until(
         time.sleep(poll_s)
 
 
-def exit_codes(services: Sequence[Popen[str] | ForkedProcess], timeout_s: float = 120.0) -> list[int]:
+def exit_codes(services: Sequence[Service], timeout_s: float = 120.0) -> list[int]:
     """Return the exit codes of processes that end by themselves; all are gone on return."""
     try:
         return [service.wait(timeout=timeout_s) for service in services]

@@ -20,14 +20,13 @@ from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from benchmarks.sleep_memory import make_model
 from protocol.lease import read_tenure
-from tests.rigs.prefork import ForkedProcess
+from tests.rigs.prefork import Service
 from tests.rigs.small_runs import assert_every_prompt_trained_once, failure_of, logs, small
 from tests.rigs.two_processes import run_both, start, with_ports, write_config
 from tests.rigs.waiting import wait_until
 from tests.system.test_resume import assert_same_run, resume_config
 
 pytestmark = pytest.mark.slow
-Service = subprocess.Popen[str] | ForkedProcess
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from subprocess import Popen
 from typing import Any
 
 import psutil
@@ -25,7 +24,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.journal.writer import JOURNAL_FILE
 from protocol.lease import TRACE_FILE
 from tests.rigs.device_witness import USES_FILE, Use, overlaps, read_uses
-from tests.rigs.prefork import ForkedProcess
+from tests.rigs.prefork import Service
 from tests.rigs.small_runs import assert_every_prompt_trained_once, logs, small
 from tests.rigs.two_processes import run_both, start, with_ports, write_config
 from tests.rigs.waiting import wait_until
@@ -33,7 +32,6 @@ from tests.system.test_resume import assert_same_run
 
 pytestmark = pytest.mark.slow
 CYCLES, KILLS, SEED = 30, 10, 4
-Service = Popen[str] | ForkedProcess
 STOPPED_S = 0.2
 """Half of the victims stand still for so long before they die: a holder that does nothing is a holder all the same."""
 RUN_S = 240.0

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from subprocess import Popen
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.journal.writer import JOURNAL_FILE
 from asyncrl.run_folder.failure import FAILURE_FILE, RESERVED_FILE
 from asyncrl.run_folder.lock import LEARNER_LOCK
+from tests.rigs.prefork import Service
 from tests.rigs.small_runs import assert_every_prompt_trained_once, failure_of, logs, small
 from tests.rigs.two_processes import start, start_command, with_ports, write_config
 from tests.rigs.waiting import wait_until
@@ -40,7 +40,7 @@ time.time_ns = lambda: int(_jumping() * 1e9)
 
 
 @contextmanager
-def running(*services: Popen[str]) -> Iterator[None]:
+def running(*services: Service) -> Iterator[None]:
     try:
         yield
     finally:
