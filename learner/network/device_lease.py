@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, WaitTimeoutError
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 HOLDER = "learner"
 REPORT_EVERY_S = 1.0
+DURATIONS = ("sleep_s/learner", "wake_s/learner", "asleep_s/learner")
 
 
 class LeaseGrants:
@@ -80,88 +82,80 @@ class LeaseGrants:
         self.returned, self._tenant = message, None
 
 
+@dataclass
 class DeviceTurns:
     """The main thread's side: `engine` is awake exactly while the learner holds `lease`.
 
     Without a lease the device is not shared: it is always the learner's, and nothing has to be done.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        lease: DeviceLease | None,
-        engine: TrainEngine,
-        grants: LeaseGrants,
-        call_soon: Callable[..., None],
-        timeline: Timeline,
-    ):
-        """`call_soon` runs a method of `grants` on the network thread."""
-        self._timeout_s = config.learner.wait_timeout_s
-        self._lease = lease
-        self._engine = engine
-        self._grants = grants
-        self._call_soon = call_soon
-        self._timeline = timeline
-        self._lent_at = 0.0
-        self._seconds = {"sleep_s/learner": 0.0, "wake_s/learner": 0.0, "asleep_s/learner": 0.0}
-        """Durations since the last report."""
-        self._moved_bytes = 0
+    config: RunConfig
+    lease: DeviceLease | None
+    engine: TrainEngine
+    grants: LeaseGrants
+    call_soon: Callable[..., None]
+    """Runs a method of `grants` on the network thread."""
+    timeline: Timeline
+    _lent_at: float = 0.0
+    _moved_bytes: int = 0
+    _seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(DURATIONS, 0.0))
+    """Durations since the last report."""
 
     @property
     def is_shared(self) -> bool:
-        return self._lease is not None
+        return self.lease is not None
 
     @property
     def is_lent(self) -> bool:
-        return self._lease is not None and self._lease.fence is None
+        return self.lease is not None and self.lease.fence is None
 
     @property
     def holder(self) -> str:
         """The process that has the device, for the status."""
-        return describe(self._lease.folder) if self._lease else HOLDER
+        return describe(self.lease.folder) if self.lease else HOLDER
 
     def lend(self) -> None:
         """Sleep, and let the server have the device. Nothing happens if it has."""
-        if self._lease is None or self._lease.fence is None:
+        if self.lease is None or self.lease.fence is None:
             return
-        started, fence = time.monotonic(), self._lease.fence
-        self._moved_bytes = self._engine.sleep()
+        started, fence = time.monotonic(), self.lease.fence
+        self._moved_bytes = self.engine.sleep()
         crash_point("learner.asleep")
-        self._lease.give_up()
+        self.lease.give_up()
         self._lent_at = time.monotonic()
         self._seconds["sleep_s/learner"] += self._lent_at - started
-        self._call_soon(self._grants.lend, fence + 1)
+        self.call_soon(self.grants.lend, fence + 1)
 
     def take_back(self, waiting: Callable[[], None]) -> None:
         """Have the server sleep, and wake up. Nothing happens if the learner has the device.
 
         Calls `waiting` about once a second. Raises BadStateError naming the holder if it is not returned.
         """
-        if self._lease is None or self._lease.fence is not None:
+        if self.lease is None or self.lease.fence is not None:
             return
-        self._call_soon(self._grants.recall)
-        _take(self._lease, self._timeout_s, "learner.wait_timeout_s", waiting)
+        self.call_soon(self.grants.recall)
+        _take(self.lease, self.config.learner.wait_timeout_s, "learner.wait_timeout_s", waiting)
         crash_point("learner.waking")
         taken = time.monotonic()
-        self._timeline.ended(LEARNER, "asleep", taken - self._lent_at)
-        self._engine.wake()
+        self.timeline.ended(LEARNER, "asleep", taken - self._lent_at)
+        self.engine.wake()
         self._seconds["wake_s/learner"] += time.monotonic() - taken
         self._seconds["asleep_s/learner"] += taken - self._lent_at
 
     def report(self) -> dict[str, float]:
         """Durations of the turns since the last report, and the learner's fence, for the record of a step."""
-        if self._lease is None:
+        if self.lease is None:
             return {}
         values: dict[str, float] = {**self._seconds, "sleep_bytes/learner": self._moved_bytes}
-        self._seconds = dict.fromkeys(self._seconds, 0.0)
-        returned = self._grants.returned
+        self._seconds = dict.fromkeys(DURATIONS, 0.0)
+        returned = self.grants.returned
         if returned is not None:
             values |= {
                 "sleep_s/rollout": returned.sleep_s,
                 "wake_s/rollout": returned.wake_s,
                 "sleep_bytes/rollout": returned.sleep_bytes,
             }
-        return values | {"lease_fence": self._lease.fence or 0}
+        return values | {"lease_fence": self.lease.fence or 0}
 
 
 def first_turn(config: RunConfig) -> DeviceLease:

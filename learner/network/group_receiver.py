@@ -6,6 +6,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -22,29 +23,29 @@ from protocol.messages import Ack, Error, Group
 logger = logging.getLogger(__name__)
 
 
+@dataclass
 class GroupReceiver:
     """Verifies each group when it comes; `keep` journals and acknowledges all groups of a turn at once."""
 
-    def __init__(self, servers: Servers, ports: LearnerPorts, ledger: TicketLedger, verify: Callable[..., None]):
-        """`verify` is `verify_group` with those arguments that are the same for the whole run."""
-        self._servers = servers
-        self._ports = ports
-        self._ledger = ledger
-        self._verify = verify
-        self._arrived: dict[int, tuple[str, ReceivedGroup]] = {}
-        self.on_kept: Callable[[np.ndarray], None] = lambda lags_s: None
-        """Called with the seconds from verification to acknowledgement of the groups of a turn."""
+    servers: Servers
+    ports: LearnerPorts
+    ledger: TicketLedger
+    verify: Callable[..., None]
+    """`verify_group` with those arguments that are the same for the whole run."""
+    on_kept: Callable[[np.ndarray], None] = lambda lags_s: None
+    """Called with the seconds from verification to acknowledgement of the groups of a turn."""
+    _arrived: dict[int, tuple[str, ReceivedGroup]] = field(default_factory=dict)
 
     def accept(self, server_id: str, group: Group, frames: Sequence[Frame]) -> None:
         """Verify a group; `frames` are the group as it travelled."""
         if group.ticket_id in self._arrived:
             return
-        prepared = self._ledger.out.get(group.ticket_id)
+        prepared = self.ledger.out.get(group.ticket_id)
         if prepared is None:
             self._answer_unawaited(server_id, group.ticket_id)
             return
         try:
-            self._verify(group, prepared.ticket, prepared.facts, sender=server_id, version=self._servers.version)
+            self.verify(group, prepared.ticket, prepared.facts, sender=server_id, version=self.servers.version)
         except ProtocolError as error:
             self._refuse(server_id, group, error)
             return
@@ -52,20 +53,20 @@ class GroupReceiver:
         self._arrived[group.ticket_id] = (server_id, ReceivedGroup(prepared, group, frames))
 
     def _refuse(self, server_id: str, group: Group, error: ProtocolError) -> None:
-        self._servers.errors[str(error.code)] += 1
+        self.servers.errors[str(error.code)] += 1
         logger.warning("group of ticket %d refused: %s", group.ticket_id, error.reason)
-        self._ports.control.charge(self._servers.connected[server_id].identity)
-        self._servers.give_back(group.ticket_id, server_id, error.reason)
-        self._servers.send(server_id, Error(code=error.code, reason=error.reason, ticket_id=group.ticket_id))
+        self.ports.control.charge(self.servers.connected[server_id].identity)
+        self.servers.give_back(group.ticket_id, server_id, error.reason)
+        self.servers.send(server_id, Error(code=error.code, reason=error.reason, ticket_id=group.ticket_id))
 
     def _answer_unawaited(self, server_id: str, ticket_id: int) -> None:
         """Acknowledge a duplicate again; a ticket that was never issued is another run's, or garbage."""
-        if ticket_id >= EVALUATION_IDS or self._ledger.was_issued(ticket_id):
-            self._servers.send(server_id, Ack(ticket_ids=(ticket_id,)))
+        if ticket_id >= EVALUATION_IDS or self.ledger.was_issued(ticket_id):
+            self.servers.send(server_id, Ack(ticket_ids=(ticket_id,)))
             return
-        self._servers.errors[str(ErrorCode.UNKNOWN_TICKET)] += 1
+        self.servers.errors[str(ErrorCode.UNKNOWN_TICKET)] += 1
         reason = f"this run has not issued ticket {ticket_id}"
-        self._servers.send(server_id, Error(code=ErrorCode.UNKNOWN_TICKET, reason=reason, ticket_id=ticket_id))
+        self.servers.send(server_id, Error(code=ErrorCode.UNKNOWN_TICKET, reason=reason, ticket_id=ticket_id))
 
     def has(self, ticket_id: int) -> bool:
         """Whether this ticket's group was verified in this turn."""
@@ -80,7 +81,7 @@ class GroupReceiver:
         """Journal the groups of this turn, and then acknowledge them."""
         if not self._arrived:
             return
-        self._ledger.receive([received for _, received in self._arrived.values()])
+        self.ledger.receive([received for _, received in self._arrived.values()])
         crash_point("group.journaled")
         owners: dict[str, list[int]] = defaultdict(list)
         for ticket_id, (server_id, _) in self._arrived.items():
@@ -88,8 +89,8 @@ class GroupReceiver:
         arrived_at = np.asarray([received.arrived_at for _, received in self._arrived.values()])
         self._arrived.clear()
         for server_id, ticket_ids in owners.items():
-            if server_id in self._servers.connected:  # one that has left asks again when it is back
-                self._servers.send(server_id, Ack(ticket_ids=tuple(ticket_ids)))
+            if server_id in self.servers.connected:  # one that has left asks again when it is back
+                self.servers.send(server_id, Ack(ticket_ids=tuple(ticket_ids)))
                 crash_point("group.acknowledged")
         self.on_kept(time.monotonic() - arrived_at)
 

@@ -75,51 +75,43 @@ def _describe(batch: Batch, processor: PromptProcessor, row: int, column: int, l
     )
 
 
+@dataclass
 class ParityJudge:
     """Decides about complete checks while the main thread waits, between two steps."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        handshake: ParityHandshake,
-        call_soon: Callable[..., None],
-        engine: TrainEngine,
-        processor: PromptProcessor,
-        reporter: Reporter,
-    ):
-        """`call_soon` runs a method of the handshake on the network thread."""
-        self._config = config
-        self._handshake = handshake
-        self._call_soon = call_soon
-        self._engine = engine
-        self._processor = processor
-        self._reporter = reporter
-        self._largest_warned = 0.0
+    config: RunConfig
+    handshake: ParityHandshake
+    call_soon: Callable[..., None]
+    """Runs a method of the handshake on the network thread."""
+    engine: TrainEngine
+    processor: PromptProcessor
+    reporter: Reporter
+    _largest_warned: float = 0.0
 
     def judge(self, version: int) -> None:
         """Compare what has come back; `version` is that of the learner's weights."""
-        for check in self._handshake.take_complete():
+        for check in self.handshake.take_complete():
             received = [check.groups[ticket_id] for ticket_id in check.tickets]
             if any((item.group.versions != version).any() for item in received):
-                self._call_soon(self._handshake.repeat, check)
+                self.call_soon(self.handshake.repeat, check)
             else:
                 self._decide(check, received, version)
 
     def _decide(self, check: ParityCheck, received: Sequence[ReceivedGroup], version: int) -> None:
-        parity = compare(self._engine, self._processor, received, self._config.batch.tokens_per_microbatch)
-        self._reporter.parity(check.server_id, parity.largest, parity.mean)
-        limit = self._config.max_logprob_difference
+        parity = compare(self.engine, self.processor, received, self.config.batch.tokens_per_microbatch)
+        self.reporter.parity(check.server_id, parity.largest, parity.mean)
+        limit = self.config.max_logprob_difference
         numbers = (
             f"log-probs of engine and learner differ by at most {parity.largest:.3g} nats, {parity.mean:.3g} on "
             f"average, over {parity.tokens} tokens of {len(received)} rows at policy version {version}"
         )
         if parity.largest <= limit:
             logger.info("%s is aligned: %s (%g is accepted)", check.server_id, numbers, limit)
-            self._call_soon(self._handshake.accept_server, check)
+            self.call_soon(self.handshake.accept_server, check)
         else:
             accepted = f"{limit:g} is accepted (alignment.max_logprob_difference)"
             reason = f"{numbers}; {accepted}. Largest at {parity.worst}"
-            self._call_soon(self._handshake.refuse, check, reason, FIX)
+            self.call_soon(self.handshake.refuse, check, reason, FIX)
 
     def watch(self, step: int, values: Mapping[str, float]) -> None:
         """Warn when tokens of the learner's own version disagree: something has gone stale since the server's check.
@@ -127,7 +119,7 @@ class ParityJudge:
         Warns again only when the largest difference has doubled.
         """
         largest = values.get("staleness_0/logprob_diff_max", 0.0)
-        if self._is_watched and largest > max(self._config.max_logprob_difference, 2 * self._largest_warned):
+        if self._is_watched and largest > max(self.config.max_logprob_difference, 2 * self._largest_warned):
             self._largest_warned = largest
             logger.warning(
                 "step %d: log-probs of engine and learner differ by up to %.3g nats on tokens of the learner's own "
@@ -135,15 +127,15 @@ class ParityJudge:
                 "in metrics.jsonl). %s",
                 step,
                 largest,
-                self._config.max_logprob_difference,
+                self.config.max_logprob_difference,
                 FIX,
             )
 
     @property
     def _is_watched(self) -> bool:
         """Whether the configuration makes tokens of the learner's own version comparable with its distribution."""
-        if not self._config.alignment.rows:
+        if not self.config.alignment.rows:
             return False
-        rollout, algorithm = self._config.rollout, self._config.algorithm
+        rollout, algorithm = self.config.rollout, self.config.algorithm
         compared_at_start = algorithm.updates_per_batch == 1 or algorithm.proximal == "recompute"
         return compared_at_start and not rollout.truncates and rollout.weight_update != "keep"

@@ -19,9 +19,8 @@ from asyncrl.errors import BadStateError, WaitTimeoutError
 from learner.network.servers import SLOWEST_TURN_S, Servers, ServerState
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.outstanding import MAX_ATTEMPTS
-from learner.tickets.ticket import PreparedTicket, ReceivedGroup, check_ticket_size
+from learner.tickets.ticket import PreparedTicket, ReceivedGroup
 from learner.tickets.ticket_writer import PARITY_IDS
-from protocol.codec import Limits
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import Ack, Group, Refusal, TicketFailed, Tickets
 
@@ -49,39 +48,25 @@ class ParityCheck:
         return len(self.groups) == len(self.tickets)
 
 
+@dataclass
 class ParityHandshake:
     """Used by the network thread; `take_complete`, `has_complete` and `holds_step` by the main thread."""
 
-    def __init__(
-        self,
-        servers: Servers,
-        ledger: TicketLedger,
-        tickets: Sequence[PreparedTicket],
-        verify: Callable[..., None],
-        *,
-        limits: Limits,
-        deadline_s: float,
-        can_answer: Callable[[ServerState], bool] = lambda server: True,
-    ):
-        """`tickets` are the rows that every server samples; without any, every server is aligned.
-
-        `verify` is `verify_group` with those arguments that are the same for the whole run. Only time in which a server
-        `can_answer` counts towards its deadline.
-        """
-        for item in tickets:
-            check_ticket_size(item, limits)
-        self._servers = servers
-        self._ledger = ledger
-        self._tickets = tickets
-        self._verify = verify
-        self._deadline_s = deadline_s
-        self._can_answer = can_answer
-        self._checks: dict[str, ParityCheck] = {}
-        self._passed: set[tuple[str, str]] = set()
-        """Server ids and sessions of accepted servers."""
-        self._next_id = PARITY_IDS + (secrets.randbits(40) << 20)
-        """Random: servers may still hold parity tickets of a learner before this one."""
-        self._last_turn_at = time.monotonic()
+    servers: Servers
+    ledger: TicketLedger
+    tickets: Sequence[PreparedTicket]
+    """The rows that every server samples; without any, every server is aligned."""
+    verify: Callable[..., None]
+    """`verify_group` with those arguments that are the same for the whole run."""
+    deadline_s: float
+    can_answer: Callable[[ServerState], bool] = lambda server: True
+    """Whether time counts towards the server's deadline now."""
+    _checks: dict[str, ParityCheck] = field(default_factory=dict)
+    _passed: set[tuple[str, str]] = field(default_factory=set)
+    """Server ids and sessions of accepted servers."""
+    _next_id: int = field(default_factory=lambda: PARITY_IDS + (secrets.randbits(40) << 20))
+    """Random: servers may still hold parity tickets of a learner before this one."""
+    _last_turn_at: float = field(default_factory=time.monotonic)
 
     # --- the main thread's side -----------------------------------------------------------------
 
@@ -90,12 +75,12 @@ class ParityHandshake:
 
     @property
     def has_complete(self) -> bool:
-        with self._ledger.changed:
+        with self.ledger.changed:
             return bool(self._complete())
 
     def take_complete(self) -> list[ParityCheck]:
         """Take the checks whose groups have all come; each has to be accepted, repeated or refused."""
-        with self._ledger.changed:
+        with self.ledger.changed:
             complete = self._complete()
             for check in complete:
                 check.taken = True
@@ -104,7 +89,7 @@ class ParityHandshake:
     @property
     def holds_step(self) -> str | None:
         """A server that is about to be compared: until then the weights may not move."""
-        with self._ledger.changed:
+        with self.ledger.changed:
             return next((name for name, check in self._checks.items() if check.server.loaded is not None), None)
 
     # --- the network thread's side ----------------------------------------------------------------
@@ -114,38 +99,38 @@ class ParityHandshake:
         now = time.monotonic()
         elapsed_s = min(now - self._last_turn_at, SLOWEST_TURN_S)  # time in which this process stood still is no delay
         self._last_turn_at = now
-        connected = self._servers.connected
+        connected = self.servers.connected
         for server_id, check in list(self._checks.items()):
             if connected.get(server_id) is not check.server:
                 self._forget(server_id)
                 continue
-            check.waited_s += elapsed_s if self._can_answer(check.server) and not check.is_complete else 0
-            if check.waited_s > self._deadline_s:
-                reason = f"it has not answered its parity tickets for {self._deadline_s:g} s"
+            check.waited_s += elapsed_s if self.can_answer(check.server) and not check.is_complete else 0
+            if check.waited_s > self.deadline_s:
+                reason = f"it has not answered its parity tickets for {self.deadline_s:g} s"
                 self.refuse(check, reason, OTHER_FIX, WaitTimeoutError)
         for server_id, server in list(connected.items()):
             if server.aligned or server.refused or server_id in self._checks:
                 continue
-            if not self._tickets or (server_id, server.hello.session) in self._passed:
+            if not self.tickets or (server_id, server.hello.session) in self._passed:
                 server.aligned = True
-            elif self._servers.manifest is not None and not self._ledger.out.held_by(server_id):
+            elif self.servers.manifest is not None and not self.ledger.out.held_by(server_id):
                 self._send(server_id, server)
 
     def _send(self, server_id: str, server: ServerState, *, attempts: int = 1) -> None:
         """Send parity tickets to an idle server: the last bits of a training group depend on what runs beside it."""
-        tickets = [self._numbered(item) for item in self._tickets[: server.hello.max_groups]]
+        tickets = [self._numbered(item) for item in self.tickets[: server.hello.max_groups]]
         check = ParityCheck(server_id, server, {item.ticket.ticket_id: item for item in tickets}, attempts)
-        with self._ledger.changed:
+        with self.ledger.changed:
             self._checks[server_id] = check
         for item in tickets:
             blobs = {digest: memoryview(data) for digest, data in item.blobs.items()}
-            if not self._servers.send(server_id, Tickets(tickets=(item.ticket,), blobs=blobs)):
+            if not self.servers.send(server_id, Tickets(tickets=(item.ticket,), blobs=blobs)):
                 return  # it is lost, and forgotten at the next turn
 
     def _numbered(self, item: PreparedTicket) -> PreparedTicket:
         """Give a ticket a new number and the newest published version."""
-        assert self._servers.manifest is not None
-        number, version = self._next_id, self._servers.manifest.version
+        assert self.servers.manifest is not None
+        number, version = self._next_id, self.servers.manifest.version
         self._next_id += 1
         ticket = item.ticket.model_copy(update={"ticket_id": number, "min_version": version})
         return replace(item, ticket=ticket, slot=replace(item.slot, ticket_id=number, version=version))
@@ -160,16 +145,16 @@ class ParityHandshake:
         check = self._checks[server_id]
         prepared = check.tickets[group.ticket_id]
         try:
-            newest = self._servers.version
-            self._verify(group, prepared.ticket, prepared.facts, sender=server_id, version=newest, components=())
+            newest = self.servers.version
+            self.verify(group, prepared.ticket, prepared.facts, sender=server_id, version=newest, components=())
         except ProtocolError as problem:
             self.refuse(check, problem.reason, "Start both services with the same configuration and library versions")
             return
-        self._servers.send(server_id, Ack(ticket_ids=(group.ticket_id,)))
-        with self._ledger.changed:
+        self.servers.send(server_id, Ack(ticket_ids=(group.ticket_id,)))
+        with self.ledger.changed:
             check.groups[group.ticket_id] = ReceivedGroup(prepared, group)
             if check.is_complete:
-                self._ledger.changed.notify_all()
+                self.ledger.changed.notify_all()
 
     def fail_ticket(self, server_id: str, failed: TicketFailed) -> None:
         """Send all parity tickets again after a server failed at one, up to MAX_ATTEMPTS times."""
@@ -196,25 +181,25 @@ class ParityHandshake:
 
     def repeat(self, check: ParityCheck) -> None:
         """Ask again: the groups were sampled with weights that the learner no longer has."""
-        if self._is_open(check) and self._servers.connected.get(check.server_id) is check.server:
+        if self._is_open(check) and self.servers.connected.get(check.server_id) is check.server:
             self._send(check.server_id, check.server, attempts=check.attempts)
 
     def refuse(self, check: ParityCheck, reason: str, fix: str, failure: type[BadStateError] = BadStateError) -> None:
         """Send the server away. Raises `failure` if there is no other server."""
         if not self._is_open(check):
             return
-        server_id, connected = check.server_id, self._servers.connected
+        server_id, connected = check.server_id, self.servers.connected
         self._forget(server_id)
         reason = f"server {server_id!r} is refused: {reason}"
         logger.error("%s. %s", reason, fix)
         if connected.get(server_id) is check.server:
             check.server.refused = True
-            self._servers.count_error(str(ErrorCode.PARITY))
-            self._servers.send(server_id, Refusal(code=ErrorCode.PARITY, reason=reason, fix=fix))
+            self.servers.count_error(str(ErrorCode.PARITY))
+            self.servers.send(server_id, Refusal(code=ErrorCode.PARITY, reason=reason, fix=fix))
         if all(server.refused for server in connected.values()):
             raise failure(f"{reason}. {fix}. No other rollout server is connected")
 
     def _forget(self, server_id: str) -> None:
-        with self._ledger.changed:
+        with self.ledger.changed:
             del self._checks[server_id]
-            self._ledger.changed.notify_all()
+            self.ledger.changed.notify_all()

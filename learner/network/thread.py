@@ -31,7 +31,7 @@ from learner.network.servers import ModelFacts, Servers
 from learner.network.ticket_sender import TicketSender
 from learner.network.verification import verify_group
 from learner.tickets.ledger import TicketLedger
-from learner.tickets.ticket import PreparedTicket
+from learner.tickets.ticket import PreparedTicket, check_ticket_size
 from protocol.errors import ErrorCode
 from protocol.messages import (
     ChunkRequest,
@@ -124,12 +124,13 @@ class NetworkThread(threading.Thread):
         self.tickets = TicketSender(self.servers, ledger, write_ticket, self.control.limits)
         verify = partial(verify_group, vocabulary=facts.vocabulary, components=config.reward.component_names)
         self.groups = GroupReceiver(self.servers, self._ports, ledger, verify)
+        for item in parity_tickets:
+            check_ticket_size(item, self.control.limits)
         self.parity = ParityHandshake(
             self.servers,
             ledger,
             parity_tickets,
             verify,
-            limits=self.control.limits,
             deadline_s=min(config.network.start_timeout_s, config.learner.wait_timeout_s / 2),
             can_answer=self.lease.is_at_work if config.trainer.mode == "sync" else lambda server: True,
         )

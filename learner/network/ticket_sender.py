@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 from asyncrl.journal.writer import TicketSlot
@@ -43,24 +43,19 @@ class BlobTraffic:
         self.saved_bytes += sum((count - 1) * sizes[digest] for digest, count in uses.items())
 
 
+@dataclass
 class TicketSender:
     """Used by the network thread alone; other threads may read `blobs`."""
 
-    def __init__(
-        self,
-        servers: Servers,
-        ledger: TicketLedger,
-        write_ticket: Callable[[TicketSlot], PreparedTicket],
-        limits: Limits,
-    ):
-        self.blobs = BlobTraffic()
-        self._admitted: int | None = None
-        self._servers = servers
-        self._ledger = ledger
-        self._write_ticket = write_ticket
-        self._limits = limits
-        self._preparing: deque[tuple[Iterator[PreparedTicket], list[PreparedTicket]]] = deque()
-        """Tickets still to be written, and those written, of each order."""
+    servers: Servers
+    ledger: TicketLedger
+    write_ticket: Callable[[TicketSlot], PreparedTicket]
+    limits: Limits
+    blobs: BlobTraffic = field(default_factory=BlobTraffic)
+    _admitted: int | None = None
+    """Version for which the ledger is asked for training tickets."""
+    _preparing: deque[tuple[Iterator[PreparedTicket], list[PreparedTicket]]] = field(default_factory=deque)
+    """Tickets still to be written, and those written, of each order."""
 
     @property
     def is_busy(self) -> bool:
@@ -77,9 +72,9 @@ class TicketSender:
     def work(self) -> None:
         """Do one turn."""
         if self._admitted is not None and not self._preparing:  # a preparation decides what is admissible next
-            slots = self._ledger.admissible(self._admitted)
+            slots = self.ledger.admissible(self._admitted)
             if slots:
-                self.prepare(self._write_ticket(slot) for slot in slots)
+                self.prepare(self.write_ticket(slot) for slot in slots)
         self._write_some()
         self._send_waiting()
 
@@ -90,10 +85,10 @@ class TicketSender:
             unwritten, written = self._preparing[0]
             item = next(unwritten, None)
             if item is None:
-                self._ledger.issue(written)
+                self.ledger.issue(written)
                 self._preparing.popleft()
             else:
-                check_ticket_size(item, self._limits)
+                check_ticket_size(item, self.limits)
                 written.append(item)
 
     def _send_waiting(self) -> None:
@@ -102,10 +97,10 @@ class TicketSender:
         Tickets from before a restart wait until the learner has made its steps again and published: a server could only
         wait for those weights, and would give up.
         """
-        waiting = [item for item in self._ledger.out.waiting() if self._admitted is not None or not item.is_training]
+        waiting = [item for item in self.ledger.out.waiting() if self._admitted is not None or not item.is_training]
         if not waiting:
             return
-        servers, out = self._servers.aligned, self._ledger.out
+        servers, out = self.servers.aligned, self.ledger.out
         shares = share_tickets(
             waiting,
             held={server_id: out.held_by(server_id) for server_id in servers},
@@ -113,17 +108,17 @@ class TicketSender:
             may_try=lambda ticket_id, server_id: out.may_try(ticket_id, server_id, servers),
         )
         for server_id, share in shares.items():
-            chosen = first_that_fit(share, self._limits)
-            self._send(server_id, chosen, self._ledger.batch_mates(chosen) if len(servers) == 1 else [])
+            chosen = first_that_fit(share, self.limits)
+            self._send(server_id, chosen, self.ledger.batch_mates(chosen) if len(servers) == 1 else [])
 
     def _send(self, server_id: str, chosen: Sequence[PreparedTicket], mates: Sequence[PreparedTicket]) -> None:
         sent = sorted((*chosen, *mates), key=lambda item: item.ticket.ticket_id) if mates else chosen
-        if mates and len(first_that_fit(sent, self._limits)) < len(sent):  # then they were not in one message before
+        if mates and len(first_that_fit(sent, self.limits)) < len(sent):  # then they were not in one message before
             sent = chosen
         blobs = {digest: memoryview(data) for item in sent for digest, data in item.blobs.items()}
-        if self._servers.send(server_id, Tickets(tickets=tuple(item.ticket for item in sent), blobs=blobs)):
+        if self.servers.send(server_id, Tickets(tickets=tuple(item.ticket for item in sent), blobs=blobs)):
             self.blobs.count(sent)
-            self._ledger.out.assign([item.ticket.ticket_id for item in chosen], server_id)
+            self.ledger.out.assign([item.ticket.ticket_id for item in chosen], server_id)
             crash_point("tickets.sent")
 
 

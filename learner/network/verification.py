@@ -121,11 +121,10 @@ def _shape_problem(group: Group, ticket: Ticket) -> str | None:
 def _token_problem(group: Group, ticket: Ticket, vocabulary: int) -> str | None:
     if group.token_ids.size == 0:
         return None
-    largest = int(np.maximum.reduce(group.token_ids.view(np.uint32)))  # a negative id becomes a large one
-    if largest >= vocabulary:
+    if int(np.maximum.reduce(group.token_ids.view(np.uint32))) >= vocabulary:  # a negative id becomes a large one
         return f"token ids outside the vocabulary of {vocabulary}"
     token_ids, logprobs = _sampled(group)
-    banned = _banned_among(token_ids, largest, ticket.sampling.banned_token_ids)
+    banned = np.unique(token_ids[np.isin(token_ids, ticket.sampling.banned_token_ids)])
     if banned.size:
         return (
             f"the policy sampled image placeholder ids {banned.tolist()}: the engine must ban them, "
@@ -165,13 +164,6 @@ def _sampled(group: Group) -> tuple[np.ndarray, np.ndarray]:
         return group.token_ids, group.logprobs
     sampled = group.loss_mask == 1
     return group.token_ids[sampled], group.logprobs[sampled]
-
-
-def _banned_among(token_ids: np.ndarray, largest: int, banned: tuple[int, ...]) -> np.ndarray:
-    """Find banned ids, each once. Most vocabularies end with them: the `largest` id of a group is then enough."""
-    if not banned or largest < min(banned):
-        return token_ids[:0]
-    return np.unique(token_ids[np.isin(token_ids, banned)])
 
 
 def _version_problem(group: Group, ticket: Ticket, version: int) -> str | None:

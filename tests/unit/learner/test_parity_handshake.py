@@ -14,7 +14,6 @@ from learner.network.servers import ServerState
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import PreparedTicket
 from learner.tickets.ticket_writer import PARITY_IDS
-from protocol.codec import Limits
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import Ack, Group, Refusal, TicketFailed, Tickets, WeightsLoaded
 from tests.rigs.fuzz import content
@@ -69,7 +68,7 @@ def handshake_of(
             raise ProtocolError(ErrorCode.REFUSED_GROUP, f"row {ticket.prompt.row_id}: wrong")
 
     ledger = ledger or empty_ledger()
-    return ParityHandshake(cast(Any, servers), ledger, items, check, limits=Limits(), deadline_s=deadline_s)
+    return ParityHandshake(cast(Any, servers), ledger, items, check, deadline_s)
 
 
 def send_back(handshake: ParityHandshake, servers: FakeServers, server_id: str, version: int) -> None:
