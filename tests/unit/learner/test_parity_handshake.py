@@ -21,7 +21,7 @@ from tests.rigs.fuzz.rig import write_ticket
 
 
 class FakeServers:
-    """Servers that take everything."""
+    """Stand-in for `Servers`: every message is delivered and kept."""
 
     def __init__(self, *names: str):
         self.connected = {name: ServerState(content.hello(name), name.encode()) for name in names}

@@ -1,4 +1,4 @@
-"""Heavy-tailed lengths, in short: every bound and mode, up to 64 servers. `benchmarks/` has the tables."""
+"""Staleness bounds hold with heavy-tailed lengths, in virtual time; and tickets are shared fairly among servers."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ SHORT = Workload(servers=4, bound=2, steps=14, prompts_per_step=16, sequences=64
 
 
 @pytest.mark.parametrize("on_stale", MODES)
-@pytest.mark.parametrize("bound", [0, 1, 2, 4, 8, None])
+@pytest.mark.parametrize("bound", [0, 2, None])
 def test_no_consumed_token_is_older_than_its_bound(bound: int | None, on_stale: OnStale) -> None:
     seen = simulate(replace(SHORT, bound=bound, on_stale=on_stale))
     assert not seen.problems
-    if bound in (0, 1, 2, 4):
+    if bound is not None:
         assert seen.oldest == bound, "the bound is put to use"
     assert seen.staleness.total() == sum(seen.lengths)
     mean, error = seen.true_bias
@@ -38,15 +38,14 @@ def test_no_consumed_token_is_older_than_its_bound(bound: int | None, on_stale: 
         assert mean < -2 * error
 
 
-@pytest.mark.parametrize("on_stale", MODES)
-def test_64_servers_of_one_group_each(on_stale: OnStale) -> None:
-    seen = simulate(replace(SHORT, servers=64, sequences=256, prompts_per_step=64, steps=6, on_stale=on_stale))
+def test_64_servers_of_one_group_each() -> None:
+    seen = simulate(replace(SHORT, servers=64, sequences=256, prompts_per_step=64, steps=4))
     assert not seen.problems
     assert seen.oldest == 2
 
 
 def test_waiting_costs_the_learner_less_with_a_larger_bound() -> None:
-    idle = [simulate(replace(SHORT, bound=bound, steps=24)).idle_ratio for bound in (0, 1, 4)]
+    idle = [simulate(replace(SHORT, bound=bound)).idle_ratio for bound in (0, 1, 4)]
     assert idle[0] > idle[1] > idle[2]
 
 
@@ -66,18 +65,14 @@ def test_a_flaw_in_the_ledger_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("on_stale", MODES)
-def test_real_sockets_and_real_time_agree_with_the_simulation(on_stale: OnStale) -> None:
+def test_real_sockets_and_real_time_agree_with_the_simulation() -> None:
     quick = {"seconds_per_token": 0.008, "learn_s": 0.15, "weights_s": (0.0, 0.02), "latency_s": 0.002}
-    workload = replace(SHORT, servers=8, bound=1, on_stale=on_stale, steps=8, longest=64, **quick)
+    workload = replace(SHORT, servers=8, bound=1, on_stale="drop", steps=8, longest=64, **quick)
     seen, simulated = run_over_sockets(workload), simulate(workload)
     assert not seen.problems
     assert seen.oldest == 1
     assert seen.mean_staleness == pytest.approx(simulated.mean_staleness, abs=0.25)
     assert seen.bias == pytest.approx(simulated.bias, abs=0.15)
-
-
-# --- the tools -------------------------------------------------------------------------------------
 
 
 def tickets(count: int) -> list[PreparedTicket]:

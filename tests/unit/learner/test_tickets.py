@@ -240,6 +240,20 @@ def test_mask_trains_the_fresh_tokens_of_a_straggler() -> None:
     assert ledger.length_bias()["length_bias"] == pytest.approx(4 / 6 - 1)
 
 
+def test_short_groups_that_arrive_first_are_no_length_bias() -> None:
+    """What waits in the buffer is short: its long mates have not arrived yet."""
+    ledger = make_ledger(2, 1, 6)
+    first = issue(ledger, 0)
+    for item, length in zip(first, (1, 1, 1, 9), strict=True):
+        if length == 1:
+            arrive(ledger, item, *[0] * length)
+    step(ledger)
+    assert ledger.length_bias() == {"length/trained": 1, "length/buffered": 1, "length_bias": 0}
+    arrive(ledger, first[3], *[0] * 9)
+    step(ledger)
+    assert ledger.length_bias() == {"length/trained": 3, "length_bias": 0}
+
+
 def test_mask_drops_a_group_without_a_fresh_token() -> None:
     ledger = make_ledger(1, 0, 3, "mask")
     arrive(ledger, *issue(ledger, 0))
