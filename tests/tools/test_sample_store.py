@@ -164,7 +164,7 @@ def test_every_sample_is_in_the_list_newest_first(run: MadeUpRun, store: SampleS
             lambda row: row.step and 0.2 <= (row.reward or 0) <= 0.9 and row.staleness and "largest" in row.prompt,
         ),
     ],
-    ids=str,
+    ids=["step", "reward", "status", "staleness", "prompt", "percent sign", "all of them"],
 )
 def test_a_filter_finds_what_fits_and_nothing_else(
     store: SampleStore, query: SampleQuery, fits: Callable[[SampleRow], bool]
