@@ -25,9 +25,10 @@ from statistics import median
 import numpy as np
 from group_traffic import BANNED, GROUP_SIZE, KINDS, TOKENS, facts, group, prepared
 
+from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.database import TicketSlot
 from asyncrl.journal.sample_index import SampleIndex, TrainedBatch
-from asyncrl.journal.writer import JOURNAL_FILE, Journal
+from asyncrl.journal.writer import Journal
 from asyncrl.tools.samples.model import Order, Page, SampleQuery
 from asyncrl.tools.samples.store import SampleStore
 from learner.tickets.ticket import PreparedTicket, ReceivedGroup

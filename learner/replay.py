@@ -21,8 +21,8 @@ import torch
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, ExitCode, UserError
+from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.reader import JournalReader
-from asyncrl.journal.writer import JOURNAL_FILE
 from asyncrl.launch.broken_pipe import ends_with_its_reader
 from asyncrl.models.loading import load_model, stop_token_ids
 from asyncrl.models.lora import read_adapter

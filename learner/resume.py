@@ -15,8 +15,9 @@ import xxhash
 from asyncrl.config.run_sections import TrainerConfig
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
+from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.reader import JournalReader
-from asyncrl.journal.writer import JOURNAL_FILE, Journal
+from asyncrl.journal.writer import Journal
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import tensor_bytes
 from asyncrl.run_folder.checkpoints import MODEL_FOLDER

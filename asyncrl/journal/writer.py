@@ -35,8 +35,6 @@ from protocol.codec import Frame
 from protocol.faults import crash_point
 from protocol.messages import Group
 
-JOURNAL_FILE = "journal.sqlite"
-
 
 class Journal:
     """The writing side. Not thread-safe: the ledger's lock guards it. `path` None keeps it in memory (tests).

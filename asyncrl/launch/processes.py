@@ -17,7 +17,7 @@ import psutil
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import ExitCode
-from asyncrl.journal.writer import JOURNAL_FILE
+from asyncrl.journal import JOURNAL_FILE
 
 LAST_LINES = 30
 _PR_SET_PDEATHSIG = 1

@@ -8,7 +8,7 @@ from typing import Literal
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
-from asyncrl.journal.writer import JOURNAL_FILE
+from asyncrl.journal import JOURNAL_FILE
 from asyncrl.run_folder.failure import FAILURE_FILE, RESERVED_FILE, refuse_bad_state
 from asyncrl.run_folder.lock import LAUNCHER_LOCK, LEARNER_LOCK
 from asyncrl.telemetry.recorder import is_finished, read_status

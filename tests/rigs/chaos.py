@@ -31,7 +31,8 @@ from typing import Any, get_args
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import OnStale
-from asyncrl.journal.writer import JOURNAL_FILE, Journal
+from asyncrl.journal import JOURNAL_FILE
+from asyncrl.journal.writer import Journal
 from tests.rigs.prefork import ForkedProcess
 from tests.rigs.small_runs import logs
 from tests.rigs.tiny import ROOT, make_digits, make_tiny_model

@@ -16,9 +16,10 @@ import pytest
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
+from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.database import PAGE_BYTES
 from asyncrl.journal.segments import pack_frames
-from asyncrl.journal.writer import JOURNAL_FILE, Journal, JournalState, TicketSlot
+from asyncrl.journal.writer import Journal, JournalState, TicketSlot
 from asyncrl.run_folder.failure import read_failure
 from learner.checkpoint.format import newest_checkpoint, write_checksums
 from learner.resume import find_start

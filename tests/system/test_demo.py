@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.rigs.docs_commands import ROOT
+from tests.rigs.tiny import DIGITS
 
 DRAWN_PORTS = (
     "network.control_port=0",
@@ -49,7 +50,8 @@ def test_the_demo_from_nothing_to_a_checked_export(tmp_path: Path) -> None:
 def test_a_mistake_is_told_before_anything_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], word: str, said: str
 ) -> None:
-    demo = str(ROOT / "examples" / "digits" / "demo.py")
+    demo = str(DIGITS / "demo.py")
+    monkeypatch.syspath_prepend(DIGITS)  # as Python does with the folder of a script
     monkeypatch.setattr(sys, "argv", [demo, "--folder", str(tmp_path / "demo"), word])
     with pytest.raises(SystemExit, match="2"):
         runpy.run_path(demo, run_name="__main__")

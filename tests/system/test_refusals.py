@@ -18,7 +18,7 @@ import yaml
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import RunTakenError
-from asyncrl.journal.writer import JOURNAL_FILE
+from asyncrl.journal import JOURNAL_FILE
 from asyncrl.launch import train as launcher
 from asyncrl.launch.ports import free_port
 from asyncrl.launch.run_dir import CANDIDATE_FILE, next_attempt

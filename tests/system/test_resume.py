@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.journal.writer import JOURNAL_FILE
+from asyncrl.journal import JOURNAL_FILE
 from asyncrl.models.loading import load_model
 from asyncrl.models.published import published_tensors
 from tests.rigs.two_processes import start, with_ports, write_config

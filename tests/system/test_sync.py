@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -48,10 +48,10 @@ def test_a_sync_run_is_the_on_policy_run_on_two_devices_bit_for_bit(
 class Pair:
     """Learner and rollout server of a sync run, and their lease."""
 
-    def __init__(self, config: RunConfig, folder: Path):
+    def __init__(self, config: RunConfig, folder: Path, under: Sequence[str] = ()):
         self.run = folder
         self.file = write_config(with_ports(config), folder)
-        self.learner, self.server = start("learner", self.file), start("rollout_server", self.file)
+        self.learner, self.server = (start(name, self.file, under=under) for name in ("learner", "rollout_server"))
 
     def __enter__(self) -> Pair:
         return self
@@ -61,8 +61,8 @@ class Pair:
             process.kill()
             process.wait()
 
-    def wait_for(self, satisfied: Callable[[], bool]) -> None:
-        wait_until(satisfied, "the other side's turn", self.run, timeout_s=90.0, poll_s=0.005)
+    def wait_for(self, satisfied: Callable[[], bool], *, timeout_s: float = 90.0) -> None:
+        wait_until(satisfied, "the other side's turn", self.run, timeout_s=timeout_s, poll_s=0.005)
 
     def has_it(self, process: Service, *, from_fence: int = 1) -> bool:
         tenure = read_tenure(self.run)
@@ -181,12 +181,12 @@ def test_a_side_that_finds_no_room_to_wake_up_ends_the_run_with_the_numbers(
     tmp_path: Path,
     large_model: Path,
     victim: str,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # what was freed is gone, whatever the C library would keep
+    # Memory that was freed is gone, whatever the C library would keep: it reads this when a program is executed.
+    under = ("env", "MALLOC_MMAP_THRESHOLD_=65536")
     run = tmp_path / "run"
     config = small(make_config, model={"path": str(large_model)}, trainer={"mode": "sync"})
-    with Pair(config.model_copy(update={"run_dir": str(run)}), run) as pair:
+    with Pair(config.model_copy(update={"run_dir": str(run)}), run, under) as pair:
         sleeper, holder = pair.learner, pair.server
         if victim == "rollout_server":
             sleeper, holder = holder, sleeper

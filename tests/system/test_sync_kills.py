@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.journal.writer import JOURNAL_FILE
+from asyncrl.journal import JOURNAL_FILE
 from protocol.lease import TRACE_FILE
 from tests.rigs.device_witness import USES_FILE, Use, overlaps, read_uses
 from tests.rigs.prefork import Service

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.journal.writer import JOURNAL_FILE
+from asyncrl.journal import JOURNAL_FILE
 from asyncrl.launch.ports import free_port
 from protocol.lease import TRACE_FILE, USERS_FILE, DeviceLease, process_birth
 from tests.rigs.small_runs import logs

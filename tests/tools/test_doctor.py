@@ -17,7 +17,7 @@ import pytest
 from asyncrl.cli import main as asyncrl
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
-from asyncrl.journal.writer import JOURNAL_FILE
+from asyncrl.journal import JOURNAL_FILE
 from asyncrl.launch.ports import free_port
 from asyncrl.tools.doctor import examine, machine, network
 from asyncrl.tools.doctor.disk import HEADER_BYTES, find_disk, find_run_dir

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.reader import JournalReader
 from asyncrl.journal.segments import Segments, pack_frames
-from asyncrl.journal.writer import JOURNAL_FILE
 from learner import replay
 from protocol.codec import encode
 from tests.rigs.small_runs import logs

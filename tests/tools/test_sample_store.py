@@ -21,8 +21,9 @@ import torch
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import RunTakenError, UserError
+from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.sample_index import INDEX_FILE, SampleIndex, TrainedBatch
-from asyncrl.journal.writer import JOURNAL_FILE, Journal
+from asyncrl.journal.writer import Journal
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.run_folder.full_disk import is_disk_full
 from asyncrl.run_folder.lock import LAUNCHER_LOCK, LEARNER_LOCK, holding

@@ -16,7 +16,7 @@ from asyncrl.cli import main as asyncrl
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError, WaitTimeoutError
-from asyncrl.journal.writer import JOURNAL_FILE
+from asyncrl.journal import JOURNAL_FILE
 from asyncrl.launch.run_dir import next_attempt
 from asyncrl.run_folder.failure import Kind, kind_of
 from asyncrl.telemetry.recorder import RunRecorder

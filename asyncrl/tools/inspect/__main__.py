@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.errors import BadStateError, ExitCode, UserError
+from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.sample_index import INDEX_FILE
-from asyncrl.journal.writer import JOURNAL_FILE
 from asyncrl.launch.broken_pipe import ends_with_its_reader
 from asyncrl.launch.console import Console
 from asyncrl.telemetry.reading import is_there, unreadable_as_user_error

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from asyncrl.errors import UserError
-from asyncrl.journal.writer import JOURNAL_FILE
+from asyncrl.journal import JOURNAL_FILE
 from asyncrl.run_folder.failure import FAILURE_FILE, Failure, read_failure
 from asyncrl.telemetry.environment import ENVIRONMENT_FILE, read_starts
 from asyncrl.telemetry.reading import is_there

@@ -8,9 +8,9 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from asyncrl.errors import RunTakenError, UserError
+from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.reader import JournalReader
 from asyncrl.journal.sample_index import INDEX_FILE, insert_group, open_index
-from asyncrl.journal.writer import JOURNAL_FILE
 from asyncrl.run_folder.lock import LAUNCHER_LOCK, LEARNER_LOCK, holding, refuse_busy
 from asyncrl.tools.samples.sources import RunRows, TokenTexts, prompt_of_row, prompt_of_tokens, read_run_config
 

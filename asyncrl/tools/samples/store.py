@@ -16,6 +16,7 @@ from typing import TypeVar
 import numpy as np
 
 from asyncrl.errors import UserError
+from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.reader import JournalReader, read_only_uri
 from asyncrl.journal.sample_index import (
     INDEX_FILE,
@@ -26,7 +27,6 @@ from asyncrl.journal.sample_index import (
     read_trained_tokens,
     remove_groups,
 )
-from asyncrl.journal.writer import JOURNAL_FILE
 from asyncrl.telemetry.reading import is_there
 from asyncrl.tools.samples import query as queries
 from asyncrl.tools.samples.model import Page, SampleDetail, SampleQuery, SampleRow, TrajectoryDetail

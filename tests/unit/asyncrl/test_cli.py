@@ -13,7 +13,7 @@ from asyncrl.cli import main
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
-from asyncrl.journal.writer import JOURNAL_FILE
+from asyncrl.journal import JOURNAL_FILE
 from asyncrl.launch.ports import reserve_ports
 from asyncrl.launch.processes import (
     available_cores,

@@ -19,9 +19,10 @@ import asyncrl.journal.segments
 import asyncrl.journal.writer
 from asyncrl.config.run_sections import Durability
 from asyncrl.errors import BadStateError
+from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.database import PAGE_BYTES
 from asyncrl.journal.segments import pack_frames
-from asyncrl.journal.writer import JOURNAL_FILE, Journal, TicketSlot
+from asyncrl.journal.writer import Journal, TicketSlot
 from asyncrl.run_folder.full_disk import describe_full_disk, is_disk_full
 from protocol.codec import encode
 from tests.rigs.file_sizes import file_size_limit

@@ -17,10 +17,11 @@ import asyncrl.journal.integrity
 import asyncrl.journal.segments
 import asyncrl.journal.writer
 from asyncrl.errors import BadStateError
+from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.database import PAGE_BYTES
 from asyncrl.journal.reader import JournalReader
 from asyncrl.journal.segments import pack_frames, segment_files, unpack_group
-from asyncrl.journal.writer import JOURNAL_FILE, Journal
+from asyncrl.journal.writer import Journal
 from learner.checkpoint.saver import Saver
 from learner.tickets.ledger import TicketLedger
 from learner.training.trainer import Progress

@@ -20,7 +20,7 @@ import pytest
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, ExitCode, RunTakenError, UserError, WaitTimeoutError
-from asyncrl.journal.writer import JOURNAL_FILE
+from asyncrl.journal import JOURNAL_FILE
 from asyncrl.launch import train as launcher
 from asyncrl.launch.processes import Service
 from asyncrl.launch.run_dir import next_attempt
