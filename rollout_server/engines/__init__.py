@@ -1,11 +1,16 @@
-"""Inference engines by name. To add one, write a class with the methods of `base.InferenceEngine` and name it here."""
+"""Inference engines by name.
+
+To add one: a class with the methods of `base.InferenceEngine` in a folder of its own, its name here and in
+`asyncrl/config/sections.py`, what it cannot do on any machine in `asyncrl/config/engine_rules.py`, and what depends on
+the machine in its folder's `rules.py`.
+"""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # vLLM's worker process imports this package on its way to engines/vllm_engine/worker.py
+if TYPE_CHECKING:  # vLLM's worker process imports this package on its way to engines/vllm/worker.py
     from asyncrl.config.schema import RunConfig
     from asyncrl.models.processing import PromptProcessor
     from rollout_server.engines.base import InferenceEngine
