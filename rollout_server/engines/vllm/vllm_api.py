@@ -19,7 +19,6 @@ class VllmApi:
     """Classes and functions of the installed vLLM. Creating it raises ImportError or OSError."""
 
     def __init__(self) -> None:
-        import vllm  # pyright: ignore[reportMissingImports]
         from vllm.config.weight_transfer import WeightTransferConfig  # pyright: ignore[reportMissingImports]
         from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMissingImports]
             WeightTransferInitRequest,
@@ -34,8 +33,9 @@ class VllmApi:
         )
         from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
         from vllm.v1.engine.exceptions import EngineDeadError  # pyright: ignore[reportMissingImports]
+        from vllm.version import __version__  # pyright: ignore[reportMissingImports]
 
-        self.version: str = vllm.__version__
+        self.version: str = __version__
 
         class AsyncEngine(AsyncLLM):
             """Shut down by `close` alone: at the end of the process the destructor's own modules are gone."""
