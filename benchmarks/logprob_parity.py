@@ -21,7 +21,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.loading import stop_token_ids
 from asyncrl.models.processing import PromptProcessor
-from learner.network.parity_check import compare
+from learner.network.logprob_parity import compare
 from learner.tickets.ticket import ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.engines import create_engine as create_train_engine

@@ -2,5 +2,6 @@
 
 `service` (start, steps, end) -> `schedule` (the waits between steps) -> `training` (`step` is the algorithm; `batch`
 and `packing` make tensors of groups) -> `tickets` (staleness, back-pressure and the ledger) -> `network` (`thread` and
-its parts; `verification` is the alignment contract) -> `checkpoint`, `reporting`. `sft` is the supervised warm start.
+its parts; `group_verification` is the alignment contract) -> `checkpoint`, `reporting`. `sft` is the supervised warm
+start.
 """

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from asyncrl.config.schema import RunConfig
 from asyncrl.telemetry.timeline import WaitClock
 from learner.network.device_lease import DeviceTurns
-from learner.network.parity_check import ParityJudge
+from learner.network.logprob_parity import ParityJudge
 from learner.network.thread import NetworkThread
 from learner.tickets.ledger import TicketLedger
 from learner.training.evaluation import Evaluation

@@ -18,7 +18,7 @@ from asyncrl.telemetry.timeline import LEARNER, WaitClock
 from asyncrl.weight_transfer.requirements import check_cuda
 from learner.checkpoint.saver import Saver
 from learner.network.device_lease import DeviceTurns, first_turn
-from learner.network.parity_check import ParityJudge
+from learner.network.logprob_parity import ParityJudge
 from learner.network.publication import open_device_weights, open_publication, publish
 from learner.network.servers import ModelFacts
 from learner.network.thread import NetworkThread

@@ -29,9 +29,9 @@ from benchmarks.staleness.workload import (
     Workload,
 )
 from learner.network.group_receiver import GroupReceiver
+from learner.network.group_verification import verify_group
 from learner.network.servers import ServerState
 from learner.network.ticket_sender import TicketSender
-from learner.network.verification import verify_group
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import PreparedTicket
 from protocol.codec import Limits

@@ -2,7 +2,7 @@
 
 A server that is welcomed gets *parity tickets*, at the newest published version, as soon as it holds no others. They
 are outside of the ledger: they use no position in the data, and nothing of them is journaled. Their groups are
-verified like all others and kept for the main thread, which compares them (`parity_check.py`) while it waits for
+verified like all others and kept for the main thread, which compares them (`logprob_parity.py`) while it waits for
 something, so that its weights are of its newest version. Groups of an older one are asked for again; no step begins
 while a server that has loaded weights owes an answer, or a fast learner would never be at the version of the answer.
 """

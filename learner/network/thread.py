@@ -25,11 +25,11 @@ from asyncrl.telemetry.timeline import Timeline
 from learner.network.device_lease import LeaseGrants
 from learner.network.device_weights import DeviceWeights
 from learner.network.group_receiver import GroupReceiver
+from learner.network.group_verification import verify_group
 from learner.network.parity_handshake import ParityHandshake
 from learner.network.ports import open_ports
 from learner.network.servers import ModelFacts, Servers
 from learner.network.ticket_sender import TicketSender
-from learner.network.verification import verify_group
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import PreparedTicket, check_ticket_size
 from protocol.errors import ErrorCode

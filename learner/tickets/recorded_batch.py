@@ -8,7 +8,7 @@ from typing import Protocol
 from asyncrl.config.sections import OnStale
 from asyncrl.errors import BadStateError
 from asyncrl.journal.writer import TicketSlot
-from learner.network.verification import check_journaled
+from learner.network.group_verification import check_journaled
 from learner.tickets.staleness import within_bound
 from learner.tickets.ticket import PreparedTicket, ReceivedGroup
 from protocol.messages import Group

@@ -26,7 +26,7 @@ from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.loading import load_model
 from asyncrl.models.processing import EncodedPrompt, PromptProcessor
 from asyncrl.rewards.pool import RewardPool
-from learner.network.verification import verify_group
+from learner.network.group_verification import verify_group
 from learner.sft import SupervisedRun
 from learner.tickets.ticket import PreparedTicket
 from learner.tickets.ticket_writer import TicketWriter

@@ -21,7 +21,7 @@ from asyncrl.models.model_inputs import prompt_positions
 from asyncrl.models.processing import EncodedPrompt, PromptProcessor
 from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs
 from asyncrl.tools.evaluate import evaluate
-from learner.network.parity_check import compare
+from learner.network.logprob_parity import compare
 from learner.tickets.ticket import PreparedTicket
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.packing import Completion as TrainCompletion

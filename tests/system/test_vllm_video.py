@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from asyncrl.config.schema import RunConfig
-from learner.network.parity_check import compare
+from learner.network.logprob_parity import compare
 from learner.tickets.ticket import PreparedTicket, ReceivedGroup
 from protocol.messages import Group
 from rollout_server.engines.hf.engine import HFEngine

@@ -17,7 +17,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.data.images import content_hash
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import load_published, published_tensors
-from learner.network.parity_check import ParityJudge, compare
+from learner.network.logprob_parity import ParityJudge, compare
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.batch import make_batch
 from learner.training.engines.torch_engine import TorchEngine
