@@ -149,7 +149,7 @@ def _through_here(make: Callable[..., Any]) -> Callable[..., Any]:
 
 def as_service(module: str) -> None:
     """This process becomes the service, with its measurements."""
-    from asyncrl.entry import run_service
+    from asyncrl.service_entry import run_service
 
     measure_scrapes(module)
     if module == "learner":

@@ -6,7 +6,7 @@ import gc
 from typing import TYPE_CHECKING
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.entry import Start, require_fixed_ports, run_service
+from asyncrl.service_entry import Start, require_fixed_ports, run_service
 
 if TYPE_CHECKING:
     from learner.service import Learner

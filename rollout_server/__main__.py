@@ -8,8 +8,8 @@ import signal
 from functools import partial
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.entry import Start, require_fixed_ports, run_service
 from asyncrl.run_folder.lock import is_over
+from asyncrl.service_entry import Start, require_fixed_ports, run_service
 from rollout_server.link import OVER
 
 logger = logging.getLogger(__name__)

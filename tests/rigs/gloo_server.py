@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from asyncrl.entry import run_service
+from asyncrl.service_entry import run_service
 from rollout_server import service
 from rollout_server.__main__ import main
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.entry import run_service
+from asyncrl.service_entry import run_service
 from rollout_server.__main__ import main
 from rollout_server.engines.hf import decode_batch
 

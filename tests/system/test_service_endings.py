@@ -23,7 +23,7 @@ reward: {{functions: [{{function: exact_match}}]}}
 """
 SERVICE = """
 import errno, os, sqlite3, sys
-from asyncrl.entry import run_service
+from asyncrl.service_entry import run_service
 from asyncrl.errors import BadStateError, RunTakenError, UserError, WaitTimeoutError
 def main(config, resume):
     {body}
