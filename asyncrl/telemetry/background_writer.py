@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,9 +24,9 @@ class BackgroundWriter:
         self._waiting: deque[Future[Any]] = deque()
 
     def do(self, work: Callable[..., Any], *arguments: Any) -> None:
-        while self._waiting and (self._waiting[0].done() or len(self._waiting) >= MAX_WAITING):
-            self._finish_first()
         self._waiting.append(self._pool.submit(work, *arguments))
+        while self._waiting and (self._waiting[0].done() or len(self._waiting) > MAX_WAITING):
+            self._finish_first()
 
     def wait(self) -> None:
         """Block until all work is done."""
@@ -56,36 +55,22 @@ class LatestFile:
 
     def __init__(self, path: Path):
         self._path = path
-        self._newest: bytes | None = None
-        self._has_newer = threading.Event()
-        self._writing = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._problem: OSError | None = None
+        self._background = BackgroundWriter(path.name)
+        self._newest = b""
+        self._is_queued = False
 
     def write(self, data: bytes) -> None:
         """Write now: the content is in the file on return."""
-        with self._writing:
-            self._newest = None
-            write_atomically(self._path, data, durable=False)
+        self.write_soon(data)
+        self._background.wait()
 
     def write_soon(self, data: bytes) -> None:
         """Write on the thread. Raises the OSError of an earlier call that could not be written."""
-        if self._problem is not None:
-            problem, self._problem = self._problem, None
-            raise problem
         self._newest = data
-        self._has_newer.set()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=f"writes {self._path.name}", daemon=True)
-            self._thread.start()
+        if not self._is_queued:
+            self._is_queued = True
+            self._background.do(self._write)
 
-    def _work(self) -> None:
-        while self._has_newer.wait():
-            self._has_newer.clear()
-            with self._writing:
-                data, self._newest = self._newest, None
-                if data is not None:
-                    try:
-                        write_atomically(self._path, data, durable=False)
-                    except OSError as error:
-                        self._problem = error
+    def _write(self) -> None:
+        self._is_queued = False
+        write_atomically(self._path, self._newest, durable=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,22 +41,17 @@ def drop_unfinished_line(path: Path) -> None:
 
 def keep_steps(path: Path, last_step: int) -> int:
     """Keep only the lines whose `step` is at most `last_step`; returns how many went."""
-    if not path.exists():
-        return 0
-    kept: list[bytes] = []
-    dropped = 0
-    for line in path.read_bytes().splitlines(keepends=True):
-        step = (_parse(line) or {}).get("step") if line.endswith(b"\n") else None
-        if not isinstance(step, int | float):
-            step = None
-            logger.warning("%s: dropped a line that is not a JSON object with a step: %r", path, line[:80])
-        if step is None or step > last_step:
-            dropped += 1
-        else:
-            kept.append(line)
-    if dropped:
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    steps = [(record or {}).get("step") for record in map(_parse, lines)]
+    kept = [line for line, n in zip(lines, steps, strict=True) if isinstance(n, int | float) and n <= last_step]
+    if len(kept) < len(lines):
         write_atomically(path, b"".join(kept))
-    return dropped
+    return len(lines) - len(kept)
+
+
+def read_records(file: Iterable[bytes]) -> Iterator[dict[str, Any] | None]:
+    """Yield the objects of an open file, and None for a line that is none. An unfinished last line is left out."""
+    return (_parse(line) for line in file if line.endswith(b"\n"))
 
 
 class JsonlTail:
@@ -84,9 +80,8 @@ class JsonlTail:
             self._inode = status.st_ino
             file.seek(self._offset)
             data = file.read()
-        finished = data[: data.rfind(b"\n") + 1]
-        self._offset += len(finished)
-        return [record for line in finished.splitlines() if (record := _parse(line)) is not None], restarted
+        self._offset += data.rfind(b"\n") + 1
+        return [record for record in read_records(data.splitlines(keepends=True)) if record is not None], restarted
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -87,9 +87,6 @@ class ServiceMetrics:
 class Histogram(prometheus_client.Histogram):
     """A Prometheus histogram that counts a whole array of values at once."""
 
-    def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
-        self.observe_counts(np.asarray([amount]))
-
     def observe_counts(self, values: np.ndarray) -> None:
         """Count every value of an array of any shape: one sort into buckets, however many values there are.
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,9 +17,7 @@ LEARNER = "learner"
 MERGED_GAP_S = 0.01
 """Spans of the same activity that are closer than this become one."""
 MAX_PENDING = 4096
-"""Spans that are kept until they are written; above it the shortest gaps are closed."""
-
-_Spans = list[tuple[float, float]]
+"""Spans of an activity that are kept until they are written; above it the oldest are forgotten."""
 
 
 class Timeline:
@@ -27,9 +26,13 @@ class Timeline:
     def __init__(self, clock: Callable[[], float] = time.time):
         self._clock = clock
         self._lock = threading.Lock()
-        self._spans: dict[tuple[str, str], _Spans] = {}
+        self._spans = self._no_spans()
         self._lines: list[dict[str, Any]] = []
         self._taken_until: dict[tuple[str, str], float] = {}
+
+    @staticmethod
+    def _no_spans() -> dict[tuple[str, str], deque[tuple[float, float]]]:
+        return defaultdict(lambda: deque(maxlen=MAX_PENDING))
 
     def ended(self, who: str, what: str, seconds: float, *, ago_s: float = 0.0, **details: Any) -> None:
         """Add an activity of so many seconds that ended `ago_s` ago. One with details stays a line of its own."""
@@ -39,10 +42,7 @@ class Timeline:
             if details:
                 self._lines.append(_line(who, what, since, until) | details)
                 return
-            spans = self._spans.setdefault((who, what), [])
-            spans.append((since, until))
-            if len(spans) > MAX_PENDING:
-                self._spans[who, what] = _fewer(spans)
+            self._spans[who, what].append((since, until))
 
     @contextmanager
     def doing(self, who: str, what: str) -> Iterator[None]:
@@ -57,7 +57,7 @@ class Timeline:
         """Lines since the last call, in no order. Spans of one activity never overlap."""
         with self._lock:
             spans, lines = self._spans, self._lines
-            self._spans, self._lines = {}, []
+            self._spans, self._lines = self._no_spans(), []
         for key, pending in spans.items():
             taken = self._taken_until.get(key, 0.0)
             merged = merge([(max(since, taken), until) for since, until in pending if until > taken], MERGED_GAP_S)
@@ -67,23 +67,15 @@ class Timeline:
         return lines
 
 
-def merge(spans: Sequence[tuple[float, float]], gap_s: float = 0.0) -> _Spans:
+def merge(spans: Iterable[tuple[float, float]], gap_s: float = 0.0) -> list[tuple[float, float]]:
     """The union of spans, in order; spans that are closer than `gap_s` become one."""
-    merged: _Spans = []
+    merged: list[tuple[float, float]] = []
     for since, until in sorted(spans):
         if merged and since <= merged[-1][1] + gap_s:
             merged[-1] = (merged[-1][0], max(merged[-1][1], until))
         else:
             merged.append((since, until))
     return merged
-
-
-def _fewer(spans: _Spans) -> _Spans:
-    """The same spans, merged to at most half of MAX_PENDING."""
-    gap_s = MERGED_GAP_S
-    while len(spans := merge(spans, gap_s)) > MAX_PENDING // 2:
-        gap_s *= 2
-    return spans
 
 
 def _line(who: str, what: str, since: float, until: float) -> dict[str, Any]:

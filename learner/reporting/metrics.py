@@ -45,7 +45,7 @@ METRICS = (
     _counter("tokens", "tokens", "Completion tokens trained on.", "rises steadily"),
     _counter("trajectories", "trajectories", "Trajectories consumed, by status.", "finished dominates", "status"),
     _counter("groups_consumed", "groups", "Groups consumed by steps.", "rises steadily"),
-    _gauge("model_flops", "FLOP/s", "Of the last step's learning: parameters x tokens x 6, or less.", "steady"),
+    _gauge("model_flops", "FLOP/s", "Speed of the last step's learning: parameters x tokens x 6, or less.", "steady"),
     _gauge("mfu", "ratio", "The same over the device's peak, of devices whose peak is known.", "steady; 0.2 to 0.5"),
     # learning
     _gauge(
@@ -53,7 +53,7 @@ METRICS = (
     ),
     _gauge("reward_std", "score", "Standard deviation of the weighted sum in the last batch.", "above 0"),
     _gauge("accuracy", "ratio", "Mean of the accuracy component in the last batch.", "rises"),
-    _gauge("held_out_accuracy", "ratio", "Of the last evaluation.", "rises with accuracy"),
+    _gauge("held_out_accuracy", "ratio", "Accuracy in the last evaluation.", "rises with accuracy"),
     _gauge("held_out_best", "ratio", "The best held-out accuracy of the run so far.", "held_out_accuracy"),
     _gauge("held_out_rows", "rows", "Rows with a score in the last evaluation.", "constant"),
     _gauge("held_out_reward", "score", "Mean reward of the last evaluation.", "rises with reward"),
@@ -62,7 +62,7 @@ METRICS = (
     _gauge("completion_tokens", "tokens", "Mean completion length of the last batch.", "no sudden change"),
     _gauge("loss", "nats", "Loss of the last step.", "near 0; its sign means nothing"),
     _gauge("grad_norm", "norm", "Gradient norm before clipping.", "steady"),
-    _gauge("learning_rate", "rate", "Of the last step.", "follows the schedule"),
+    _gauge("learning_rate", "rate", "Learning rate of the last step.", "follows the schedule"),
     _gauge("entropy", "nats", "Mean entropy per trained token.", "falls slowly, never to 0"),
     _gauge("reference_kl", "nats", "k3 estimate of KL(learner || reference) per token.", "rises slowly"),
     # off-policyness

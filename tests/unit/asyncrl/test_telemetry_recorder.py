@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 import subprocess
 import sys
@@ -31,12 +30,15 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def test_a_step_is_readable_as_soon_as_it_is_recorded_and_what_is_not_finite_is_null_with_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1, "lo')  # a crash in the middle of a write
     recorder = RunRecorder(tmp_path)
     for step in (1, 2):
         values: dict[str, Any] = {"step": step, "loss": np.float32(0.5), "rows": np.int64(3), "ess": float("nan")}
         recorder.step(values)
         assert lines(tmp_path / "metrics.jsonl")[-1] == {"step": step, "loss": 0.5, "rows": 3, "ess": None}
     assert caplog.text.count("metrics.jsonl: ess is nan") == 1
+    assert caplog.text.count("ended in the middle of a line") == 1
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 1, 2]
 
 
 def test_resuming_forgets_later_lines_of_every_file(tmp_path: Path) -> None:
@@ -53,14 +55,6 @@ def test_resuming_forgets_later_lines_of_every_file(tmp_path: Path) -> None:
     assert [line["step"] for line in lines(tmp_path / "evaluations.jsonl")] == [1, 2, 3, 4]
     assert [line["step"] for line in lines(tmp_path / "samples.jsonl")] == [1, 2, 3]
     assert len(lines(tmp_path / "timeline.jsonl")) == 1, "the time was spent"
-
-
-def test_a_half_written_last_line_is_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "lo')
-    with caplog.at_level(logging.WARNING):
-        RunRecorder(tmp_path).step({"step": 2})
-    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2]
-    assert "middle of a line" in caplog.text
 
 
 def test_images_are_stored_once_under_their_hash(tmp_path: Path) -> None:
@@ -80,30 +74,16 @@ def test_images_are_stored_once_under_their_hash(tmp_path: Path) -> None:
 
 def test_readers_of_the_status_never_see_a_part_and_the_newest_wins(tmp_path: Path) -> None:
     recorder = RunRecorder(tmp_path)
-    recorder.status(phase="start", filler="x" * 20_000)
-    stop = threading.Event()
-    seen: list[str] = []
-
-    def read() -> None:
-        while not stop.is_set():
-            seen.append(json.loads((tmp_path / "status.json").read_text())["phase"])
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    for number in range(100):
-        recorder.status(phase=f"phase {number}", filler="x" * (number * 100))
-    stop.set()
-    reader.join(5)
-    assert seen
-    assert not reader.is_alive()
-    for step in range(500):
-        recorder.status(step=step)
+    for step in range(300):
+        recorder.status(phase=f"phase {step // 3}", step=step, filler="x" * (step * 100))
+        if step % 3 == 0:
+            assert json.loads((tmp_path / "status.json").read_text())["step"] == step, "a new phase is there at once"
+        assert read_status(tmp_path), "whole at any time"
     recorder.status(phase="finished")
     for _ in range(2):
         status = read_status(tmp_path)
-        assert (status["phase"], status["step"]) == ("finished", 499), "no older one comes after it"
+        assert (status["phase"], status["step"]) == ("finished", 299), "no older one comes after it"
         time.sleep(0.05)
-    assert status["time"] > 0
     assert not list(tmp_path.glob(".*.tmp"))
 
 
@@ -147,28 +127,19 @@ def test_a_log_line_has_time_service_and_level() -> None:
     assert rest == ["learner", "INFO", "x:", "hello"]
 
 
-def test_background_work_is_done_in_order_on_another_thread() -> None:
-    done: list[tuple[int, int]] = []
-    writer = BackgroundWriter("test")
-    for number in range(50):
-        writer.do(lambda number: done.append((number, threading.get_ident())), number)
-    writer.close()
-    assert [number for number, _ in done] == list(range(50))
-    assert threading.get_ident() not in {thread for _, thread in done}
-
-
-def test_a_caller_that_is_faster_than_its_background_work_waits() -> None:
+def test_background_work_is_done_in_order_and_a_faster_caller_waits() -> None:
     writer, go = BackgroundWriter("test"), threading.Event()
-    for _ in range(MAX_WAITING):
-        writer.do(go.wait, 30)
-    late = threading.Thread(target=writer.do, args=(int,))
+    done: list[int] = []
+    for number in range(MAX_WAITING):
+        writer.do(lambda number: go.wait(30) and done.append(number), number)
+    late = threading.Thread(target=writer.do, args=(done.append, MAX_WAITING))
     late.start()
     late.join(0.2)
     assert late.is_alive()
     go.set()
     late.join(10)
-    assert not late.is_alive()
     writer.close()
+    assert done == list(range(MAX_WAITING + 1))
 
 
 def test_an_error_of_background_work_is_raised_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,10 +147,10 @@ def test_an_error_of_background_work_is_raised_by_the_next_call(monkeypatch: pyt
         raise OSError(28, "No space left on device")
 
     writer, go = BackgroundWriter("samples"), threading.Event()
-    for next_call in (writer.wait, writer.wait):
-        writer.do(fail)
-        with pytest.raises(OSError, match="No space"):
-            next_call()
+    for _ in range(2):
+        with pytest.raises(OSError, match="No space"):  # noqa: PT012 by the call itself, or the next one
+            writer.do(fail)
+            writer.wait()
     monkeypatch.setattr(background_writer, "DEADLINE_S", 0.1)
     writer.do(go.wait, 30)
     with pytest.raises(OSError, match=r"samples could not be written within 0\.1 s"):

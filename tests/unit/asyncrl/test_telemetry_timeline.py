@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,17 +13,9 @@ from asyncrl.telemetry.environment import describe_environment, read_starts, rec
 from asyncrl.telemetry.timeline import MAX_PENDING, Timeline
 
 
-class Clock:
-    def __init__(self, now: float = 1000.0):
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_overlapping_spans_of_one_activity_become_one() -> None:
-    clock = Clock()
-    timeline = Timeline(clock)
+    now = 1000.0
+    timeline = Timeline(lambda: now)
     timeline.ended("server", "generating", 2.0, ago_s=1.0)  # 997 to 999
     timeline.ended("server", "generating", 3.0)  # 997 to 1000
     timeline.ended("server", "scoring", 0.5)
@@ -34,41 +27,18 @@ def test_overlapping_spans_of_one_activity_become_one() -> None:
         {"who": "server", "what": "generating", "since": 997.0, "until": 1000.0},
         {"who": "server", "what": "scoring", "since": 999.5, "until": 1000.0},
     ]
+    now = 1002.0
+    timeline.ended("server", "generating", 6.0)  # began before the first take
+    assert timeline.take() == [{"who": "server", "what": "generating", "since": 1000.0, "until": 1002.0}]
     assert timeline.take() == []
 
 
-def test_what_was_taken_is_not_told_again() -> None:
-    clock = Clock()
-    timeline = Timeline(clock)
-    timeline.ended("server", "generating", 5.0)
-    timeline.take()
-    clock.now = 1002.0
-    timeline.ended("server", "generating", 6.0)  # began before the first take
-    assert timeline.take() == [{"who": "server", "what": "generating", "since": 1000.0, "until": 1002.0}]
-
-
-def test_an_activity_that_fails_has_a_span_too() -> None:
+def test_an_activity_that_fails_has_a_span_and_many_of_them_take_bounded_memory() -> None:
     timeline = Timeline()
-
-    def save() -> None:
-        with timeline.doing("learner", "saving"):
+    for _ in range(2 * MAX_PENDING):
+        with suppress(ValueError), timeline.doing("learner", "saving"):
             raise ValueError("no room")
-
-    with pytest.raises(ValueError, match="no room"):
-        save()
-    (line,) = timeline.take()
-    assert (line["who"], line["what"]) == ("learner", "saving")
-
-
-def test_a_long_wait_for_a_reader_takes_bounded_memory() -> None:
-    clock = Clock()
-    timeline = Timeline(clock)
-    for _ in range(3 * MAX_PENDING):
-        clock.now += 1.0
-        timeline.ended("server", "generating", 0.5)
-    lines = timeline.take()
-    assert len(lines) <= MAX_PENDING
-    assert (lines[0]["since"], lines[-1]["until"]) == (1000.5, clock.now)
+    assert 1 <= len(timeline.take()) <= MAX_PENDING
 
 
 def test_every_start_adds_its_environment(tmp_path: Path) -> None:
@@ -78,12 +48,9 @@ def test_every_start_adds_its_environment(tmp_path: Path) -> None:
     assert [(start["step"], start["device"]) for start in starts] == [(0, "cpu"), (7, "NVIDIA H100")]
     assert starts[0]["packages"]["pyzmq"]
     assert starts[0]["python"] == ".".join(map(str, sys.version_info[:3]))
-
-
-@pytest.mark.parametrize("text", ["", "[]", '{"starts": 3}', '{"starts": [1, null]}', "\x00"])
-def test_a_file_that_is_none_of_ours_has_no_starts(tmp_path: Path, text: str) -> None:
-    (tmp_path / "environment.json").write_text(text)
-    assert read_starts(tmp_path) == []
+    for damaged in ("", "[]", '{"starts": 3}', '{"starts": [1, null]}', "\x00"):
+        (tmp_path / "environment.json").write_text(damaged)
+        assert read_starts(tmp_path) == []
 
 
 def test_the_commit_is_named_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
