@@ -105,8 +105,8 @@ async def run_cycle(config: RunConfig, shape: dict[str, Any]) -> Cycle:
     engine = create_engine(config, processor)
     receiver = WeightReceiver(config, engine, "shm", "")
     planned = {phase.name: _tensors_of(cycle.plan, phase.name) for phase in cycle.plan.phases}
-    moments = cycle.plan.learner.weights + cycle.plan.learner.moments
-    weights = cycle.plan.engine.weights if cycle.plan.engine else 0
+    moments = cycle.plan.model.weights + cycle.plan.model.moments
+    weights = cycle.plan.model.weights
     try:
         async with meter.step(cycle, "engine starts"):
             await engine.start()

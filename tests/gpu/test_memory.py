@@ -11,7 +11,7 @@ import torch
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.tools.memory_plan.live_bytes import LiveBytes
-from asyncrl.tools.memory_plan.rehearsal import rehearse_learner, train_pass
+from asyncrl.tools.memory_plan.rehearsal import rehearse, train_pass
 from benchmarks.gpu_cycle import TINY, cycle_config
 from learner.training.engines.torch_engine import TorchEngine
 
@@ -45,7 +45,7 @@ def test_a_full_micro_batch_takes_what_was_planned(
         "data": {"max_prompt_length": 64 if device == "cpu" else 1024},
     }
     config = cycle_config(random_model(size, dtype, device), tmp_path, TINY, **sections)
-    planned = rehearse_learner(config).passing
+    planned = rehearse(config).passing
     measured = passing_bytes(config)
     assert measured <= 1.05 * planned
     assert planned <= ABOVE * measured

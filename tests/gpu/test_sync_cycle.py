@@ -57,7 +57,7 @@ def test_a_cycle_keeps_to_the_plan_and_to_the_numbers(
     cycle = run(device, size, engine, adapters, random_model, tmp_path)
     off, onto = link_bytes_per_second(torch.device(device), GIB if device == "cuda" else 1 << 24)
     print(report(cycle, off, onto))
-    assert cycle.published == cycle.plan.learner.published
+    assert cycle.published == cycle.plan.model.published
     first, second = cycle.differences
     limits = (0.2, 0.03) if device == "cuda" else (1e-3, 1e-4)
     for difference in (first, second):
@@ -77,4 +77,4 @@ def check_memory(cycle: Cycle, engine: str) -> None:
     assert max(step.left for step in cycle.steps) <= BUDGET_GIB * GIB
     awake = cycle.step("learner trains").left
     asleep = cycle.step("learner sleeps").left
-    assert awake - asleep >= 0.9 * (cycle.plan.learner.weights + cycle.plan.learner.moments)
+    assert awake - asleep >= 0.9 * (cycle.plan.model.weights + cycle.plan.model.moments)

@@ -25,13 +25,15 @@ from asyncrl.models.processing import EncodedPrompt
 from asyncrl.models.published import published_tensors
 from asyncrl.tools.memory_plan.advice import check_plan
 from asyncrl.tools.memory_plan.live_bytes import LiveBytes, nbytes
-from asyncrl.tools.memory_plan.plan import CONTEXT_BYTES, GIB, make_plan, vllm_memory_utilization
-from asyncrl.tools.memory_plan.rehearsal import (
-    cache_bytes_per_token,
+from asyncrl.tools.memory_plan.plan import (
+    CONTEXT_BYTES,
+    GIB,
+    changed,
+    make_plan,
     prefilled_prompts,
-    rehearse_engine,
-    rehearse_learner,
+    vllm_memory_utilization,
 )
+from asyncrl.tools.memory_plan.rehearsal import rehearse
 from asyncrl.tools.memory_plan.table import describe
 from benchmarks.random_models import make_model
 from learner.training.engines.torch_engine import TorchEngine
@@ -102,7 +104,7 @@ def test_an_update_takes_what_was_planned(
     """A second update of two micro-batches by the real engine."""
     model = {"dtype": dtype, "freeze_vision_tower": frozen}
     config = planned(make_config, small, model=model, learner={"gradient_checkpointing": checkpointing})
-    plan = rehearse_learner(config)
+    plan = rehearse(config)
     engine = TorchEngine(config, config.learner.optim, 10)
     engine.prepare()
     trained = engine.unwrap_model()
@@ -134,10 +136,10 @@ def test_gradient_checkpointing_changes_memory_and_not_the_gradient(make_config:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_decoding_takes_what_was_planned(make_config: MakeConfig, small: Path, dtype: str) -> None:
-    config = planned(make_config, small, model={"dtype": dtype}, data={"max_response_length": 8})
-    plan = rehearse_engine(config)
-    model: Any = load_model(config.model, device=torch.device("cpu")).eval().requires_grad_(False)
-    assert plan.weights == nbytes([*model.parameters(), *model.buffers()])
+    sections: dict[str, dict[str, Any]] = {"data": {"max_response_length": 8}, "trainer": {"mode": "sync"}}
+    plan = make_plan(planned(make_config, small, model={"dtype": dtype}, **sections))
+    model: Any = load_model(plan.config.model, device=torch.device("cpu")).eval().requires_grad_(False)
+    assert plan.model.weights == nbytes([*model.parameters(), *model.buffers()])
     sampling = Sampling(temperature=1.0, max_new_tokens=8, stop_token_ids=(), banned_token_ids=())
     requests = [GenerationRequest(i, image_prompt(model), GROUP, i, sampling) for i in range(2)]
     batch = DecodeBatch(model, (), torch.device("cpu"))
@@ -146,15 +148,15 @@ def test_decoding_takes_what_was_planned(make_config: MakeConfig, small: Path, d
         for _ in range(6):
             batch.step(0)
         cached = nbytes(tensor for layer in batch._cache.layers for tensor in (layer.keys, layer.values))
-    length = PROMPT + 6
-    assert cached == 8 * length * cache_bytes_per_token(model.config, config)
-    assert plan.cache_per_sequence == (PROMPT + 8) * cache_bytes_per_token(model.config, config)
-    assert live.peak <= 8 * plan.cache_per_sequence + plan.working <= 2 * live.peak
+    assert cached == 8 * (PROMPT + 6) * plan.model.cache_per_token
+    lines = {line.name: line.nbytes for line in plan.phases[1].lines}
+    assert lines["KV cache"] == 8 * (PROMPT + 8) * plan.model.cache_per_token
+    assert live.peak <= lines["KV cache"] + lines["working memory"] <= 2 * live.peak
 
 
 def test_adapters_are_all_that_is_trained_and_published(make_config: MakeConfig, small: Path) -> None:
     config = planned(make_config, small, model={"lora": {"rank": 4}})
-    full, adapted = rehearse_learner(planned(make_config, small)), rehearse_learner(config)
+    full, adapted = rehearse(planned(make_config, small)), rehearse(config)
     # rank * (in + out) of each linear layer of the text model: q, k, v, o, gate, up, down; adapters are fp32
     shapes = [(64, 64), (64, 32), (64, 32), (64, 64), (64, 128), (64, 128), (128, 64)]
     numbers = 2 * sum(4 * (a + b) for a, b in shapes)
@@ -183,8 +185,7 @@ def test_phases_follow_who_shares_a_device(make_config: MakeConfig, small: Path)
     assert turns["learner awake"] == apart["learner awake"] + CONTEXT_BYTES, "the sleeper's context stays"
 
 
-@pytest.mark.parametrize("rank", [0, 4])
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize(("rank", "level"), [(0, 1), (0, 2), (4, 2)])
 def test_what_a_sleeping_engine_keeps_is_planned(make_config: MakeConfig, small: Path, rank: int, level: int) -> None:
     """With adapters the base weights are not published: they must be kept."""
     config = planned(
@@ -207,13 +208,6 @@ def test_what_a_sleeping_engine_keeps_is_planned(make_config: MakeConfig, small:
     assert ("not published" in line.why) == (level == 2 and rank > 0)
 
 
-def test_a_plan_that_fits_is_returned_and_none_is_made_without_a_budget(make_config: MakeConfig, small: Path) -> None:
-    assert check_plan(planned(make_config, small)) is None
-    plan = check_plan(planned(make_config, small, gpu_memory={"budget_gib": 4}, trainer={"mode": "sync"}))
-    assert plan is not None
-    assert plan.peak <= plan.budget == 4 * GIB
-
-
 def test_a_plan_that_cannot_fit_is_refused_with_numbers_and_levers(make_config: MakeConfig, small: Path) -> None:
     sections: dict[str, dict[str, Any]] = {
         "data": {"max_response_length": 512},
@@ -224,6 +218,10 @@ def test_a_plan_that_cannot_fit_is_refused_with_numbers_and_levers(make_config: 
     config = planned(make_config, small, learner={"device": "auto"}, rollout={"device": "auto"}, **sections)
     with pytest.raises(UserError) as refused:
         check_plan(config)
+    assert check_plan(changed(config, {"gpu_memory.budget_gib": 0})) is None
+    fits = check_plan(changed(config, {"gpu_memory.budget_gib": 4}))
+    assert fits is not None
+    assert fits.peak <= 4 * GIB
     text = str(refused.value)
     assert "gpu_memory.budget_gib is 1.05, but the learner awake needs" in text
     assert "What to change, largest first:" in text
@@ -260,7 +258,6 @@ def over_devices(make_config: MakeConfig, folder: Path, channel: str, where: str
 @pytest.mark.parametrize(
     ("channel", "engine", "servers"),
     [
-        ("nccl", {"engine": "hf"}, 2),
         ("nccl", {"engine": "vllm", "tensor_parallel_size": 2}, 1),
         ("cuda_ipc", {"engine": "vllm"}, 2),
     ],
@@ -275,7 +272,7 @@ def test_versions_in_device_memory_are_planned(
     )
     assert auto.phases == other.phases
     lines = {line.name: line.nbytes for phase in plan.phases for line in phase.lines}
-    version = plan.learner.published
+    version = plan.model.published
     wanted = {"weights that are sent": 2 * version, "weights that arrive": servers * version}
     if channel == "nccl":
         wanted |= {"NCCL of the learner": servers * NCCL_BYTES, "NCCL of the rollout server": servers * NCCL_BYTES}
@@ -314,26 +311,24 @@ def test_a_budget_without_room_for_versions_is_refused_with_the_other_channel(
 
 
 def test_vllm_gets_what_the_budget_leaves(make_config: MakeConfig, small: Path) -> None:
-    devices = {"learner": {"device": "cuda:0"}, "rollout": {"device": "cuda:0", "engine": "vllm"}}
-    turns = planned(make_config, small, trainer={"mode": "sync"}, gpu_memory={"budget_gib": 24}, **devices)
+    """Beside the learner's context in turns, and beside the versions that arrive over a device channel."""
+    turns = planned(
+        make_config,
+        small,
+        trainer={"mode": "sync"},
+        gpu_memory={"budget_gib": 24},
+        learner={"device": "cuda:0"},
+        rollout={"device": "cuda:0", "engine": "vllm"},
+    )
     assert vllm_memory_utilization(turns, 80 * GIB) == pytest.approx((24 - 0.5) / 80, abs=1e-3)
     assert vllm_memory_utilization(turns, 24 * GIB) < 1 - 0.5 / 24 + 1e-9
-    devices["learner"]["device"] = "cuda:1"
-    apart = planned(make_config, small, gpu_memory={"budget_gib": 24}, **devices)
-    assert vllm_memory_utilization(apart, 80 * GIB) == 0.3
-
-
-def test_vllm_leaves_arriving_versions_their_part_of_the_budget(make_config: MakeConfig, small: Path) -> None:
     sections = {"rollout": {"engine": "vllm", "servers": 2}, "gpu_memory": {"budget_gib": 24}}
     shm, nccl = (
         vllm_memory_utilization(over_devices(make_config, small, channel, "nccl", **sections), 80 * GIB)
         for channel in ("shm", "nccl")
     )
-    beside = rehearse_learner(planned(make_config, small)).published + NCCL_BYTES
+    beside = rehearse(planned(make_config, small)).published + NCCL_BYTES
     assert (shm, nccl) == (0.15, pytest.approx((12 - beside / GIB) / 80, abs=1e-3))
-
-
-def test_vllm_with_nothing_left_by_new_weights_is_refused(make_config: MakeConfig, small: Path) -> None:
     rollout, budget = {"engine": "vllm"}, {"budget_gib": 0.25}
     config = over_devices(make_config, small, "nccl", "nccl", rollout=rollout, gpu_memory=budget)
     with pytest.raises(UserError, match=r"new weights take 0.5: nothing is left .* or rollout.weights_channel=shm$"):

@@ -19,7 +19,7 @@ from asyncrl.models.loading import load_model, model_class
 from asyncrl.tools.memory_plan.advice import check_plan
 from asyncrl.tools.memory_plan.live_bytes import LiveBytes, nbytes
 from asyncrl.tools.memory_plan.plan import make_plan
-from asyncrl.tools.memory_plan.rehearsal import image_features, rehearse_learner, train_pass
+from asyncrl.tools.memory_plan.rehearsal import image_features, rehearse, train_pass
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -111,9 +111,7 @@ def test_other_families_are_planned(
 ) -> None:
     """Against the same pass of the real weights on the CPU."""
     config = planned(make_config, tmp_path, family(), model={"dtype": dtype})
-    plan = make_plan(config)
-    assert plan.engine is not None
-    assert plan.engine.weights == plan.learner.weights
+    plan = rehearse(config)
     shared_prefix.register()
     model = random_model(config)
     for parameter in model.parameters():
@@ -121,8 +119,8 @@ def test_other_families_are_planned(
     gradients = [parameter.grad for parameter in model.parameters()]
     with LiveBytes("cpu", known=[*model.parameters(), *model.buffers(), *gradients]) as live:
         train_pass(model, config, torch.device("cpu"))
-    assert nbytes([*model.parameters(), *model.buffers()]) == plan.learner.weights
-    assert live.peak <= 1.1 * plan.learner.passing <= 2 * live.peak
+    assert nbytes([*model.parameters(), *model.buffers()]) == plan.weights
+    assert live.peak <= 1.1 * plan.passing <= 2 * live.peak
 
 
 def random_model(config: RunConfig) -> Any:
@@ -150,7 +148,7 @@ def test_dropout_is_refused_with_its_keys_before_weights_are_loaded(make_config:
     with pytest.raises(UserError, match=said):
         load_model(config.model, device=torch.device("cpu"), text_attention=shared_prefix.SHARED_PREFIX_ATTENTION)
     without = planned(make_config, tmp_path, gpt2(**NO_DROPOUT))
-    assert rehearse_learner(without).parameters == sum(p.numel() for p in random_model(without).parameters())
+    assert rehearse(without).parameters == sum(p.numel() for p in random_model(without).parameters())
 
 
 def test_a_refusal_passes_over_settings_that_a_family_has_not(make_config: MakeConfig, tmp_path: Path) -> None:

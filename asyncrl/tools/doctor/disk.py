@@ -74,7 +74,7 @@ def find_disk(config: RunConfig, plan: MemoryPlan, num_rows: int | None) -> Find
     else:
         yield Finding("disk of run_dir", value)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    largest = max(plan.learner.moments, _saved_weights(config, plan))
+    largest = max(plan.model.moments, _saved_weights(config, plan))
     if limit != resource.RLIM_INFINITY and limit < largest:
         value = f"this process may write files of {size(limit)}, and a checkpoint has one of {size(largest)}"
         yield Finding("file sizes", value, "problem", "raise the limit: ulimit -f unlimited")
@@ -87,7 +87,7 @@ def _written_parts(config: RunConfig, plan: MemoryPlan, steps: int) -> list[tupl
     arrays = steps * config.batch.prompts_per_step * config.group_bytes(group_size)
     groups = arrays + trajectories * HEADER_BYTES
     waiting, kept = trainer.journal_limit_mib * MIB, int(trainer.keep_samples_gib * GIB)
-    checkpoint = _saved_weights(config, plan) + plan.learner.moments
+    checkpoint = _saved_weights(config, plan) + plan.model.moments
     saves = 1 + groups // waiting + ((steps - 1) // trainer.save_freq if trainer.save_freq else 0)
     number = min(trainer.save_limit + 1, saves)  # the new one is whole before the oldest goes
     journal = min(groups, waiting + kept)
@@ -99,7 +99,7 @@ def _written_parts(config: RunConfig, plan: MemoryPlan, steps: int) -> list[tupl
     logs = LOGS_BYTES + steps * STEP_BYTES
     return [
         (f"{number} checkpoint{'s' * (number != 1)} of {size(checkpoint)}", number * checkpoint, "trainer.save_limit"),
-        (f"an export of {size(plan.learner.weights)}", plan.learner.weights, ""),
+        (f"an export of {size(plan.model.weights)}", plan.model.weights, ""),
         (f"a journal of {size(journal)}", journal, to_shorten if groups > journal else ""),
         (f"an index of samples of {size(index)}", index, ""),
         (f"samples.jsonl of {size(samples)}", samples, "trainer.samples_per_step"),
@@ -108,4 +108,4 @@ def _written_parts(config: RunConfig, plan: MemoryPlan, steps: int) -> list[tupl
 
 
 def _saved_weights(config: RunConfig, plan: MemoryPlan) -> int:
-    return plan.learner.published if config.model.lora.rank else plan.learner.weights
+    return plan.model.published if config.model.lora.rank else plan.model.weights

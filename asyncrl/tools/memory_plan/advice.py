@@ -9,8 +9,15 @@ from contextlib import suppress
 from asyncrl.config.device_rules import DEVICE_CHANNELS
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
-from asyncrl.tools.memory_plan.plan import GIB, MemoryPlan, changed, device_sharing, make_plan, size
-from asyncrl.tools.memory_plan.rehearsal import longest_sequence
+from asyncrl.tools.memory_plan.plan import (
+    GIB,
+    MemoryPlan,
+    changed,
+    device_sharing,
+    longest_sequence,
+    make_plan,
+    size,
+)
 from protocol.endpoints import SHARED_MEMORY
 
 Change = Mapping[str, object]
@@ -61,7 +68,7 @@ def advice(plan: MemoryPlan) -> list[str]:
     tried: list[tuple[Change, MemoryPlan]] = []
     for change in _levers(plan.config):
         with suppress(UserError):  # what the model does not allow, such as adapters where there is no linear layer
-            tried.append((change, make_plan(changed(plan.config, change), before=plan)))
+            tried.append((change, _make_other(plan, change)))
     useful = [(change, other) for change, other in tried if other.excess < plan.excess]
     useful.sort(key=lambda pair: (pair[1].excess, pair[1].peak))
     if not useful:
@@ -72,10 +79,16 @@ def advice(plan: MemoryPlan) -> list[str]:
     fitting = plan
     for change, _ in useful:
         together |= change
-        fitting = make_plan(changed(plan.config, together), before=fitting)
+        fitting = _make_other(fitting, change)
         if not fitting.excess:
             return [*lines, f"Together {_text(together)} fits: {size(fitting.peak)}"]
     return [*lines, f"All of them together need {size(fitting.peak)}: use a smaller model or a larger device"]
+
+
+def _make_other(plan: MemoryPlan, change: Change) -> MemoryPlan:
+    """The plan after a change. The model is only rehearsed again where it matters."""
+    same_model = all(key.startswith(("rollout.", "trainer.")) for key in change)
+    return make_plan(changed(plan.config, change), plan.model if same_model else None)
 
 
 def _course(plan: MemoryPlan, other: MemoryPlan) -> str:

@@ -76,53 +76,24 @@ def nbytes(tensors: Iterable[torch.Tensor]) -> int:
 def cuda_kernels() -> Iterator[None]:
     """Attention and grouped products allocate what CUDA's kernels do, on the meta device, for all of this process.
 
-    torch has no fused attention for meta and would count the whole score matrix, and its grouped product for meta takes
-    bfloat16 only. A TorchFunctionMode would not do: it is off during a backward pass, where checkpointed layers run
-    again.
+    Left to itself torch would count the whole score matrix there, and its grouped product for meta takes bfloat16 only.
+    A TorchFunctionMode would not do: it is off during a backward pass, where checkpointed layers run again.
     """
     with (
         patch("torch.nn.functional.scaled_dot_product_attention", _attend),
-        patch("torch.nn.functional.grouped_mm", lambda tokens, weights, *, offs: _Product.apply(tokens, weights)),
+        patch("torch.nn.functional.grouped_mm", lambda tokens, weights, *, offs: tokens @ weights[0]),
     ):
         yield
 
 
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, **_: Any
-) -> Any:
-    grouped = query.shape[-3] != key.shape[-3]
-    assert attn_mask is None or not grouped, "with a mask and shared key heads torch computes whole score matrices"
-    return _Attention.apply(query, key, value, attn_mask)
-
-
-class _Attention(torch.autograd.Function):
-    """Keeps the inputs, the output, one fp32 log-sum-exp per query, and a boolean mask in the inputs' dtype."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
-        output = query.new_empty((*query.shape[:-1], value.shape[-1]))
-        log_sum_exp = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        additive = mask if mask is None or mask.dtype != torch.bool else torch.empty_like(mask, dtype=query.dtype)
-        ctx.save_for_backward(query, key, value, additive, output, log_sum_exp)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        query, key, value, *_ = ctx.saved_tensors
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
-
-
-class _Product(torch.autograd.Function):
-    """[S, D] tokens, sorted by expert, and [E, D, F] weights -> [S, F]."""
-
-    @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(tokens, weights)
-        return tokens.new_empty((len(tokens), weights.shape[-1]))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        needed = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
-        return tuple(torch.empty_like(tensor) if wanted else None for tensor, wanted in needed)
+) -> torch.Tensor:
+    """CUDA's memory-efficient kernel takes a mask in the inputs' dtype, and no key heads that queries share."""
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
+    if query.shape[-3] != key.shape[-3]:
+        key, value = (tensor.repeat_interleave(query.shape[-3] // key.shape[-3], -3) for tensor in (key, value))
+    bias = None if attn_mask is None else attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    needs_grad = torch.is_grad_enabled()
+    return torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, bias, needs_grad)[0]

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from asyncrl.config.device_rules import DEVICE_CHANNELS, NCCL_BYTES, same_device
+from asyncrl.config.engine_rules import PREFILL_TOKENS
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
-from asyncrl.models.folder import read_config
-from asyncrl.tools.memory_plan.rehearsal import (
-    EngineBytes,
-    LearnerBytes,
-    longest_sequence,
-    prefilled_prompts,
-    rehearse_engine,
-    rehearse_learner,
-    scheduled_tokens,
-)
-
-logger = logging.getLogger(__name__)
+from asyncrl.tools.memory_plan.rehearsal import ModelBytes, rehearse
 
 GIB = 2**30
 CONTEXT_BYTES = GIB // 2
@@ -36,6 +24,8 @@ SENT_VERSIONS = 2
 """Versions in the learner's device memory, over a device channel: the newest, and one that is still being sent."""
 PUBLISHED_VERSIONS = 3
 """Versions in shared memory (protocol/weights.py): the newest two, and one that a slow server may have mapped."""
+SAMPLING_BYTES, TRUNCATION_BYTES = 28, 60
+"""Per logit while tokens are drawn (fp32 log-probs, fp64 cumulative distribution), and with top-k, top-p or min-p."""
 
 Sharing = Literal["turns", "together", "apart"]
 """How learner and engine share a device: one after the other (sync mode), at the same time, or not at all."""
@@ -63,9 +53,7 @@ class Phase:
 @dataclass(frozen=True)
 class MemoryPlan:
     config: RunConfig
-    learner: LearnerBytes
-    engine: EngineBytes | None
-    """None for the scripted engine, which has no model."""
+    model: ModelBytes
     sharing: Sharing
     phases: tuple[Phase, ...]
     """Each is of one device, and must fit the budget."""
@@ -88,30 +76,17 @@ class MemoryPlan:
     @property
     def publications(self) -> int:
         """Bytes of published versions in shared memory."""
-        return PUBLISHED_VERSIONS * self.learner.published
+        return PUBLISHED_VERSIONS * self.model.published
 
 
-def make_plan(config: RunConfig, *, before: MemoryPlan | None = None) -> MemoryPlan:
-    """Takes seconds and loads no weights. Raises UserError for what is no model.
-
-    What would be the same is taken from `before`, the plan of a configuration that differs little.
-    """
-    read_config(config.model)  # refuses what can be planned and not trained
-    with _named_failure(config):
-        old = before.config if before else config
-        for_learner = changed(config, {"rollout": old.rollout, "trainer": old.trainer})
-        tokens = old.batch.tokens_per_microbatch
-        for_engine = changed(config, {"learner": old.learner, "batch.tokens_per_microbatch": tokens})
-        learner = before.learner if before and for_learner == old else rehearse_learner(config)
-        if config.rollout.engine == "scripted":
-            engine = None
-        else:
-            engine = before.engine if before and for_engine == old else rehearse_engine(config)
+def make_plan(config: RunConfig, model: ModelBytes | None = None) -> MemoryPlan:
+    """The plan, with what was rehearsed of the model already. Raises UserError for what is no model."""
+    model = model or rehearse(config)
     sharing = device_sharing(config)
-    learning = Phase("learner awake", tuple(_learner_lines(learner, config)))
+    learning = Phase("learner awake", tuple(_learner_lines(model, config)))
     phases = [learning]
-    if engine is not None:
-        sampling = Phase("engine awake", (*_engine_lines(engine, config), *_arriving_lines(learner, config)))
+    if config.rollout.engine != "scripted":  # which has no model
+        sampling = Phase("engine awake", (*_engine_lines(model, config), *_arriving_lines(model, config)))
         contexts = [line for line in (*learning.lines, *sampling.lines) if line.name.startswith("context")]
         if sharing == "together":
             phases = [Phase("learner and engine at the same time", learning.lines + sampling.lines)]
@@ -122,24 +97,7 @@ def make_plan(config: RunConfig, *, before: MemoryPlan | None = None) -> MemoryP
                 Phase(name, (*lines, *(line for line in contexts if line not in lines)))
                 for name, lines in ((learning.name, learning.lines), (sampling.name, sampling.lines))
             ]
-    return MemoryPlan(config, learner, engine, sharing, tuple(phases), tuple(_host_lines(config, learner, engine)))
-
-
-@contextmanager
-def _named_failure(config: RunConfig) -> Iterator[None]:
-    """A model's own code may read values, which the meta device has not, or do what no rehearsal foresaw."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as problem:
-        logger.debug("the rehearsal of %s failed", config.model.path, exc_info=True)
-        family = read_config(config.model).get("model_type", "a model without model_type")
-        raise UserError(
-            f"memory cannot be planned for models of the family {family} ({config.model.path}): a rehearsal without "
-            f"weights failed ({type(problem).__name__}: {' '.join(str(problem).split())[:200]}). It may be trained all "
-            "the same: leave gpu_memory.budget_gib at 0, and try it with a small batch.tokens_per_microbatch"
-        ) from problem
+    return MemoryPlan(config, model, sharing, tuple(phases), tuple(_host_lines(config, model)))
 
 
 def device_sharing(config: RunConfig) -> Sharing:
@@ -153,30 +111,30 @@ def _context(device: str, process: str, copies: int = 1) -> list[Line]:
     return [] if device == "cpu" else [Line(f"context of the {process}", copies * CONTEXT_BYTES, "an estimate")]
 
 
-def _learner_lines(learner: LearnerBytes, config: RunConfig) -> Iterator[Line]:
-    working = max(learner.passing, learner.stepping)
+def _learner_lines(model: ModelBytes, config: RunConfig) -> Iterator[Line]:
+    working = max(model.passing, model.stepping)
     what = f"forward and backward of {config.batch.tokens_per_microbatch} tokens (batch.tokens_per_microbatch)"
-    if working > learner.passing:
+    if working > model.passing:
         what = "the optimiser's update, one copy of what is trained"
-    yield Line("weights", learner.weights, f"{count(learner.parameters)} in {config.model.dtype}")
-    yield Line("gradients", learner.gradients, f"{count(learner.trained)} are trained")
-    yield Line("AdamW moments", learner.moments, "two averages of each")
+    yield Line("weights", model.weights, f"{count(model.parameters)} in {config.model.dtype}")
+    yield Line("gradients", model.gradients, f"{count(model.trained)} are trained")
+    yield Line("AdamW moments", model.moments, "two averages of each")
     yield Line("working memory", working, what)
     yield _allocator(working)
     yield from _context(config.learner.device, "learner")
     channel = config.rollout.weights_channel
     if channel in DEVICE_CHANNELS:  # docs/decisions/013
         why = f"rollout.weights_channel={channel}: the newest version, and one that is still being sent"
-        yield Line("weights that are sent", SENT_VERSIONS * learner.published, why)
+        yield Line("weights that are sent", SENT_VERSIONS * model.published, why)
         yield from _nccl(config, "learner")
 
 
-def _arriving_lines(learner: LearnerBytes, config: RunConfig) -> Iterator[Line]:
+def _arriving_lines(model: ModelBytes, config: RunConfig) -> Iterator[Line]:
     """A device channel takes a whole version on each worker's device, whatever part of the model is there."""
     channel = config.rollout.weights_channel
     if channel in DEVICE_CHANNELS:
         why = f"rollout.weights_channel={channel}: a whole version, beside the model" + _servers(config)
-        yield Line("weights that arrive", config.rollout.servers * learner.published, why)
+        yield Line("weights that arrive", config.rollout.servers * model.published, why)
         yield from _nccl(config, "rollout server")
 
 
@@ -205,34 +163,55 @@ def size(nbytes: float) -> str:
     return f"{nbytes / GIB:,.1f} GiB" if nbytes >= GIB else f"{nbytes / 2**20:,.1f} MiB"
 
 
-def _engine_lines(engine: EngineBytes, config: RunConfig) -> Iterator[Line]:
-    rollout, tokens, copies = config.rollout, longest_sequence(config), config.rollout.servers
+def _engine_lines(model: ModelBytes, config: RunConfig) -> Iterator[Line]:
+    """The hf engine; for vllm, its profiling pass with the same model's layers (an estimate from above)."""
+    rollout, copies, parts = config.rollout, config.rollout.servers, 1
+    tokens, sequences = longest_sequence(config), rollout.max_concurrent_sequences
+    prompts, decode = prefilled_prompts(config), sequences * tokens * model.decode_per_token
     if rollout.engine == "vllm":
+        scheduled = int(rollout.engine_args.get("max_num_batched_tokens", 8192))
+        prefill, decode = math.ceil(scheduled / config.data.max_prompt_length) * model.prefill, 0
         parts, sequences = rollout.tensor_parallel_size, 1
         why = f"one sequence of {tokens} tokens at least; vllm takes the rest of its share for more"
-        working = f"a step of {scheduled_tokens(config)} tokens"
-    else:
-        parts, sequences = 1, rollout.max_concurrent_sequences
+        working = f"a step of {scheduled} tokens"
+    else:  # it takes prompts while at most three quarters of its sequences run
+        prefill = prompts * (model.prefill + config.data.max_prompt_length * model.cache_per_token)
+        prefill -= sequences * tokens * model.cache_per_token // 4
         why = f"{sequences} sequences (rollout.max_concurrent_sequences) of {tokens} tokens"
-        working = f"prefill of {prefilled_prompts(config)} prompts, or sampling"
-    yield Line("weights", copies * engine.weights // parts, config.model.dtype + _servers(config))
-    yield Line("KV cache", copies * sequences * engine.cache_per_sequence // parts, why)
-    yield Line("working memory", copies * engine.working, working)
-    yield _allocator(copies * engine.working)
+        working = f"prefill of {prompts} prompts, or sampling"
+    per_logit = TRUNCATION_BYTES if rollout.top_p < 1 or rollout.top_k or rollout.min_p else SAMPLING_BYTES
+    sampling = rollout.max_concurrent_sequences * model.vocabulary * per_logit
+    most = copies * max(prefill, decode, sampling)
+    yield Line("weights", copies * model.weights // parts, config.model.dtype + _servers(config))
+    yield Line("KV cache", copies * sequences * tokens * model.cache_per_token // parts, why)
+    yield Line("working memory", most, working)
+    yield _allocator(most)
     yield from _context(rollout.device, "rollout server", copies)
 
 
-def _host_lines(config: RunConfig, learner: LearnerBytes, engine: EngineBytes | None) -> Iterator[Line]:
+def longest_sequence(config: RunConfig) -> int:
+    return config.data.max_prompt_length + config.data.max_response_length
+
+
+def prefilled_prompts(config: RunConfig) -> int:
+    """Prompts that the hf engine takes through the model in one pass."""
+    smallest = min([config.batch.group_size] + [config.evaluation.group_size] * bool(config.data.val_files))
+    together = max(1, config.rollout.max_concurrent_sequences // smallest)
+    rebuilds = config.trainer.mode == "async" and config.rollout.weight_update == "recompute"
+    return together if rebuilds else min(together, max(1, PREFILL_TOKENS // config.data.max_prompt_length))
+
+
+def _host_lines(config: RunConfig, model: ModelBytes) -> Iterator[Line]:
     why = "the newest two versions, and one that a server may still load"
-    yield Line("published weights, in /dev/shm", PUBLISHED_VERSIONS * learner.published, why)
+    yield Line("published weights, in /dev/shm", PUBLISHED_VERSIONS * model.published, why)
     if config.trainer.mode == "sync":
-        yield Line("learner asleep", learner.weights + learner.moments, "weights and moments, pinned")
-    if config.trainer.mode == "sync" and engine is not None:
+        yield Line("learner asleep", model.weights + model.moments, "weights and moments, pinned")
+    if config.trainer.mode == "sync" and config.rollout.engine != "scripted":
         if config.rollout.sleep_level == 1:
-            yield Line("engine asleep", engine.weights, "weights, pinned")
+            yield Line("engine asleep", model.weights, "weights, pinned")
         else:  # it forgets what is published to it again; the base of an adapter never is
             why = "the weights that are not published, pinned" if config.model.lora.rank else "forgotten"
-            kept = max(0, engine.weights - learner.published)
+            kept = max(0, model.weights - model.published)
             yield Line("engine asleep", kept, f"{why} (rollout.sleep_level=2)")
 
 
@@ -250,11 +229,10 @@ def vllm_memory_utilization(config: RunConfig, device_bytes: int) -> float:
     if sharing == "turns":
         learner = sum(line.nbytes for line in _context(config.learner.device, "learner"))
     elif sharing == "together" or config.rollout.weights_channel in DEVICE_CHANNELS:
-        with _named_failure(config):
-            rehearsed = rehearse_learner(config)
-        arriving = sum(line.nbytes for line in _arriving_lines(rehearsed, config))
+        model = rehearse(config)
+        arriving = sum(line.nbytes for line in _arriving_lines(model, config))
         if sharing == "together":
-            learner = sum(line.nbytes for line in _learner_lines(rehearsed, config))
+            learner = sum(line.nbytes for line in _learner_lines(model, config))
     budget = min(config.gpu_memory.budget_gib * GIB, device_bytes)
     share = math.floor((budget - learner - arriving) / config.rollout.servers / device_bytes * 1000) / 1000
     if share <= 0:

@@ -1,4 +1,4 @@
-"""Bytes of one learner update and of one engine pass, without any memory.
+"""Bytes of a model in a run, without any memory.
 
 Weights, gradients, AdamW's moments, KV cache and publications are counted. What a pass adds at its peak is rehearsed on
 torch's meta device through the model's own code; kernels' own workspaces are not seen.
@@ -6,43 +6,51 @@ torch's meta device through the model's own code; kernels' own workspaces are no
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from asyncrl.config.engine_rules import PREFILL_TOKENS
 from asyncrl.config.schema import RunConfig
+from asyncrl.errors import UserError
 from asyncrl.models import shared_prefix
-from asyncrl.models.folder import model_folder
+from asyncrl.models.folder import model_folder, read_config
 from asyncrl.models.loading import freeze_vision_tower, has_vision, model_class, refuse_dropout
 from asyncrl.models.lora import add_adapter, resolve_adapter
 from asyncrl.models.processing import PLACEHOLDER_ID_NAMES, special_token_ids
 from asyncrl.models.published import published_tensors
 from asyncrl.models.sampling_distribution import entropies, gather_logprobs, sampling_logprobs
-from asyncrl.models.shared_prefix import AttentionBatch, SharedPrefixLayout
+from asyncrl.models.shared_prefix import SHARED_PREFIX_ATTENTION, AttentionBatch, SharedPrefixLayout
 from asyncrl.tools.memory_plan.live_bytes import LiveBytes, cuda_kernels, nbytes
 
+logger = logging.getLogger(__name__)
+
 META = torch.device("meta")
-SAMPLING_BYTES, TRUNCATION_BYTES = 28, 60
-"""Per logit while tokens are drawn (fp32 log-probs, fp64 cumulative distribution), and with top-k, top-p or min-p."""
 
 
 @dataclass(frozen=True)
-class LearnerBytes:
-    """What the learner's device holds."""
+class ModelBytes:
+    """A model's parts, and what passes through it add to them. Nothing of it depends on `rollout` or `trainer`."""
 
+    parameters: int
+    """Number of parameters."""
+    trained: int
+    """Number of parameters that are trained."""
     weights: int
     gradients: int
     passing: int
     """Most that a forward and backward pass adds to weights, gradients and moments."""
     published: int
     """Bytes of one policy version on the wire."""
-    parameters: int
-    """Number of parameters."""
-    trained: int
-    """Number of parameters that are trained."""
+    prefill: int
+    """Most that a pass without gradients adds for one prompt of the greatest length, beside its keys and values."""
+    cache_per_token: int
+    """Keys and values of every layer."""
+    decode_per_token: int
+    """Copies of a layer's keys and values to append to them, and again for every head that shares them."""
+    vocabulary: int
 
     @property
     def moments(self) -> int:
@@ -55,58 +63,92 @@ class LearnerBytes:
         return self.gradients
 
 
-@dataclass(frozen=True)
-class EngineBytes:
-    """What the engine's device holds."""
+def rehearse(config: RunConfig) -> ModelBytes:
+    """Takes seconds. Raises UserError for a model that cannot be rehearsed: its own code may read values, which the
+    meta device has not.
+    """
+    described = read_config(config.model)  # refuses what can be planned and not trained
+    try:
+        return _rehearse(config)
+    except UserError:
+        raise
+    except Exception as problem:
+        logger.debug("the rehearsal of %s failed", config.model.path, exc_info=True)
+        family = described.get("model_type", "a model without model_type")
+        raise UserError(
+            f"memory cannot be planned for models of the family {family} ({config.model.path}): a rehearsal without "
+            f"weights failed ({type(problem).__name__}: {' '.join(str(problem).split())[:200]}). It may be trained all "
+            "the same: leave gpu_memory.budget_gib at 0, and try it with a small batch.tokens_per_microbatch"
+        ) from problem
 
-    weights: int
-    cache_per_sequence: int
-    """Keys and values of one sequence of the greatest length."""
-    working: int
-    """Most that prefill, decoding or sampling adds to weights and cache."""
 
-
-# --- the learner ---------------------------------------------------------------------------------
-
-
-def rehearse_learner(config: RunConfig) -> LearnerBytes:
-    model = _meta_model(config, shared_prefix.SHARED_PREFIX_ATTENTION)
+def _rehearse(config: RunConfig) -> ModelBytes:
+    model = _meta_model(config)
     if config.model.freeze_vision_tower and not config.model.lora.rank:
         freeze_vision_tower(model)
     if config.learner.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:  # gradients of an earlier micro-batch are there, as they are from the second one on
         parameter.grad = torch.empty_like(parameter)
     weights = [*model.parameters(), *model.buffers()]
     gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
-    with LiveBytes("meta", known=[*weights, *gradients]) as live, cuda_kernels():
-        train_pass(model, config, META)
-    return LearnerBytes(
-        weights=nbytes(weights),
-        gradients=nbytes(gradients),
-        passing=live.peak,
-        published=nbytes(trained if config.model.lora.rank else (t for _, t in published_tensors(model))),
+    with LiveBytes("meta", known=[*weights, *gradients]) as training, cuda_kernels():
+        train_pass(model.train(), config, META)
+    prompt = config.data.max_prompt_length
+    with torch.no_grad(), LiveBytes("meta", known=weights) as prefill, cuda_kernels():
+        _hidden(model.eval(), _layout(prompt, prompt, META), prompt)
+    text = getattr(model.config, "text_config", None) or model.config
+    key_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    layer_cache = 2 * key_heads * width * getattr(torch, config.model.dtype).itemsize
+    return ModelBytes(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         trained=sum(parameter.numel() for parameter in trained),
+        weights=nbytes(weights),
+        gradients=nbytes(gradients),
+        passing=training.peak,
+        published=nbytes(trained if config.model.lora.rank else (t for _, t in published_tensors(model))),
+        prefill=prefill.peak,
+        cache_per_token=text.num_hidden_layers * layer_cache,
+        decode_per_token=(1 + text.num_attention_heads // key_heads) * layer_cache,
+        vocabulary=text.vocab_size,
     )
+
+
+def _meta_model(config: RunConfig) -> Any:
+    """The folder's model with its adapters, if it gets any: shapes and no memory."""
+    from transformers import AutoConfig
+
+    shared_prefix.register()
+    remote = config.model.trust_remote_code
+    hf_config = AutoConfig.from_pretrained(model_folder(config.model), trust_remote_code=remote)
+    refuse_dropout(hf_config, config.model)
+    attention: Any = SHARED_PREFIX_ATTENTION
+    if has_vision(hf_config):
+        attention = {"text_config": attention, "vision_config": "sdpa"}
+    dtype = getattr(torch, config.model.dtype)
+    with META:
+        model = model_class(hf_config).from_config(
+            hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=remote
+        )
+    spec = resolve_adapter(config.model)
+    if spec is not None:
+        add_adapter(model, spec)
+    return model.to(META)
+
+
+# --- passes --------------------------------------------------------------------------------------
 
 
 def train_pass(model: Any, config: RunConfig, device: torch.device) -> None:
     """Forward and backward over a full micro-batch: every token's logits, and images in the place of every prompt."""
-    tokens = config.batch.tokens_per_microbatch
-    length = min(tokens, longest_group(config))
-    groups = math.ceil(tokens / length)
-    packed = torch.arange(tokens, device=device)
-    batch = AttentionBatch(  # groups of `length` tokens, the last one shorter, as shared_prefix.make_layout makes it
-        gather=torch.zeros((groups, length), dtype=torch.long, device=device),
-        scatter=torch.zeros_like(packed),
-        mask=torch.ones((groups, 1, length, length), dtype=torch.bool, device=device),
-    )
-    layout = SharedPrefixLayout((batch,), torch.zeros_like(packed))
-    seen_alone = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)  # else the model makes a mask, from values
-    hidden = _hidden(model, (1, tokens), groups * config.data.max_prompt_length, seen_alone, shared_prefix=layout)
+    tokens, data = config.batch.tokens_per_microbatch, config.data
+    length = min(tokens, data.max_prompt_length + config.batch.group_size * data.max_response_length)
+    image_tokens = math.ceil(tokens / length) * data.max_prompt_length
+    layout = _layout(tokens, length, device)  # with its mask it is there until the end, as a micro-batch is
+    packed = layout.order
+    hidden = _hidden(model, layout, image_tokens)
     logits = model.get_output_embeddings()(hidden[:, packed, :])[0]
     del hidden
     banned = sorted(special_token_ids(model.config, PLACEHOLDER_ID_NAMES))
@@ -119,109 +161,35 @@ def train_pass(model: Any, config: RunConfig, device: torch.device) -> None:
     (chosen.sum() - entropy.sum()).backward()
 
 
-def longest_group(config: RunConfig) -> int:
-    """Packed tokens of a prompt and its completions."""
-    return config.data.max_prompt_length + config.batch.group_size * config.data.max_response_length
+def _layout(tokens: int, length: int, device: torch.device) -> SharedPrefixLayout:
+    """Packed tokens in groups of `length`; the last group may be shorter, as shared_prefix.make_layout makes it."""
+    groups = math.ceil(tokens / length)
+    batch = AttentionBatch(
+        gather=torch.zeros((groups, length), dtype=torch.long, device=device),
+        scatter=torch.zeros(tokens, dtype=torch.long, device=device),
+        mask=torch.ones((groups, 1, length, length), dtype=torch.bool, device=device),
+    )
+    return SharedPrefixLayout((batch,), torch.zeros(tokens, dtype=torch.long, device=device))
 
 
-# --- the engine ----------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def rehearse_engine(config: RunConfig) -> EngineBytes:
-    """The hf engine; for vllm, its profiling pass with the same model's layers (an estimate from above)."""
-    from transformers import DynamicCache
-
-    model = _meta_model(config, "sdpa").eval()
-    text, rollout, weights = _text_config(model.config), config.rollout, [*model.parameters(), *model.buffers()]
-    per_sequence = cache_bytes_per_token(model.config, config) * longest_sequence(config)
-    cache, decoding = rollout.max_concurrent_sequences * per_sequence, 0
-    rows, length, inputs = prefilled_prompts(config), config.data.max_prompt_length, {}
-    if rollout.engine == "vllm":
-        rows, length = 1, scheduled_tokens(config)
-    else:  # a step copies a layer's keys and values to append to them, and again for every head that shares them
-        decoding = cache // text.num_hidden_layers * (1 + text.num_attention_heads // _key_heads(text))
-        inputs = {"past_key_values": DynamicCache(), "use_cache": True}
-    with LiveBytes("meta", known=weights) as live, cuda_kernels():
-        mask = torch.ones((rows, 1, length, length), dtype=torch.bool, device=META)
-        _hidden(model, (rows, length), rows * length, mask, **inputs)
-    # The hf engine takes prompts while at most three quarters of its sequences run; vllm has its cache from the start.
-    prefilling = live.peak - (0 if rollout.engine == "vllm" else cache // 4)
-    truncated = rollout.top_p < 1 or rollout.top_k or rollout.min_p
-    per_logit = TRUNCATION_BYTES if truncated else SAMPLING_BYTES
-    sampling = rollout.max_concurrent_sequences * text.vocab_size * per_logit
-    return EngineBytes(nbytes(weights), per_sequence, max(prefilling, decoding, sampling))
-
-
-def longest_sequence(config: RunConfig) -> int:
-    return config.data.max_prompt_length + config.data.max_response_length
-
-
-def cache_bytes_per_token(hf_config: Any, config: RunConfig) -> int:
-    """Keys and values of every layer: 2 * layers * key heads * head width * bytes of the dtype."""
-    text = _text_config(hf_config)
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return 2 * text.num_hidden_layers * _key_heads(text) * width * getattr(torch, config.model.dtype).itemsize
-
-
-def _key_heads(text: Any) -> int:
-    return getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-
-
-def prefilled_prompts(config: RunConfig) -> int:
-    """Prompts that the hf engine takes through the model in one pass."""
-    smallest = min([config.batch.group_size] + [config.evaluation.group_size] * bool(config.data.val_files))
-    together = max(1, config.rollout.max_concurrent_sequences // smallest)
-    rebuilds = config.trainer.mode == "async" and config.rollout.weight_update == "recompute"
-    return together if rebuilds else min(together, max(1, PREFILL_TOKENS // config.data.max_prompt_length))
-
-
-def scheduled_tokens(config: RunConfig) -> int:
-    """Most tokens that vLLM takes through the model in one step."""
-    return int(config.rollout.engine_args.get("max_num_batched_tokens", 8192))
-
-
-# --- the model -----------------------------------------------------------------------------------
-
-
-def _meta_model(config: RunConfig, text_attention: str) -> Any:
-    """The folder's model with its adapters, if it gets any: shapes and no memory."""
-    from transformers import AutoConfig
-
-    shared_prefix.register()
-    remote = config.model.trust_remote_code
-    hf_config = AutoConfig.from_pretrained(model_folder(config.model), trust_remote_code=remote)
-    if text_attention == shared_prefix.SHARED_PREFIX_ATTENTION:
-        refuse_dropout(hf_config, config.model)
-    attention = {"text_config": text_attention, "vision_config": "sdpa"} if has_vision(hf_config) else text_attention
-    dtype = getattr(torch, config.model.dtype)
-    with META:
-        model = model_class(hf_config).from_config(
-            hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=remote
-        )
-    spec = resolve_adapter(config.model)
-    if spec is not None:
-        add_adapter(model, spec)
-    return model.to(META)
-
-
-def _text_config(hf_config: Any) -> Any:
-    return getattr(hf_config, "text_config", None) or hf_config
-
-
-def _hidden(model: Any, shape: tuple[int, int], image_tokens: int, mask: torch.Tensor, **inputs: Any) -> torch.Tensor:
-    """[R, P, D] of R rows of P tokens after the text layers, with images in the place of as many tokens."""
-    device = mask.device
-    embedded = model.get_input_embeddings()(torch.zeros(shape, dtype=torch.long, device=device))
+def _hidden(model: Any, layout: SharedPrefixLayout, image_tokens: int) -> torch.Tensor:
+    """[1, T, D] of packed tokens after the text layers, with images in the place of as many of them."""
+    tokens, device = len(layout.order), layout.order.device
+    embedded = model.get_input_embeddings()(torch.zeros((1, tokens), dtype=torch.long, device=device))
     if has_vision(model.config):
         places = torch.zeros(embedded.shape, dtype=torch.bool, device=device)
-        features = image_features(model, min(image_tokens, math.prod(shape)), device)
+        features = image_features(model, min(image_tokens, tokens), device)
         embedded = embedded.masked_scatter(places, features)
         del features, places
-    mrope = "mrope_section" in (getattr(_text_config(model.config), "rope_parameters", None) or {})
-    inputs["position_ids"] = torch.zeros((3, *shape) if mrope else shape, dtype=torch.long, device=device)
-    inputs = {"use_cache": False, **inputs, "inputs_embeds": embedded, "attention_mask": mask}
-    return model.get_decoder()(**inputs).last_hidden_state
+    text = getattr(model.config, "text_config", None) or model.config
+    mrope = "mrope_section" in (getattr(text, "rope_parameters", None) or {})
+    return model.get_decoder()(
+        inputs_embeds=embedded,
+        attention_mask=torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device),  # else it makes one, from values
+        position_ids=torch.zeros((3, 1, tokens) if mrope else (1, tokens), dtype=torch.long, device=device),
+        use_cache=False,
+        shared_prefix=layout,
+    ).last_hidden_state
 
 
 def image_features(model: Any, image_tokens: int, device: torch.device) -> torch.Tensor:

@@ -46,7 +46,7 @@ def describe(plan: MemoryPlan) -> str:
     config = plan.config
     adapted = f", LoRA of rank {config.model.lora.rank}" if config.model.lora.rank else ""
     text = [
-        f"{config.model.path}: {count(plan.learner.parameters)} parameters in {config.model.dtype}{adapted}"
+        f"{config.model.path}: {count(plan.model.parameters)} parameters in {config.model.dtype}{adapted}"
         f"; engine {config.rollout.engine}; {_SHARING[plan.sharing]}"
     ]
     unit, divisor = ("GiB", GIB) if plan.peak >= GIB else ("MiB", 2**20)
