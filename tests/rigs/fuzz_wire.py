@@ -2,7 +2,7 @@
 
 A real learner's network thread and a good server work while another process sends mutated messages to both of the
 learner's endpoints; then a real server's link listens to a hostile learner. Prints counts as JSON. Exit code 1 names
-the problems: a crash, a hang, a damaged account, memory that grows, or a good server that was harmed.
+the problems: a hang, a damaged account, memory that grows, or a good server that was harmed. A crash is a traceback.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import argparse
 import asyncio
 import json
 import logging
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from protocol.curve import make_keys
+from tests.rigs.fuzz.hostile_learner import fuzz_server_side
+from tests.rigs.fuzz.peers import good_server, hostile_servers
 from tests.rigs.fuzz.rig import LearnerRig, memory_mib, small_config
-from tests.rigs.fuzz.server_side import fuzz_server_side
-from tests.rigs.tiny import ROOT
 
 RSS_SLACK_MIB = 48.0
 """Allocator noise; a leak of 1 kB per message would show as 100 MiB."""
@@ -32,91 +32,57 @@ SLOW_S = 5.0
 """Longest that a good server may wait for an answer."""
 
 
-@dataclass
-class LearnerSideResult:
-    sent: Counter[str] = field(default_factory=Counter)
-    """Hostile messages by kind."""
-    answers: Counter[str] = field(default_factory=Counter)
-    """The learner's answers to hostile peers, by kind."""
-    slowest_probe_s: float = 0.0
-    good: dict[str, Any] = field(default_factory=dict)
-    """Report of the good server."""
-    errors: dict[str, int] = field(default_factory=dict)
-    dropped: int = 0
-    taken: int = 0
-    rss_mib: list[float] = field(default_factory=list)
-    """Resident memory at the start, after the first fifth, and at the end."""
-    seconds: float = 0.0
-    problems: list[str] = field(default_factory=list)
-
-
-def fuzz_learner_side(messages: int, seed: int, folder: Path, *, curve: bool = False) -> LearnerSideResult:
-    keys = [str(folder / "keys")] if curve else []
+def fuzz_learner_side(messages: int, seed: int, folder: Path, *, curve: bool) -> dict[str, Any]:
+    keys = str(folder / "keys") if curve else ""
     if curve:
-        make_keys(folder / "keys")
-    rig = LearnerRig(small_config(keys_dir="".join(keys)), folder)
-    rig.start()
-    endpoints = [rig.config.control_endpoint, rig.config.weights_endpoint]
-    result = LearnerSideResult(rss_mib=[memory_mib()])
+        make_keys(Path(keys))
+    rig = LearnerRig(small_config(keys_dir=keys), folder)
     started = time.monotonic()
-    good = start("good_server", *endpoints, *keys)
-    hostile = None
-    try:
-        _take_more(rig, WARM_UP_TAKEN)
-        for part, share in enumerate((messages // 5, messages - messages // 5)):
-            hostile = start("hostile", *endpoints, str(share), str(seed + part), *keys)
-            while hostile.poll() is None:
-                rig.turn()
-            result.rss_mib.append(memory_mib())
-            report = _report(hostile, "hostile", result)
-            result.sent.update(report.get("sent", {}))
-            result.answers.update(report.get("answers", {}))
-            result.slowest_probe_s = max(result.slowest_probe_s, report.get("slowest_probe_s", 0.0))
-        _take_more(rig, WARM_UP_TAKEN)  # all tickets go on, and nothing is broken
-        result.rss_mib[-1] = memory_mib()
-        result.problems += rig.problems()
-    finally:
-        rig.close()
-        if hostile is not None and hostile.poll() is None:
-            hostile.kill()
-    result.problems += rig.journal_problems()
-    result.good = _report(good, "the good server", result)
-    result.seconds = time.monotonic() - started
-    result.errors, result.taken = dict(rig.network.servers.errors), len(rig.taken)
-    result.dropped = rig.network.control.dropped + rig.network.weights.dropped
-    grown = result.rss_mib[-1] - result.rss_mib[1]
-    if grown > RSS_SLACK_MIB:
-        result.problems.append(f"resident memory grew by {grown:.0f} MiB after the first fifth")
-    if result.good.get("errors"):
-        result.problems.append(f"the good server heard {result.good['errors'][:3]}")
+    rss_mib, slowest_probe_s, flooded = [memory_mib()], 0.0, 0
+    sent: Counter[str] = Counter()
+    answers: Counter[str] = Counter()
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as processes:
+        rig.start()
+        good = processes.submit(good_server, *rig.endpoints, keys)
+        try:
+            rig.take(WARM_UP_TAKEN)
+            for part, share in enumerate((messages // 5, messages - messages // 5)):
+                hostile = processes.submit(hostile_servers, *rig.endpoints, share, seed + part, keys)
+                while not hostile.done():
+                    rig.turn()
+                rss_mib.append(memory_mib())
+                report = hostile.result()
+                sent += report["sent"]
+                answers += report["answers"]
+                flooded += report["flooded"]
+                slowest_probe_s = max(slowest_probe_s, report["probe_s"])
+            rig.take(WARM_UP_TAKEN)  # all tickets go on, and nothing is broken
+            rss_mib[-1] = memory_mib()
+            problems = rig.problems()
+        finally:
+            rig.close()
+    problems += rig.journal_problems()
+    waits = good.result()
+    if rss_mib[-1] - rss_mib[1] > RSS_SLACK_MIB:
+        problems.append(f"resident memory grew by {rss_mib[-1] - rss_mib[1]:.0f} MiB after the first fifth")
+    if waits["errors"]:
+        problems.append(f"the good server heard {waits['errors'][:3]}")
     for kind in ("ack", "chunk", "pulse"):
-        slowest = result.good.get(kind, {}).get("max_ms", float("inf"))
-        if slowest > 1000 * SLOW_S:
-            result.problems.append(f"the good server waited {slowest:.0f} ms for an answer ({kind})")
-    return result
-
-
-def _take_more(rig: LearnerRig, groups: int) -> None:
-    enough = len(rig.taken) + groups
-    while len(rig.taken) < enough:
-        rig.turn()
-
-
-def start(module: str, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", f"tests.rigs.fuzz.{module}", *arguments]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def _report(process: subprocess.Popen[str], name: str, result: LearnerSideResult) -> dict[str, Any]:
-    try:
-        out, err = process.communicate(timeout=20)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        out, err = process.communicate()
-    if process.returncode != 0 or not out.strip():
-        result.problems.append(f"{name} ended with {process.returncode}: {err.strip()[-500:]}")
-        return {}
-    return json.loads(out.strip().splitlines()[-1])
+        if waits[kind]["max_ms"] > 1000 * SLOW_S:
+            problems.append(f"the good server waited {waits[kind]['max_ms']:.0f} ms for an answer ({kind})")
+    return {
+        "sent": sent,
+        "sent by peers over their budget": flooded,
+        "answers": answers,
+        "slowest_probe_s": slowest_probe_s,
+        "good": waits,
+        "errors": rig.network.servers.errors,
+        "dropped": rig.network.control.dropped + rig.network.weights.dropped,
+        "taken": len(rig.taken),
+        "rss_mib": rss_mib,
+        "seconds": time.monotonic() - started,
+        "problems": problems,
+    }
 
 
 def main() -> int:
@@ -125,12 +91,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--curve", action="store_true", help="with keys: hostile peers hold one that is authorised")
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.CRITICAL)  # refusals would be most of the output
+    logging.disable(logging.CRITICAL)  # refusals would be most of the output
     with tempfile.TemporaryDirectory() as folder:
-        learner_side = fuzz_learner_side(arguments.messages, arguments.seed, Path(folder), curve=arguments.curve)
-    server_side = asyncio.run(fuzz_server_side(arguments.messages, arguments.seed))
-    print(json.dumps({"learner's side": asdict(learner_side), "server's side": asdict(server_side)}, indent=2))
-    problems = learner_side.problems + server_side.problems
+        learner = fuzz_learner_side(arguments.messages, arguments.seed, Path(folder), curve=arguments.curve)
+    server = asyncio.run(fuzz_server_side(arguments.messages, arguments.seed))
+    if server["rss_mib"][1] - server["rss_mib"][0] > RSS_SLACK_MIB:
+        server["problems"].append(f"the server's memory grew, in MiB: {server['rss_mib']}")
+    print(json.dumps({"learner's side": learner, "server's side": server}, indent=2))
+    problems = learner["problems"] + server["problems"]
     print("Problems: " + ("none" if not problems else "\n- ".join(["", *problems])))
     return 1 if problems else 0
 

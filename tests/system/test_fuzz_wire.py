@@ -2,52 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from functools import partial
-from multiprocessing import get_context
-from pathlib import Path
-from typing import TypeVar
+import json
+import subprocess
+import sys
 
 import pytest
 
-from tests.rigs.fuzz.server_side import ServerSideResult, fuzz_server_side
-from tests.rigs.fuzz_wire import fuzz_learner_side
-
-MESSAGES = 2000
-Result = TypeVar("Result")
+from tests.rigs.tiny import ROOT
 
 
-def in_a_process_of_its_own(fuzz: Callable[..., Result], *arguments: object) -> Result:
-    """Run `fuzz` in a fresh process: its memory is measured."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_silence) as pool:
-        return pool.submit(fuzz, *arguments).result(timeout=300)
-
-
-def _silence() -> None:
-    """Log nothing: refusals would be most of the output."""
-    logging.disable(logging.CRITICAL)
-
-
-@pytest.mark.parametrize(("seed", "curve"), [(1, False), (2, True)])
-def test_the_learner_survives_hostile_servers(tmp_path: Path, seed: int, curve: bool):
-    result = in_a_process_of_its_own(partial(fuzz_learner_side, curve=curve), MESSAGES, seed, tmp_path)
-    assert result.problems == []
-    assert result.sent.total() >= MESSAGES
-    assert result.answers["malformed"] > 100
-    assert result.answers["refused_group"] > 10
-    assert result.answers["chunk"] > 5, "existing weights were asked for, too"
-    assert result.taken > 400, "the good server worked on"
-
-
-def fuzz_server(messages: int, seed: int) -> ServerSideResult:
-    return asyncio.run(fuzz_server_side(messages, seed))
-
-
-def test_a_server_survives_a_hostile_learner():
-    result = in_a_process_of_its_own(fuzz_server, MESSAGES, 1)
-    assert result.problems == []
-    assert result.counts["messages to the link"] > 1000
-    assert result.counts["transfers that arrived whole"] > 0
+@pytest.mark.parametrize("arguments", [("--seed", "1"), ("--seed", "2", "--curve")])
+def test_both_ends_survive_hostile_peers(arguments: tuple[str, ...]):
+    command = [sys.executable, "-m", "tests.rigs.fuzz_wire", "--messages", "2000", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    report = json.loads(done.stdout.partition("Problems:")[0])
+    learner, server = report["learner's side"], report["server's side"]
+    assert sum(learner["sent"].values()) == 2000
+    assert learner["answers"]["malformed"] > 100
+    assert learner["answers"]["refused_group"] > 10
+    assert learner["answers"]["chunk"] > 5, "existing weights were asked for, too"
+    assert learner["taken"] > 400, "the good server worked on"
+    assert server["counts"]["messages to the link"] > 1000
+    assert server["counts"]["transfers that arrived whole"] > 0

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from protocol.codec import encode
 from protocol.messages import (
     ChatMessage,
     FinishReason,
@@ -31,6 +32,8 @@ VOCABULARY = 1000
 BANNED = 900
 STOP = 0
 MAX_NEW_TOKENS = 16
+IMAGE_GRIDS = np.asarray([[1, 4, 4]], np.int32)
+"""[images, 3]."""
 MODEL, PROCESSOR = "model-fingerprint", "processor-fingerprint"
 
 
@@ -44,11 +47,6 @@ def image(ticket_id: int) -> tuple[str, bytes]:
 def prompt_ids(ticket_id: int) -> np.ndarray:
     """[P] int32, different for every ticket."""
     return np.asarray([*divmod(ticket_id % 2**30, VOCABULARY), 1, 2, 3, 4, 5, 6], np.int32)
-
-
-def image_grids() -> np.ndarray:
-    """[1, 3] int32."""
-    return np.asarray([[1, 4, 4]], np.int32)
 
 
 def ticket(ticket_id: int, version: int) -> Ticket:
@@ -93,7 +91,7 @@ def group(ticket_id: int, version: int, server_id: str, lengths: Sequence[int] |
         ticket_id=ticket_id,
         server_id=server_id,
         prompt_ids=prompt_ids(ticket_id),
-        image_grids=image_grids(),
+        image_grids=IMAGE_GRIDS,
         image_hashes=(image(ticket_id)[0],),
         lengths=sizes,
         token_ids=token_ids,
@@ -106,14 +104,9 @@ def group(ticket_id: int, version: int, server_id: str, lengths: Sequence[int] |
 
 
 def is_right(received: Group) -> bool:
-    """Compared with what its ticket demands."""
+    """Compare a group with the one that its ticket demands; the time it took is free."""
     right = group(received.ticket_id, int(received.versions[0]), received.server_id)
-    columns = ("prompt_ids", "lengths", "token_ids", "loss_mask", "logprobs", "versions", "image_grids")
-    return (
-        all(np.array_equal(getattr(received, name), getattr(right, name)) for name in columns)
-        and received.trajectories == right.trajectories
-        and received.image_hashes == right.image_hashes
-    )
+    return encode(received.model_copy(update={"timings": right.timings})) == encode(right)
 
 
 def hello(server_id: str, max_groups: int = 8) -> Hello:
@@ -130,12 +123,5 @@ def hello(server_id: str, max_groups: int = 8) -> Hello:
 
 
 def heartbeat(running: int = 1) -> ServerHeartbeat:
-    return ServerHeartbeat(
-        version=0,
-        groups_queued=0,
-        groups_running=running,
-        groups_unacknowledged=0,
-        tokens_generated=10,
-        busy_s=1.0,
-        uptime_s=2.0,
-    )
+    zeros = dict.fromkeys(("version", "groups_queued", "groups_unacknowledged", "tokens_generated"), 0)
+    return ServerHeartbeat(**zeros, groups_running=running, busy_s=1.0, uptime_s=2.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ import numpy as np
 import psutil
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import BadStateError
 from asyncrl.journal.writer import Journal, TicketSlot
 from asyncrl.models.processing import PromptFacts
 from learner.network.servers import ModelFacts
@@ -36,7 +36,7 @@ def write_ticket(slot: TicketSlot) -> PreparedTicket:
     """Nothing is dropped, so ids and positions in the data are the same."""
     assert slot.ticket_id == slot.position
     digest, data = content.image(slot.ticket_id)
-    facts = PromptFacts(content.prompt_ids(slot.ticket_id), content.image_grids(), (digest,))
+    facts = PromptFacts(content.prompt_ids(slot.ticket_id), content.IMAGE_GRIDS, (digest,))
     return PreparedTicket(content.ticket(slot.ticket_id, slot.version), {digest: data}, slot, facts)
 
 
@@ -65,6 +65,7 @@ class LearnerRig:
 
     def __init__(self, config: RunConfig, folder: Path):
         self.config = config
+        self.endpoints = (config.control_endpoint, config.weights_endpoint)
         self.journal_path = folder / "journal.db"
         self.journal = Journal(self.journal_path)
         self.ledger = TicketLedger(self.journal, prompts_per_step=PER_STEP, bound=1, total_groups=ENDLESS)
@@ -116,22 +117,24 @@ class LearnerRig:
         self.network.call_soon(self.network.servers.announce, manifest)
         self.network.call_soon(self.network.tickets.admit, self.version)
 
+    def take(self, groups: int) -> None:
+        """Turn until so many more groups have been taken."""
+        enough = len(self.taken) + groups
+        while len(self.taken) < enough:
+            self.turn()
+
     def problems(self) -> list[str]:
         """What a hostile peer must not be able to cause; the run goes on meanwhile."""
-        found = []
-        residual = self.ledger.counts().residual
-        if residual:
-            found.append(f"ledger residual {residual}")
-        if self.wrong:
-            found.append(f"wrong groups were taken: {self.wrong[:10]}")
-        if len(set(self.taken)) != len(self.taken):
-            found.append("a group was taken twice")
         missing = set(range(max(self.taken, default=0))) - set(self.taken)
-        if len(missing) > 2 * PER_STEP:  # more than may be on their way
-            found.append(f"tickets never came: {sorted(missing)[:10]}")
-        if len(self.network.servers.errors) > MOST_KINDS:
-            found.append(f"{len(self.network.servers.errors)} kinds of errors: a peer's words became labels")
-        return found
+        kinds = len(self.network.servers.errors)
+        faults = {
+            f"ledger residual {self.ledger.counts().residual}": self.ledger.counts().residual,
+            f"wrong groups were taken: {self.wrong[:10]}": self.wrong,
+            "a group was taken twice": len(set(self.taken)) != len(self.taken),
+            f"tickets never came: {sorted(missing)[:10]}": len(missing) > 2 * PER_STEP,  # more than may be on their way
+            f"{kinds} kinds of errors: a peer's words became labels": kinds > MOST_KINDS,
+        }
+        return [fault for fault, is_there in faults.items() if is_there]
 
     def close(self) -> None:
         self.network.stop("the fuzzing is over")
@@ -139,12 +142,8 @@ class LearnerRig:
         self.journal.close()
 
     def journal_problems(self) -> list[str]:
-        """After `close`: the journal as the next learner finds it, which checks pages, checksums and the account."""
-        try:
-            journal = Journal(self.journal_path)
-        except BadStateError as damage:
-            return [str(damage)]
-        try:
+        """After `close`: the journal as the next learner finds it. Opening checks pages, checksums and the account."""
+        with closing(Journal(self.journal_path)) as journal:
             state = journal.state()
             found = [
                 f"the journal holds a wrong group of ticket {slot.ticket_id}"
@@ -154,5 +153,3 @@ class LearnerRig:
             if (state.last_step, state.counters.get("trained", 0)) != (self.version, len(self.taken)):
                 found.append(f"the journal ends at step {state.last_step}, the learner at {self.version}")
             return found
-        finally:
-            journal.close()

@@ -1,0 +1,193 @@
+"""A hostile learner, against the link and the weight transfer of a rollout server."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from typing import Any
+
+import xxhash
+import zmq
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import BadStateError, UserError
+from protocol.codec import Limits, decode
+from protocol.errors import ErrorCode, ProtocolError
+from protocol.messages import (
+    Ack,
+    Chunk,
+    ChunkRequest,
+    Error,
+    Goodbye,
+    LearnerHeartbeat,
+    Refusal,
+    TensorEntry,
+    Tickets,
+    WeightManifest,
+    WeightsFromLearner,
+    Welcome,
+    Wire,
+)
+from protocol.sockets import ServerSocket
+from protocol.transfer import fetch
+from protocol.weight_file import PublicationError, check_manifest, open_shm
+from rollout_server.link import LearnerLink
+from tests.rigs.fuzz import content
+from tests.rigs.fuzz.mutations import frames_of, mutate
+from tests.rigs.fuzz.rig import memory_mib, small_config
+
+BATCH = 20
+HEARD_S = 20.0
+TRANSFER_BYTES = 64 * 1024
+CHUNK_BYTES = 4096
+WELCOME = Welcome(run_id="fuzz", incarnation="i", host_id="h", version=0, weights_port=1, heartbeat_s=1, timeout_s=5)
+
+
+async def fuzz_server_side(messages: int, seed: int) -> dict[str, Any]:
+    started = time.monotonic()
+    hostile = _HostileLearner(seed)
+    tenth = messages // 10
+    try:
+        await hostile.fuzz_link(tenth)
+        rss_mib = [memory_mib()]
+        await hostile.fuzz_link(messages - 2 * tenth)
+        await hostile.fuzz_transfers(tenth)
+    finally:
+        hostile.control.close(linger=0)
+        hostile.weights.close(linger=0)
+    rss_mib.append(memory_mib())
+    seconds = time.monotonic() - started
+    return {"counts": hostile.counts, "rss_mib": rss_mib, "seconds": seconds, "problems": hostile.problems}
+
+
+class _HostileLearner:
+    def __init__(self, seed: int):
+        self._rng = random.Random(seed)
+        self._config = small_config(start_timeout_s=HEARD_S)
+        self.control = _router(self._config.control_endpoint)
+        self.weights = _router(self._config.weights_endpoint)
+        self.counts: Counter[str] = Counter()
+        self.problems: list[str] = []
+
+    async def fuzz_link(self, messages: int) -> None:
+        """Batches of damage, each closed by a valid ticket: the link must deliver that one."""
+        link, identity = await self._connect(self._config)
+        for first in range(0, messages, BATCH):
+            batch = min(BATCH, messages - first)
+            for _ in range(batch):
+                self.control.send_multipart([identity, *mutate(self._rng, _message(self._rng))])
+            self.counts["messages to the link"] += batch
+            valid = content.ticket(10**6 + first, 0)
+            self.control.send_multipart([identity, *frames_of(Tickets(tickets=(valid,)))])
+            if not await self._is_delivered(link, valid.ticket_id):
+                link.close()  # a refusal that is a valid one ends a server, and rightly so
+                link, identity = await self._connect(self._config)
+            while self.control.poll(0):
+                self.control.recv_multipart()
+        link.close()
+
+    async def _connect(self, config: RunConfig) -> tuple[LearnerLink, bytes]:
+        link = LearnerLink(config, engine="scripted", fingerprints=(content.MODEL, content.PROCESSOR), in_work=tuple)
+        connecting = asyncio.create_task(link.connect())
+        identity, header = b"", b""
+        while link.server_id.encode() not in header:  # what the one before it sent may still arrive
+            assert not connecting.done(), "no hello"
+            if self.control.poll(0):
+                identity, header, *_ = self.control.recv_multipart()
+            await asyncio.sleep(0.001)
+        self.control.send_multipart([identity, *frames_of(WELCOME)])
+        await connecting
+        return link, identity
+
+    async def _is_delivered(self, link: LearnerLink, ticket_id: int) -> bool:
+        """Listen until that ticket arrives. False if a message of the batch rightly ended the conversation."""
+        deadline = time.monotonic() + HEARD_S
+        while time.monotonic() < deadline:
+            try:
+                message = await link.next_message()
+            except (UserError, BadStateError) as ending:
+                self.counts[f"conversations ended by {type(ending).__name__}"] += 1
+                return False
+            if isinstance(message, Tickets) and any(ticket.ticket_id == ticket_id for ticket in message.tickets):
+                return True
+            if isinstance(message, WeightManifest):
+                self._open(message)
+            self.counts["damaged messages that were still valid"] += message is not None
+        self.problems.append(f"the link hangs: ticket {ticket_id} did not arrive within {HEARD_S:g} s")
+        return False
+
+    def _open(self, manifest: WeightManifest) -> None:
+        for look in (check_manifest, open_shm):
+            try:
+                look(manifest)
+            except (ProtocolError, PublicationError):
+                self.counts["manifests refused"] += 1
+
+    async def fuzz_transfers(self, messages: int) -> None:
+        """Chunks are damaged on their way: what counts as arrived must still be right, or there is an error."""
+        socket = ServerSocket(self._config.weights_endpoint, WeightsFromLearner, linger_s=0)
+        weights = self._rng.randbytes(TRANSFER_BYTES)
+        while self.counts["damaged chunks to the transfer"] < messages:
+            self.counts["transfers"] += 1
+            manifest = _manifest(self.counts["transfers"], xxhash.xxh3_64_intdigest(weights), shm_path="")
+            target = bytearray(TRANSFER_BYTES)
+            fetching = fetch(socket, manifest, target, timeout_s=5.0, chunk_bytes=CHUNK_BYTES, retry_s=0.02)
+            transfer = asyncio.create_task(fetching)
+            while not transfer.done():
+                self._answer_chunk_requests(weights)
+                await asyncio.sleep(0.0005)
+            try:
+                transfer.result()
+                self.counts["transfers that arrived whole"] += 1
+                if bytes(target) != weights:
+                    self.problems.append(f"transfer {manifest.version} delivered wrong bytes")
+            except (ProtocolError, TimeoutError) as refused:
+                self.counts[f"transfers refused ({getattr(refused, 'code', 'timeout')})"] += 1
+        socket.close()
+
+    def _answer_chunk_requests(self, weights: bytes) -> None:
+        """Damages most chunks, and lets some through so that a transfer can end."""
+        while self.weights.poll(0):
+            identity, *frames = self.weights.recv_multipart()
+            request = decode(frames, (ChunkRequest,), Limits())
+            assert isinstance(request, ChunkRequest)
+            data = memoryview(weights)[request.offset : request.offset + request.nbytes]
+            chunk = Chunk(version=request.version, offset=request.offset, data=data)
+            is_damaged = self._rng.random() < 0.7
+            self.counts["damaged chunks to the transfer" if is_damaged else "chunks left whole"] += 1
+            answer = mutate(self._rng, chunk) if is_damaged else frames_of(chunk)
+            self.weights.send_multipart([identity, *answer])
+
+
+def _router(endpoint: str) -> zmq.Socket[bytes]:
+    router = zmq.Context.instance().socket(zmq.ROUTER)
+    router.setsockopt(zmq.SNDTIMEO, 10_000)
+    router.bind(endpoint)
+    return router
+
+
+def _manifest(version: int, xxh3: int = 0, shm_path: str = "/dev/shm/x") -> WeightManifest:
+    size = TRANSFER_BYTES
+    entry = TensorEntry(name="w", dtype="uint8", shape=(size,), offset=0, nbytes=size, xxh3=xxh3)
+    return WeightManifest(version=version, publication="p", tensors=(entry,), total_bytes=size, shm_path=shm_path)
+
+
+def _message(rng: random.Random) -> Wire:
+    """One of every message; tickets more often."""
+    ticket_id = rng.randrange(1000)
+    digest, data = content.image(ticket_id % 50)
+    tickets = Tickets(tickets=(content.ticket(ticket_id, 0),), blobs={digest: memoryview(data)})
+    return rng.choice(
+        (
+            *(tickets, tickets, WELCOME, _manifest(ticket_id)),
+            Refusal(code=ErrorCode.MODEL_MISMATCH, reason="reason", fix="fix"),
+            Tickets(tickets=tuple(content.ticket(i, 0) for i in range(5))),
+            Ack(ticket_ids=(ticket_id, ticket_id + 1)),
+            LearnerHeartbeat(version=1, step=1),
+            Goodbye(reason="reason"),
+            Error(code=ErrorCode.NOT_WELCOME, reason="reason"),
+            Chunk(version=0, offset=0, data=memoryview(b"x" * 100)),
+        )
+    )
