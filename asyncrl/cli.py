@@ -284,11 +284,11 @@ def _watch(arguments: argparse.Namespace) -> int:
 
 
 def _keys(arguments: argparse.Namespace) -> int:
-    from protocol.curve import KeyFileError, copying_advice, make_keys, make_server_key
+    from protocol.curve import KeyFileError, copying_advice, make_keys
 
     folder, server = arguments.folder, arguments.server
     try:
-        written = make_server_key(folder, server) if server else make_keys(folder)
+        written = make_keys(folder, server)
     except KeyFileError as error:
         raise UserError(str(error)) from error
     print("\n".join(f"wrote {path}" for path in written))

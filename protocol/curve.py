@@ -10,9 +10,9 @@ A file holds one key: 40 characters of Z85 (https://rfc.zeromq.org/spec/32).
 
 from __future__ import annotations
 
-import os
 import re
 import struct
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +23,6 @@ LEARNER_SECRET, LEARNER_PUBLIC, SERVER_SECRET = "learner.secret", "learner.publi
 SERVERS = "servers"
 DEFAULT_SERVER = "server"
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
-_KEY_LENGTH = 40
 
 
 class KeyFileError(ValueError):
@@ -35,20 +34,14 @@ class LearnerKeys:
     """The learner's own pair, and the folder of the servers' public keys."""
 
     secret: bytes = field(repr=False)
-    public: bytes
     servers: Path
 
     def authorised(self) -> dict[bytes, str]:
-        """Raw public key (32 bytes) -> name. Read anew each time: keys may come and go during a run.
-
-        A file that holds no key is skipped.
-        """
+        """Public key -> name. Read anew each time: keys may come and go during a run; what holds no key is skipped."""
         found: dict[bytes, str] = {}
         for path in sorted(self.servers.glob("*.public")):
-            try:
-                found[z85.decode(_read(path))] = path.stem
-            except KeyFileError:
-                continue
+            with suppress(KeyFileError):
+                found[_read(path)] = path.stem
         return found
 
 
@@ -62,47 +55,35 @@ class ServerKeys:
     folder: Path
 
 
-def make_keys(folder: Path) -> list[Path]:
-    """Make a learner's pair and one server's pair, and return the files. Nothing is overwritten.
+def make_keys(folder: Path, server: str | None = None) -> list[Path]:
+    """Make a learner's pair and one server's pair, or the pair of one more `server`, which can be withdrawn alone.
 
-    Raises KeyFileError.
+    Returns the files. Nothing is overwritten. Raises KeyFileError.
     """
-    secret, public = folder / LEARNER_SECRET, folder / LEARNER_PUBLIC
-    server_secret, server_public = folder / SERVER_SECRET, folder / SERVERS / f"{DEFAULT_SERVER}.public"
-    _check_absent(secret, public, server_secret, server_public)
-    return [*_write_pair(secret, public), *_write_pair(server_secret, server_public)]
-
-
-def make_server_key(folder: Path, name: str) -> list[Path]:
-    """Make one more server's pair, which can be withdrawn alone: `<name>.secret` and `servers/<name>.public`."""
-    if not _NAME.match(name) or name in ("learner", DEFAULT_SERVER):
-        raise KeyFileError(f"{name!r} cannot name a server's key: use letters, digits, '_', '-' and '.'")
+    if server is None:
+        servers = (folder / SERVER_SECRET, folder / SERVERS / f"{DEFAULT_SERVER}.public")
+        return _write((folder / LEARNER_SECRET, folder / LEARNER_PUBLIC), servers)
+    if not _NAME.match(server) or server in ("learner", DEFAULT_SERVER):
+        raise KeyFileError(f"{server!r} cannot name a server's key: use letters, digits, '_', '-' and '.'")
     if not (folder / LEARNER_PUBLIC).is_file():
         raise KeyFileError(f"{folder / LEARNER_PUBLIC} does not exist. Make the learner's pair first: asyncrl keys DIR")
-    secret, public = folder / f"{name}.secret", folder / SERVERS / f"{name}.public"
-    _check_absent(secret, public)
-    return _write_pair(secret, public)
+    return _write((folder / f"{server}.secret", folder / SERVERS / f"{server}.public"))
 
 
 def copying_advice(folder: Path, server: str | None) -> str:
     """Explain which new file belongs on which machine."""
-    source = folder / (f"{server}.secret" if server else SERVER_SECRET)
     public = folder / SERVERS / f"{server or DEFAULT_SERVER}.public"
-    return "\n".join(
-        [
-            "Set network.keys_dir on both sides; it is a folder with",
-            f"  on the learner's machine:         {LEARNER_SECRET}, {LEARNER_PUBLIC}, {SERVERS}/{public.name}",
-            f"  on each rollout server's machine: {LEARNER_PUBLIC}, and {source.name} as {SERVER_SECRET}",
-            "One machine for both needs nothing copied. Keep *.secret out of version control and off other machines.",
-            f"To withdraw this server's key, delete {public} on the learner's machine: it cannot connect again.",
-        ]
-    )
+    return f"""\
+Set network.keys_dir on both sides; it is a folder with
+  on the learner's machine:         {LEARNER_SECRET}, {LEARNER_PUBLIC}, {SERVERS}/{public.name}
+  on each rollout server's machine: {LEARNER_PUBLIC}, and {public.stem}.secret as {SERVER_SECRET}
+One machine for both needs nothing copied. Keep *.secret out of version control and off other machines.
+To withdraw this server's key, delete {public} on the learner's machine: it cannot connect again."""
 
 
 def read_learner_keys(folder: Path) -> LearnerKeys:
     """Read the learner's keys. Raises KeyFileError for a missing, public or damaged file, or no server key."""
-    secret = _read_secret(folder / LEARNER_SECRET)
-    keys = LearnerKeys(secret, zmq.curve_public(secret), folder / SERVERS)
+    keys = LearnerKeys(_read_secret(folder / LEARNER_SECRET), folder / SERVERS)
     if not keys.authorised():
         raise KeyFileError(
             f"{keys.servers} holds no public key, so no rollout server could connect. Copy each server's "
@@ -117,35 +98,26 @@ def read_server_keys(folder: Path) -> ServerKeys:
     return ServerKeys(secret, zmq.curve_public(secret), _read(folder / LEARNER_PUBLIC), folder)
 
 
-def _write_pair(secret_path: Path, public_path: Path) -> list[Path]:
-    public, secret = zmq.curve_keypair()
-    for folder in (secret_path.parent, public_path.parent):
-        try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except OSError as problem:
-            raise KeyFileError(f"cannot make {folder}: {problem.strerror}. Name another folder") from problem
-    return [_write(secret_path, secret, 0o600), _write(public_path, public, 0o644)]
-
-
-def _check_absent(*paths: Path) -> None:
-    there = [str(path) for path in paths if path.exists() or path.is_symlink()]
+def _write(*pairs: tuple[Path, Path]) -> list[Path]:
+    """Write new pairs of a secret and a public file."""
+    paths = [path for pair in pairs for path in pair]
+    there = [str(path) for path in paths if path.exists()]
     if there:
         raise KeyFileError(
             f"{', '.join(there)} exists already and is not overwritten: peers that hold its other half could no "
             "longer connect. Name another folder, or remove the old keys on every machine"
         )
-
-
-def _write(path: Path, key: bytes, mode: int) -> Path:
-    """Write a new file. O_EXCL keeps one that appeared a moment ago."""
-    try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-        with os.fdopen(fd, "wb") as file:
-            os.fchmod(fd, mode)  # independent of the umask
-            file.write(key + b"\n")
-    except OSError as problem:
-        raise KeyFileError(f"cannot write {path}: {problem.strerror}") from problem
-    return path
+    for secret_path, public_path in pairs:
+        public, secret = zmq.curve_keypair()
+        for path, key, mode in ((secret_path, secret, 0o600), (public_path, public, 0o644)):
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                path.touch(mode, exist_ok=False)
+                path.chmod(mode)  # independent of the umask
+                path.write_bytes(key + b"\n")
+            except OSError as problem:
+                raise KeyFileError(f"cannot write {path}: {problem.strerror}. Name another folder") from problem
+    return paths
 
 
 def _read_secret(path: Path) -> bytes:
@@ -158,16 +130,14 @@ def _read_secret(path: Path) -> bytes:
 def _read(path: Path) -> bytes:
     """Read a key in Z85. The text of the file never appears in a message."""
     try:
-        key = path.read_bytes()[: 4 * _KEY_LENGTH].strip()
+        key = path.read_bytes().strip()
+        if len(z85.decode(key)) == 32:
+            return key
     except OSError as problem:
         raise KeyFileError(
             f"cannot read the key {path}: {problem.strerror}. Make keys with: asyncrl keys DIR, copy what it "
             "names to each machine, and set network.keys_dir"
         ) from problem
-    try:
-        whole = len(key) == _KEY_LENGTH and len(z85.decode(key)) == 32
     except (KeyError, ValueError, struct.error):
-        whole = False
-    if not whole:
-        raise KeyFileError(f"{path} does not hold a key (40 characters of Z85). Copy it again")
-    return key
+        pass  # not Z85
+    raise KeyFileError(f"{path} does not hold a key (40 characters of Z85). Copy it again")

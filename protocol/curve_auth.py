@@ -1,28 +1,25 @@
 """CURVE authentication: the learner admits known public keys; a server learns why its handshake fails.
 
 The learner's sockets are CURVE servers. libzmq asks over ZAP (https://rfc.zeromq.org/spec/27) for each new
-connection whether its public key may enter; one thread answers here, and counts rejections.
+connection whether its public key may enter; pyzmq's authenticator thread answers.
 """
 
 from __future__ import annotations
 
 import logging
 import struct
-import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
 
 from protocol.curve import LearnerKeys, ServerKeys
 
 logger = logging.getLogger(__name__)
 
-ZAP_ENDPOINT = "inproc://zeromq.zap.01"
-ZAP_DOMAIN = b"asyncrl"
-POLL_S = 0.1
-"""Longest time between two looks of the authenticator at whether it is closed."""
+ZAP_DOMAIN = "asyncrl"
 LOG_EVERY_S = 60.0
 """Seconds between two log lines of one kind: a scanner that tries all day is counted all day, and logged seldom."""
 BAD_HANDSHAKES = 3
@@ -41,7 +38,7 @@ class HandshakeRejected(ConnectionError):
 def become_curve_server(sock: zmq.Socket, keys: LearnerKeys) -> None:
     sock.setsockopt(zmq.CURVE_SERVER, 1)
     sock.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-    sock.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+    sock.setsockopt_string(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
     sock.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an authenticator every connection is rejected
 
 
@@ -62,36 +59,31 @@ class HandshakeEvents:
         self._events: zmq.Socket[bytes] = zmq.Context(sock.context).socket(zmq.PAIR)
         # libzmq's own thread would wait for room in this queue, so its room is unlimited.
         self._events.setsockopt(zmq.RCVHWM, 0)
-        self._events.setsockopt(zmq.LINGER, 0)
         self._events.connect(address)
 
-    def take(self) -> Iterator[tuple[int, int]]:
-        """Events since the last call, in order: ZeroMQ's number of the event, and its value."""
+    def take(self) -> Iterator[int]:
+        """ZeroMQ's numbers of the events since the last call, in order."""
         while not self._events.closed and self._events.poll(0):
-            packed, _endpoint = self._events.recv_multipart()
-            yield struct.unpack("=HI", packed)
+            yield struct.unpack_from("=H", self._events.recv_multipart()[0])[0]
 
     def close(self) -> None:
         """Stop monitoring. Call it in the thread that owns the socket, before closing that."""
         if not self._sock.closed:
-            self._sock.monitor(None, 0)  # type: ignore[arg-type]  # None ends it; pyzmq's types do not say so
+            self._sock.disable_monitor()
         self._events.close(linger=0)
 
 
-class CurveAuthenticator(threading.Thread):
+class CurveAuthenticator:
     """Admits the public keys in the learner's `servers` folder. One per context, made before its sockets."""
 
     def __init__(self, context: zmq.Context, keys: LearnerKeys):
-        super().__init__(name="curve-authenticator", daemon=True)
         self._keys = keys
-        self._zap = context.socket(zmq.REP)
-        self._zap.setsockopt(zmq.LINGER, 0)
-        self._zap.bind(ZAP_ENDPOINT)
         self._watched: list[HandshakeEvents] = []
-        self._rejected: Counter[str] = Counter()
-        self._guard = threading.Lock()
-        self._closing = threading.Event()
+        self._rejected: deque[str] = deque()
         self._logged_at: dict[str, float] = {}
+        self._thread = ThreadAuthenticator(context)
+        self._thread.configure_curve_callback(ZAP_DOMAIN, credentials_provider=self)
+        self._thread.start()
 
     def watch(self, sock: zmq.Socket) -> None:
         """Count this socket's failed handshakes, too."""
@@ -100,44 +92,27 @@ class CurveAuthenticator(threading.Thread):
     def take_rejections(self) -> Counter[str]:
         """Rejected connections by kind since the last call: `rejected_key`, `failed_handshake`."""
         for events in self._watched:
-            for event, _value in events.take():
-                # A rejected key (EVENT_HANDSHAKE_FAILED_AUTH) is counted in `_answer`.
+            for event in events.take():
+                # A rejected key (EVENT_HANDSHAKE_FAILED_AUTH) is counted in `callback`.
                 if event in (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
                     self._reject("failed_handshake", "a peer has no keys, or another learner's public key")
-        with self._guard:
-            taken, self._rejected = self._rejected, Counter()
-        return taken
+        return Counter(self._rejected.popleft() for _ in range(len(self._rejected)))
+
+    def callback(self, _domain: str, key: bytes) -> bool:
+        """Whether a key in Z85 may enter; pyzmq's thread calls it by this name."""
+        is_known = key in self._keys.authorised()
+        if not is_known:
+            self._reject("rejected_key", f"the key of a peer is not in {self._keys.servers}")
+        return is_known
 
     def close(self) -> None:
         """Stop the thread. Call it in the thread that owns the watched sockets, before closing those."""
-        self._closing.set()
-        if self.is_alive():
-            self.join()
-        self._zap.close(linger=0)
+        self._thread.stop()
         for events in self._watched:
             events.close()
 
-    def run(self) -> None:
-        while not self._closing.is_set():
-            if self._zap.poll(round(1000 * POLL_S)):
-                self._zap.send_multipart(self._answer(self._zap.recv_multipart()))
-
-    def _answer(self, request: list[bytes]) -> list[bytes]:
-        """ZAP 1.0: version, request id, domain, address, identity, mechanism, credentials -> a status."""
-        version, request_id = request[0], request[1] if len(request) > 1 else b""
-        status, text, name = b"400", b"not authorised", ""
-        if version == b"1.0" and len(request) == 7 and request[5] == b"CURVE":
-            name = self._keys.authorised().get(request[6], "")
-            if name:
-                status, text = b"200", b"OK"
-            else:
-                address = request[3].decode("ascii", "replace")
-                self._reject("rejected_key", f"the key of a peer at {address} is not in {self._keys.servers}")
-        return [b"1.0", request_id, status, text, name.encode(), b""]
-
     def _reject(self, kind: str, reason: str) -> None:
-        with self._guard:
-            self._rejected[kind] += 1
+        self._rejected.append(kind)
         now = time.monotonic()
         if now - self._logged_at.get(kind, -LOG_EVERY_S) >= LOG_EVERY_S:
             self._logged_at[kind] = now
@@ -151,49 +126,30 @@ class HandshakeWatch:
         self._events = HandshakeEvents(sock)
         self._endpoint = endpoint
         self._keys = keys
-        self._failures_in_a_row = 0
-        self._reason = ""
-        """First reason that a failure gave since the last success."""
+        self._failures: list[int] = []
+        """Since the last success."""
 
     def check(self) -> None:
         """Raise HandshakeRejected once it is clear that no handshake will succeed."""
-        for event, value in self._events.take():
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._failures_in_a_row, self._reason = 0, ""
-            else:
-                self._failures_in_a_row += 1
-                self._reason = self._reason or self._reason_of(event, value)
-        if self._reason:
-            raise HandshakeRejected(self._reason)
-        if self._failures_in_a_row >= BAD_HANDSHAKES:
-            raise HandshakeRejected(self._likely_reasons())
-
-    def close(self) -> None:
-        self._events.close()
-
-    def _reason_of(self, event: int, value: int) -> str:
-        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            return (
+        for event in self._events.take():
+            self._failures = [] if event == zmq.EVENT_HANDSHAKE_SUCCEEDED else [*self._failures, event]
+        if zmq.EVENT_HANDSHAKE_FAILED_AUTH in self._failures:
+            raise HandshakeRejected(
                 f"the learner at {self._endpoint} does not know this server's key. Copy the server's *.public "
                 "file into the servers folder of the learner's network.keys_dir (see: asyncrl keys)"
             )
-        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
-            theirs, mine = ("none", "keys") if self._keys else ("keys", "none")
-            return (
-                f"the learner at {self._endpoint} uses {theirs} and this server {mine}. Set network.keys_dir on "
-                "both sides, or on neither"
+        # libzmq does not try again after an error of the protocol.
+        if zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL in self._failures or len(self._failures) >= BAD_HANDSHAKES:
+            reasons = "the learner there uses keys (set network.keys_dir here, too)"
+            if self._keys is not None:
+                reasons = (
+                    f"{self._keys.folder / 'learner.public'} is not the key of the learner there (copy it from the "
+                    "learner's network.keys_dir again), or that learner uses no keys (set it there, too)"
+                )
+            raise HandshakeRejected(
+                f"no handshake with {self._endpoint} can succeed: {reasons}, or something else than a learner listens "
+                "there (check network.host and the ports)"
             )
-        return ""
 
-    def _likely_reasons(self) -> str:
-        """The side that closes first takes its reason with it: on a busy machine a mismatch can look like nothing."""
-        times = f"{self._endpoint} ended {self._failures_in_a_row} handshakes in a row"
-        if self._keys is None:
-            return (
-                f"{times}: something else than a learner listens there (check network.host and the ports), or the "
-                "learner there uses keys (set network.keys_dir here, too)"
-            )
-        return (
-            f"{times}: {self._keys.folder / 'learner.public'} is not the key of the learner there (copy it from the "
-            "learner's network.keys_dir again), or that learner uses no keys, or something else listens"
-        )
+    def close(self) -> None:
+        self._events.close()

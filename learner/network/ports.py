@@ -78,8 +78,6 @@ def open_ports(config: RunConfig, context: zmq.Context) -> LearnerPorts:
         for socket in opened:
             socket.close()
         raise UserError(str(error)) from error
-    if gate is not None:
-        gate.start()
     control_socket, weights_socket = opened
     return LearnerPorts(control_socket, weights_socket, gate)
 

@@ -149,19 +149,14 @@ def test_secrets_appear_in_no_text(keys: Path):
         assert not any(secret in text or repr(secret)[1:-1] in text for text in texts)
 
 
-def test_a_server_with_a_key_is_heard_on_both_sockets(keys: Path):
-    config = config_with(keys_dir=str(keys))
-    with learner_at(config) as ports:
-        assert knock(ports, config).message == HELLO
-        knock(ports, config, weights=True)
-        assert not ports.take_rejections()
-
-
-def test_a_key_added_during_the_run_is_let_in(keys: Path, tmp_path: Path):
+def test_servers_with_keys_are_heard_on_both_sockets_also_with_one_added_during_the_run(keys: Path, tmp_path: Path):
     other_keys(keys, tmp_path)
     config = config_with(keys_dir=str(keys))
     late = with_keys(config, tmp_path / "other")
     with learner_at(config) as ports:
+        assert knock(ports, config).message == HELLO
+        knock(ports, config, weights=True)
+        assert not ports.take_rejections()
         (keys / "servers" / "late.public").write_bytes((tmp_path / "other/servers/server.public").read_bytes())
         assert knock(ports, late).message == HELLO
 
@@ -171,25 +166,20 @@ def test_a_key_added_during_the_run_is_let_in(keys: Path, tmp_path: Path):
     [
         ("unknown", "does not know this server's key", "rejected_key"),
         ("another learner's", "learner.public is not the key of the learner", "failed_handshake"),
-        ("none", r"uses keys and this server none|the learner there uses keys", "failed_handshake"),
+        ("none", "the learner there uses keys", "failed_handshake"),
     ],
 )
 def test_a_wrong_key_is_reported_at_once_and_counted_by_the_learner(
-    keys: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    theirs: str,
-    message: str,
-    kind: str,
+    keys: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, theirs: str, message: str, kind: str
 ):
     config = config_with(keys_dir=str(keys))
-    other = other_keys(keys, tmp_path)
     if theirs == "another learner's":
-        make_keys(tmp_path / "another")
-        other = tmp_path / "another"
-    stranger = with_keys(config, "" if theirs == "none" else other)
+        make_keys(tmp_path / "other")
+    else:
+        other_keys(keys, tmp_path)
+    stranger = with_keys(config, "" if theirs == "none" else tmp_path / "other")
     started = time.monotonic()
-    with caplog.at_level(logging.DEBUG), learner_at(config) as ports:
+    with caplog.at_level(logging.INFO), learner_at(config) as ports:
         with pytest.raises(UserError, match=message):
             asyncio.run(connect(stranger))
         assert time.monotonic() - started < 0.8 * config.network.start_timeout_s
@@ -198,9 +188,6 @@ def test_a_wrong_key_is_reported_at_once_and_counted_by_the_learner(
         assert knock(ports, config).message == HELLO, "the others come and go"
     logged = [record.getMessage() for record in caplog.records]
     assert sum("rejected" in line for line in logged) == 1, "logged once"
-    for path in [*keys.rglob("*"), *other.rglob("*")]:
-        if path.is_file():
-            assert not any(path.read_text().strip() in line for line in logged)
 
 
 def test_a_server_with_keys_does_not_talk_to_a_learner_without(keys: Path):
@@ -208,7 +195,7 @@ def test_a_server_with_keys_does_not_talk_to_a_learner_without(keys: Path):
     config = config_with()
     secure = with_keys(config, keys)
     with learner_at(config) as ports:
-        with pytest.raises(UserError, match=r"uses none and this server keys|that learner uses no keys"):
+        with pytest.raises(UserError, match="that learner uses no keys"):
             asyncio.run(connect(secure))
         assert ports.control.recv() is None
 
