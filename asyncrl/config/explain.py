@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from asyncrl.config.keys import REQUIRED, iter_keys, section_of
+from asyncrl.config.keys import REQUIRED, all_keys, section_of
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.yaml_text import write
@@ -45,7 +45,7 @@ def config_reference() -> str:
         "list has its index in place of `N`, as in `reward.functions.0.weight=2`. Unknown keys are refused. "
         "Relative paths are relative to the directory in which the command runs.\n",
     ]
-    for section, keys in groupby(iter_keys(), key=lambda key: key.path.partition(".")[0]):
+    for section, keys in groupby(all_keys().values(), key=lambda key: key.path.partition(".")[0]):
         section_class = section_of(RunConfig.model_fields[section].annotation)
         introduction = section_class.__dict__.get("__doc__") if section_class else None
         parts += [f"## {section}\n", *([introduction.strip() + "\n"] if introduction else [])]

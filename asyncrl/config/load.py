@@ -7,16 +7,20 @@ written: relative ones are relative to the current working directory, not to the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from asyncrl.config import keys, yaml_text
+from asyncrl.config import yaml_text
+from asyncrl.config.keys import REQUIRED, all_keys, closest_key
 from asyncrl.config.schema import RunConfig
-from asyncrl.config.suggest import file_hint, suggestion
+from asyncrl.config.suggest import file_hint
 from asyncrl.errors import UserError
+
+Place = tuple[str | int, ...]
+"""A place in a configuration: names of keys and indices of list items."""
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -58,66 +62,50 @@ class _Draft:
         if not isinstance(value, dict | None):
             raise UserError(f"{path} holds {value!r:.120}: expected lines such as `run_dir: runs/first`")
         self.data: dict[str, Any] = value or {}
-        self._overrides: dict[keys.Path, str] = {}
+        self._overrides: dict[Place, str] = {}
 
     def override(self, text: str) -> None:
         """Apply one `a.b.c=value`. The value of a text key is taken as it stands, any other is YAML."""
         name, equals, raw = text.partition("=")
+        place: Place = tuple(int(part) if part.isdigit() else part for part in name.strip().split("."))
+        path = _schema_path(place)
         if not equals or not name:
             self.problems.append(f"override {text!r} has no `=`: expected key=value, such as batch.group_size=8")
-            return
-        place: keys.Path = tuple(int(part) if part.isdigit() else part for part in name.strip().split("."))
-        known = keys.place_at(place)
-        try:
-            is_text = known is not None and known.annotation is str
-            value = raw if is_text else yaml_text.parse(raw, f"override {text}")[0]
-            self.data = _put(self.data, place, value)
-            self._overrides[place] = text
-        except UserError as problem:
-            self.problems.append(str(problem))
-        except LookupError:
-            problem = (
-                f"{name}: there is no such item; the index after the last appends" if known else f"unknown key {name}"
-            )
-            self.problems.append(f"{problem} [override {text}]")
+        elif not any(f"{key}.".startswith(f"{path}.") or path.startswith(f"{key}.") for key in all_keys()):
+            self.problems.append(f"unknown key {name}{_meant(path)} [override {text}]")
+        else:
+            key = all_keys().get(path)
+            try:
+                value = raw if key and key.field.annotation is str else yaml_text.parse(raw, f"override {text}")[0]
+                self.data = _put(self.data, place, value)
+                self._overrides[place] = text
+            except UserError as problem:
+                self.problems.append(str(problem))
+            except LookupError:
+                problem = f"{name}: there is no such key or item; the index after the last appends"
+                self.problems.append(f"{problem} [override {text}]")
 
     def report(self, detail: Any) -> None:
         """Put one of pydantic's findings into our words."""
         place, given = detail["loc"], detail["input"]
-        if detail["type"] == "extra_forbidden":
-            self.problems += [self._unknown(leaf) + self._origin(place) for leaf in _leaves(place, given)]
-        elif detail["type"] == "missing":
-            self._report_missing(place)
+        name, path = ".".join(map(str, place)), _schema_path(place)
+        if detail["type"] == "missing":
+            below = [key for key in all_keys() if key.startswith(f"{path}.") and all_keys()[key].default is REQUIRED]
+            for missing in [name + key.removeprefix(path) for key in below] or [name]:
+                self.problems.append(f"{missing} is missing. Add it to {self._path}, or give {missing}=VALUE")
         elif detail["type"] == "value_error":
             self.problems += detail["msg"].removeprefix("Value error, ").splitlines()
+        elif detail["type"] == "extra_forbidden":
+            nested = ": in the file keys are nested; dots are for overrides on the command line"
+            meant = nested if "." in str(place[-1]) else _meant(path)
+            self.problems.append(f"unknown key {name}{meant}{self._origin(place)}")
         else:
-            known = keys.place_at(place)
+            key = all_keys().get(path)
             shown = "empty" if given is None else f"{given!r:.120}"
-            expected = known.type_text if known else detail["msg"]
-            self.problems.append(f"{keys.dotted(place)} is {shown}: expected {expected}{self._origin(place)}")
+            expected = f"expected {key.type_text}" if key else detail["msg"]
+            self.problems.append(f"{name} is {shown}: {expected}{self._origin(place)}")
 
-    def _report_missing(self, place: keys.Path) -> None:
-        """One problem for each required key of a missing section, or for the key itself."""
-        known = keys.place_at(place)
-        section = keys.section_of(known.annotation) if known else None
-        if section:
-            for name in (name for name, field in section.model_fields.items() if field.is_required()):
-                self._report_missing((*place, name))
-            return
-        name = keys.dotted(place)
-        meaning = known.field.description if known and known.field else None
-        what = f" ({meaning.strip().rstrip('.')})" if meaning else ""
-        self.problems.append(f"{name} is missing{what}. Add it to {self._path}, or give {name}=VALUE")
-
-    def _unknown(self, place: keys.Path) -> str:
-        """One problem for each setting below an unknown key, because each has its own counterpart here."""
-        text = f"unknown key {keys.dotted(place)}"
-        if "." in str(place[-1]):
-            return f"{text}: in the file keys are nested; dots are for overrides on the command line"
-        hint = suggestion(keys.dotted(["N" if isinstance(part, int) else part for part in place]))
-        return text + (f": {hint}" if hint else "")
-
-    def _origin(self, place: keys.Path) -> str:
+    def _origin(self, place: Place) -> str:
         """Name the source of a value: an override of it or of what is around it, else a line of the file."""
         for end in range(len(place), 0, -1):
             if place[:end] in self._overrides:
@@ -125,7 +113,16 @@ class _Draft:
         return f" [{self._path} line {yaml_text.line_of(self._node, place)}]"
 
 
-def _put(data: Any, place: keys.Path, value: Any) -> Any:
+def _schema_path(place: Place) -> str:
+    return ".".join("N" if isinstance(part, int) else part for part in place)
+
+
+def _meant(path: str) -> str:
+    key = closest_key(path)
+    return f": did you mean {key}?" if key else ". docs/migration.md has other frameworks' names"
+
+
+def _put(data: Any, place: Place, value: Any) -> Any:
     """Nested mappings and lists with a value put in; the index after a list's last item appends. Raises LookupError."""
     if not place:
         return value
@@ -138,12 +135,3 @@ def _put(data: Any, place: keys.Path, value: Any) -> Any:
     if isinstance(data, dict):
         return {**data, part: _put(data.get(part), below, value)}
     raise LookupError(part)
-
-
-def _leaves(place: keys.Path, value: Any) -> Iterator[keys.Path]:
-    """Every setting below an unknown key, or the key itself."""
-    if isinstance(value, dict) and value:
-        for name, inner in value.items():
-            yield from _leaves((*place, name), inner)
-    else:
-        yield place

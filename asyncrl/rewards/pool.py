@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from asyncrl.config.sections import RewardConfig, component_name
-from asyncrl.errors import BadStateError, UserError
+from asyncrl.errors import BadStateError
+from asyncrl.plugins import read_source
 from asyncrl.rewards import channel
-from asyncrl.rewards.process import WorkerDied, WorkerProcess, WorkerTimeout
 from asyncrl.rewards.sample import RewardSample
-from asyncrl.rewards.spec import check_rewards, locate, read_source
+from asyncrl.rewards.spec import check_rewards, locate
+from asyncrl.rewards.worker_process import WorkerDied, WorkerProcess
 
 logger = logging.getLogger(__name__)
 
@@ -80,14 +81,10 @@ class RewardPool:
     async def score(self, sample: RewardSample) -> Score:
         """Score one sample; failures of the reward are in the returned Score.
 
-        Raises TypeError for a sample that MessagePack cannot carry, BadStateError if a worker that was
-        lost could not be started again, RuntimeError after `close()`.
+        Raises BadStateError if a worker that was lost could not be started again, RuntimeError after `close()`.
         """
         sample_id = next(self._ids)
-        try:
-            frame = channel.pack({"id": sample_id, "sample": vars(sample)})
-        except (TypeError, ValueError, OverflowError) as error:
-            raise TypeError(f"row {sample.row_id}: cannot be sent to a reward worker: {error}") from error
+        frame = channel.pack({"id": sample_id, "sample": vars(sample)})
         # A worker that ends before it begins a sample is not the sample's fault: it gets another worker, once.
         score = await self._score_on(await self._idle_worker(), sample_id, frame, is_second=False)
         if score is None:
@@ -132,7 +129,7 @@ class RewardPool:
             score = self._from_reply(reply)
             healthy = score.error_kind != "reward_memory"  # such a worker ends itself
             return score
-        except WorkerTimeout:
+        except TimeoutError:
             return self._timed_out(self._begun(worker) or "(none begun)", time.perf_counter() - started)
         except WorkerDied as died:
             if self._closed:
@@ -199,10 +196,7 @@ def _setup_message(config: RewardConfig) -> bytes:
         source = read_source(path) if path else b""
         entry = {"name": component_name(component), "kwargs": component.kwargs, "function": function}
         components.append(entry | {"path": str(path), "source": source})
-    try:
-        return channel.pack({"memory_limit_mib": config.memory_limit_mib, "components": components})
-    except (TypeError, ValueError, OverflowError) as error:
-        raise UserError(f"reward kwargs must be numbers, text, lists and maps of them: {error}") from error
+    return channel.pack({"memory_limit_mib": config.memory_limit_mib, "components": components})
 
 
 def _closed() -> RuntimeError:

@@ -1,4 +1,4 @@
-"""The worker process: `python -m asyncrl.rewards.worker`, started by `process.py` only.
+"""The worker process: `python -m asyncrl.rewards.worker`, started by `worker_process.py` only.
 
 Loads every configured function once, then scores one sample after another until its stdin closes.
 """
@@ -21,10 +21,11 @@ from types import ModuleType
 from typing import Any, BinaryIO
 
 from asyncrl.errors import UserError
-from asyncrl.rewards import channel, guard
+from asyncrl.plugins import function_of, load_module, one_line, shorten
+from asyncrl.rewards import channel, guardian
 from asyncrl.rewards.builtin import BUILTIN_REWARDS
 from asyncrl.rewards.sample import RewardSample
-from asyncrl.rewards.spec import check_call, function_of, load_module, one_line, shorten
+from asyncrl.rewards.spec import check_call
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class ComponentFailed(Exception):
 
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    guard.fork_guarded()
+    guardian.fork_guarded()
     incoming, outgoing = _take_channel()
     code = 0
     try:

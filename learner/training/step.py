@@ -19,11 +19,11 @@ from asyncrl.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageEstimat
 from asyncrl.algorithms.corrections import Correction, correct, m2po_outliers
 from asyncrl.algorithms.diagnostics import FRACTIONS, off_policy_report
 from asyncrl.algorithms.losses import POLICY_LOSSES, LossFunction, PolicyLoss, reference_kl, token_weights
-from asyncrl.algorithms.plugins import resolve
 from asyncrl.algorithms.ratios import PolicyTokens, approximate_proximal
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
 from asyncrl.journal.sample_index import TrainedBatch
+from asyncrl.plugins import resolve
 from learner.training.batch import Batch, first_names
 from learner.training.engines.base import TrainEngine
 from learner.training.packing import MicroBatch, TrainGroup, build_micro_batch, plan_micro_batches

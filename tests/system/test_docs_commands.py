@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from asyncrl.cli import _parser
+from asyncrl.config.keys import all_keys
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
-from asyncrl.config.suggest import known_paths
 from rollout_server.engines.vllm.rules import device_problem
 from tests.rigs.docs_commands import NEEDS, NOT_RUN, PAGES, ROOT, Block, blocks, prepare, run_pages
 
@@ -66,7 +66,7 @@ def test_commands_are_bash_and_name_what_exists(block: Block) -> None:
         overrides = [word for word in words if re.match(r"\w+\.\w", word) and "=" in word]
         for word in overrides:
             name = word.partition("=")[0]
-            assert name in known_paths() or name.startswith(("reward.functions", *FREE_MAPPINGS)), word
+            assert name in all_keys() or name.startswith(("reward.functions", *FREE_MAPPINGS)), word
         if block.needs and command in ("train", "sync", "learn", "rollout"):
             mine = ROOT / "configs" / "digits_grpo.yaml"  # README tells to start from it
             config = load_config(mine, [*overrides, *(["trainer.mode=sync"] if command == "sync" else [])])
@@ -87,7 +87,7 @@ def test_names_in_the_text_exist(page: Path) -> None:
         pytest.skip("it names other frameworks' keys; tests/tools/test_import_config.py reads its tables")
     inline = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S))
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
-    keys = set(known_paths())
+    keys = set(all_keys())
     places = keys | {".".join(key.split(".")[:end]) for key in keys for end in range(1, key.count(".") + 1)}
     wrong = []
     for text in inline:

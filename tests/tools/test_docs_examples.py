@@ -14,7 +14,7 @@ import psutil
 import pytest
 import yaml
 
-from asyncrl.config.suggest import known_paths
+from asyncrl.config.keys import all_keys
 from asyncrl.errors import ExitCode
 from tests.rigs.waiting import wait_until
 
@@ -66,7 +66,7 @@ def test_containers_name_keys_that_exist_and_mount_what_they_declare(number: int
     document = documents()[number]
     spec = document["spec"]["template"]["spec"]
     overrides = [word for word in container(document)["command"] if "=" in word]
-    assert {word.partition("=")[0] for word in overrides} <= set(known_paths())
+    assert {word.partition("=")[0] for word in overrides} <= set(all_keys())
     assert {mount["name"] for mount in container(document)["volumeMounts"]} == {one["name"] for one in spec["volumes"]}
     assert spec["securityContext"]["runAsNonRoot"]
     secret = next(volume["secret"] for volume in spec["volumes"] if volume["name"] == "keys")
@@ -164,4 +164,4 @@ def test_slurm_scripts_are_bash_and_name_keys_that_exist() -> None:
         for word in script.read_text().split():
             name, equals, _ = word.lstrip("(").partition("=")
             if equals and name.startswith(("network.", "telemetry.")):
-                assert name in known_paths(), word
+                assert name in all_keys(), word

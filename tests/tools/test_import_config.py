@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.cli import main
+from asyncrl.config.keys import all_keys
 from asyncrl.config.load import load_config
-from asyncrl.config.suggest import known_paths
 from asyncrl.errors import UserError
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.spec import load_reward
@@ -236,7 +236,7 @@ def test_binary_files_are_refused_in_one_line(name: str, tmp_path: Path, capsys:
 
 def test_rules_only_set_keys_that_exist() -> None:
     """Each rule is tried with plausible values; whatever it sets must be in the schema."""
-    known = set(known_paths())
+    known = set(all_keys())
     for framework, defaults in THEIR_DEFAULTS.items():
         for key, rule in RULES.items():
             for value in ("text", 1, 0, -1, True, False, 0.5, ["a"], "token-mean", "vllm", "bf16"):
@@ -252,7 +252,7 @@ def test_rules_only_set_keys_that_exist() -> None:
 def test_the_tables_of_the_documentation_name_keys_that_exist() -> None:
     """docs/migration.md: the second column is ours; the first, of RLLaVA and EasyR1, is known to the importer."""
     page = (ROOT / "docs" / "migration.md").read_text()
-    known = {*known_paths(), "reward.functions"}
+    known = set(all_keys())
     rows = [
         [re.findall(r"`([^`]+)`", cell) for cell in line.split("|")[1:3]] for line in page.splitlines() if "|" in line
     ]

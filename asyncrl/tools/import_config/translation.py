@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.config.suggest import suggestion
+from asyncrl.config.keys import closest_key
 from asyncrl.tools.import_config.derived_rules import Outcome, no_counterpart, translated
 from asyncrl.tools.import_config.foreign_config import ForeignConfig
 from asyncrl.tools.import_config.rules import RULES, SECTIONS, THEIR_DEFAULTS
@@ -60,7 +60,9 @@ def translate(theirs: ForeignConfig) -> Import:
 def _outcome(key: str, value: Any, values: Mapping[str, Any]) -> Outcome:
     rule = RULES.get(key) or next((rule for start, rule in SECTIONS.items() if key.startswith(start)), None)
     if rule is None:
-        return Outcome("unknown", text=suggestion(key) or "nothing of this name is known")
+        return Outcome(
+            "unknown", text=f"did you mean {meant}?" if (meant := closest_key(key)) else "nothing of this name is known"
+        )
     if value is None or value == {}:
         return translated("empty there")
     try:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import yaml_text
+from asyncrl.config.keys import all_keys
 from asyncrl.config.load import load_config
-from asyncrl.config.suggest import known_paths
 from asyncrl.errors import ExitCode, UserError
 from asyncrl.tools.import_config.foreign_config import read_foreign_config
 from asyncrl.tools.import_config.translation import Import, Line, translate
@@ -87,7 +87,7 @@ def as_yaml(done: Import) -> str:
 
 def _settings(done: Import) -> Iterator[str]:
     """Lines of YAML in the order of the schema, each with the key of theirs that it comes from."""
-    known = [path.split(".N.")[0] for path in known_paths()]
+    known = [path.split(".N.")[0] for path in all_keys()]
 
     def place(key: str) -> int:
         return next((i for i, path in enumerate(known) if key == path or key.startswith(path + ".")), len(known))

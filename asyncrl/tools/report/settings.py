@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache
 from typing import Any
 
-from asyncrl.config.keys import REQUIRED, Key, is_free_mapping, iter_keys, place_at
+from asyncrl.config.keys import REQUIRED, all_keys
 from asyncrl.tools.report.markup import moment
 from asyncrl.tools.report.recorded_run import Record, RecordedRun, number
 
@@ -17,7 +16,7 @@ LONGEST = 300
 
 def changed_settings(run: RecordedRun) -> list[tuple[str, str, str, str]]:
     """Return key, value, default and meaning of the settings that are not the defaults."""
-    known = _known()
+    known = all_keys()
     rows = []
     for path, value in flatten(run.config).items():
         key = known.get(path)
@@ -32,7 +31,7 @@ def changed_settings(run: RecordedRun) -> list[tuple[str, str, str, str]]:
 def differences(runs: Sequence[RecordedRun]) -> list[tuple[str, list[str]]]:
     """Return the settings that are not the same in all runs, with the value of each run."""
     flat = [flatten(run.config) for run in runs]
-    known = _known()
+    known = all_keys()
     rows = []
     for path in dict.fromkeys(path for settings in flat for path in settings):
         default = _plain(known[path].default) if path in known and known[path].default is not REQUIRED else None
@@ -44,28 +43,12 @@ def differences(runs: Sequence[RecordedRun]) -> list[tuple[str, list[str]]]:
 
 def flatten(value: Any, path: tuple[str, ...] = ()) -> dict[str, Any]:
     """Flatten to leaves by dotted key; lists, and mappings whose names are free, are leaves."""
-    place = place_at(path) if path else None
-    if not isinstance(value, dict) or (place is not None and is_free_mapping(place.annotation)):
+    if not isinstance(value, dict) or ".".join(path) in all_keys():
         return {".".join(path): value}
     flat: dict[str, Any] = {}
     for name, inner in value.items():
         flat |= flatten(inner, (*path, str(name)))
     return flat
-
-
-@cache
-def _known() -> dict[str, Key]:
-    """Return the keys by path, with a list of sections, such as reward.functions, as one key."""
-    known: dict[str, Key] = {}
-    for key in iter_keys():
-        before, item, _ = key.path.partition(".N.")
-        place = place_at(tuple(before.split("."))) if item else None
-        if place and place.field:
-            default = place.field.get_default(call_default_factory=True)
-            known[before] = Key(before, "list", default, (place.field.description or "").strip())
-        else:
-            known[before] = key
-    return known
 
 
 def _plain(value: Any) -> Any:

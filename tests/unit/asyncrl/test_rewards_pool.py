@@ -59,7 +59,7 @@ def sample_of(fault: str, **fields: Any) -> RewardSample:
 
 ERRORS = [
     ("raise", "reward_exception", f"'fault': KeyError: 'missing' (reward_faults.py:{RAISE_LINE} in do_raise)"),
-    ("raise_deep", "reward_exception", "in do_raise_deep, raised in decoder.py:"),
+    ("raise_deep", "reward_exception", "in do_raise_deep)"),
     ("long_message", "reward_exception", "ValueError: xxx"),
     ("bad_str", "reward_exception", "Bad: (its own text failed with RuntimeError)"),
     ("sys_exit", "reward_exception", "SystemExit: 3"),
@@ -181,8 +181,6 @@ def test_a_worker_keeps_its_state_until_it_is_lost_and_an_idle_death_costs_no_sa
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(pool.score(sample_of("sleep")), 0.1)
         assert (await pool.score(sample_of("fine"))).status == "ok", "a cancelled score does not block its worker"
-        with pytest.raises(TypeError, match=r"row rows.jsonl:4: cannot be sent"):
-            await pool.score(sample_of("fine", answer=object()))
         assert pool.errors == before
 
     run_pool(config_of(), scenario)

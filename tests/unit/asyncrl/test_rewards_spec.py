@@ -32,10 +32,12 @@ async def load_in_workers(config: RewardConfig) -> None:
 def rewards_file(tmp_path: Path) -> Path:
     file = tmp_path / "my_rewards.py"
     file.write_text(
+        "from __future__ import annotations\n"
         "from my_constants import bonus\n"
         "def length(sample, scale=1.0): return len(sample.completion) * scale + bonus\n"
-        "async def slow(sample): return 1.0\n"
-        "constant = 3\n"
+        "import dataclasses\n"
+        "@dataclasses.dataclass\n"
+        "class Scale: by: float = 1.0  # dataclasses look the module up under postponed annotations\n"
         "made = lambda sample: 2\n"
     )
     (tmp_path / "my_constants.py").write_text("bonus = 0.5\n")
@@ -52,21 +54,16 @@ def test_functions_are_loaded_by_name_and_by_path(rewards_file: Path):
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("exact_mach", "no built-in reward 'exact_mach'. Did you mean 'exact_match'\\?"),
-        ("{dir}/my_reward.py:length", "does not exist .* Did you mean|does not exist.*'my_rewards.py'"),
-        ("{dir}/no/such/folder.py:length", "folder.py does not exist"),
-        ("{file}", "names a file only. Write .*my_rewards.py:function_name"),
+        ("exact_mach", "is 'exact_mach', which is no built-in. Did you mean 'exact_match'\\?"),
+        ("{dir}/my_reward.py:length", "there is no file .*did you mean .*my_rewards.py"),
         ("{file}:lenght", "no function 'lenght'. Did you mean 'length'\\?"),
-        ("{file}:slow", "slow in reward file .* is async"),
-        ("my_rewards.txt:length", "not of the form path/file.py:function"),
     ],
 )
 def test_a_wrong_function_is_refused_with_the_fix(rewards_file: Path, function: str, message: str):
     function = function.format(dir=rewards_file.parent, file=rewards_file)
-    with pytest.raises(UserError, match=message):
-        check_rewards(config_of(function))
-    with pytest.raises(UserError, match=message):
-        load_reward(function)
+    for check in (lambda: check_rewards(config_of(function)), lambda: load_reward(function)):
+        with pytest.raises(UserError, match=message):
+            check()
 
 
 @pytest.mark.parametrize(
@@ -88,7 +85,8 @@ def test_wrong_kwargs_of_a_builtin_are_refused(function: str, kwargs: dict[str, 
         ("import os\nimport no_such_package\ndef reward(s): return 1\n", r"no_such_package.*broken.py:2"),
         ("def reward(sample): return 1\nraise SystemExit(3)\n", r"SystemExit: 3 \(broken.py:2\)"),
         ("def reward(sample): return 1\nimport os\nos._exit(5)\n", "exited with code 5"),
-        ("reward = 3\n", "reward in reward file .*broken.py is int, not a function"),
+        ("reward = 3\n", "reward in .*broken.py is int, not a function"),
+        ("async def reward(sample): return 1.0\n", "reward in .*broken.py is async"),
         ("def reward(sample, *, needed): return 1\n", "missing a required argument: 'needed'"),
         ("x = bytearray(10**10)\ndef reward(s): return 1\n", "MemoryError.*raise reward.memory_limit_mib"),
     ],
@@ -105,8 +103,6 @@ def test_the_static_check_does_not_run_user_files(tmp_path: Path):
     file.write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\ndef reward(sample): return 1\n")
     check_rewards(config_of(f"{file}:reward"))
     assert not (tmp_path / "ran").exists()
-    with pytest.raises(UserError, match="reward kwargs"):
-        asyncio.run(load_in_workers(config_of("regex_match", pattern=object())))
 
 
 def test_the_worker_starts_without_heavy_imports():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import sys
@@ -14,8 +13,6 @@ import asyncrl
 from asyncrl.errors import UserError
 from asyncrl.rewards import channel
 
-logger = logging.getLogger(__name__)
-
 START_TIMEOUT_S = 120.0
 """Seconds for the imports of the user's files; torch alone can take ten on a busy machine."""
 STOP_TIMEOUT_S = 10.0
@@ -24,10 +21,6 @@ EXIT_GRACE_S = 1.0
 """Seconds between the end of the reply pipe and the end of the process that held it."""
 LATE_REPLY_S = 0.1
 """A busy event loop may see the time limit and the reply in one go; the reply then wins."""
-
-
-class WorkerTimeout(Exception):
-    """No reply came within the time limit. The worker must be stopped."""
 
 
 class WorkerDied(Exception):
@@ -75,16 +68,13 @@ class WorkerProcess:
         return self._process.returncode is None and not self._stdout.at_eof() and self._stopping is None
 
     async def ask(self, frame: bytes, timeout_s: float) -> dict[str, Any]:
-        """Send one packed message and return the reply. Raises WorkerTimeout, WorkerDied."""
+        """Send one packed message and return the reply. Raises TimeoutError, WorkerDied."""
         self.begun = None
         self._stdin.write(frame)
         reading = asyncio.create_task(self._read_reply())
         try:
-            for limit_s in (timeout_s, LATE_REPLY_S):
-                done, _ = await asyncio.wait({reading}, timeout=limit_s)
-                if done:
-                    return reading.result()
-            raise WorkerTimeout
+            await asyncio.wait({reading}, timeout=timeout_s)
+            return await asyncio.wait_for(reading, LATE_REPLY_S)
         finally:
             reading.cancel()
 
@@ -97,7 +87,7 @@ class WorkerProcess:
     async def _load(self, setup: bytes) -> None:
         try:
             reply = await self.ask(setup, START_TIMEOUT_S)
-        except WorkerTimeout:
+        except TimeoutError:
             raise UserError(
                 f"the reward functions were not loaded after {START_TIMEOUT_S:.0f} s. What do they import?"
             ) from None
@@ -142,9 +132,8 @@ class WorkerProcess:
         try:
             await asyncio.wait_for(self._process.wait(), STOP_TIMEOUT_S)
         except TimeoutError:
-            logger.error("reward worker %d did not stop within %.0f s; killing it", self.pid, STOP_TIMEOUT_S)
             self._process.kill()
-            await asyncio.wait_for(self._process.wait(), STOP_TIMEOUT_S)
+            await self._process.wait()
 
 
 def _environment() -> dict[str, str]:

@@ -1,0 +1,107 @@
+"""Functions of the user: `path/to/file.py:function`, where a setting also takes the name of a built-in."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import traceback
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from asyncrl.config.suggest import did_you_mean, file_hint
+from asyncrl.errors import UserError
+
+F = TypeVar("F", bound=Callable[..., object])
+MAX_MESSAGE_CHARS = 300
+
+
+def resolve(name: str, builtins: Mapping[str, F], setting: str) -> F:
+    """The built-in of this name, or the user's function, whose file is run. UserErrors name the `setting`."""
+    located = locate(name, builtins, setting)
+    if located is None:
+        return builtins[name]
+    path, function = located
+    return function_of(load_module(path, read_source(path)), function)
+
+
+def locate(name: str, builtins: Mapping[str, Any], setting: str) -> tuple[Path, str] | None:
+    """Absolute file and function name, or None for a built-in."""
+    if name in builtins:
+        return None
+    file, colon, function = name.rpartition(":")
+    if not colon:
+        raise UserError(
+            f"{setting} is {name!r}, which is no built-in.{did_you_mean(name, builtins)} "
+            f"Built-in are {', '.join(builtins)}; your own is path/to/file.py:function"
+        )
+    path = Path(file).expanduser().absolute()
+    if not path.is_file():
+        raise UserError(f"{setting} is {name!r}, but there is no file {path}: {file_hint(path)}")
+    return path, function
+
+
+def read_source(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def load_module(path: Path, source: bytes) -> ModuleType:
+    """Run the file's source as a module, with its folder importable as for a script."""
+    module = ModuleType(f"plugin_{path.stem}_{zlib.crc32(str(path).encode()):08x}")
+    module.__file__ = str(path)
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    sys.modules[module.__name__] = module  # dataclasses and typing look their module up
+    try:
+        exec(compile(source, str(path), "exec", dont_inherit=True), module.__dict__)
+    except (Exception, SystemExit) as error:
+        del sys.modules[module.__name__]
+        raise UserError(f"{path} cannot be imported: {one_line(error, str(path))}") from error
+    return module
+
+
+def function_of(module: ModuleType, name: str) -> Any:
+    function = getattr(module, name, None)
+    if function is None:
+        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        has = ", ".join(functions[:10]) or "no functions"
+        raise UserError(f"{module.__file__} has no function {name!r}.{did_you_mean(name, functions)} It has {has}")
+    if not callable(function):
+        raise UserError(f"{name} in {module.__file__} is {type(function).__name__}, not a function")
+    if inspect.iscoroutinefunction(function):
+        raise UserError(f"{name} in {module.__file__} is async. Write a plain function: `def {name}`")
+    return function
+
+
+def one_line(error: BaseException, own_file: str = "") -> str:
+    """Error, file and line in bounded text: `ZeroDivisionError: division by zero (my_reward.py:12 in reward)`.
+
+    The place is the last one in own_file, the user's, or where the error was raised if it has none there.
+    """
+    try:
+        text = " ".join(str(error).split())
+    except Exception as broken:  # an exception class of the user whose __str__ fails
+        text = f"(its own text failed with {type(broken).__name__})"
+    name, place = type(error).__name__, _place(error, own_file)
+    return shorten(f"{name}: {text}" if text else name) + (f" ({place})" if place else "")
+
+
+def shorten(text: str, limit: int = MAX_MESSAGE_CHARS) -> str:
+    return text if len(text) <= limit else f"{text[: limit - 20]}... ({len(text)} chars)"
+
+
+def _place(error: BaseException, own_file: str) -> str:
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{Path(error.filename).name}:{error.lineno}"
+    # No frame may live on, as after a MemoryError its locals must go; no line is read, as its file may have changed.
+    frames = list(traceback.StackSummary.extract(traceback.walk_tb(error.__traceback__), lookup_lines=False))
+    if not frames:
+        return ""
+    frame = next((frame for frame in reversed(frames) if frame.filename == own_file), frames[-1])
+    place = f"{Path(frame.filename).name}:{frame.lineno}"
+    return place if frame.name == "<module>" else f"{place} in {frame.name}"

@@ -1,0 +1,85 @@
+"""A guardian process around each worker: when either the worker or the pool ends, nothing of it survives.
+
+    pool's process  --stdin-->  guardian  --fork-->  worker (own session)  -->  whatever the reward starts
+
+The guardian runs no user code. It waits until the worker ends, the pool closes its end of the pipe, or the pool's
+process ends (its forks may hold the pipe). Then it kills every descendant: as their reaper it also finds those that
+have left the worker's session. It exits the way the worker did, so that the pool sees the worker's signal or code.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+from contextlib import suppress
+
+import psutil
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+COLLECT_EVERY_MS = 1000
+"""Between looks at orphans of the worker that have ended."""
+
+
+def fork_guarded() -> None:
+    """Return in a child process with a session of its own; the calling process becomes its guardian.
+
+    Stdin must be the pool's pipe. The guardian only watches it for closing and reads nothing.
+    """
+    guardian = os.getpid()
+    ends = select.poll()
+    ends.register(0, 0)  # POLLHUP is always reported
+    ends.register(os.pidfd_open(os.getppid()), select.POLLIN)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    worker = os.fork()
+    if worker == 0:
+        os.setsid()
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != guardian:
+            os._exit(1)
+        return
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.dup2(2, 1)  # give up the reply pipe: its end must mean the worker's end
+    ends.register(os.pidfd_open(worker), select.POLLIN)
+    status = None
+    while status is None and not ends.poll(COLLECT_EVERY_MS):
+        status = _collect_ended(worker)
+    _exit_like(_kill_descendants(worker, status))
+
+
+def _collect_ended(worker: int) -> int | None:
+    """Collect children that have ended, orphans of the worker among them; return the worker's wait status."""
+    child = -1
+    with suppress(ChildProcessError):
+        while child:
+            child, status = os.waitpid(-1, os.WNOHANG)
+            if child == worker:
+                return status
+    return None
+
+
+def _kill_descendants(worker: int, status: int | None) -> int:
+    """Kill and collect all children, and those that become ours by it; return the worker's wait status."""
+    while children := psutil.Process().children():
+        for child in children:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        ended, code = os.waitpid(-1, 0)
+        status = code if ended == worker else status
+    return status or 0
+
+
+def _exit_like(status: int) -> None:
+    if os.WIFSIGNALED(status):
+        with suppress(OSError):  # SIGKILL has no handler to reset
+            signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+        os.kill(os.getpid(), os.WTERMSIG(status))
+    os._exit(os.waitstatus_to_exitcode(status))
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
