@@ -58,23 +58,9 @@ class JournalReader:
         rows = self._rows("SELECT segment FROM groups WHERE ticket_id = ?", (ticket_id,))
         return segment_path(self.path, rows[0][0]) if rows else None
 
-    def kept_after(self, step: int) -> dict[int, tuple[TicketSlot, int | None]]:
-        """Ticket -> slot and step of kept groups that a later step, or none yet (None), has taken."""
-        rows = self._rows(
-            f"SELECT {SLOT}, step FROM consumption {_KEPT} WHERE step > ? "
-            f"UNION ALL SELECT {SLOT}, NULL FROM tickets {_KEPT}",
-            (step,),
-        )
-        return {row[0]: (TicketSlot(*row[:4]), row[4]) for row in rows}
-
-    def slot(self, ticket_id: int) -> TicketSlot | None:
-        """The slot of a ticket that was trained, or is to be."""
-        rows = self._rows(
-            f"SELECT {SLOT} FROM consumption WHERE ticket_id = ?1 "
-            f"UNION ALL SELECT {SLOT} FROM tickets WHERE ticket_id = ?1",
-            (ticket_id,),
-        )
-        return TicketSlot(*rows[0]) if rows else None
+    def kept(self) -> dict[int, int]:
+        """Ticket -> step of the kept groups that a step has taken."""
+        return dict(self._rows(f"SELECT ticket_id, step FROM consumption {_KEPT}"))
 
     def kept_steps(self) -> dict[int, int]:
         """Step -> number of its groups that are kept."""

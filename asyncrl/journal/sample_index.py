@@ -1,7 +1,7 @@
 """The index of samples, samples.sqlite beside the journal: its tables, a group as rows of them, and its writer.
 
 The index holds what lists and filters need of every sample, and what the journal does not hold: advantages and the
-learner's log-probs. It is derived data without seal and syncs: steps that are made again write their rows again.
+learner's log-probs. It has no seal: steps that are made again write their rows again.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from asyncrl.errors import BadStateError
 from asyncrl.rewards.presentation import plain_text
 from asyncrl.run_folder.full_disk import find_no_room
 from protocol.messages import Group, Prompt, TrajectoryRecord
@@ -26,9 +27,7 @@ logger = logging.getLogger(__name__)
 
 INDEX_FILE = "samples.sqlite"
 SCHEMA = 1
-"""SQLite's user_version. An index of another schema is begun anew."""
-NOT_TRAINED = 1 << 62
-"""The step of a group that no step has consumed yet: later than any."""
+"""SQLite's user_version."""
 TABLES = f"""
 CREATE TABLE prompts (
     prompt_id INTEGER PRIMARY KEY, row_id TEXT NOT NULL, text TEXT NOT NULL, folded TEXT NOT NULL,
@@ -120,16 +119,15 @@ def insert_group(
     group: Group,
     prompt: PromptText,
     *,
-    step: int | None,
+    step: int,
     version: int,
     trained: TrainedBatch | None = None,
 ) -> None:
-    """Write a group in the caller's transaction, in place of what its ticket had.
+    """Write a group that `version` consumed at `step`, in place of what its ticket had, in the caller's transaction.
 
-    `version` consumed it at `step`, or would consume it now where `step` is None. `trained` is None where it is not
-    known.
+    `trained` is None where it is not known.
     """
-    ticket_id, at, prompt_row = group.ticket_id, NOT_TRAINED if step is None else step, prompt.row()
+    ticket_id, prompt_row = group.ticket_id, prompt.row()
     differences = None if trained is None else trained.logprobs - group.logprobs
     staleness, largest = _extremes(group, version, differences)
     advantages = [None] * len(group.trajectories) if trained is None else _or_none(trained.advantages)
@@ -137,7 +135,7 @@ def insert_group(
         (
             ticket_id,
             number,
-            at,
+            step,
             prompt_row[0],
             str(record.status),
             str(record.finish_reason),
@@ -151,7 +149,7 @@ def insert_group(
         for number, (record, length) in enumerate(zip(group.trajectories, group.lengths.tolist(), strict=True))
     ]
     db.execute(f"INSERT OR IGNORE INTO prompts VALUES ({_marks(7)})", prompt_row)
-    db.execute(f"INSERT OR REPLACE INTO groups VALUES ({_marks(4)})", (ticket_id, at, prompt_row[0], group.server_id))
+    db.execute(f"INSERT OR REPLACE INTO groups VALUES ({_marks(4)})", (ticket_id, step, prompt_row[0], group.server_id))
     db.executemany(f"INSERT OR REPLACE INTO trajectories VALUES ({_marks(12)})", rows)
     if trained is not None and differences is not None:
         masked = np.packbits(trained.masked).tobytes() if trained.masked.any() else None
@@ -160,29 +158,17 @@ def insert_group(
         db.execute(f"INSERT OR REPLACE INTO trained_tokens VALUES ({_marks(3)})", tokens)
 
 
-def read_trained_tokens(db: sqlite3.Connection, schema: str, group: Group) -> tuple[np.ndarray | None, np.ndarray]:
-    """Read [N] the learner's log-probs (None where they are not known) and [N] whether the correction dropped a token.
-
-    `schema` names the database of the connection that holds the index.
-    """
+def read_trained_tokens(db: sqlite3.Connection, group: Group) -> tuple[np.ndarray | None, np.ndarray]:
+    """Read [N] the learner's log-probs, None where unknown, and [N] whether the correction dropped a token."""
     total = group.token_ids.size
     row = db.execute(
-        f"SELECT differences, masked FROM {schema}.trained_tokens WHERE ticket_id = ?", (group.ticket_id,)
+        "SELECT differences, masked FROM trained_tokens WHERE ticket_id = ?", (group.ticket_id,)
     ).fetchone()
     if row is None:
         return None, np.zeros(total, bool)
     learner = group.logprobs + np.frombuffer(row[0], np.float16).astype(np.float32)
     masked = np.frombuffer(row[1] or bytes(total // 8 + 1), np.uint8)
     return learner, np.unpackbits(masked, count=total).astype(bool)
-
-
-def remove_groups(db: sqlite3.Connection, where: str, values: tuple[int, ...]) -> int:
-    """Delete groups and return their number. Their prompts stay: another group may have them."""
-    tickets = f"(SELECT ticket_id FROM groups WHERE {where})"
-    steps = f"(SELECT step FROM groups WHERE {where})"  # the primary key of trajectories begins with the step
-    db.execute(f"DELETE FROM trained_tokens WHERE ticket_id IN {tickets}", values)
-    db.execute(f"DELETE FROM trajectories WHERE step IN {steps} AND ticket_id IN {tickets}", values * 2)
-    return db.execute(f"DELETE FROM groups WHERE {where}", values).rowcount
 
 
 def _marks(columns: int) -> str:
@@ -219,20 +205,10 @@ class SampleIndex:
 
     def __init__(self, run_dir: Path):
         self._path = Path(run_dir) / INDEX_FILE
-        self._open: sqlite3.Connection | None = None
+        self._db: sqlite3.Connection | None = None
 
     def write(self, step: int, version: int, batch: Sequence[tuple[Prompt, Group]], trained: TrainedBatch) -> None:
         """Add the batch that `version` consumed at `step`."""
-        try:
-            self._write(step, version, batch, trained)
-        except sqlite3.DatabaseError as problem:
-            if not _is_useless(problem):
-                raise
-            self.close()
-            _remove(self._path, problem)
-            self._write(step, version, batch, trained)
-
-    def _write(self, step: int, version: int, batch: Sequence[tuple[Prompt, Group]], trained: TrainedBatch) -> None:
         row = token = 0
         with self._transaction() as db:
             for prompt, group in batch:
@@ -242,10 +218,12 @@ class SampleIndex:
                 row, token = row + rows, token + tokens
 
     def truncate_after(self, step: int) -> None:
-        """Forget later steps: the run goes on from `step`, with other groups."""
+        """Forget later steps: the run goes on from `step`, with other groups. Prompts stay: others may have them."""
         if self._path.exists():
             with self._transaction() as db:
-                dropped = remove_groups(db, "step > ?", (step,))
+                _forget_tokens(db, "step > ?", step)
+                db.execute("DELETE FROM trajectories WHERE step > ?", (step,))
+                dropped = db.execute("DELETE FROM groups WHERE step > ?", (step,)).rowcount
             if dropped:
                 logger.info("resuming after step %d: dropped %d later groups of %s", step, dropped, self._path.name)
 
@@ -253,69 +231,46 @@ class SampleIndex:
         """Drop the token columns of earlier steps, whose groups the journal does not keep any more."""
         if self._path.exists():
             with self._transaction() as db:
-                db.execute(
-                    "DELETE FROM trained_tokens WHERE ticket_id IN (SELECT ticket_id FROM groups WHERE step < ?)",
-                    (before_step,),
-                )
+                _forget_tokens(db, "step < ?", before_step)
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Raises OSError where the disk has no room and SQLite does not say so."""
+        """Raises OSError where the disk has no room, BadStateError where the file is damaged."""
         try:
-            if self._open is None:
-                self._open = open_index(self._path)
-            with self._open as db:
+            if self._db is None:
+                self._db = _open(self._path)
+            with self._db as db:
                 db.execute("BEGIN")
                 yield db
-        except sqlite3.Error as problem:
+        except sqlite3.OperationalError as problem:
             if full := find_no_room(problem, self._path):
                 raise full from problem
             raise
+        except sqlite3.DatabaseError as problem:
+            raise BadStateError(
+                f"{self._path} cannot be written: {problem}. It only lists samples: move it away, and --resume"
+            ) from problem
 
     def close(self) -> None:
-        if self._open is not None:
-            self._open.close()
-            self._open = None
+        if self._db is not None:
+            self._db.close()
+            self._db = None
 
 
-def open_index(path: Path) -> sqlite3.Connection:
-    """Open the index for writing. A damaged file, or one of another schema, is begun anew with a warning."""
-    try:
-        return _open(path)
-    except sqlite3.DatabaseError as problem:
-        if not _is_useless(problem):
-            raise
-        _remove(path, problem)
-        return _open(path)
-
-
-def _is_useless(problem: sqlite3.DatabaseError) -> bool:
-    code = getattr(problem, "sqlite_errorcode", sqlite3.SQLITE_SCHEMA)  # SQLITE_SCHEMA: raised by _open itself
-    return code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_SCHEMA)
-
-
-def _remove(path: Path, problem: sqlite3.DatabaseError) -> None:
-    logger.warning(
-        "%s cannot be used (%s): it is begun anew. When the run is over, asyncrl inspect %s --reindex adds the samples "
-        "of earlier steps",
-        path,
-        problem,
-        path.parent,
-    )
-    for name in (path.name, f"{path.name}-wal", f"{path.name}-shm"):
-        path.with_name(name).unlink(missing_ok=True)
+def _forget_tokens(db: sqlite3.Connection, steps: str, step: int) -> None:
+    db.execute(f"DELETE FROM trained_tokens WHERE ticket_id IN (SELECT ticket_id FROM groups WHERE {steps})", (step,))
 
 
 def _open(path: Path) -> sqlite3.Connection:
     db = sqlite3.connect(path, isolation_level=None)
     try:
-        (schema,) = db.execute("PRAGMA user_version").fetchone()
-        if schema not in (0, SCHEMA):
-            raise sqlite3.DatabaseError(f"schema {schema}, expected {SCHEMA}")
         db.execute("PRAGMA journal_mode = WAL")
-        db.execute("PRAGMA synchronous = OFF")  # a power cut may damage the file: it can be made again
+        db.execute("PRAGMA synchronous = NORMAL")  # a power cut loses the newest steps, and damages nothing
+        (schema,) = db.execute("PRAGMA user_version").fetchone()
         if schema == 0:
             db.executescript(f"BEGIN; {TABLES} COMMIT;")
+        elif schema != SCHEMA:
+            raise sqlite3.DatabaseError(f"it has schema {schema}, and this version of asyncrl writes schema {SCHEMA}")
     except BaseException:
         db.close()
         raise

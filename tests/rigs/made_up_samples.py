@@ -20,8 +20,6 @@ LONG = 9000
 class MadeUpStore:
     """Answers as a SampleStore does. Step t trained ticket t, with rewards from -1 to 2."""
 
-    notices: tuple[str, ...] = ()
-
     def __init__(self) -> None:
         self.groups = {ticket_id: made_up_group(ticket_id) for ticket_id in range(1, GROUPS + 1)}
         self.closed = False
@@ -97,9 +95,8 @@ def _trajectory(ticket_id: int, number: int, prompt: str) -> TrajectoryDetail:
 
 
 def _fits(row: SampleRow, query: SampleQuery) -> bool:
-    step = -1 if row.step is None else row.step
     return (
-        (query.steps is None or query.steps[0] <= step <= query.steps[1])
+        (query.steps is None or query.steps[0] <= row.step <= query.steps[1])
         and (query.rewards is None or (row.reward is not None and query.rewards[0] <= row.reward <= query.rewards[1]))
         and (not query.statuses or row.status in query.statuses)
         and (query.staleness is None or query.staleness[0] <= row.staleness <= query.staleness[1])

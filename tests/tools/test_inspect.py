@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -12,9 +14,9 @@ from asyncrl.errors import UserError
 from asyncrl.tools.inspect import __main__ as command
 from asyncrl.tools.inspect.filters import read_query
 from asyncrl.tools.inspect.pictures import for_browser, half_blocks, image_facts
-from asyncrl.tools.inspect.terminal import COLUMNS, one_line, visible
+from asyncrl.tools.inspect.terminal import one_line, visible
 from asyncrl.tools.inspect.token_levels import LEGENDS, token_levels
-from asyncrl.tools.samples.model import SampleImage, SampleQuery
+from asyncrl.tools.samples.model import SampleImage, SampleQuery, TrajectoryDetail
 from tests.rigs.made_up_samples import FORGOTTEN_TICKET, GROUP_SIZE, GROUPS, HOSTILE, HOSTILE_TICKET, MadeUpStore, png
 
 
@@ -89,19 +91,17 @@ def test_nothing_that_a_model_wrote_reaches_the_terminal_as_control() -> None:
 
 
 def test_levels_of_tokens() -> None:
-    levels = token_levels(
-        logprobs=[-0.05, -1.0, -3.0, -9.0],
-        learner_logprobs=[-0.06, -0.7, -5.0, math.nan],
-        versions=[7, 6, 0, 7],
-        consumed_at=7,
-        loss_mask=[1, 1, 1, 0],
-        masked=[0, 0, 1, 0],
+    trajectory = TrajectoryDetail(
+        replace(MadeUpStore().detail(1).trajectories[0].row, staleness=7),
+        logprobs=np.asarray([-0.05, -1.0, -3.0, -9.0]),
+        learner_logprobs=np.asarray([-0.06, -0.7, -5.0, math.nan]),
+        versions=np.asarray([7, 6, 0, 7]),
+        loss_mask=np.asarray([1, 1, 1, 0]),
+        masked=np.asarray([0, 0, 1, 0], bool),
     )
+    levels = token_levels(trajectory)
     assert levels == {"diff": "03du", "version": "014u", "mask": "00xu", "logprob": "023u"}
-    unknown = token_levels(
-        logprobs=[-1.0], learner_logprobs=None, versions=[1], consumed_at=1, loss_mask=[1], masked=[0]
-    )
-    assert unknown["diff"] == "?"
+    assert token_levels(replace(trajectory, learner_logprobs=None))["diff"] == "???u"
     for colouring, text in levels.items():
         assert set(text) <= {level for level, _ in LEGENDS[colouring]}, "every level has a meaning"
 
@@ -123,16 +123,6 @@ def test_an_image_is_drawn_with_half_blocks_and_other_bytes_are_not() -> None:
 # --- the terminal ---
 
 
-def test_a_list_is_tab_separated_where_nobody_looks(store: MadeUpStore, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["run", "--status", "error,truncated", "--step", "1-10", "--limit", "3", "--offset", "1"]) == 0
-    header, *rows = capsys.readouterr().out.splitlines()
-    assert tuple(header.split("\t")) == COLUMNS
-    values = [dict(zip(COLUMNS, row.split("\t"), strict=True)) for row in rows]
-    assert [(one["ticket"], one["trajectory"]) for one in values] == [("9", "3"), ("8", "3"), ("7", "3")]
-    assert values[0]["completion"] == "read 6 6 9 answer 9<|im_end|>"
-    assert store.closed
-
-
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
@@ -148,6 +138,7 @@ def test_a_table_for_those_who_look(store: MadeUpStore, terminal: None, capsys: 
     assert f"1 to 4 of {GROUPS * GROUP_SIZE} samples" in shown
     assert "--offset 4" in shown
     assert "\x1b[31mred" not in shown, "the error's own escape sequence"
+    assert store.closed
 
 
 @pytest.mark.parametrize("colouring", LEGENDS)
@@ -169,7 +160,6 @@ def test_a_group_without_colours(store: MadeUpStore, capsys: pytest.CaptureFixtu
     shown = capsys.readouterr().out
     assert "98 × 28 PNG" in shown, "size and hash in place of a picture"
     assert "it is gone" in shown
-    assert "mask  0ux00" in shown, "levels as characters"
     assert visible(HOSTILE) in shown
     assert not set(shown) & set("\x1b\x07\u202e")
     assert command.main(["run", "--ticket", str(FORGOTTEN_TICKET)]) == 0

@@ -28,7 +28,6 @@ from tests.tools.test_panel import write_run
 
 COMMANDS: dict[str, Callable[[str], int]] = {
     "inspect": lambda run: inspect.main([run]),
-    "inspect --reindex": lambda run: inspect.main([run, "--reindex"]),
     "watch": lambda run: cli.main(["watch", run]),
     "report": lambda run: cli.main(["report", run]),
     "replay": lambda run: replay.main([run, "--step", "1"]),

@@ -20,16 +20,14 @@ import torch
 
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import RunTakenError, UserError
+from asyncrl.errors import BadStateError, UserError
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.sample_index import INDEX_FILE, SampleIndex, TrainedBatch
 from asyncrl.journal.writer import Journal
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.run_folder.full_disk import is_disk_full
-from asyncrl.run_folder.lock import LAUNCHER_LOCK, LEARNER_LOCK, holding
 from asyncrl.tools.inspect.__main__ import main as inspect
 from asyncrl.tools.samples.model import Order, SampleQuery, SampleRow
-from asyncrl.tools.samples.rebuild import rebuild_index
 from asyncrl.tools.samples.sources import TokenTexts
 from asyncrl.tools.samples.store import SampleStore
 from learner.training.batch import Batch
@@ -120,9 +118,8 @@ def everything(store: SampleStore) -> tuple[SampleRow, ...]:
 def test_every_sample_is_in_the_list_newest_first(run: MadeUpRun, store: SampleStore) -> None:
     rows = everything(store)
     assert [(row.step, row.ticket_id, row.trajectory) for row in rows] == [
-        (step, ticket_id, number) for step, ticket_id in ((None, 3), (4, 2), (4, 1), (3, 0)) for number in range(4)
+        (step, ticket_id, number) for step, ticket_id in ((4, 2), (4, 1), (3, 0)) for number in range(4)
     ]
-    assert not store.notices
     row = next(row for row in rows if (row.ticket_id, row.trajectory) == (1, 0))
     item, part = run.batch.received[1], run.part(1)
     record, length = item.group.trajectories[0], int(item.group.lengths[0])
@@ -162,7 +159,7 @@ def test_every_sample_is_in_the_list_newest_first(run: MadeUpRun, store: SampleS
         (SampleQuery(prompt="%"), lambda row: False),
         (
             SampleQuery((3, 4), (0.2, 0.9), ("finished",), (1, 5), "largest"),
-            lambda row: row.step and 0.2 <= (row.reward or 0) <= 0.9 and row.staleness and "largest" in row.prompt,
+            lambda row: 0.2 <= (row.reward or 0) <= 0.9 and row.staleness and "largest" in row.prompt,
         ),
     ],
     ids=["step", "reward", "status", "staleness", "prompt", "percent sign", "all of them"],
@@ -178,7 +175,7 @@ def test_a_filter_finds_what_fits_and_nothing_else(
 @pytest.mark.parametrize(
     ("order", "key"),
     [
-        ("oldest", lambda row: math.inf if row.step is None else row.step),
+        ("oldest", lambda row: row.step),
         ("best", lambda row: math.inf if row.reward is None else -row.reward),
         ("worst", lambda row: math.inf if row.reward is None else row.reward),
         ("stalest", lambda row: -row.staleness),
@@ -190,9 +187,9 @@ def test_orders_and_pages(store: SampleStore, order: Order, key: Callable[[Sampl
     rows = store.find(query, limit=EVERYTHING).rows
     assert set(rows) == set(everything(store))
     assert [key(row) for row in rows] == sorted(key(row) for row in rows)
-    pages = [store.find(query, limit=3, offset=start) for start in range(0, 18, 3)]
+    pages = [store.find(query, limit=3, offset=start) for start in range(0, 15, 3)]
     assert [row for page in pages for row in page.rows] == list(rows)
-    assert {page.total for page in pages} == {16}
+    assert {page.total for page in pages} == {12}
 
 
 def test_a_group_in_full(run: MadeUpRun, store: SampleStore) -> None:
@@ -222,34 +219,16 @@ def test_a_group_in_full(run: MadeUpRun, store: SampleStore) -> None:
         store.detail(77)
 
 
-def test_a_group_that_waits_has_its_row_when_it_is_looked_at(run: MadeUpRun, store: SampleStore) -> None:
-    row = everything(store)[0]
-    assert (row.step, row.row_id, row.logprob_diff_max) == (None, "", None)
-    assert "What is" in row.prompt
-    detail = store.detail(3)
-    prompt = run.batch.received[3].ticket.prompt
-    assert (detail.step, detail.row_id, detail.answer) == (None, prompt.row_id, str(prompt.answer))
-    assert detail.images[0].data
-    assert detail.trajectories[0].learner_logprobs is None
-
-
 def test_an_open_store_follows_the_learner(run: MadeUpRun, store: SampleStore) -> None:
-    assert everything(store)[0].step is None
+    before = everything(store)
     run.consume(5, 3)
-    between = everything(store)[0]
-    assert (between.step, between.advantage) == (5, None), "taken, and not trained yet"
+    assert everything(store) == before, "taken, and not trained yet"
     run.report(5, 3)
-    after = everything(store)[0]
-    assert (after.step, after.advantage) == (5, float(run.part(3).advantages[0]))
-    assert len(everything(store)) == 16
-
-
-def test_a_resumed_run_forgets_what_it_does_not_make_again(run: MadeUpRun, store: SampleStore) -> None:
+    rows = everything(store)
+    assert (rows[0].step, rows[0].advantage) == (5, float(run.part(3).advantages[0]))
+    assert rows[4:] == before
     run.index.truncate_after(3)
-    with closing(SampleIndex(run.folder)):
-        steps = {row.ticket_id: row.step for row in everything(store)}
-    assert steps == {0: 3, 1: 4, 2: 4, 3: None}, "what the journal holds is shown nevertheless"
-    assert all(row.advantage is None for row in everything(store) if row.ticket_id != 0)
+    assert {row.ticket_id for row in everything(store)} == {0}, "a resumed run forgets what it will make anew"
 
 
 def test_of_a_group_that_is_not_kept_the_row_stays(run: MadeUpRun, store: SampleStore) -> None:
@@ -257,7 +236,7 @@ def test_of_a_group_that_is_not_kept_the_row_stays(run: MadeUpRun, store: Sample
     first = run.journal.forget_payloads(3)
     run.index.forget_tokens(first)
     rows = {row.ticket_id: row.has_payload for row in everything(store)}
-    assert rows == {0: False, 1: True, 2: True, 3: True}
+    assert rows == {0: False, 1: True, 2: True}
     detail = store.detail(0)
     assert "not kept any more" in detail.problem
     assert [t.row.reward for t in detail.trajectories] == [r.reward for r in run.batch.received[0].group.trajectories]
@@ -296,16 +275,6 @@ def test_a_configuration_that_cannot_be_read_is_one_line(run: MadeUpRun, capsys:
         assert reason in message
 
 
-def test_an_archive_is_not_indexed_in_place(run: MadeUpRun, capsys: pytest.CaptureFixture[str]) -> None:
-    run.index.close()
-    (run.folder / INDEX_FILE).unlink()
-    (run.folder / INDEX_FILE).mkdir()  # not even root can write it
-    assert inspect([str(run.folder), "--reindex"]) == 2
-    assert capsys.readouterr().err.startswith(
-        f"error: nothing can be written in {run.folder} (unable to open database file): the index would be "
-    )
-
-
 def test_a_learners_index_that_finds_no_room_is_a_full_disk(run: MadeUpRun) -> None:
     run.index.close()
     with file_size_limit(4096), pytest.raises(OSError, match="File too large") as caught:
@@ -313,55 +282,35 @@ def test_a_learners_index_that_finds_no_room_is_a_full_disk(run: MadeUpRun) -> N
     assert is_disk_full(caught.value)
 
 
-def damage(file: Path) -> None:
-    file.write_bytes(b"SQLite format 3\0" + bytes(range(256)) * 64)
-
-
-@pytest.mark.parametrize("harm", [Path.unlink, damage], ids=["missing", "damaged"])
-def test_without_an_index_the_journal_is_shown_and_the_index_can_be_made_anew(
-    run: MadeUpRun, harm: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_an_index_the_journal_is_shown(run: MadeUpRun) -> None:
     with closing(SampleStore(run.folder)) as store:
         before = everything(store)
     run.index.close()
-    run.journal.close()
-    harm(run.folder / INDEX_FILE)
+    (run.folder / INDEX_FILE).unlink()
     with closing(SampleStore(run.folder)) as store:
         found = everything(store)
-        assert [(row.ticket_id, row.trajectory, row.reward) for row in found] == [
-            (row.ticket_id, row.trajectory, row.reward) for row in before
+        assert [(row.step, row.ticket_id, row.trajectory, row.reward) for row in found] == [
+            (row.step, row.ticket_id, row.trajectory, row.reward) for row in before
         ]
-        assert bool(store.notices) == (harm is damage)
-        if store.notices:
-            assert "--reindex" in store.notices[0]
-        assert rebuild_index(run.folder) == 3
-        again = everything(store)  # the store that is open takes up the new one
-        assert not store.notices
-    unknown = {"advantage": None, "logprob_diff_max": None}
-    assert again == tuple(replace(row, **unknown) for row in before)
-    assert rebuild_index(run.folder) == 0
+        assert "What is" in found[0].prompt, "decoded from its tokens"
+        assert store.detail(1).trajectories[0].learner_logprobs is None
+        run.consume(5, 3)
+        assert everything(store)[0].step == 5
+        run.report(5, 3)
+        assert {row.ticket_id for row in everything(store)} == {3}, "the index, from the moment that there is one"
 
 
-@pytest.mark.parametrize(("lock", "who"), [(LEARNER_LOCK, "learner"), (LAUNCHER_LOCK, "launcher")])
-def test_an_index_is_not_made_anew_under_a_learner_nor_before_its_launcher_starts_it_again(
-    run: MadeUpRun, lock: str, who: str
-) -> None:
-    with holding(run.folder, lock), pytest.raises(RunTakenError, match=f"another {who}"):
-        rebuild_index(run.folder)
-    assert rebuild_index(run.folder) == 0
-
-
-@pytest.mark.parametrize("is_open", [False, True])
-def test_a_learner_begins_a_damaged_index_anew(run: MadeUpRun, caplog: pytest.LogCaptureFixture, is_open: bool) -> None:
+def test_a_damaged_index_is_said_to_be_one(run: MadeUpRun) -> None:
     run.index.close()
-    if is_open:
-        run.index.truncate_after(9)
-    damage(run.folder / INDEX_FILE)
-    run.consume(5, 3)
-    run.report(5, 3)
-    assert "begun anew" in caplog.text
-    with closing(SampleStore(run.folder)) as store:
-        assert {row.ticket_id for row in everything(store) if row.advantage is not None} == {3}
+    file = run.folder / INDEX_FILE
+    file.write_bytes(b"SQLite format 3\0" + bytes(range(256)) * 64)
+    with (
+        closing(SampleStore(run.folder)) as store,
+        pytest.raises(UserError, match=r"cannot be read: .* Move it"),
+    ):
+        everything(store)
+    with pytest.raises(BadStateError, match=f"{file} cannot be written: .* move it away, and --resume"):
+        run.report(5, 3)
 
 
 def test_images_of_changed_data_are_not_shown(run: MadeUpRun, tmp_path: Path) -> None:
@@ -388,15 +337,6 @@ def test_images_in_the_run_directory_need_no_data_set(run: MadeUpRun) -> None:
         (run.folder / "images" / f"{digest}.png").write_bytes(blobs[digest])
         assert store.detail(1).images[0].data == blobs[digest]
         assert "no tokenizer" in store.detail(1).problem
-
-
-def test_more_than_fits_into_memory_is_told(run: MadeUpRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.tools.samples.store.MOST_IN_MEMORY", 2)
-    run.index.close()
-    (run.folder / INDEX_FILE).unlink()
-    with closing(SampleStore(run.folder)) as store:
-        assert {row.ticket_id for row in everything(store)} == {2, 3}, "the newest"
-        assert store.notices[0].startswith("2 older groups")
 
 
 def test_characters_of_several_tokens_come_out_whole(run: MadeUpRun, tiny_model: Path) -> None:

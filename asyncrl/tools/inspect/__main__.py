@@ -11,20 +11,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.errors import BadStateError, ExitCode, UserError
-from asyncrl.journal import JOURNAL_FILE
-from asyncrl.journal.sample_index import INDEX_FILE
 from asyncrl.launch.broken_pipe import ends_with_its_reader
 from asyncrl.launch.console import Console
-from asyncrl.telemetry.reading import is_there, unreadable_as_user_error
+from asyncrl.telemetry.reading import unreadable_as_user_error
 from asyncrl.tools.inspect.filters import FILTERS, ORDERS, STATUSES, read_query
 from asyncrl.tools.inspect.records import detail_record, row_record
-from asyncrl.tools.inspect.terminal import print_group, print_listing, tab_separated, why_empty
+from asyncrl.tools.inspect.terminal import print_group, print_listing
 from asyncrl.tools.inspect.token_levels import COLOURINGS
 from asyncrl.tools.samples.model import SampleQuery
-from asyncrl.tools.samples.rebuild import rebuild_index
 from asyncrl.tools.samples.store import SampleStore
 
 WEB_PORT = 7610
+FILE_COLUMNS = 160
+"""Width of what is printed where nobody has a terminal."""
 
 
 @ends_with_its_reader
@@ -55,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     filters.add_argument("--prompt", default="", metavar="TEXT", help="which the prompt contains, in either case")
     shown = parser.add_argument_group("what is shown")
     shown.add_argument("--order", default="", choices=ORDERS, help=f"which come first; default: {ORDERS[0]}")
-    shown.add_argument("--limit", type=_positive, default=20, metavar="N", help="samples of a list; default: 20")
+    shown.add_argument("--limit", type=_count, default=20, metavar="N", help="samples of a list; default: 20")
     shown.add_argument("--offset", type=_count, default=0, metavar="N", help="samples to pass over")
     shown.add_argument(
         "--ticket",
@@ -65,23 +64,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     shown.add_argument("--colour", choices=COLOURINGS, default=COLOURINGS[0], help="what the tokens' colours tell")
     shown.add_argument("--json", action="store_true", help="one JSON object per line")
-    shown.add_argument(
-        "--reindex",
-        action="store_true",
-        help="first list what the journal holds and the index does not; not while it trains",
-    )
     web = parser.add_argument_group("in a browser")
-    web.add_argument("--web", type=_port, nargs="?", const=WEB_PORT, metavar="PORT", help=f"default port: {WEB_PORT}")
+    web.add_argument("--web", type=int, nargs="?", const=WEB_PORT, metavar="PORT", help=f"default port: {WEB_PORT}")
     web.add_argument("--host", default="127.0.0.1", help="address to listen on; others than loopback show all to all")
     return parser
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
     """Return the exit code: 1 if a group that should be there is damaged."""
-    if arguments.reindex:
-        for name in (JOURNAL_FILE, INDEX_FILE):
-            is_there(arguments.run_dir / name)  # SQLite does not say why it cannot open a file
-        print(f"{rebuild_index(arguments.run_dir)} groups added to the index", file=sys.stderr)
     words = {name: getattr(arguments, name) for name in FILTERS}
     code = ExitCode.FINISHED
     with closing(SampleStore(arguments.run_dir)) as store:
@@ -121,22 +111,18 @@ def _show_group(arguments: argparse.Namespace, store: SampleStore) -> ExitCode:
 
 def _show_list(arguments: argparse.Namespace, store: SampleStore, query: SampleQuery) -> None:
     page = store.find(query, limit=arguments.limit, offset=arguments.offset)
-    for notice in store.notices:
-        print(f"note: {notice}", file=sys.stderr)
-    console = _console()
     if arguments.json:
         for row in page.rows:
             print(json.dumps(row_record(row)))
-    elif console.is_terminal:
-        print_listing(console, page, arguments.offset, query)
     else:
-        print("\n".join(tab_separated(page.rows)))
-    if not page.rows and not console.is_terminal:  # else it is below the table
-        print(f"note: {why_empty(page, arguments.offset, query)}", file=sys.stderr)
+        print_listing(_console(), page, arguments.offset, query)
 
 
 def _console() -> Console:
-    return Console(highlight=False, markup=False, emoji=False)
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = FILE_COLUMNS
+    return console
 
 
 def _count(text: str) -> int:
@@ -152,19 +138,6 @@ def _ticket(text: str) -> tuple[int, int | None]:
         return _count(group), _count(trajectory) if dot else None
     except (argparse.ArgumentTypeError, ValueError):  # int() refuses thousands of digits
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is no ID such as 7 or 7.3") from None
-
-
-def _positive(text: str) -> int:
-    value = _count(text)
-    if not value:
-        raise argparse.ArgumentTypeError("0 samples are none")
-    return value
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port (0 to 65535). RUN stands before --web")
-    return int(text)
 
 
 if __name__ == "__main__":

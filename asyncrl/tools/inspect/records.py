@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.tools.inspect.pictures import image_facts
-from asyncrl.tools.inspect.token_levels import Colouring, token_levels
+from asyncrl.tools.inspect.token_levels import token_levels
 from asyncrl.tools.samples.model import SampleDetail, SampleRow, TrajectoryDetail
 
 
@@ -29,18 +29,6 @@ def detail_record(detail: SampleDetail) -> dict[str, Any]:
     }
 
 
-def levels_of(trajectory: TrajectoryDetail) -> dict[Colouring, str]:
-    learner = trajectory.learner_logprobs
-    return token_levels(
-        logprobs=trajectory.logprobs.tolist(),
-        learner_logprobs=None if learner is None else learner.tolist(),
-        versions=trajectory.versions.tolist(),
-        consumed_at=trajectory.consumed_at,
-        loss_mask=trajectory.loss_mask.tolist(),
-        masked=trajectory.masked.tolist(),
-    )
-
-
 def _trajectory(trajectory: TrajectoryDetail) -> dict[str, Any]:
     row, learner = trajectory.row, trajectory.learner_logprobs
     names = (
@@ -58,7 +46,7 @@ def _trajectory(trajectory: TrajectoryDetail) -> dict[str, Any]:
         "versions": trajectory.versions.tolist(),
         "loss_mask": trajectory.loss_mask.tolist(),
         "masked": trajectory.masked.astype(int).tolist(),
-        "levels": levels_of(trajectory),
+        "levels": token_levels(trajectory),
     }
 
 

@@ -72,9 +72,9 @@ class InspectServer(ThreadingHTTPServer):
         self.address_family = AF_INET6 if ":" in host else AF_INET
         try:
             super().__init__((host, port), _Handler)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             raise UserError(
-                f"cannot listen on {host} port {port}: {error.strerror}. Name another port, or --web 0 for any free one"
+                f"cannot listen on {host} port {port}: {error}. Name another port, or --web 0 for any free one"
             ) from error
 
     @property
@@ -150,7 +150,7 @@ class _Handler(BaseHTTPRequestHandler):
         offset, limit = _whole("offset", words.get("offset", "0")), _whole("limit", words.get("limit", "50"))
         page = self.server.store.find(query, limit=min(max(limit, 1), MOST_ROWS), offset=offset)
         rows = [row_record(row) for row in page.rows]
-        return {"total": page.total, "offset": offset, "rows": rows, "notices": self.server.store.notices}
+        return {"total": page.total, "offset": offset, "rows": rows}
 
     def _image(self, digest: str, ticket_id: int) -> None:
         images = [image for image in self.server.images(ticket_id) if image.hash == digest]

@@ -8,14 +8,13 @@ from itertools import pairwise
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, ConsoleRenderable
+from rich.console import Console
 from rich.padding import Padding
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
 from asyncrl.tools.inspect.pictures import half_blocks, image_facts
-from asyncrl.tools.inspect.records import levels_of
 from asyncrl.tools.inspect.token_levels import (
     DIFFERENCES,
     LEGENDS,
@@ -26,16 +25,12 @@ from asyncrl.tools.inspect.token_levels import (
     UNKNOWN,
     UNSAMPLED,
     Colouring,
+    token_levels,
 )
 from asyncrl.tools.samples.model import Page, SampleDetail, SampleImage, SampleQuery, SampleRow, TrajectoryDetail
 from protocol.messages import TrajectoryStatus
 
 MISSING = "-"
-COLUMNS = (
-    "step", "ticket", "trajectory", "status", "reward", "length", "staleness", "logprob_diff_max", "row_id", "prompt",
-    "completion", "error",
-)  # fmt: skip
-"""What a script gets of each sample, separated by tabs."""
 STATUS_STYLES: dict[str, str] = {
     TrajectoryStatus.TRUNCATED: "yellow",
     TrajectoryStatus.TIMED_OUT: "red",
@@ -113,23 +108,11 @@ def print_listing(console: Console, page: Page, offset: int, query: SampleQuery)
         line = f"{offset + 1:,} to {last:,} of {page.total:,} samples"
         next_ones = [f"--offset {last} the next ones"] if last < page.total else []
         hints = ["--ticket ID shows one group", *next_ones, *hints]
+    elif page.total:
+        line = f"no sample from --offset {offset} on: {page.total:,} match"
     else:
-        line = why_empty(page, offset, query)
+        line = "there is no sample" if query == SampleQuery(order=query.order) else "no sample matches these filters"
     console.print(Text.assemble(line, (f"   {', '.join(hints)}", "dim")))
-
-
-def why_empty(page: Page, offset: int, query: SampleQuery) -> str:
-    if page.total:
-        return f"no sample from --offset {offset} on: {page.total:,} match"
-    return "there is no sample" if query == SampleQuery(order=query.order) else "no sample matches these filters"
-
-
-def tab_separated(rows: Sequence[SampleRow]) -> Iterator[str]:
-    """Yield a line with the columns' names, then one for each sample."""
-    yield "\t".join(COLUMNS)
-    for row in rows:
-        values = [getattr(row, "ticket_id" if name == "ticket" else name) for name in COLUMNS]
-        yield "\t".join(MISSING if value is None else visible(str(value)) for value in values)
 
 
 def _table(rows: Sequence[SampleRow], width: int) -> Table:
@@ -141,7 +124,7 @@ def _table(rows: Sequence[SampleRow], width: int) -> Table:
     table.add_column("completion", ratio=3, no_wrap=True, overflow="ellipsis")
     for row in rows:
         table.add_row(
-            MISSING if row.step is None else str(row.step),
+            str(row.step),
             f"{row.ticket_id}.{row.trajectory}",
             _reward(row),
             str(row.length),
@@ -158,25 +141,19 @@ def _table(rows: Sequence[SampleRow], width: int) -> Table:
 
 
 def print_group(console: Console, detail: SampleDetail, colouring: Colouring) -> None:
-    """Print a group. Outside a terminal each value stands on a line of its own, however long."""
-    wraps, colours = not console.is_terminal, console.color_system is not None
-    for part in _heading(detail, console):
-        console.print(part, soft_wrap=wraps)
+    console.print(*_heading(detail, console), sep="\n")
     if detail.problem:
-        console.print(Text(detail.problem, "yellow"), soft_wrap=wraps)
+        console.print(Text(detail.problem, "yellow"))
     for trajectory in detail.trajectories:
-        title, parts = _title(trajectory), _completion(trajectory, colouring, colours)
-        if console.is_terminal:
-            console.print(Rule(style="dim"), title, *(Padding(part, (0, 0, 0, 2)) for part in parts))
-        else:
-            console.print(Text(""), title, *parts, sep="\n", soft_wrap=True)
-    console.print(Text(""), _legend(colouring, colours), sep="\n", soft_wrap=wraps)
+        parts = (Padding(part, (0, 0, 0, 2)) for part in _completion(trajectory, colouring))
+        console.print(Rule(style="dim"), _title(trajectory), *parts)
+    entries = [Text(meaning, TOKEN_STYLES[colouring].get(level, "")) for level, meaning in LEGENDS[colouring]]
+    console.print(Text(""), Text.assemble((f"{TITLES[colouring]}:  ", "dim"), Text("   ").join(entries)), sep="\n")
 
 
-def _heading(detail: SampleDetail, console: Console) -> Iterator[ConsoleRenderable]:
-    step = "not trained on yet" if detail.step is None else f"step {detail.step}"
+def _heading(detail: SampleDetail, console: Console) -> Iterator[Text]:
     row_id = visible(detail.trajectories[0].row.row_id)
-    yield Text.assemble((f"ticket {detail.ticket_id}", "bold"), f"   {step}   ", (row_id, "dim"))
+    yield Text.assemble((f"ticket {detail.ticket_id}", "bold"), f"   step {detail.step}   ", (row_id, "dim"))
     for image in detail.images:
         yield Text("")
         yield _picture(image, console)
@@ -212,19 +189,16 @@ def _title(trajectory: TrajectoryDetail) -> Text:
     return Text("   ").join(parts)
 
 
-def _completion(trajectory: TrajectoryDetail, colouring: Colouring, colours: bool) -> Iterator[ConsoleRenderable]:
+def _completion(trajectory: TrajectoryDetail, colouring: Colouring) -> Iterator[Text]:
     if trajectory.row.error:
         yield Text(visible(trajectory.row.error, lines=True), "red")
     if not trajectory.tokens:
         yield Text("(its tokens are not kept any more)" if trajectory.row.length else "(empty)", "dim")
         return
-    levels = levels_of(trajectory)[colouring]
     text = Text(overflow="fold")
-    for token, level in zip(trajectory.tokens, levels, strict=True):
+    for token, level in zip(trajectory.tokens, token_levels(trajectory)[colouring], strict=True):
         text.append(visible(token, lines=True), TOKEN_STYLES[colouring].get(level, ""))
     yield text
-    if not colours:
-        yield Text(f"{colouring}  {levels}")
     if colouring == "version":
         yield Text(f"versions {_stretches(trajectory.versions)}, consumed at {trajectory.consumed_at}", "dim")
     if colouring == "diff":
@@ -250,11 +224,3 @@ def _largest_differences(trajectory: TrajectoryDetail) -> Iterator[Text]:
                 f"difference {gaps[i]:+.4f}",
                 "dim",
             )
-
-
-def _legend(colouring: Colouring, colours: bool) -> Text:
-    entries = [
-        Text.assemble(("" if colours else f"{level} ", "dim"), (meaning, TOKEN_STYLES[colouring].get(level, "")))
-        for level, meaning in LEGENDS[colouring]
-    ]
-    return Text.assemble((f"{TITLES[colouring]}:  ", "dim"), Text("   ").join(entries))

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
 from typing import Literal, get_args
+
+from asyncrl.tools.samples.model import TrajectoryDetail
 
 Colouring = Literal["diff", "version", "mask", "logprob"]
 COLOURINGS: tuple[Colouring, ...] = get_args(Colouring)
@@ -48,30 +49,21 @@ LEGENDS: dict[Colouring, tuple[tuple[str, str], ...]] = {
 }
 
 
-def token_levels(
-    *,
-    logprobs: Sequence[float],
-    learner_logprobs: Sequence[float] | None,
-    versions: Sequence[int],
-    consumed_at: int,
-    loss_mask: Sequence[int],
-    masked: Sequence[int],
-) -> dict[Colouring, str]:
-    """Return a string of T characters for each colouring; LEGENDS says what they mean. All columns are [T].
-
-    `consumed_at` is the policy version that trained on them; `masked` is 1 where the correction took a token out.
-    """
-    sampled = [bool(value) for value in loss_mask]
-    learner = [math.nan] * len(logprobs) if learner_logprobs is None else learner_logprobs
-
-    def where_sampled(levels: Sequence[str]) -> str:
-        return "".join(level if is_sampled else UNSAMPLED for level, is_sampled in zip(levels, sampled, strict=True))
-
+def token_levels(trajectory: TrajectoryDetail) -> dict[Colouring, str]:
+    """Return a string of T characters for each colouring; LEGENDS says what they mean."""
+    engine, learner = trajectory.logprobs.tolist(), trajectory.learner_logprobs
+    differences = [math.nan] * len(engine) if learner is None else (learner - trajectory.logprobs).tolist()
+    behind = (trajectory.consumed_at - trajectory.versions).clip(0, MOST_BEHIND).tolist()
+    levels: dict[Colouring, list[str]] = {
+        "diff": [_difference(value) for value in differences],
+        "version": [str(value) for value in behind],
+        "mask": [MASKED if gone else "0" for gone in trajectory.masked],
+        "logprob": [str(sum(value <= math.log(share) for share in PROBABILITIES)) for value in engine],
+    }
+    sampled = trajectory.loss_mask.tolist()
     return {
-        "diff": where_sampled([_difference(ours - its) for ours, its in zip(learner, logprobs, strict=True)]),
-        "version": where_sampled([str(min(max(consumed_at - version, 0), MOST_BEHIND)) for version in versions]),
-        "mask": where_sampled([MASKED if gone else "0" for gone in masked]),
-        "logprob": where_sampled([_rarity(value) for value in logprobs]),
+        name: "".join(level if is_sampled else UNSAMPLED for level, is_sampled in zip(column, sampled, strict=True))
+        for name, column in levels.items()
     }
 
 
@@ -80,7 +72,3 @@ def _difference(value: float) -> str:
         return UNKNOWN
     level = bisect_right(DIFFERENCES, abs(value))
     return "0" if level == 0 else (LESS if value < 0 else MORE)[level - 1]
-
-
-def _rarity(logprob: float) -> str:
-    return str(sum(logprob <= math.log(share) for share in PROBABILITIES))

@@ -32,10 +32,10 @@ class SampleRow:
     ticket_id: int
     trajectory: int
     """The number of the trajectory in its group."""
-    step: int | None
-    """The step that trained on it; None: journaled, and not trained yet."""
+    step: int
+    """The step that trained on it."""
     row_id: str
-    """Empty where only the journal knows the sample (see `SampleStore.notices`)."""
+    """Empty where only the journal knows the sample: the index is missing."""
     prompt: str
     """The beginning of the last message's text."""
     answer: str
@@ -98,7 +98,7 @@ class TrajectoryDetail:
 
     @property
     def consumed_at(self) -> int:
-        """The policy version that trained on it, or would train on it now."""
+        """The policy version that trained on it."""
         sampled = self.versions[self.loss_mask == 1]
         return int(sampled.min()) + self.row.staleness if sampled.size else 0
 
@@ -121,5 +121,5 @@ class SampleDetail:
     """Whether the journal should have its tokens, and cannot read them."""
 
     @property
-    def step(self) -> int | None:
+    def step(self) -> int:
         return self.trajectories[0].row.step

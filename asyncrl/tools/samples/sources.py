@@ -24,7 +24,6 @@ from protocol.messages import Group
 
 if TYPE_CHECKING:
     from asyncrl.data.dataset import RowSource
-    from asyncrl.data.order import DataOrder
     from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -95,23 +94,13 @@ class RunRows:
     def __init__(self, run_dir: Path, config: Mapping[str, Any]):
         self._images = run_dir / IMAGES_FOLDER
         self._data = DataConfig.model_validate(config["data"]) if config else None
-        self._seed = config["trainer"]["seed"] if config else 0
         self.problem = "" if config else f"{run_dir} has no config.yaml that names the data set"
-
-    def row_at(self, position: int) -> int | None:
-        """Return the row at a position in the data order; None where it is not known."""
-        if self._opened is None or self._data is None:
-            return None
-        if self._data.filter_overlong_prompts:
-            self.problem = "which row it was is not known: data.filter_overlong_prompts has left some out"
-            return None
-        return self._opened[1].row_at(position)
 
     def prompt(self, row: int) -> RenderedPrompt | None:
         """Render a row; None where it cannot be read."""
         if self._opened is None:
             return None
-        rows, _, renderer = self._opened
+        rows, renderer = self._opened
         try:
             return renderer.render(rows[row], rows.row_id(row))
         except (UserError, OSError) as problem:
@@ -140,16 +129,14 @@ class RunRows:
         return None
 
     @cached_property
-    def _opened(self) -> tuple[RowSource, DataOrder, PromptRenderer] | None:
+    def _opened(self) -> tuple[RowSource, PromptRenderer] | None:
         if self._data is None:
             return None
         from asyncrl.data.dataset import open_train
-        from asyncrl.data.order import DataOrder
         from asyncrl.data.prompts import PromptRenderer
 
         try:
-            rows = open_train(self._data)
-            return rows, DataOrder(len(rows), self._seed, self._data.shuffle), PromptRenderer(self._data)
+            return open_train(self._data), PromptRenderer(self._data)
         except (UserError, OSError) as problem:
             self.problem = f"the data set of config.yaml cannot be opened in {Path.cwd()}: {problem}"
             return None
@@ -160,15 +147,3 @@ def prompt_of_tokens(group: Group, texts: TokenTexts) -> PromptText:
     text = texts.plain(group.prompt_ids).strip()
     videos = () if group.video_grids is None else tuple(("", int(grid[0])) for grid in group.video_grids)
     return PromptText("", ({"role": "prompt", "content": text},), "", group.image_hashes, videos)
-
-
-def prompt_of_row(group: Group, texts: TokenTexts, rows: RunRows, position: int) -> PromptText | None:
-    """Return the row at a position of the data order, if the group was sampled from that very row."""
-    row = rows.row_at(position)
-    rendered = None if row is None else rows.prompt(row)
-    if rendered is None:
-        return None
-    parts = [part.text for part in rendered.prompt.messages[-1].content if part.type == "text"]
-    sampled = texts.plain(group.prompt_ids)
-    is_same = rendered.prompt.image_hashes == group.image_hashes and all(text.strip() in sampled for text in parts)
-    return PromptText.of(rendered.prompt) if is_same else None

@@ -93,7 +93,7 @@ const Group = (() => {
     const mean = rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length;
     place().replaceChildren(
       element("div", { class: "head" }, element("h2", {}, `Ticket ${group.ticket_id}`),
-        element("span", {}, group.step === null ? "not trained on yet" : `step ${group.step}`),
+        element("span", {}, `step ${group.step}`),
         element("span", { class: "soft" }, visible(group.row_id)),
         group.server_id ? element("span", { class: "soft" }, `by ${visible(group.server_id)}`) : null,
         rewards.length ? element("span", { class: "rewards" }, element("span", { class: "soft" }, `mean reward ${number(mean, 3)}`), rewardBars()) : null),

@@ -74,7 +74,7 @@
     return element("li", {}, element("a", { href: Address.with({ sample: nameOf(row) }), "data-sample": nameOf(row) },
       element("span", { class: `reward ${Group.rewardClass(row)}` }, number(row.reward, 2)),
       element("span", { class: "text", title: visible(row.prompt, false) }, wrote ? visible(wrote, false) : visible(row.prompt, false)),
-      element("span", { class: "soft" }, row.step === null ? "waiting" : String(row.step)),
+      element("span", { class: "soft" }, String(row.step)),
       element("span", { class: "about" }, ...about.map((fact) => (typeof fact === "string" ? element("span", {}, fact) : fact)),
         element("span", { class: "id" }, nameOf(row)))));
   }
@@ -93,15 +93,14 @@
     } catch (error) {
       if (request !== asked) return;
       problem = error;
-      found = { total: 0, offset: 0, rows: [], notices: [] };
+      found = { total: 0, offset: 0, rows: [] };
     }
     byId("list").replaceChildren(...found.rows.map(listRow));
     byId("list").scrollTop = 0;
     const notice = byId("notice");
-    const told = problem ? [problem.message] : found.rows.length ? found.notices : [...found.notices, "No sample fits these filters."];
-    notice.hidden = told.length === 0;
+    notice.textContent = problem ? problem.message : found.rows.length ? "" : "No sample fits these filters.";
+    notice.hidden = notice.textContent === "";
     notice.className = problem ? "bad" : "";
-    notice.textContent = told.join(" ");
     for (const name of ["step", "reward", "staleness"]) {
       form.elements[name].setAttribute("aria-invalid", String(problem !== null && problem.message.startsWith(name)));
     }
