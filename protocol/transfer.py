@@ -6,17 +6,13 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-import xxhash
 
 from protocol.codec import MIB
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.faults import crash_point
-from protocol.messages import Chunk, ChunkRequest, Error, TensorEntry, WeightManifest
+from protocol.messages import Chunk, ChunkRequest, Error, WeightManifest
 from protocol.sockets import BadMessage, SendTimeout, ServerSocket
-from protocol.weight_file import check_manifest
+from protocol.weight_file import check_manifest, wrong_checksums
 from protocol.weights import Publication
 
 logger = logging.getLogger(__name__)
@@ -29,8 +25,6 @@ MAX_CHUNK_BYTES = 4 * MIB
 """Largest chunk. Times the learner's queue for one peer (CHUNK_QUEUES) it bounds a stalled reader's cost: 256 MiB."""
 ATTEMPTS = 2
 """Transfers of a tensor with a wrong checksum before the fetch fails."""
-_STEP_BYTES = 8 << 20
-"""Most bytes of one checksum step between two messages."""
 
 
 def answer_chunk_request(publication: Publication, request: ChunkRequest) -> Chunk | Error:
@@ -69,14 +63,16 @@ async def fetch(
         raise ValueError(f"the target has {target.nbytes} bytes, the publication {manifest.total_bytes}")
     if chunk_bytes > MAX_CHUNK_BYTES:
         raise ValueError(f"chunk_bytes is {chunk_bytes}, the learner sends at most {MAX_CHUNK_BYTES}")
-    pull = _Pull(socket, manifest, target, timeout_s, window, min(retry_s, timeout_s))
     tensors = manifest.tensors
     ranges = [(0, manifest.total_bytes)]
     for _attempt in range(ATTEMPTS):
-        checksums = RunningChecksums(tensors, target)
-        await pull.run(_chunks(ranges, chunk_bytes), checksums)
-        # After a lost chunk gigabytes may be left to read, in which the event loop has other work.
-        wrong = set(await asyncio.to_thread(checksums.finish))
+        chunks = {
+            start: min(chunk_bytes, offset + nbytes - start)
+            for offset, nbytes in ranges
+            for start in range(offset, offset + nbytes, chunk_bytes)
+        }
+        await _pull(socket, manifest, target, chunks, timeout_s, window, min(retry_s, timeout_s))
+        wrong = await asyncio.to_thread(wrong_checksums, tensors, target)
         if not wrong:
             return
         logger.warning("version %d: wrong checksum of %s, fetched again", manifest.version, sorted(wrong))
@@ -89,123 +85,52 @@ async def fetch(
     )
 
 
-def _chunks(ranges: list[tuple[int, int]], chunk_bytes: int) -> dict[int, int]:
-    """Cut `ranges` of (offset, size) into pieces: offset to size."""
-    return {
-        start: min(chunk_bytes, offset + nbytes - start)
-        for offset, nbytes in ranges
-        for start in range(offset, offset + nbytes, chunk_bytes)
-    }
-
-
-class RunningChecksums:
-    """Checksums of a publication's tensors, computed front to back while their bytes arrive."""
-
-    def __init__(self, entries: Sequence[TensorEntry], target: memoryview):
-        self._entries = sorted(entries, key=lambda entry: entry.offset)
-        self._target = target
-        self._index = 0
-        self._done = 0  # bytes of the current tensor
-        self._hash = xxhash.xxh3_64()
-        self.wrong: list[str] = []
-        """Names of complete tensors whose checksum is not the manifest's."""
-
-    def advance(self, end: int, most: int = _STEP_BYTES) -> None:
-        """Read bytes that have arrived (all before `end`); at most `most`, because the event loop waits meanwhile."""
-        while self._index < len(self._entries) and most > 0:
-            entry = self._entries[self._index]
-            nbytes = min(end - entry.offset, entry.nbytes) - self._done
-            nbytes = min(nbytes, most)
-            if nbytes > 0:
-                start = entry.offset + self._done
-                self._hash.update(self._target[start : start + nbytes])
-                self._done += nbytes
-                most -= nbytes
-            if self._done < entry.nbytes or end < entry.offset + entry.nbytes:
-                return
-            if self._hash.intdigest() != entry.xxh3:
-                self.wrong.append(entry.name)
-            self._index, self._done = self._index + 1, 0
-            self._hash.reset()
-
-    def finish(self) -> list[str]:
-        """Read the rest once everything has arrived, and return the names of wrong tensors."""
-        self.advance(self._target.nbytes, most=self._target.nbytes + 1)
-        return self.wrong
-
-
-@dataclass(frozen=True)
-class _Pull:
-    """Requests chunks of one version, at most `window` at a time."""
-
-    socket: ServerSocket
-    manifest: WeightManifest
-    target: memoryview
-    timeout_s: float
-    window: int
-    retry_s: float
-
-    async def run(self, chunks: dict[int, int], checksums: RunningChecksums) -> None:
-        """Return when all `chunks` (offset to size, in ascending order) lie in the target."""
-        waiting, unread = deque(chunks), deque(chunks)
-        asked: dict[int, float] = {}
-        total = len(chunks)
-        progress_at = time.monotonic()
-        while chunks:
-            while waiting and len(asked) < self.window:
-                offset = waiting.popleft()
-                if not await self._ask(offset, chunks[offset]):
-                    waiting.appendleft(offset)
-                    break
-                asked[offset] = time.monotonic()
-            chunk = await self._receive(self.retry_s if asked else 0.0)
-            now = time.monotonic()
-            if chunk is not None and self._store(chunk, chunks):
-                crash_point("weights.fetching")
-                asked.pop(chunk.offset, None)
-                progress_at = now
-                while unread and unread[0] not in chunks:
-                    unread.popleft()
-                checksums.advance(unread[0] if unread else self.target.nbytes)
-                continue
-            # Not while others arrive: over a slow link an answer may be on its way for longer.
-            overdue = [offset for offset, asked_at in asked.items() if now - max(asked_at, progress_at) >= self.retry_s]
-            for offset in reversed(overdue):
-                del asked[offset]
-                waiting.appendleft(offset)
-            if now - progress_at >= self.timeout_s:
-                raise TimeoutError(
-                    f"no weights arrived for {self.timeout_s:g} s from the learner at "
-                    f"{self.socket.endpoint}: {len(chunks)} of {total} chunks of version "
-                    f"{self.manifest.version} are missing"
-                )
-
-    async def _ask(self, offset: int, nbytes: int) -> bool:
-        request = ChunkRequest(
-            version=self.manifest.version, publication=self.manifest.publication, offset=offset, nbytes=nbytes
-        )
-        try:
-            await self.socket.send(request, timeout_s=self.retry_s)
-        except SendTimeout as problem:
-            logger.warning("%s; trying again", problem)
-            return False
-        return True
-
-    async def _receive(self, timeout_s: float) -> Chunk | None:
-        message = await self.socket.recv(timeout_s)
+async def _pull(
+    socket: ServerSocket,
+    manifest: WeightManifest,
+    target: memoryview,
+    missing: dict[int, int],
+    timeout_s: float,
+    window: int,
+    retry_s: float,
+) -> None:
+    """Request the `missing` chunks (offset to size), at most `window` at a time, until all lie in the target."""
+    version, total = manifest.version, len(missing)
+    waiting, asked = deque(missing), deque[int]()
+    arrived_at = asked_at = time.monotonic()
+    while missing:
+        while waiting and len(asked) < window:
+            offset = waiting[0]
+            request = ChunkRequest(
+                version=version, publication=manifest.publication, offset=offset, nbytes=missing[offset]
+            )
+            try:
+                await socket.send(request, timeout_s=retry_s)
+            except SendTimeout as problem:
+                logger.warning("%s; trying again", problem)
+                break
+            asked.append(waiting.popleft())
+        message = await socket.recv(retry_s if asked else 0.0)
+        now = time.monotonic()
         if isinstance(message, BadMessage):
             logger.warning("weights: %s", message.error)
-        elif isinstance(message, Error) and message.version in (None, self.manifest.version):
+        elif isinstance(message, Error) and message.version in (None, version):
             raise ProtocolError(message.code, message.reason)
-        elif isinstance(message, Chunk):
-            return message
-        return None
-
-    def _store(self, chunk: Chunk, missing: dict[int, int]) -> bool:
-        """Copy the chunk into the target; False for a late answer to an earlier request or to one sent twice."""
-        nbytes = missing.get(chunk.offset)
-        if chunk.version != self.manifest.version or nbytes is None or chunk.data.nbytes != nbytes:
-            return False
-        self.target[chunk.offset : chunk.offset + nbytes] = chunk.data
-        del missing[chunk.offset]
-        return True
+        elif isinstance(message, Chunk) and message.version == version:
+            offset, data = message.offset, message.data
+            if missing.get(offset) == data.nbytes:  # else a late answer to an earlier request, or one sent twice
+                crash_point("weights.fetching")
+                target[offset : offset + data.nbytes] = data
+                del missing[offset]
+                (asked if offset in asked else waiting).remove(offset)
+                arrived_at = now
+                continue
+        if now - max(arrived_at, asked_at) >= retry_s:  # not while others arrive: a slow link may take longer for one
+            waiting.extendleft(reversed(asked))
+            asked.clear()
+            asked_at = now
+        if now - arrived_at >= timeout_s:
+            raise TimeoutError(
+                f"no weights arrived for {timeout_s:g} s from the learner at {socket.endpoint}: "
+                f"{len(missing)} of {total} chunks of version {version} are missing"
+            )

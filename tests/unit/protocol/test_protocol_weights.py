@@ -28,7 +28,7 @@ from protocol.messages import (
     WeightsFromServer,
 )
 from protocol.sockets import LearnerSocket, Received, ServerSocket
-from protocol.transfer import MAX_CHUNK_BYTES, RunningChecksums, answer_chunk_request, fetch
+from protocol.transfer import MAX_CHUNK_BYTES, answer_chunk_request, fetch
 from protocol.weight_file import (
     ALIGNMENT,
     ITEMSIZE,
@@ -445,19 +445,3 @@ def test_chunk_requests_are_answered_or_refused(publication: Publication):
         assert isinstance(refused, Error)
         assert refused.code is code
         assert refused.version == version
-
-
-def test_checksums_of_what_arrives_are_those_of_the_whole(publication: Publication):
-    """Whatever the pieces in which it arrives; nothing is read before it is there."""
-    manifest = publication.publish(1, make_tensors())
-    complete = bytes(publication.read(1, 0, manifest.total_bytes))
-    for step, most in ((1 << 20, 1 << 20), (777, 500), (64, 64), (100_000, 3)):
-        target = bytearray(manifest.total_bytes)
-        running = RunningChecksums(manifest.tensors, memoryview(target))
-        for end in range(step, manifest.total_bytes + step, step):
-            target[end - step : end] = complete[end - step : end]
-            running.advance(min(end, manifest.total_bytes), most)
-        assert running.finish() == []
-    damaged = bytearray(complete)
-    damaged[manifest.tensors[1].offset] ^= 1
-    assert RunningChecksums(manifest.tensors, memoryview(damaged)).finish() == ["bias"]
