@@ -9,13 +9,13 @@ from contextlib import ExitStack
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
+from asyncrl.models.devices import check_device_channel
 from asyncrl.models.loading import stop_token_ids
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.run_folder.failure import kind_of
 from asyncrl.run_folder.lock import LearnerLock
 from asyncrl.telemetry.recorder import is_finished
 from asyncrl.telemetry.timeline import LEARNER, WaitClock
-from asyncrl.weight_transfer.requirements import check_cuda
 from learner.checkpoint.saver import Saver
 from learner.network.device_lease import DeviceTurns, first_turn
 from learner.network.logprob_parity import ParityJudge
@@ -58,7 +58,7 @@ class Learner:
     def __init__(self, config: RunConfig, *, resume: bool = False, unattended: bool = False):
         self.config = config
         self._goodbye: str | None = COULD_NOT_START
-        check_cuda(config, "learner.device", config.learner.device)
+        check_device_channel(config, "learner.device", config.learner.device)
         with ExitStack() as self._resources:
             self._held = self._resources.enter_context(LearnerLock(config.run_path, unattended=unattended))
             start = find_start(config, resume=resume, resources=self._resources)

@@ -12,12 +12,11 @@ from functools import partial
 from asyncrl.config.device_rules import DEVICE_CHANNELS, network_is_open
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, LearnerLeftError
-from asyncrl.models.devices import resolve_device
+from asyncrl.models.devices import check_device_channel, resolve_device
 from asyncrl.models.lora import folder_fingerprint
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.weight_files import base_fingerprint
 from asyncrl.rewards.pool import RewardPool
-from asyncrl.weight_transfer.requirements import check_cuda
 from protocol.errors import ErrorCode
 from protocol.faults import crash_point
 from protocol.messages import (
@@ -39,9 +38,9 @@ from rollout_server.engines.base import EngineDied, EngineUsage
 from rollout_server.link import LearnerLink
 from rollout_server.production import GroupProducer, check_sampling
 from rollout_server.prometheus import ServerExporter, ServerState
-from rollout_server.weights.channels import choose_channel, how_to_leave_room
+from rollout_server.weights.channels import choose_channel
+from rollout_server.weights.policy_versions import PolicyVersions
 from rollout_server.weights.receiver import WeightReceiver
-from rollout_server.weights.version_tracker import PolicyVersionTracker
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +58,7 @@ class RolloutServer:
 
     async def run(self) -> None:
         """Returns when the run is finished. Raises what stopped it otherwise: LearnerLeftError, too."""
-        check_cuda(self.config, "rollout.device", self.config.rollout.device)
+        check_device_channel(self.config, "rollout.device", self.config.rollout.device)
         self.exporter.serve(lambda: resolve_device(self.config.rollout.device))
         self.processor = PromptProcessor(self.config.model)
         self.engine = create_engine(self.config, self.processor)
@@ -101,16 +100,16 @@ class RolloutServer:
             self.receiver = WeightReceiver(
                 self.config, self.engine, channel, self.config.learner_endpoint(welcome.weights_port), instead=instead
             )
-            self.version_tracker = PolicyVersionTracker(
+            self.policy_versions = PolicyVersions(
                 self.config, self.receiver, self.link, self.exporter, welcome.incarnation, self._on_device
             )
             if self.device and self.config.rollout.sleep_level == 2:
-                self.device.on_asleep = self.version_tracker.forget
+                self.device.on_asleep = self.policy_versions.forget
             self.producer = GroupProducer(self.engine, self.rewards, self.processor, self.link.server_id)
             async with asyncio.TaskGroup() as self._tasks:
                 background = [
                     self._tasks.create_task(self._heartbeats()),
-                    self._tasks.create_task(self.version_tracker.follow()),
+                    self._tasks.create_task(self.policy_versions.follow()),
                 ]
                 if self.device:
                     background.append(self._tasks.create_task(self.device.take_turns()))
@@ -146,7 +145,6 @@ class RolloutServer:
             configured,
             same_host=welcome.host_id == self.link.host_id,
             open_network=network_is_open(self.config),
-            leave_room=how_to_leave_room(self.config),
         )
         channel = choose(source=welcome.device, devices=await staging.devices() if staging else ())
         may_choose = configured == "auto" and channel in DEVICE_CHANNELS
@@ -160,9 +158,9 @@ class RolloutServer:
             if isinstance(message, Tickets):
                 self._begin(message)
             elif isinstance(message, WeightManifest):
-                self.version_tracker.announce(message)
+                self.policy_versions.announce(message)
             elif isinstance(message, Welcome):
-                if self.version_tracker.learner_came_back(message):
+                if self.policy_versions.learner_came_back(message):
                     self.receiver.take_from_now_on(
                         *await self._channels(message), self.config.learner_endpoint(message.weights_port)
                     )
@@ -204,7 +202,7 @@ class RolloutServer:
         waiting = {ticket.ticket_id for ticket in message.tickets}
         try:
             check_sampling(message.tickets, self.config.rollout)
-            async with self.version_tracker.at_least(max(ticket.min_version for ticket in message.tickets)):
+            async with self.policy_versions.at_least(max(ticket.min_version for ticket in message.tickets)):
                 crash_point("ticket.started")
                 async for group in self.producer.produce(message.tickets, message.blobs):
                     await self.link.send_group(group)
@@ -256,4 +254,4 @@ class RolloutServer:
             return "learner"
         if asleep:
             return "device"
-        return "weights" if self._held and self.version_tracker.is_behind else "tickets"
+        return "weights" if self._held and self.policy_versions.is_behind else "tickets"

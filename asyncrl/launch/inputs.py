@@ -105,7 +105,7 @@ def _first_row_with(rows: RowSource, key: str) -> str | None:
 
 
 def check_devices(config: RunConfig, sides: tuple[Side, ...]) -> None:
-    """Check that named devices exist, are one in sync mode, and can be joined by a channel between devices."""
+    """Check that named devices exist, are one in sync mode, and have CUDA for a channel between devices."""
     names: dict[Side, str] = {"learner": config.learner.device, "rollout_server": config.rollout.device}
     alike = names["learner"] == names["rollout_server"]
     plain = all(name in ("auto", "cpu") for name in names.values()) and alike
@@ -113,15 +113,12 @@ def check_devices(config: RunConfig, sides: tuple[Side, ...]) -> None:
         return
     import torch
 
-    from asyncrl.models.devices import resolve_device
-    from asyncrl.weight_transfer.requirements import check_cuda, check_gpus
+    from asyncrl.models.devices import check_device_channel, resolve_device
 
     keys: dict[Side, str] = {"learner": "learner.device", "rollout_server": "rollout.device"}
     for side in sides:
         resolve_device(names[side], keys[side])
-        check_cuda(config, keys[side], names[side])
-    if len(sides) > 1:
-        check_gpus(config)
+        check_device_channel(config, keys[side], names[side])
     if config.trainer.mode == "sync" and not same_device(config, cuda=torch.cuda.is_available()):
         raise UserError(two_devices(config))
 

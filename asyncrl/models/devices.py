@@ -10,7 +10,8 @@ from math import nan
 import psutil
 import torch
 
-from asyncrl.config.device_rules import meant_device
+from asyncrl.config.device_rules import DEVICE_CHANNELS, meant_device
+from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 
 PEAK_FLOPS = {
@@ -41,6 +42,16 @@ def resolve_device(name: str, setting: str = "device") -> torch.device:
             f"Set {setting}=auto for the first"
         )
     return device
+
+
+def check_device_channel(config: RunConfig, key: str, device: str) -> None:
+    """Check one side of a channel between devices on its own machine; `key` is the setting that names its device."""
+    channel = config.rollout.weights_channel
+    if channel in DEVICE_CHANNELS and resolve_device(device, key).type != "cuda":
+        raise UserError(
+            f"rollout.weights_channel is {channel}, which needs a CUDA device on both sides, but {key} is {device} and "
+            f"torch {torch.__version__} sees none here. Use a machine with a GPU, or set rollout.weights_channel=auto"
+        )
 
 
 def memory_by_state(device: torch.device) -> dict[str, int]:

@@ -29,10 +29,6 @@ class TransferError(Exception):
     """A transfer that did not succeed. The next one may."""
 
 
-class DamagedError(TransferError):
-    """Everything has arrived, and checksums are wrong."""
-
-
 class Group:
     """Rank 0 sends, all others receive; each waits at most `deadline_s` for any one thing."""
 

@@ -10,13 +10,14 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from asyncrl.errors import BadStateError
 from asyncrl.weight_transfer.flat import BUCKET_BYTES, open_shared, views, wrong_tensors
-from asyncrl.weight_transfer.group import DamagedError, Group, TransferError
+from asyncrl.weight_transfer.group import Group, TransferError
+from protocol.errors import ErrorCode, ProtocolError
 from protocol.faults import crash_point
 from protocol.messages import CudaMemory, TensorEntry
 
@@ -49,8 +50,8 @@ class Arrival:
     is_done: bool = False
     problem: str = ""
     """The reason for which it has given up; empty if it has not."""
-    kind: Literal["", "damaged", "no_room"] = ""
-    """The kind of a problem that may well come again."""
+    code: str = ""
+    """The `ErrorCode` of a problem that another attempt would meet again."""
 
 
 class Stage:
@@ -97,15 +98,18 @@ class Stage:
                 self._fill(flat, order, rank, moved)
                 self._synchronize()
                 if wrong := wrong_tensors(flat, entries):
-                    raise DamagedError(
-                        f"{len(wrong)} of {len(entries)} tensors of version {order.version} have wrong checksums, "
-                        f"first {wrong[0]!r}"
+                    raise ProtocolError(
+                        ErrorCode.MALFORMED,
+                        f"{len(wrong)} of {len(entries)} tensors have wrong checksums, first {wrong[0]!r}: the link or "
+                        "a memory corrupts data",
                     )
         except torch.OutOfMemoryError as problem:
-            report(replace(self.arrival, problem=str(problem).partition("\n")[0], kind="no_room"))
+            reason = f"it finds no room beside the engine's model: {str(problem).partition(chr(10))[0]}"
+            report(replace(self.arrival, problem=reason, code=ErrorCode.WRONG_CHANNEL))
+        except ProtocolError as problem:
+            report(replace(self.arrival, problem=problem.reason, code=problem.code))
         except TransferError as problem:
-            kind = "damaged" if isinstance(problem, DamagedError) else ""
-            report(replace(self.arrival, problem=str(problem), kind=kind))
+            report(replace(self.arrival, problem=str(problem)))
         except Exception as problem:
             logger.exception("version %d did not arrive", order.version)
             report(replace(self.arrival, problem=f"{type(problem).__name__}: {problem}"))

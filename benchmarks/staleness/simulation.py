@@ -38,7 +38,7 @@ from protocol.codec import Limits
 from protocol.messages import Ack, Goodbye, Group, Hello, Message, TicketFailed, WeightManifest, WeightsLoaded
 from rollout_server.production import GroupProducer
 from rollout_server.service import RolloutServer
-from rollout_server.weights.version_tracker import PolicyVersionTracker
+from rollout_server.weights.policy_versions import PolicyVersions
 
 LONGEST_WAIT_S = 600.0
 BOUND_MOVES_EVERY = 3
@@ -106,13 +106,13 @@ class SimulatedServer(RolloutServer):
         self.processor: Any = TextlessProcessor()
         self.engine: Any = ModelFreeEngine(self.config, self.processor)
         weights: Any = DelayedWeights(self.engine, lambda: random_numbers.uniform(*workload.weights_s))
-        self.version_tracker = PolicyVersionTracker(self.config, weights, self.link, self.exporter, "", nullcontext)
+        self.policy_versions = PolicyVersions(self.config, weights, self.link, self.exporter, "", nullcontext)
         self.rewards: Any = OneForAll()
         self.producer = GroupProducer(self.engine, self.rewards, self.processor, link.server_id)
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as self._tasks:
-            following = self._tasks.create_task(self.version_tracker.follow())
+            following = self._tasks.create_task(self.policy_versions.follow())
             await self._receive()
             following.cancel()
 

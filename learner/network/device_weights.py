@@ -32,8 +32,6 @@ from protocol.weights import Publication
 
 logger = logging.getLogger(__name__)
 
-MOST_TRANSFERS = 64
-"""Largest number of transfers at a time. Each has a thread and a port."""
 ENDING_S = 5.0
 GIB = 1 << 30
 FIX = "Set rollout.weights_channel=shm (or zmq), or lower batch.tokens_per_microbatch"
@@ -106,14 +104,10 @@ class DeviceWeights:
         self._expire()
         try:
             self._publication.check_is_meant(request.publication)
-            if len(self._transfers) >= MOST_TRANSFERS:
-                raise ProtocolError(ErrorCode.TOO_LARGE, f"{MOST_TRANSFERS} transfers are under way")
-            if request.channel == "cuda_ipc" and self._device.type != "cuda":
-                raise ProtocolError(ErrorCode.WRONG_CHANNEL, "the learner's weights lie on a CPU, without cuda_ipc")
             transfer = _Transfer(request, self._version(request.version))
+            port = 0
             if request.channel == "cuda_ipc":
                 transfer.memory = _shared(transfer.flat)
-                port = 0
             else:
                 port = self._start(transfer)
         except ProtocolError as error:
@@ -183,11 +177,8 @@ class DeviceWeights:
     def _send(self, transfer: _Transfer, listener: socket.socket) -> None:
         request, peers = transfer.request, f"transfer {transfer.request.nonce}"
         try:
-            size = 1 + request.receivers
-            deadline_s = self._deadline_s
-            with Group.host(
-                listener, request.nonce, size, self._device, deadline_s, peers, lambda: transfer.over
-            ) as group:
+            where, deadline_s = (listener, request.nonce, 1 + request.receivers), self._deadline_s
+            with Group.host(*where, self._device, deadline_s, peers, lambda: transfer.over) as group:
                 group.broadcast(transfer.flat)
         except TransferError as problem:
             level = logging.DEBUG if transfer.over else logging.WARNING

@@ -102,8 +102,6 @@ class TransferRequest(Wire):
     channel: Literal["nccl", "cuda_ipc"]
     receivers: int = Field(gt=0, le=64)
     """Number of the engine's processes, each of which receives everything."""
-    offset: int = Field(default=0, ge=0)
-    """Bytes that all receivers have from an interrupted transfer of this version: go on from there."""
 
 
 class CudaMemory(Wire):
@@ -121,7 +119,7 @@ class CudaMemory(Wire):
 
 
 class TransferStart(Wire):
-    """Both sides begin now, at the requested offset. Each transfer has its own group."""
+    """Both sides begin now. Each transfer has its own group."""
 
     type: Literal["transfer_start"] = "transfer_start"
     version: Version

@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from asyncrl.config.device_rules import DEVICE_CHANNELS, NCCL_BYTES
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.device_rules import NCCL_BYTES
 from asyncrl.errors import UserError
 from protocol.messages import Channel, DeviceSource
 from rollout_server.engines.base import DeviceMemory
-from rollout_server.weights.device_transfer import GIB
 
 logger = logging.getLogger(__name__)
+CHANNELS: tuple[Channel, ...] = ("cuda_ipc", "nccl", "shm", "zmq")
+"""The best first."""
+GIB = 1 << 30
 
 
 def choose_channel(
@@ -22,49 +23,35 @@ def choose_channel(
     source: DeviceSource | None,
     devices: Sequence[DeviceMemory],
     open_network: bool,
-    leave_room: str,
 ) -> Channel:
     """The configured channel, or with `auto` the first that works. Raises UserError with the fix.
 
     `source` is the learner's device, `devices` are the engine's. `open_network`: traffic need not be encrypted.
-    `leave_room`: how to free memory beside the engine's model (`how_to_leave_room`).
     """
-    channels: tuple[Channel, ...] = ("cuda_ipc", "nccl", "shm", "zmq")
-    for channel in channels:
+    obstacle = "there is no such channel"
+    for channel in CHANNELS:
         if configured not in ("auto", channel):
             continue
-        if channel in DEVICE_CHANNELS:
-            obstacle = _device_obstacle(channel, same_host, source, devices, open_network, leave_room)
-        else:
-            there = same_host or channel == "zmq"
-            obstacle = "" if there else "this server does not share memory with the learner"
+        obstacle = _obstacle(channel, same_host, source, devices, open_network)
         if not obstacle:
             return channel
-        if configured == channel:
-            raise UserError(f"rollout.weights_channel is {channel}, but {obstacle}. Set rollout.weights_channel=auto")
         if source is not None:
             logger.info("weights do not come over %s: %s", channel, obstacle)
-    raise AssertionError(f"{configured} is no channel")
+    raise UserError(f"rollout.weights_channel is {configured}, but {obstacle}. Set rollout.weights_channel=auto")
 
 
-def how_to_leave_room(config: RunConfig) -> str:
-    """The setting that leaves memory free beside the engine's model."""
-    if config.rollout.engine != "vllm":
-        return "lower rollout.max_concurrent_sequences"
-    if config.gpu_memory.budget_gib:
-        return f"lower gpu_memory.budget_gib ({config.gpu_memory.budget_gib:g}), of which vLLM takes its share"
-    return "lower gpu_memory_utilization in rollout.engine_args"
-
-
-def _device_obstacle(
+def _obstacle(
     channel: Channel,
     same_host: bool,
     source: DeviceSource | None,
     devices: Sequence[DeviceMemory],
     open_network: bool,
-    leave_room: str,
 ) -> str:
-    """The reason for which weights cannot come over `cuda_ipc` or `nccl`; empty if they can."""
+    """The reason for which weights cannot come over a channel; empty if they can."""
+    if channel == "zmq":
+        return ""
+    if channel == "shm":
+        return "" if same_host else "this server does not share memory with the learner"
     if source is None:
         return (
             "the learner sends none from device memory: it is on a CPU, shares its device, has a budget for its memory "
@@ -87,5 +74,6 @@ def _device_obstacle(
         return ""
     return (
         f"new weights arrive beside the engine's model, which needs {needed / GIB:.1f} GiB, and {least.uuid} has "
-        f"{least.free_bytes / GIB:.1f} free ({leave_room})"
+        f"{least.free_bytes / GIB:.1f} free (give the engine less: gpu_memory.budget_gib, gpu_memory_utilization in "
+        "rollout.engine_args, or rollout.max_concurrent_sequences)"
     )

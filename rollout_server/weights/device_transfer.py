@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from asyncrl.weight_transfer.group import DamagedError, TransferError
+from asyncrl.weight_transfer.group import TransferError
 from asyncrl.weight_transfer.stage import Arrival, Stage, StageOrder, device_memory
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import Error, TransferEnd, TransferRequest, TransferStart, WeightManifest
@@ -20,12 +20,9 @@ from protocol.sockets import BadMessage, SendTimeout, ServerSocket
 from rollout_server.engines.base import ArrivedWeights, DeviceMemory, Staging
 
 logger = logging.getLogger(__name__)
-ATTEMPTS = 2
-"""Number of transfers of a version that may bring damaged bytes."""
 RETRY_S = 1.0
 """Pause before the next attempt: the cause of this failure may need time to end."""
 CHECK_EVERY_S = 0.02
-GIB = 1 << 30
 
 
 async def receive(
@@ -37,46 +34,40 @@ async def receive(
     host: str,
     timeout_s: float,
 ) -> None:
-    """Returns when every receiver has the version, verified. A transfer that brought damaged bytes is repeated once.
+    """Returns when every receiver has the version, verified.
 
     Raises TimeoutError when a transfer fails although another attempt may succeed, and ProtocolError: VERSION_GONE if
     the learner has moved on, WRONG_CHANNEL if it sends nothing over this one or one of the two has no room, MALFORMED
-    if what arrives is damaged again.
+    if what arrives is damaged.
     """
-    for attempt in range(1, ATTEMPTS + 1):
-        request = TransferRequest(
-            version=manifest.version,
-            publication=manifest.publication,
-            nonce=uuid.uuid4().hex[:12],
-            channel=channel,
-            receivers=staging.receivers,
-        )
-        start = await _ask(socket, request, timeout_s)
-        order = StageOrder(
-            version=manifest.version,
-            nonce=start.nonce,
-            host=host,
-            port=start.port,
-            size=1 + request.receivers,
-            deadline_s=timeout_s,
-            tensors=[tensor.model_dump() for tensor in manifest.tensors],
-            memory=start.memory.model_dump() if start.memory else {},
-        )
+    request = TransferRequest(
+        version=manifest.version,
+        publication=manifest.publication,
+        nonce=uuid.uuid4().hex[:12],
+        channel=channel,
+        receivers=staging.receivers,
+    )
+    start = await _ask(socket, request, timeout_s)
+    order = StageOrder(
+        version=manifest.version,
+        nonce=start.nonce,
+        host=host,
+        port=start.port,
+        size=1 + request.receivers,
+        deadline_s=timeout_s,
+        tensors=[tensor.model_dump() for tensor in manifest.tensors],
+        memory=start.memory.model_dump() if start.memory else {},
+    )
+    try:
+        await staging.receive(order)
+    except TransferError as problem:
+        await asyncio.sleep(RETRY_S)
+        raise TimeoutError(f"{channel}: {problem}") from problem
+    finally:
         try:
-            return await staging.receive(order)
-        except DamagedError as problem:
-            logger.warning("%s: %s", channel, problem)
-            if attempt == ATTEMPTS:
-                reason = f"{problem}, after {ATTEMPTS} transfers. The link or a memory corrupts data"
-                raise ProtocolError(ErrorCode.MALFORMED, reason) from problem
-        except TransferError as problem:
-            await asyncio.sleep(RETRY_S)
-            raise TimeoutError(f"{channel}: {problem}") from problem
-        finally:
-            try:
-                await socket.send(TransferEnd(nonce=request.nonce), timeout_s=timeout_s)
-            except SendTimeout as problem:
-                logger.warning("%s; the learner ends the transfer at its own deadline", problem)
+            await socket.send(TransferEnd(nonce=request.nonce), timeout_s=timeout_s)
+        except SendTimeout as problem:
+            logger.warning("%s; the learner ends the transfer at its own deadline", problem)
 
 
 async def _ask(socket: ServerSocket, request: TransferRequest, timeout_s: float) -> TransferStart:
@@ -86,9 +77,6 @@ async def _ask(socket: ServerSocket, request: TransferRequest, timeout_s: float)
         message = await socket.recv(left_s)
         if isinstance(message, BadMessage):
             logger.warning("weights: %s", message.error)
-        elif isinstance(message, Error) and message.code is ErrorCode.TOO_LARGE:
-            await asyncio.sleep(RETRY_S)
-            raise TimeoutError(f"the learner is busy: {message.reason}")
         elif isinstance(message, Error) and message.version in (None, request.version):
             raise ProtocolError(message.code, message.reason)
         elif isinstance(message, TransferStart) and message.nonce == request.nonce:
@@ -142,28 +130,22 @@ class LocalStaging:
 
 async def until_arrived(order: StageOrder, look: Callable[[], Awaitable[list[Arrival]]]) -> None:
     """Receivers keep their own deadlines; one that says nothing for twice as long is stuck. Raises as `receive`."""
-    total = order.tensors[-1]["offset"] + order.tensors[-1]["nbytes"]
     seen, since = [Arrival()], time.monotonic()
     while True:
         arrivals = await look()
         for number, arrival in enumerate(arrivals):
-            if arrival.kind == "no_room":
-                raise ProtocolError(
-                    ErrorCode.WRONG_CHANNEL,
-                    f"version {order.version} ({total / GIB:.1f} GiB) finds no room beside the engine's model: "
-                    f"{arrival.problem}",
-                )
+            reason = f"version {order.version}, receiver {number}: {arrival.problem}"
+            if arrival.code:
+                raise ProtocolError(ErrorCode(arrival.code), reason)
             if arrival.problem:
-                failure = DamagedError if arrival.kind == "damaged" else TransferError
-                raise failure(f"version {order.version}, receiver {number}: {arrival.problem}")
+                raise TransferError(reason)
         if all(arrival.is_done for arrival in arrivals):
             return
         if arrivals != seen:
             seen, since = arrivals, time.monotonic()
         elif time.monotonic() - since > 2 * order.deadline_s:
-            done = [f"{arrival.arrived_bytes:,}" for arrival in arrivals]
+            done = " and ".join(f"{arrival.arrived_bytes:,}" for arrival in arrivals)
             raise TransferError(
-                f"waited {2 * order.deadline_s:g} s for version {order.version}: of {total:,} bytes the receivers "
-                f"have {' and '.join(done)}"
+                f"waited {2 * order.deadline_s:g} s for version {order.version}: the receivers have {done} bytes"
             )
         await asyncio.sleep(CHECK_EVERY_S)

@@ -122,42 +122,34 @@ class WeightReceiver:
         assert staging is not None, "choose_channel has asked"
         assert self._socket is not None
         assert self.channel in ("nccl", "cuda_ipc")
-        network = self._config.network
+        host, timeout_s = self._config.network.host, self._config.network.timeout_s
         try:
             try:
-                await receive(
-                    self._socket,
-                    manifest,
-                    self.channel,
-                    staging,
-                    host=network.host,
-                    timeout_s=network.timeout_s,
-                )
+                await receive(self._socket, manifest, self.channel, staging, host=host, timeout_s=timeout_s)
             except TimeoutError as problem:
-                self._fail(problem, str(problem))
+                self._fail(str(problem), None)
                 raise
             except ProtocolError as problem:
-                if problem.code is ErrorCode.VERSION_GONE:
-                    raise
-                self._fail(problem, problem.reason)
-                raise TimeoutError(f"version {manifest.version} did not arrive: {problem.reason}") from problem
+                if problem.code is not ErrorCode.VERSION_GONE:
+                    self._fail(problem.reason, problem.code)
+                    raise TimeoutError(f"version {manifest.version} did not arrive: {problem.reason}") from problem
+                raise
             self._failures = 0
             yield staging.weights(manifest)
         finally:
             await staging.drop()
 
-    def _fail(self, problem: TimeoutError | ProtocolError, reason: str) -> None:
+    def _fail(self, reason: str, code: ErrorCode | None) -> None:
         """Count a failure, and change to the other channel in time.
 
-        Raises UserError where there is none to change to and another attempt is in vain.
+        Raises UserError where there is none to change to and another attempt is in vain (`code` says why).
         """
-        code = problem.code if isinstance(problem, ProtocolError) else None
         if self._instead is None:
             if code is None:
                 return
             raise UserError(
                 f"rollout.weights_channel is {self.channel}, but {reason}. Set rollout.weights_channel=shm or zmq"
-            ) from problem
+            )
         self._failures += 1
         if code is ErrorCode.WRONG_CHANNEL or self._failures == MOST_FAILURES:
             logger.warning(

@@ -90,7 +90,7 @@ def test_a_damaged_transfer_leaves_the_engine_as_it_was(rig: Rig, learner: Learn
         return answer(identity, request)
 
     learner.device_weights.answer = damaged
-    with pytest.raises(UserError, match=r"have wrong checksums, first .*, after 2 transfers"):
+    with pytest.raises(UserError, match="have wrong checksums, first"):
         rig.run(load(rig, learner, moved(rig.initial, 4)))
     assert (greedy(rig), rig.engine.version) == (before, version)
     learner.device_weights.answer = answer

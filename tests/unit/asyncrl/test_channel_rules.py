@@ -12,7 +12,6 @@ from pydantic import ValidationError
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.launch.inputs import check_inputs
-from asyncrl.weight_transfer.requirements import check_gpus
 from learner.network.publication import open_device_weights
 from learner.service import Learner
 from rollout_server.service import RolloutServer
@@ -66,34 +65,6 @@ def test_without_a_gpu_nothing_is_loaded(
         Learner(config)
     with pytest.raises(UserError, match=told):
         asyncio.run(RolloutServer(config).run())
-
-
-@pytest.mark.parametrize(
-    ("channel", "learner", "rollout", "told"),
-    [
-        ("nccl", "auto", {}, r"both use cuda:0, .* one GPU. Set learner.device=cuda:1"),
-        ("nccl", "cuda:1", {"engine": "vllm", "tensor_parallel_size": 2}, "Set learner.device=cuda:2"),
-        ("nccl", "cuda:2", {"engine": "vllm", "tensor_parallel_size": 2}, ""),
-        ("cuda_ipc", "cuda:1", {}, "the learner uses cuda:1 and the engine cuda:0. Set learner.device=cuda:0"),
-        ("cuda_ipc", "cuda", {"device": "cuda:0"}, ""),
-    ],
-)
-def test_devices_of_one_machine_that_the_channel_cannot_join_are_refused(
-    make_config: MakeConfig,
-    monkeypatch: pytest.MonkeyPatch,
-    channel: str,
-    learner: str,
-    rollout: dict[str, Any],
-    told: str,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    config = make_config(learner={"device": learner}, rollout={**rollout, "weights_channel": channel})
-    if not told:
-        check_gpus(config)
-        return
-    with pytest.raises(UserError, match=f"{told}, or set rollout.weights_channel=auto"):
-        check_gpus(config)
 
 
 def test_where_the_device_is_lent_or_adapters_travel_there_is_nothing_to_send_from(make_config: MakeConfig) -> None:

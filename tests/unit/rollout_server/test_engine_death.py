@@ -104,7 +104,7 @@ def test_a_dead_engine_ends_its_server_and_its_tickets_go_back(
     tickets = written(config, PromptProcessor(config.model), 2)
     link = Link(tickets)
     monkeypatch.setattr(service, "LearnerLink", lambda *_, **__: link)
-    monkeypatch.setattr(service.PolicyVersionTracker, "at_least", lambda *_: nullcontext())
+    monkeypatch.setattr(service.PolicyVersions, "at_least", lambda *_: nullcontext())
     monkeypatch.setattr(DyingEngine, "tells", tells)
     monkeypatch.setattr(DyingEngine, "cause", cause)
     monkeypatch.setattr(service, "create_engine", DyingEngine)

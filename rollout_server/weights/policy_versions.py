@@ -1,4 +1,4 @@
-"""Tracker of the policy version in the engine, which follows the newest that the learner has announced."""
+"""Policy versions of the engine: it follows the newest that the learner has announced."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rollout_server.weights.receiver import WeightReceiver
 logger = logging.getLogger(__name__)
 
 
-class PolicyVersionTracker:
+class PolicyVersions:
     """Belongs to the event loop. `on_device` gives a block in which the device is this server's."""
 
     def __init__(

@@ -12,7 +12,7 @@ import pytest
 from asyncrl.config.schema import RunConfig
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import WeightManifest, WeightsLoaded, Welcome
-from rollout_server.weights.version_tracker import PolicyVersionTracker
+from rollout_server.weights.policy_versions import PolicyVersions
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -74,7 +74,7 @@ class Listener:
 
 @asynccontextmanager
 async def following(config: RunConfig, receiver: Any, listener: Any):
-    held = PolicyVersionTracker(config, receiver, listener, listener, "first", nullcontext)
+    held = PolicyVersions(config, receiver, listener, listener, "first", nullcontext)
     task = asyncio.create_task(held.follow())
     try:
         async with asyncio.timeout(WAIT_S):
@@ -85,7 +85,7 @@ async def following(config: RunConfig, receiver: Any, listener: Any):
         await asyncio.wait([task])
 
 
-async def has_version(held: PolicyVersionTracker, version: int) -> None:
+async def has_version(held: PolicyVersions, version: int) -> None:
     async with held.at_least(version):
         pass
 
