@@ -29,6 +29,7 @@ def step(number: int, **changes: Any) -> dict[str, Any]:
         "step": number,
         "version": number,
         "time": BEGAN + number * STEP_S,
+        "uptime_s": number * STEP_S,
         "rows/finished": 8.0,
         "rows/truncated": 0.0,
         "rows/timed_out": 0.0,

@@ -17,8 +17,8 @@ import pytest
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.telemetry.environment import read_starts
+from asyncrl.tools.recorded_run import read_run
 from asyncrl.tools.report.activity import Lane, lanes
-from asyncrl.tools.report.recorded_run import read_run
 from asyncrl.tools.report.write import write_report
 from tests.rigs.small_runs import logs
 from tests.rigs.two_processes import run_both

@@ -15,16 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from rich.cells import cell_len
 
 from asyncrl.cli import main
 from asyncrl.errors import UserError
 from asyncrl.launch.console import Console
-from asyncrl.telemetry.alert_thresholds import NOT_IN_A_RUN_DIRECTORY
 from asyncrl.telemetry.jsonl import JsonlTail
 from asyncrl.telemetry.recorder import RunRecorder
-from asyncrl.tools.panel.alerts import CONDITIONS, alerts
 from asyncrl.tools.panel.display import Display
 from asyncrl.tools.panel.formatting import time_left
 from asyncrl.tools.panel.panel import RunPanel
@@ -303,90 +300,18 @@ def test_a_finished_run_says_how_long_its_processes_took(tmp_path: Path, capsys:
     assert "rollout -, finished\n" in capsys.readouterr().out
 
 
-HEALTHY = {
-    "loss": 0.1,
-    "grad_norm": 1.0,
-    "ledger_residual": 0,
-    "staleness/mean": 2.0,
-    "staleness/bound": 2.0,
-    "idle/learner": 0.1,
-    "ess": 0.9,
-    "mismatch_kl_k3": 0.001,
-    "entropy": 0.5,
-    "rows/finished": 90.0,
-    "rows/error": 1.0,
-}
-
-
-def healthy_run(folder: Path, **values: Any) -> RunSnapshot:
-    recorder = RunRecorder(folder)
-    for step in range(1, 41):
-        recorder.step({"step": step, **HEALTHY, "reward/mean": step / 40, **values})
-    recorder.status(phase="training", servers=[{"id": "a"}])
-    return snapshot(folder)
-
-
-BAD: list[tuple[str, dict[str, Any]]] = [
-    ("NotANumber", {"loss": float("nan")}),
-    ("NotANumber", {"grad_norm": float("inf")}),
-    ("LedgerResidual", {"ledger_residual": 1}),
-    ("StalenessAtBound", {"idle/learner": 0.5}),
-    ("EffectiveSampleSizeCollapse", {"ess": 0.4}),
-    ("MismatchKl", {"mismatch_kl_k3": 0.06}),
-    ("EntropyCollapse", {"entropy": 0.01}),
-    ("RewardsFail", {"rows/error": 10.0}),
-    ("LearnerStarves", {"idle/learner": 0.9, "staleness/mean": 0.0}),
-]
-
-
-@pytest.mark.parametrize(("name", "values"), BAD)
-def test_each_warning_is_said(tmp_path: Path, name: str, values: dict[str, Any]) -> None:
-    run = healthy_run(tmp_path, **values)
-    assert list(alerts(run)) == [name]
-    run.status["phase"] = "failed"
-    assert alerts(run) == {}, "of a run that has ended nothing can be mended"
-
-
-def test_held_out_that_falls_while_reward_rises_is_a_warning(tmp_path: Path) -> None:
-    run = healthy_run(tmp_path)
-    assert alerts(run) == {}
-    run.evaluations = [
-        {"step": s, "accuracy": a, "rows": 400, "errors": 0} for s, a in ((0, 0.5), (20, 0.8), (40, 0.7))
-    ]
-    assert alerts(run) == {"RewardHacking": "held-out fell by 0.10 while reward rises: look at samples"}
-    run.evaluations[-1] |= {"rows": 40}
-    assert alerts(run) == {}, "by chance"
-    run.evaluations[-1] |= {"accuracy": 0.3}
-    assert list(alerts(run)) == ["RewardHacking"]
-    run.rewards = [(step, 1 - step / 40) for step in range(1, 41)]
-    assert alerts(run) == {}, "both fall: another illness"
-
-
-def test_a_learner_that_answers_and_makes_no_step_is_a_warning(tmp_path: Path) -> None:
-    run = healthy_run(tmp_path)
-    now = time.time()
-    (tmp_path / "environment.json").write_text(json.dumps({"starts": [{"time": now - 9000, "step": 0}]}))
-    run.steps = [{**step, "time": now - 1000 - 60 * (40 - step["step"]), "step_s": 60.0} for step in run.steps]
-    assert alerts(run) == {"NoProgress": "no step for 17 min"}
-    run.status["phase"] = "evaluating"
-    assert alerts(run) == {}
-    run.status["phase"] = "training"
-    run.steps = [{**step, "step_s": 600.0} for step in run.steps]
-    assert alerts(run) == {}, "steps take so long here"
-    run.since = now - 1000
-    assert alerts(run) == {}, "the first step of a process takes longer"
-    run.since, run.steps = now - 2000, []
-    (tmp_path / "environment.json").unlink()
-    assert alerts(run) == {"NoProgress": "no step for 33 min"}
-    run.status |= {"time": now - 300, "servers": []}
-    assert list(alerts(run)) == ["LearnerSilent", "NoRolloutServer"]
-
-
-def test_warnings_are_those_of_prometheus() -> None:
-    groups = yaml.safe_load((ROOT / "docker" / "prometheus" / "alerts.yml").read_text())["groups"]
-    rules = {rule["alert"] for group in groups for rule in group["rules"] if "alert" in rule}
-    assert CONDITIONS.keys() <= rules
-    assert rules - CONDITIONS.keys() == {*NOT_IN_A_RUN_DIRECTORY, "RunStopped"} - {"NoRolloutServer"}
+def test_what_is_wrong_in_the_newest_steps_is_a_warning_and_no_more_once_the_run_has_ended(tmp_path: Path) -> None:
+    recorder = write_run(tmp_path)
+    assert snapshot(tmp_path).warnings() == {}
+    for step in range(41, 52):
+        recorder.step({"step": step, **STEP, "entropy": 0.01, "loss": float("nan") if step == 41 else 0.1})
+    assert list(snapshot(tmp_path).warnings()) == ["Entropy collapsed"], "the loss is a number again"
+    assert "Entropy collapsed: below 0.02 nats per token in steps 42 to 51" in text_of(tmp_path)
+    recorder.status(servers=[])
+    time.sleep(0.2)
+    assert list(snapshot(tmp_path).warnings()) == ["No rollout server is connected", "Entropy collapsed"]
+    recorder.status(phase="failed")
+    assert snapshot(tmp_path).warnings() == {}, "nothing can be mended"
 
 
 def test_watch_follows_a_run_of_another_process_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,8 +18,8 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.telemetry.reading import is_there
 from asyncrl.tools.inspect import __main__ as inspect
+from asyncrl.tools.recorded_run import SIGNS, read_run
 from asyncrl.tools.report.page import page_of
-from asyncrl.tools.report.recorded_run import SIGNS, read_run
 from learner import replay
 from learner.checkpoint import format as checkpoint
 from tests.rigs import made_up_run as made
@@ -56,7 +56,7 @@ def test_a_folder_that_cannot_be_looked_into_may_hold_a_run(
     close_off(tmp_path / closed)
     assert COMMANDS[command](str(run)) == 2
     said = capsys.readouterr().err
-    (name,) = [name for name in SIGNS if f"{name}:" in said]
+    (name,) = [name for name in ("config.yaml", *SIGNS) if f"{name}:" in said]
     check_told(said, run / name)
 
 

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from asyncrl.cli import main
+from asyncrl.tools.numbers import duration, figure, share
+from asyncrl.tools.recorded_run import read_run
 from asyncrl.tools.report.embedded_images import LARGEST_SIDE, EmbeddedImages
-from asyncrl.tools.report.markup import duration, figure, share, text
+from asyncrl.tools.report.markup import text
 from asyncrl.tools.report.page import page_of
-from asyncrl.tools.report.recorded_run import read_run
 from asyncrl.tools.report.sample_cards import choose
 from asyncrl.tools.report.settings import differences
 from tests.rigs import made_up_run as made
@@ -152,28 +153,13 @@ def test_a_directory_without_a_run_is_refused(tmp_path: Path, capsys: pytest.Cap
         folder.mkdir()
         assert main(["report", str(folder)]) == 2
         (said,) = capsys.readouterr().err.splitlines()
-        assert said.startswith(f"error: there is no run in {folder}: it has none of config.yaml, status.json,")
+        assert said.startswith(f"error: there is no run in {folder}: it has none of status.json, metrics.jsonl,")
         assert said.endswith(". Name the run_dir of a run")
     assert main(["report", str(made.make_run(tmp_path / "run")), str(tmp_path / "empty")]) == 2
     assert not list(tmp_path.rglob("report.html"))
 
 
-def test_the_folder_of_a_demo_is_refused_with_the_run_in_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    made.make_run(Path("demo/grpo"))
-    Path("demo/config.yaml").write_text("run_dir: demo/grpo\n")
-    assert main(["report", "demo"]) == 2
-    assert capsys.readouterr().err == (
-        "error: there is no run in demo, but its config.yaml is of one: demo/grpo. Name that\n"
-    )
-    for no_other in (".", "..", "elsewhere", "'\\0'", "[demo/grpo]", "''"):
-        Path("demo/config.yaml").write_text(f"run_dir: {no_other}\n")
-        assert main(["report", "demo"]) == 0
-
-
-@pytest.mark.parametrize("only", ["config.yaml", "status.json", "metrics.jsonl", "journal.sqlite", "failure.json"])
+@pytest.mark.parametrize("only", ["status.json", "metrics.jsonl", "journal.sqlite", "failure.json"])
 def test_a_run_that_has_hardly_begun_has_a_page(tmp_path: Path, only: str) -> None:
     (tmp_path / only).touch()
     shown = page(tmp_path)
@@ -263,7 +249,7 @@ def test_the_command_says_where_the_page_is(tmp_path: Path, capsys: pytest.Captu
     assert main(["report", str(run)]) == 0
     assert str(run / "report.html") in capsys.readouterr().out
     assert main(["report", str(tmp_path / "nowhere")]) == 2
-    assert "there is no run directory" in capsys.readouterr().err
+    assert "there is no run in" in capsys.readouterr().err
     assert main(["report", str(run), "-o", str(tmp_path / "no" / "folder.html")]) == 2
     assert "Name another file with -o" in capsys.readouterr().err
 

@@ -144,6 +144,6 @@ def test_a_comparison_and_an_empty_run_open_too(opened: Any, tmp_path: Path) -> 
     page = opened(write_report([first, second], tmp_path / "both.html"))
     assert page.locator("figure.chart svg").count() > 10
     (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "config.yaml").touch()
+    (tmp_path / "empty" / "status.json").touch()
     page = opened(write_report([tmp_path / "empty"]))
     assert "nothing to judge" in page.locator(".verdict").inner_text()

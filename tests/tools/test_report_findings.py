@@ -20,8 +20,8 @@ from asyncrl.telemetry.alert_thresholds import (
     THRESHOLDS,
     USUAL_STEPS,
 )
-from asyncrl.tools.report.findings import findings, verdict
-from asyncrl.tools.report.recorded_run import RecordedRun, read_run
+from asyncrl.tools.findings import findings, verdict
+from asyncrl.tools.recorded_run import RecordedRun, read_run
 from tests.rigs import made_up_run as made
 
 ALERTS = Path(__file__).parents[2] / "docker" / "prometheus" / "alerts.yml"
@@ -141,8 +141,9 @@ def test_a_learner_that_is_never_idle_needs_no_more_servers(tmp_path: Path) -> N
 def test_how_a_run_ended_is_a_finding(tmp_path: Path) -> None:
     silent = run_with(tmp_path / "a", status={"phase": "training"})
     assert found(silent)["The learner fell silent"][0] == "critical"
-    live = run_with(tmp_path / "b", status={"phase": "training", "time": time.time()})
+    live = run_with(tmp_path / "b", status={"phase": "training", "time": time.time(), "servers": []})
     assert "The learner fell silent" not in found(live)
+    assert found(live)["No rollout server is connected"][0] == "critical"
     failed = run_with(tmp_path / "c", status={"phase": "failed", "waiting_for": "waited 600 s for groups"})
     assert found(failed) == {"The learner failed": ("critical", "waited 600 s for groups")}
     assert verdict(failed, findings(failed)) == ("critical", "Not healthy: the learner failed.")

@@ -13,7 +13,6 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.telemetry.alert_thresholds import THRESHOLDS
-from asyncrl.tools.panel.alerts import alerts
 from asyncrl.tools.panel.formatting import (
     MISSING,
     cut,
@@ -80,7 +79,7 @@ class Answers:
 
     def learning(self) -> Iterator[Row]:
         run = self.run
-        yield Row("reward", [self._curve(run.last("reward/mean"), [reward for _, reward in run.rewards])])
+        yield Row("reward", [self._curve(run.last("reward/mean"), [y for _, y in run.rewards if y is not None])])
         components = [
             (key.removeprefix("reward/"), number(value))
             for key, value in run.latest.items()
@@ -127,7 +126,7 @@ class Answers:
 
     def pipeline(self) -> Iterator[Row]:
         run, status, latest = self.run, self.run.status, self.run.latest
-        warnings = [Text(cut(message, self.cells), "bold yellow") for message in alerts(run).values()]
+        warnings = [Text(cut(message, self.cells), "bold yellow") for message in run.warnings().values()]
         if warnings:
             yield Row("WARNING", warnings[:WARNINGS])
         policy = self._facts(

@@ -15,7 +15,6 @@ from asyncrl.errors import ExitCode, UserError
 from asyncrl.launch.console import Console
 from asyncrl.telemetry.reading import is_there, unreadable_as_user_error
 from asyncrl.telemetry.recorder import METRICS_FILE, STATUS_FILE
-from asyncrl.tools.panel.alerts import alerts
 from asyncrl.tools.panel.formatting import MISSING, number, one_line, time_left
 from asyncrl.tools.panel.panel import RunPanel
 from asyncrl.tools.panel.run_snapshot import RunSnapshot
@@ -46,7 +45,7 @@ class Display(AbstractContextManager["Display"]):
         self._pause_s = 0.0
         self._printed_step = 0
         self._printed_evaluations: list[dict[str, Any]] = []
-        self._printed_alerts: set[str] = set()
+        self._printed_warnings: set[str] = set()
         self._last_step = 0
         self._new_step_at = time.monotonic()
         self._stuck_s = STUCK_S
@@ -106,10 +105,10 @@ class Display(AbstractContextManager["Display"]):
         if step >= self._printed_step + pause:
             self._printed_step = step
             self._print(_step_line(self.run))
-        warnings = alerts(self.run)
-        for name in warnings.keys() - self._printed_alerts:
+        warnings = self.run.warnings()
+        for name in warnings.keys() - self._printed_warnings:
             self._print(f"warning: {warnings[name]}")
-        self._printed_alerts = set(warnings)
+        self._printed_warnings = set(warnings)
         now = time.monotonic()
         if step != self._last_step or self.run.has_ended:
             self._last_step, self._new_step_at, self._stuck_s = step, now, STUCK_S

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.cells import cell_len, chop_cells, set_cell_size
 
+from asyncrl.tools.numbers import duration
 from asyncrl.tools.panel.run_snapshot import RunSnapshot
 
 MISSING = "-"
@@ -15,11 +16,6 @@ BARS = "▁▂▃▄▅▆▇█"
 
 def number(value: Any, digits: int = 3) -> str:
     return MISSING if value is None else f"{value:z.{digits}f}"
-
-
-def duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min {rest:02d} s"
 
 
 def time_left(run: RunSnapshot) -> str:

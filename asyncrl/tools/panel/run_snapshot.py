@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from asyncrl.telemetry.environment import read_starts
 from asyncrl.telemetry.jsonl import JsonlTail
 from asyncrl.telemetry.recorder import EVALUATIONS_FILE, METRICS_FILE, SAMPLES_FILE, read_status
+from asyncrl.tools.findings import warnings
+from asyncrl.tools.recorded_run import (
+    ENDED,
+    SAME_PROCESS_S,
+    Points,
+    Record,
+    RecordedRun,
+    busy_seconds,
+    has_step,
+    number,
+    process_clock,
+)
 
 STEPS_KEPT = 512
+JUDGED_STEPS = 10
+"""Newest steps in which something has to be wrong for a warning."""
 NEWEST_SAMPLES_BYTES = 2 << 20
 """Bytes that are read of a file that may have gigabytes: two samples are shown."""
-ENDED = ("finished", "failed", "interrupted")
 RECENT_STEPS = 30
 FEWEST_STEPS = 3
 PAUSE = 3.0
 """An interval this many times as long as usual holds an evaluation, a checkpoint or a wait."""
-SAME_PROCESS_S = 2.0
-
-Step = Mapping[str, Any]
-"""A line of metrics.jsonl."""
 
 
 @dataclass
@@ -36,8 +46,10 @@ class RunSnapshot:
     """Unix time. A status before it was written by an earlier process, and is ignored."""
     steps: list[dict[str, Any]] = field(default_factory=list)
     """The newest STEPS_KEPT steps."""
-    rewards: list[tuple[int, float]] = field(default_factory=list)
+    rewards: Points = field(default_factory=list)
     """Step and mean reward of all steps."""
+    clocks: list[tuple[float, float]] = field(default_factory=list)
+    """Unix time of all steps, and of the beginning of their process."""
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     good: dict[str, Any] = field(default_factory=dict)
     """The newest sample's prompt with its best completion, if that scored."""
@@ -50,39 +62,22 @@ class RunSnapshot:
         self._steps = JsonlTail(self.run_dir / METRICS_FILE)
         self._evaluations = JsonlTail(self.run_dir / EVALUATIONS_FILE)
         self._samples = JsonlTail(self.run_dir / SAMPLES_FILE, newest_bytes=NEWEST_SAMPLES_BYTES)
-        self._forget_processes()
 
     def refresh(self) -> None:
         records, restarted = self._steps.new_records()
         if restarted:
-            self.steps, self.rewards = [], []
-            self._forget_processes()
+            self.steps, self.rewards, self.clocks = [], [], []
+        records = [record for record in records if has_step(record)]
         self.steps = (self.steps + records)[-STEPS_KEPT:]
-        for step in records:
-            self._count_time(step)
-            if step.get("reward/mean") is not None:
-                self.rewards.append((step["step"], step["reward/mean"]))
+        self.rewards += [(step["step"], number(step["reward/mean"])) for step in records if "reward/mean" in step]
+        self.clocks += [clock for step in records if (clock := process_clock(step))]
         records, restarted = self._evaluations.new_records()
-        self.evaluations = ([] if restarted else self.evaluations) + records
+        self.evaluations = ([] if restarted else self.evaluations) + [record for record in records if has_step(record)]
         for sample in self._samples.new_records()[0]:
             self._keep_sample(sample)
         status = read_status(self.run_dir)
         if status and status.get("time", self.since) >= self.since:
             self.status = status
-
-    def _forget_processes(self) -> None:
-        self._seconds = 0.0
-        """Seconds in which learners ran, up to the newest step."""
-        self._timed_step: Step = {}
-        """The newest step with a time."""
-
-    def _count_time(self, step: Step) -> None:
-        begun, last_begun = _begun_at(step), _begun_at(self._timed_step)
-        if begun is None:
-            return
-        is_same_process = last_begun is not None and abs(begun - last_begun) < SAME_PROCESS_S
-        self._seconds += step["time"] - self._timed_step["time"] if is_same_process else step["uptime_s"]
-        self._timed_step = step
 
     def _keep_sample(self, record: dict[str, Any]) -> None:
         scored = [one for one in record.get("completions", ()) if one.get("reward") is not None]
@@ -102,11 +97,6 @@ class RunSnapshot:
         """The newest value of a metric; slow metrics are not in every step."""
         return next((step[key] for step in reversed(self.steps[-50:]) if step.get(key) is not None), None)
 
-    def mean(self, key: str, count: int) -> float | None:
-        """Mean of a metric over the last `count` steps; None where not all of them have it."""
-        values = [step[key] for step in self.steps[-count:] if step.get(key) is not None]
-        return sum(values) / count if len(values) == count else None
-
     @property
     def phase(self) -> str:
         return str(self.status.get("phase", "starting"))
@@ -115,13 +105,15 @@ class RunSnapshot:
     def has_ended(self) -> bool:
         return self.phase in ENDED
 
+    def warnings(self) -> dict[str, str]:
+        """Return what is wrong in the newest steps: sentences by subject; none for a run that has ended."""
+        starts = [{"time": self.since}, *read_starts(self.run_dir)[-1:]]
+        newest = self.steps[-JUDGED_STEPS:]
+        return warnings(RecordedRun(self.run_dir, newest, self.evaluations, self.status, self.rewards, starts))
+
     def seconds_taken(self) -> float | None:
-        """Seconds in which learners ran; None where that is not recorded."""
-        if not self._timed_step:
-            return None
-        newest = self._timed_step["time"]
-        after = max(0.0, self.status.get("time", newest) - newest) if self.has_ended else 0.0
-        return self._seconds + after
+        """Return the seconds in which learners ran; None where that is not recorded."""
+        return busy_seconds(self.clocks, self.status)
 
     def seconds_left(self) -> float | None:
         """Seconds to the end at the pace of the steps so far; None where that is unknown, or the run has ended."""
@@ -132,7 +124,7 @@ class RunSnapshot:
         return max(0.0, (total - self.latest["step"]) * pace - of_this_step)
 
 
-def seconds_per_step(steps: Sequence[Step]) -> float | None:
+def seconds_per_step(steps: Sequence[Record]) -> float | None:
     """Seconds of a recent step and its share of all pauses so far. None before there are a few steps.
 
     Counted from one step to the next in the same process: time in which nothing ran does not count.
@@ -145,15 +137,9 @@ def seconds_per_step(steps: Sequence[Step]) -> float | None:
     return median(intervals[-RECENT_STEPS:]) + pauses / len(intervals)
 
 
-def _follows(before: Step, after: Step) -> bool:
+def _follows(before: Record, after: Record) -> bool:
     """True for steps of one process. A step made again from the journal waits for nothing and publishes nothing."""
     if after.get("publish_bytes") == 0 or after.get("step") != before.get("step", 0) + 1:
         return False
-    begun = [_begun_at(step) for step in (before, after)]
-    return None not in begun and abs(begun[1] - begun[0]) < SAME_PROCESS_S
-
-
-def _begun_at(step: Step) -> Any:
-    """Unix time at which the process of this step began."""
-    is_timed = step.get("time") is not None and step.get("uptime_s") is not None
-    return step["time"] - step["uptime_s"] if is_timed else None
+    clocks = process_clock(before), process_clock(after)
+    return bool(clocks[0] and clocks[1] and abs(clocks[1][1] - clocks[0][1]) < SAME_PROCESS_S)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncrl.telemetry.timeline import LEARNER, merge
-from asyncrl.tools.report.recorded_run import RecordedRun, number
+from asyncrl.tools.recorded_run import RecordedRun, number
 
 Spans = list[tuple[float, float]]
 

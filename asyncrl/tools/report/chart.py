@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
-from asyncrl.tools.report.markup import NUM_COLOURS, figure, text
-from asyncrl.tools.report.recorded_run import Points
+from asyncrl.tools.numbers import figure
+from asyncrl.tools.recorded_run import Points
+from asyncrl.tools.report.markup import NUM_COLOURS, text
 
 WIDTH, HEIGHT = 400, 168
 LEFT, RIGHT, TOP, BOTTOM = 42, 8, 8, 20

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from asyncrl.telemetry.alert_thresholds import THRESHOLDS
+from asyncrl.tools.numbers import duration, share
+from asyncrl.tools.recorded_run import Points, Record, RecordedRun, number
 from asyncrl.tools.report.chart import Curve, line_chart, stack_chart
-from asyncrl.tools.report.markup import duration, share
-from asyncrl.tools.report.recorded_run import Points, Record, RecordedRun, number
 
 NOISY_FROM = 60
 """Points from which on a noisy curve gets a moving mean."""

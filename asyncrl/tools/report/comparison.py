@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncrl.tools.findings import findings, verdict
+from asyncrl.tools.numbers import duration, figure, share
+from asyncrl.tools.recorded_run import Points, RecordedRun, number
 from asyncrl.tools.report.chart import Curve, line_chart
 from asyncrl.tools.report.charts import components, with_mean
-from asyncrl.tools.report.findings import findings, verdict
-from asyncrl.tools.report.markup import NUM_COLOURS, duration, figure, render, share
+from asyncrl.tools.report.markup import NUM_COLOURS, render
 from asyncrl.tools.report.page import course, held_out
-from asyncrl.tools.report.recorded_run import Points, RecordedRun, number
 from asyncrl.tools.report.settings import differences, facts_of_start
 
 Charts = tuple[tuple[str, str, dict[str, Any]], ...]
@@ -118,6 +119,6 @@ def _chart(points: dict[str, Points], title: str, **axes: Any) -> str:
 
 def _against_time(run: RecordedRun, key: str) -> Points:
     """Return the values of a key by the minutes since the first record of the run."""
-    began = run.clock[0] if run.clock else 0.0
+    began = run.began or 0.0
     timed = [(number(step.get("time")), step) for step in run.steps if key in step]
     return sorted((((at - began) / 60, number(step[key])) for at, step in timed if at is not None), key=lambda p: p[0])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from statistics import fmean, median
 
+from asyncrl.tools.findings import checks_without_finding, findings, verdict
+from asyncrl.tools.numbers import count, duration, figure, moment
+from asyncrl.tools.recorded_run import RecordedRun, number
 from asyncrl.tools.report.charts import chart_groups
-from asyncrl.tools.report.findings import checks_without_finding, findings, verdict
-from asyncrl.tools.report.markup import count, duration, figure, moment, render
-from asyncrl.tools.report.recorded_run import RecordedRun, number
+from asyncrl.tools.report.markup import render
 from asyncrl.tools.report.sample_cards import sample_cards
 from asyncrl.tools.report.settings import changed_settings, environment, starts
 from asyncrl.tools.report.timeline import timeline
@@ -45,7 +46,7 @@ def _what(run: RecordedRun) -> str:
         str(run.setting("algorithm.adv_estimator") or "algorithm unknown"),
         f"{run.setting('trainer.mode')} mode" if run.setting("trainer.mode") else "",
         f"{run.setting('rollout.engine')} engine" if run.setting("rollout.engine") else "",
-        f"began {moment(run.clock[0])}" if run.clock else "",
+        f"began {moment(run.began)}" if run.began else "",
     ]
     return "  ·  ".join(part for part in parts if part)
 

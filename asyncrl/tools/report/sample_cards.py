@@ -13,9 +13,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from asyncrl.telemetry.jsonl import read_records
+from asyncrl.tools.numbers import count
+from asyncrl.tools.recorded_run import SAMPLES_FILE, Record, RecordedRun, number
 from asyncrl.tools.report.embedded_images import EmbeddedImages
-from asyncrl.tools.report.markup import FOLDED_FROM, LABELS, count
-from asyncrl.tools.report.recorded_run import SAMPLES_FILE, Record, RecordedRun, number
+from asyncrl.tools.report.markup import FOLDED_FROM, LABELS
 
 PERIODS = 6
 """Parts of a run, of each of which the best and the worst group are shown."""
@@ -83,16 +85,10 @@ def completions_of(sample: Record) -> list[dict[str, Any]]:
 
 
 def _samples(file: Path) -> Iterator[Record | None]:
-    """Yield samples, and None for a line that is none. An unfinished last line is left out."""
+    """Yield samples, and None for a line that is none."""
     with file.open("rb") as lines:
-        for line in lines:
-            try:
-                sample = json.loads(line)
-            except (ValueError, RecursionError):
-                if line.endswith(b"\n"):
-                    yield None
-                continue
-            yield sample if isinstance(sample, dict) and number(sample.get("step")) is not None else None
+        for sample in read_records(lines):
+            yield sample if sample is not None and number(sample.get("step")) is not None else None
 
 
 def _period(step: float, first: int, last: int) -> int:

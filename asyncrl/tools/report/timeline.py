@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from asyncrl.telemetry.timeline import merge
+from asyncrl.tools.numbers import duration
+from asyncrl.tools.recorded_run import RecordedRun, number
 from asyncrl.tools.report.activity import DEVICE_TURNS, LEARNER_ACTIVITIES, SERVER_ACTIVITIES, Lane, Spans, clip, lanes
 from asyncrl.tools.report.chart import ticks
-from asyncrl.tools.report.markup import duration, text
-from asyncrl.tools.report.recorded_run import RecordedRun, number
+from asyncrl.tools.report.markup import text
 
 WIDTH = 1180
 LABEL = 128

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from asyncrl.errors import UserError
 from asyncrl.telemetry.jsonl import write_atomically
+from asyncrl.tools.recorded_run import read_run
 from asyncrl.tools.report.comparison import page_of_many
 from asyncrl.tools.report.page import page_of
-from asyncrl.tools.report.recorded_run import read_run
 
 FILE = "report.html"
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -18,6 +16,7 @@ from asyncrl.errors import UserError
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.run_folder.failure import FAILURE_FILE, Failure, read_failure
 from asyncrl.telemetry.environment import ENVIRONMENT_FILE, read_starts
+from asyncrl.telemetry.jsonl import read_records
 from asyncrl.telemetry.reading import is_there
 from asyncrl.telemetry.recorder import (
     CONFIG_FILE,
@@ -29,10 +28,14 @@ from asyncrl.telemetry.recorder import (
     read_status,
 )
 
-SIGNS = (CONFIG_FILE, STATUS_FILE, METRICS_FILE, JOURNAL_FILE, FAILURE_FILE)
+SIGNS = (STATUS_FILE, METRICS_FILE, JOURNAL_FILE, FAILURE_FILE)
 """Files that mark a directory as a run's, each of them alone."""
+SAME_PROCESS_S = 2.0
+"""Largest difference between the beginnings that two steps of one process tell."""
 LARGEST = 1e100
 """Numbers from here on count as infinite: squares and sums of smaller ones are finite."""
+ENDED = ("finished", "failed", "interrupted")
+"""Phases of a run that has ended."""
 NOT_THERE, DAMAGED = "is not there", "is damaged"
 Record = dict[str, Any]
 Points = list[tuple[float, float | None]]
@@ -41,22 +44,27 @@ Points = list[tuple[float, float | None]]
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """The content of a run directory's files."""
+    """The content of a run directory's files, or of as much of them as is known."""
 
     path: Path
-    name: str
     steps: list[Record]
     evaluations: list[Record]
     status: Record
-    failure: Failure | None
-    config_text: str
-    config: Record
+    rewards: Points
+    """Mean reward of every step of the run."""
     starts: list[Record]
     """Records of the starts of the learner's processes, oldest first."""
-    spans: list[Record]
+    failure: Failure | None = None
+    config_text: str = ""
+    config: Record = field(default_factory=dict)
+    spans: list[Record] = field(default_factory=list)
     """Lines of timeline.jsonl."""
     missing: list[str] = field(default_factory=list)
     """Sentences about what could not be read."""
+
+    @property
+    def name(self) -> str:
+        return "/".join(self.path.resolve().parts[-2:])
 
     def points(self, key: str) -> Points:
         """Return the steps that have `key`, with its values."""
@@ -99,22 +107,30 @@ class RecordedRun:
         return round(sum(number(value) or 0.0 for s in self.steps for key, value in s.items() if key[:5] == "rows/"))
 
     @cached_property
-    def clock(self) -> tuple[float, float] | None:
-        """Unix seconds of the earliest and of the latest record."""
-        times = [t for t in (_start(self.steps[0]), number(self.steps[-1].get("time"))) if t] if self.steps else []
-        times += [t for start in self.starts if (t := number(start.get("time")))]
-        times += [span[end] for span in self.spans for end in ("since", "until") if span["who"] == "learner"]
-        return (min(times), max(times)) if times else None
+    def began(self) -> float | None:
+        """Unix seconds of the earliest start or step."""
+        times = [t for start in self.starts if (t := number(start.get("time")))]
+        times += [t - (number(step.get("step_s")) or 0.0) for step in self.steps[:1] if (t := number(step.get("time")))]
+        return min(times, default=None)
 
     @cached_property
     def busy_s(self) -> float | None:
-        """Seconds of the learner's processes, each from its start to its last step, as `asyncrl watch` counts them."""
-        if self.clock is None:
-            return None
-        times = [t for step in self.steps if (t := number(step.get("time")))]
-        starts = sorted(t for start in self.starts if (t := number(start.get("time"))))
-        paused = sum(began - max([earlier, *(t for t in times if t <= began)]) for earlier, began in pairwise(starts))
-        return max(0.0, self.clock[1] - self.clock[0] - paused)
+        return busy_seconds([clock for step in self.steps if (clock := process_clock(step))], self.status)
+
+
+def process_clock(step: Record) -> tuple[float, float] | None:
+    """Return Unix seconds of a step, and of the beginning of its process."""
+    at, uptime = number(step.get("time")), number(step.get("uptime_s"))
+    return None if at is None or uptime is None else (at, at - uptime)
+
+
+def busy_seconds(clocks: Sequence[tuple[float, float]], status: Record) -> float | None:
+    """Sum the seconds in which learners ran: each from its beginning to its last step, the last one to its end."""
+    if not clocks:
+        return None
+    ends = [clock for clock, after in pairwise(clocks) if abs(after[1] - clock[1]) >= SAME_PROCESS_S]
+    after_s = (number(status.get("time")) or 0.0) - clocks[-1][0] if status.get("phase") in ENDED else 0.0
+    return sum(at - began for at, began in (*ends, clocks[-1])) + max(0.0, after_s)
 
 
 def read_run(path: Path) -> RecordedRun:
@@ -122,7 +138,7 @@ def read_run(path: Path) -> RecordedRun:
     _check_run(path)
     missing: list[str] = []
     lost = "its part of this page is empty"
-    steps = sorted(_records(path / METRICS_FILE, missing, _has_step, lost), key=lambda step: step["step"])
+    steps = sorted(_records(path / METRICS_FILE, missing, has_step, lost), key=lambda step: step["step"])
     text, config = _configuration(path / CONFIG_FILE, missing)
     starts, failure, status = read_starts(path), read_failure(path), read_status(path)
     for file, content, expected, lost_with_it in (
@@ -135,9 +151,9 @@ def read_run(path: Path) -> RecordedRun:
             missing.append(f"{file} {why}: {lost_with_it}.")
     return RecordedRun(
         path=path,
-        name="/".join(path.resolve().parts[-2:]),
         steps=steps,
-        evaluations=_records(path / EVALUATIONS_FILE, missing, _has_step, lost),
+        rewards=[(float(step["step"]), number(step["reward/mean"])) for step in steps if "reward/mean" in step],
+        evaluations=_records(path / EVALUATIONS_FILE, missing, has_step, lost),
         status=status,
         failure=failure,
         config_text=text,
@@ -149,30 +165,14 @@ def read_run(path: Path) -> RecordedRun:
 
 
 def _check_run(path: Path) -> None:
-    other_run = _another_run(path)
-    refused: UserError | None = None
-    for name in SIGNS[1:] if other_run else SIGNS:
+    refused = UserError(f"there is no run in {path}: it has none of {', '.join(SIGNS)}. Name the run_dir of a run")
+    for name in reversed(SIGNS):
         try:
             if is_there(path / name):
                 return
         except UserError as problem:
-            refused = refused or problem
-    if refused:
-        raise refused
-    if not path.is_dir():
-        raise UserError(f"there is no run directory {path}. Name the run_dir of a run")
-    if other_run:
-        raise UserError(f"there is no run in {path}, but its {CONFIG_FILE} is of one: {other_run}. Name that")
-    raise UserError(f"there is no run in {path}: it has none of {', '.join(SIGNS)}. Name the run_dir of a run")
-
-
-def _another_run(path: Path) -> str:
-    """Return the run directory that this folder's config.yaml names, if it is another one; as in the demo's folder."""
-    run_dir = _configuration(path / CONFIG_FILE, [])[1].get("run_dir")
-    for folder in (Path(run_dir), path / Path(run_dir).name) if isinstance(run_dir, str) else ():  # moved, or not
-        if any(os.path.exists(folder / name) for name in SIGNS) and not path.samefile(folder):
-            return str(folder)
-    return ""
+            refused = problem
+    raise refused
 
 
 def why_nothing(file: Path) -> str:
@@ -197,36 +197,21 @@ def number(value: Any) -> float | None:
     return value if abs(value) < LARGEST else None  # false for NaN
 
 
-def read_lines(path: Path) -> tuple[list[Record], int]:
-    """Read a JSONL file; returns its records and the number of broken lines. An unfinished last line does not count."""
-    records, broken = [], 0
-    for line in path.read_bytes().splitlines(keepends=True):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            broken += line.endswith(b"\n")
-            continue
-        if isinstance(record, dict):
-            records.append(record)
-        else:
-            broken += 1
-    return records, broken
-
-
 def _records(path: Path, missing: list[str], is_usable: Callable[[Record], bool], lost: str) -> list[Record]:
     """Read the usable records of a file; `lost` says what the page lacks without it."""
     try:
-        records, broken = read_lines(path)
+        with path.open("rb") as file:
+            records = list(read_records(file))
     except OSError:
         missing.append(f"{path.name} {why_nothing(path)}: {lost}.")
         return []
-    usable = [record for record in records if is_usable(record)]
-    if broken := broken + len(records) - len(usable):
+    usable = [record for record in records if record is not None and is_usable(record)]
+    if broken := len(records) - len(usable):
         missing.append(f"{path.name} has {broken} lines that could not be read; they are left out.")
     return usable
 
 
-def _has_step(record: Record) -> bool:
+def has_step(record: Record) -> bool:
     return number(record.get("step")) is not None
 
 
@@ -248,8 +233,3 @@ def _configuration(path: Path, missing: list[str]) -> tuple[str, Record]:
         missing.append(f"{path.name} is no YAML: {str(problem).splitlines()[0]}")
         return text, {}
     return text, parsed if isinstance(parsed, dict) else {}
-
-
-def _start(step: Record) -> float | None:
-    ended = number(step.get("time"))
-    return None if ended is None else ended - (number(step.get("step_s")) or 0.0)

@@ -1,6 +1,7 @@
-"""The checks of a run's health. A finding says what is wrong, its value, and what to do.
+"""The checks of a run's health, for a report and the panel. A finding says what is wrong, its value, and what to do.
 
-Thresholds are those of the alerts (asyncrl/telemetry/alert_thresholds.py), with a few more that no alert has.
+Thresholds are those of the alerts (asyncrl/telemetry/alert_thresholds.py), with a few more that no alert has. What only
+Prometheus sees is missing: which processes answer a scrape, how fast a disk fills, shared memory.
 """
 
 from __future__ import annotations
@@ -10,13 +11,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from operator import gt, lt
 from statistics import fmean, linear_regression
 from typing import Literal
 
 from asyncrl.telemetry.alert_thresholds import STARVES_AT_BOUND, THRESHOLDS, has_fallen, longest_step_s
-from asyncrl.tools.report.markup import count, duration, figure, share
-from asyncrl.tools.report.recorded_run import Record, RecordedRun, number
+from asyncrl.tools.numbers import count, duration, figure, share
+from asyncrl.tools.recorded_run import ENDED, Record, RecordedRun, number
 
 SERVERS_IDLE = 0.8
 MANY_TRUNCATED = 0.25
@@ -26,6 +26,7 @@ LEAST_STEPS, LEAST_SHARE = 3, 0.1
 """Steps, and share of all steps, beyond a threshold that make a finding even in a run too short for the alert."""
 
 Level = Literal["critical", "warning", "info"]
+Show = Callable[[float | None], str]
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,11 @@ def findings(run: RecordedRun) -> list[Finding]:
 
 def checks_without_finding(run: RecordedRun) -> list[str]:
     return [name for name, check in CHECKS.items() if not list(check(run))]
+
+
+def warnings(run: RecordedRun) -> dict[str, str]:
+    """Return what is wrong with a run while it goes on: sentences by subject."""
+    return {f.what: f"{f.what}: {f.value}" for f in findings(run) if f.level != "info" and run.ending not in ENDED}
 
 
 def verdict(run: RecordedRun, found: list[Finding]) -> tuple[str, str]:
@@ -74,7 +80,7 @@ def _stopped(run: RecordedRun) -> Iterator[Finding]:
 
 def _silent(run: RecordedRun) -> Iterator[Finding]:
     spoke = number(run.status.get("time"))
-    if run.failure or run.ending in ("finished", "failed", "interrupted") or spoke is None:
+    if run.ending in ENDED or spoke is None:
         return
     silent_s, limit = time.time() - spoke, THRESHOLDS["LearnerSilent"]
     if silent_s > limit.value + limit.hold_s:
@@ -85,7 +91,7 @@ def _silent(run: RecordedRun) -> Iterator[Finding]:
 
 def _no_progress(run: RecordedRun) -> Iterator[Finding]:
     """Find a learner that answers and makes no step. An evaluation has deadlines of its own."""
-    if run.failure or run.ending != "training" or list(_silent(run)):
+    if run.ending != "training" or list(_silent(run)):
         return
     began = max((t for start in run.starts if (t := number(start.get("time")))), default=0.0)
     steps = [step for step in run.steps if (number(step.get("time")) or 0.0) > began]
@@ -95,6 +101,12 @@ def _no_progress(run: RecordedRun) -> Iterator[Finding]:
         advice = "status.json says what it waits for, logs/learner.log what was last. Stop it and --resume."
         value = f"none for {duration(waited_s)}, while the learner answers"
         yield Finding("critical", "No step is made", value, advice)
+
+
+def _no_server(run: RecordedRun) -> Iterator[Finding]:
+    if run.ending == "training" and run.status.get("servers") == []:
+        advice = "Start one, or look at its log: it says why the learner does not welcome it."
+        yield Finding("critical", "No rollout server is connected", "nothing is sampled", advice)
 
 
 def _restarts(run: RecordedRun) -> Iterator[Finding]:
@@ -107,10 +119,8 @@ def _restarts(run: RecordedRun) -> Iterator[Finding]:
 
 
 def _disk(run: RecordedRun) -> Iterator[Finding]:
-    if run.ending == "finished":
-        return
-    free = shutil.disk_usage(run.path).free
-    if free < THRESHOLDS["DiskFilling"].value:
+    free = shutil.disk_usage(run.path).free if run.path.exists() else float("inf")
+    if run.ending != "finished" and free < THRESHOLDS["DiskFilling"].value:
         advice = "Make room: old runs, trainer.save_limit, trainer.journal_limit_mib."
         yield Finding("warning", "The disk is nearly full", f"{free / 2**30:.2g} GiB free", advice)
 
@@ -147,24 +157,17 @@ def _reward_hacking(run: RecordedRun) -> Iterator[Finding]:
     if len(scored) < 2:
         return
     (at_best, best), (at_last, last) = max(scored, key=lambda item: item[1]), scored[-1]
-    later = [(x, y) for x, y in run.points("reward/mean") if x >= at_best["step"] and y is not None]
-    rising = len({x for x, _ in later}) > 2 and linear_regression(*zip(*later, strict=True)).slope > 0
     rows = (number(at_last.get("rows")) or 0.0) - (number(at_last.get("errors")) or 0.0)
-    if rising and rows >= 1 and has_fallen(best, last, rows):
+    if rows < 1 or not has_fallen(best, last, rows):
+        return
+    later = [(x, y) for x, y in run.rewards if x >= at_best["step"] and y is not None]
+    if len({x for x, _ in later}) > 2 and linear_regression(*zip(*later, strict=True)).slope > 0:
         value = (
             f"held-out accuracy {best:.3f} at step {at_best['step']:.0f}, {last:.3f} at step {at_last['step']:.0f},"
             f" over {rows:.0f} rows"
         )
         advice = "It may exploit the reward: read samples below, and go back to the better checkpoint."
         yield Finding("warning", "Reward rises while held-out accuracy falls", value, advice)
-
-
-def _entropy(run: RecordedRun) -> Iterator[Finding]:
-    if steps := _steps_beyond(run, "EntropyCollapse", "entropy", lt):
-        limit, lowest = THRESHOLDS["EntropyCollapse"].value, figure(min(run.values("entropy")))
-        value = f"below {limit:g} nats per token in {steps}; lowest {lowest}"
-        advice = "The policy hardly explores: raise clip_ratio_high or entropy_coeff, lower the learning rate, or stop."
-        yield Finding("warning", "Entropy collapsed", value, advice)
 
 
 def _not_evaluated(run: RecordedRun) -> Iterator[Finding]:
@@ -210,23 +213,6 @@ def _rows(run: RecordedRun) -> dict[str, float]:
     return {key.removeprefix("rows/"): sum(run.values(key)) for key in run.keys if key.startswith("rows/")}
 
 
-def _effective_sample_size(run: RecordedRun) -> Iterator[Finding]:
-    if steps := _steps_beyond(run, "EffectiveSampleSizeCollapse", "ess", lt):
-        limit, lowest = THRESHOLDS["EffectiveSampleSizeCollapse"].value, min(run.values("ess"))
-        value = f"below {share(limit)} in {steps}; lowest {share(lowest)}"
-        advice = "A few tokens decide the gradient: lower learner.max_staleness or the learning rate."
-        yield Finding("warning", "The effective sample size collapsed", value, advice)
-
-
-def _mismatch(run: RecordedRun) -> Iterator[Finding]:
-    key = "mismatch_kl_k3"
-    if steps := _steps_beyond(run, "MismatchKl", key, gt):
-        limit, highest = THRESHOLDS["MismatchKl"].value, figure(max(run.values(key)))
-        value = f"above {limit:g} nats per token in {steps}; highest {highest}"
-        advice = "If it is high at staleness 0, run asyncrl doctor: they disagree. Else lower max_staleness."
-        yield Finding("warning", "Learner and engine disagree", value, advice)
-
-
 def _staleness(run: RecordedRun) -> Iterator[Finding]:
     limit = THRESHOLDS["StalenessAtBound"]
 
@@ -248,10 +234,60 @@ def _staleness(run: RecordedRun) -> Iterator[Finding]:
         yield Finding("info" if is_ahead else "warning", "Samples are as stale as they may be", value, advice)
 
 
+def _alerting_steps(run: RecordedRun, hold_s: float, crossed: Callable[[Record], bool | None]) -> str:
+    """Describe the longest stretch of steps that `crossed` a threshold; empty where no alert would have fired.
+
+    A stretch counts if it lasted as long as the alert waits, or was a good part of the run. `crossed` returns None for
+    a step without the value: such a step neither counts nor ends a stretch.
+    """
+    judged = [step for step in run.steps if crossed(step) is not None]
+    steps = max((list(part) for is_crossed, part in groupby(judged, crossed) if is_crossed), key=len, default=[])
+    if not steps:
+        return ""
+    began, ended = number(steps[0].get("time")), number(steps[-1].get("time"))
+    is_long = len(steps) > 1 and began is not None and ended is not None and ended - began >= hold_s
+    if not is_long and len(steps) < max(LEAST_STEPS, LEAST_SHARE * len(judged)):
+        return ""
+    first, last = int(steps[0]["step"]), int(steps[-1]["step"])
+    return f"steps {first:,} to {last:,}" if first != last else f"step {first:,}"
+
+
+def _beyond(run: RecordedRun, alert: str, key: str, unit: str, show: Show = figure, *, is_low: bool = False) -> str:
+    """Describe the steps in which a value stayed beyond the threshold of an alert; empty where it did not."""
+    limit = THRESHOLDS[alert]
+
+    def crossed(step: Record) -> bool | None:
+        value = number(step.get(key))
+        return None if value is None else value < limit.value if is_low else value > limit.value
+
+    if not (steps := _alerting_steps(run, limit.hold_s, crossed)):
+        return ""
+    values = run.values(key)
+    extreme = f"lowest {show(min(values))}" if is_low else f"highest {show(max(values))}"
+    return f"{'below' if is_low else 'above'} {show(limit.value)}{unit} in {steps}; {extreme}"
+
+
+def _entropy(run: RecordedRun) -> Iterator[Finding]:
+    if value := _beyond(run, "EntropyCollapse", "entropy", " nats per token", is_low=True):
+        advice = "The policy hardly explores: raise clip_ratio_high or entropy_coeff, lower the learning rate, or stop."
+        yield Finding("warning", "Entropy collapsed", value, advice)
+
+
+def _effective_sample_size(run: RecordedRun) -> Iterator[Finding]:
+    if value := _beyond(run, "EffectiveSampleSizeCollapse", "ess", "", share, is_low=True):
+        advice = "A few tokens decide the gradient: lower learner.max_staleness or the learning rate."
+        yield Finding("warning", "The effective sample size collapsed", value, advice)
+
+
+def _mismatch(run: RecordedRun) -> Iterator[Finding]:
+    if value := _beyond(run, "MismatchKl", "mismatch_kl_k3", " nats per token"):
+        advice = "If it is high at staleness 0, run asyncrl doctor: they disagree. Else lower max_staleness."
+        yield Finding("warning", "Learner and engine disagree", value, advice)
+
+
 def _learner_starves(run: RecordedRun) -> Iterator[Finding]:
-    steps = _steps_beyond(run, "LearnerStarves", "idle/learner", gt)
-    if run.setting("trainer.mode") != "sync" and steps:
-        value = f"more than {share(THRESHOLDS['LearnerStarves'].value)} of its time in {steps}"
+    value = _beyond(run, "LearnerStarves", "idle/learner", " of its time", share)
+    if run.setting("trainer.mode") != "sync" and value:
         yield Finding("info", "The learner waits for groups", value, "Add rollout servers, or shorten completions.")
 
 
@@ -266,6 +302,7 @@ CHECKS: dict[str, Callable[[RecordedRun], Iterator[Finding]]] = {
     "its end": _stopped,
     "silence": _silent,
     "progress": _no_progress,
+    "rollout servers": _no_server,
     "the ledger": _residual,
     "numbers that are none": _not_a_number,
     "reward against held-out accuracy": _reward_hacking,
@@ -284,36 +321,3 @@ CHECKS: dict[str, Callable[[RecordedRun], Iterator[Finding]]] = {
     "evaluation": _not_evaluated,
 }
 """Checks by the name of their subject."""
-
-
-def _steps_beyond(run: RecordedRun, alert: str, key: str, is_beyond: Callable[[float, float], bool]) -> str:
-    """Describe the longest stretch of steps whose value is beyond the threshold of an alert."""
-    limit = THRESHOLDS[alert]
-
-    def crosses(step: Record) -> bool | None:
-        value = number(step.get(key))
-        return None if value is None else is_beyond(value, limit.value)
-
-    return _alerting_steps(run, limit.hold_s, crosses)
-
-
-def _alerting_steps(run: RecordedRun, hold_s: float, crossed: Callable[[Record], bool | None]) -> str:
-    """Describe the longest stretch of steps that `crossed` a threshold; empty where no alert would have fired.
-
-    A stretch counts if it lasted as long as the alert waits, or was a good part of the run. `crossed` returns None for
-    a step without the value: such a step neither counts nor ends a stretch.
-    """
-    answers = [(step, answer) for step in run.steps if (answer := crossed(step)) is not None]
-    stretches = [[step for step, _ in part] for answer, part in groupby(answers, key=lambda item: item[1]) if answer]
-    steps = max(stretches, key=len, default=[])
-    if not steps:
-        return ""
-    began, ended = number(steps[0].get("time")), number(steps[-1].get("time"))
-    seconds = ended - began if began is not None and ended is not None else 0.0
-    is_long = len(steps) > 1 and seconds >= hold_s
-    if not is_long and len(steps) < max(LEAST_STEPS, LEAST_SHARE * len(answers)):
-        return ""
-    if len(steps) == len(answers):
-        return "every step"
-    first, last = int(steps[0]["step"]), int(steps[-1]["step"])
-    return f"steps {first:,} to {last:,}" if first != last else f"step {first:,}"
