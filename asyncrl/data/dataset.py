@@ -14,11 +14,10 @@ from asyncrl.config.sections import DataConfig
 from asyncrl.config.suggest import close_names, file_hint
 from asyncrl.data.tables import (
     HubTable,
-    JsonLinesTable,
     ParquetTable,
     RowGroupCache,
     Table,
-    has_images,
+    images_below,
     read_image_folder,
     read_json,
 )
@@ -118,19 +117,19 @@ def _absolute(value: Any, base: Path) -> Any:
 
 def _open_tables(name: str, config: DataConfig, cache: RowGroupCache) -> list[Table]:
     path = Path(name)
+    if _is_saved(path):
+        return [_open_hub(name, "")]
     if path.is_dir():
-        return [_open_folder(path, config)]
-    if path.is_file():
-        return [_open_file(path, cache)]
-    if glob.has_magic(name):
-        matches = sorted(match for match in glob.glob(name) if Path(match).is_file())
-        if matches:
-            return [_open_file(Path(match), cache) for match in matches]
-        if "@" not in name:  # else the brackets may belong to a split: org/name@train[:100]
-            raise UserError(f"no file matches {name} in {Path.cwd()}")
+        if next(images_below(path), None) is None:
+            raise UserError(
+                f"the folder {path} has no images and was not saved by the `datasets` library. "
+                f"For data files name them, such as {path}/*.parquet"
+            )
+        return [read_image_folder(path, config.image_key, config.answer_key)]
+    files = [path] if path.is_file() else sorted(file for file in map(Path, glob.glob(name)) if file.is_file())
+    if files:
+        return [_open_file(file, cache) for file in files]
     repository, at, split = name.rpartition("@")
-    if at and Path(repository).is_dir():
-        return [_open_saved(Path(repository), split)]
     if at:
         return [_open_hub(repository, split)]
     raise UserError(f"there is no data file {name}: {file_hint(path)} A data set of the hub is written org/name@split")
@@ -140,53 +139,29 @@ def _open_file(path: Path, cache: RowGroupCache) -> Table:
     suffix = path.suffix.lower()
     if suffix == ".parquet":
         return ParquetTable(path, cache)
-    if suffix in (".jsonl", ".ndjson"):
-        return JsonLinesTable(path)
-    if suffix == ".json":
+    if suffix in (".jsonl", ".ndjson", ".json"):
         return read_json(path)
     raise UserError(f"{path}: data files are .parquet, .jsonl or .json, not {suffix or 'without an ending'}")
-
-
-def _open_folder(path: Path, config: DataConfig) -> Table:
-    if _is_saved(path):
-        return _open_saved(path, "")
-    if has_images(path):
-        return read_image_folder(path, config.image_key, config.answer_key)
-    raise UserError(
-        f"the folder {path} has no images and was not saved by the `datasets` library. "
-        f"For data files name them, such as {path}/*.parquet"
-    )
 
 
 def _is_saved(path: Path) -> bool:
     return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
 
 
-def _open_saved(path: Path, split: str) -> Table:
-    """A folder written by `save_to_disk`, or a clone of a hub data set."""
-    import datasets
-
-    if not _is_saved(path):
-        return _open_hub(str(path), split)
-    loaded = datasets.load_from_disk(str(path))
-    if isinstance(loaded, datasets.DatasetDict):
-        if split not in loaded:
-            wanted = f"no split {split!r}" if split else "several splits"
-            raise UserError(f"{path} has {wanted}: write {path}@SPLIT with one of {sorted(map(str, loaded))}")
-        loaded = loaded[split]
-    elif split:
-        raise UserError(f"{path} holds one data set without splits: write it without @{split}")
-    return HubTable(loaded, f"{path.name}@{split}" if split else path.name, path)
-
-
 def _open_hub(name: str, split: str) -> Table:
+    """A data set of the hub, a clone of one, or a folder written by `save_to_disk`."""
     import datasets
     from datasets.config import HF_HUB_OFFLINE
     from datasets.exceptions import DatasetsError
 
+    folder = Path(name)
     try:
-        loaded = datasets.load_dataset(name, split=split)
-    except (OSError, ValueError, DatasetsError) as error:
+        if _is_saved(folder):
+            loaded: Any = datasets.load_from_disk(name)
+            loaded = loaded[split] if split else loaded
+        else:
+            loaded = datasets.load_dataset(name, split=split)
+    except (OSError, ValueError, KeyError, DatasetsError) as error:
         fix = "Check name, split and network"
         if HF_HUB_OFFLINE and isinstance(error, ConnectionError):
             fix = "HF_HUB_OFFLINE forbids downloads: set it to 0 (or HF_DATASETS_OFFLINE)"
@@ -194,44 +169,42 @@ def _open_hub(name: str, split: str) -> Table:
             f"the `datasets` library cannot load {name} (split {split!r}): {type(error).__name__}: {error}. {fix}, "
             "or name a folder that `save_to_disk` has written"
         ) from error
-    base = Path(name) if Path(name).is_dir() else Path()
-    return HubTable(loaded, f"{name}@{split}", base)
+    if isinstance(loaded, datasets.DatasetDict):
+        raise UserError(f"{name} has several splits: write {name}@SPLIT with one of {sorted(map(str, loaded))}")
+    short = folder.name if folder.is_dir() else name
+    return HubTable(loaded, f"{short}@{split}" if split else short, folder if folder.is_dir() else Path())
 
 
 def _check_columns(tables: Sequence[Table], config: DataConfig, purpose: Purpose) -> None:
-    needed = [("data.answer_key", config.answer_key) if purpose == "rl" else ("data.target_key", config.target_key)]
-    if not config.format_prompt:
-        # With a template the question may be made of other columns; it names what it misses.
-        needed.insert(0, ("data.prompt_key", config.prompt_key))
+    # With a template the question may be made of other columns; it names what it misses.
+    needed = [] if config.format_prompt else ["prompt_key"]
+    needed.append("answer_key" if purpose == "rl" else "target_key")
     problems = []
     for table in tables:
-        for key, column in needed:
+        for key in needed:
+            column = getattr(config, key)
             row = table.first_without(column)
-            if row is None:
-                continue
-            whole = column not in table.columns
-            lacks = f"{table.name} has no column {column!r}" if whole else f"row {table.name}:{row} has no {column!r}"
-            problems.append(f"{lacks} ({key}). {_columns(table.columns, column, key)}")
+            if row is not None:
+                where = f"row {table.name}:{row}" if column in table.columns else table.name
+                problems.append(
+                    f"{where} has no column {column!r} (data.{key}). {_columns(table.columns, column, key)}"
+                )
+    columns = sorted({column for table in tables for column in table.columns})
+    for key in ("image_key", "video_key"):
+        # A missing column of images or videos must be no wrong name: rows without one have no images or videos.
+        name = getattr(config, key)
+        if name in columns:
+            continue
+        if name != DataConfig.model_fields[key].default:
+            problems.append(f"no row has a column {name!r} (data.{key}). {_columns(columns, name, key)}")
+        elif close := close_names(name, columns):
+            warning = "no row has a column %r, so all rows are without %s. If %r holds them, set data.%s"
+            logger.warning(warning, name, name, close[0], key)
     if problems:
         raise UserError("\n".join(problems))
-    columns = {column for table in tables for column in table.columns}
-    for key in ("image_key", "video_key"):
-        if getattr(config, key) not in columns:
-            _check_without(key, sorted(columns), config)
-
-
-def _check_without(key: str, columns: Sequence[str], config: DataConfig) -> None:
-    """Check that a missing column of images or videos is no wrong name: rows without one have no images or videos."""
-    name = getattr(config, key)
-    if name != DataConfig.model_fields[key].default:
-        raise UserError(f"no row has a column {name!r} (data.{key}). {_columns(columns, name, f'data.{key}')}")
-    close = close_names(name, columns)
-    if close:
-        warning = "no row has a column %r, so all rows are without %s. There is %s: if it holds %s, set data.%s"
-        logger.warning(warning, name, name, " and ".join(map(repr, close)), name, key)
 
 
 def _columns(columns: Sequence[str], wanted: str, key: str) -> str:
     close = close_names(wanted, columns)
-    meant = f"Did you mean {key}={close[0]}? " if close else f"Set {key} to one of them. "
+    meant = f"Did you mean data.{key}={close[0]}? " if close else f"Set data.{key} to one of them. "
     return f"{meant}Columns: {', '.join(columns)}"

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from asyncrl.config.suggest import file_hint
@@ -25,7 +24,6 @@ MAX_PIXELS = 89_478_485
 
 _BROKEN = (OSError, SyntaxError, ValueError, EOFError, IndexError, TypeError, struct.error, zlib.error)
 """Errors of Pillow's decoders on damaged files."""
-VIDEO_SUFFIXES = (".mp4", ".mkv", ".mov", ".avi", ".webm", ".m4v", ".mpg", ".mpeg", ".flv", ".wmv", ".ts")
 VIDEO_FIX = (
     "A row's videos are a list of videos, each a list of frames (paths or bytes of images), such as "
     '[["clip/001.png", "clip/002.png"]]. Take frames out of a file with: ffmpeg -i clip.mp4 -vf fps=2 clip/%03d.png'
@@ -108,7 +106,7 @@ def _encoded_bytes(value: Any, base_dir: Path, where: str) -> bytes:
     if isinstance(value, str | Path) and str(value):
         return _read(str(value), base_dir, where)
     raise UserError(
-        f"{where}: {_described(value)} is no image. Expected a path, encoded bytes or "
+        f"{where}: {type(value).__name__} {str(value)[:60]!r} is no image. Expected a path, encoded bytes or "
         '{"bytes": ..., "path": ...}; check data.image_key'
     )
 
@@ -128,42 +126,21 @@ def _read(name: str, base_dir: Path, where: str) -> bytes:
         raise UserError(f"{where}: cannot read the image {path}: {error}") from None
 
 
-def _described(value: Any) -> str:
-    if isinstance(value, dict):
-        return f"a mapping with {sorted(map(str, value))}"
-    return f"{type(value).__name__} {str(value)[:60]!r}"
-
-
 def load_videos(value: Any, base_dir: Path, row_id: str) -> list[list[bytes]]:
     """Encoded bytes of the frames of each of a row's videos. Raises UserError naming row, video and frame."""
-    if value is None:
-        return []
-    if not _is_list(value):
-        raise UserError(f"row {row_id}: the videos are {_what(value)}. {VIDEO_FIX}")
-    return [_frames(video, base_dir, f"row {row_id}, video {number}") for number, video in enumerate(value)]
+    return [
+        _frames(video, base_dir, f"row {row_id}, video {n}") for n, video in enumerate(_list(value, f"row {row_id}"))
+    ]
 
 
 def _frames(video: Any, base_dir: Path, where: str) -> list[bytes]:
-    if not _is_list(video):
-        raise UserError(f"{where}: it is {_what(video)}, no list of frames. {VIDEO_FIX}")
-    if not len(video):
+    frames = [load_image_bytes(item, base_dir, f"{where}, frame {n}") for n, item in enumerate(_list(video, where))]
+    if not frames:
         raise UserError(f"{where}: it has no frames. Leave the video or the row out")
-    for number, item in enumerate(video):
-        if _is_video_file(item):
-            raise UserError(f"{where}, frame {number}: it is {_what(item)}. {VIDEO_FIX}")
-    return [load_image_bytes(item, base_dir, f"{where}, frame {number}") for number, item in enumerate(video)]
+    return frames
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list | tuple | np.ndarray)
-
-
-def _is_video_file(value: Any) -> bool:
-    name = value.get("path") if isinstance(value, dict) else value
-    return isinstance(name, str | Path) and str(name).lower().endswith(VIDEO_SUFFIXES)
-
-
-def _what(value: Any) -> str:
-    if _is_video_file(value):
-        return f"a video file ({str(value)[:60]}), which is not decoded here"
-    return f"a {type(value).__name__} ({str(value)[:60]})"
+def _list(value: Any, where: str) -> list[Any]:
+    if not isinstance(value, list | None):
+        raise UserError(f"{where}: {type(value).__name__} {str(value)[:60]!r} is no list. {VIDEO_FIX}")
+    return value or []

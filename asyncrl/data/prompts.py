@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import numpy as np
 
 from asyncrl.config.sections import DataConfig
 from asyncrl.data.images import content_hash, load_image_bytes, load_videos
@@ -47,7 +46,7 @@ class PromptRenderer:
             image_hashes=tuple(map(content_hash, images)),
             videos=tuple(Video(frame_hashes=tuple(map(content_hash, v)), fps=config.video_fps) for v in videos),
             answer=self._answer(row, row_id),
-            columns={k: _plain(v) for k, v in row.items() if k not in keys and _is_wire_safe(v)},
+            columns={k: v for k, v in row.items() if k not in keys and _is_wire_safe(v)},
         )
         return RenderedPrompt(prompt, blobs)
 
@@ -55,7 +54,7 @@ class PromptRenderer:
         value = row.get(self._config.image_key)
         if value is None:
             return []
-        values = list(value) if isinstance(value, list | tuple | np.ndarray) else [value]
+        values = value if isinstance(value, list) else [value]
         # RowSource has made the paths absolute: the base matters to rows from elsewhere only.
         base = Path(self._config.image_dir or ".")
         return [load_image_bytes(item, base, f"row {row_id}, image {number}") for number, item in enumerate(values)]
@@ -67,7 +66,7 @@ class PromptRenderer:
                 f"row {row_id}: the answer in column {self._config.answer_key!r} (data.answer_key) is a "
                 f"{type(answer).__name__}; it must be text, a number of at most 64 bits, or lists and maps of them"
             )
-        return _plain(answer)
+        return answer
 
     def _messages(self, row: Mapping[str, Any], row_id: str) -> list[ChatMessage]:
         content = row.get(self._config.prompt_key)
@@ -79,8 +78,8 @@ class PromptRenderer:
         messages = [ChatMessage(role="system", content=(TextPart(text=system),))] if system else []
         if isinstance(content, str):
             return [*messages, ChatMessage(role="user", content=split_placeholders(content))]
-        if not isinstance(content, list | tuple | np.ndarray) or not len(content):
-            found = "empty" if content is None or isinstance(content, list | tuple) else f"a {type(content).__name__}"
+        if not isinstance(content, list) or not content:
+            found = f"a {type(content).__name__}" if content else "empty"
             raise UserError(
                 f"row {row_id}: column {self._config.prompt_key!r} (data.prompt_key) is {found}; "
                 "it must be a string or a list of chat messages"
@@ -95,7 +94,7 @@ class PromptRenderer:
         if isinstance(content, str):
             text = self._apply_template(content, row, row_id) if role == "user" else content
             return ChatMessage(role=role, content=split_placeholders(text))
-        if not isinstance(content, list | tuple | np.ndarray):
+        if not isinstance(content, list):
             raise UserError(
                 f"row {row_id}: the {role} message has a content of type {type(content).__name__}; "
                 "it must be a string or a list of parts"
@@ -182,18 +181,8 @@ def _load_template(path: str) -> jinja2.Template | None:
 
 
 def _is_wire_safe(value: Any) -> bool:
-    value = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
     if isinstance(value, Mapping | list | tuple):
-        return all(_is_wire_safe(item) for item in (value.values() if isinstance(value, Mapping) else value))
+        return all(map(_is_wire_safe, value.values() if isinstance(value, Mapping) else value))
     if isinstance(value, int):
         return -(2**63) <= value < 2**64  # what MessagePack can hold
     return value is None or isinstance(value, str | float)
-
-
-def _plain(value: Any) -> Any:
-    """The value with numpy scalars and arrays as plain Python."""
-    if isinstance(value, np.ndarray | np.generic):
-        return value.tolist()
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
