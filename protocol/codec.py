@@ -58,10 +58,9 @@ def encode(message: Wire, limits: Limits | None = None) -> list[bytes | memoryvi
                 "Use text, numbers, booleans, bytes, lists and maps with text keys"
             ),
         ) from problem
-    frames: list[bytes | memoryview] = [header, *sink]
     if limits is not None:
-        _check_sizes([_size(frame) for frame in frames], limits, type(message).__name__)
-    return frames
+        _check_sizes([memoryview(header), *sink], limits, type(message).__name__)
+    return [header, *sink]
 
 
 def decode(frames: Sequence[Frame], expected: Expected, limits: Limits) -> Message:
@@ -69,8 +68,7 @@ def decode(frames: Sequence[Frame], expected: Expected, limits: Limits) -> Messa
 
     Arrays and blobs are read-only views of the frames. Raises ProtocolError and nothing else.
     """
-    views = [_view(frame) for frame in frames]
-    header = read_header(views, limits)
+    header = read_header(frames, limits)
     name = header.get("type")
     if not isinstance(name, str):
         raise ProtocolError(ErrorCode.MALFORMED, "the header has no `type`")
@@ -81,7 +79,7 @@ def decode(frames: Sequence[Frame], expected: Expected, limits: Limits) -> Messa
             raise ProtocolError(ErrorCode.UNKNOWN_TYPE, f"unknown message type {name[:100]!r}")
         accepted = ", ".join(sorted(models_by_type(expected)))
         raise ProtocolError(ErrorCode.WRONG_DIRECTION, f"`{name}` is not for this endpoint, which receives {accepted}")
-    source = FrameSource(views)
+    source = FrameSource([_view(frame) for frame in frames])
     try:
         message = model.model_validate(header, context=source)
     except ValidationError as problem:
@@ -99,11 +97,11 @@ def read_header(frames: Sequence[Frame], limits: Limits) -> dict[str, Any]:
     """The unvalidated header, or ProtocolError MALFORMED or TOO_LARGE."""
     if not frames:
         raise ProtocolError(ErrorCode.MALFORMED, "a message without frames")
-    _check_sizes([_size(frame) for frame in frames], limits, "message")
-    view = _view(frames[0])
+    views = [_view(frame) for frame in frames]
+    _check_sizes(views, limits, "message")
     try:
         header = msgpack.unpackb(
-            view,
+            views[0],
             raw=False,
             strict_map_key=True,
             ext_hook=_refuse_extension,
@@ -131,19 +129,14 @@ def models_by_type(expected: Expected) -> dict[str, type[Wire]]:
 ALL_MODELS: dict[str, type[Wire]] = models_by_type(Message)
 
 
-def _check_sizes(sizes: list[int], limits: Limits, what: str) -> None:
-    total = sum(sizes)
+def _check_sizes(frames: list[memoryview], limits: Limits, what: str) -> None:
     for name, value, limit in (
-        ("frames", len(sizes), limits.max_frames),
-        ("header bytes", sizes[0], limits.max_header_bytes),
-        ("bytes", total, limits.max_message_bytes),
+        ("frames", len(frames), limits.max_frames),
+        ("header bytes", frames[0].nbytes, limits.max_header_bytes),
+        ("bytes", sum(frame.nbytes for frame in frames), limits.max_message_bytes),
     ):
         if value > limit:
             raise ProtocolError(ErrorCode.TOO_LARGE, f"{what} has {value:,} {name}, the limit is {limit:,}")
-
-
-def _size(frame: Frame) -> int:
-    return frame.nbytes if isinstance(frame, memoryview) else len(frame)
 
 
 def _view(frame: Frame) -> memoryview:
@@ -156,10 +149,7 @@ def _refuse_extension(code: int, _data: bytes) -> Any:
 
 def _reason(name: str, problem: ValidationError) -> str:
     errors = problem.errors(include_url=False, include_context=False, include_input=False)
-    parts = []
-    for error in errors[:REPORTED_ERRORS]:
-        path = ".".join([name, *map(str, error["loc"])])
-        parts.append(f"{path[:120]}: {error['msg']}")
+    parts = [f"{'.'.join([name, *map(str, e['loc'])])[:120]}: {e['msg']}" for e in errors[:REPORTED_ERRORS]]
     if len(errors) > REPORTED_ERRORS:
         parts.append(f"and {len(errors) - REPORTED_ERRORS} more")
     return _shorten("; ".join(parts))

@@ -119,13 +119,6 @@ def _bind_error(problem: OSError | zmq.ZMQError, host: str, port: int, setting: 
             f"{host_setting} is {host}, which is no address of this machine. Set {host_setting} to one that it has: "
             "127.0.0.1, or 0.0.0.0 for all of them"
         )
-    if problem.errno in (errno.EACCES, errno.EPERM):
-        return BindError(
-            f"this user may not listen on port {port} of {host} ({problem.strerror}). Set {setting} to a port from "
-            "1024 on, or to 0"
-        )
-    if problem.errno in (errno.EMFILE, errno.ENFILE):
-        return BindError(f"no socket for port {port}: {problem.strerror}. Raise the limit: ulimit -n 4096")
     return BindError(
         f"cannot listen on port {port} of {host}: {problem.strerror}. Set {host_setting} to an address of this "
         f"machine and {setting} to a port that you may use"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import reprlib
 from dataclasses import dataclass, field
 from math import prod
-from typing import Annotated, Any, TypeGuard
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import BeforeValidator, PlainSerializer, SerializationInfo, ValidationInfo
@@ -32,12 +32,12 @@ class FrameSource:
     frames: list[memoryview]
     used: set[int] = field(default_factory=set)
 
-    def take(self, index: int) -> memoryview:
-        if not 1 <= index < len(self.frames):
+    def take(self, index: Any) -> memoryview:
+        if type(index) is not int or not 1 <= index < len(self.frames):  # a bool is an int to isinstance
             raise PydanticCustomError(
                 "frame_missing",
                 "frame {index} is named in the header, but the message has {count} frames",
-                {"index": index, "count": len(self.frames)},
+                {"index": reprlib.repr(index), "count": len(self.frames)},
             )
         if index in self.used:
             raise PydanticCustomError("frame_twice", "frame {index} is used twice", {"index": index})
@@ -46,25 +46,12 @@ class FrameSource:
 
 
 def _decoded_array(dtype: str, ndim: int = 1) -> BeforeValidator:
-    expected = np.dtype(dtype)
-
     def decode(value: Any, info: ValidationInfo) -> np.ndarray:
-        context = info.context
-        if isinstance(value, dict) and isinstance(context, FrameSource):
-            array = _array_from_frame(value, context)
-        elif isinstance(value, np.ndarray):
-            array = value
-        elif isinstance(value, list) and not isinstance(context, FrameSource):
-            # A convenience for tests and examples; refused from the wire.
-            array = np.asarray(value, dtype=expected)
-        else:
-            raise PydanticCustomError("array_type", "expected an array of {dtype}", {"dtype": dtype})
-        if array.dtype != expected or array.ndim != ndim:
-            raise PydanticCustomError(
-                "array_type",
-                "expected {dtype} with {ndim} dimension(s), got {got_dtype} with {got_ndim}",
-                {"dtype": dtype, "ndim": ndim, "got_dtype": str(array.dtype), "got_ndim": array.ndim},
-            )
+        if isinstance(info.context, FrameSource):
+            return _array_from_frame(value, info.context, dtype, ndim)
+        array = np.asarray(value, dtype) if isinstance(value, list) else value  # a convenience for tests and examples
+        if not isinstance(array, np.ndarray) or array.dtype.str != dtype or array.ndim != ndim:
+            raise _no_array(dtype, ndim, array)
         return array
 
     return BeforeValidator(decode)
@@ -82,39 +69,32 @@ def _encoded_array(dtype: str) -> PlainSerializer:
     return PlainSerializer(encode)
 
 
-def _array_from_frame(value: dict[str, Any], source: FrameSource) -> np.ndarray:
-    index, dtype, shape = value.get("frame"), value.get("dtype"), value.get("shape")
-    itemsize = ITEM_BYTES.get(dtype) if isinstance(dtype, str) else None
-    if type(index) is not int or itemsize is None or not _is_shape(shape):  # a bool is an int to isinstance
-        raise PydanticCustomError("array_header", "not an array header: {got}", {"got": reprlib.repr(value)})
-    frame = source.take(index)
-    needed = (shape[0] if len(shape) == 1 else prod(shape)) * itemsize
+def _array_from_frame(header: Any, source: FrameSource, dtype: str, ndim: int) -> np.ndarray:
+    shape = header.get("shape") if isinstance(header, dict) and header.get("dtype") == dtype else None
+    if type(shape) is not list or len(shape) != ndim or not all(type(n) is int and 0 <= n < 2**40 for n in shape):
+        raise _no_array(dtype, ndim, header)
+    frame = source.take(header.get("frame"))
+    needed = prod(shape) * int(dtype[-1])
     if needed != frame.nbytes:
         raise PydanticCustomError(
             "array_size",
-            "frame {index} has {nbytes} bytes, but {dtype}{shape} needs {needed}",
-            {"index": index, "nbytes": frame.nbytes, "dtype": dtype, "shape": shape, "needed": needed},
+            "a frame has {nbytes} bytes, but {dtype}{shape} needs {needed}",
+            {"nbytes": frame.nbytes, "dtype": dtype, "shape": shape, "needed": needed},
         )
-    array = np.frombuffer(frame, dtype=dtype)
-    return array if len(shape) == 1 else array.reshape(shape)
+    return np.frombuffer(frame, dtype).reshape(shape)
 
 
-def _is_shape(shape: Any) -> TypeGuard[list[int]]:
-    if type(shape) is not list or len(shape) > MAX_DIMENSIONS:
-        return False
-    if len(shape) == 1:  # nearly every array
-        return type(shape[0]) is int and 0 <= shape[0] < 2**40
-    return all([type(size) is int and 0 <= size < 2**40 for size in shape])  # noqa: C419  # cheaper than a generator
+def _no_array(dtype: str, ndim: int, got: Any) -> PydanticCustomError:
+    what = "expected {dtype} with {ndim} dimension(s) in a frame of its own, got {got}"
+    return PydanticCustomError("array_type", what, {"dtype": dtype, "ndim": ndim, "got": reprlib.repr(got)})
 
 
 def _decode_blob(value: Any, info: ValidationInfo) -> memoryview:
     if isinstance(info.context, FrameSource):
-        index = value.get("frame") if isinstance(value, dict) else None
-        if type(index) is int:
-            return info.context.take(index)
-    elif isinstance(value, bytes | bytearray | memoryview):
+        return info.context.take(value.get("frame") if isinstance(value, dict) else None)
+    if isinstance(value, bytes | bytearray | memoryview):
         return memoryview(value)
-    raise PydanticCustomError("blob", "expected raw bytes in a frame of their own", {})
+    raise PydanticCustomError("blob", "expected raw bytes", {})
 
 
 def _encode_blob(blob: memoryview, info: SerializationInfo) -> Any:
@@ -122,10 +102,6 @@ def _encode_blob(blob: memoryview, info: SerializationInfo) -> Any:
         return f"<{blob.nbytes} bytes>"
     return {"frame": info.context.add(blob.cast("B") if blob.nbytes else memoryview(b""))}
 
-
-MAX_DIMENSIONS = 4
-ITEM_BYTES = {"<i4": 4, "<i8": 8, "<f4": 4, "|u1": 1}
-"""Item sizes of the data types that may travel."""
 
 Int32Array = Annotated[np.ndarray, _decoded_array("<i4"), _encoded_array("<i4")]
 """[N] little-endian int32, one raw frame."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import Any
 
-from protocol.codec import Frame, Limits, read_header
-from protocol.errors import ErrorCode, ProtocolError
+from protocol.errors import ErrorCode
 from protocol.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR, Hello, Refusal
 
 
@@ -24,7 +24,7 @@ def check_hello(
     """
     server = f"server {hello.server_id!r}"
     if hello.protocol_major != PROTOCOL_MAJOR:
-        return _other_protocol(server, hello.protocol_major, hello.protocol_minor)
+        return refuse_other_protocol(hello.model_dump())
     if hello.model_fingerprint != model_fingerprint:
         return Refusal(
             code=ErrorCode.MODEL_MISMATCH,
@@ -78,28 +78,19 @@ def check_mode(hello: Hello, mode: str, tenant: Hello | None) -> Refusal | None:
     return None
 
 
-def refusal_for_undecodable_hello(frames: Sequence[Frame], limits: Limits | None = None) -> Refusal | None:
+def refuse_other_protocol(header: Mapping[str, Any]) -> Refusal | None:
     """Refuse a hello of another protocol major, whose other fields may not fit our model of it.
 
-    None if `frames` are anything else.
+    None if `header` is anything else.
     """
-    try:
-        header = read_header(frames, limits or Limits())
-    except ProtocolError:
-        return None
-    major = header.get("protocol_major")
+    major, minor = header.get("protocol_major"), header.get("protocol_minor")
     if header.get("type") != "hello" or not isinstance(major, int) or major == PROTOCOL_MAJOR:
         return None
-    minor = header.get("protocol_minor")
-    return _other_protocol(
-        f"server {str(header.get('server_id'))[:200]!r}", major, minor if isinstance(minor, int) else 0
-    )
-
-
-def _other_protocol(server: str, major: int, minor: int) -> Refusal:
+    server = f"server {str(header.get('server_id'))[:200]!r}"
     older = "server" if major < PROTOCOL_MAJOR else "learner"
     return Refusal(
         code=ErrorCode.PROTOCOL_VERSION,
-        reason=f"{server} speaks protocol {major}.{minor}, the learner speaks {PROTOCOL_MAJOR}.{PROTOCOL_MINOR}",
+        reason=f"{server} speaks protocol {major}.{minor if isinstance(minor, int) else 0}, the learner speaks "
+        f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}",
         fix=f"Upgrade the {older}: both sides need the same major protocol version",
     )

@@ -7,7 +7,6 @@ ZeroMQ takes messages from its connections in turns.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -50,7 +49,7 @@ class PeerBudget:
     def __init__(self, limits: PeerLimits | None = None, clock: Callable[[], float] = time.monotonic):
         self.limits = limits or PeerLimits()
         self._clock = clock
-        self._accounts: OrderedDict[bytes, _Account] = OrderedDict()
+        self._accounts: dict[bytes, _Account] = {}
 
     def is_muted(self, identity: bytes) -> bool:
         account = self._accounts.get(identity)
@@ -74,18 +73,17 @@ class PeerBudget:
 
     def _account(self, identity: bytes) -> _Account:
         now = self._clock()
-        account = self._accounts.setdefault(identity, _Account(since=now))
-        self._accounts.move_to_end(identity)
+        account = self._accounts.pop(identity, None) or _Account(since=now)
+        self._accounts[identity] = account  # the last one now
         if len(self._accounts) > MAX_ACCOUNTS:
-            self._accounts.popitem(last=False)
+            del self._accounts[next(iter(self._accounts))]
         if now - account.since >= self.limits.interval_s:
             account.since, account.messages, account.bad = now, 0, 0
         return account
 
     def _mute(self, identity: bytes, account: _Account, what: str) -> Muted:
-        seconds = self._clock() - account.since
-        account.muted_until = self._clock() + self.limits.mute_s
+        now = self._clock()
+        account.muted_until = now + self.limits.mute_s
         account.messages = account.bad = 0
-        return Muted(
-            identity, f"it sent {what} in {seconds:.1f} s; what it sends is ignored for {self.limits.mute_s:g} s"
-        )
+        mute = f"what it sends is ignored for {self.limits.mute_s:g} s"
+        return Muted(identity, f"it sent {what} in {now - account.since:.1f} s; {mute}")

@@ -22,7 +22,7 @@ from protocol.curve import LearnerKeys, ServerKeys
 from protocol.curve_auth import CurveAuthenticator, HandshakeWatch, become_curve_client, become_curve_server
 from protocol.endpoints import bind, check_dial
 from protocol.errors import ErrorCode, ProtocolError
-from protocol.handshake import refusal_for_undecodable_hello
+from protocol.handshake import refuse_other_protocol
 from protocol.messages import Error, Message, Refusal, Wire
 from protocol.peers import Muted, PeerBudget, PeerLimits
 
@@ -326,11 +326,11 @@ def _configure(sock: zmq.Socket, limits: Limits, queues: Queues, linger_s: float
 
 def _bad_message(sender: bytes, error: ProtocolError, frames: Sequence[Frame], limits: Limits) -> BadMessage:
     """Choose the answer: a refusal for a hello of another protocol, nothing for an error, else an error."""
-    answer: Error | Refusal | None = refusal_for_undecodable_hello(frames, limits)
-    if answer is None:
-        try:
-            is_error = read_header(frames, limits).get("type") == "error"
-        except ProtocolError:
-            is_error = False  # not readable at all, so not an error message of ours either
-        answer = None if is_error else Error(code=error.code, reason=error.reason)
+    try:
+        header = read_header(frames, limits)
+    except ProtocolError:
+        header = {}  # not readable at all, so not an error message of ours either
+    answer: Error | Refusal | None = refuse_other_protocol(header)
+    if answer is None and header.get("type") != "error":
+        answer = Error(code=error.code, reason=error.reason)
     return BadMessage(sender, error, answer)

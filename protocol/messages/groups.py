@@ -62,6 +62,9 @@ class GroupTimings(Wire):
     reward_s: Seconds
 
 
+TOKEN_COLUMNS = ("token_ids", "loss_mask", "logprobs", "versions", "kv_versions")
+
+
 class Group(Wire):
     """The trajectories of one ticket. Columns are flat over trajectories: `N = sum(lengths)`."""
 
@@ -95,15 +98,8 @@ class Group(Wire):
     @model_validator(mode="after")
     def _columns_agree(self) -> Group:
         total = int(self.lengths.sum())
-        sizes = {
-            "token_ids": self.token_ids.size,
-            "loss_mask": self.loss_mask.size,
-            "logprobs": self.logprobs.size,
-            "versions": self.versions.size,
-        }
-        if self.kv_versions is not None:
-            sizes["kv_versions"] = self.kv_versions.size
-        wrong = {name: size for name, size in sizes.items() if size != total}
+        columns = {name: getattr(self, name) for name in TOKEN_COLUMNS}
+        wrong = {name: c.size for name, c in columns.items() if c is not None and c.size != total}
         if wrong or (self.lengths.size and self.lengths.min() < 0):
             raise ValueError(f"lengths add up to {total}, but {wrong}")
         if self.lengths.size != len(self.trajectories):

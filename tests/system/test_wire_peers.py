@@ -9,7 +9,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import numpy as np
 import pytest
 import zmq
@@ -20,6 +19,7 @@ from protocol.errors import ErrorCode
 from protocol.messages import Goodbye, Tickets, Welcome
 from protocol.peers import PeerLimits
 from tests.rigs.fuzz import content
+from tests.rigs.fuzz.mutations import pack
 from tests.rigs.fuzz.peers import WAIT_S, Peer, good_server
 from tests.rigs.fuzz.rig import PER_STEP, LearnerRig, small_config
 
@@ -118,7 +118,7 @@ def test_a_server_that_never_reads_its_tickets_loses_them(rig: LearnerRig, peer:
 
 def test_one_connection_is_one_server_and_may_send_unknown_types(rig: LearnerRig, peer: Peer):
     for _ in range(200):
-        peer.send([msgpack.packb({"type": "from_the_future"})])
+        peer.send([pack({"type": "from_the_future"})])
     peer.send(content.hello("first"))
     peer.hear(Welcome)
     peer.send(content.hello("second"))

@@ -45,6 +45,28 @@ CHUNK_BYTES = 4096
 WELCOME = Welcome(run_id="fuzz", incarnation="i", host_id="h", version=0, weights_port=1, heartbeat_s=1, timeout_s=5)
 
 
+def _manifest(version: int, xxh3: int = 0, shm_path: str = "/dev/shm/x") -> WeightManifest:
+    size = TRANSFER_BYTES
+    entry = TensorEntry(name="w", dtype="uint8", shape=(size,), offset=0, nbytes=size, xxh3=xxh3)
+    return WeightManifest(version=version, publication="p", tensors=(entry,), total_bytes=size, shm_path=shm_path)
+
+
+TICKETS = tuple(
+    Tickets(
+        tickets=(content.ticket(number, 0),), blobs={content.image(number)[0]: memoryview(content.image(number)[1])}
+    )
+    for number in range(50)
+)
+MESSAGES: tuple[Wire, ...] = (
+    *TICKETS,
+    *20 * (WELCOME, _manifest(7)),
+    *20 * (Refusal(code=ErrorCode.MODEL_MISMATCH, reason="reason", fix="fix"), Goodbye(reason="reason")),
+    *20 * (Tickets(tickets=tuple(content.ticket(i, 0) for i in range(5))), Ack(ticket_ids=(7, 8))),
+    *20 * (LearnerHeartbeat(version=1, step=1), Error(code=ErrorCode.NOT_WELCOME, reason="reason")),
+    *20 * (Chunk(version=0, offset=0, data=memoryview(b"x" * 100)),),
+)
+
+
 async def fuzz_server_side(messages: int, seed: int) -> dict[str, Any]:
     started = time.monotonic()
     hostile = _HostileLearner(seed)
@@ -77,7 +99,7 @@ class _HostileLearner:
         for first in range(0, messages, BATCH):
             batch = min(BATCH, messages - first)
             for _ in range(batch):
-                self.control.send_multipart([identity, *mutate(self._rng, _message(self._rng))])
+                self.control.send_multipart([identity, *mutate(self._rng, self._rng.choice(MESSAGES))])
             self.counts["messages to the link"] += batch
             valid = content.ticket(10**6 + first, 0)
             self.control.send_multipart([identity, *frames_of(Tickets(tickets=(valid,)))])
@@ -166,28 +188,3 @@ def _router(endpoint: str) -> zmq.Socket[bytes]:
     router.setsockopt(zmq.SNDTIMEO, 10_000)
     router.bind(endpoint)
     return router
-
-
-def _manifest(version: int, xxh3: int = 0, shm_path: str = "/dev/shm/x") -> WeightManifest:
-    size = TRANSFER_BYTES
-    entry = TensorEntry(name="w", dtype="uint8", shape=(size,), offset=0, nbytes=size, xxh3=xxh3)
-    return WeightManifest(version=version, publication="p", tensors=(entry,), total_bytes=size, shm_path=shm_path)
-
-
-def _message(rng: random.Random) -> Wire:
-    """One of every message; tickets more often."""
-    ticket_id = rng.randrange(1000)
-    digest, data = content.image(ticket_id % 50)
-    tickets = Tickets(tickets=(content.ticket(ticket_id, 0),), blobs={digest: memoryview(data)})
-    return rng.choice(
-        (
-            *(tickets, tickets, WELCOME, _manifest(ticket_id)),
-            Refusal(code=ErrorCode.MODEL_MISMATCH, reason="reason", fix="fix"),
-            Tickets(tickets=tuple(content.ticket(i, 0) for i in range(5))),
-            Ack(ticket_ids=(ticket_id, ticket_id + 1)),
-            LearnerHeartbeat(version=1, step=1),
-            Goodbye(reason="reason"),
-            Error(code=ErrorCode.NOT_WELCOME, reason="reason"),
-            Chunk(version=0, offset=0, data=memoryview(b"x" * 100)),
-        )
-    )

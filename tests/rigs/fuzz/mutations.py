@@ -31,6 +31,12 @@ def frames_of(message: Wire) -> Frames:
     return [bytes(frame) for frame in encode(message)]
 
 
+def pack(value: object) -> bytes:
+    packed = msgpack.packb(value)
+    assert packed is not None
+    return packed
+
+
 def mutate(rng: random.Random, message: Wire) -> Frames:
     """Encode a message with one to three kinds of damage."""
     right = frames_of(message)
@@ -83,7 +89,7 @@ def change_header(rng: random.Random, frames: Frames) -> Frames:
             parent.append(value)
         else:
             parent[key] = value
-        return [msgpack.packb(header), *frames[1:]]
+        return [pack(header), *frames[1:]]
     except (ValueError, TypeError, AttributeError, IndexError, OverflowError, msgpack.UnpackException):
         return frames
 
@@ -111,7 +117,7 @@ def enlarge(rng: random.Random, frames: Frames) -> Frames:
     if kind == 0:
         return [*frames, *[b""] * rng.choice((4000, 5000))]
     if kind == 1:
-        return [b"\x82\xa4type\xa5group\xa9token_ids" + msgpack.packb([[0] * 60_000] * rng.choice((1, 20)))]
+        return [b"\x82\xa4type\xa5group\xa9token_ids" + pack([[0] * 60_000] * rng.choice((1, 20)))]
     if kind == 2:
         return [*frames, b"\x00" * rng.choice((1 << 20, 5 << 20))]
     return [rng.choice((b"\xdf", b"\xdd", b"\xdb", b"\xc6")) + b"\xff" * 4]

@@ -12,7 +12,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgpack
 import zmq
 
 from protocol.codec import Limits, decode
@@ -34,7 +33,7 @@ from protocol.messages import (
     Wire,
 )
 from tests.rigs.fuzz import content
-from tests.rigs.fuzz.mutations import Frames, frames_of, mutate, wrong_group
+from tests.rigs.fuzz.mutations import Frames, frames_of, mutate, pack, wrong_group
 
 WAIT_S = 20.0
 BEAT_S = 0.2
@@ -44,6 +43,14 @@ PER_CONNECTION = 12
 """Below the 16 bad messages that mute a peer."""
 FLOOD = 2000
 NEVER_ISSUED = 10**9
+MESSAGES: tuple[Wire, ...] = (
+    content.heartbeat(),
+    TicketFailed(ticket_id=NEVER_ISSUED, error_kind="kind", error_message="message"),
+    WeightsLoaded(version=0, channel="zmq", transfer_s=0.1, load_s=0.1),
+    LeaseReturn(fence=1, wake_s=0.1, sleep_s=0.1, sleep_bytes=1),
+    Error(code=ErrorCode.MALFORMED, reason="reason", ticket_id=NEVER_ISSUED),
+    Tickets(tickets=(content.ticket(NEVER_ISSUED, 0),)),
+)
 Kind = TypeVar("Kind", bound=Wire)
 
 
@@ -204,17 +211,12 @@ class _Hostile:
 
     def _message(self, name: str) -> Wire:
         """One of every message, of this direction and of the other; groups more often."""
-        group = content.group(NEVER_ISSUED + self._rng.randrange(1000), 0, name)
-        return self._rng.choice(
-            (
-                *(group, group, group, content.hello(name), content.heartbeat(), self._chunk_request()),
-                TicketFailed(ticket_id=NEVER_ISSUED, error_kind="kind", error_message="message"),
-                WeightsLoaded(version=0, channel="zmq", transfer_s=0.1, load_s=0.1),
-                LeaseReturn(fence=1, wake_s=0.1, sleep_s=0.1, sleep_bytes=1),
-                Error(code=ErrorCode.MALFORMED, reason="reason", ticket_id=NEVER_ISSUED),
-                Tickets(tickets=(content.ticket(NEVER_ISSUED, 0),)),
-            )
-        )
+        draw = self._rng.random()
+        if draw < 0.3:
+            return content.group(NEVER_ISSUED + self._rng.randrange(1000), 0, name)
+        if draw < 0.4:
+            return content.hello(name)
+        return self._chunk_request() if draw < 0.5 else self._rng.choice(MESSAGES)
 
     def _chunk_request(self) -> ChunkRequest:
         rng = self._rng
@@ -247,7 +249,7 @@ class _Hostile:
         """Send a message type of this connection alone: its answer shows that all before it has been handled."""
         name = f"probe-{self._number}"
         started = time.monotonic()
-        peer.send([msgpack.packb({"type": name})])
+        peer.send([pack({"type": name})])
         while (message := self._receive(peer, started + WAIT_S - time.monotonic())) is not None:
             if isinstance(message, Error) and (name in message.reason or message.code is ErrorCode.MUTED):
                 self.probe_s = max(self.probe_s, time.monotonic() - started)

@@ -44,7 +44,7 @@ from protocol.messages import (
     Wire,
 )
 from tests.rigs.fuzz import content
-from tests.rigs.fuzz.mutations import frames_of, mutate
+from tests.rigs.fuzz.mutations import frames_of, mutate, pack
 
 LIMITS = Limits()
 IMAGE = "ab" * 32
@@ -158,12 +158,6 @@ def test_receiving_copies_no_array_and_no_blob():
 def test_sending_copies_no_array():
     group = make_group([100])
     assert any(np.shares_memory(np.frombuffer(f, np.uint8), group.token_ids) for f in encode(group)[1:])
-
-
-def pack(value: Any) -> bytes:
-    packed = msgpack.packb(value)
-    assert packed is not None
-    return packed
 
 
 def header(**fields: Any) -> list[bytes]:
