@@ -77,7 +77,7 @@ class _Draft:
             key = all_keys().get(path)
             try:
                 value = raw if key and key.field.annotation is str else yaml_text.parse(raw, f"override {text}")[0]
-                self.data = _put(self.data, place, value)
+                self.data = put(self.data, place, value)
                 self._overrides[place] = text
             except UserError as problem:
                 self.problems.append(str(problem))
@@ -122,7 +122,7 @@ def _meant(path: str) -> str:
     return f": did you mean {key}?" if key else ". docs/migration.md has other frameworks' names"
 
 
-def _put(data: Any, place: Place, value: Any) -> Any:
+def put(data: Any, place: Place, value: Any) -> Any:
     """Nested mappings and lists with a value put in; the index after a list's last item appends. Raises LookupError."""
     if not place:
         return value
@@ -131,7 +131,7 @@ def _put(data: Any, place: Place, value: Any) -> Any:
         data = [] if isinstance(part, int) else {}
     if isinstance(data, list) and isinstance(part, int) and part <= len(data):
         item = data[part] if part < len(data) else None
-        return [*data[:part], _put(item, below, value), *data[part + 1 :]]
+        return [*data[:part], put(item, below, value), *data[part + 1 :]]
     if isinstance(data, dict):
-        return {**data, part: _put(data.get(part), below, value)}
+        return {**data, part: put(data.get(part), below, value)}
     raise LookupError(part)

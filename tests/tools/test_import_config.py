@@ -137,66 +137,44 @@ def test_the_written_file_loads_and_its_reward_is_called_as_there(
     assert function(RewardSample(completion="7", answer="7"), **reward.kwargs) == 1.5
     component = load_reward("ours_reward.py:component")
     assert component(RewardSample(completion="6", answer="7"), key="accuracy") == 0.0
-    assert main(["import-config", str(source), "-o", "ours.yaml"]) == 2, "nothing is overwritten"
-
-
-WITH_A_REWARD = "data: {train_files: rows.parquet}\nworker: {reward: {reward_function: 'r.py:f'}}\n"
-
-
-@pytest.mark.parametrize(
-    ("out", "said"),
-    [
-        ("nowhere/out.yaml", "cannot write nowhere/out.yaml: No such file or directory"),
-        ("ours.yaml", "ours_reward.py exists already"),
-    ],
-)
-def test_a_file_that_cannot_be_written_is_one_line_and_leaves_nothing(
-    out: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("theirs.yaml").write_text(WITH_A_REWARD)
-    Path("ours_reward.py").write_text("mine")
-    assert main(["import-config", "theirs.yaml", "-o", out]) == 2
-    assert capsys.readouterr() == ("", f"error: {said}. Name another file with -o\n")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours_reward.py", "theirs.yaml"]
+    before = {path.name for path in tmp_path.iterdir()}
+    for out, said in (("ours.yaml", "ours.yaml exists already"), ("no/out.yaml", "cannot write no/out.yaml: No such")):
+        assert main(["import-config", str(source), "-o", out]) == 2
+        assert said in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == before, "nothing is overwritten, and nothing is left"
 
 
 @pytest.mark.parametrize(
     ("section", "reward"),
     [
-        (
-            {"reward_type": "sequential", "reward_function": "r.py:f"},
-            "f = lambda row: {'overall': len(row['response'])}",
-        ),
-        ({"reward_type": "function", "score_function": "r.py:f"}, "f = lambda text, truth: {'overall': len(text)}"),
-        ({"reward_function": "r.py:f"}, "f = lambda rows: [{'overall': len(rows[0]['response'])}]"),
-        (
-            {"reward_function": "r.py:f"},
-            "REWARD_TYPE = 'sequential'\nf = lambda row: {'overall': len(row['response'])}",
-        ),
+        ("reward_type: sequential", "f = lambda row: {'overall': len(row['response'])}"),
+        ("reward_type: function", "f = lambda text, truth: {'overall': len(text)}"),
+        ("skip_special_tokens: true", "f = lambda rows: [{'overall': len(rows[0]['response'])}]"),
+        ("skip_special_tokens: true", "REWARD_TYPE = 'sequential'\nf = lambda row: {'overall': len(row['response'])}"),
     ],
 )
 def test_each_way_of_calling_a_reward(
-    section: dict[str, str], reward: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    section: str, reward: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("r.py").write_text(reward)
-    lines = "".join(f"    {key}: {value}\n" for key, value in section.items())
-    Path("theirs.yaml").write_text(f"data: {{train_files: rows.parquet}}\nworker:\n  reward:\n{lines}")
+    key = "score_function" if "text, truth" in reward else "reward_function"
+    Path("theirs.yaml").write_text(
+        f"data: {{train_files: a.jsonl}}\nworker: {{reward: {{{section}, {key}: 'r.py:f'}}}}"
+    )
     main(["import-config", "theirs.yaml", "-o", "ours.yaml"])
     assert load_reward("ours_reward.py:overall")(RewardSample(completion="four")) == 4.0
 
 
-def test_the_printed_file_names_what_is_missing_and_keeps_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_printed_file_names_what_is_missing_and_keeps_every_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["import-config", str(IMPORTED / "easyr1.yaml")]) == 2
     printed = capsys.readouterr().out
     for key in read_foreign_config(IMPORTED / "easyr1.yaml").values:
         assert key in printed
     assert "hf download Qwen/Qwen2.5-VL-7B-Instruct --local-dir models/Qwen2.5-VL-7B-Instruct" in printed
     assert "With -o an adapter is written" in printed
-
-
-def test_what_load_config_refuses_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "theirs.yaml"
     source.write_text(
         "data: {train_files: a.parquet, rollout_batch_size: 10}\n"
@@ -212,7 +190,6 @@ def test_what_load_config_refuses_is_missing(tmp_path: Path, capsys: pytest.Capt
     ("text", "said"),
     [
         ("actor_rollout_ref: {rollout: {n: 4}}", "verl itself"),
-        ("data: {train_files: a}\ntrainer: {}", "looks like neither"),
         ("{model: x, dataset: y}", "looks like neither"),
         ("- 1", "holds no configuration"),
         ("model: {path: m}\nlearner: {}", "is an asyncrl configuration already: there is nothing to import"),
@@ -223,15 +200,6 @@ def test_other_files_are_refused(text: str, said: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(UserError, match=said):
         read_foreign_config(path)
-
-
-@pytest.mark.parametrize("name", ["theirs.yaml", "theirs.sh"])
-def test_binary_files_are_refused_in_one_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / name
-    path.write_bytes(b"PK\x00\x03: 1")
-    assert main(["import-config", str(path)]) == 2
-    said = capsys.readouterr().err
-    assert (said[:7], str(path) in said, said.count("\n")) == ("error: ", True, 1)
 
 
 def test_rules_only_set_keys_that_exist() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+_HUB_NAME = re.compile(r"[^/@.]+/[^/@.]+")
 Verdict = Literal["taken over", "translated", "no counterpart", "unknown"]
 
 
@@ -29,12 +31,17 @@ Rule = Callable[[Any, Values], Outcome]
 """Takes a value that is not null and all of their settings."""
 
 
+def becomes(settings: Mapping[str, Any], text: str = "", missing: str = "") -> Outcome:
+    return Outcome("translated" if text else "taken over", settings, text, missing)
+
+
+def no_setting(text: str) -> Outcome:
+    """Nothing has to be set for what this asks for."""
+    return Outcome("translated", text=text)
+
+
 def no_counterpart(text: str, missing: str = "") -> Outcome:
     return Outcome("no counterpart", text=text, missing=missing)
-
-
-def translated(text: str, settings: Mapping[str, Any] | None = None) -> Outcome:
-    return Outcome("translated", settings or {}, text)
 
 
 # --- kinds of rules, for the table -----------------------------------------------------------------
@@ -42,7 +49,7 @@ def translated(text: str, settings: Mapping[str, Any] | None = None) -> Outcome:
 
 def same(ours: str) -> Rule:
     """One key for another, same meaning, same unit."""
-    return lambda value, _: Outcome("taken over", {ours: value})
+    return lambda value, _: becomes({ours: value})
 
 
 def absent(why: str) -> Rule:
@@ -50,28 +57,26 @@ def absent(why: str) -> Rule:
 
 
 def read_with(whole: str) -> Rule:
-    return lambda value, _: translated(f"read with {whole}")
+    return lambda value, _: no_setting(f"read with {whole}")
 
 
 def one_value(harmless: Any, text: str, why: str) -> Rule:
-    return lambda value, _: translated(text) if value == harmless else no_counterpart(why)
+    """A value that asks for what is done here anyway, and why others do not fit."""
+    return lambda value, _: no_setting(text) if value == harmless else no_counterpart(why)
 
 
-def minus_one_is_off(ours: str, meaning: str) -> Rule:
-    def rule(value: Any, _: Values) -> Outcome:
-        if isinstance(value, int) and value < 0:
-            return translated(f"off is -1 there and 0 here ({meaning})", {ours: 0})
-        return Outcome("taken over", {ours: value})
-
-    return rule
+def off_is_zero(ours: str) -> Rule:
+    """What -1 turns off there, 0 does here."""
+    return lambda value, _: becomes({ours: 0}, "off is -1 there and 0 here") if value < 0 else becomes({ours: value})
 
 
-def other_values(ours: str, values: Mapping[str, str], otherwise: str, note: str) -> Rule:
+def other_values(ours: str, values: Mapping[str, str], otherwise: str, note: str = "") -> Rule:
+    """Our value for each of theirs, and what is said of any other."""
+
     def rule(value: Any, _: Values) -> Outcome:
         if value not in values:
             return no_counterpart(otherwise)
-        text = note or ("" if values[value] == value else "another name")
-        return Outcome("translated" if text else "taken over", {ours: values[value]}, text)
+        return becomes({ours: values[value]}, note or ("" if values[value] == value else "another name"))
 
     return rule
 
@@ -86,22 +91,23 @@ def updates_per_batch(value: Any, theirs: Values) -> Outcome:
         missing = f"algorithm.updates_per_batch: optimiser steps per batch of {prompts} prompts"
         return no_counterpart(f"a batch of {prompts} prompts cannot be cut into parts of {value}", missing)
     updates = prompts // value
-    text = f"{prompts} prompts in parts of {value}: {updates} updates"
-    return translated(text, {"algorithm.updates_per_batch": updates})
+    return becomes(
+        {"algorithm.updates_per_batch": updates}, f"{prompts} prompts in parts of {value}: {updates} updates"
+    )
 
 
 def tokens_per_microbatch(value: Any, theirs: Values) -> Outcome:
     """Samples of the longest length become packed tokens, as in their dynamic batching."""
     longest = theirs["data.max_prompt_length"] + theirs["data.max_response_length"]
     text = f"{value} samples of at most {longest} tokens; it changes memory and speed only"
-    return translated(text, {"batch.tokens_per_microbatch": value * longest})
+    return becomes({"batch.tokens_per_microbatch": value * longest}, text)
 
 
 def warmup_ratio(value: Any, theirs: Values) -> Outcome:
     if theirs.get("actor.optim.lr_warmup_steps") is not None:
-        return translated("lr_warmup_steps decides there, too")
+        return no_setting("lr_warmup_steps decides there, too")
     if not value:
-        return translated("no warm-up", {"learner.optim.lr_warmup_steps": 0})
+        return becomes({"learner.optim.lr_warmup_steps": 0}, "no warm-up")
     updates = _updates(theirs)
     steps = theirs.get("trainer.max_steps")
     if not steps:
@@ -110,13 +116,13 @@ def warmup_ratio(value: Any, theirs: Values) -> Outcome:
             f"learner.optim.lr_warmup_steps: {value} x learner steps x {updates} updates per batch",
         )
     text = f"{value} of {steps} steps, with {updates} optimiser steps each"
-    return translated(text, {"learner.optim.lr_warmup_steps": int(value * steps) * updates})
+    return becomes({"learner.optim.lr_warmup_steps": int(value * steps) * updates}, text)
 
 
 def warmup_steps(value: Any, theirs: Values) -> Outcome:
     updates = _updates(theirs)
     text = f"{value} batches, with {updates} optimiser steps each"
-    return translated(text, {"learner.optim.lr_warmup_steps": value * updates})
+    return becomes({"learner.optim.lr_warmup_steps": value * updates}, text)
 
 
 def _updates(theirs: Values) -> int:
@@ -130,9 +136,9 @@ def _updates(theirs: Values) -> int:
 def kl_loss(value: float, theirs: Values) -> Outcome:
     """EasyR1's kl_coef is in the loss with use_kl_loss, else in the reward; RLLaVA's kl_loss_coef is in the loss."""
     if not value or theirs.get("algorithm.disable_kl"):
-        return translated("off there")
+        return no_setting("off there")
     if not theirs.get("algorithm.use_kl_loss"):
-        return kl_in_reward(value, theirs) if "algorithm.kl_coef" in theirs else translated("off there")
+        return kl_in_reward(value, theirs) if "algorithm.kl_coef" in theirs else no_setting("off there")
     if not (theirs.get("actor.model.lora.rank") or theirs.get("actor.model.use_peft")):
         return no_counterpart(
             "the reference policy here is the base model under its adapters: only with model.lora.rank above 0, "
@@ -140,12 +146,12 @@ def kl_loss(value: float, theirs: Values) -> Outcome:
         )
     estimate = theirs.get("algorithm.kl_penalty", theirs.get("actor.kl_loss_type", ""))
     text = "" if estimate == "low_var_kl" else f"their estimate is {estimate}, here it is always k3 (their low_var_kl)"
-    return Outcome("translated" if text else "taken over", {"algorithm.kl_loss_coef": value}, text)
+    return becomes({"algorithm.kl_loss_coef": value}, text)
 
 
 def kl_in_reward(value: Any, _: Values) -> Outcome:
     if not value:
-        return translated("off there")
+        return no_setting("off there")
     why = "it is subtracted from the reward there; here a KL term is part of the loss (algorithm.kl_loss_coef)"
     return no_counterpart(why)
 
@@ -153,32 +159,28 @@ def kl_in_reward(value: Any, _: Values) -> Outcome:
 def lora_only(ours: str) -> Rule:
     """RLLaVA keeps LoRA's numbers in its configuration where LoRA is off, too."""
 
-    def rule(value: Any, theirs: Values) -> Outcome:
-        if not theirs.get("actor.model.use_peft"):
-            return translated("LoRA is off there (use_peft)")
-        return Outcome("taken over", {ours: value})
-
-    return rule
+    off = no_setting("LoRA is off there (use_peft)")
+    return lambda value, theirs: becomes({ours: value}) if theirs.get("actor.model.use_peft") else off
 
 
 def target_modules(value: Any, _: Values) -> Outcome:
     if isinstance(value, str) and "," in value:
         names = [name.strip() for name in value.split(",") if name.strip()]
-        return translated("a list here", {"model.lora.target_modules": names})
-    return Outcome("taken over", {"model.lora.target_modules": value})
+        return becomes({"model.lora.target_modules": names}, "a list here")
+    return becomes({"model.lora.target_modules": value})
 
 
 def excluded_modules(value: Any, _: Values) -> Outcome:
     if isinstance(value, str) and "visual" in value:
-        return translated("no adapters in the vision tower", {"model.lora.vision_tower": False})
+        return becomes({"model.lora.vision_tower": False}, "no adapters in the vision tower")
     return no_counterpart("name what is to have adapters: model.lora.target_modules")
 
 
 def importance_cap(value: Any, _: Values) -> Outcome:
     if value > 0:
         settings = {"algorithm.correction.kind": "token_tis", "algorithm.correction.cap": value}
-        return translated("truncated importance sampling per token", settings)
-    return translated("off there", {"algorithm.correction.kind": "none"})
+        return becomes(settings, "truncated importance sampling per token")
+    return becomes({"algorithm.correction.kind": "none"}, "off there")
 
 
 # --- files, folders and trackers --------------------------------------------------------------------------
@@ -190,45 +192,40 @@ def run_dir(value: Any, theirs: Values) -> Outcome:
         outputs, project = theirs.get("trainer.outputs_dir"), theirs.get("trainer.project_name")
         below = Path(str(project), str(value)) if outputs and project else Path(str(value))
         folder = Path(outputs or "runs") / below
-    return translated("a run is its folder", {"run_dir": str(folder)})
+    return becomes({"run_dir": str(folder)}, "a run is its folder")
 
 
 def model_path(value: Any, _: Values) -> Outcome:
     """Ours is a folder; theirs may be a name on the hub."""
     missing = f"model.path: a folder here. {value} is none: hf download {value} --local-dir models/{Path(value).name}"
-    return Outcome("taken over", {"model.path": value}, missing="" if Path(value).is_dir() else missing)
+    return becomes({"model.path": value}, missing="" if Path(value).is_dir() else missing)
 
 
 def data_files(ours: str) -> Rule:
+    """Names on the hub get a split."""
+
     def rule(value: Any, _: Values) -> Outcome:
-        names = [value] if isinstance(value, str) else list(value)
-        hub = [
-            name
-            for name in names
-            if "@" not in name and name.count("/") == 1 and not Path(name).suffix and not Path(name).exists()
-        ]
-        files = [f"{name}@train" if name in hub else name for name in names]
-        text = f"without a split it is {hub[0]}@train" if hub else ""
-        return Outcome("translated" if text else "taken over", {ours: files}, text)
+        names = [value] if isinstance(value, str) else value
+        files = [f"{name}@train" if _HUB_NAME.fullmatch(name) and not Path(name).exists() else name for name in names]
+        return becomes({ours: files}, "" if files == names else "without a split it is @train")
 
     return rule
 
 
 def validation_images(value: Any, theirs: Values) -> Outcome:
     if value == theirs.get("data.train_image_dir"):
-        return translated("data.image_dir serves both")
+        return no_setting("data.image_dir serves both")
     return no_counterpart("data.image_dir serves both kinds of rows: use absolute paths in one of the two files")
 
 
 def trackers(value: Any, _: Values) -> Outcome:
     chosen = [name for name in value if name in ("tensorboard", "wandb")]
-    text = "metrics.jsonl and Prometheus' endpoints are always there, and others are not"
-    return translated(text, {"telemetry.trackers": chosen})
+    return becomes({"telemetry.trackers": chosen}, "metrics.jsonl and Prometheus' endpoints are always there")
 
 
 def kept_checkpoints(value: Any, _: Values) -> Outcome:
     if value > 0:
-        return Outcome("taken over", {"trainer.save_limit": value})
+        return becomes({"trainer.save_limit": value})
     return no_counterpart("the newest trainer.save_limit checkpoints are kept, never all")
 
 
@@ -242,12 +239,12 @@ def reward_function(value: Any, theirs: Values) -> Outcome:
     kwargs = {key.split("_kwargs.", 1)[1]: given for key, given in theirs.items() if key.startswith(arguments)}
     if kwargs:
         entry["kwargs"] = kwargs
-    return translated("called through an adapter, which takes `overall`", {"reward.functions": [entry]})
+    return becomes({"reward.functions": [entry]}, "called through an adapter, which takes `overall`")
 
 
 def reward_type(value: Any, _: Values) -> Outcome:
     if value in ("batch", "sequential", "function"):
-        return translated("the adapter calls the function that way; here it gets one completion at a time")
+        return no_setting("the adapter calls the function that way; here it gets one completion at a time")
     return no_counterpart(
         "rewards of environments do not exist here",
         "reward.functions: a function that scores a completion (docs/bring-your-own.md)",

@@ -45,24 +45,20 @@ class ForeignConfig:
 
 def read_foreign_config(path: Path) -> ForeignConfig:
     """Reads a YAML file, or a shell script with the YAML file that it names. UserError where it is neither."""
-    if path.is_dir():
-        raise UserError(f"{path} is a folder. Name the YAML file or the script in it")
     if not path.is_file():
         raise UserError(f"there is no file {path}: {file_hint(path)}")
     if path.suffix not in (".sh", ".bash"):
-        values = _read_yaml(path)
-        return _of_framework(values, "", {}, [str(path)])
+        return _of_framework(_read_yaml(path), "", {}, [str(path)])
     module, before, after = _training_command(path)
     named = next((word.removeprefix("config=") for word in after if word.startswith("config=")), "")
     config = [_config_file(path, named)] if named else []
     values = _read_yaml(config[0]) if config else {}
     for key, text in (match.groups() for word in after if (match := _OVERRIDE.fullmatch(word))):
+        values = {known: value for known, value in values.items() if not known.startswith(f"{key}.")}
         try:
             values[key], _ = yaml_text.parse(text, f"{path}: {key}")
         except UserError:  # a text that is no YAML
             values[key] = text
-        for inner in [known for known in values if known.startswith(key + ".")]:
-            del values[inner]
     flags = {name: value for name, _, value in (word.partition("=") for word in before) if name.startswith("--")}
     return _of_framework(values, module, flags, [str(file) for file in (path, *config)])
 
@@ -114,33 +110,20 @@ def _flat(value: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _training_command(path: Path) -> tuple[str, list[str], list[str]]:
-    """Module, words before it and words after it of the script's one command `-m rllava...` or `-m verl...`."""
+    """Module, words before it and words after it of the script's command `-m rllava...` or `-m verl...`."""
+    try:
+        words = shlex.split(_text(path), comments=True)
+    except ValueError as error:
+        raise UserError(f"{path} is no shell script: {error}") from None
+    place = next((number for number, word in enumerate(words) if _MODULE.match(word)), None)
+    if place is None:
+        raise UserError(
+            f"{path} starts neither `-m rllava...` nor `-m verl...`. Name the YAML file that it uses instead"
+        )
     variables: dict[str, str] = {}
-    for words in _commands(path):
-        while words and (words[0] == "export" or _ASSIGNMENT.fullmatch(words[0])):
-            match = _ASSIGNMENT.fullmatch(words.pop(0))
-            if match:
-                variables[match[1]] = _expanded(match[2], variables)
-        for number, word in enumerate(words):
-            if _MODULE.match(word):
-                return word, words[:number], [_expanded(later, variables) for later in words[number + 1 :]]
-    raise UserError(f"{path} starts neither `-m rllava...` nor `-m verl...`. Name the YAML file that it uses instead")
-
-
-def _commands(path: Path) -> Iterator[list[str]]:
-    """Words of each command, quoted line breaks and continued lines put together."""
-    pending = ""
-    for line in _text(path).replace("\\\n", " ").splitlines():
-        pending = f"{pending}\n{line}" if pending else line
-        try:
-            words = shlex.split(pending, comments=True)
-        except ValueError:  # a quotation goes on in the next line
-            continue
-        pending = ""
-        if words:
-            yield words
-    if pending:
-        raise UserError(f"{path}: a quotation mark is never closed, from {pending.splitlines()[0]!r} on")
+    for match in filter(None, map(_ASSIGNMENT.fullmatch, words[:place])):
+        variables[match[1]] = _expanded(match[2], variables)
+    return words[place], words[:place], [_expanded(word, variables) for word in words[place + 1 :]]
 
 
 def _expanded(text: str, variables: dict[str, str]) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.tools.import_config import derived_rules as derived
-from asyncrl.tools.import_config.derived_rules import Rule
+from asyncrl.tools.import_config.derived_rules import Rule, absent, off_is_zero, one_value, other_values, same
 from asyncrl.tools.import_config.foreign_config import Framework
 
 _ONE_DEVICE = "the learner works on one device: nothing is sharded"
@@ -19,7 +19,9 @@ _NO_CRITIC = "there is no critic"
 _PLUGIN = "no built-in: algorithm.policy_loss=file.py:function (docs/bring-your-own.md)"
 _ESTIMATOR = "no built-in: algorithm.adv_estimator=file.py:function (docs/bring-your-own.md)"
 _DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32"}
-_AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+_DTYPE = other_values("model.dtype", _DTYPES, "model.dtype is float32 or bfloat16")
+_DISCOUNT = one_value(1.0, "nothing is discounted", _NO_CRITIC)
+_FIXED = one_value("fixed", "as here", "the coefficient is fixed")
 
 SAME_NAME = """
 data.prompt_key data.answer_key data.image_key data.video_key data.image_dir data.video_fps data.max_prompt_length
@@ -67,68 +69,6 @@ OTHER_NAME = {
     },
 }
 """Keys with our meaning and unit under another name."""
-OTHER_VALUES: dict[str, tuple[str, dict[str, str], str]] = {
-    "algorithm.adv_estimator": ("algorithm.adv_estimator", {"grpo": "grpo", "rloo": "rloo"}, _ESTIMATOR),
-    "actor.loss_avg_mode": (
-        "algorithm.loss_agg_mode",
-        {"token": "token-mean", "seq": "seq-mean-token-mean"},
-        "token or seq there",
-    ),
-    "actor.loss_agg_mode": (
-        "algorithm.loss_agg_mode",
-        {name: name for name in _AGGREGATIONS},
-        "the nearest is algorithm.loss_agg_mode=seq-mean-token-sum-norm (Dr. GRPO)",
-    ),
-    "actor.loss_type": ("algorithm.policy_loss", {"default": "ppo"}, _PLUGIN),
-    "actor.policy_loss.loss_mode": ("algorithm.policy_loss", {"vanilla": "ppo"}, _PLUGIN),
-    "actor.model.torch_dtype": ("model.dtype", _DTYPES, "model.dtype is float32 or bfloat16"),
-    "actor.fsdp.torch_dtype": ("model.dtype", _DTYPES, "model.dtype is float32 or bfloat16"),
-    "rollout.name": ("rollout.engine", {"vllm": "vllm", "hf": "hf"}, "engines are vllm and hf"),
-}
-"""Our key, our value for each of their values, and what is said of any other value."""
-NOTES = {
-    "actor.loss_agg_mode": "here over the whole update, not per micro-batch; a sum over sequences is a mean",
-    "actor.model.torch_dtype": "of the weights on both sides",
-    "actor.fsdp.torch_dtype": "of the weights on both sides",
-}
-"""What is said of other values that are translated, where it is not only another name."""
-MINUS_ONE_IS_OFF = {
-    "rollout.top_k": ("rollout.top_k", "every token may be sampled"),
-    "trainer.val_freq": ("evaluation.every_steps", "0 evaluates at the start and at the end only"),
-    "trainer.save_freq": ("trainer.save_freq", "0 saves at the end only"),
-}
-"""Keys where -1 there is 0 here: our key, and what 0 means."""
-ONE_VALUE: dict[str, tuple[Any, str, str]] = {
-    "algorithm.gamma": (1.0, "nothing is discounted", _NO_CRITIC),
-    "algorithm.lam": (1.0, "nothing is discounted", _NO_CRITIC),
-    "algorithm.kl_type": ("fixed", "as here", "the coefficient is fixed"),
-    "algorithm.kl_ctrl.type": ("fixed", "as here", "the coefficient is fixed"),
-    "algorithm.online_filtering": (False, "off", "groups without spread have advantage 0 and are not sampled again"),
-    "actor.ppo_epochs": (1, "a group is trained once", "a group is trained once, never again"),
-    "actor.sft_loss_coef": (0.0, "off", "supervised training is a stage of its own: asyncrl sft"),
-    "actor.padding_free": (True, _PACKED, _PACKED),
-    "actor.dynamic_batching": (True, _PACKED, _PACKED),
-    "actor.ulysses_size": (1, _ONE_DEVICE, _ONE_DEVICE),
-    "actor.ulysses_sequence_parallel_size": (1, _ONE_DEVICE, _ONE_DEVICE),
-    "actor.optim.strategy": ("adamw", "as here", "AdamW; bfloat16 weights are model.dtype=bfloat16"),
-    "actor.optim.num_cycles": (0.5, "cosine goes down once", "cosine goes down once"),
-    "rollout.ignore_eos": (False, "off", "it bans the stop token, of which the learner knows nothing"),
-    "rollout.val_override_config.top_p": (1.0, "off", "evaluation samples from the whole distribution"),
-    "rollout.val_override_config.top_k": (-1, "off", "evaluation samples from the whole distribution"),
-    "reward.skip_special_tokens": (True, "as here", "completions reach a reward without special tokens"),
-    "trainer.critic_warmup": (0, _NO_CRITIC, _NO_CRITIC),
-    "trainer.val_only": (False, "asyncrl eval does that", "asyncrl eval CONFIG --model FOLDER"),
-    "trainer.save_model_only": (False, "as here", "a checkpoint holds all that a restart needs"),
-}
-"""Keys of which one value asks for what is done here anyway: the value, its note, and why other values do not fit."""
-READ_WITH = {
-    "the KL coefficient": "algorithm.disable_kl algorithm.use_kl_loss algorithm.kl_penalty",
-    "actor.kl_loss_coef": "actor.kl_loss_type",
-    "actor.model.lora_r": "actor.model.use_peft",
-    "trainer.experiment_name": "trainer.outputs_dir trainer.save_checkpoint_path",
-    "the reward function": "reward.reward_function_kwargs reward.score_function_kwargs",
-}
-"""Keys that are read together with another one."""
 NO_COUNTERPART = """
 actor.strategy | the learner works on one device: nothing is sharded
 data.mini_rollout_batch_size | groups are sampled one by one as they are needed
@@ -162,6 +102,55 @@ trainer.ray_timeline | there is no Ray
 trainer.async_training | asynchronous is the rule: learner.max_staleness
 """
 """Keys without a counterpart, and why."""
+READ_WITH = """
+algorithm.disable_kl algorithm.use_kl_loss algorithm.kl_penalty | the KL coefficient
+actor.kl_loss_type | actor.kl_loss_coef
+actor.model.use_peft | actor.model.lora_r
+trainer.outputs_dir trainer.save_checkpoint_path | trainer.experiment_name
+reward.reward_function_kwargs reward.score_function_kwargs | the reward function
+"""
+"""Keys that are read together with another one."""
+OTHER_VALUE: dict[str, Rule] = {
+    "algorithm.adv_estimator": other_values("algorithm.adv_estimator", {"grpo": "grpo", "rloo": "rloo"}, _ESTIMATOR),
+    "algorithm.gamma": _DISCOUNT,
+    "algorithm.lam": _DISCOUNT,
+    "algorithm.kl_type": _FIXED,
+    "algorithm.kl_ctrl.type": _FIXED,
+    "algorithm.online_filtering": one_value(False, "off", "groups without spread have advantage 0"),
+    "actor.loss_avg_mode": other_values(
+        "algorithm.loss_agg_mode", {"token": "token-mean", "seq": "seq-mean-token-mean"}, "token or seq there"
+    ),
+    "actor.loss_agg_mode": other_values(
+        "algorithm.loss_agg_mode",
+        {name: name for name in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")},
+        "the nearest is algorithm.loss_agg_mode=seq-mean-token-sum-norm (Dr. GRPO)",
+        note="here over the whole update, not per micro-batch; a sum over sequences is a mean",
+    ),
+    "actor.loss_type": other_values("algorithm.policy_loss", {"default": "ppo"}, _PLUGIN),
+    "actor.policy_loss.loss_mode": other_values("algorithm.policy_loss", {"vanilla": "ppo"}, _PLUGIN),
+    "actor.model.torch_dtype": _DTYPE,
+    "actor.fsdp.torch_dtype": _DTYPE,
+    "actor.ppo_epochs": one_value(1, "a group is trained once", "a group is trained once, never again"),
+    "actor.sft_loss_coef": one_value(0.0, "off", "supervised training is a stage of its own: asyncrl sft"),
+    "actor.padding_free": one_value(True, _PACKED, _PACKED),
+    "actor.dynamic_batching": one_value(True, _PACKED, _PACKED),
+    "actor.ulysses_size": one_value(1, _ONE_DEVICE, _ONE_DEVICE),
+    "actor.ulysses_sequence_parallel_size": one_value(1, _ONE_DEVICE, _ONE_DEVICE),
+    "actor.optim.strategy": one_value("adamw", "as here", "AdamW; bfloat16 weights are model.dtype=bfloat16"),
+    "actor.optim.num_cycles": one_value(0.5, "cosine goes down once", "cosine goes down once"),
+    "rollout.name": other_values("rollout.engine", {"vllm": "vllm", "hf": "hf"}, "engines are vllm and hf"),
+    "rollout.top_k": off_is_zero("rollout.top_k"),
+    "rollout.ignore_eos": one_value(False, "off", "it bans the stop token, of which the learner knows nothing"),
+    "rollout.val_override_config.top_p": one_value(1.0, "off", "evaluation samples from the whole distribution"),
+    "rollout.val_override_config.top_k": one_value(-1, "off", "evaluation samples from the whole distribution"),
+    "reward.skip_special_tokens": one_value(True, "as here", "completions reach a reward without special tokens"),
+    "trainer.val_freq": off_is_zero("evaluation.every_steps"),
+    "trainer.save_freq": off_is_zero("trainer.save_freq"),
+    "trainer.critic_warmup": one_value(0, _NO_CRITIC, _NO_CRITIC),
+    "trainer.val_only": one_value(False, "asyncrl eval does that", "asyncrl eval CONFIG --model FOLDER"),
+    "trainer.save_model_only": one_value(False, "as here", "a checkpoint holds all that a restart needs"),
+}
+"""Keys of which some values have a counterpart, or ask for what is done here anyway."""
 DERIVED: dict[str, Rule] = {
     "data.train_files": derived.data_files("data.train_files"),
     "data.val_files": derived.data_files("data.val_files"),
@@ -189,31 +178,33 @@ DERIVED: dict[str, Rule] = {
     "trainer.logger": derived.trackers,
     "trainer.save_limit": derived.kept_checkpoints,
 }
+
+
+def _by_line(table: str) -> dict[str, str]:
+    """Text behind the bar for each key before it."""
+    lines = (line.partition(" | ") for line in table.strip().splitlines())
+    return {key: text for keys, _, text in lines for key in keys.split()}
+
+
 RULES: Mapping[str, Rule] = {
-    **{key: derived.same(key) for key in SAME_NAME.split()},
-    **{key: derived.same(ours) for key, ours in OTHER_NAME.items()},
-    **{key: derived.other_values(*row, NOTES.get(key, "")) for key, row in OTHER_VALUES.items()},
-    **{key: derived.minus_one_is_off(*row) for key, row in MINUS_ONE_IS_OFF.items()},
-    **{key: derived.one_value(*row) for key, row in ONE_VALUE.items()},
-    **{key: derived.read_with(whole) for whole, keys in READ_WITH.items() for key in keys.split()},
-    **{
-        key: derived.absent(why)
-        for keys, _, why in (line.partition(" | ") for line in NO_COUNTERPART.strip().splitlines())
-        for key in keys.split()
-    },
+    **{key: same(key) for key in SAME_NAME.split()},
+    **{key: same(ours) for key, ours in OTHER_NAME.items()},
+    **{key: derived.read_with(whole) for key, whole in _by_line(READ_WITH).items()},
+    **{key: absent(why) for key, why in _by_line(NO_COUNTERPART).items()},
+    **OTHER_VALUE,
     **DERIVED,
 }
 SECTIONS: Mapping[str, Rule] = {
-    "actor.fsdp.": derived.absent(_ONE_DEVICE),
-    "actor.deepspeed.": derived.absent(_ONE_DEVICE),
-    "actor.offload.": derived.absent("in sync mode everything leaves the device in turn; otherwise it stays there"),
-    "actor.checkpoint.": derived.absent("a checkpoint holds all that a restart needs"),
-    "actor.policy_loss.": derived.absent(_PLUGIN),
-    "actor.model.override_config.": derived.absent("the model is as its folder says: change its config.json"),
-    "ref.": derived.absent("the reference policy, where there is one, is the base model under its adapters"),
-    "critic": derived.absent(_NO_CRITIC),
-    "rollout.sglang.": derived.absent("there is no sglang engine"),
-    "reward.model.": derived.absent("a reward is a function: docs/bring-your-own.md"),
+    "actor.fsdp.": absent(_ONE_DEVICE),
+    "actor.deepspeed.": absent(_ONE_DEVICE),
+    "actor.offload.": absent("in sync mode everything leaves the device in turn; otherwise it stays there"),
+    "actor.checkpoint.": absent("a checkpoint holds all that a restart needs"),
+    "actor.policy_loss.": absent(_PLUGIN),
+    "actor.model.override_config.": absent("the model is as its folder says: change its config.json"),
+    "ref.": absent("the reference policy, where there is one, is the base model under its adapters"),
+    "critic": absent(_NO_CRITIC),
+    "rollout.sglang.": absent("there is no sglang engine"),
+    "reward.model.": absent("a reward is a function: docs/bring-your-own.md"),
     "reward.reward_function_kwargs.": derived.read_with("the reward function"),
     "reward.score_function_kwargs.": derived.read_with("the reward function"),
 }

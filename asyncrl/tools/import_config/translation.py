@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.config.keys import closest_key
-from asyncrl.tools.import_config.derived_rules import Outcome, no_counterpart, translated
+from asyncrl.tools.import_config.derived_rules import Outcome, no_counterpart, no_setting
 from asyncrl.tools.import_config.foreign_config import ForeignConfig
 from asyncrl.tools.import_config.rules import RULES, SECTIONS, THEIR_DEFAULTS
 
@@ -60,11 +60,10 @@ def translate(theirs: ForeignConfig) -> Import:
 def _outcome(key: str, value: Any, values: Mapping[str, Any]) -> Outcome:
     rule = RULES.get(key) or next((rule for start, rule in SECTIONS.items() if key.startswith(start)), None)
     if rule is None:
-        return Outcome(
-            "unknown", text=f"did you mean {meant}?" if (meant := closest_key(key)) else "nothing of this name is known"
-        )
+        meant = closest_key(key)
+        return Outcome("unknown", text=f"did you mean {meant}?" if meant else "nothing of this name is known")
     if value is None or value == {}:
-        return translated("empty there")
+        return no_setting("empty there")
     try:
         return rule(value, values)
     except (TypeError, AttributeError, ValueError):  # a rule knows the types that their schema allows
