@@ -33,7 +33,7 @@ class VllmApi:
         )
         from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
         from vllm.v1.engine.exceptions import EngineDeadError  # pyright: ignore[reportMissingImports]
-        from vllm.version import __version__  # pyright: ignore[reportMissingImports]
+        from vllm.version import __version__  # pyright: ignore[reportMissingImports, reportPrivateImportUsage]
 
         self.version: str = __version__
 
