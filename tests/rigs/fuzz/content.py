@@ -5,26 +5,49 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
 from protocol.codec import encode
+from protocol.errors import ErrorCode
 from protocol.messages import (
+    Ack,
     ChatMessage,
+    Chunk,
+    ChunkRequest,
+    CudaMemory,
+    Error,
     FinishReason,
+    Goodbye,
     Group,
     GroupTimings,
     Hello,
     ImagePart,
+    LearnerHeartbeat,
+    LeaseGrant,
+    LeaseRecall,
+    LeaseReturn,
     Prompt,
+    Refusal,
     Sampling,
     ServerHeartbeat,
+    TensorEntry,
     TextPart,
     Ticket,
+    TicketFailed,
     TicketKind,
+    Tickets,
     TrajectoryRecord,
     TrajectoryStatus,
+    TransferEnd,
+    TransferRequest,
+    TransferStart,
     Turn,
+    WeightManifest,
+    WeightsLoaded,
+    Welcome,
+    Wire,
 )
 
 GROUP_SIZE = 2
@@ -125,3 +148,42 @@ def hello(server_id: str, max_groups: int = 8) -> Hello:
 def heartbeat(running: int = 1) -> ServerHeartbeat:
     zeros = dict.fromkeys(("version", "groups_queued", "groups_unacknowledged", "tokens_generated"), 0)
     return ServerHeartbeat(**zeros, groups_running=running, busy_s=1.0, uptime_s=2.0)
+
+
+EXAMPLE_IMAGE = "ab" * 32
+
+
+def example_tickets(image: bytes = b"png", columns: dict[str, Any] | None = None) -> Tickets:
+    right = ticket(7, 2)
+    prompt = right.prompt.model_copy(update={"columns": {"level": {"score": 0.5}} if columns is None else columns})
+    return Tickets(tickets=(right.model_copy(update={"prompt": prompt}),), blobs={EXAMPLE_IMAGE: memoryview(image)})
+
+
+ENTRY = TensorEntry(name="w", dtype="bfloat16", shape=(2, 3), offset=0, nbytes=12, xxh3=(1 << 64) - 1)
+CUDA = CudaMemory(handle=b"\x00", nbytes=64, offset=2, counter=b"/c", counter_offset=1, event=b"e", event_sync=True)
+EXAMPLES: tuple[Wire, ...] = (
+    hello("server-0"),
+    Welcome(run_id="fuzz", incarnation="i", host_id="h", version=0, weights_port=1, heartbeat_s=2.0, timeout_s=30.0),
+    Refusal(code=ErrorCode.MODEL_MISMATCH, reason="a and b", fix="same"),
+    example_tickets(),
+    group(7, 3, "server-0", [3, 0, 2]),
+    group(7, 3, "server-0", []).model_copy(update={"kv_versions": np.zeros(0, np.int32)}),
+    Ack(ticket_ids=(1, 2)),
+    TicketFailed(ticket_id=1, error_kind="engine", error_message="boom"),
+    heartbeat(),
+    LearnerHeartbeat(version=1, step=2),
+    Goodbye(reason="finished", unfinished_ticket_ids=(3,)),
+    Error(code=ErrorCode.MALFORMED, reason="x", ticket_id=3),
+    WeightManifest(version=4, publication="p", tensors=(ENTRY,), total_bytes=12, shm_path="/dev/shm/x"),
+    LeaseGrant(fence=2),
+    LeaseRecall(fence=2),
+    LeaseReturn(fence=2, wake_s=0.5, sleep_s=0.25, sleep_bytes=1 << 30),
+    WeightsLoaded(version=1, channel="shm", transfer_s=0.1, load_s=0.2),
+    TransferRequest(version=3, publication="p", nonce="a1", channel="nccl", receivers=2),
+    TransferStart(version=3, nonce="a1", port=7700),
+    TransferStart(version=3, nonce="a2", memory=CUDA),
+    TransferEnd(nonce="a1"),
+    ChunkRequest(version=1, publication="p", offset=0, nbytes=10),
+    Chunk(version=1, offset=0, data=memoryview(b"0123456789")),
+)
+"""At least one of every message."""

@@ -14,21 +14,15 @@ import zmq
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
 from protocol.codec import Limits, decode
-from protocol.errors import ErrorCode, ProtocolError
+from protocol.errors import ProtocolError
 from protocol.messages import (
-    Ack,
     Chunk,
     ChunkRequest,
-    Error,
-    Goodbye,
-    LearnerHeartbeat,
-    Refusal,
     TensorEntry,
     Tickets,
     WeightManifest,
     WeightsFromLearner,
     Welcome,
-    Wire,
 )
 from protocol.sockets import ServerSocket
 from protocol.transfer import fetch
@@ -42,29 +36,7 @@ BATCH = 20
 HEARD_S = 20.0
 TRANSFER_BYTES = 64 * 1024
 CHUNK_BYTES = 4096
-WELCOME = Welcome(run_id="fuzz", incarnation="i", host_id="h", version=0, weights_port=1, heartbeat_s=1, timeout_s=5)
-
-
-def _manifest(version: int, xxh3: int = 0, shm_path: str = "/dev/shm/x") -> WeightManifest:
-    size = TRANSFER_BYTES
-    entry = TensorEntry(name="w", dtype="uint8", shape=(size,), offset=0, nbytes=size, xxh3=xxh3)
-    return WeightManifest(version=version, publication="p", tensors=(entry,), total_bytes=size, shm_path=shm_path)
-
-
-TICKETS = tuple(
-    Tickets(
-        tickets=(content.ticket(number, 0),), blobs={content.image(number)[0]: memoryview(content.image(number)[1])}
-    )
-    for number in range(50)
-)
-MESSAGES: tuple[Wire, ...] = (
-    *TICKETS,
-    *20 * (WELCOME, _manifest(7)),
-    *20 * (Refusal(code=ErrorCode.MODEL_MISMATCH, reason="reason", fix="fix"), Goodbye(reason="reason")),
-    *20 * (Tickets(tickets=tuple(content.ticket(i, 0) for i in range(5))), Ack(ticket_ids=(7, 8))),
-    *20 * (LearnerHeartbeat(version=1, step=1), Error(code=ErrorCode.NOT_WELCOME, reason="reason")),
-    *20 * (Chunk(version=0, offset=0, data=memoryview(b"x" * 100)),),
-)
+WELCOME = next(message for message in content.EXAMPLES if isinstance(message, Welcome))
 
 
 async def fuzz_server_side(messages: int, seed: int) -> dict[str, Any]:
@@ -99,7 +71,7 @@ class _HostileLearner:
         for first in range(0, messages, BATCH):
             batch = min(BATCH, messages - first)
             for _ in range(batch):
-                self.control.send_multipart([identity, *mutate(self._rng, self._rng.choice(MESSAGES))])
+                self.control.send_multipart([identity, *mutate(self._rng, self._rng.choice(content.EXAMPLES))])
             self.counts["messages to the link"] += batch
             valid = content.ticket(10**6 + first, 0)
             self.control.send_multipart([identity, *frames_of(Tickets(tickets=(valid,)))])
@@ -153,7 +125,10 @@ class _HostileLearner:
         weights = self._rng.randbytes(TRANSFER_BYTES)
         while self.counts["damaged chunks to the transfer"] < messages:
             self.counts["transfers"] += 1
-            manifest = _manifest(self.counts["transfers"], xxhash.xxh3_64_intdigest(weights), shm_path="")
+            size = {"offset": 0, "nbytes": TRANSFER_BYTES, "xxh3": xxhash.xxh3_64_intdigest(weights)}
+            whole = TensorEntry(name="w", dtype="uint8", shape=(TRANSFER_BYTES,), **size)
+            names = {"version": self.counts["transfers"], "publication": "p"}
+            manifest = WeightManifest(**names, tensors=(whole,), total_bytes=TRANSFER_BYTES, shm_path="")
             target = bytearray(TRANSFER_BYTES)
             fetching = fetch(socket, manifest, target, timeout_s=5.0, chunk_bytes=CHUNK_BYTES, retry_s=0.02)
             transfer = asyncio.create_task(fetching)

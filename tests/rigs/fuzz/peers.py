@@ -24,12 +24,10 @@ from protocol.messages import (
     ChunkRequest,
     Error,
     Goodbye,
-    LeaseReturn,
     Message,
     TicketFailed,
     Tickets,
     WeightManifest,
-    WeightsLoaded,
     Wire,
 )
 from tests.rigs.fuzz import content
@@ -43,14 +41,6 @@ PER_CONNECTION = 12
 """Below the 16 bad messages that mute a peer."""
 FLOOD = 2000
 NEVER_ISSUED = 10**9
-MESSAGES: tuple[Wire, ...] = (
-    content.heartbeat(),
-    TicketFailed(ticket_id=NEVER_ISSUED, error_kind="kind", error_message="message"),
-    WeightsLoaded(version=0, channel="zmq", transfer_s=0.1, load_s=0.1),
-    LeaseReturn(fence=1, wake_s=0.1, sleep_s=0.1, sleep_bytes=1),
-    Error(code=ErrorCode.MALFORMED, reason="reason", ticket_id=NEVER_ISSUED),
-    Tickets(tickets=(content.ticket(NEVER_ISSUED, 0),)),
-)
 Kind = TypeVar("Kind", bound=Wire)
 
 
@@ -60,6 +50,7 @@ class Peer:
     def __init__(self, endpoint: str, keys: str = ""):
         self.socket = zmq.Context.instance().socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 500)
+        self.socket.setsockopt(zmq.RCVHWM, 32)
         self.socket.setsockopt(zmq.SNDTIMEO, round(1000 * WAIT_S))
         if keys:
             become_curve_client(self.socket, read_server_keys(Path(keys)))
@@ -216,7 +207,7 @@ class _Hostile:
             return content.group(NEVER_ISSUED + self._rng.randrange(1000), 0, name)
         if draw < 0.4:
             return content.hello(name)
-        return self._chunk_request() if draw < 0.5 else self._rng.choice(MESSAGES)
+        return self._chunk_request() if draw < 0.5 else self._rng.choice(content.EXAMPLES)
 
     def _chunk_request(self) -> ChunkRequest:
         rng = self._rng

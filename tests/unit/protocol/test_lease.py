@@ -34,62 +34,60 @@ def trace(folder: Path) -> list[tuple[int, str, str]]:
     return [(line["fence"], line["holder"], line["event"]) for line in lines]
 
 
-HOLD = """
+def run_until_killed(code: str, folder: Path) -> subprocess.Popen[str]:
+    """Another process, once it has run `code`."""
+    program = f"""
 import sys, time
 from pathlib import Path
-from protocol.lease import DeviceLease
-lease = DeviceLease(Path(sys.argv[1]), "other")
-assert lease.try_take()
-print(lease.fence, flush=True)
+from protocol.lease import DeviceLease, use_device_for
+folder = Path(sys.argv[1])
+{code}
+print("ready", flush=True)
 time.sleep(60)
 """
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(folder)], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
 
 
 @pytest.fixture
 def other(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process, which has the lease."""
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "1\n"
+    process = run_until_killed('assert DeviceLease(folder, "other").try_take()', tmp_path)
     yield process
     process.kill()
     process.wait()
 
 
-USES = """
-import os, subprocess, sys, time
-from pathlib import Path
-from protocol.lease import DeviceLease, use_device_for
-if len(sys.argv) > 2:
-    use_device_for(int(sys.argv[2]), Path(sys.argv[1]))
-    print(os.getpid(), flush=True)
-else:
-    assert DeviceLease(Path(sys.argv[1]), "other").try_take()
-    subprocess.Popen([sys.executable, *sys.orig_argv[1:], str(os.getpid())], start_new_session=True)
-time.sleep(60)
-"""
+def take_soon(lease: DeviceLease) -> None:
+    deadline = time.monotonic() + 10
+    while not lease.try_take():
+        assert time.monotonic() < deadline
 
 
-def test_a_dead_holders_lease_comes_back_when_its_engines_processes_are_gone_too(tmp_path: Path) -> None:
+def test_a_dead_holders_lease_comes_back_when_its_engines_processes_are_gone_too(
+    tmp_path: Path, other: subprocess.Popen[str]
+) -> None:
     """Such a process has the device's memory until it ends, however its parent ended."""
-    command = [sys.executable, "-c", USES, str(tmp_path)]
-    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    assert holder.stdout is not None
-    user = int(holder.stdout.readline())
+    user = run_until_killed(f"use_device_for({other.pid}, folder)", tmp_path)
+    lease = DeviceLease(tmp_path, "learner")
+    other.kill()
     try:
-        holder.kill()
-        holder.wait()
-        waiting = DeviceLease(tmp_path, "learner")
+        other.wait()
         deadline = time.monotonic() + 0.5
         while time.monotonic() < deadline:
-            assert not waiting.try_take()
-        assert re.search(rf"other \(pid {holder.pid}, .* has ended, but not its process {user}$", describe(tmp_path))
+            assert not lease.try_take()
+        assert re.search(rf"other \(pid {other.pid}, .* has ended, but not its process {user.pid}$", describe(tmp_path))
     finally:
-        os.kill(user, signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while not waiting.try_take():
-        assert time.monotonic() < deadline
-    waiting.give_up()
+        user.kill()
+    take_soon(lease)
+    assert lease.fence == 2
+    assert process_birth(user.pid) is None, "it has ended, though nobody has waited for it yet"
+    assert trace(tmp_path) == [(1, "other", "taken"), (2, "learner", "taken")]
+    user.wait()
 
 
 def test_it_is_taken_in_turns_under_growing_fences(tmp_path: Path) -> None:
@@ -116,14 +114,14 @@ def test_it_is_taken_in_turns_under_growing_fences(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("fence", [1, 2])
-def test_an_overtaken_fence_is_refused(tmp_path: Path, fence: int) -> None:
+def test_an_overtaken_fence_is_refused(tmp_path: Path) -> None:
     first, late = DeviceLease(tmp_path, "learner"), DeviceLease(tmp_path, "rollout_server")
     for _ in range(2):
         assert first.try_take()
         first.give_up()
-    with pytest.raises(StaleFence, match=f"granted as fence {fence}, but fence 2 has begun"):
-        late.try_take(fence)
+    for fence in (1, 2):
+        with pytest.raises(StaleFence, match=f"granted as fence {fence}, but fence 2 has begun"):
+            late.try_take(fence)
     assert late.try_take(3), "and the lease is still free"
 
 
@@ -141,17 +139,6 @@ def test_without_it_nothing_may_be_touched(tmp_path: Path) -> None:
         holder.check()
 
 
-def test_a_dead_holders_lease_comes_back_with_the_next_number(tmp_path: Path, other: subprocess.Popen[str]) -> None:
-    lease = DeviceLease(tmp_path, "learner")
-    other.kill()
-    deadline = time.monotonic() + 10
-    while not lease.try_take():
-        assert time.monotonic() < deadline
-    assert lease.fence == 2
-    assert process_birth(other.pid) is None, "it has ended, though nobody has waited for it yet"
-    assert trace(tmp_path) == [(1, "other", "taken"), (2, "learner", "taken")]
-
-
 def test_a_holder_that_has_closed_its_files_and_still_lives_is_waited_for(
     tmp_path: Path, other: subprocess.Popen[str]
 ) -> None:
@@ -162,19 +149,9 @@ def test_a_holder_that_has_closed_its_files_and_still_lives_is_waited_for(
     lease = DeviceLease(tmp_path, "learner")
     assert not lease.try_take()
     assert str(lease.timeout(7, "key")).startswith(f"learner waited 7 s for the device (key): other (pid {other.pid},")
-    other.kill()
-    other.wait()
-    assert lease.try_take()
-    assert lease.fence == 2
-
-
-def test_a_process_that_only_has_the_holders_number_is_not_waited_for(
-    tmp_path: Path, other: subprocess.Popen[str]
-) -> None:
-    record = json.loads((tmp_path / LEASE_FILE).read_bytes())
-    (tmp_path / LEASE_FILE).unlink()
-    (tmp_path / LEASE_FILE).write_text(json.dumps({**record, "born": "1"}))
-    assert DeviceLease(tmp_path, "learner").try_take()
+    reused = json.dumps({**json.loads(record), "born": "1"})
+    (tmp_path / LEASE_FILE).write_text(reused)
+    assert lease.try_take(), "a process that only has the holder's number is not waited for"
 
 
 def test_forked_children_do_not_keep_it(tmp_path: Path) -> None:

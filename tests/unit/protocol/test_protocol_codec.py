@@ -17,77 +17,22 @@ from protocol.codec import ALL_MODELS, MAX_ELEMENTS, MAX_REASON, Limits, decode,
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import (
     LONGEST_TEXT,
-    Ack,
-    Chunk,
-    ChunkRequest,
     ControlFromLearner,
     ControlFromServer,
-    CudaMemory,
     Error,
-    Goodbye,
     Group,
-    LearnerHeartbeat,
-    LeaseGrant,
-    LeaseRecall,
-    LeaseReturn,
     Message,
-    Refusal,
-    TensorEntry,
-    TicketFailed,
     Tickets,
-    TransferEnd,
-    TransferRequest,
-    TransferStart,
-    WeightManifest,
-    WeightsLoaded,
-    Welcome,
     Wire,
 )
 from tests.rigs.fuzz import content
 from tests.rigs.fuzz.mutations import frames_of, mutate, pack
 
 LIMITS = Limits()
-IMAGE = "ab" * 32
 
 
 def make_group(lengths: list[int]) -> Group:
     return content.group(7, 3, "server-0", lengths)
-
-
-def make_tickets(image: bytes = b"png", columns: dict[str, Any] | None = None) -> Tickets:
-    ticket = content.ticket(7, 2)
-    prompt = ticket.prompt.model_copy(update={"columns": columns if columns is not None else {"level": {"score": 0.5}}})
-    return Tickets(tickets=(ticket.model_copy(update={"prompt": prompt}),), blobs={IMAGE: memoryview(image)})
-
-
-ENTRY = TensorEntry(name="w", dtype="bfloat16", shape=(2, 3), offset=0, nbytes=12, xxh3=(1 << 64) - 1)
-CUDA = CudaMemory(handle=b"\x00", nbytes=64, offset=2, counter=b"/c", counter_offset=1, event=b"e", event_sync=True)
-EXAMPLES: list[Wire] = [
-    content.hello("server-0"),
-    Welcome(run_id="r", incarnation="i", host_id="h", version=0, weights_port=1, heartbeat_s=2.0, timeout_s=30.0),
-    Refusal(code=ErrorCode.MODEL_MISMATCH, reason="a and b", fix="same"),
-    make_tickets(),
-    make_group([3, 0, 2]),
-    make_group([]),
-    make_group([3, 0, 2]).model_copy(update={"kv_versions": np.arange(5, dtype=np.int32)}),
-    Ack(ticket_ids=(1, 2)),
-    TicketFailed(ticket_id=1, error_kind="engine", error_message="boom"),
-    content.heartbeat(),
-    LearnerHeartbeat(version=1, step=2),
-    Goodbye(reason="finished", unfinished_ticket_ids=(3,)),
-    Error(code=ErrorCode.MALFORMED, reason="x", ticket_id=3),
-    WeightManifest(version=4, publication="p", tensors=(ENTRY,), total_bytes=12, shm_path="/dev/shm/x"),
-    LeaseGrant(fence=2),
-    LeaseRecall(fence=2),
-    LeaseReturn(fence=2, wake_s=0.5, sleep_s=0.25, sleep_bytes=1 << 30),
-    WeightsLoaded(version=1, channel="shm", transfer_s=0.1, load_s=0.2),
-    TransferRequest(version=3, publication="p", nonce="a1", channel="nccl", receivers=2),
-    TransferStart(version=3, nonce="a1", port=7700),
-    TransferStart(version=3, nonce="a2", memory=CUDA),
-    TransferEnd(nonce="a1"),
-    ChunkRequest(version=1, publication="p", offset=0, nbytes=10),
-    Chunk(version=1, offset=0, data=memoryview(b"0123456789")),
-]
 
 
 def assert_same(left: Message | Wire, right: Message | Wire) -> None:
@@ -103,10 +48,10 @@ def refused(frames: list[bytes], expected: Any = Message, limits: Limits = LIMIT
 
 
 def test_every_message_type_has_an_example():
-    assert {type(example) for example in EXAMPLES} == set(ALL_MODELS.values()) == set(get_args(Message))
+    assert {type(example) for example in content.EXAMPLES} == set(ALL_MODELS.values()) == set(get_args(Message))
 
 
-@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: message.type)
+@pytest.mark.parametrize("message", content.EXAMPLES, ids=lambda message: message.type)
 def test_round_trip(message: Wire):
     assert_same(message, decode(encode(message, LIMITS), Message, LIMITS))
     assert_same(message, decode([zmq.Frame(frame) for frame in frames_of(message)], type(message), LIMITS))
@@ -135,7 +80,7 @@ json_like = st.recursive(
 @settings(max_examples=40, deadline=None)
 @given(columns=st.dictionaries(st.text(), json_like, max_size=3), image=st.binary(max_size=50))
 def test_dataset_columns_round_trip(columns: dict[str, Any], image: bytes):
-    tickets = make_tickets(image, columns)
+    tickets = content.example_tickets(image, columns)
     assert_same(tickets, decode(frames_of(tickets), ControlFromLearner, LIMITS))
 
 
@@ -147,10 +92,10 @@ def test_receiving_copies_no_array_and_no_blob():
     assert any(np.shares_memory(group.token_ids, owner) for owner in owners)
     assert not group.token_ids.flags.writeable
 
-    received = [zmq.Frame(frame) for frame in frames_of(make_tickets(b"x" * 1000))]
+    received = [zmq.Frame(frame) for frame in frames_of(content.example_tickets(b"x" * 1000))]
     tickets = decode(received, Tickets, LIMITS)
     assert isinstance(tickets, Tickets)
-    blob = tickets.blobs[IMAGE]
+    blob = tickets.blobs[content.EXAMPLE_IMAGE]
     assert blob.readonly
     assert np.shares_memory(np.frombuffer(blob, np.uint8), np.frombuffer(received[1].buffer, np.uint8))
 
@@ -230,7 +175,7 @@ def test_wrong_arrays_are_refused_by_name(value: Any):
 
 
 def test_the_reason_names_the_path_and_stays_short():
-    fields = msgpack.unpackb(encode(make_tickets())[0])
+    fields = msgpack.unpackb(encode(content.example_tickets())[0])
     fields["tickets"][0]["prompt"]["messages"][0]["content"][1]["text"] = 5
     assert "tickets.tickets.0.prompt.messages.0.content.1.text" in refused([pack(fields), b"png"]).reason
     flood = [{"turns": [0] * MAX_ELEMENTS} for _ in range(10)]
@@ -249,13 +194,13 @@ def test_limits():
 def test_values_that_cannot_travel_are_refused_by_the_sender():
     for value in (object(), 2**64, {1, 2}, "\ud800"):
         with pytest.raises(ProtocolError) as caught:
-            encode(make_tickets(columns={"bad": value}))
+            encode(content.example_tickets(columns={"bad": value}))
         assert caught.value.code is ErrorCode.MALFORMED
     nested: Any = 0
     for _ in range(2000):
         nested = [nested]
     with pytest.raises(ProtocolError):
-        encode(make_tickets(columns={"deep": nested}))
+        encode(content.example_tickets(columns={"deep": nested}))
 
 
 def test_cache_versions_are_optional_and_as_long_as_the_tokens():
@@ -271,7 +216,7 @@ def test_damaged_messages_decode_or_raise_protocol_errors():
     reasons = []
     for number in range(1000):
         try:
-            decode(mutate(rng, EXAMPLES[number % len(EXAMPLES)]), Message, LIMITS)
+            decode(mutate(rng, content.EXAMPLES[number % len(content.EXAMPLES)]), Message, LIMITS)
         except ProtocolError as error:
             reasons.append(error.reason)
     assert len(reasons) > 700
