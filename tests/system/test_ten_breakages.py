@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -20,14 +21,18 @@ import pytest
 
 from asyncrl.cli import main as asyncrl
 from asyncrl.config.schema import RunConfig
+from asyncrl.errors import UserError
 from asyncrl.run_folder.lock import LEARNER_LOCK
 from asyncrl.telemetry.recorder import read_status
 from asyncrl.tools.doctor import machine
 from asyncrl.tools.doctor.findings import MARKS
 from protocol.messages import PROTOCOL_MAJOR
-from tests.rigs.small_runs import logs, small
+from rollout_server.link import LearnerLink
+from tests.rigs.fuzz import content
+from tests.rigs.fuzz.rig import LearnerRig, small_config
+from tests.rigs.small_runs import small
 from tests.rigs.tiny import ROOT
-from tests.rigs.two_processes import start, start_command, with_ports, write_config
+from tests.rigs.two_processes import start_command, write_config
 from tests.rigs.waiting import wait_until
 from tests.system.test_full_disk import OWN_MOUNTS, needs_mount
 
@@ -186,32 +191,25 @@ def test_9_reward_crash(examined: Callable[..., str], tmp_path: Path) -> None:
     assert_says(line, "reward", value, "mend the function")
 
 
-@pytest.mark.slow
-def test_10_version_mismatch(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_10_version_mismatch(tmp_path: Path) -> None:
     """A rollout server whose `protocol` is of the next major."""
-    other = tmp_path / "other"
-    wire = Path(shutil.copytree(ROOT / "protocol", other / "protocol")) / "messages" / "wire.py"
-    newer = wire.read_text().replace(f"PROTOCOL_MAJOR = {PROTOCOL_MAJOR}", f"PROTOCOL_MAJOR = {PROTOCOL_MAJOR + 1}")
-    assert newer != wire.read_text()
-    wire.write_text(newer)
-    file = write_config(with_ports(small(make_config, rollout={"engine": "scripted"})), tmp_path / "logs")
-    learner = start("learner", file)
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "rollout_server", "--config", str(file)],
-            cwd=other,
-            env={**os.environ, "PYTHONPATH": f"{other}{os.pathsep}{ROOT}"},
-            capture_output=True,
-            text=True,
-            timeout=90,
-        )
-    finally:
-        learner.kill()
-        learner.wait()
-    assert done.returncode == 2, logs(tmp_path / "logs") + done.stderr
-    (line,) = [line for line in done.stderr.splitlines() if "speaks protocol" in line]
-    assert re.fullmatch(
-        rf"error: the learner refuses this server: server \S+ speaks protocol {PROTOCOL_MAJOR + 1}\.\d+, the learner "
-        rf"speaks {PROTOCOL_MAJOR}\.\d+\. Upgrade the learner: both sides need the same major protocol version",
-        line,
+
+    async def connect(config: RunConfig) -> None:
+        link = LearnerLink(config, engine="scripted", fingerprints=(content.MODEL, content.PROCESSOR), in_work=tuple)
+        link._hello = link._hello.model_copy(update={"protocol_major": PROTOCOL_MAJOR + 1})
+        try:
+            await link.connect()
+        finally:
+            link.close()
+
+    refusal = (
+        rf"the learner refuses this server: server '\S+' speaks protocol {PROTOCOL_MAJOR + 1}\.\d+, the learner "
+        rf"speaks {PROTOCOL_MAJOR}\.\d+\. Upgrade the learner: both sides need the same major protocol version"
     )
+    rig = LearnerRig(small_config(), tmp_path)
+    rig.start()
+    try:
+        with pytest.raises(UserError, match=refusal):
+            asyncio.run(connect(rig.config))
+    finally:
+        rig.close()

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +27,7 @@ from tests.system.test_full_disk import OWN_MOUNTS, needs_mount
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 
+IMPATIENT = {"timeout_s": 0.5, "heartbeat_s": 0.1, "reconnect_timeout_s": 2.0}
 JUMPING_CLOCK = '''
 import random, time
 _real, _rng = time.time, random.Random(5)
@@ -101,27 +101,6 @@ def test_a_server_that_stands_still_is_replaced_and_taken_back(
     assert "the learner does not know this connection" in (run / "rollout_server.log").read_text()
 
 
-def test_a_learner_that_stands_still_does_not_take_its_servers_for_dead(
-    make_config: Callable[..., RunConfig], tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    config = scripted(make_config, trainer={"max_steps": 5}, network={"timeout_s": 1.0, "heartbeat_s": 0.1})
-    rollout = config.rollout.model_copy(update={"weights_channel": "zmq"})
-    file = write_config(with_ports(config.model_copy(update={"rollout": rollout})), run)
-    learner, server = start("learner", file), start("rollout_server", file)
-    with running(learner, server):
-        wait_until(lambda: steps_of(run) >= 1, "a step", run)
-        learner.send_signal(signal.SIGSTOP)
-        time.sleep(2.0)
-        learner.send_signal(signal.SIGCONT)
-        assert [service.wait(timeout=120) for service in (learner, server)] == [0, 0], logs(run)
-    assert_every_prompt_trained_once(run, 5)
-    said = (run / "learner.log").read_text()
-    assert said.count("this learner stood still for") == 1
-    assert "is gone: silent" not in said
-    assert "the learner is back" in (run / "rollout_server.log").read_text()
-
-
 def test_a_second_learner_is_refused_and_harms_nothing(make_config: Callable[..., RunConfig], tmp_path: Path) -> None:
     run = tmp_path / "run"
     file = write_config(with_ports(scripted(make_config)), run)
@@ -142,39 +121,26 @@ def test_a_second_learner_is_refused_and_harms_nothing(make_config: Callable[...
     assert_every_prompt_trained_once(run)
 
 
-def test_a_server_stops_with_the_reason_when_its_learner_is_gone_or_makes_another_run(
+def test_a_server_whose_learner_makes_another_run_stops_with_the_reason(
     make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
-    run = tmp_path / "run"
-    network = {"timeout_s": 0.5, "heartbeat_s": 0.1, "reconnect_timeout_s": 2.0}
-    config = with_ports(scripted(make_config, trainer={"max_steps": 1000}, network=network))
+    run, other_run = tmp_path / "run", tmp_path / "other"
+    config = with_ports(scripted(make_config, trainer={"max_steps": 1000}, network=IMPATIENT))
     file = write_config(config, run)
-    second = config.model_copy(update={"run_dir": str(tmp_path / "other")})
-    learner, server = start("learner", file), start("rollout_server", file)
+    learner, server = start("learner", file), start("rollout_server", file, "network.reconnect_timeout_s=60")
     with running(learner, server):
         wait_until(lambda: steps_of(run) >= 1, "a step", run)
         learner.kill()
-        assert server.wait(timeout=60) == 3, logs(run)
-    reason = (run / "rollout_server.log").read_text().splitlines()[-1]
-    assert re.match(r"error: .* has been gone for . s \(network\.reconnect_timeout_s = 2\)", reason)
-    assert not (run / FAILURE_FILE).exists(), "the learner has not said how the run ended"
-
-    learner = start("learner", file, "--resume", "network.reconnect_timeout_s=60")
-    server = start("rollout_server", file, "network.reconnect_timeout_s=60")
-    with running(learner, server):
-        wait_until(lambda: (run / "rollout_server.log").read_text().count("welcomed to run") == 2, "a welcome", run)
-        learner.kill()
-        other = start("learner", write_config(second, tmp_path / "other"))
+        other = start("learner", write_config(config.model_copy(update={"run_dir": str(other_run)}), other_run))
         with running(other):
-            assert server.wait(timeout=90) == 3, logs(run) + logs(tmp_path / "other")
+            assert server.wait(timeout=90) == 3, logs(run) + logs(other_run)
     reason = (run / "rollout_server.log").read_text().splitlines()[-1]
     assert re.match("error: .* now makes run .* Start it again for the new run", reason)
-    assert not any((folder / FAILURE_FILE).exists() for folder in (run, tmp_path / "other"))
+    assert not any((folder / FAILURE_FILE).exists() for folder in (run, other_run)), "no learner has said how it ended"
 
 
 def test_a_launched_run_says_why_its_server_ended_it(make_config: Callable[..., RunConfig], tmp_path: Path) -> None:
-    network = {"timeout_s": 0.5, "heartbeat_s": 0.1, "reconnect_timeout_s": 2.0}
-    config = scripted(make_config, trainer={"max_steps": 100_000}, network=network)
+    config = scripted(make_config, trainer={"max_steps": 100_000}, network=IMPATIENT)
     run, file = config.run_path, tmp_path / "config.yaml"
     file.write_text(dump_config(config))
     log = tmp_path / "train.log"
@@ -190,7 +156,7 @@ def test_a_launched_run_says_why_its_server_ended_it(make_config: Callable[..., 
     failure = failure_of(run)
     assert (failure.service, failure.kind) == ("rollout_server", "timed_out")
     assert f"error: {failure.reason}\nrollout_server stopped the run; saved in {run / FAILURE_FILE}" in printed
-    assert "(network.reconnect_timeout_s = 2)" in failure.reason
+    assert re.search(r" has been gone for . s \(network\.reconnect_timeout_s = 2\)", failure.reason)
     assert not list((run / "logs").glob("*.json"))
 
 
@@ -225,14 +191,11 @@ def test_a_wait_beyond_its_deadline_names_the_step_the_ticket_and_its_server(
         server.send_signal(signal.SIGSTOP)
         assert learner.wait(timeout=60) == 3, logs(run)
     reason = failure_of(run).reason
-    assert reason.startswith("waited 1.5 s for groups of step "), reason
-    assert "oldest: ticket " in reason
-    assert f"held by {_name_of_server(run)}" in reason
-
-
-def _name_of_server(run: Path) -> str:
-    line = next(line for line in (run / "learner.log").read_text().splitlines() if "is welcome" in line)
-    return line.split(" is welcome")[0].rsplit(maxsplit=1)[-1]
+    name = re.search(r"(\S+) is welcome", (run / "learner.log").read_text())
+    assert name is not None
+    assert re.match(rf"waited 1\.5 s for groups of step .*oldest: ticket .*held by {re.escape(name[1])}", reason), (
+        reason
+    )
 
 
 @needs_mount
