@@ -16,7 +16,7 @@ from asyncrl.config.run_sections import TrainerConfig
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.journal import JOURNAL_FILE
-from asyncrl.journal.reader import JournalReader
+from asyncrl.journal.reader import JournalView
 from asyncrl.journal.writer import Journal
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import tensor_bytes
@@ -107,7 +107,6 @@ def sign_journal(
         if before.get(key) != settings.get(key)
     ]
     if changed:
-        assert journal.path is not None
         raise UserError(
             f"--resume of {journal.path}: {'; '.join(changed)}. Resume with the same values, or start a new run from "
             f"the checkpoint's model: {EXPORT.format(run=journal.path.parent)}"
@@ -128,7 +127,7 @@ def check_steps_ahead(journal: Journal, trainer: TrainerConfig, saved_step: int,
         )
 
 
-def check_initial_model(journal: Journal | JournalReader, model: Iterable[tuple[str, torch.Tensor]]) -> None:
+def check_initial_model(journal: JournalView, model: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Raise UserError if the run began with another model, and has no checkpoint to begin at."""
     if journal.meta("model") != _digest(model):
         raise UserError(

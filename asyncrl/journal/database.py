@@ -76,9 +76,9 @@ class JournalState:
     """The newest step whose groups have been taken; 0 if none."""
 
 
-def open_database(path: Path | None, durability: Durability, *, begun: bool) -> sqlite3.Connection:
+def open_database(path: Path, durability: Durability, *, begun: bool) -> sqlite3.Connection:
     """Open for every thread. A file that is not `begun` gets its tables."""
-    db = sqlite3.connect(path or ":memory:", isolation_level=None, check_same_thread=False)
+    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
     db.execute("PRAGMA journal_mode = WAL")
     db.execute(f"PRAGMA synchronous = {_SYNCHRONOUS[durability]}")
@@ -92,18 +92,14 @@ def open_database(path: Path | None, durability: Durability, *, begun: bool) -> 
     return db
 
 
-def journal_name(path: Path | None) -> str:
-    return f"the journal {path or 'in memory'}"
-
-
 @contextmanager
-def explain_errors(doing: str, path: Path | None) -> Iterator[None]:
+def explain_errors(doing: str, path: Path) -> Iterator[None]:
     """Turn what goes wrong into a BadStateError that says whether anything is lost, and the way out."""
     try:
         yield
     # OSError: of the groups' files. UnicodeDecodeError: SQLite quotes a damaged text.
     except (sqlite3.Error, OSError, UnicodeDecodeError) as error:
-        problem = (path and find_no_room(error, path)) or error
+        problem = find_no_room(error, path) or error
         reason = problem.strerror if isinstance(problem, OSError) else problem
         after = "Nothing is lost" if is_disk_full(problem) else WAY_OUT
-        raise BadStateError(f"{doing} {journal_name(path)}: {reason}. {after}") from problem
+        raise BadStateError(f"{doing} the journal {path}: {reason}. {after}") from problem

@@ -17,7 +17,7 @@ from pathlib import Path
 import xxhash
 
 from asyncrl.errors import BadStateError
-from asyncrl.journal.database import SCHEMA, WAY_OUT, journal_name
+from asyncrl.journal.database import SCHEMA, WAY_OUT
 from asyncrl.journal.segments import PLACE, Place, read_place, segment_path
 
 _DIGESTED = {
@@ -87,7 +87,7 @@ def check_journal(path: Path, mark: CommitMark, saved_step: int = 0) -> bool:
     if not path.exists() or not _is_begun(path, mark):
         return False
     if problem := _find_damage(path, mark, saved_step):
-        raise BadStateError(f"{journal_name(path)} {problem}. {WAY_OUT}")
+        raise BadStateError(f"the journal {path} {problem}. {WAY_OUT}")
     return True
 
 

@@ -1,4 +1,4 @@
-"""The journal for programs that only look: beside a learner that writes, or after it. Nothing is changed or locked."""
+"""What is read of a journal: by the learner that writes it, and by programs beside it or after it."""
 
 from __future__ import annotations
 
@@ -15,23 +15,19 @@ from protocol.messages import Group
 _KEPT = "JOIN groups USING (ticket_id)"
 
 
-class JournalReader:
-    """A read-only view for one thread at a time. Every method raises BadStateError where the file is damaged."""
+class JournalView:
+    """Reads an open journal. Every method raises BadStateError where the file is damaged."""
 
-    def __init__(self, path: Path, *, untouched: bool = False):
-        """`untouched`: SQLite puts no files beside one that no process writes. Then none may begin to."""
-        self.path = path
-        self._db = sqlite3.connect(
-            read_only_uri(path, untouched), uri=True, isolation_level=None, check_same_thread=False
-        )
-        schema = self._rows("PRAGMA user_version")[0][0]
-        if schema != SCHEMA:
-            raise BadStateError(f"{path} has schema {schema}, and this version of asyncrl reads schema {SCHEMA}")
+    path: Path
+    _db: sqlite3.Connection
 
     def consumed(self, step: int) -> tuple[TicketSlot, ...]:
         """The groups taken for `step`, in the order of the batch."""
-        query = f"SELECT {SLOT} FROM consumption WHERE step = ? ORDER BY ticket_id"
-        return tuple(TicketSlot(*row) for row in self._rows(query, (step,)))
+        return self._slots("consumption WHERE step = ?", step)
+
+    def _slots(self, rest: str, *values: int) -> tuple[TicketSlot, ...]:
+        rows = self._rows(f"SELECT {SLOT} FROM {rest} ORDER BY ticket_id", values)
+        return tuple(TicketSlot(*row) for row in rows)
 
     def group(self, ticket_id: int) -> Group:
         """Raises BadStateError where it is not kept (any more)."""
@@ -74,6 +70,25 @@ class JournalReader:
         rows = self._rows("SELECT value FROM meta WHERE key = ?", (key,))
         return rows[0][0] if rows else None
 
+    def _rows(self, query: str, values: Iterable[int | str] = ()) -> list[tuple]:
+        """All rows at once: a reader that stops half-way keeps the learner from copying its log."""
+        with explain_errors("reading", self.path):
+            return self._db.execute(query, tuple(values)).fetchall()
+
+
+class JournalReader(JournalView):
+    """A view for programs that only look, for one thread at a time. Nothing is changed or locked."""
+
+    def __init__(self, path: Path, *, untouched: bool = False):
+        """`untouched`: SQLite puts no files beside one that no process writes. Then none may begin to."""
+        self.path = path
+        self._db = sqlite3.connect(
+            read_only_uri(path, untouched), uri=True, isolation_level=None, check_same_thread=False
+        )
+        schema = self._rows("PRAGMA user_version")[0][0]
+        if schema != SCHEMA:
+            raise BadStateError(f"{path} has schema {schema}, and this version of asyncrl reads schema {SCHEMA}")
+
     @property
     def changes(self) -> int:
         """Another number after every write."""
@@ -81,11 +96,6 @@ class JournalReader:
 
     def close(self) -> None:
         self._db.close()
-
-    def _rows(self, query: str, values: Iterable[int | str] = ()) -> list[tuple]:
-        """All rows at once: a reader that stops half-way keeps the learner from copying its log."""
-        with explain_errors("reading", self.path):
-            return self._db.execute(query, tuple(values)).fetchall()
 
 
 def read_only_uri(path: Path, untouched: bool = False) -> str:

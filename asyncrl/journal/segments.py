@@ -9,11 +9,13 @@ when all its groups are forgotten. A process never appends to the files of an ea
 
 from __future__ import annotations
 
+import io
 import os
 import struct
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -106,30 +108,27 @@ def read_place(fd: int, place: Place) -> bytes | None:
 
 
 class Segments:
-    """All segments of a journal. For one thread at a time, like the journal; only `sync` may run beside the others.
+    """Writes all segments of a journal. For one thread at a time; only `sync` may run beside the others."""
 
-    `journal` None keeps them in memory.
-    """
-
-    def __init__(self, journal: Path | None, places: Iterable[Place] = ()):
+    def __init__(self, journal: Path, places: Iterable[Place]):
         """`places`: of all groups that the journal names."""
         self._journal = journal
-        self._fds: dict[int, int] = {}
-        """Descriptor of the current file; in memory, of all. Others are opened on demand: there may be thousands."""
+        self._current = 0
+        """Number of the segment that is written to."""
+        self._file: io.FileIO | None = None
+        """The current segment."""
         self._ends: dict[int, int] = {}
         """End of the last committed group of each file."""
         self._groups: Counter[int] = Counter()
         """Number of remembered groups of each file."""
-        self._current: int | None = None
         self._unsynced: set[int] = set()
         self._new_names = False
         self._syncing = threading.Lock()  # a `sync` with nothing to do must not return before one that is under way
-        self._guard = threading.Lock()  # of descriptors, between `sync` and closing
         self.obsolete: list[Path] = []
         """Files without groups. They may be deleted when the transaction that forgot the last one is on the disk."""
         self.live_bytes = 0
         self._remember(places)
-        files = segment_files(journal) if journal is not None else {}
+        files = segment_files(journal)
         self._last = max([0, *self._groups, *files])
         for number, path in files.items():  # of an earlier process
             if not self._groups[number]:
@@ -145,12 +144,11 @@ class Segments:
 
     def append(self, groups: Sequence[Sequence[bytes | memoryview]]) -> list[Place]:
         """Write groups in pieces; they count once `settle` is called with their places. Raises OSError."""
-        if self._current is None or self._ends[self._current] >= SEGMENT_BYTES:
-            self._begin()
-        assert self._current is not None
+        if self._file is None or self._ends[self._current] >= SEGMENT_BYTES:
+            self._file = self._begin()
         offset = self._ends[self._current]
         places: list[Place] = []
-        with open(self._fds[self._current], "wb", closefd=False) as file:
+        with open(self._file.fileno(), "wb", closefd=False) as file:
             file.seek(offset)
             for pieces in groups:
                 hashed = xxhash.xxh3_64()
@@ -163,30 +161,27 @@ class Segments:
         self._unsynced.add(self._current)  # after the writing, see `sync`
         return places
 
-    def _begin(self) -> None:
-        self._last += 1
-        if self._journal is None:
-            fd = os.memfd_create("groups")
-        else:
-            path = segment_path(self._journal, self._last)
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    def _begin(self) -> io.FileIO:
+        file = segment_path(self._journal, self._last + 1).open("xb", buffering=0)
+        before = self._current if self._file is not None else None
+        self.close()
         self._new_names = True
-        before, self._current = self._current, self._last
-        self._fds[self._current], self._ends[self._current] = fd, 0
+        self._current = self._last = self._last + 1
+        self._ends[self._current] = 0
         if before is not None and not self._groups[before]:
             self._discard(before)
-        elif before is not None and self._journal is not None:
-            self._close(before)
+        return file
 
-    def settle(self, added: Sequence[Place], forgotten: Sequence[Place]) -> None:
-        """The transaction that named and forgot these is committed."""
+    def settle(self, added: Sequence[Place], forgotten: Sequence[Place]) -> bool:
+        """The transaction that named and forgot these is committed. Returns whether a file has become obsolete."""
         self._remember(added)
         for place in forgotten:
             self._groups[place.segment] -= 1
             self.live_bytes -= place.length
-        for number in {place.segment for place in forgotten}:
-            if not self._groups[number]:
-                self._discard(number)
+        emptied = [number for number in {place.segment for place in forgotten} if not self._groups[number]]
+        for number in emptied:
+            self._discard(number)
+        return bool(emptied)
 
     def _remember(self, places: Iterable[Place]) -> None:
         for place in places:
@@ -196,66 +191,36 @@ class Segments:
 
     def cut(self) -> None:
         """Remove what was appended last: the transaction that would have named it has failed."""
-        if self._current is not None:
-            os.ftruncate(self._fds[self._current], self._ends[self._current])
+        if self._file is not None:
+            self._file.truncate(self._ends[self._current])
 
     def _discard(self, number: int) -> None:
         if number == self._current:
-            self._current = None
+            self.close()
         del self._ends[number], self._groups[number]
         self._unsynced.discard(number)
-        self._close(number)
-        if self._journal is not None:
-            self.obsolete.append(segment_path(self._journal, number))
-
-    def _close(self, number: int) -> None:
-        with self._guard:
-            if number in self._fds:
-                os.close(self._fds.pop(number))
+        self.obsolete.append(segment_path(self._journal, number))
 
     def sync(self) -> None:
         """Bring to the disk what was appended before. Raises OSError."""
         with self._syncing:
             for number in sorted(self._unsynced):
-                fd = self._open(number)
-                if fd is None:  # discarded since
-                    continue
-                try:
-                    self._unsynced.discard(number)  # before the syncing: what is appended meanwhile is noted again
-                    os.fdatasync(fd)
-                finally:
-                    os.close(fd)
-            if self._new_names and self._journal is not None:
+                self._unsynced.discard(number)  # before the syncing: what is appended meanwhile is noted again
+                with suppress(FileNotFoundError):  # discarded since
+                    _sync(segment_path(self._journal, number), os.fdatasync)
+            if self._new_names:
                 self._new_names = False
-                folder = os.open(self._journal.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                try:
-                    os.fsync(folder)
-                finally:
-                    os.close(folder)
-
-    def read(self, place: Place) -> bytes | None:
-        """A group's bytes; None where they are not those that were written."""
-        fd = self._open(place.segment)
-        if fd is None:
-            return None
-        try:
-            return read_place(fd, place)
-        finally:
-            os.close(fd)
-
-    def _open(self, number: int) -> int | None:
-        """A descriptor of the caller's own; None where the file does not exist."""
-        with self._guard:
-            if number in self._fds:
-                return os.dup(self._fds[number])
-        if self._journal is None:
-            return None
-        try:
-            return os.open(segment_path(self._journal, number), os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return None
+                _sync(self._journal.parent, os.fsync)
 
     def close(self) -> None:
-        for fd in self._fds.values():
-            os.close(fd)
-        self._fds.clear()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _sync(path: Path, sync: Callable[[int], None]) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        sync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -7,75 +7,49 @@ transaction that forgot them is on the disk, since a row must never name a file 
 
 from __future__ import annotations
 
-import queue
 import sqlite3
-import threading
-from collections.abc import Callable, Iterable
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+
+from asyncrl.journal.segments import Segments
 
 
 class WalCheckpointer:
     """Copies in the background. `copy_soon` never waits; an error is raised by the next `check`."""
 
-    def __init__(self, path: Path, *, before: Callable[[], None]):
-        """`before` a copy, what its rows name is brought to the disk: the file without its log is whole, too."""
-        self._path = path
-        self._before = before
-        self._wanted = threading.Event()
-        self._obsolete: queue.SimpleQueue[Path] = queue.SimpleQueue()
-        self._closing = False
-        self._failure: sqlite3.Error | OSError | None = None
-        self.paused = threading.Lock()
-        """A lock: its holder may copy instead."""
-        self._thread: threading.Thread | None = None
+    def __init__(self, journal: Path, segments: Segments):
+        self._journal = journal
+        self._segments = segments
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal-log")
+        self._copies: deque[Future[None]] = deque()
 
-    def copy_soon(self, then_delete: Iterable[Path] = ()) -> None:
-        """Copy the log. `then_delete`: files that a committed transaction has made superfluous."""
-        for path in then_delete:
-            self._obsolete.put(path)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="journal-log", daemon=True)
-            self._thread.start()
-        self._wanted.set()
+    def copy_soon(self) -> None:
+        self._copies.append(self._thread.submit(self._copy, "PASSIVE"))
 
     def check(self) -> None:
         """Raises what stopped the copying: a full disk, an unreadable file."""
-        if self._failure is not None:
-            raise self._failure
+        while self._copies and self._copies[0].done():
+            self._copies[0].result()
+            self._copies.popleft()
 
-    def close(self) -> list[Path]:
-        """Waits for a copy that is under way. Returns the files that are still to be deleted."""
-        self._closing = True
-        self._wanted.set()
-        if self._thread is not None:
-            self._thread.join()
-        return self._take_obsolete()
+    def copy_all(self) -> None:
+        """Empty the log."""
+        self._thread.submit(self._copy, "TRUNCATE").result()
 
-    def _take_obsolete(self) -> list[Path]:
-        return [self._obsolete.get_nowait() for _ in range(self._obsolete.qsize())]
+    def close(self) -> None:
+        """Wait for a copy that is under way."""
+        self._thread.shutdown(cancel_futures=True)
 
-    def _work(self) -> None:
-        try:
-            with closing(sqlite3.connect(self._path, isolation_level=None)) as db:
-                while True:
-                    self._wanted.wait()
-                    self._wanted.clear()
-                    if self._closing:
-                        return
-                    with self.paused:
-                        self._copy(db)
-        except (sqlite3.Error, OSError) as problem:
-            self._failure = problem
-
-    def _copy(self, db: sqlite3.Connection) -> None:
+    def _copy(self, mode: str) -> None:
         """Copy as far as the log reaches now. It starts again from its beginning once all of it is copied."""
-        superfluous = self._take_obsolete()
-        self._before()
-        busy, pages, copied = db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
-        is_whole = not busy and copied == pages  # else a reader of the log holds it up
-        for path in superfluous:
-            if is_whole:
-                path.unlink(missing_ok=True)
-            else:
-                self._obsolete.put(path)
+        obsolete = list(self._segments.obsolete)  # by transactions that are in the log by now
+        self._segments.sync()  # what the rows name: the file without its log is whole, too
+        with closing(sqlite3.connect(self._journal, isolation_level=None)) as db:
+            busy, pages, copied = db.execute(f"PRAGMA wal_checkpoint({mode})").fetchone()
+        if busy or copied < pages:  # a reader of the log holds it up
+            return
+        for path in obsolete:
+            path.unlink(missing_ok=True)
+            self._segments.obsolete.remove(path)

@@ -12,41 +12,37 @@ inspection; rows of consumption stay: 40 bytes a group.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 from asyncrl.config.run_sections import Durability
-from asyncrl.errors import BadStateError
 from asyncrl.journal.database import (
     LOG_BYTES,
-    SLOT,
     TRANSACTION_BYTES,
-    WAY_OUT,
     JournalState,
     TicketSlot,
     explain_errors,
-    journal_name,
     open_database,
 )
 from asyncrl.journal.integrity import CommitMark, ContentDigest, check_journal
-from asyncrl.journal.segments import PLACE, Place, Segments, pack_frames, unpack_group
+from asyncrl.journal.reader import JournalView
+from asyncrl.journal.segments import PLACE, Place, Segments, pack_frames
 from asyncrl.journal.wal_checkpointer import WalCheckpointer
 from protocol.codec import Frame
 from protocol.faults import crash_point
 from protocol.messages import Group
 
 
-class Journal:
-    """The writing side. Not thread-safe: the ledger's lock guards it. `path` None keeps it in memory (tests).
+class Journal(JournalView):
+    """The writing side. Not thread-safe: the ledger's lock guards it.
 
     Every method raises BadStateError when the file is damaged or the disk is full.
     """
 
-    def __init__(self, path: Path | None, durability: Durability = "process", *, saved_step: int = 0):
+    def __init__(self, path: Path, durability: Durability = "process", *, saved_step: int = 0):
         """A checkpoint of `saved_step` is safe: the groups up to it may be damaged or missing."""
         self.path = path
-        self._mark = CommitMark(path) if path else None
-        self._copier = WalCheckpointer(path, before=lambda: self._segments.sync()) if path else None
+        self._mark = CommitMark(path)
         self._uncopied_bytes = 0
         self._syncs_groups = durability == "power"
         self._arrived: list[tuple[int, Sequence[bytes | memoryview]]] = []
@@ -55,20 +51,17 @@ class Journal:
         """Places of the groups that this transaction removes."""
         try:
             with explain_errors("opening", path):
-                begun = path is not None and self._mark is not None and check_journal(path, self._mark, saved_step)
-                self._db = open_database(path, durability, begun=begun)
+                self._db = open_database(path, durability, begun=check_journal(path, self._mark, saved_step))
                 self._commits, digest = self._db.execute("SELECT commits, digest FROM seal").fetchone()
                 self._digest = ContentDigest(int.from_bytes(digest, "little"))
-                places = self._db.execute(f"SELECT {PLACE} FROM groups")
-                self._segments = Segments(path, (Place(*row) for row in places))
+                self._segments = Segments(path, (Place(*row) for row in self._rows(f"SELECT {PLACE} FROM groups")))
+                self._copier = WalCheckpointer(path, self._segments)
                 self._saved_step = saved_step
                 self._saved_bytes = sum(size for _, size in self._sizes_of_saved_steps())
             if self._segments.obsolete:
                 self.flush()  # a process that was killed left them: the transaction that forgot them must stay
-                self._delete_obsolete()
         except BaseException:
-            if self._mark:
-                self._mark.close()
+            self._mark.close()
             raise
 
     # --- transactions -----------------------------------------------------------------------------
@@ -78,8 +71,7 @@ class Journal:
         """All or nothing. What was written is durable, to the degree of `durability`, on return."""
         before = self._digest.value
         with explain_errors("writing", self.path):
-            if self._copier is not None:
-                self._copier.check()
+            self._copier.check()
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield
@@ -96,11 +88,13 @@ class Journal:
                 self._segments.cut()
                 raise
         self._commits += 1
-        if self._mark:
-            self._mark.write(self._commits)
-        self._segments.settle(places, self._forgotten)
+        self._mark.write(self._commits)
+        is_obsolete = self._segments.settle(places, self._forgotten)
         self._arrived, self._forgotten = [], []
-        self._copy_log()
+        self._uncopied_bytes += TRANSACTION_BYTES
+        if is_obsolete or self._uncopied_bytes >= LOG_BYTES:
+            self._uncopied_bytes = 0
+            self._copier.copy_soon()
 
     def _write_groups(self) -> list[Place]:
         """Write the bytes first, then the rows that name them."""
@@ -111,14 +105,6 @@ class Journal:
         rows = [(ticket_id, *place) for (ticket_id, _), place in zip(self._arrived, places, strict=True)]
         self._insert("groups", rows)
         return places
-
-    def _copy_log(self) -> None:
-        """Copy the log when it has grown enough, and where files wait to be deleted."""
-        self._uncopied_bytes += TRANSACTION_BYTES
-        if self._copier is not None and (self._segments.obsolete or self._uncopied_bytes >= LOG_BYTES):
-            self._uncopied_bytes = 0
-            self._copier.copy_soon(then_delete=self._segments.obsolete)
-            self._segments.obsolete = []
 
     def count(self, **deltas: int) -> None:
         """Add to ledger counters."""
@@ -182,8 +168,7 @@ class Journal:
         newest of them stay nevertheless, in whole steps. Returns the first step whose groups are kept.
         """
         self._saved_step = max(step, self._saved_step)
-        with explain_errors("reading", self.path):
-            sizes = self._sizes_of_saved_steps()
+        sizes = self._sizes_of_saved_steps()
         first, kept_bytes = self._saved_step + 1, 0
         while sizes and kept_bytes + sizes[-1][1] <= keep_bytes:
             first, size = sizes.pop()
@@ -197,11 +182,11 @@ class Journal:
 
     def _sizes_of_saved_steps(self) -> list[tuple[int, int]]:
         """(step, bytes of its kept groups) of the steps that a checkpoint holds, oldest first."""
-        return self._db.execute(
+        return self._rows(
             "SELECT step, SUM(length) FROM groups CROSS JOIN consumption USING (ticket_id) WHERE step <= ? "
             "GROUP BY step ORDER BY step",
             (self._saved_step,),
-        ).fetchall()
+        )
 
     def sync_groups(self) -> None:
         """Bring the groups' bytes to the disk. May run beside all other methods: there may be much to write."""
@@ -210,14 +195,8 @@ class Journal:
 
     def flush(self) -> None:
         """Copy the write-ahead log into the file, and it and the groups to the disk."""
-        with explain_errors("flushing", self.path), self._copier.paused if self._copier is not None else nullcontext():
-            self._segments.sync()
-            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-
-    def _delete_obsolete(self) -> None:
-        for path in self._segments.obsolete:
-            path.unlink(missing_ok=True)
-        self._segments.obsolete = []
+        with explain_errors("flushing", self.path):
+            self._copier.copy_all()
 
     @property
     def payload_bytes(self) -> int:
@@ -232,54 +211,32 @@ class Journal:
     @property
     def file_bytes(self) -> int:
         """Size of the file, its write-ahead log and the files of groups."""
-        files = (self.path, self.path.with_name(self.path.name + "-wal")) if self.path else ()
+        files = (self.path, self.path.with_name(self.path.name + "-wal"))
         return self._segments.file_bytes + sum(file.stat().st_size for file in files if file.exists())
 
     # --- reading ------------------------------------------------------------------------------------
 
     def state(self) -> JournalState:
-        with explain_errors("reading", self.path):
-            have_group = "ticket_id IN (SELECT ticket_id FROM groups)"
-            (last_step,) = self._db.execute("SELECT COALESCE(MAX(step), 0) FROM consumption").fetchone()
-            return JournalState(
-                counters=dict(self._db.execute("SELECT name, count FROM ledger")),
-                waiting=self._slots(f"tickets WHERE NOT {have_group}"),
-                buffered=self._slots(f"tickets WHERE {have_group}"),
-                again=tuple(row[0] for row in self._db.execute("SELECT position FROM again ORDER BY position")),
-                last_step=last_step,
-            )
-
-    def consumed(self, step: int) -> tuple[TicketSlot, ...]:
-        """The groups taken for `step`, in the order of the batch."""
-        with explain_errors("reading", self.path):
-            return self._slots("consumption WHERE step = ?", step)
-
-    def _slots(self, rest: str, *values: int) -> tuple[TicketSlot, ...]:
-        rows = self._db.execute(f"SELECT {SLOT} FROM {rest} ORDER BY ticket_id", values)
-        return tuple(TicketSlot(*row) for row in rows)
+        have_group = "ticket_id IN (SELECT ticket_id FROM groups)"
+        return JournalState(
+            counters=dict(self._rows("SELECT name, count FROM ledger")),
+            waiting=self._slots(f"tickets WHERE NOT {have_group}"),
+            buffered=self._slots(f"tickets WHERE {have_group}"),
+            again=tuple(position for (position,) in self._rows("SELECT position FROM again ORDER BY position")),
+            last_step=self.last_step(),
+        )
 
     def group(self, ticket_id: int) -> Group:
-        """Raises BadStateError where it is missing or damaged."""
         with explain_errors("reading", self.path):
-            row = self._db.execute(f"SELECT {PLACE} FROM groups WHERE ticket_id = ?", (ticket_id,)).fetchone()
-            payload = self._segments.read(Place(*row)) if row is not None else None
-        if payload is None:
-            problem = "missing" if row is None else "damaged (checksum)"
-            raise BadStateError(f"{journal_name(self.path)}: the group of ticket {ticket_id} is {problem}. {WAY_OUT}")
-        return unpack_group(payload)
-
-    def meta(self, key: str) -> str | None:
-        row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-        return row[0] if row else None
+            return super().group(ticket_id)
 
     def close(self) -> None:
-        if self._copier is not None:
-            self._segments.obsolete += self._copier.close()
+        self._copier.close()
         self._db.close()  # which copies what is left of the log
         self._segments.close()
-        self._delete_obsolete()
-        if self._mark:
-            self._mark.close()
+        for path in self._segments.obsolete:
+            path.unlink(missing_ok=True)
+        self._mark.close()
 
 
 def _ticket_rows(slots: Sequence[TicketSlot]) -> list[tuple[int, int, int, int]]:

@@ -11,10 +11,13 @@ import asyncio
 import random
 from collections import Counter, deque
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.writer import Journal, TicketSlot
 from benchmarks.staleness.observation import Observation
 from benchmarks.staleness.virtual_time import run_in_virtual_time
@@ -228,10 +231,10 @@ async def _learn(workload: Workload, ledger: TicketLedger, network: SimulatedNet
             ledger.forget_payloads(version + 1)
 
 
-async def _run(workload: Workload) -> Observation:
+async def _run(workload: Workload, journal: Journal) -> Observation:
     seen = Observation(workload)
     ledger = TicketLedger(
-        Journal(None),
+        journal,
         prompts_per_step=workload.prompts_per_step,
         bound=workload.first_bound,
         total_groups=workload.total_groups,
@@ -244,10 +247,10 @@ async def _run(workload: Workload) -> Observation:
     await asyncio.gather(*serving)
     seen.tokens_generated = sum(server.engine.usage.tokens_generated for server in network.servers)
     seen.finish()
-    ledger.journal.close()
     return seen
 
 
 def simulate(workload: Workload) -> Observation:
     """Raises NothingToWaitFor on a deadlock. The same workload gives the same observation, to the last bit."""
-    return run_in_virtual_time(_run(workload))
+    with TemporaryDirectory() as folder, closing(Journal(Path(folder) / JOURNAL_FILE)) as journal:
+        return run_in_virtual_time(_run(workload, journal))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from asyncrl.config.sections import OnStale
 from asyncrl.errors import BadStateError
+from asyncrl.journal.reader import JournalView
 from asyncrl.journal.writer import TicketSlot
 from learner.network.group_verification import check_journaled
 from learner.tickets.staleness import within_bound
@@ -14,15 +14,7 @@ from learner.tickets.ticket import PreparedTicket, ReceivedGroup
 from protocol.messages import Group
 
 
-class Consumption(Protocol):
-    """What both the journal's writer and its reader offer."""
-
-    def consumed(self, step: int) -> tuple[TicketSlot, ...]: ...
-
-    def group(self, ticket_id: int) -> Group: ...
-
-
-def read_batch(journal: Consumption, step: int, size: int) -> list[tuple[TicketSlot, Group]]:
+def read_batch(journal: JournalView, step: int, size: int) -> list[tuple[TicketSlot, Group]]:
     """Read the groups that `step` took. Raises BadStateError where they are not `size`, or not kept."""
     slots = journal.consumed(step)
     if len(slots) != size:

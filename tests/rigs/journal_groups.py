@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
+from concurrent.futures import wait
+from itertools import count
+from pathlib import Path
 
 import numpy as np
 
@@ -10,6 +14,14 @@ from asyncrl.journal.writer import Journal, TicketSlot
 from protocol.codec import encode
 from protocol.messages import Group
 from tests.rigs.fuzz import content
+
+_FOLDER = tempfile.TemporaryDirectory(dir="/dev/shm")
+_numbers = count()
+
+
+def throwaway_journal() -> Journal:
+    """A new journal, whose files go when the process ends."""
+    return Journal(Path(_FOLDER.name) / f"{next(_numbers)}.sqlite")
 
 
 def make_group(ticket_id: int, *, length: int = 1000, versions: int | None = None) -> Group:
@@ -47,3 +59,8 @@ def slots_of(groups: Sequence[Group]) -> list[TicketSlot]:
 def issue_and_add(journal: Journal, *groups: Group) -> None:
     issue(journal, slots_of(groups))
     add(journal, *groups)
+
+
+def wait_for_copy(journal: Journal) -> None:
+    """Until no thread changes the files: they cannot be read at one moment while it does."""
+    wait(journal._copier._copies, timeout=20)

@@ -26,7 +26,7 @@ from asyncrl.journal.writer import Journal, TicketSlot
 from asyncrl.run_folder.full_disk import describe_full_disk, is_disk_full
 from protocol.codec import encode
 from tests.rigs.file_sizes import file_size_limit
-from tests.rigs.journal_groups import add, issue, make_group, take
+from tests.rigs.journal_groups import add, issue, make_group, take, wait_for_copy
 
 SEGMENTS = tuple(f".groups-{number:06d}" for number in range(1, 10))
 SUFFIXES = ("", "-wal", ".commits", *SEGMENTS)
@@ -101,20 +101,19 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
     source = tmp_path_factory.mktemp("alive") / JOURNAL_FILE
     journal = Journal(source)
     with patch.object(asyncrl.journal.segments, "SEGMENT_BYTES", 1 << 18):
-        assert journal._copier is not None
         journal.set_meta(run_id="abc", settings='{"x": 1}')
         write_steps(journal, 1, 3)
         journal.forget_payloads(2)
         write_steps(journal, 4, 5)
-        with journal._copier.paused:
-            older = read_files(source)
+        wait_for_copy(journal)
+        older = read_files(source)
         journal.flush()
         write_steps(journal, 6, 7)
         issue(journal, [TicketSlot(500 + i, 100 + i, 7, 2) for i in range(3)])
-        with journal._copier.paused:
-            for suffix, data in read_files(source).items():
-                if data:
-                    (folder / f"{JOURNAL_FILE}{suffix}").write_bytes(data)
+        wait_for_copy(journal)
+        for suffix, data in read_files(source).items():
+            if data:
+                (folder / f"{JOURNAL_FILE}{suffix}").write_bytes(data)
         expected = content(journal)
         named = [n for (n,) in journal._db.execute("SELECT DISTINCT segment FROM groups ORDER BY segment")]
     journal.close()

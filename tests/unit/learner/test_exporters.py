@@ -48,6 +48,7 @@ from protocol.messages import (
 from rollout_server.engines.base import EngineUsage
 from rollout_server.metrics import METRICS as ROLLOUT
 from rollout_server.prometheus import ServerExporter, ServerState
+from tests.rigs.journal_groups import throwaway_journal
 from tests.rigs.ports import own_port
 from tests.unit.learner.test_tickets import issue, prepared, received
 
@@ -187,7 +188,7 @@ def batch_of(*groups: ReceivedGroup) -> Batch:
 
 def stale_batch() -> Batch:
     """Tokens of versions 4, 6 (from a cache of 3) and 5, 6, 6, whose last is not trained."""
-    slots = TicketLedger(Journal(None), prompts_per_step=2, bound=1, total_groups=2).admissible(0)
+    slots = TicketLedger(throwaway_journal(), prompts_per_step=2, bound=1, total_groups=2).admissible(0)
     first, second = received(prepared(slots[0]), 4, 6), received(prepared(slots[1]), 5, 6, 6)
     cached, mask = np.asarray([4, 3], np.int32), np.asarray([1, 1, 0], np.uint8)
     return batch_of(
@@ -443,7 +444,7 @@ def test_a_server_without_a_welcome_yet_shows_how_long_it_waits_and_that_it_live
 
 
 def test_what_the_server_produced_loaded_and_slept(server: ServerExporter) -> None:
-    slot = TicketLedger(Journal(None), prompts_per_step=1, bound=0, total_groups=1).admissible(0)[0]
+    slot = TicketLedger(throwaway_journal(), prompts_per_step=1, bound=0, total_groups=1).admissible(0)[0]
     group = received(prepared(slot)).group
     timings = GroupTimings(queued_s=9, generate_s=2, reward_s=0.5)
     records = tuple(

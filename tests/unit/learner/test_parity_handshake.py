@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from asyncrl.errors import BadStateError
-from asyncrl.journal.writer import Journal, TicketSlot
+from asyncrl.journal.writer import TicketSlot
 from learner.network.parity_handshake import ParityHandshake
 from learner.network.servers import ServerState
 from learner.tickets.ledger import TicketLedger
@@ -18,6 +18,7 @@ from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import Ack, Group, Refusal, TicketFailed, Tickets, WeightsLoaded
 from tests.rigs.fuzz import content
 from tests.rigs.fuzz.rig import write_ticket
+from tests.rigs.journal_groups import throwaway_journal
 
 
 class FakeServers:
@@ -53,7 +54,7 @@ def items() -> list[PreparedTicket]:
 
 
 def empty_ledger() -> TicketLedger:
-    return TicketLedger(Journal(None), prompts_per_step=1, bound=0, total_groups=1)
+    return TicketLedger(throwaway_journal(), prompts_per_step=1, bound=0, total_groups=1)
 
 
 def handshake_of(

@@ -5,12 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from asyncrl.journal.writer import Journal, TicketSlot
+from asyncrl.journal.writer import TicketSlot
 from learner.network.servers import Servers
 from learner.network.ticket_sender import TicketSender
 from learner.tickets.ledger import TicketLedger
 from protocol.codec import Limits
 from protocol.messages import TicketKind, Tickets
+from tests.rigs.journal_groups import throwaway_journal
 from tests.unit.learner.test_tickets import prepared
 
 
@@ -29,7 +30,7 @@ class ServerOfAll:
 
 def test_tickets_of_before_a_restart_wait_for_the_first_publication() -> None:
     """A server could only wait for weights that are not there, fail the ticket, and end the run."""
-    before = TicketLedger(Journal(None), prompts_per_step=2, bound=0, total_groups=4)
+    before = TicketLedger(throwaway_journal(), prompts_per_step=2, bound=0, total_groups=4)
     before.issue([prepared(slot) for slot in before.admissible(0)])
     ledger = TicketLedger(before.journal, prompts_per_step=2, bound=0, total_groups=4)
     ledger.recover(prepared, withhold_s=0.0)

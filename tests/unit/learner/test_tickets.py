@@ -29,12 +29,13 @@ from protocol.messages import (
     TrajectoryRecord,
     TrajectoryStatus,
 )
+from tests.rigs.journal_groups import throwaway_journal
 
 SAMPLING = Sampling(max_new_tokens=4, stop_token_ids=(0,))
 
 
 def make_ledger(per_step: int, bound: int, total: int, on_stale: OnStale = "wait") -> TicketLedger:
-    journal = Journal(None)
+    journal = throwaway_journal()
     return TicketLedger(journal, prompts_per_step=per_step, bound=bound, total_groups=total, on_stale=on_stale)
 
 
@@ -396,7 +397,7 @@ def test_nothing_is_lost_or_doubled(
     """Random issues, assignments, arrivals, lost servers, failures and restarts: every prompt is trained once."""
     rng = random.Random(seed)
     shape = {"prompts_per_step": per_step, "bound": max_staleness, "total_groups": steps * per_step}
-    ledger = TicketLedger(Journal(None), **shape, on_stale=on_stale)
+    ledger = TicketLedger(throwaway_journal(), **shape, on_stale=on_stale)
     trained: list[int] = []
     failures: dict[int, int] = {}
 

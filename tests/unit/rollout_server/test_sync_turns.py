@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.journal.writer import Journal, TicketSlot
+from asyncrl.journal.writer import TicketSlot
 from asyncrl.telemetry.timeline import Timeline
 from learner.network.device_lease import DeviceTurns, LeaseGrants, first_turn
 from learner.network.servers import ModelFacts, Servers, ServerState
@@ -40,6 +40,7 @@ from rollout_server.engines.base import EngineUsage
 from rollout_server.prometheus import ServerExporter
 from tests.rigs.fuzz import content
 from tests.rigs.fuzz.rig import write_ticket
+from tests.rigs.journal_groups import throwaway_journal
 from tests.rigs.ports import own_port
 from tests.rigs.unconnected import Ledger, Ports
 
@@ -143,7 +144,7 @@ def test_only_a_servers_own_turn_with_weights_counts_towards_its_parity_deadline
     """Neither while the learner has the device, nor while an engine of many gigabytes starts."""
     network = {"control_port": own_port(), "weights_port": own_port()}
     config = make_config(trainer={"mode": "sync"}, learner={"wait_timeout_s": 2.0}, network=network)
-    ledger = TicketLedger(Journal(None), prompts_per_step=1, bound=0, total_groups=1)
+    ledger = TicketLedger(throwaway_journal(), prompts_per_step=1, bound=0, total_groups=1)
     nothing: Any = None
     network_thread = NetworkThread(
         config,
