@@ -163,7 +163,7 @@ def _sync(arguments: argparse.Namespace) -> int:
 
 def _sft(arguments: argparse.Namespace) -> int:
     from asyncrl.launch.inputs import check_sft_inputs
-    from asyncrl.launch.run_dir import check_run_dir
+    from asyncrl.run_folder.contents import check_run_dir
     from asyncrl.run_folder.lock import refuse_busy
 
     config = _load(arguments)
@@ -185,7 +185,7 @@ def _learn(arguments: argparse.Namespace) -> int:
     if arguments.unattended and resume:
         raise UserError("--unattended decides by itself whether to --resume: give one of the two")
     if arguments.unattended:
-        from asyncrl.launch.run_dir import describe_finished, next_attempt
+        from asyncrl.run_folder.contents import describe_finished, next_attempt
 
         attempt = next_attempt(config)
         if attempt == "nothing":

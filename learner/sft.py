@@ -22,8 +22,8 @@ from asyncrl.data.prompts import PromptRenderer, row_target
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.processing import PromptProcessor, check_prompt_length
 from asyncrl.models.prompt_rows import usable_rows
+from asyncrl.run_folder.contents import save_config
 from asyncrl.run_folder.lock import LearnerLock
-from asyncrl.run_folder.saved_config import save_config
 from asyncrl.service_entry import Start, run_service
 from asyncrl.telemetry.recorder import RunRecorder
 from asyncrl.telemetry.trackers import open_trackers

@@ -12,12 +12,11 @@ from asyncrl.errors import BadStateError, ExitCode, UserError
 from asyncrl.launch.inputs import check_inputs
 from asyncrl.launch.ports import reserve_ports
 from asyncrl.launch.processes import learner_service, server_services
-from asyncrl.launch.run_dir import CANDIDATE_FILE, check_run_dir, is_resumable
 from asyncrl.launch.supervisor import Outcome, Supervisor
+from asyncrl.run_folder.contents import CANDIDATE_FILE, check_run_dir, is_resumable, save_config
 from asyncrl.run_folder.failure import FAILURE_FILE, read_failure
 from asyncrl.run_folder.full_disk import describe_full_disk, is_disk_full, room_left
 from asyncrl.run_folder.lock import LEARNER_LOCK, holding, refuse_busy, sole_launcher
-from asyncrl.run_folder.saved_config import save_config
 from asyncrl.tools.panel.display import Display
 from asyncrl.tools.panel.formatting import MISSING, number
 from asyncrl.tools.panel.run_snapshot import RunSnapshot

@@ -68,8 +68,6 @@ def _open(run_path: Path, file: str) -> int:
     try:
         run_path.mkdir(parents=True, exist_ok=True)
         return os.open(run_path / file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise UserError(f"{run_path} cannot be a directory ({error.strerror}). Set another run_dir=...") from None
     except OSError as error:
         if is_disk_full(error):
             raise

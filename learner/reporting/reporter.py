@@ -15,7 +15,7 @@ from asyncrl.journal.sample_index import SampleIndex, TrainedBatch
 from asyncrl.models.devices import device_name, memory_by_state
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.rewards.presentation import plain_text
-from asyncrl.run_folder.saved_config import save_config
+from asyncrl.run_folder.contents import save_config
 from asyncrl.telemetry.background_writer import BackgroundWriter
 from asyncrl.telemetry.environment import record_start
 from asyncrl.telemetry.recorder import RunRecorder

@@ -34,8 +34,6 @@ class Script(BaseModel):
     prefill_s: float = 0.0
     fail_every: int = 0
     """Raise on every so many-th request; 0 never."""
-    emit_banned: bool = False
-    """Put an image placeholder id into every completion, as an unguarded engine would."""
 
 
 class ScriptedEngine:
@@ -152,8 +150,6 @@ class ScriptedEngine:
             never = {*sampling.banned_token_ids, *sampling.stop_token_ids}
             allowed = [i for i in range(len(self._processor.tokenizer)) if i not in never]
             body = rng.choice(allowed, size=length).tolist()
-        if self._script.emit_banned:
-            body = [self._processor.placeholder_ids[0], *body]
         return np.asarray([*body, sampling.stop_token_ids[0]][: sampling.max_new_tokens], np.int32)
 
     async def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -21,8 +21,8 @@ from asyncrl.errors import RunTakenError
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.launch import train as launcher
 from asyncrl.launch.ports import free_port
-from asyncrl.launch.run_dir import CANDIDATE_FILE, next_attempt
 from asyncrl.launch.train import train
+from asyncrl.run_folder.contents import CANDIDATE_FILE, next_attempt
 from asyncrl.run_folder.failure import read_failure
 from asyncrl.run_folder.lock import LAUNCHER_LOCK, LEARNER_LOCK, holder, lock_run
 from asyncrl.telemetry.recorder import read_status

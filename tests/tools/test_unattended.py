@@ -15,10 +15,10 @@ from asyncrl import cli
 from asyncrl.cli import main as asyncrl
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import BadStateError, UserError, WaitTimeoutError
+from asyncrl.errors import BadStateError
 from asyncrl.journal import JOURNAL_FILE
-from asyncrl.launch.run_dir import next_attempt
-from asyncrl.run_folder.failure import Kind, kind_of
+from asyncrl.run_folder.contents import next_attempt
+from asyncrl.run_folder.failure import FAILURE_FILE, Kind
 from asyncrl.telemetry.recorder import RunRecorder
 from asyncrl.telemetry.timeline import WaitClock
 from asyncrl.tools.health import LONGEST_PULSE_S, LONGEST_START_S, LONGEST_STEP_S, ailments
@@ -31,27 +31,23 @@ def _begun(config: RunConfig) -> Path:
     return config.run_path
 
 
-def test_it_begins_continues_and_ends(make_config: Callable[..., RunConfig]) -> None:
+def test_it_begins_continues_tries_again_what_another_time_may_mend_and_ends(
+    make_config: Callable[..., RunConfig],
+) -> None:
     config = make_config()
     assert next_attempt(config) == "begin"
     run = _begun(config)
     assert next_attempt(config) == "continue"
-    RunRecorder(run).status(phase="finished")
-    assert next_attempt(config) == "nothing"
-
-
-@pytest.mark.parametrize("kind", ["timed_out", "disk_full", "user_error"])
-def test_it_tries_again_what_another_time_may_mend(make_config: Callable[..., RunConfig], kind: Kind) -> None:
-    config = make_config()
-    save_failure(_begun(config), kind, reason="waited 5 s for a rollout server")
-    assert next_attempt(config) == "continue"
-
-
-def test_it_does_not_try_again_after_bad_state(make_config: Callable[..., RunConfig]) -> None:
-    config = make_config()
-    save_failure(_begun(config), "bad_state")
+    kinds: tuple[Kind, ...] = ("timed_out", "disk_full", "user_error")
+    for kind in kinds:
+        save_failure(run, kind, reason="waited 5 s for a rollout server")
+        assert next_attempt(config) == "continue"
+    save_failure(run, "bad_state")
     with pytest.raises(BadStateError, match=r"the loss is nan.*--resume"):
         next_attempt(config)
+    (run / FAILURE_FILE).unlink()
+    RunRecorder(run).status(phase="finished")
+    assert next_attempt(config) == "nothing"
 
 
 @pytest.mark.parametrize("begun", [True, False])
@@ -65,12 +61,6 @@ def test_its_learner_knows_that_nobody_watches_it(
     monkeypatch.setattr(cli, "_become", lambda *arguments: became.extend(arguments))
     asyncrl(["learn", str(file), "--unattended"])
     assert became == ["learner", "--config", str(file), *(["--resume"] if begun else []), "--unattended"]
-
-
-def test_failures_have_kinds() -> None:
-    full = OSError(28, "No space left on device")
-    known = [WaitTimeoutError("w"), BadStateError("b"), UserError("u"), full, RuntimeError("r")]
-    assert [kind_of(error) for error in known] == ["timed_out", "bad_state", "user_error", "disk_full", None]
 
 
 # --- health ------------------------------------------------------------------------------------------

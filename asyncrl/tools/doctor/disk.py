@@ -9,7 +9,7 @@ from pathlib import Path
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import RunTakenError, UserError
-from asyncrl.launch.run_dir import check_run_dir, is_resumable
+from asyncrl.run_folder.contents import check_run_dir, is_resumable
 from asyncrl.run_folder.lock import refuse_busy
 from asyncrl.tools.doctor.findings import Finding, Findings, split_fix
 from asyncrl.tools.memory_plan.plan import GIB, MemoryPlan, size

@@ -21,8 +21,8 @@ from asyncrl.launch.processes import (
     server_services,
     service_environment,
 )
-from asyncrl.launch.run_dir import CANDIDATE_FILE, check_run_dir
 from asyncrl.launch.train import write_candidate
+from asyncrl.run_folder.contents import CANDIDATE_FILE, check_run_dir
 from asyncrl.run_folder.failure import FAILURE_FILE, RESERVED_FILE
 from asyncrl.run_folder.lock import LAUNCHER_LOCK, LEARNER_LOCK
 

@@ -6,7 +6,6 @@ import errno
 import fcntl
 import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -20,10 +19,8 @@ import pytest
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, ExitCode, RunTakenError, UserError, WaitTimeoutError
-from asyncrl.journal import JOURNAL_FILE
 from asyncrl.launch import train as launcher
 from asyncrl.launch.processes import Service
-from asyncrl.launch.run_dir import next_attempt
 from asyncrl.launch.supervisor import Outcome
 from asyncrl.launch.train import check_run_dir, train
 from asyncrl.run_folder import lock as run_lock
@@ -52,38 +49,31 @@ ENDINGS: dict[str, tuple[BaseException | None, Kind | None]] = {
 }
 
 
-def attempt(run: Path, ending: str, *, accepted: bool) -> Kind | None:
-    """The kind of failure that is recorded afterwards."""
-    error, _ = ENDINGS[ending]
-    with suppress(Exception, KeyboardInterrupt), LearnerLock(run) as held:
-        if accepted:
-            held.accept()
-        if error:
-            raise error
-    saved = read_failure(run)
-    return saved.kind if saved else None
-
-
-@pytest.mark.parametrize("earlier", ["bad_state", "disk_full", None])
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_run_that_goes_on_says_how_this_attempt_ended_and_one_that_does_not_begin_only_bad_state(
-    tmp_path: Path, ending: str, earlier: Kind | None
+    tmp_path: Path, ending: str
 ) -> None:
-    if earlier:
-        save_failure(tmp_path, earlier)
-    before = read_failure(tmp_path)
-    kind = attempt(tmp_path, ending, accepted=False)
-    assert kind == ("bad_state" if ending == "bad state" else earlier)
-    assert (read_failure(tmp_path) == before) == (ending != "bad state")
-    assert attempt(tmp_path, ending, accepted=True) == ENDINGS[ending][1]
-    assert set(os.listdir(tmp_path)) <= {FAILURE_FILE}
-
-
-@pytest.mark.parametrize("ending", ENDINGS)
-def test_a_run_that_does_not_begin_leaves_nothing_but_bad_state(tmp_path: Path, ending: str) -> None:
+    error, kind = ENDINGS[ending]
     run = tmp_path / "runs" / "first"
-    attempt(run, ending, accepted=False)
-    assert sorted(tmp_path.rglob("*")) == ([run.parent, run, run / FAILURE_FILE] if ending == "bad state" else [])
+
+    def attempt(*, accepted: bool) -> Failure | None:
+        """Returns the failure that is recorded afterwards."""
+        with suppress(Exception, KeyboardInterrupt), LearnerLock(run) as held:
+            if accepted:
+                held.accept()
+            if error:
+                raise error
+        return read_failure(run)
+
+    left = attempt(accepted=False)
+    assert (left is not None) == run.exists() == (ending == "bad state"), "nothing else is left"
+    run.mkdir(parents=True, exist_ok=True)
+    earlier = save_failure(run, "disk_full")
+    found = attempt(accepted=False)
+    assert found == earlier if ending != "bad state" else found and found.kind == kind
+    found = attempt(accepted=True)
+    assert (found.kind if found else None) == kind
+    assert set(os.listdir(run)) <= {FAILURE_FILE}
 
 
 def test_a_reason_does_not_wait_until_all_is_closed_and_the_first_counts(tmp_path: Path) -> None:
@@ -166,12 +156,6 @@ def test_a_full_disk_at_the_launcher_is_said_and_not_a_traceback(
     check_run_dir(config, resume=False)
 
 
-def test_a_file_in_the_way_is_said_to_be_one(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=rf"{tmp_path / 'file'} cannot be a directory \(.*\). Set another run_dir=..."):
-        lock_run(tmp_path / "file")
-
-
 def test_a_learner_alone_keeps_out_of_a_launcher_s_run_and_its_own_learner_does_not(tmp_path: Path) -> None:
     """Between a crash of that one and its restart nobody holds the learner's lock."""
     with sole_launcher(tmp_path):
@@ -203,68 +187,42 @@ def test_a_run_is_over_that_is_finished_and_that_no_learner_has(tmp_path: Path) 
 # --- a server that ends the run ---------------------------------------------------------------------
 
 
-@pytest.fixture
-def ended(make_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunConfig]:
-    """A launched run whose server has stopped with a failure of a kind."""
-
-    def end(
-        kind: Kind, *, resume: bool = False, phase: str = "training", of_the_learner: str = "", time_ago_s: float = 0.0
-    ) -> RunConfig:
-        config = make_config()
-        if resume:
-            config.run_path.mkdir()
-            (config.run_path / JOURNAL_FILE).touch()
-
-        class Supervisor:
-            def __init__(self, learner: Any, server: Any, **_: Any):
-                self.server, self.restarts = server, {}
-
-            def run(self, _tick: object) -> Outcome:
-                if phase:
-                    RunRecorder(config.run_path).status(phase=phase, step=2)
-                if of_the_learner:
-                    save_failure(config.run_path, reason=of_the_learner, time=time.time())
-                told = Failure("rollout_server", kind, "of the server", time.time() - time_ago_s)
-                self.server.failure.parent.mkdir()
-                self.server.failure.write_text(json.dumps(vars(told)))
-                code = ExitCode.USER_ERROR if kind == "user_error" else ExitCode.BAD_STATE
-                return Outcome(code, failed=self.server)
-
-        monkeypatch.setattr(launcher, "Supervisor", Supervisor)
-        assert train(config, resume=resume) in (ExitCode.BAD_STATE, ExitCode.USER_ERROR)
-        return config
-
-    return end
-
-
-@pytest.mark.parametrize("kind", ["bad_state", "disk_full", "user_error"])
-def test_what_stops_a_launched_server_is_what_stopped_the_run(
-    ended: Callable[..., RunConfig], capsys: pytest.CaptureFixture[str], kind: Kind
+@pytest.mark.parametrize(
+    ("phase", "of_the_learner", "ago_s", "saved"),
+    [
+        ("training", False, 0.0, "of the server"),
+        ("training", True, 0.0, "of the learner"),
+        ("training", False, 60.0, None),
+        ("", False, 0.0, None),
+        ("finished", False, 0.0, None),
+    ],
+    ids=["under way", "the learner has a reason", "of an earlier launch", "not begun", "finished"],
+)
+def test_what_stops_a_launched_server_is_what_stopped_a_run_that_is_under_way(
+    make_config: Callable[..., RunConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    phase: str,
+    of_the_learner: bool,
+    ago_s: float,
+    saved: str | None,
 ) -> None:
-    config = ended(kind, resume=True)
-    found = failure_of(config.run_path)
-    assert (found.service, found.kind, found.reason) == ("rollout_server", kind, "of the server")
-    if kind != "user_error":
-        assert "error: of the server\nrollout_server stopped the run; saved in" in capsys.readouterr().err
-    if kind == "bad_state":
-        with pytest.raises(BadStateError, match="of the server"):
-            next_attempt(config)
-    else:
-        assert next_attempt(config) == "continue"
+    config = make_config()
 
+    class Supervisor:
+        def __init__(self, learner: Any, server: Any, **_: Any):
+            self.server, self.restarts = server, {}
 
-@pytest.mark.parametrize(("phase", "resume"), [("", True), ("", False), ("finished", True)])
-def test_what_stops_a_server_of_a_run_that_is_not_under_way_is_no_failure_of_it(
-    ended: Callable[..., RunConfig], phase: str, resume: bool
-) -> None:
-    config = ended("bad_state", resume=resume, phase=phase)
-    assert read_failure(config.run_path) is None
+        def run(self, _tick: object) -> Outcome:
+            if phase:
+                RunRecorder(config.run_path).status(phase=phase, step=2)
+            if of_the_learner:
+                save_failure(config.run_path, reason="of the learner", time=time.time())
+            told = Failure("rollout_server", "bad_state", "of the server", time.time() - ago_s)
+            self.server.failure.parent.mkdir()
+            self.server.failure.write_text(json.dumps(vars(told)))
+            return Outcome(ExitCode.BAD_STATE, failed=self.server)
 
-
-def test_a_server_s_reason_is_not_the_run_s_after_the_learner_s_own_nor_in_a_later_launch(
-    ended: Callable[..., RunConfig],
-) -> None:
-    config = ended("bad_state", of_the_learner="of the learner")
-    assert failure_of(config.run_path).reason == "of the learner"
-    shutil.rmtree(config.run_path)
-    assert read_failure(ended("bad_state", time_ago_s=60.0).run_path) is None
+    monkeypatch.setattr(launcher, "Supervisor", Supervisor)
+    assert train(config, resume=False) == ExitCode.BAD_STATE
+    found = read_failure(config.run_path)
+    assert (found.reason if found else None) == saved

@@ -1,4 +1,4 @@
-"""Decide from a run directory's files what may start in it: a new run, the continuation of one, or nothing."""
+"""What may start in a run directory: a new run, the continuation of one, or nothing; and the configuration there."""
 
 from __future__ import annotations
 
@@ -6,18 +6,30 @@ import os
 from pathlib import Path
 from typing import Literal
 
+from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.run_folder.failure import FAILURE_FILE, RESERVED_FILE, refuse_bad_state
 from asyncrl.run_folder.lock import LAUNCHER_LOCK, LEARNER_LOCK
-from asyncrl.telemetry.recorder import is_finished, read_status
+from asyncrl.telemetry.jsonl import write_atomically
+from asyncrl.telemetry.recorder import CONFIG_FILE, is_finished, read_status
 
 CANDIDATE_FILE = ".config.candidate.yaml"
 """The configuration that a launched run's services read; the learner writes config.yaml when it accepts this. It
 belongs to the launcher that has the run directory to itself, and goes with it."""
 _NO_RUN = (LAUNCHER_LOCK, LEARNER_LOCK, CANDIDATE_FILE, "logs", FAILURE_FILE, RESERVED_FILE)
 """Files that a run leaves which has not begun."""
+
+
+def save_config(config: RunConfig, name: str = CONFIG_FILE) -> Path:
+    """Write the resolved configuration, for --resume and for tools. Raises OSError where it cannot be written."""
+    file = config.run_path / name
+    text = dump_config(config).encode()
+    if not file.is_file() or file.read_bytes() != text:
+        config.run_path.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, text)
+    return file
 
 
 def check_run_dir(config: RunConfig, *, resume: bool) -> None:
