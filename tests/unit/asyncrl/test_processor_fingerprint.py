@@ -59,40 +59,29 @@ def test_every_processor_setting_is_in_the_fingerprint(pair_config: RunConfig, p
         setattr(changed, setting, before)
 
 
-def _other_template(folder: Path) -> None:
-    file = folder / "chat_template.jinja"
-    file.write_text(file.read_text() + " ")
+def with_another_token(text: str) -> str:
+    tokenizer = json.loads(text)
+    number = max(*tokenizer["model"]["vocab"].values(), *(token["id"] for token in tokenizer["added_tokens"])) + 1
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][-1], "id": number, "content": "<|new|>"})
+    return json.dumps(tokenizer)
 
 
-def _edited(name: str, change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
-    def edit(folder: Path) -> None:
-        content_ = json.loads((folder / name).read_text())
-        change(content_)
-        (folder / name).write_text(json.dumps(content_))
-
-    return edit
-
-
-def _added_token(tokenizer: dict[str, Any]) -> None:
-    last = tokenizer["added_tokens"][-1]
-    number = max(tokenizer["model"]["vocab"].values()) + 1
-    tokenizer["added_tokens"].append({**last, "id": max(number, last["id"] + 1), "content": "<|new|>"})
+FOLDER_CHANGES: list[tuple[str, Callable[[str], str]]] = [
+    ("chat_template.jinja", lambda text: text + " "),
+    ("tokenizer.json", with_another_token),
+    ("tokenizer.json", lambda text: json.dumps(json.loads(text) | {"normalizer": {"type": "Lowercase"}})),
+    ("tokenizer_config.json", lambda text: json.dumps(json.loads(text) | {"pad_token": "<|vision_pad|>"})),
+]
 
 
-FOLDER_CHANGES: dict[str, Callable[[Path], None]] = {
-    "chat template": _other_template,
-    "added token": _edited("tokenizer.json", _added_token),
-    "normaliser": _edited("tokenizer.json", lambda t: t.update(normalizer={"type": "Lowercase"})),
-    "special token": _edited("tokenizer_config.json", lambda t: t.update(pad_token="<|vision_pad|>")),
-}
-
-
-@pytest.mark.parametrize("name", FOLDER_CHANGES)
-def test_tokenizer_and_template_are_in_the_fingerprint(pair_config: RunConfig, tmp_path: Path, name: str) -> None:
-    folder = tmp_path / "other"
-    shutil.copytree(pair_config.model.path, folder)
+def test_tokenizer_and_template_are_in_the_fingerprint(pair_config: RunConfig, tmp_path: Path) -> None:
     mine = PromptProcessor(pair_config.model)
-    other = pair_config.model.model_copy(update={"path": str(folder)})
+    other = pair_config.model.model_copy(update={"path": str(tmp_path / "other")})
+    shutil.copytree(pair_config.model.path, other.path)
     assert not refuses(mine, PromptProcessor(other)), "the folder's own name does not matter"
-    FOLDER_CHANGES[name](folder)
-    assert refuses(mine, PromptProcessor(other))
+    for name, change in FOLDER_CHANGES:
+        file = Path(other.path, name)
+        before = file.read_text()
+        file.write_text(change(before))
+        assert refuses(mine, PromptProcessor(other)), name
+        file.write_text(before)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import yaml
+from pydantic import ValidationError
 
-from asyncrl.config.load import load_config
 from asyncrl.config.sampling_rules import ENGINE_SAMPLING_KEYS
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import UserError
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.loading import load_model
 from asyncrl.models.processing import PromptProcessor
@@ -156,82 +153,56 @@ def test_truncated_neighbours_change_nothing(make_config: MakeConfig) -> None:
 # --- what is refused at the start -----------------------------------------------------------------------
 
 
-def loaded(make_config: MakeConfig, tmp_path: Path, *overrides: str) -> RunConfig:
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(make_config().model_dump(mode="json")))
-    return load_config(path, overrides)
+def refused(make_config: MakeConfig, expected: str, **sections: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match=expected):
+        make_config(**sections)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (
-            ["rollout.top_p=0.9", "rollout.logprobs=raw"],
-            r"rollout.logprobs is raw and rollout.top_p=0.9: .* Set rollout.logprobs=processed, or .*\(rollout.top_p=1",
-        ),
-        (
-            ["rollout.top_k=20", "rollout.logprobs=raw"],
-            r"rollout.top_k=20: .* sample untruncated \(rollout.top_k=0\)",
-        ),
-        (["rollout.min_p=0.1", "rollout.logprobs=raw"], r"raw and rollout.min_p=0.1"),
-        (
-            ["rollout.temperature=0.7", "rollout.logprobs=raw"],
-            r"raw and rollout.temperature=0.7: .* Set rollout.logprobs=processed or rollout.temperature=1",
-        ),
-        (
-            ["rollout.engine_args={engine: {sampling: {top_p: 0.7}}}"],
-            r"engine_args has engine.sampling.top_p, .* Set rollout.top_p",
-        ),
-        (["rollout.top_p=0"], r"rollout.top_p is 0"),
-        (["rollout.top_k=-1"], r"rollout.top_k is -1"),
-        *(
-            ([f"rollout.engine_args.{key}=1"], rf"engine_args has {key}, .*{ENGINE_SAMPLING_KEYS[key][:20]}")
-            for key in sorted(ENGINE_SAMPLING_KEYS)
-        ),
-    ],
-)
-def test_sampling_that_makes_the_ratio_wrong_is_refused(
-    make_config: MakeConfig, tmp_path: Path, overrides: list[str], expected: str
-) -> None:
-    with pytest.raises(UserError, match=expected):
-        loaded(make_config, tmp_path, *overrides)
+def test_sampling_that_makes_the_ratio_wrong_is_refused(make_config: MakeConfig) -> None:
+    for cut, off in (({"top_p": 0.9}, "top_p=1"), ({"top_k": 20}, "top_k=0"), ({"min_p": 0.1}, "min_p=0")):
+        expected = rf"rollout.logprobs is raw and .*Set rollout.logprobs=processed, or .*\(rollout.{off}\)"
+        refused(make_config, expected, rollout={**cut, "logprobs": "raw", "engine": "scripted"})
+    cold = {"temperature": 0.7, "logprobs": "raw", "engine": "scripted"}
+    refused(make_config, "raw and rollout.temperature=0.7: .* Set rollout.logprobs=processed or", rollout=cold)
+    nested = {"engine": {"sampling": {"top_p": 0.7}}}
+    refused(make_config, r"has engine.sampling.top_p, .* Set rollout.top_p", rollout={"engine_args": nested})
+    for key, fix in ENGINE_SAMPLING_KEYS.items():
+        refused(make_config, rf"engine_args has {key}, .*{fix[:20]}", rollout={"engine_args": {key: 1}})
 
 
-def test_honest_settings_are_taken(make_config: MakeConfig, tmp_path: Path) -> None:
-    untouched = ("rollout.engine=scripted", "alignment.rows=0", "rollout.logprobs=raw", "evaluation.temperature=0")
-    assert loaded(make_config, tmp_path, *untouched).rollout.temperature == 1
-    cut = loaded(make_config, tmp_path, "rollout.top_p=0.9", "rollout.temperature=0.7", "rollout.min_p=0.05")
-    processor = PromptProcessor(cut.model)
-    writer = TicketWriter(cut, processor, (1,))
+DRIFT_MEASURES: list[dict[str, Any]] = [
+    *({"correction": {"kind": f"{level}_{form}"}} for level in ("sequence", "geometric") for form in ("tis", "mis")),
+    *({"correction": {"masks": [{"kind": kind}]}} for kind in ("sequence", "geometric", "dppo_tv", "opsm", "m2po")),
+    {"proximal": "loglinear"},
+    {"proximal": "linear"},
+    {"policy_loss": "dppo", "correction": {"kind": "none"}},
+]
+
+
+def test_what_takes_truncation_for_drift_is_refused(make_config: MakeConfig) -> None:
+    for algorithm in DRIFT_MEASURES:
+        make_config(algorithm=algorithm)
+        expected = r"algorithm\.\S+ (is|has) \w+ and rollout.top_p=0.9: .*\(rollout.top_p=1\)"
+        refused(make_config, expected, algorithm=algorithm, rollout={"top_p": 0.9})
+    refused(make_config, "max_staleness is auto and", learner={"max_staleness": "auto"}, rollout={"top_p": 0.9})
+    for kind in ("none", "token_tis", "token_mis", "icepop"):
+        make_config(algorithm={"correction": {"kind": kind, "masks": [{"kind": "veto"}]}}, rollout={"top_k": 20})
+
+
+def test_training_tickets_truncate_and_evaluation_does_not(make_config: MakeConfig) -> None:
+    cut = make_config(rollout={"top_p": 0.9, "temperature": 0.7, "min_p": 0.05})
+    writer = TicketWriter(cut, PromptProcessor(cut.model), (1,))
     training = writer.write(TicketSlot(0, 0, version=0, bound=0)).ticket.sampling
     assert (training.temperature, training.top_p, training.top_k, training.min_p) == (0.7, 0.9, 0, 0.05)
-    assert training.truncates
     evaluation = writer.write_evaluation(0, 0).ticket.sampling
-    assert evaluation.temperature == 0
-    assert not evaluation.truncates
+    assert (evaluation.temperature, evaluation.truncates) == (0, False)
 
 
-# --- a learner with other settings than the server ------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("theirs", "expected"),
-    [
-        ({"temperature": 0.7}, "rollout.temperature is 1 here and 0.7 at the learner"),
-        ({"top_p": 0.9}, "rollout.top_p is 1 here and 0.9 at the learner"),
-    ],
-)
-def test_a_ticket_with_another_distribution_goes_back_to_the_learner(
-    make_config: MakeConfig, theirs: dict[str, float], expected: str
-) -> None:
-    mine, learner = make_config(), make_config(rollout=theirs)
-    ticket = (
-        TicketWriter(learner, PromptProcessor(learner.model), (1,)).write(TicketSlot(0, 0, version=0, bound=0)).ticket
-    )
-    with pytest.raises(UserError, match=expected):
-        check_sampling([ticket], mine.rollout)
+def test_a_ticket_with_another_distribution_goes_back_to_the_learner(make_config: MakeConfig) -> None:
+    mine, learner = make_config(), make_config(rollout={"top_p": 0.9})
+    writer = TicketWriter(learner, PromptProcessor(learner.model), (1,))
+    ticket = writer.write(TicketSlot(0, 0, version=0, bound=0)).ticket
     check_sampling([ticket], learner.rollout)
-
     sent: list[Any] = []
 
     class Link:
@@ -243,38 +214,5 @@ def test_a_ticket_with_another_distribution_goes_back_to_the_learner(
     asyncio.run(server._work_tickets(Tickets(tickets=(ticket,))))
     (failed,) = sent
     assert isinstance(failed, TicketFailed)
-    assert expected in failed.error_message
+    assert "rollout.top_p is 1 here and 0.9 at the learner" in failed.error_message
     assert "Start both services with the same configuration" in failed.error_message
-
-
-@pytest.mark.parametrize(
-    ("override", "named"),
-    [
-        *(
-            (f"algorithm.correction.kind={k}", k)
-            for k in ("sequence_tis", "geometric_tis", "sequence_mis", "geometric_mis")
-        ),
-        *(
-            (f"algorithm.correction.masks=[{{kind: {k}}}]", k)
-            for k in ("sequence", "geometric", "dppo_tv", "opsm", "m2po")
-        ),
-        *((f"algorithm.proximal={k}", k) for k in ("loglinear", "linear")),
-        ("algorithm.policy_loss=dppo", "dppo"),
-        ("learner.max_staleness=auto", "auto"),
-    ],
-)
-def test_what_takes_truncation_for_drift_is_refused(
-    make_config: MakeConfig, tmp_path: Path, override: str, named: str
-) -> None:
-    off = "algorithm.correction.kind=none" if named == "dppo" else "algorithm.correction.cap=null"
-    loaded(make_config, tmp_path, off, override)
-    with pytest.raises(
-        UserError, match=rf"(algorithm|learner)\.\S+ (is|has) {named} and rollout.top_p=0.9: .*\(rollout.top_p=1\)"
-    ):
-        loaded(make_config, tmp_path, off, override, "rollout.top_p=0.9")
-
-
-@pytest.mark.parametrize("kind", ["none", "token_tis", "token_mis", "icepop"])
-def test_weights_of_single_tokens_go_with_truncation(make_config: MakeConfig, tmp_path: Path, kind: str) -> None:
-    overrides = [f"algorithm.correction.kind={kind}", "algorithm.correction.masks=[{kind: veto}]", "rollout.top_k=20"]
-    assert loaded(make_config, tmp_path, *overrides).rollout.top_k == 20
