@@ -22,8 +22,8 @@ from asyncrl.models.devices import free_bytes, free_caches, is_out_of_memory
 CHUNK_BYTES = 256 << 20
 """Pinned memory is allocated in powers of two: in pieces of this size little is wasted."""
 MIB = 1 << 20
-PIECE_BYTES = 4 * MIB
-"""Summed at a time: a CPU sums a wider copy, for which there may be no room."""
+PIECE_WORDS = MIB
+"""Words summed at a time: a CPU sums a wider copy, for which there may be no room."""
 
 
 class SpillFile:
@@ -93,11 +93,11 @@ class _Sleeping:
     """A tensor without its contents, and how to make it whole."""
 
     tensor: torch.Tensor
-    size: torch.Size
-    stride: tuple[int, ...]
+    like: torch.Tensor
+    """Its shape, dtype and strides, on torch's meta device."""
     offset: int
     """Offset in the store; -1 if the contents were forgotten."""
-    bit_sum: int
+    bit_sum: int = 0
 
 
 class Sleeper:
@@ -126,21 +126,24 @@ class Sleeper:
         """
         self.check_awake()
         forgotten = {id(tensor) for tensor in forget}
-        chosen = {id(tensor): tensor for tensor in tensors if self._is_here(tensor)}
-        sleeping = _plan(chosen.values(), forgotten)
-        kept = [item for item in sleeping if item.offset >= 0]
-        self._store.reserve(sum(_nbytes(item.tensor) for item in kept))
-        for item in kept:
-            flat = _flat(item.tensor)
-            item.bit_sum = _bit_sum(flat)
-            self._store.put(item.offset, flat)
+        sleeping: list[_Sleeping] = []
+        end = 0
+        for tensor in {id(tensor): tensor for tensor in tensors if self._is_here(tensor)}.values():
+            keeps = id(tensor) not in forgotten
+            sleeping.append(_Sleeping(tensor, torch.empty_like(tensor, device="meta"), end if keeps else -1))
+            end += -(-tensor.nbytes // 64) * 64 if keeps else 0
+        self._store.reserve(end)
+        for item in sleeping:
+            if item.offset >= 0:
+                flat = _flat(item.tensor)
+                item.bit_sum = _bit_sum(flat)
+                self._store.put(item.offset, flat)
         self._store.finish()
-        moved = sum(_nbytes(item.tensor) for item in sleeping)
         for item in sleeping:
             item.tensor.data = torch.empty(0, dtype=item.tensor.dtype, device=self.device)
         self._sleeping = sleeping
         free_caches(self.device)
-        return moved
+        return sum(item.like.nbytes for item in sleeping)
 
     def _is_here(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == self.device.type and self.device.index in (None, tensor.device.index)
@@ -151,41 +154,39 @@ class Sleeper:
 
         Raises BadStateError when the device has no room, or a tensor is not what it was.
         """
-        fresh = self._restored()
-        for item, whole in zip(self._sleeping, fresh, strict=True):
-            item.tensor.data = whole
-        self._sleeping = []
-        return sum(_nbytes(whole) for whole in fresh)
-
-    def _restored(self) -> list[torch.Tensor]:
-        """Whole tensors."""
         free_caches(self.device)
+        needed = sum(item.like.nbytes for item in self._sleeping)
         fresh: list[torch.Tensor] = []
         try:
-            self._restore_into(fresh)
+            for item in self._sleeping:
+                fresh.append(torch.empty_like(item.like, device=self.device))
+            for number, (item, whole) in enumerate(zip(self._sleeping, fresh, strict=True), 1):
+                if item.offset >= 0:
+                    self._restore(item, whole, f"tensor {number} of {len(fresh)}")
         except (RuntimeError, MemoryError) as problem:
             if not is_out_of_memory(problem):
                 raise
-            needed = sum(item.size.numel() * item.tensor.element_size() for item in self._sleeping)
-            got = sum(_nbytes(whole) for whole in fresh)
+            got = sum(whole.nbytes for whole in fresh)
             fresh.clear()
             raise no_room_to_wake(self.owner, self.device, needed, got, free_bytes(self.device)) from problem
-        return fresh
+        for item, whole in zip(self._sleeping, fresh, strict=True):
+            item.tensor.data = whole
+        self._sleeping = []
+        return needed
 
-    def _restore_into(self, fresh: list[torch.Tensor]) -> None:
-        for item in self._sleeping:
-            fresh.append(torch.empty_strided(item.size, item.stride, dtype=item.tensor.dtype, device=self.device))
-        kept = [(item, whole) for item, whole in zip(self._sleeping, fresh, strict=True) if item.offset >= 0]
-        for item, whole in kept:
-            self._store.get(item.offset, _flat(whole))
+    def _restore(self, item: _Sleeping, whole: torch.Tensor, name: str) -> None:
+        """Fill the new tensor with the kept contents, and compare their bit sum."""
+        flat = _flat(whole)
+        self._store.get(item.offset, flat)
         self._store.finish()
-        for number, (item, whole) in enumerate(kept, 1):
-            found = _bit_sum(_flat(whole))
-            if found != item.bit_sum:
-                raise BadStateError(
-                    f"{self.owner} woke up damaged: tensor {number} of {len(kept)}, {whole.dtype}{tuple(whole.shape)}, "
-                    f"went to sleep with bit sum {item.bit_sum} and came back with {found}"
-                )
+        found = _bit_sum(flat)
+        if found != item.bit_sum:
+            raise BadStateError(
+                f"{self.owner} woke up damaged: {name}, {whole.dtype}{tuple(whole.shape)}, went to sleep with bit sum "
+                f"{item.bit_sum} and came back with {found}"
+            )
+        if not whole.is_contiguous():
+            whole.copy_(flat.view(whole.dtype).view(whole.shape))
 
 
 def no_room_to_wake(owner: str, device: torch.device, needed: int, got: int, free: int) -> BadStateError:
@@ -204,45 +205,14 @@ def bit_sums(tensors: Iterable[tuple[str, torch.Tensor]], into: dict[str, int]) 
         yield name, tensor
 
 
-def _plan(tensors: Iterable[torch.Tensor], forgotten: set[int]) -> list[_Sleeping]:
-    planned: list[_Sleeping] = []
-    offset = 0
-    for tensor in tensors:
-        stride = tensor.stride() if _is_dense(tensor) else tensor.contiguous().stride()
-        kept = id(tensor) not in forgotten
-        planned.append(_Sleeping(tensor, tensor.size(), tuple(stride), offset if kept else -1, 0))
-        offset += -(-_nbytes(tensor) // 64) * 64 if kept else 0
-    return planned
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """True if its elements fill a block of memory, in any order of dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """[N] uint8 in the order of memory, without a copy where the tensor is dense."""
-    dense = tensor.detach() if _is_dense(tensor) else tensor.detach().contiguous()
-    return dense.as_strided((dense.numel(),), (1,), dense.storage_offset()).view(torch.uint8)
+    """[N] uint8, row by row: a view, or a copy where the tensor's memory has another order."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _bit_sum(flat: torch.Tensor) -> int:
     """The sum of the bytes' words as whole numbers: exact, whatever the order in which a device adds."""
-    return sum(_sum_of_words(piece) for piece in flat.split(PIECE_BYTES))
-
-
-def _sum_of_words(flat: torch.Tensor) -> int:
+    flat = flat.clone() if flat.storage_offset() % 4 else flat
     words = flat.numel() // 4 * 4
-    whole, rest = flat[:words], flat[words:]
-    if whole.storage_offset() % 4:
-        whole = whole.clone()
-    return int(whole.view(torch.int32).sum(dtype=torch.int64)) + int(rest.sum(dtype=torch.int64))
+    pieces = [*flat[:words].view(torch.int32).split(PIECE_WORDS), flat[words:]]
+    return sum(int(piece.sum(dtype=torch.int64)) for piece in pieces)
