@@ -17,7 +17,7 @@ import fcntl
 import json
 import os
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -33,11 +33,7 @@ class LeaseError(Exception):
     """The caller does not hold the lease; the message names the holder."""
 
 
-class LeaseTimeout(LeaseError):
-    """The lease did not become free in time."""
-
-
-class StaleFence(LeaseError):
+class StaleFence(Exception):
     """A newer tenure has begun since this number was given out."""
 
 
@@ -70,31 +66,26 @@ class DeviceLease:
         """Take the lease if it is free, under `fence` or the next number. Raises StaleFence."""
         assert self.fence is None, f"{self.holder} holds the lease already"
         self.folder.mkdir(parents=True, exist_ok=True)
-        # Not inherited by children: theirs would outlive us.
-        fd = os.open(self.folder / LEASE_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            if self._lock(fd, fence):
-                self._fd = fd
-        finally:
-            if self._fd != fd:
-                os.close(fd)
-        return self._fd == fd
-
-    def _lock(self, fd: int, fence: int | None) -> bool:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        last = _parse(os.pread(fd, _RECORD_BYTES, 0), self.folder / LEASE_FILE)
-        if last is not None and last.held and _processes(self.folder, last):
-            return False  # it is ending: its files are closed, its device memory may still be there
-        newest = last.fence if last else 0
-        if fence is not None and fence <= newest:
-            raise StaleFence(f"the device was granted as fence {fence}, but fence {newest} has begun since")
-        self.fence = fence or newest + 1
-        self._record(fd, held=True)
-        self._trace("taken")
-        return True
+        with ExitStack() as on_failure:
+            # Not inherited by children: theirs would outlive us.
+            fd = os.open(self.folder / LEASE_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            on_failure.callback(os.close, fd)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            last = _parse(os.pread(fd, _RECORD_BYTES, 0), self.folder / LEASE_FILE)
+            if last is not None and last.held and _processes(self.folder, last):
+                return False  # it is ending: its files are closed, its device memory may still be there
+            newest = last.fence if last else 0
+            if fence is not None and fence <= newest:
+                raise StaleFence(f"the device was granted as fence {fence}, but fence {newest} has begun since")
+            self.fence = fence or newest + 1
+            self._record(fd, held=True)
+            self._trace("taken")
+            on_failure.pop_all()
+            self._fd = fd
+            return True
 
     def give_up(self) -> None:
         """Return the lease: other processes may take it from now on."""
@@ -110,9 +101,9 @@ class DeviceLease:
         if self.fence is None:
             raise LeaseError(f"{self.holder} may not touch the device: {describe(self.folder)}")
 
-    def timeout(self, waited_s: float, setting: str) -> LeaseTimeout:
-        """The error for a wait that has lasted too long; `setting` is its key in the configuration."""
-        return LeaseTimeout(f"{self.holder} waited {waited_s:g} s for the device ({setting}): {describe(self.folder)}")
+    def waited(self, waited_s: float, setting: str) -> str:
+        """The message for a wait that has lasted too long; `setting` is its key in the configuration."""
+        return f"{self.holder} waited {waited_s:g} s for the device ({setting}): {describe(self.folder)}"
 
     def forget(self) -> None:
         """Remove all traces of a run that could not begin. Does nothing unless this is the first tenure."""

@@ -17,7 +17,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, WaitTimeoutError
 from protocol.errors import ErrorCode
 from protocol.faults import crash_point
-from protocol.lease import POLL_S, DeviceLease, LeaseError, LeaseTimeout, StaleFence
+from protocol.lease import POLL_S, DeviceLease, LeaseError, StaleFence
 from protocol.messages import Error, LeaseReturn
 from rollout_server.engines.base import InferenceEngine
 from rollout_server.link import LearnerLink
@@ -88,7 +88,7 @@ class SharedDevice:
     @asynccontextmanager
     async def in_use(self) -> AsyncIterator[None]:
         """Wait for a turn; until the end of the block the device is not returned."""
-        while not self._awake.is_set():
+        while not self._awake.is_set():  # a turn may be over again before this task goes on
             await self._awake.wait()
         self._lease.check()
         self._users += 1
@@ -134,13 +134,10 @@ class SharedDevice:
         try:
             while not self._lease.try_take(fence):
                 if time.monotonic() > deadline:
-                    raise self._lease.timeout(wait_s, "learner.wait_timeout_s")
+                    raise WaitTimeoutError(self._lease.waited(wait_s, "learner.wait_timeout_s"))
                 await asyncio.sleep(POLL_S)
-        except StaleFence:
-            raise
         except LeaseError as error:
-            kind = WaitTimeoutError if isinstance(error, LeaseTimeout) else BadStateError
-            raise kind(str(error)) from error
+            raise BadStateError(str(error)) from error
         self._exporter.turn_began(fence)
 
     async def _wake(self) -> float:

@@ -19,7 +19,7 @@ from learner.network.servers import Servers, ServerState
 from learner.training.engines.base import TrainEngine
 from protocol.errors import ErrorCode
 from protocol.faults import crash_point
-from protocol.lease import POLL_S, DeviceLease, LeaseError, LeaseTimeout, describe
+from protocol.lease import POLL_S, DeviceLease, LeaseError, describe
 from protocol.messages import Error, LeaseGrant, LeaseRecall, LeaseReturn
 
 logger = logging.getLogger(__name__)
@@ -178,11 +178,10 @@ def _take(lease: DeviceLease, wait_s: float, setting: str, waiting: Callable[[],
         while not lease.try_take():
             now = time.monotonic()
             if now - started > wait_s:
-                raise lease.timeout(wait_s, setting)
+                raise WaitTimeoutError(lease.waited(wait_s, setting))
             if now - reported > REPORT_EVERY_S:
                 reported = now
                 waiting()
             time.sleep(POLL_S)
     except LeaseError as error:
-        kind = WaitTimeoutError if isinstance(error, LeaseTimeout) else BadStateError
-        raise kind(str(error)) from error
+        raise BadStateError(str(error)) from error

@@ -148,7 +148,7 @@ def test_a_holder_that_has_closed_its_files_and_still_lives_is_waited_for(
     (tmp_path / LEASE_FILE).write_bytes(record)  # the same words, and a lock that nobody holds
     lease = DeviceLease(tmp_path, "learner")
     assert not lease.try_take()
-    assert str(lease.timeout(7, "key")).startswith(f"learner waited 7 s for the device (key): other (pid {other.pid},")
+    assert lease.waited(7, "key").startswith(f"learner waited 7 s for the device (key): other (pid {other.pid},")
     reused = json.dumps({**json.loads(record), "born": "1"})
     (tmp_path / LEASE_FILE).write_text(reused)
     assert lease.try_take(), "a process that only has the holder's number is not waited for"
