@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import xxhash
 
+from protocol.codec import MIB
 from protocol.endpoints import SHARED_MEMORY
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import AdapterSpec, TensorEntry, WeightManifest
@@ -187,7 +188,6 @@ class Publication:
                 else:
                     old.remove()
             if file is None:
-                self._check_room(total_bytes)
                 file = WeightFile.create(path)
             file.fill(offsets, data)
             file.show(path)
@@ -198,22 +198,16 @@ class Publication:
             if not isinstance(problem, OSError):
                 raise
             if problem.errno in (errno.ENOSPC, errno.EDQUOT):
-                free = shutil.disk_usage(self.directory).free
-                raise PublicationError(self._no_room(total_bytes, free)) from problem
+                raise PublicationError(self._no_room(total_bytes)) from problem
             raise PublicationError(f"cannot write weights to {path}: {problem}") from problem
 
-    def _check_room(self, needed: int) -> None:
-        free = shutil.disk_usage(self.directory).free
-        if needed > free:
-            raise PublicationError(self._no_room(needed, free))
-
-    def _no_room(self, needed: int, free: int) -> str:
-        size = shutil.disk_usage(self.directory).total
+    def _no_room(self, needed: int) -> str:
+        needed_mib, both_mib = -(-needed // MIB), -(-KEPT_VERSIONS * needed // MIB)
+        usage = shutil.disk_usage(self.directory)
         return (
-            f"publishing weights needs {_mib(needed):,} MiB in {self.directory}, "
-            f"which has {_mib(free):,} free of {_mib(size):,} MiB. "
-            f"{KEPT_VERSIONS} versions are kept: give it {_mib(KEPT_VERSIONS * needed):,} MiB "
-            f"(docker run --shm-size={_mib(KEPT_VERSIONS * needed)}m), or publish in another directory"
+            f"publishing weights needs {needed_mib:,} MiB in {self.directory}, which has {usage.free // MIB:,} free of "
+            f"{usage.total // MIB:,} MiB. {KEPT_VERSIONS} versions are kept: give it {both_mib:,} MiB "
+            f"(docker run --shm-size={both_mib}m), or publish in another directory"
         )
 
 
@@ -248,7 +242,3 @@ def _create_locked(path: Path) -> int:
     except OSError as problem:
         raise PublicationError(f"cannot publish weights in {path.parent}: {problem}") from problem
     return fd
-
-
-def _mib(nbytes: int) -> int:
-    return -(-nbytes // (1 << 20))

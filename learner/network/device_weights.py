@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from asyncrl.errors import BadStateError
 from asyncrl.weight_transfer.flat import pack, settle, share
 from asyncrl.weight_transfer.group import Group, TransferError
 from protocol.errors import ErrorCode, ProtocolError
@@ -34,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 ENDING_S = 5.0
 GIB = 1 << 30
-FIX = "Set rollout.weights_channel=shm (or zmq), or lower batch.tokens_per_microbatch"
 
 
 @dataclass
@@ -49,7 +47,10 @@ class _Transfer:
 
 
 class DeviceWeights:
-    """Copies and transfers of the newest version. The training thread calls `keep`, the network thread the rest."""
+    """Copies and transfers of the newest version. The training thread calls `keep`, the network thread the rest.
+
+    Training comes first: without room for a copy nothing is sent any more, and servers are told.
+    """
 
     def __init__(
         self,
@@ -61,13 +62,12 @@ class DeviceWeights:
         deadline_s: float,
         required: bool = False,
     ):
-        """`required`: rollout.weights_channel names a channel between devices. Else room for a copy is no must."""
+        """`required`: rollout.weights_channel names a channel between devices: versions are kept from the first on."""
         self._publication = publication
         self._device = device
         self._host = host
         self._deadline_s = deadline_s
         self._guard = threading.Lock()
-        self._required = required
         self._wanted = required
         """True if each version is kept as it is published; else this begins with the first request."""
         self._given_up = ""
@@ -83,19 +83,14 @@ class DeviceWeights:
             self.source = DeviceSource(uuid=uuid, total_bytes=total_bytes)
 
     def keep(self, manifest: WeightManifest, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy the published tensors, which the next step changes.
-
-        Without room for that, raises BadStateError if the copy is required; else nothing is sent from now on.
-        """
+        """Copy the published tensors, which the next step changes."""
         with self._guard:
             if not self._wanted:
                 return
             self._kept = None  # its memory first
             try:
                 self._kept = (manifest.version, pack(manifest.tensors, tensors, self._device))
-            except torch.OutOfMemoryError as problem:
-                if self._required:
-                    raise BadStateError(f"version {manifest.version}: {_no_room(manifest)}. {FIX}") from problem
+            except torch.OutOfMemoryError:
                 self._give_up(manifest)
 
     def answer(self, identity: bytes, request: TransferRequest) -> TransferStart | Error:
@@ -141,17 +136,18 @@ class DeviceWeights:
                 try:
                     flat = self._from_file(manifest)
                 except torch.OutOfMemoryError as problem:
-                    if not self._required:
-                        self._give_up(manifest)
-                    raise ProtocolError(ErrorCode.WRONG_CHANNEL, _no_room(manifest)) from problem
+                    self._give_up(manifest)
+                    raise ProtocolError(ErrorCode.WRONG_CHANNEL, self._given_up) from problem
                 if self._kept is not None and self._kept[0] > version:
                     return flat
                 self._kept = (version, flat)
             return self._kept[1]
 
     def _give_up(self, manifest: WeightManifest) -> None:
-        """Send nothing from the device any more: training comes first. A transfer that is under way goes on."""
-        self._wanted, self._kept, self.source, self._given_up = False, None, None, _no_room(manifest)
+        """Send nothing from the device any more. A transfer that is under way goes on."""
+        self._wanted, self._kept, self.source = False, None, None
+        size = f"{manifest.total_bytes / GIB:.1f} GiB"
+        self._given_up = f"a copy of the weights to send ({size}) finds no room on the learner's device"
         logger.warning("version %d: %s. From now on none is sent from there", manifest.version, self._given_up)
 
     def _from_file(self, manifest: WeightManifest) -> torch.Tensor:
@@ -209,7 +205,3 @@ def _shared(flat: torch.Tensor) -> CudaMemory:
     except RuntimeError as problem:
         reason = f"torch does not share the learner's device memory ({str(problem).partition(chr(10))[0]})"
         raise ProtocolError(ErrorCode.WRONG_CHANNEL, reason) from problem
-
-
-def _no_room(manifest: WeightManifest) -> str:
-    return f"a copy of the weights to send ({manifest.total_bytes / GIB:.1f} GiB) finds no room on the learner's device"

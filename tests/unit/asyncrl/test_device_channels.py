@@ -16,7 +16,6 @@ from asyncrl.errors import BadStateError, UserError
 from asyncrl.weight_transfer import flat
 from asyncrl.weight_transfer.group import Group, TransferError
 from asyncrl.weight_transfer.stage import Arrival, Stage, StageOrder
-from learner.network.device_weights import DeviceWeights
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import DeviceSource, Error, TransferRequest, TransferStart, WeightManifest
 from rollout_server.engines.base import DeviceMemory
@@ -345,14 +344,3 @@ def test_a_learner_without_room_for_a_copy_trains_on_and_sends_nothing_from_ther
         learner.publish(version, some_weights(version))
     assert caplog.text.count("From now on none is sent from there") == 1
     assert learner.device_weights.source is None  # servers that join later do not ask
-
-
-def test_a_learner_that_was_told_to_send_from_there_stops_without_room(
-    learner: LearnerHalf, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    learner.device_weights = DeviceWeights(
-        learner.publication, CPU, 0, host="127.0.0.1", deadline_s=60.0, required=True
-    )
-    monkeypatch.setattr("learner.network.device_weights.pack", no_room)
-    with pytest.raises(BadStateError, match=rf"version 1: {NO_ROOM}. Set rollout.weights_channel=shm \(or zmq\), or"):
-        learner.publish(1, some_weights(1))
