@@ -78,20 +78,6 @@ def read_uses(file: Path) -> list[Use]:
     return sorted(uses, key=lambda use: use.begin)
 
 
-def overlaps(uses: Iterable[Use], deaths: dict[int, float]) -> list[tuple[Use, Use]]:
-    """Pairs of uses by different processes at the same time. A process may have used the device until its death."""
-    found: list[tuple[Use, Use]] = []
-    last: Use | None = None
-    last_end = float("-inf")
-    for use in uses:
-        if last is not None and use.pid != last.pid and use.begin < last_end:
-            found.append((last, use))
-        end = use.end if use.end is not None else deaths[use.pid]
-        if end >= last_end:
-            last, last_end = use, end
-    return found
-
-
 def main() -> None:
     _, option, config, module, *arguments = sys.argv
     sys.argv = [module, option, config, *arguments]

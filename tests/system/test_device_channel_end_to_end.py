@@ -4,47 +4,56 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from asyncrl.config.schema import RunConfig
+from tests.rigs.prefork import Service
 from tests.rigs.small_runs import assert_every_prompt_trained_once, logs
 from tests.rigs.two_processes import start, with_ports, write_config
 
 pytestmark = pytest.mark.slow
+SERVER = "tests.rigs.gloo_server"
+
+
+def prepare(make_config: Callable[..., RunConfig], run: Path, steps: int, **sections: dict[str, int]) -> Path:
+    config = make_config(
+        trainer={"max_steps": steps, "samples_per_step": 0},
+        data={"val_files": []},
+        network={"control_port": 0, "weights_port": 0, "heartbeat_s": 0.2, "timeout_s": 5.0},
+        **sections,
+    )
+    return write_config(with_ports(config), run)
+
+
+@contextmanager
+def ended(*services: Service) -> Iterator[list[Service]]:
+    """Services that are gone after the block, and those that it adds."""
+    running = list(services)
+    try:
+        yield running
+    finally:
+        for service in running:
+            service.kill()
+            service.wait()
 
 
 def test_a_server_that_dies_while_weights_arrive_is_replaced_and_the_run_finishes(
     make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    config = with_ports(
-        make_config(
-            trainer={"max_steps": 6, "samples_per_step": 0},
-            data={"val_files": []},
-            network={"control_port": 0, "weights_port": 0, "heartbeat_s": 0.2, "timeout_s": 5.0},
-        )
-    )
-    file = write_config(config, run)
-    services = [start("learner", file)]
-    try:
-        dies = start("tests.rigs.gloo_server", file, crash_at="weights.receiving:3")
-        services.append(dies)
-        assert dies.wait(timeout=60) == -signal.SIGKILL, logs(run)
-        trained = steps(run)
-        assert 0 < len(trained) < 6
-        services.append(start("tests.rigs.gloo_server", file))
+    file = prepare(make_config, run, 6)
+    with ended(start("learner", file), start(SERVER, file, crash_at="weights.receiving:3")) as services:
+        assert services[1].wait(timeout=60) == -signal.SIGKILL, logs(run)
+        assert 0 < len(steps(run)) < 6
+        services.append(start(SERVER, file))
         assert [services[0].wait(timeout=60), services[2].wait(timeout=30)] == [0, 0], logs(run)
-    finally:
-        for service in services:
-            if service.poll() is None:
-                service.kill()
-                service.wait()
     assert_every_prompt_trained_once(run, steps=6)
     assert all(step["ledger_residual"] == 0 for step in steps(run))
-    assert "weights over nccl" in (run / "tests.rigs.gloo_server.log").read_text()
+    assert "weights over nccl" in (run / f"{SERVER}.log").read_text()
 
 
 def test_auto_with_a_budget_goes_on_over_another_channel_and_the_run_finishes(
@@ -52,25 +61,11 @@ def test_auto_with_a_budget_goes_on_over_another_channel_and_the_run_finishes(
 ) -> None:
     """The learner sends nothing from a device whose memory is planned without that."""
     run = tmp_path / "run"
-    config = with_ports(
-        make_config(
-            trainer={"max_steps": 3, "samples_per_step": 0},
-            data={"val_files": []},
-            gpu_memory={"budget_gib": 64},
-            network={"control_port": 0, "weights_port": 0, "heartbeat_s": 0.2, "timeout_s": 5.0},
-        )
-    )
-    file = write_config(config, run)
-    services = [start("learner", file), start("tests.rigs.gloo_server", file)]
-    try:
+    file = prepare(make_config, run, 3, gpu_memory={"budget_gib": 64})
+    with ended(start("learner", file), start(SERVER, file)) as services:
         assert [service.wait(timeout=60) for service in services] == [0, 0], logs(run)
-    finally:
-        for service in services:
-            if service.poll() is None:
-                service.kill()
-                service.wait()
     assert_every_prompt_trained_once(run, steps=3)
-    log = (run / "tests.rigs.gloo_server.log").read_text()
+    log = (run / f"{SERVER}.log").read_text()
     assert "this learner sends nothing over nccl" in log
     assert log.count("From now on weights come over shm") == 1
 

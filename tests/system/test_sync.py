@@ -9,7 +9,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -113,26 +112,6 @@ def test_a_server_whose_learner_is_silent_returns_the_device_unasked(
     assert_every_prompt_trained_once(run)
 
 
-@pytest.mark.parametrize("asleep", ["learner", "rollout_server"])
-def test_an_interrupted_side_that_sleeps_ends_at_once(
-    make_config: Callable[..., RunConfig], tmp_path: Path, asleep: str
-) -> None:
-    run = tmp_path / "run"
-    with Pair(slow_server(make_config, run), run) as pair:
-        sleeper, holder = pair.learner, pair.server
-        if asleep == "rollout_server":
-            sleeper, holder = holder, sleeper
-        pair.stop_in_its_turn(holder, from_fence=4 if holder is pair.server else 3)
-        interrupted = time.monotonic()
-        sleeper.send_signal(signal.SIGTERM)
-        assert sleeper.wait(timeout=30) == 130, logs(run)
-        assert time.monotonic() - interrupted < 15, "it waits for nobody"
-        holder.send_signal(signal.SIGTERM)
-        holder.send_signal(signal.SIGCONT)
-        assert holder.wait(timeout=30) in (0, 130), logs(run)
-    assert [path.name for path in run.iterdir() if path.name.startswith("tmp")] == [], "no file of sleeping tensors"
-
-
 def test_ctrl_c_while_the_learner_sleeps_and_then_resume(make_config: Callable[..., RunConfig], tmp_path: Path) -> None:
     run = tmp_path / "run"
     file = tmp_path / "config.yaml"
@@ -158,6 +137,7 @@ def test_ctrl_c_while_the_learner_sleeps_and_then_resume(make_config: Callable[.
         assert command.returncode == 130, printed
         assert "interrupted; the same command with --resume continues" in printed
         assert psutil.wait_procs(family, timeout=5)[1] == []
+        assert [path.name for path in run.iterdir() if path.name.startswith("tmp")] == [], "no file of sleeping tensors"
         status = json.loads((run / "status.json").read_text())
         assert (status["phase"], status["device"]["holder"]) == ("interrupted", "rollout_server")
         command = asyncrl("--resume")

@@ -194,24 +194,6 @@ def test_the_hf_engine_samples_the_same_after_a_nap(
     asyncio.run(scenario())
 
 
-def test_an_engine_that_found_no_room_to_sleep_goes_on_sampling(
-    make_config: Callable[..., RunConfig], request_: GenerationRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def scenario() -> None:
-        engine = await started(make_config())
-
-        def no_room(*_: Any) -> None:
-            raise OSError("No space left on device")
-
-        monkeypatch.setattr(engine._sleeper._store, "reserve", no_room)
-        with pytest.raises(OSError, match="No space"):
-            await engine.sleep()
-        assert len(await asyncio.wait_for(sample(engine, request_), 20)) == 3
-        await engine.close()
-
-    asyncio.run(scenario())
-
-
 def test_level_2_notices_weights_that_did_not_arrive_whole(
     make_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -154,29 +154,6 @@ def test_drain_gives_each_sequence_one_version(
         assert completion.kv_versions is None
 
 
-@pytest.mark.parametrize("mode", ["recompute", "keep"])
-def test_the_scripted_engine_stamps_each_token(
-    make_config: MakeConfig, prompts: tuple[EncodedPrompt, ...], mode: str
-) -> None:
-    script = {"mean_length": 30, "seconds_per_token": 0.002}
-    config = make_config(rollout={"weight_update": mode, "engine": "scripted", "engine_args": script})
-
-    async def scenario() -> list[Completion]:
-        engine = create_engine(config, PromptProcessor(config.model))
-        await engine.start()
-        request = request_for(config, prompts[0], 0, tokens=40, stop_token_ids=(1,))
-        task = asyncio.create_task(complete_all(engine, [request]))
-        await asyncio.sleep(0.02)
-        await engine.update_weights(3, ())
-        return await task
-
-    for completion in asyncio.run(asyncio.wait_for(scenario(), 60)):
-        assert completion.versions.tolist() == sorted(completion.versions.tolist())
-        assert set(completion.versions.tolist()) == {0, 3}
-        assert (completion.kv_versions is None) == (mode == "recompute")
-        assert completion.kv_versions is None or (completion.kv_versions == 0).all()
-
-
 def test_draws_depend_on_seed_index_and_position_only(
     make_config: MakeConfig, prompts: tuple[EncodedPrompt, ...]
 ) -> None:
