@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import mmap
 import os
@@ -86,7 +87,7 @@ class WeightReceiver:
     @asynccontextmanager
     async def _mapped(self, manifest: WeightManifest) -> AsyncIterator[ArrivedWeights]:
         """Map the learner's file, which it neither changes nor fills again meanwhile."""
-        tensors = open_shm(manifest)
+        tensors = await asyncio.to_thread(open_shm, manifest)  # it reads everything, for the checksums
         try:
             # By name it may be gone at any moment; an open file is there as long as we have it.
             fd = os.open(manifest.shm_path, os.O_RDONLY | os.O_CLOEXEC)

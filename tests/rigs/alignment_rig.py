@@ -16,7 +16,6 @@ from learner.network.group_verification import verify_group
 from learner.tickets.ticket import PreparedTicket, ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.engines.torch_engine import TorchEngine
-from protocol.messages import Group
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.production import GroupProducer
 from tests.system.test_bad_input import png, write_rows
@@ -43,23 +42,29 @@ def parity_tickets(config: RunConfig, processor: PromptProcessor) -> list[Prepar
     return TicketWriter(config, processor, stop_token_ids(config.model, processor.tokenizer)).write_parity()
 
 
-def answer(
+async def answers(
     engine: HFEngine, processor: PromptProcessor, items: Sequence[PreparedTicket], swap: Callable[[Blobs], Blobs] = dict
 ) -> list[ReceivedGroup]:
     """What a started engine's server makes of the tickets; `swap` may mix up the images on their way."""
+    producer = GroupProducer(engine, cast(Any, None), processor, "server-1")
+    found = []
+    for item in items:
+        blobs = {digest: memoryview(data) for digest, data in swap(item.blobs).items()}
+        found += [ReceivedGroup(item, group) async for group in producer.produce([item.ticket], blobs)]
+    return found
 
-    async def produce() -> list[Group]:
-        producer = GroupProducer(engine, cast(Any, None), processor, "server-1")
-        return [
-            group
-            for item in items
-            async for group in producer.produce(
-                [item.ticket], {digest: memoryview(data) for digest, data in swap(item.blobs).items()}
-            )
-        ]
 
-    groups = asyncio.run(asyncio.wait_for(produce(), 60))
-    return [ReceivedGroup(item, group) for item, group in zip(items, groups, strict=True)]
+def answer(engine: HFEngine, *arguments: Any) -> list[ReceivedGroup]:
+    """The same of an engine that lives for it."""
+
+    async def live() -> list[ReceivedGroup]:
+        await engine.start()
+        try:
+            return await answers(engine, *arguments)
+        finally:
+            await engine.close()
+
+    return asyncio.run(asyncio.wait_for(live(), 60))
 
 
 def verify(received: ReceivedGroup, version: int = 0) -> None:
@@ -67,26 +72,6 @@ def verify(received: ReceivedGroup, version: int = 0) -> None:
     verify_group(
         received.group, item.ticket, item.facts, sender="server-1", version=version, vocabulary=500, components=()
     )
-
-
-class Started:
-    """An engine with its thread, closed at the end of a test."""
-
-    def __init__(self) -> None:
-        self.engines: list[HFEngine] = []
-
-    def __call__(self, engine: HFEngine) -> HFEngine:
-        asyncio.run(engine.start())
-        self.engines.append(engine)
-        return engine
-
-
-@pytest.fixture
-def started() -> Any:
-    start = Started()
-    yield start
-    for engine in start.engines:
-        asyncio.run(engine.close())
 
 
 def learner_engine(config: RunConfig) -> TorchEngine:

@@ -32,13 +32,11 @@ from protocol.messages import Group, Prompt
 from rollout_server.engines import create_engine
 from rollout_server.engines.base import Completion, GenerationRequest
 from rollout_server.engines.hf.engine import HFEngine
-from tests.rigs.alignment_rig import Started, answer, learner_engine, parity_tickets, started, verify
+from tests.rigs.alignment_rig import answer, learner_engine, parity_tickets, verify
 from tests.rigs.small_runs import logs, small
 from tests.rigs.tiny_families import Family, make_family
 from tests.rigs.two_processes import run_both
 from tests.system.test_bad_input import png, write_rows
-
-__all__ = ["started"]
 
 MakeConfig = Callable[..., RunConfig]
 FAMILIES: tuple[Family, ...] = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -99,14 +97,14 @@ def rendered_rows(config: RunConfig) -> list[RenderedPrompt]:
 
 
 def test_engine_and_learner_agree_on_videos_images_and_text_in_one_batch(
-    make_config: MakeConfig, family: Path, tmp_path: Path, started: Started
+    make_config: MakeConfig, family: Path, tmp_path: Path
 ) -> None:
     config = video_config(make_config, family, tmp_path)
     processor = PromptProcessor(config.model)
     items = parity_tickets(config, processor)
     order = [item.ticket.prompt.row_id for item in items]
     assert order == ["rows.jsonl:0", "rows.jsonl:1", "rows.jsonl:2", "rows.jsonl:3"]
-    received = answer(started(HFEngine(config, processor)), processor, items)
+    received = answer(HFEngine(config, processor), processor, items)
     for one in received:
         verify(one)
     parity = compare(learner_engine(config), processor, received, config.batch.tokens_per_microbatch)
@@ -237,13 +235,13 @@ class FewerFrames(PromptProcessor):
 
 
 def test_frames_in_the_wrong_order_or_number_are_caught_by_row(
-    make_config: MakeConfig, one_family: Path, tmp_path: Path, started: Started
+    make_config: MakeConfig, one_family: Path, tmp_path: Path
 ) -> None:
     """An odd number of frames is filled up: with one less the ids and grids are right."""
     config = video_config(make_config, one_family, tmp_path)
     processor = PromptProcessor(config.model)
     items = parity_tickets(config, processor)[:1]
-    engine = started(HFEngine(config, processor))
+    engine = HFEngine(config, processor)
 
     def reversed_frames(blobs: Mapping[str, bytes]) -> dict[str, bytes]:
         digests = items[0].ticket.prompt.videos[1].frame_hashes
@@ -262,12 +260,12 @@ def test_frames_in_the_wrong_order_or_number_are_caught_by_row(
 
 
 def test_a_missing_video_and_other_grids_are_caught_by_row(
-    make_config: MakeConfig, one_family: Path, tmp_path: Path, started: Started
+    make_config: MakeConfig, one_family: Path, tmp_path: Path
 ) -> None:
     config = video_config(make_config, one_family, tmp_path)
     processor = PromptProcessor(config.model)
     items = parity_tickets(config, processor)[:1]
-    good = answer(started(HFEngine(config, processor)), processor, items)[0]
+    good = answer(HFEngine(config, processor), processor, items)[0]
     again = decode(encode(good.group), (Group,), Limits())
     assert isinstance(again, Group)
     assert again.video_grids is not None

@@ -21,13 +21,12 @@ from learner.tickets.ticket import PreparedTicket, ReceivedGroup
 from protocol.messages import Group
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.production import GroupProducer
-from tests.rigs.alignment_rig import Started, learner_engine, parity_tickets, started, verify
+from tests.rigs.alignment_rig import answer, learner_engine, parity_tickets, verify
 from tests.rigs.policies import initial_weights, moved
 from tests.rigs.tiny_families import make_family
 from tests.rigs.vllm_rig import FP32, NEEDS_VLLM, Rig, gap_to
 from tests.system.test_video import video_config
 
-__all__ = ["started"]
 pytestmark = NEEDS_VLLM
 
 
@@ -88,15 +87,13 @@ async def groups_of(rig: Rig, engine: Any, items: list[PreparedTicket]) -> list[
     return sorted(groups, key=lambda group: places.index(group.ticket_id))
 
 
-def test_videos_get_the_tokens_of_the_hf_engine_and_the_log_probs_of_the_learner(
-    hf: RunConfig, rig: Rig, started: Started
-) -> None:
+def test_videos_get_the_tokens_of_the_hf_engine_and_the_log_probs_of_the_learner(hf: RunConfig, rig: Rig) -> None:
     """Several videos and an image in one prompt, an odd number of frames, another rate, in one batch."""
     items = parity_tickets(hf, rig.processor)
     assert [len(item.ticket.prompt.videos) for item in items] == [2, 1, 0, 0]
     sampled = rig.run(groups_of(rig, rig.engine, items))
     ours = rig.run(groups_of(rig, rig.engine, [greedy(item) for item in items]))
-    theirs = rig.run(groups_of(rig, started(HFEngine(hf, rig.processor)), [greedy(item) for item in items]))
+    theirs = [one.group for one in answer(HFEngine(hf, rig.processor), rig.processor, [greedy(i) for i in items])]
     for done, expected in zip(ours, theirs, strict=True):
         assert len(done.token_ids) == 30
         assert done.token_ids.tolist() == expected.token_ids.tolist()

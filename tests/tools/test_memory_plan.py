@@ -342,9 +342,8 @@ def test_the_engine_admits_no_more_prompt_tokens_at_once_than_planned(make_confi
     sampling = Sampling(temperature=1.0, max_new_tokens=8, stop_token_ids=(), banned_token_ids=())
     prompt = EncodedPrompt("row", np.full(PROMPT, 5, np.int32), np.zeros(PROMPT, np.int32), np.zeros((0, 3)), (), None)
     loop = DecodeLoop(lambda: DecodeBatch(None, (), torch.device("cpu")), 4096)
-    loop.close()  # its thread would take what is submitted
     requests = [GenerationRequest(i, prompt, GROUP, i, sampling) for i in range(600)]
-    loop._queue.extend((request, lambda item: None) for request in requests)
+    loop._queue.extend(requests)
     admitted: list[int] = []
     while taken := loop._take_admissible():
         admitted.append(len(taken))

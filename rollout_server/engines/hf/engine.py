@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,7 @@ class HFEngine:
             lambda: DecodeBatch(self._model, self._placeholder_ids, self._device),
             self._config.rollout.max_concurrent_sequences,
         )
+        self._loop.start()
 
     def _load(self) -> None:
         self._model: Any = load_model(self._config.model, device=self._device).eval().requires_grad_(False)
@@ -68,7 +69,7 @@ class HFEngine:
 
     async def close(self) -> None:
         if self._loop is not None:
-            await asyncio.to_thread(self._loop.close)
+            await self._loop.close()
 
     @property
     def _decoding(self) -> DecodeLoop:
@@ -92,27 +93,10 @@ class HFEngine:
 
     # --- sampling ---------------------------------------------------------------------------
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
+    def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
         for request in requests:
             self._check(request)
-        loop = asyncio.get_running_loop()
-        arrived: asyncio.Queue[Completion | Exception] = asyncio.Queue()
-
-        def deliver(item: Completion | Exception) -> None:
-            loop.call_soon_threadsafe(arrived.put_nowait, item)
-
-        submitted = self._decoding.submit(requests, deliver)
-        awaited = sum(request.group_size for request in requests)
-        try:
-            while awaited:
-                item = await arrived.get()
-                if isinstance(item, Exception):
-                    raise item
-                awaited -= 1
-                yield item
-        finally:
-            if awaited:
-                self._decoding.abandon(submitted)
+        return self._decoding.generate(requests)
 
     def _check(self, request: GenerationRequest) -> None:
         if request.group_size > self._config.rollout.max_concurrent_sequences:
@@ -130,32 +114,30 @@ class HFEngine:
     # --- weights ----------------------------------------------------------------------------
 
     async def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load a version. With `drain` this waits for the running sequences, and nothing new starts until then."""
-        drains = self._config.rollout.weight_update == "drain"
-        await self._between_steps(lambda: self._swap(version, tensors), drains=drains)
-
-    def _swap(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load weights; running sequences go on with them, on their old key-value cache or on a rebuilt one."""
-        self._sleeper.check_awake()
-        decoding = self._decoding
-        started, running = time.monotonic(), bool(decoding.batch.rows)
-        try:
-            self._load_weights(tensors)
-        except Exception as error:
-            decoding.fail_running(error, for_good=True)  # the model may hold tensors of two versions
-            raise
-        decoding.version = version
-        decoding.asleep = self._forgets = False
-        if running and self._config.rollout.weight_update == "recompute":
+        """Load a version. Running sequences are finished first (`drain`), or go on with it: on their old key-value
+        cache (`keep`), or on a rebuilt one (`recompute`)."""
+        decoding, mode = self._decoding, self._config.rollout.weight_update
+        async with decoding.between_steps(drains=mode == "drain"):
+            self._sleeper.check_awake()
+            started, running = time.monotonic(), bool(decoding.batch.rows)
             try:
-                decoding.batch.rebuild_cache(version)
-            except Exception as error:  # the weights are in place; only what was running is lost
-                logger.exception("rebuilding the key-value cache failed")
-                decoding.fail_running(error)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        if running:
-            decoding.update_pause_s += time.monotonic() - started
+                await decoding.on_thread(self._load_weights, tensors)
+            except BaseException as error:  # the model may hold tensors of two versions
+                interrupted = BadStateError("a weight update was interrupted")
+                decoding.fail_running(error if isinstance(error, Exception) else interrupted, for_good=True)
+                raise
+            decoding.version = version
+            decoding.asleep = self._forgets = False
+            if running and mode == "recompute":
+                try:
+                    await decoding.on_thread(decoding.batch.rebuild_cache, version)
+                except Exception as error:  # the weights are in place; only what was running is lost
+                    logger.exception("rebuilding the key-value cache failed")
+                    decoding.fail_running(error)
+            if self._device.type == "cuda":
+                await decoding.on_thread(torch.cuda.synchronize, self._device)
+            if running:
+                decoding.update_pause_s += time.monotonic() - started
 
     def _load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy weights into the model. After a sleep that kept none, compare bit sums of copies and originals."""
@@ -178,11 +160,13 @@ class HFEngine:
 
     async def sleep(self) -> None:
         """Finish what runs, then take the weights off the device: see rollout.sleep_level."""
-        await self._between_steps(self._fall_asleep, drains=True)
+        async with self._decoding.between_steps(drains=True):
+            await self._decoding.on_thread(self._fall_asleep)
 
     async def wake(self) -> None:
         """Bring the model back. At level 2 nothing is sampled before weights have come."""
-        await self._between_steps(self._wake_up, drains=False)
+        async with self._decoding.between_steps(drains=False):
+            await self._decoding.on_thread(self._wake_up)
 
     def _fall_asleep(self) -> None:
         self._sleeper.check_awake()
@@ -209,7 +193,3 @@ class HFEngine:
         ids = self._fixed_tokens
         logits = prefill(self._model, [fixed_prompt(ids)], self._device).logits[0]
         return logits.float().log_softmax(-1)[torch.from_numpy(ids).long().to(self._device)].cpu()
-
-    async def _between_steps(self, run: Callable[[], None], *, drains: bool) -> None:
-        """Have the decode thread call `run` between two decode steps, or when no sequence is running."""
-        await asyncio.wrap_future(self._decoding.order(run, drains=drains))

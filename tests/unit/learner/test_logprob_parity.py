@@ -26,14 +26,14 @@ from protocol.errors import ProtocolError
 from protocol.messages import TicketKind
 from rollout_server.engines.base import Completion
 from rollout_server.engines.hf.engine import HFEngine
-from tests.rigs.alignment_rig import Started, answer, learner_engine, pair_config, parity_tickets, started, verify
+from tests.rigs.alignment_rig import answer, answers, learner_engine, pair_config, parity_tickets, verify
 
-__all__ = ["pair_config", "started"]
+__all__ = ["pair_config"]
 
 
 @pytest.mark.parametrize("sampling", [{}, {"top_p": 0.7}, {"top_k": 5, "min_p": 0.02}])
 def test_engine_and_learner_agree_under_the_runs_own_sampling(
-    pair_config: RunConfig, started: Started, sampling: dict[str, float]
+    pair_config: RunConfig, sampling: dict[str, float]
 ) -> None:
     rollout = pair_config.rollout.model_copy(update=sampling)
     config = pair_config.model_copy(update={"rollout": rollout})
@@ -41,7 +41,7 @@ def test_engine_and_learner_agree_under_the_runs_own_sampling(
     items = parity_tickets(config, processor)
     assert [len(item.ticket.prompt.image_hashes) for item in items] == [2, 2], "rows with images come first"
     assert {item.ticket.kind for item in items} == {TicketKind.PARITY}
-    received = answer(started(HFEngine(config, processor)), processor, items)
+    received = answer(HFEngine(config, processor), processor, items)
     for one in received:
         verify(one)
     parity = compare(learner_engine(config), processor, received, config.batch.tokens_per_microbatch)
@@ -49,15 +49,11 @@ def test_engine_and_learner_agree_under_the_runs_own_sampling(
     assert parity.mean <= parity.largest < 1e-4
 
 
-def test_other_pixels_behind_an_equal_fingerprint_fail_the_parity_check(
-    pair_config: RunConfig, started: Started
-) -> None:
+def test_other_pixels_behind_an_equal_fingerprint_fail_the_parity_check(pair_config: RunConfig) -> None:
     """Ids, grids and hashes are right: only the log-probs show it."""
     processor, theirs = PromptProcessor(pair_config.model), PromptProcessor(pair_config.model)
     theirs.processor.image_processor.image_mean = [0.0, 0.0, 0.0]
-    received = answer(
-        started(HFEngine(pair_config, processor)), theirs, items := parity_tickets(pair_config, processor)
-    )
+    received = answer(HFEngine(pair_config, processor), theirs, items := parity_tickets(pair_config, processor))
     assert len(items) == 2
     for one in received:
         verify(one)
@@ -94,19 +90,25 @@ def with_other_vision_tower(engine: TorchEngine) -> list[tuple[str, torch.Tensor
 
 @pytest.mark.parametrize("engine_class", [HFEngine, KeepsOldFeatures])
 def test_a_stale_encoder_cache_is_seen_by_the_diagnostics_of_the_first_step_and_by_a_check_after_the_update(
-    pair_config: RunConfig, started: Started, caplog: pytest.LogCaptureFixture, engine_class: type[HFEngine]
+    pair_config: RunConfig, caplog: pytest.LogCaptureFixture, engine_class: type[HFEngine]
 ) -> None:
     stale = engine_class is KeepsOldFeatures
     processor, limit = PromptProcessor(pair_config.model), pair_config.max_logprob_difference
     items = parity_tickets(pair_config, processor)
-    engine, learner = started(engine_class(pair_config, processor)), learner_engine(pair_config)
-    before = compare(learner, processor, answer(engine, processor, items), 512)
-    assert before.largest < limit, "as the server joins, nothing is stale"
-
+    engine, learner = engine_class(pair_config, processor), learner_engine(pair_config)
     weights = with_other_vision_tower(learner)
+
+    async def around_an_update() -> list[list[ReceivedGroup]]:
+        await engine.start()
+        before = await answers(engine, processor, items)
+        await engine.update_weights(1, weights)
+        after = await answers(engine, processor, items)
+        await engine.close()
+        return [before, after]
+
+    first, received = asyncio.run(around_an_update())
+    assert compare(learner, processor, first, 512).largest < limit, "as the server joins, nothing is stale"
     load_published(learner.model, weights)
-    asyncio.run(engine.update_weights(1, weights))
-    received = answer(engine, processor, items)
     for one in received:
         verify(one, version=1)  # ids, grids and hashes cannot show it
     after = compare(learner, processor, received, 512)
@@ -147,25 +149,23 @@ class TokenisesAgain(HFEngine):
         )
 
 
-def test_text_that_is_tokenised_again_is_refused_by_row(pair_config: RunConfig, started: Started) -> None:
+def test_text_that_is_tokenised_again_is_refused_by_row(pair_config: RunConfig) -> None:
     processor = PromptProcessor(pair_config.model)
     items = [
         dataclasses.replace(item, ticket=item.ticket.model_copy(update={"group_size": 64}))
         for item in parity_tickets(pair_config, processor)
     ]
-    received = answer(started(TokenisesAgain(pair_config, processor)), processor, items)
+    received = answer(TokenisesAgain(pair_config, processor), processor, items)
     caught = r"row rows.jsonl:\d from server-1: completion \d+ (ended by|was cut at)"
     for one in received:
         with pytest.raises(ProtocolError, match=caught):
             verify(one)
 
 
-def test_text_that_is_tokenised_again_to_the_same_length_fails_the_parity_check(
-    pair_config: RunConfig, started: Started
-) -> None:
+def test_text_that_is_tokenised_again_to_the_same_length_fails_the_parity_check(pair_config: RunConfig) -> None:
     """One id has become another of the same text, which no look at a sample shows."""
     processor = PromptProcessor(pair_config.model)
-    received = answer(started(HFEngine(pair_config, processor)), processor, parity_tickets(pair_config, processor))
+    received = answer(HFEngine(pair_config, processor), processor, parity_tickets(pair_config, processor))
     group = received[1].group
     ids = group.token_ids.copy()
     ids[2] = 7 if ids[2] != 7 else 8
@@ -205,10 +205,10 @@ class RecordsVerdicts:
         self.said.append(("refused", check.server_id, reason, fix))
 
 
-def test_the_judge_accepts_refuses_with_the_numbers_and_repeats(pair_config: RunConfig, started: Started) -> None:
+def test_the_judge_accepts_refuses_with_the_numbers_and_repeats(pair_config: RunConfig) -> None:
     processor = PromptProcessor(pair_config.model)
     items = parity_tickets(pair_config, processor)
-    received = answer(started(HFEngine(pair_config, processor)), processor, items)
+    received = answer(HFEngine(pair_config, processor), processor, items)
 
     def check(name: str, groups: Sequence[ReceivedGroup]) -> Any:
         found = {one.ticket.ticket_id: one for one in groups}
