@@ -1,11 +1,10 @@
-"""Prometheus metrics of the rollout server, set as things happen or, where they always change, at each scrape."""
+"""Prometheus metrics of the rollout server, set as things happen, at each heartbeat, or at each scrape."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 
 import psutil
 import torch
@@ -19,19 +18,6 @@ from rollout_server.engines.base import EngineUsage
 from rollout_server.metrics import METRICS
 
 
-@dataclass(frozen=True)
-class ServerState:
-    """State of the server at a heartbeat."""
-
-    usage: EngineUsage
-    beat: ServerHeartbeat
-    learner_heard_at: float
-    """Monotonic seconds."""
-    waiting_for: str
-    """Thing that an engine without work waits for: tickets, weights, device or learner."""
-    is_asleep: bool
-
-
 class ServerExporter:
     def __init__(self, config: TelemetryConfig):
         self._config = config
@@ -42,8 +28,8 @@ class ServerExporter:
         self._beat_at: float | None = None
         """Time of the last heartbeat; None while the engine loads, which takes minutes."""
         self._heard_at: float | None = None
-        self._state: ServerState | None = None
-        self._waited: dict[str, float] = {}
+        self._idle_s = 0.0
+        """Of the whole time until the last heartbeat."""
         self._lingers = False
         self._process = psutil.Process()
 
@@ -52,7 +38,7 @@ class ServerExporter:
         return self._metrics.registry
 
     def serve(self, device: Callable[[], torch.device]) -> None:
-        """Raises UserError where the endpoint's port is taken. `device` is asked at each scrape."""
+        """Raises UserError where the endpoint's port is taken. `device` is asked at each heartbeat."""
         self._device = device
         self._metrics.before_scrape(self._look)
         self._metrics.serve(self._config.host, self._config.rollout_port)
@@ -99,13 +85,26 @@ class ServerExporter:
         if self._heard_at is None:
             self._heard_at = self._beat_at
 
-    def beat(self, state: ServerState) -> None:
-        """Note a heartbeat. Time without work since the last one counts for what is waited for now."""
-        before = self._state.beat if self._state else None
-        uptime_s = state.beat.uptime_s - (before.uptime_s if before else 0.0)
-        idle_s = max(0.0, uptime_s - (state.usage.busy_s - (before.busy_s if before else 0.0)))
-        self._waited[state.waiting_for] = self._waited.get(state.waiting_for, 0.0) + idle_s
-        self._state, self._beat_at, self._heard_at = state, time.monotonic(), state.learner_heard_at
+    def beat(
+        self, usage: EngineUsage, beat: ServerHeartbeat, *, heard_at: float, waiting_for: str, is_asleep: bool
+    ) -> None:
+        """Note a heartbeat. `heard_at`: the learner's last message, monotonic. Time without work since the last
+        heartbeat counts for what is waited for now: tickets, weights, device or learner."""
+        m = self._metrics
+        idle_s = beat.uptime_s - beat.busy_s
+        m["waiting_seconds_total"].labels(**{"for": waiting_for}).inc(max(0.0, idle_s - self._idle_s))
+        self._idle_s, self._beat_at, self._heard_at = idle_s, time.monotonic(), heard_at
+        m.raise_to("tokens_total", usage.tokens_generated)
+        m.raise_to("busy_seconds_total", usage.busy_s)
+        m.raise_to("update_pause_seconds_total", usage.update_pause_s)
+        for name in ("queued", "running", "unacknowledged"):
+            m["held_groups"].labels(state=name).set(getattr(beat, f"groups_{name}"))
+        m["idle_ratio"].set(1 - beat.busy_s / max(beat.uptime_s, 1e-9))
+        m["sequences_running"].set(usage.sequences_running)
+        m["kv_cache_ratio"].set(usage.kv_cache_ratio)
+        phase = "asleep" if is_asleep else "awake"
+        for name, nbytes in memory_by_state(self._device()).items():
+            m["device_bytes"].labels(state=name, phase=phase).set(nbytes)
 
     def stopped(self, kind: str) -> None:
         self._metrics["stopped"].labels(kind=kind).set(1)
@@ -114,40 +113,17 @@ class ServerExporter:
     # --- at a scrape ---------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Set the metrics of a scrape; runs on the endpoint's thread."""
-        m, now = self._metrics, time.monotonic()
+        """Set what changes all the time; runs on the endpoint's thread."""
+        now = time.monotonic()
         if self._beat_at is not None:
-            m["pulse_age_seconds"].set(now - self._beat_at)
-        m["rss_bytes"].set(self._resident_bytes())
+            self._metrics["pulse_age_seconds"].set(now - self._beat_at)
         if self._heard_at is not None:
-            m["learner_silence_seconds"].set(now - self._heard_at)
-        state = self._state
-        if state is None:
-            return
-        for name, total in (
-            ("tokens_total", state.usage.tokens_generated),
-            ("busy_seconds_total", state.usage.busy_s),
-            ("update_pause_seconds_total", state.usage.update_pause_s),
-        ):
-            m.raise_to(name, total)
-        for what, seconds in dict(self._waited).items():
-            m.raise_to("waiting_seconds_total", seconds, **{"for": what})
-        for name in ("queued", "running", "unacknowledged"):
-            m["held_groups"].labels(state=name).set(getattr(state.beat, f"groups_{name}"))
-        m["idle_ratio"].set(1 - state.beat.busy_s / max(state.beat.uptime_s, 1e-9))
-        m["sequences_running"].set(state.usage.sequences_running)
-        m["kv_cache_ratio"].set(state.usage.kv_cache_ratio)
-        phase = "asleep" if state.is_asleep else "awake"
-        for name, nbytes in memory_by_state(self._device()).items():
-            m["device_bytes"].labels(state=name, phase=phase).set(nbytes)
-
-    def _resident_bytes(self) -> int:
-        """Resident memory of this process and its children: reward workers, and an engine's processes."""
+            self._metrics["learner_silence_seconds"].set(now - self._heard_at)
         total = 0
-        for process in (self._process, *self._process.children(recursive=True)):
+        for process in (self._process, *self._process.children(recursive=True)):  # of rewards, and of an engine
             with suppress(psutil.NoSuchProcess):  # it ended meanwhile
                 total += process.memory_info().rss
-        return total
+        self._metrics["rss_bytes"].set(total)
 
     def close(self) -> None:
         """Close the endpoint, after `telemetry.linger_s`, so that a scrape sees that the run has finished."""

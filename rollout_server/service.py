@@ -37,7 +37,7 @@ from rollout_server.engines import create_engine
 from rollout_server.engines.base import EngineDied, EngineUsage
 from rollout_server.link import LearnerLink
 from rollout_server.production import GroupProducer, check_sampling
-from rollout_server.prometheus import ServerExporter, ServerState
+from rollout_server.prometheus import ServerExporter
 from rollout_server.weights.channels import choose_channel
 from rollout_server.weights.policy_versions import PolicyVersions
 from rollout_server.weights.receiver import WeightReceiver
@@ -240,7 +240,9 @@ class RolloutServer:
             await self.link.send(beat)
             await self.link.resend_overdue()
             asleep = self.device is not None and not self.device.is_awake
-            self.exporter.beat(ServerState(usage, beat, self.link.heard_at, self._waiting_for(asleep), asleep))
+            self.exporter.beat(
+                usage, beat, heard_at=self.link.heard_at, waiting_for=self._waiting_for(asleep), is_asleep=asleep
+            )
             await asyncio.sleep(self.config.network.heartbeat_s)
 
     @property

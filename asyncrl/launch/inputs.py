@@ -125,8 +125,6 @@ def check_devices(config: RunConfig, sides: tuple[Side, ...]) -> None:
 
 def check_engine(config: RunConfig) -> None:
     """Check what the inference engine itself would refuse."""
-    if config.rollout.engine == "vllm":
-        from rollout_server.engines.vllm.rules import problems  # the engine's own rules
+    from rollout_server.engines import check_rules
 
-        if found := problems(config):
-            raise UserError("; ".join(found))
+    check_rules(config)

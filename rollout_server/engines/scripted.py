@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -31,9 +31,6 @@ class Script(BaseModel):
     length_sigma: float = 0.0
     """Sigma of the log-normal; 0 gives every completion the same length."""
     seconds_per_token: float = 0.0
-    prefill_s: float = 0.0
-    fail_every: int = 0
-    """Raise on every so many-th request; 0 never."""
 
 
 class ScriptedEngine:
@@ -51,7 +48,6 @@ class ScriptedEngine:
         self._admits = True
         self._asleep = False
         self._version = 0
-        self._requests = 0
         self._tokens = 0
         self._busy = 0.0
         self._sequences = 0
@@ -83,10 +79,6 @@ class ScriptedEngine:
         ]
         self._sequences += len(tasks)
         try:
-            for request in requests:
-                self._requests += 1
-                if self._script.fail_every and self._requests % self._script.fail_every == 0:
-                    raise RuntimeError(f"scripted fault at request {request.request_id}")
             for task in asyncio.as_completed(tasks):
                 yield await task
         finally:
@@ -97,28 +89,21 @@ class ScriptedEngine:
 
     async def _complete(self, request: GenerationRequest, index: int) -> Completion:
         async with self._slots:
-            await self._until(lambda: self._admits)
-            self._running += 1
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._admits)
+                self._running += 1
             try:
                 return await self._sample(request, index)
             finally:
                 self._running -= 1
-                await self._notify()
-
-    async def _until(self, condition: Callable[[], bool]) -> None:
-        async with self._changed:
-            await self._changed.wait_for(condition)
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+                async with self._changed:
+                    self._changed.notify_all()
 
     async def _sample(self, request: GenerationRequest, index: int) -> Completion:
         rng = np.random.default_rng((request.seed, index))
         tokens = self._tokens_of(request, rng)
         versions = np.empty(len(tokens), np.int32)
         cached = self._version
-        await asyncio.sleep(self._script.prefill_s)
         for position in range(len(tokens)):
             if self._script.seconds_per_token:
                 await asyncio.sleep(self._script.seconds_per_token)
@@ -157,27 +142,32 @@ class ScriptedEngine:
         for _ in tensors:  # read them all: a test of the weight channel, too
             pass
         if self._config.rollout.weight_update == "drain":
-            self._admits = False
-            try:
-                await self._until(lambda: not self._running)
-            finally:
-                self._admits = True
-                await self._notify()
+            await self._drain()
         self._version = version
+        await self._admit()
 
     def _check_awake(self) -> None:
         if self._asleep:
             raise BadStateError("the scripted engine is asleep: wake it first")
 
+    async def _drain(self) -> None:
+        self._admits = False
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._running)
+
+    async def _admit(self) -> None:
+        async with self._changed:
+            self._admits = True
+            self._changed.notify_all()
+
     async def sleep(self) -> None:
         self._check_awake()
-        self._admits = False
-        await self._until(lambda: not self._running)
+        await self._drain()
         self._asleep = True
 
     async def wake(self) -> None:
-        self._asleep, self._admits = False, True
-        await self._notify()
+        self._asleep = False
+        await self._admit()
 
     async def close(self) -> None:
         pass

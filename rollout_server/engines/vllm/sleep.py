@@ -14,7 +14,7 @@ import torch
 from asyncrl.models.devices import is_out_of_memory
 from asyncrl.models.sleeping import no_room_to_wake
 from asyncrl.models.wake_parity import check_wake_parity, fixed_tokens
-from rollout_server.engines.vllm.vllm_api import VllmApi
+from rollout_server.engines.vllm.conversion import engine_input_of
 
 OWNER = "the vllm engine"
 
@@ -27,19 +27,19 @@ class Asleep:
     """Memory given back on all its devices: weights, key-value cache, and working memory."""
 
 
-async def fall_asleep(llm: Any, vllm: VllmApi, level: int, special: Collection[int]) -> Asleep:
+async def fall_asleep(llm: Any, level: int, special: Collection[int]) -> Asleep:
     """Put an engine without requests to sleep. It must not be paused, or it answers neither probe nor sleep."""
-    before = await fixed_logprobs(llm, vllm, special) if level == 1 else None
+    before = await fixed_logprobs(llm, special) if level == 1 else None
     free = await free_device_bytes(llm)
     await llm.sleep(level=level, mode="wait")
     return Asleep(before, max(0, await free_device_bytes(llm) - free))
 
 
-async def wake_up(llm: Any, vllm: VllmApi, asleep: Asleep, special: Collection[int], device: torch.device) -> None:
+async def wake_up(llm: Any, asleep: Asleep, special: Collection[int], device: torch.device) -> None:
     """Raises BadStateError where there is no room, or for a model that is not what it was."""
     await _take_memory(llm, asleep, device)
     if asleep.before is not None:
-        after = await fixed_logprobs(llm, vllm, special)
+        after = await fixed_logprobs(llm, special)
         check_wake_parity(OWNER, asleep.before, after, device)
 
 
@@ -59,20 +59,16 @@ async def free_device_bytes(llm: Any) -> int:
     return sum(device[1] for device in await llm.collective_rpc("device_memory") if device)
 
 
-async def fixed_logprobs(llm: Any, vllm: VllmApi, special: Collection[int]) -> torch.Tensor:
+async def fixed_logprobs(llm: Any, special: Collection[int]) -> torch.Tensor:
     """[T - 1] log-probs of the fixed tokens. The key-value cache takes part, cached prefixes do not."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: ignore[reportMissingImports]
+
     ids = fixed_tokens(llm.vllm_config.model_config.get_vocab_size(), special).tolist()
-    parsed = vllm.parse_model_prompt(llm.vllm_config.model_config, {"prompt_token_ids": ids})
-    (engine_input,) = await llm.renderer.render_cmpl_async([parsed])
-    params = vllm.SamplingParams(
-        temperature=0,
-        max_tokens=1,
-        prompt_logprobs=0,
-        detokenize=False,
-        output_kind=vllm.RequestOutputKind.FINAL_ONLY,
+    params = SamplingParams(
+        temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
     )
     last: Any = None
-    async for answer in llm.generate(engine_input, params, "asyncrl-probe"):
+    async for answer in llm.generate(await engine_input_of(llm, {"prompt_token_ids": ids}), params, "asyncrl-probe"):
         last = answer
     places = zip(last.prompt_logprobs[1:], ids[1:], strict=True)
     return torch.tensor([place[token].logprob for place, token in places])

@@ -1,24 +1,26 @@
-"""Start of vLLM: its arguments and its environment, from the configuration."""
+"""Start of vLLM, with arguments and an environment from the configuration, and death of its core."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import psutil
 import torch
 
+from asyncrl.config.engine_rules import LARGEST_RANK_FOR_VLLM
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.models.folder import model_folder
+from asyncrl.models.loading import CONNECTOR_NAMES, VISION_TOWER_NAMES
 from asyncrl.tools.memory_plan.plan import vllm_memory_utilization
 from protocol.messages import AdapterSpec
+from rollout_server.engines.base import EngineDied
 from rollout_server.engines.vllm.engine_process import BACKEND, BANNED_KEY, LEASE_VARIABLE, OWNER_VARIABLE
-from rollout_server.engines.vllm.vllm_api import VllmApi, import_vllm
-from rollout_server.engines.vllm.weights import slot_arguments
 
 WORKER = "rollout_server.engines.vllm.worker"
 """The module that vLLM's processes import; this process need not."""
@@ -26,7 +28,12 @@ CPU_KV_BLOCK = 128
 """Tokens of one block of vLLM's key-value cache on a CPU."""
 CPU_BATCH_TOKENS = 4096
 """Prompt tokens of one prefill step on a CPU, unless one sequence needs more."""
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, LARGEST_RANK_FOR_VLLM)
+"""Ranks that vLLM has slots for."""
+DEAD = "vLLM's engine process has died; what it said last is in the server's log"
+CHECK_EVERY_S = 1.0
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 def engine_arguments(config: RunConfig, *, cuda: bool, text_config: Any, banned: list[int]) -> dict[str, Any]:
@@ -78,25 +85,23 @@ def cpu_kv_bytes(text_config: Any, dtype: str, config: RunConfig) -> int:
     """
     tokens = config.data.max_prompt_length + config.data.max_response_length
     blocks = -(-tokens // CPU_KV_BLOCK) * config.rollout.max_concurrent_sequences + 1  # vLLM keeps one for itself
-    heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
-    itemsize = getattr(torch, dtype).itemsize
-    per_token = 2 * text_config.num_hidden_layers * heads * head_dim(text_config) * itemsize
+    queries = text_config.num_attention_heads
+    heads = getattr(text_config, "num_key_value_heads", None) or queries
+    width = getattr(text_config, "head_dim", None) or text_config.hidden_size // queries
+    per_token = 2 * text_config.num_hidden_layers * heads * width * getattr(torch, dtype).itemsize
     return min(blocks * CPU_KV_BLOCK * per_token, psutil.virtual_memory().available // 4)
 
 
-def head_dim(text_config: Any) -> int:
-    """Width of one attention head."""
-    return getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
-
-
-def check_heads(text_config: Any, supported: list[int]) -> None:
-    """Raises UserError where vLLM's CPU attention has no kernel for the model's heads."""
-    width = head_dim(text_config)
-    if width not in supported:
-        raise UserError(
-            f"the model's attention heads are {width} wide, and vLLM on a CPU takes only {supported}. "
-            "Use rollout.engine=hf, or a model with other heads"
-        )
+def slot_arguments(spec: AdapterSpec) -> dict[str, Any]:
+    """Arguments of vLLM for one slot of the smallest size that the adapter fits in."""
+    vision = {*VISION_TOWER_NAMES, *CONNECTOR_NAMES}
+    return {
+        "enable_lora": True,
+        "max_lora_rank": next(rank for rank in RANKS if rank >= spec.rank),
+        "max_loras": 1,
+        "max_cpu_loras": 1,
+        "enable_tower_connector_lora": any(vision & set(name.split(".")) for name in spec.target_modules),
+    }
 
 
 @contextmanager
@@ -132,29 +137,63 @@ def engine_environment(config: RunConfig, *, cuda: bool) -> Iterator[None]:
 
 def start_vllm(
     config: RunConfig, adapter: AdapterSpec | None, banned: Sequence[int], statistics: Any, *, cuda: bool
-) -> tuple[Any, VllmApi]:
-    """An `AsyncLLM`, and vLLM's names; many seconds. `statistics` is a stat logger of vLLM's.
+) -> Any:
+    """An `AsyncLLM`; many seconds. `statistics` is a stat logger of vLLM's.
 
-    Raises UserError for what vLLM does not know or cannot run.
+    Raises UserError for a broken vLLM, and for what it does not know or cannot run.
     """
     from transformers import AutoConfig
 
     hf_config = AutoConfig.from_pretrained(model_folder(config.model), trust_remote_code=config.model.trust_remote_code)
-    text_config = hf_config.get_text_config()
     with engine_environment(config, cuda=cuda):
-        vllm = import_vllm()
-        if not cuda:
-            check_heads(text_config, vllm.cpu_head_sizes)
-        arguments = engine_arguments(config, cuda=cuda, text_config=text_config, banned=list(banned))
-        if adapter is not None:
-            arguments |= slot_arguments(adapter)
-        logger.info("starting vLLM %s with %s", vllm.version, arguments)
-        transfer = None if adapter else vllm.WeightTransferConfig(backend=BACKEND)
-        try:  # a failure within vLLM's own processes is no ValueError here
-            llm = vllm.AsyncEngine.from_engine_args(
-                vllm.AsyncEngineArgs(**arguments, weight_transfer_config=transfer),
+        try:
+            from vllm.config.weight_transfer import WeightTransferConfig  # pyright: ignore[reportMissingImports]
+            from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
+            from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
+        except (ImportError, OSError) as error:
+            raise UserError(
+                f"vLLM is installed but cannot be imported: {type(error).__name__}: {error}. A library of another "
+                "build stands beside it; make the environment anew: WITH_VLLM=1 bash scripts/install.sh"
+            ) from error
+
+        class AsyncEngine(AsyncLLM):
+            """Shut down by `close` alone: at the end of the process the destructor's own modules are gone."""
+
+            def __del__(self) -> None:
+                pass
+
+        arguments = engine_arguments(config, cuda=cuda, text_config=hf_config.get_text_config(), banned=list(banned))
+        arguments |= slot_arguments(adapter) if adapter else {}
+        logger.info("starting vLLM with %s", arguments)
+        transfer = None if adapter else WeightTransferConfig(backend=BACKEND)
+        try:  # a failure within vLLM's own processes is neither of these here
+            return AsyncEngine.from_engine_args(
+                AsyncEngineArgs(**arguments, weight_transfer_config=transfer),
                 stat_loggers=cast(Any, [lambda _config, _index=0: statistics]),
             )
-        except ValueError as problem:
+        except (TypeError, ValueError) as problem:
             raise UserError(f"vLLM refuses its arguments, such as rollout.engine_args: {problem}") from problem
-    return llm, vllm
+
+
+@contextmanager
+def engine_death_translated() -> Iterator[None]:
+    """Raises EngineDied for vLLM's own exception."""
+    from vllm.v1.engine.exceptions import EngineDeadError  # pyright: ignore[reportMissingImports]
+
+    try:
+        yield
+    except EngineDeadError as error:
+        raise EngineDied(DEAD) from error
+
+
+async def await_or_engine_death(llm: Any, call: Coroutine[Any, Any, T]) -> T:
+    """Result of a call to vLLM's core. Raises EngineDied if the core dies meanwhile: vLLM would wait for ever."""
+    task = asyncio.ensure_future(call)
+    try:
+        while not task.done():
+            await asyncio.wait({task}, timeout=CHECK_EVERY_S)
+            if llm.errored and not task.done():
+                raise EngineDied(DEAD)
+        return task.result()
+    finally:
+        task.cancel()

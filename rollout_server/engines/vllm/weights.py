@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from asyncrl.config.engine_rules import LARGEST_RANK_FOR_VLLM
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import UserError
 from asyncrl.models.loading import CONNECTOR_NAMES, VISION_TOWER_NAMES, skeleton
@@ -27,14 +26,12 @@ from asyncrl.weight_transfer.stage import Arrival, StageOrder
 from protocol.endpoints import SHARED_MEMORY
 from protocol.messages import AdapterSpec, WeightManifest
 from rollout_server.engines.base import ArrivedWeights, DeviceMemory
-from rollout_server.engines.vllm.vllm_api import VllmApi, await_or_engine_death
+from rollout_server.engines.vllm.start import await_or_engine_death
 from rollout_server.weights.device_transfer import StagedWeights, until_arrived
 
 SLOT = 1
 """Number of the adapter in vLLM. A number of its own for each version would let versions run side by side, but running
 sequences are to go on with the new one."""
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, LARGEST_RANK_FOR_VLLM)
-"""Ranks that vLLM has slots for."""
 
 
 def weight_update(weights: ArrivedWeights) -> dict[str, Any]:
@@ -63,13 +60,10 @@ def vision_entries(manifest: WeightManifest) -> frozenset[tuple[str, int]]:
 class WorkerStaging:
     """Receivers in vLLM's workers: each takes the whole version, and loads its part of it."""
 
-    def __init__(
-        self, llm: Any, vllm: VllmApi, receivers: int, at_rest: Callable[[], AbstractAsyncContextManager[None]]
-    ):
+    def __init__(self, llm: Any, at_rest: Callable[[], AbstractAsyncContextManager[None]]):
         """`at_rest()` gives a block in which vLLM computes nothing."""
-        self.receivers = receivers
+        self.receivers = llm.vllm_config.parallel_config.world_size
         self._llm = llm
-        self._vllm = vllm
         self._at_rest = at_rest
 
     async def devices(self) -> Sequence[DeviceMemory]:
@@ -79,30 +73,22 @@ class WorkerStaging:
     async def receive(self, order: StageOrder) -> None:
         """One worker samples meanwhile. Several do not: their own communicators and the group's, at work on the same
         GPUs in different orders, can wait for each other for ever (NCCL user guide, "concurrent communicators")."""
-        async with self._at_rest() if self.receivers > 1 else nullcontext():
-            await self._llm.init_weight_transfer_engine(self._vllm.WeightTransferInitRequest(asdict(order)))
-            await until_arrived(order, self._look)
+        from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMissingImports]
+            WeightTransferInitRequest,
+        )
 
-    async def _look(self) -> list[Arrival]:
-        return [Arrival(*fields) for fields in await self._llm.collective_rpc("weights_arrival")]
+        async def look() -> list[Arrival]:
+            return [Arrival(*fields) for fields in await self._llm.collective_rpc("weights_arrival")]
+
+        async with self._at_rest() if self.receivers > 1 else nullcontext():
+            await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(asdict(order)))
+            await until_arrived(order, look)
 
     def weights(self, manifest: WeightManifest) -> ArrivedWeights:
         return StagedWeights(manifest, {})
 
     async def drop(self) -> None:
         await await_or_engine_death(self._llm, self._llm.collective_rpc("drop_weights"))
-
-
-def slot_arguments(spec: AdapterSpec) -> dict[str, Any]:
-    """Arguments of vLLM for one slot of the smallest size that the adapter fits in."""
-    vision = {*VISION_TOWER_NAMES, *CONNECTOR_NAMES}
-    return {
-        "enable_lora": True,
-        "max_lora_rank": next(rank for rank in RANKS if rank >= spec.rank),
-        "max_loras": 1,
-        "max_cpu_loras": 1,
-        "enable_tower_connector_lora": any(vision & set(name.split(".")) for name in spec.target_modules),
-    }
 
 
 def no_adapter(model: ModelConfig, spec: AdapterSpec) -> dict[str, torch.Tensor]:
@@ -112,22 +98,22 @@ def no_adapter(model: ModelConfig, spec: AdapterSpec) -> dict[str, torch.Tensor]
     return {name: torch.zeros_like(tensor, device="cpu") for name, tensor in published_tensors(meta)}
 
 
-async def fill_slot(
-    llm: Any, vllm: VllmApi, spec: AdapterSpec, version: int, tensors: Iterable[tuple[str, torch.Tensor]]
-) -> Any:
+async def fill_slot(llm: Any, spec: AdapterSpec, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Any:
     """Load a version of the adapter. Returns the request for it that completions carry from now on.
 
     That one goes without `load_inplace`, or each completion would load the adapter again.
 
     No two adapters have one name: vLLM finds cached prefixes by it, and a restarted learner may make version 7 again.
     """
+    from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
+
     name = f"v{version}-{uuid.uuid4().hex[:8]}"
     memory = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
     with tempfile.TemporaryDirectory(prefix="asyncrl-adapter-", dir=memory) as parent:
         folder = Path(parent) / name
         write_adapter_folder(folder, spec, tensors)
-        await llm.add_lora(vllm.LoRARequest(name, SLOT, str(folder), load_inplace=True))
-    return vllm.LoRARequest(name, SLOT, str(folder))
+        await llm.add_lora(LoRARequest(name, SLOT, str(folder), load_inplace=True))
+    return LoRARequest(name, SLOT, str(folder))
 
 
 async def check_slot(llm: Any) -> None:

@@ -47,7 +47,7 @@ from protocol.messages import (
 )
 from rollout_server.engines.base import EngineUsage
 from rollout_server.metrics import METRICS as ROLLOUT
-from rollout_server.prometheus import ServerExporter, ServerState
+from rollout_server.prometheus import ServerExporter
 from tests.rigs.journal_groups import throwaway_journal
 from tests.rigs.ports import own_port
 from tests.unit.learner.test_tickets import issue, prepared, received
@@ -407,8 +407,9 @@ def test_each_scrape_looks_at_the_servers_last_heartbeat(
     monkeypatch.setattr("rollout_server.prometheus.memory_by_state", lambda device: {"allocated": 5, "free": 6})
     usage = EngineUsage(1000, 30.0, 5, 9, update_pause_s=2.5, kv_cache_ratio=0.4)
     heard = time.monotonic() - 4
-    server.beat(ServerState(usage, beat(40.0, 30.0), heard, "weights", is_asleep=False))
-    server.beat(ServerState(replace(usage, busy_s=36.0), beat(48.0, 36.0), heard, "tickets", is_asleep=True))
+    server.beat(usage, beat(40.0, 30.0), heard_at=heard, waiting_for="weights", is_asleep=False)
+    usage = replace(usage, busy_s=36.0)
+    server.beat(usage, beat(48.0, 36.0), heard_at=heard, waiting_for="tickets", is_asleep=True)
     assert server._beat_at is not None
     server._beat_at -= 3
     values = scrape(server.registry)
@@ -419,7 +420,11 @@ def test_each_scrape_looks_at_the_servers_last_heartbeat(
     assert by_label(values, "waiting_seconds_total") == {"for=weights": 10, "for=tickets": 2}
     assert values["learner_silence_seconds", ""] == pytest.approx(4, abs=2)
     assert values["pulse_age_seconds", ""] == pytest.approx(3, abs=2)
-    assert by_label(values, "device_bytes") == {"phase=asleep,state=allocated": 5, "phase=asleep,state=free": 6}
+    assert by_label(values, "device_bytes") == {
+        f"phase={phase},state={state}": nbytes
+        for phase in ("asleep", "awake")
+        for state, nbytes in (("allocated", 5), ("free", 6))
+    }
 
 
 def test_a_server_without_a_welcome_yet_shows_how_long_it_waits_and_that_it_lives(
@@ -439,7 +444,8 @@ def test_a_server_without_a_welcome_yet_shows_how_long_it_waits_and_that_it_live
     server.said_hello()
     now += 3
     assert seen() == pytest.approx((403, 3))
-    server.beat(ServerState(EngineUsage(0, 0.0, 0, 0), beat(500.0, 0.0), now - 1, "tickets", is_asleep=False))
+    nothing = EngineUsage(0, 0.0, 0, 0)
+    server.beat(nothing, beat(500.0, 0.0), heard_at=now - 1, waiting_for="tickets", is_asleep=False)
     assert seen() == pytest.approx((1, 0))
 
 
