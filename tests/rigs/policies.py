@@ -4,9 +4,8 @@ log-probs of plain forward passes to compare them with."""
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import io
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,10 +15,11 @@ import torch
 from PIL import Image
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.data.images import content_hash
 from asyncrl.models.loading import load_model
 from asyncrl.models.processing import EncodedPrompt, PromptProcessor
 from asyncrl.models.published import load_published, published_tensors
-from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs
+from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs, truncated_logprobs
 from protocol.messages import ChatMessage, ImagePart, Prompt, Sampling, TextPart
 from rollout_server.engines import create_engine
 from rollout_server.engines.base import Completion, GenerationRequest, InferenceEngine
@@ -33,29 +33,29 @@ LENGTHS = (6, 60, 120, 120)
 """When the first is done, the others are running."""
 
 
+def picture(seed: int, width: int = 56, height: int = 28) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def encoded_prompt(processor: PromptProcessor, text: str, *images: bytes) -> EncodedPrompt:
+    """Images first, then the text."""
+    hashes = tuple(content_hash(data) for data in images)
+    message = ChatMessage(role="user", content=(*(ImagePart() for _ in images), TextPart(text=text)))
+    prompt = Prompt(row_id=f"row {text}", messages=(message,), image_hashes=hashes)
+    return processor.encode(prompt, dict(zip(hashes, images, strict=True)))
+
+
 @pytest.fixture
 def prompts(make_config: MakeConfig) -> tuple[EncodedPrompt, ...]:
     """Two images, one, none, and one of another size: four lengths."""
     processor = PromptProcessor(make_config().model)
-    blobs: dict[str, bytes] = {}
-
-    def encode(row: str, text: str, *sizes: tuple[int, int]) -> EncodedPrompt:
-        hashes = []
-        for number, size in enumerate(sizes):
-            pixels = np.random.default_rng(number + len(blobs)).integers(0, 256, (size[1], size[0], 3), np.uint8)
-            buffer = io.BytesIO()
-            Image.fromarray(pixels).save(buffer, "PNG")
-            hashes.append(hashlib.sha256(buffer.getvalue()).hexdigest())
-            blobs[hashes[-1]] = buffer.getvalue()
-        content = (*(ImagePart() for _ in sizes), TextPart(text=text))
-        message = ChatMessage(role="user", content=content)
-        return processor.encode(Prompt(row_id=row, messages=(message,), image_hashes=tuple(hashes)), blobs)
-
     encoded = (
-        encode("two", "What is the sum of the digits?", (56, 28), (28, 28)),
-        encode("one", "What is the largest digit?", (56, 28)),
-        encode("none", "answer 1 2 3"),
-        encode("tall", "read", (28, 84)),
+        encoded_prompt(processor, "What is the sum of the digits?", picture(0), picture(1, 28, 28)),
+        encoded_prompt(processor, "What is the largest digit?", picture(2)),
+        encoded_prompt(processor, "answer 1 2 3"),
+        encoded_prompt(processor, "read", picture(3, 28, 84)),
     )
     assert len({len(prompt.token_ids) for prompt in encoded}) == 4
     return encoded
@@ -74,12 +74,12 @@ def initial_weights(config: RunConfig) -> Weights:
     return {name: tensor.clone() for name, tensor in published_tensors(load_model(config.model, device=CPU))}
 
 
-def moved(weights: Weights, seed: int) -> Weights:
-    """A policy that differs visibly."""
+def moved(weights: Weights, seed: int, *, only: str = "", by: float = 0.2) -> Weights:
+    """A policy that differs visibly, in the tensors that have `only` in their names."""
     random = torch.Generator().manual_seed(seed)
     return {
-        name: tensor + 0.2 * tensor.std() * torch.randn(tensor.shape, generator=random)
-        if tensor.is_floating_point() and tensor.ndim > 1
+        name: tensor + by * tensor.std() * torch.randn(tensor.shape, generator=random)
+        if only in name and tensor.is_floating_point() and tensor.ndim > 1
         else tensor
         for name, tensor in weights.items()
     }
@@ -98,15 +98,23 @@ def fresh_logits(model: Any, prompt: EncodedPrompt, token_ids: Sequence[int]) ->
         return model(**inputs, use_cache=False).logits[0, len(prompt.token_ids) - 1 :]
 
 
-def gaps(config: RunConfig, policies: Sequence[Weights], request: GenerationRequest, done: Completion) -> np.ndarray:
+def gaps(
+    config: RunConfig,
+    policies: Mapping[int, Weights] | Sequence[Weights],
+    request: GenerationRequest,
+    done: Completion,
+) -> np.ndarray:
     """[T] |engine - fresh forward| of each token under the weights of the version that it is stamped with."""
-    model = load_model(config.model, device=CPU)
+    model, s = load_model(config.model, device=CPU), request.sampling
     gap = np.zeros(len(done.token_ids))
-    for version in np.unique(done.versions):
+    for version in np.unique(done.versions).tolist():
         load_published(model, policies[version].items())
         logits = fresh_logits(model, request.prompt, done.token_ids[:-1].tolist())
-        banned = torch.tensor(request.sampling.banned_token_ids)
-        logprobs = sampling_logprobs(logits, temperature=request.sampling.temperature, banned=banned)
+        banned = torch.tensor(s.banned_token_ids)
+        logprobs = sampling_logprobs(logits, temperature=s.temperature or 1.0, banned=banned)
+        if s.truncates:
+            columns = (torch.full((len(logprobs),), v, dtype=torch.float64) for v in (s.top_k, s.top_p, s.min_p))
+            logprobs = truncated_logprobs(logprobs, **dict(zip(("top_k", "top_p", "min_p"), columns, strict=True)))
         chosen = gather_logprobs(logprobs, torch.from_numpy(done.token_ids).long()).numpy()
         at = done.versions == version
         gap[at] = np.abs(chosen - done.logprobs)[at]
@@ -159,6 +167,7 @@ async def running_engine(
     engine = HFEngine(config, PromptProcessor(config.model))
     await engine.start()
     task = asyncio.create_task(complete_all(engine, [request_for(config, prompt, 0, tokens=tokens)]))
-    await until_running(engine)
+    while not (engine.usage.sequences_running or task.done()):
+        await asyncio.sleep(0.001)
     yield engine, task
     await engine.close()

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import io
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import pytest
-import torch
-from PIL import Image
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.data.images import content_hash
-from asyncrl.models.loading import load_model
 from asyncrl.models.processing import PromptProcessor
-from asyncrl.models.published import load_published, tensor_bytes
-from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs, truncated_logprobs
-from protocol.messages import ChatMessage, ImagePart, Prompt, Sampling, TextPart, WeightManifest
+from asyncrl.models.published import tensor_bytes
+from protocol.messages import Sampling, WeightManifest
 from protocol.weights import Publication, Tensor
 from rollout_server.engines.base import Completion, GenerationRequest
 from rollout_server.engines.vllm.engine import VLLMEngine
 from rollout_server.weights.receiver import WeightReceiver
-from tests.rigs.policies import Weights, fresh_logits
+from tests.conftest import small_config
+from tests.rigs.policies import Weights, encoded_prompt, gaps
 
 MISSING = importlib.util.find_spec("vllm") is None
 NEEDS_VLLM = [
@@ -42,19 +36,9 @@ def vllm_config(
     model: Path, data: Path, run: Path, /, *, max_response_length: int = 384, **sections: dict[str, Any]
 ) -> RunConfig:
     """Configuration of an engine for tests; `sections` add to what each section has here."""
-    base: dict[str, dict[str, Any]] = {
-        "model": {"path": str(model)},
-        "data": {
-            "train_files": [str(data / "rl.parquet")],
-            "max_prompt_length": 128,
-            "max_response_length": max_response_length,
-        },
-        "batch": {"group_size": 4, "tokens_per_microbatch": 512},
-        "rollout": {"engine": "vllm", "max_concurrent_sequences": 32, "cpu_threads": 1},
-        "reward": {"functions": [{"function": "exact_match"}]},
-    }
-    merged = {name: base.get(name, {}) | sections.get(name, {}) for name in base | sections}
-    return RunConfig.model_validate({"run_dir": str(run), **merged})
+    rollout = {"engine": "vllm", "max_concurrent_sequences": 32}
+    lengths = {"max_response_length": max_response_length}
+    return small_config(model, data, run, data=lengths, rollout=rollout, **sections)
 
 
 class Rig:
@@ -88,12 +72,7 @@ class Rig:
     def request(self, text: str, *images: bytes, tokens: int = 16, size: int = 1, **sampling: Any) -> GenerationRequest:
         """No stop token unless given: the length is known."""
         self.numbers += 1
-        hashes = tuple(content_hash(data) for data in images)
-        content = (*(ImagePart() for _ in images), TextPart(text=text))
-        prompt = Prompt(
-            row_id=f"row {self.numbers}", messages=(ChatMessage(role="user", content=content),), image_hashes=hashes
-        )
-        encoded = self.processor.encode(prompt, dict(zip(hashes, images, strict=True)))
+        encoded = encoded_prompt(self.processor, text, *images)
         settings = {"temperature": 0, "stop_token_ids": (), "banned_token_ids": self.processor.placeholder_ids}
         seed = sampling.pop("seed", 1000 + self.numbers)
         return GenerationRequest(
@@ -143,42 +122,10 @@ class Rig:
         self.loop.close()
 
 
-def changed(weights: Weights, wanted: Callable[[str], bool], seed: int) -> Weights:
-    """Only what `wanted` names differs, and visibly."""
-    random = torch.Generator().manual_seed(seed)
-    return {
-        name: t + 0.5 * t.std() * torch.randn(t.shape, generator=random) if wanted(name) and t.ndim > 1 else t
-        for name, t in weights.items()
-    }
-
-
-async def first(completions: AsyncIterator[Completion]) -> Completion:
-    async for completion in completions:
-        return completion
-    raise AssertionError("nothing came")
-
-
-def picture(seed: int, width: int = 56, height: int = 28) -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
 def gap_to(
     rig: Rig, weights: Weights, request: GenerationRequest, done: Completion, config: RunConfig | None = None
 ) -> float:
-    """Largest |engine - fresh forward pass| of a completion under these weights of the model of `config`, or the
-    rig's."""
-    model = load_model((config or rig.config).model, device=torch.device("cpu"))
-    load_published(model, weights.items())
-    s = request.sampling
-    logits = fresh_logits(model, request.prompt, done.token_ids[:-1].tolist())
-    banned = torch.tensor(s.banned_token_ids)
-    logprobs = sampling_logprobs(logits, temperature=s.temperature or 1.0, banned=banned)
-    if s.truncates:
-        n = len(logprobs)
-        top_k, top_p, min_p = (torch.full((n,), v, dtype=torch.float64) for v in (s.top_k, s.top_p, s.min_p))
-        logprobs = truncated_logprobs(logprobs, top_k=top_k, top_p=top_p, min_p=min_p)
-    chosen = gather_logprobs(logprobs, torch.from_numpy(done.token_ids).long()).numpy()
-    return float(np.abs(chosen - done.logprobs).max())
+    """Largest |engine - fresh forward pass| of a completion under these weights, whatever version it is stamped with,
+    of the model of `config`, or the rig's."""
+    policies = dict.fromkeys(done.versions.tolist(), weights)
+    return float(gaps(config or rig.config, policies, request, done).max())

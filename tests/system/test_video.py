@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
@@ -22,15 +21,10 @@ from asyncrl.models.processing import EncodedPrompt, PromptProcessor
 from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs
 from asyncrl.tools.evaluate import evaluate
 from learner.network.logprob_parity import compare
-from learner.tickets.ticket import PreparedTicket
 from learner.tickets.ticket_writer import TicketWriter
-from learner.training.packing import Completion as TrainCompletion
-from learner.training.packing import TrainGroup, build_micro_batch
 from protocol.codec import Limits, decode, encode
 from protocol.errors import ProtocolError
 from protocol.messages import Group, Prompt
-from rollout_server.engines import create_engine
-from rollout_server.engines.base import Completion, GenerationRequest
 from rollout_server.engines.hf.engine import HFEngine
 from tests.rigs.alignment_rig import answer, learner_engine, parity_tickets, verify
 from tests.rigs.small_runs import logs, small
@@ -40,6 +34,7 @@ from tests.system.test_bad_input import png, write_rows
 
 MakeConfig = Callable[..., RunConfig]
 FAMILIES: tuple[Family, ...] = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+CPU = torch.device("cpu")
 SIZE = (42, 56)
 """Height and width of a frame: 3 x 4 tokens."""
 
@@ -96,54 +91,32 @@ def rendered_rows(config: RunConfig) -> list[RenderedPrompt]:
 # --- both sides -----------------------------------------------------------------------------------
 
 
-def test_engine_and_learner_agree_on_videos_images_and_text_in_one_batch(
+def test_engine_learner_and_transformers_agree_on_videos_images_and_text_in_one_batch(
     make_config: MakeConfig, family: Path, tmp_path: Path
 ) -> None:
+    """transformers, which gets each prompt by itself, makes its own positions from the processor's output."""
     config = video_config(make_config, family, tmp_path)
     processor = PromptProcessor(config.model)
     items = parity_tickets(config, processor)
     order = [item.ticket.prompt.row_id for item in items]
     assert order == ["rows.jsonl:0", "rows.jsonl:1", "rows.jsonl:2", "rows.jsonl:3"]
     received = answer(HFEngine(config, processor), processor, items)
+    model: Any = load_model(config.model, device=CPU).eval()
+    banned = torch.tensor(processor.placeholder_ids)
     for one in received:
         verify(one)
+        prompt, group = processor.encode(one.prepared.ticket.prompt, one.prepared.blobs), one.group
+        for ids, sampled in zip(
+            *(np.split(c, group.lengths[:1]) for c in (group.token_ids, group.logprobs)), strict=True
+        ):
+            with torch.no_grad():
+                logits = model(**plain_inputs(prompt, ids)).logits[0, len(prompt.token_ids) - 1 : -1]
+            logprobs = sampling_logprobs(logits, temperature=0.8, banned=banned)
+            expected = gather_logprobs(logprobs, torch.from_numpy(ids).long()).numpy()
+            np.testing.assert_allclose(sampled, expected, atol=1e-4)
     parity = compare(learner_engine(config), processor, received, config.batch.tokens_per_microbatch)
     assert parity.largest < 1e-4, parity
     assert parity.tokens > 40
-
-
-def together(config: RunConfig, processor: PromptProcessor, items: list[PreparedTicket]) -> list[Completion]:
-    async def run() -> list[Completion]:
-        engine = create_engine(config, processor)
-        await engine.start()
-        requests = [
-            GenerationRequest(n, processor.encode(i.ticket.prompt, i.blobs), 2, i.ticket.seed, i.ticket.sampling)
-            for n, i in enumerate(items)
-        ]
-        try:
-            return sorted([c async for c in engine.generate(requests)], key=lambda c: (c.request_id, c.index))
-        finally:
-            await engine.close()
-
-    return asyncio.run(asyncio.wait_for(run(), 60))
-
-
-def test_one_decode_batch_of_videos_images_and_text_equals_the_model_on_each_prompt_by_itself(
-    make_config: MakeConfig, family: Path, tmp_path: Path
-) -> None:
-    """The judge is transformers: the model makes its own positions from the processor's output."""
-    config = video_config(make_config, family, tmp_path)
-    processor = PromptProcessor(config.model)
-    items = parity_tickets(config, processor)
-    model: Any = load_model(config.model, device=torch.device("cpu")).eval()
-    banned = torch.tensor(processor.placeholder_ids)
-    for done in together(config, processor, items):
-        prompt = processor.encode(items[done.request_id].ticket.prompt, items[done.request_id].blobs)
-        with torch.no_grad():
-            logits = model(**plain_inputs(prompt, done.token_ids)).logits[0, len(prompt.token_ids) - 1 : -1]
-        logprobs = sampling_logprobs(logits, temperature=0.8, banned=banned)
-        expected = gather_logprobs(logprobs, torch.from_numpy(done.token_ids).long()).numpy()
-        np.testing.assert_allclose(done.logprobs, expected, atol=1e-4)
 
 
 def plain_inputs(prompt: EncodedPrompt, completion: np.ndarray) -> dict[str, Any]:
@@ -171,40 +144,12 @@ def test_text_goes_on_after_the_last_moment_of_a_video(
     encoded = PromptProcessor(config.model).encode(rendered.prompt, rendered.blobs)
     assert encoded.video_grids.tolist() == [[6, 6, 8]]
     first, last = np.flatnonzero(encoded.token_types == 2)[[0, -1]]
-    place, following = prompt_positions(load_model(config.model, device=torch.device("cpu")), encoded)
+    place, following = prompt_positions(load_model(config.model, device=CPU), encoded)
     assert place[:, last].tolist() == [first + 5 * interval, first + 2, first + 3]
     after = first + max(5 * interval, 3) + 1
     tail = len(encoded.token_ids) - last - 1
     assert place[:, last + 1 :].tolist() == [list(range(after, after + tail))] * 3
     assert following == after + tail
-
-
-def test_packing_changes_nothing(make_config: MakeConfig, family: Path, tmp_path: Path) -> None:
-    """Log-probs and gradients of four groups in one sequence, and in a sequence each."""
-    config = video_config(make_config, family, tmp_path)
-    processor, engine = PromptProcessor(config.model), learner_engine(config)
-    rng = np.random.default_rng(0)
-    groups = []
-    for number, rendered in enumerate(rendered_rows(config)):
-        ids = rng.integers(0, 200, (2, 5)).astype(np.int32)
-        completions = tuple(TrainCompletion(2 * number + i, row, np.ones(5, np.uint8)) for i, row in enumerate(ids))
-        groups.append(TrainGroup(processor.encode(rendered.prompt, rendered.blobs), completions))
-
-    def run(parts: list[list[TrainGroup]]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        engine.model.zero_grad(set_to_none=True)
-        seen = []
-        for part in parts:
-            logprobs = engine.forward(build_micro_batch(engine.model, part, engine.device)).logprobs
-            logprobs.sum().backward()
-            seen.append(logprobs.detach())
-        return torch.cat(seen), {n: p.grad.clone() for n, p in engine.model.named_parameters() if p.grad is not None}
-
-    packed, packed_gradients = run([groups])
-    alone, alone_gradients = run([[group] for group in groups])
-    torch.testing.assert_close(packed, alone, atol=2e-5, rtol=0)
-    assert any(".visual." in name for name in packed_gradients)
-    for name, gradient in alone_gradients.items():
-        torch.testing.assert_close(packed_gradients[name], gradient, atol=1e-3, rtol=1e-3, msg=name)
 
 
 def test_frames_per_second_move_the_positions_or_the_timestamps(
@@ -217,7 +162,7 @@ def test_frames_per_second_move_the_positions_or_the_timestamps(
         processor = PromptProcessor(config.model)
         rendered = rendered_rows(config)[1]
         encoded = processor.encode(rendered.prompt, rendered.blobs)
-        model = load_model(config.model, device=torch.device("cpu"))
+        model = load_model(config.model, device=CPU)
         seen.append((encoded.token_ids.tolist(), prompt_positions(model, encoded)[0].tolist()))
     slow, fast = seen
     ids_move, positions_move = slow[0] != fast[0], slow[1] != fast[1]

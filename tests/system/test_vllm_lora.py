@@ -12,8 +12,8 @@ from asyncrl.errors import UserError
 from protocol.endpoints import SHARED_MEMORY
 from rollout_server.engines.vllm.weights import check_slot
 from tests.rigs.adapters import made_up_adapter, merged
-from tests.rigs.policies import gaps, initial_weights
-from tests.rigs.vllm_rig import FP32, NEEDS_VLLM, QUESTION, Rig, gap_to, picture, vllm_config
+from tests.rigs.policies import gaps, initial_weights, picture
+from tests.rigs.vllm_rig import FP32, NEEDS_VLLM, QUESTION, Rig, gap_to, vllm_config
 
 pytestmark = NEEDS_VLLM
 
@@ -47,7 +47,7 @@ def test_a_request_from_before_the_first_adapter_takes_it_up_with_its_version(ri
     done = rig.run(rig.update_after(rig.initial, 30, [request]))[request.request_id, 0]
     assert sorted(set(done.versions.tolist())) == [0, 1]
     policies = {0: base, 1: merged(rig.config, rig.initial)}
-    assert gaps(config, policies, request, done).max() < FP32  # type: ignore[arg-type]
+    assert gaps(config, policies, request, done).max() < FP32
 
 
 def test_an_adapter_is_swapped_under_running_sequences_without_mixing_versions(rig: Rig) -> None:
@@ -65,7 +65,7 @@ def test_an_adapter_is_swapped_under_running_sequences_without_mixing_versions(r
         for index in range(2):
             completion = done[request.request_id, index]
             assert sorted(set(completion.versions.tolist())) == [old, old + 1]
-            assert gaps(whole, policies, request, completion).max() < FP32  # type: ignore[arg-type]
+            assert gaps(whole, policies, request, completion).max() < FP32
     later = rig.request(QUESTION, picture(1), tokens=20)
     assert gap_to(rig, policies[old + 1], later, rig.sample(later)[later.request_id, 0], whole) < FP32
     assert not list(SHARED_MEMORY.glob("asyncrl-adapter-*"))

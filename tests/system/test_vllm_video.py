@@ -10,18 +10,15 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from asyncrl.config.schema import RunConfig
 from learner.network.logprob_parity import compare
-from learner.tickets.ticket import PreparedTicket, ReceivedGroup
-from protocol.messages import Group
+from learner.tickets.ticket import PreparedTicket
 from rollout_server.engines.hf.engine import HFEngine
-from rollout_server.production import GroupProducer
-from tests.rigs.alignment_rig import answer, learner_engine, parity_tickets, verify
+from tests.rigs.alignment_rig import answer, answers, learner_engine, parity_tickets, verify
 from tests.rigs.policies import initial_weights, moved
 from tests.rigs.tiny_families import make_family
 from tests.rigs.vllm_rig import FP32, NEEDS_VLLM, Rig, gap_to
@@ -78,30 +75,20 @@ def greedy(item: PreparedTicket) -> PreparedTicket:
     return dataclasses.replace(item, ticket=item.ticket.model_copy(update={"group_size": 1, "sampling": sampling}))
 
 
-async def groups_of(rig: Rig, engine: Any, items: list[PreparedTicket]) -> list[Group]:
-    """The groups that a server makes of the tickets, in their order."""
-    producer = GroupProducer(engine, cast(Any, None), rig.processor, "server-1")
-    blobs = {d: memoryview(data) for item in items for d, data in item.blobs.items()}
-    groups = [group async for group in producer.produce([item.ticket for item in items], blobs)]
-    places = [item.ticket.ticket_id for item in items]
-    return sorted(groups, key=lambda group: places.index(group.ticket_id))
-
-
 def test_videos_get_the_tokens_of_the_hf_engine_and_the_log_probs_of_the_learner(hf: RunConfig, rig: Rig) -> None:
     """Several videos and an image in one prompt, an odd number of frames, another rate, in one batch."""
     items = parity_tickets(hf, rig.processor)
     assert [len(item.ticket.prompt.videos) for item in items] == [2, 1, 0, 0]
-    sampled = rig.run(groups_of(rig, rig.engine, items))
-    ours = rig.run(groups_of(rig, rig.engine, [greedy(item) for item in items]))
-    theirs = [one.group for one in answer(HFEngine(hf, rig.processor), rig.processor, [greedy(i) for i in items])]
-    for done, expected in zip(ours, theirs, strict=True):
+    sampled = rig.run(answers(rig.engine, rig.processor, items))
+    ours = rig.run(answers(rig.engine, rig.processor, [greedy(item) for item in items]))
+    theirs = answer(HFEngine(hf, rig.processor), rig.processor, [greedy(item) for item in items])
+    for done, expected in ((one.group, other.group) for one, other in zip(ours, theirs, strict=True)):
         assert len(done.token_ids) == 30
         assert done.token_ids.tolist() == expected.token_ids.tolist()
         assert np.abs(done.logprobs - expected.logprobs).max() < FP32
-    received = [ReceivedGroup(item, group) for item, group in zip(items, sampled, strict=True)]
-    for one in received:
+    for one in sampled:
         verify(one)
-    parity = compare(learner_engine(hf), rig.processor, received, hf.batch.tokens_per_microbatch)
+    parity = compare(learner_engine(hf), rig.processor, sampled, hf.batch.tokens_per_microbatch)
     assert parity.largest < FP32, parity
 
 

@@ -13,45 +13,20 @@ from asyncrl.algorithms.losses import reference_kl
 from asyncrl.errors import UserError
 from asyncrl.models.processing import EncodedPrompt, PromptProcessor
 from asyncrl.models.published import load_published
+from learner.network.logprob_parity import compare
 from learner.training.engines import create_engine as create_train_engine
 from learner.training.engines.torch_engine import TorchEngine
-from learner.training.packing import Completion as Trained
-from learner.training.packing import TrainGroup, build_micro_batch, plan_micro_batches
+from learner.training.packing import build_micro_batch, plan_micro_batches
 from learner.training.step import LearnerStep
-from rollout_server.engines.base import Completion, GenerationRequest
+from rollout_server.engines.hf.engine import HFEngine
 from tests.rigs.adapters import MakeConfig, lora_config, made_up_adapter, merged
+from tests.rigs.alignment_rig import answer, learner_engine, parity_tickets
 from tests.rigs.made_up_batch import KeepGradients, made_up_batch
 from tests.rigs.policies import LENGTHS, gaps, prompts, sample_with_updates
 
 __all__ = ["prompts"]
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOWER = {"vision_tower": True}
-
-
-def learner_logprobs(
-    engine: TorchEngine, requests: list[GenerationRequest], done: list[Completion]
-) -> dict[tuple[int, int], np.ndarray]:
-    """The learner's log-probs of each completion, from packed forward passes."""
-    budget = engine._config.batch.tokens_per_microbatch
-    groups = [
-        TrainGroup(
-            request.prompt,
-            tuple(
-                Trained(number, c.token_ids, np.ones(len(c.token_ids), np.uint8))
-                for number, c in enumerate(done)
-                if c.request_id == request.request_id
-            ),
-        )
-        for request in requests
-    ]
-    found = {number: np.zeros(len(c.token_ids), np.float32) for number, c in enumerate(done)}
-    for part in plan_micro_batches(groups, budget):
-        micro_batch = build_micro_batch(engine.unwrap_model(), part, engine.device)
-        with torch.no_grad():
-            values = engine.forward(micro_batch).logprobs.numpy()
-        for row, column, value in zip(micro_batch.row.tolist(), micro_batch.column.tolist(), values, strict=True):
-            found[row][column] = value
-    return {(done[number].request_id, done[number].index): values for number, values in found.items()}
 
 
 # --- training -------------------------------------------------------------------------------------------
@@ -175,17 +150,21 @@ def test_the_kl_term_is_its_coefficient_times_k3(make_config: MakeConfig) -> Non
     ids=["language model", "vision tower, too", "bf16 weights"],
 )
 def test_learner_and_engine_agree_on_an_adapter(
-    make_config: MakeConfig, prompts: tuple[EncodedPrompt, ...], lora: dict[str, Any], dtype: str, largest: float
+    make_config: MakeConfig, lora: dict[str, Any], dtype: str, largest: float
 ) -> None:
     config = lora_config(make_config, lora, rollout={"temperature": 0.8})
     config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
-    adapter = made_up_adapter(config, 1)
-    requests, done = sample_with_updates(config, prompts, [adapter], (8, 8, 8, 8))
-    trainer = TorchEngine(config, config.learner.optim, 1)
-    trainer.prepare()
-    load_published(trainer.unwrap_model(), adapter.items())
-    expected = learner_logprobs(trainer, requests, done)
-    assert max(np.abs(expected[c.request_id, c.index] - c.logprobs).max() for c in done) < largest
+    adapter, processor = made_up_adapter(config, 1), PromptProcessor(config.model)
+
+    class Adapted(HFEngine):
+        async def start(self) -> None:
+            await super().start()
+            await self.update_weights(1, adapter.items())
+
+    received = answer(Adapted(config, processor), processor, parity_tickets(config, processor))
+    learner = learner_engine(config)
+    load_published(learner.unwrap_model(), adapter.items())
+    assert compare(learner, processor, received, 512).largest < largest
 
 
 def test_a_hot_swap_never_mixes_adapters_under_one_version(
