@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -51,13 +50,14 @@ def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None
 def test_every_point_is_drawn_within_the_chart(values: list[float], logarithmic: bool) -> None:
     points = [(float(i), value) for i, value in enumerate(values)]
     drawn = line_chart("any", [Curve("c", points, "dots")], logarithmic=logarithmic, floor=0.0, limit=0.1)
-    places = re.findall(r'cx="([-\d.]+)" cy="([-\d.]+)"', drawn)
+    assert drawn
+    places = [points.split(",") for element, _, points in drawn["marks"] if element == "circle"]
     assert len(places) == len(values)
     assert all(0 <= float(x) <= 400 and 0 <= float(y) <= 168.1 for x, y in places), places
 
 
 def test_a_curve_without_numbers_leaves_no_chart() -> None:
-    assert line_chart("any", [Curve("c", [(1.0, None)]), Curve("d", [])]) == ""
+    assert line_chart("any", [Curve("c", [(1.0, None)]), Curve("d", [])]) is None
 
 
 def test_activities_exclude_each_other() -> None:
@@ -115,8 +115,8 @@ def test_a_pause_between_two_learners_is_drawn_short(tmp_path: Path) -> None:
     starts = [{"time": made.BEGAN, "step": 0}, {"time": made.BEGAN + away + 200, "step": 20}]
     (run / "environment.json").write_text(json.dumps({"starts": starts}))
     drawn = timeline(read_run(run))
-    assert drawn.count("stopped 24 h 00 min") == 2  # in the whole run, and in the steps around its middle
-    widths = [float(width) for width in re.findall(r'class="a-learning" [^>]*width="([\d.]+)"', drawn)]
+    assert [[length for _, length in picture["pauses"]] for picture in drawn["pictures"]] == [["24 h 00 min"]] * 2
+    widths = [right - left for what, left, right, _ in drawn["pictures"][1]["marks"][0] if what == "learning"]
     assert len(widths) == 20
     assert min(widths) > 20
 

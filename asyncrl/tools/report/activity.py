@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from asyncrl.telemetry.timeline import LEARNER, merge
 from asyncrl.tools.recorded_run import RecordedRun, number
 
@@ -28,46 +30,42 @@ class Lane:
 
 def lanes(run: RecordedRun) -> list[Lane]:
     """Return lanes of the learner, each rollout server and, where they take turns, the device."""
-    recorded: dict[tuple[str, str], Spans] = defaultdict(list)
+    recorded: dict[str, dict[str, Spans]] = defaultdict(lambda: defaultdict(list))
     for span in run.spans:
-        recorded[span["who"], span["what"]].append((span["since"], span["until"]))
-    learner = {what: list(spans) for (who, what), spans in recorded.items() if who == LEARNER}
-    for what, spans in _steps(run).items():
-        learner.setdefault(what, []).extend(spans)
+        recorded[span["who"]][span["what"]].append((span["since"], span["until"]))
+    learner = recorded.pop(LEARNER, defaultdict(list))
+    for what, since, until in _parts_of_steps(run):
+        learner[what].append((since, until))
     lanes = [Lane(LEARNER, exclusive(learner, LEARNER_ACTIVITIES))]
-    servers = list(dict.fromkeys(who for who, _ in recorded if who != LEARNER))
-    shared = run.setting("trainer.mode") == "sync"
-    asleep = learner.get("asleep", [])
-    lanes += [Lane(name, _server(run, name, recorded, asleep if shared else None)) for name in servers]
-    if shared and asleep:
-        lanes.append(Lane("device", _device(run, learner, asleep, servers)))
+    handed_over: Spans = []
+    turns = merge(learner["asleep"]) if run.setting("trainer.mode") == "sync" else []
+    for name, server in recorded.items():
+        server["idle"] = merge(server.pop("usage", []), USAGE_GAP_S)
+        if run.setting("trainer.mode") == "sync":
+            server["asleep"] = exclusive({"awake": turns, "asleep": server["idle"]}, ("awake", "asleep"))["asleep"]
+            server["waking"] = [*_wakings(run, name, turns), *server.pop("falling asleep", [])]
+            handed_over += server["waking"]
+        lanes.append(Lane(name, exclusive(server, SERVER_ACTIVITIES)))
+    if turns:
+        handed_over += [(since, until) for what, since, until in _parts_of_steps(run) if what == "waking"]
+        everything = merge([span for spans in learner.values() for span in spans], USAGE_GAP_S)
+        device = {"handing over": handed_over, "server's turn": turns, "learner's turn": everything}
+        lanes.append(Lane("device", exclusive(device, DEVICE_TURNS)))
     return [lane for lane in lanes if any(lane.parts.values())]
 
 
-def _steps(run: RecordedRun) -> dict[str, Spans]:
-    """Divide each step, backwards from the time of its record."""
-    spans: dict[str, Spans] = {"waiting": [], "learning": [], "publishing": []}
+def _parts_of_steps(run: RecordedRun) -> Iterable[tuple[str, float, float]]:
+    """Divide each step, backwards from the time of its record. The learner wakes up before it learns."""
     for step in run.steps:
         at = number(step.get("time"))
         for what, key in (("publishing", "publish_s"), ("learning", "learn_s"), ("waiting", "wait_s")):
             seconds = number(step.get(key))
             if at is None or seconds is None:
                 break
-            spans[what].append((at - seconds, at))
+            if what == "waiting" and (waking_s := number(step.get("wake_s/learner"))):
+                yield "waking", at - waking_s, at
+            yield what, at - seconds, at
             at -= seconds
-    return spans
-
-
-def _server(
-    run: RecordedRun, name: str, recorded: Mapping[tuple[str, str], Spans], learner_asleep: Spans | None
-) -> dict[str, Spans]:
-    own = {what: list(spans) for (who, what), spans in recorded.items() if who == name}
-    present = merge(own.pop("usage", []), USAGE_GAP_S)
-    own["idle"] = present
-    if learner_asleep is not None:
-        own["asleep"] = subtract(present, merge(learner_asleep))
-        own["waking"] = [*_wakings(run, name, learner_asleep), *own.pop("falling asleep", [])]
-    return exclusive(own, SERVER_ACTIVITIES)
 
 
 def _wakings(run: RecordedRun, name: str, turns: Spans) -> Spans:
@@ -82,46 +80,20 @@ def _wakings(run: RecordedRun, name: str, turns: Spans) -> Spans:
     return wakings
 
 
-def _device(run: RecordedRun, learner: Mapping[str, Spans], asleep: Spans, servers: Sequence[str]) -> dict[str, Spans]:
-    everything = merge([span for spans in learner.values() for span in spans], USAGE_GAP_S)
-    moving = [span for name in servers for span in _wakings(run, name, asleep)]
-    moving += [(s["since"], s["until"]) for s in run.spans if s["what"] == "falling asleep"]
-    for step in run.steps:
-        at, seconds = number(step.get("time")), number(step.get("wake_s/learner"))
-        worked = sum(number(step.get(key)) or 0.0 for key in ("learn_s", "publish_s"))
-        if at is not None and seconds:
-            moving.append((at - worked - seconds, at - worked))
-    turns = {"learner's turn": subtract(everything, merge(asleep)), "server's turn": asleep, "handing over": moving}
-    return exclusive(turns, DEVICE_TURNS)
-
-
-def exclusive(activities: Mapping[str, Iterable[tuple[float, float]]], order: Sequence[str]) -> dict[str, Spans]:
+def exclusive(activities: Mapping[str, Spans], order: Sequence[str]) -> dict[str, Spans]:
     """Give each moment to the first activity in `order` that has it."""
-    covered: Spans = []
+    merged = {what: merge(activities.get(what, [])) for what in order}
+    edges = np.unique([edge for spans in merged.values() for span in spans for edge in span])
+    middles = (edges[1:] + edges[:-1]) / 2
+    is_free = np.ones(len(middles), dtype=bool)
     parts: dict[str, Spans] = {}
-    for what in order:
-        spans = merge(list(activities.get(what, [])))
-        parts[what] = subtract(spans, covered)
-        covered = merge([*covered, *spans])
+    for what, spans in merged.items():
+        # Inside a span an odd number of its activity's edges lies before.
+        is_inside = np.searchsorted(np.ravel(spans), middles) % 2 == 1
+        mine = np.flatnonzero(is_inside & is_free)
+        parts[what] = merge(zip(edges[mine].tolist(), edges[mine + 1].tolist(), strict=True))
+        is_free &= ~is_inside
     return parts
-
-
-def subtract(spans: Spans, covered: Spans) -> Spans:
-    """Return the parts of `spans` that are not covered; both are in order and without overlaps."""
-    left: Spans = []
-    i = 0
-    for since, until in spans:
-        while i < len(covered) and covered[i][1] <= since:
-            i += 1
-        at, j = since, i
-        while j < len(covered) and covered[j][0] < until:
-            if covered[j][0] > at:
-                left.append((at, covered[j][0]))
-            at = max(at, covered[j][1])
-            j += 1
-        if at < until:
-            left.append((at, until))
-    return left
 
 
 def clip(spans: Spans, since: float, until: float) -> Spans:

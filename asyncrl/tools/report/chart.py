@@ -1,4 +1,4 @@
-"""Draw one chart as inline SVG, with the numbers behind it for the tooltips. No library, no network."""
+"""Lay out one chart as SVG: its marks, its axes, and the numbers behind it for the tooltips. No library, no network."""
 
 from __future__ import annotations
 
@@ -7,18 +7,25 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from asyncrl.tools.numbers import figure
 from asyncrl.tools.recorded_run import Points
-from asyncrl.tools.report.markup import NUM_COLOURS, text
+from asyncrl.tools.report.markup import NUM_COLOURS
 
 WIDTH, HEIGHT = 400, 168
 LEFT, RIGHT, TOP, BOTTOM = 42, 8, 8, 20
+FRAME = {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": WIDTH - RIGHT, "top": TOP, "floor": HEIGHT - BOTTOM}
 MAX_POINTS = 400
 """Points of a curve that a screen can show."""
 Show = Callable[[float | None], str]
 """Formats a value."""
+Drawing = dict[str, Any]
+"""What templates/chart.html shows."""
+Mark = tuple[str, str, str]
+"""SVG element, class and points."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,9 @@ class Axes:
         value = math.log10(max(y, self.y[0])) if self.logarithmic else y
         return HEIGHT - BOTTOM - (value - low) / ((high - low) or 1.0) * (HEIGHT - TOP - BOTTOM)
 
+    def point(self, x: float, y: float) -> str:
+        return f"{self.px(x):.1f},{self.py(y):.1f}"
+
 
 def line_chart(
     title: str,
@@ -60,12 +70,14 @@ def line_chart(
     limit: float | None = None,
     show: Show = figure,
     x_name: str = "step",
-) -> str:
-    """Draw curves; empty if none has a number. The axis includes `floor` and `ceiling`; `limit` is a dashed line."""
-    drawn = _coloured([curve for curve in curves if any(y is not None for _, y in curve.points)])
+) -> Drawing | None:
+    """Draw curves; None if none has a number. The axis includes `floor` and `ceiling`; `limit` is a dashed line."""
+    drawn = [
+        replace(curve, points=thin(curve.points))
+        for curve in _coloured([curve for curve in curves if any(y is not None for _, y in curve.points)])
+    ]
     if not drawn:
-        return ""
-    drawn = [replace(curve, points=thin(curve.points)) for curve in drawn]
+        return None
     numbers = [y for curve in drawn for _, y in curve.points if y is not None]
     positive = [y for y in numbers if y > 0]
     logarithmic = logarithmic and bool(positive)
@@ -74,32 +86,29 @@ def line_chart(
         low, high = min(low, floor if floor is not None else low), max(high, ceiling if ceiling is not None else high)
     xs = [x for curve in drawn for x, _ in curve.points]
     axes = Axes((min(xs), max(xs)), _padded(low, high, logarithmic, floor), logarithmic)
-    body = [_draw(axes, curve) for curve in drawn]
-    if limit is not None and axes.y[0] < limit < axes.y[1]:
-        at = f"{axes.py(limit):.1f}"
-        body.insert(0, f'<line class="limit" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at}" y2="{at}"/>')
-    return _figure(title, unit, drawn, body, axes, show, x_name)
+    marks = [mark for curve in drawn for mark in _marks(axes, curve)]
+    limit = limit if limit is not None and axes.y[0] < limit < axes.y[1] else None
+    return _drawing(title, unit, drawn, marks, axes, show, x_name, limit)
 
 
-def stack_chart(title: str, parts: Sequence[Curve], *, unit: str = "", show: Show = figure) -> str:
+def stack_chart(title: str, parts: Sequence[Curve], *, unit: str = "", show: Show = figure) -> Drawing | None:
     """Draw curves of the same steps, without gaps, as areas on top of each other."""
     parts = [curve for curve in parts if any(y for _, y in curve.points)]
     if not parts:
-        return ""
+        return None
     columns = zip(*(curve.points for curve in parts), strict=True)
     kept = [int(i) for i, _ in thin([(float(i), sum(y or 0.0 for _, y in row)) for i, row in enumerate(columns)])]
     parts = [replace(curve, points=[curve.points[i] for i in kept], style="area") for curve in parts]
     xs = [x for x, _ in parts[0].points]
-    bounds = [[0.0] * len(xs)]
-    for curve in parts:
-        bounds.append([base + max(0.0, y or 0.0) for base, (_, y) in zip(bounds[-1], curve.points, strict=True)])
+    heights = [[max(0.0, y or 0.0) for _, y in curve.points] for curve in parts]
+    bounds = np.cumsum([[0.0] * len(xs), *heights], axis=0).tolist()
     axes = Axes((xs[0], xs[-1]), (0.0, max(bounds[-1]) * 1.05 or 1.0))
-    edges = [[f"{axes.px(x):.1f},{axes.py(y):.1f}" for x, y in zip(xs, bound, strict=True)] for bound in bounds]
-    body = [
-        f'<polygon class="area c-{curve.colour}" points="{" ".join([*above, *reversed(below)])}"/>'
+    edges = [[axes.point(x, y) for x, y in zip(xs, bound, strict=True)] for bound in bounds]
+    marks: list[Mark] = [
+        ("polygon", f"area c-{curve.colour}", " ".join([*above, *reversed(below)]))
         for curve, (below, above) in zip(parts, pairwise(edges), strict=True)
     ]
-    return _figure(title, unit, parts, body, axes, show, "step")
+    return _drawing(title, unit, parts, marks, axes, show)
 
 
 def _coloured(curves: Sequence[Curve]) -> list[Curve]:
@@ -109,26 +118,23 @@ def _coloured(curves: Sequence[Curve]) -> list[Curve]:
     for curve in curves:
         given = curve.colour if curve.colour != -1 else "muted" if curve.style == "bound" else following % NUM_COLOURS
         coloured.append(replace(curve, colour=given))
-        if curve.style in ("line", "dots") and curve.colour == -1:
-            following += 1
+        following += curve.style in ("line", "dots") and curve.colour == -1
     return coloured
 
 
-def _draw(axes: Axes, curve: Curve) -> str:
+def _marks(axes: Axes, curve: Curve) -> list[Mark]:
     """Draw a line. A point without a number interrupts it; a single number between two of those is a dot."""
     parts: list[list[str]] = [[]]
     for x, y in curve.points:
         if y is None:
             parts.append([])
         else:
-            parts[-1].append(f"{axes.px(x):.1f},{axes.py(y):.1f}")
-    kind = "line" if curve.style == "dots" else curve.style
-    marks = [f'<polyline class="{kind} c-{curve.colour}" points="{" ".join(p)}"/>' for p in parts if len(p) > 1]
-    every, radius = curve.style == "dots", 3 if curve.style == "dots" else 2
-    for at in (at for part in parts if every or len(part) == 1 for at in part):
-        x, y = at.split(",")
-        marks.append(f'<circle class="dot c-{curve.colour}" cx="{x}" cy="{y}" r="{radius}"/>')
-    return "".join(marks)
+            parts[-1].append(axes.point(x, y))
+    has_dots = curve.style == "dots"
+    line = f"{'line' if has_dots else curve.style} c-{curve.colour}"
+    dot = f"{'dots' if has_dots else 'dot'} c-{curve.colour}"
+    dots = [("circle", dot, at) for part in parts if has_dots or len(part) == 1 for at in part]
+    return [*(("polyline", line, " ".join(part)) for part in parts if len(part) > 1), *dots]
 
 
 def _padded(low: float, high: float, logarithmic: bool, floor: float | None) -> tuple[float, float]:
@@ -139,18 +145,6 @@ def _padded(low: float, high: float, logarithmic: bool, floor: float | None) -> 
         return (low if floor == low else low - margin, high + margin)
     margin = (high - low) * 0.06
     return (low if floor is not None and low >= floor else low - margin, high + margin)
-
-
-def _grid(axes: Axes, show: Show) -> str:
-    right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
-    parts = []
-    for y in _log_ticks(*axes.y) if axes.logarithmic else ticks(*axes.y, 4):
-        at = axes.py(y)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        parts.append(f'<text class="tick" x="{LEFT - 5}" y="{at + 3:.1f}" text-anchor="end">{text(show(y))}</text>')
-    for x in ticks(*axes.x, 5):
-        parts.append(f'<text class="tick" x="{axes.px(x):.1f}" y="{bottom + 14}" text-anchor="middle">{x:,g}</text>')
-    return "".join(parts)
 
 
 def ticks(low: float, high: float, wanted: int) -> list[float]:
@@ -167,40 +161,40 @@ def ticks(low: float, high: float, wanted: int) -> list[float]:
 
 def _log_ticks(low: float, high: float) -> list[float]:
     powers = range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)
-    if len(powers) < 2:
-        return ticks(low, high, 4)
-    every = math.ceil(len(powers) / 4)
-    return [10.0**power for power in powers][::every]
+    return [10.0**power for power in powers[:: math.ceil(len(powers) / 4)]] if len(powers) > 1 else ticks(low, high, 4)
 
 
-def _short(value: float) -> float:
-    """Round to five digits, enough for a tooltip."""
-    return float(f"{value:.5g}")
-
-
-def _figure(
-    title: str, unit: str, curves: Sequence[Curve], body: Sequence[str], axes: Axes, show: Show, x_name: str
-) -> str:
-    """Frame what is drawn with axes, a legend that tells the last values, and the numbers for the tooltips."""
+def _drawing(
+    title: str,
+    unit: str,
+    curves: Sequence[Curve],
+    marks: Sequence[Mark],
+    axes: Axes,
+    show: Show,
+    x_name: str = "step",
+    limit: float | None = None,
+) -> Drawing:
+    """Add axes, a legend that tells the last values, and the numbers for the tooltips."""
     named = [curve for curve in curves if curve.style != "faint"]
-    last = {c.name: show(next((y for _, y in reversed(c.points) if y is not None), None)) for c in named}
-    keys = "".join(
-        f'<span class="key"><i class="{c.style} c-{c.colour}"></i>{text(c.name)} <b>{text(last[c.name])}</b></span>'
-        for c in named
-    )
-    series = [
-        {"n": c.name, "c": c.colour, "p": [[_short(x), None if y is None else _short(y)] for x, y in c.points]}
-        for c in named
-    ]
-    data = {"x": axes.x, "l": LEFT, "w": WIDTH - LEFT - RIGHT, "W": WIDTH, "n": x_name, "s": series}
-    label = text(f"{title}: {', '.join(last)}")
-    return (
-        f'<figure class="chart" data-chart="{text(json.dumps(data, separators=(",", ":")))}">'
-        f'<figcaption><span class="title">{text(title)}</span> <span class="unit">{text(unit)}</span>'
-        f'<span class="keys">{keys}</span></figcaption>'
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">'
-        f'{_grid(axes, show)}{"".join(body)}<line class="cursor" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/></svg></figure>'
-    )
+    last = [show(next((y for _, y in reversed(curve.points) if y is not None), None)) for curve in named]
+    series = [{"n": curve.name, "p": [(_short(x), _short(y)) for x, y in curve.points]} for curve in named]
+    data = {"x": axes.x, "l": LEFT, "w": WIDTH - LEFT - RIGHT, "n": x_name, "s": series}
+    return {
+        "title": title,
+        "unit": unit,
+        "frame": FRAME,
+        "limit": None if limit is None else axes.py(limit),
+        "keys": list(zip(named, last, strict=True)),
+        "data": json.dumps(data, separators=(",", ":")),
+        "marks": marks,
+        "x_ticks": [(axes.px(x), f"{x:,g}") for x in ticks(*axes.x, 5)],
+        "y_ticks": [(axes.py(y), show(y)) for y in (_log_ticks(*axes.y) if axes.logarithmic else ticks(*axes.y, 4))],
+    }
+
+
+def _short(value: float | None) -> float | None:
+    """Round to five digits, enough for a tooltip."""
+    return None if value is None else float(f"{value:.5g}")
 
 
 def thin(points: Points, limit: int = MAX_POINTS) -> Points:
@@ -210,13 +204,10 @@ def thin(points: Points, limit: int = MAX_POINTS) -> Points:
     """
     if len(points) <= limit:
         return points
-    slices = max(1, (limit - 2) // 3)
-    kept: set[int] = {0, len(points) - 1}
-    for first, end in pairwise(round(i * len(points) / slices) for i in range(slices + 1)):
-        numbers = [i for i in range(first, end) if points[i][1] is not None]
-        gaps = [i for i in range(first, end) if points[i][1] is None]
-        kept.update(gaps[:1])
+    kept = {0, len(points) - 1}
+    for part in np.array_split(np.arange(len(points)), max(1, (limit - 2) // 3)):
+        numbers = {int(i): value for i in part if (value := points[i][1]) is not None}
+        kept.update([int(i) for i in part if points[i][1] is None][:1])
         if numbers:
-            values = [points[i][1] or 0.0 for i in numbers]
-            kept.update(numbers[values.index(extreme)] for extreme in (min(values), max(values)))
+            kept.update((min(numbers, key=lambda i: numbers[i]), max(numbers, key=lambda i: numbers[i])))
     return [points[i] for i in sorted(kept)]

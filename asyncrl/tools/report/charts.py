@@ -1,46 +1,194 @@
-"""The charts of one run, in groups. What a run has not recorded leaves no empty chart behind."""
+"""The charts of one run, in groups, and of several runs on top of each other.
+
+What a run has not recorded leaves no empty chart behind.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
 
 from asyncrl.telemetry.alert_thresholds import THRESHOLDS
-from asyncrl.tools.numbers import duration, share
-from asyncrl.tools.recorded_run import Points, Record, RecordedRun, number
-from asyncrl.tools.report.chart import Curve, line_chart, stack_chart
+from asyncrl.tools.numbers import duration, figure, share
+from asyncrl.tools.recorded_run import Points, RecordedRun, number
+from asyncrl.tools.report.chart import Curve, Drawing, Show, line_chart, stack_chart
+from asyncrl.tools.report.markup import NUM_COLOURS
 
 NOISY_FROM = 60
 """Points from which on a noisy curve gets a moving mean."""
-STATUS_COLOURS = {"finished": "good", "truncated": "truncated", "timed_out": "timed", "error": "bad"}
-_SHARE = {"floor": 0.0, "ceiling": 1.0, "show": share}
+NOISE = 6.0
+"""A curve is noisy if it goes so many times as far up and down as its range is wide."""
+DECADES = 30.0
+"""Quotient of the largest value and the median from which on a linear axis would hide most of a curve."""
+MAX_CURVES = 8
+COLOURS = {"finished": "good", "truncated": "truncated", "timed_out": "timed", "error": "bad"} | {
+    name: name for name in ("waiting", "learning", "publishing")
+}
+_GIB = 2.0**30
+Groups = list[tuple[str, list[Drawing]]]
 
 
-def chart_groups(run: RecordedRun) -> list[tuple[str, list[str]]]:
+@dataclass(frozen=True)
+class Chart:
+    title: str
+    keys: str
+    """`key: name` of each curve, or a pattern of keys whose groups are the names."""
+    unit: str = ""
+    show: Show = figure
+    floor: float | None = 0.0
+    ceiling: float | None = None
+    limit: str = ""
+    """Name of an alert, or key of a setting, whose value is a dashed line."""
+    divisor: float = 1.0
+    compared: int = 1
+    """Curves, the first ones, that are compared with those of other runs."""
+    is_stacked: bool = False
+
+    def names(self, run: RecordedRun) -> dict[str, str]:
+        """Return the names of the curves by key."""
+        if ":" in self.keys.replace("?:", ""):
+            return dict(pair.split(": ") for pair in self.keys.split(", "))
+        found = {key: match for key in run.keys if (match := re.fullmatch(self.keys, key))}
+        return {key: " ".join(filter(None, found[key].groups())) for key in list(found)[:MAX_CURVES]}
+
+    def points(self, run: RecordedRun, key: str) -> Points:
+        return [(x, None if y is None else y / self.divisor) for x, y in run.points(key)]
+
+
+IDLE = "idle/learner: learner, idle/rollout: rollout servers"
+RATIOS = "ratio/p50: median, ratio/p01: p1, ratio/p99: p99, ratio_max: largest"
+CLIPPED = "clip_fraction: clipped, mask_fraction: masked, truncation_fraction: cut"
+LEARNERS_TURNS = "asleep_s/learner: asleep, sleep_s/learner: falling asleep, wake_s/learner: waking up"
+SERVERS_TURNS = "sleep_s/rollout: falling asleep, wake_s/rollout: waking up"
+CHARTS = {
+    "Learning": (
+        Chart("Reward", "reward/mean: mean", "weighted sum", floor=None),
+        Chart("Reward by component", "reward/(?!mean$|std$)(.+)", floor=None, compared=MAX_CURVES),
+        Chart("Accuracy", "accuracy: training", show=share, ceiling=1.0),
+        Chart("Entropy", "entropy: entropy", "nats per token", limit="EntropyCollapse"),
+        Chart("Loss", "loss: loss", "nats", floor=None),
+        Chart("Gradient norm", "grad_norm: before clipping"),
+        Chart(
+            "Completion length",
+            "response_length/mean: mean, response_length/max: longest",
+            "tokens",
+            limit="data.max_response_length",
+        ),
+        Chart("Trajectories by status", "rows/(.+)", "per step", compared=0, is_stacked=True),
+        Chart("Groups that teach nothing", "zero_variance_groups: groups", "zero variance"),
+        Chart("KL to the reference", "reference_kl: k3", "nats per token"),
+        Chart("Learning rate", "lr: rate"),
+    ),
+    "Off-policyness": (
+        Chart("Token staleness", "staleness/mean: mean, staleness/max: oldest, staleness/bound: bound", "versions"),
+        Chart("Effective sample size", "ess: all tokens", "", share, None, 1.0, "EffectiveSampleSizeCollapse"),
+        Chart("KL of behaviour and learner", "mismatch_kl_k3: k3", "nats per token", floor=None, limit="MismatchKl"),
+        Chart("Ratio learner / behaviour", RATIOS, "raw", floor=None),
+        Chart("Clipped, masked, cut to the cap", CLIPPED, "of the tokens", share),
+        Chart("Log-prob of learner - engine", "logprob_diff_max: largest", "nats", floor=None),
+        Chart("Effective sample size by staleness", "staleness_(.+)/ess", "", share, None, 1.0, compared=0),
+    ),
+    "Pipeline": (
+        Chart("Tokens per second", IDLE.replace("idle", "tokens_per_s"), compared=2),
+        Chart("Idle", IDLE, "of the time", share, ceiling=1.0, compared=2),
+        Chart("Time of a step", "step_s: all of it", show=duration),
+        Chart(
+            "Seconds of a step",
+            "wait_s: waiting, learn_s: learning, publish_s: publishing",
+            show=duration,
+            compared=0,
+            is_stacked=True,
+        ),
+        Chart("The learner's turns", LEARNERS_TURNS, "seconds of a step", duration),
+        Chart("The server's turns", SERVERS_TURNS, "seconds of a step", duration),
+        Chart("Mean length of groups", "length/(trained|dropped|buffered)", "tokens", compared=0),
+        Chart("Tokens per step", "tokens: trained"),
+    ),
+    "Resources": (
+        Chart("Memory of the learner", "(.+)_gib/?(.*)", "GiB", compared=MAX_CURVES),
+        Chart("Moved off the device to sleep", "sleep_bytes/(.+)", "GiB", divisor=_GIB, compared=0),
+        Chart("Published weights", "publish_bytes: one version", "GiB", divisor=_GIB),
+        Chart("Model FLOPs utilisation", "mfu: of the device's peak", show=share),
+    ),
+}
+
+
+def charts_of_run(run: RecordedRun) -> Groups:
     """Return titles and charts, without empty groups."""
-    makers = {"Learning": _learning, "Off-policyness": _off_policyness, "Pipeline": _pipeline, "Resources": _resources}
-    drawn = {title: [chart for chart in make(run) if chart] for title, make in makers.items()}
+    return _groups(lambda chart: [_stack(run, chart) if chart.is_stacked else _lines(run, chart)])
+
+
+def charts_of_runs(runs: Mapping[str, RecordedRun]) -> Groups:
+    """Draw the curves of several runs on top of each other, each run in its colour."""
+
+    def compared(chart: Chart) -> Iterable[Drawing | None]:
+        names = {key: name for run in runs.values() for key, name in chart.names(run).items()}
+        for key, name in list(names.items())[: chart.compared]:
+            curves = {run_name: chart.points(run, key) for run_name, run in runs.items()}
+            title = f"{chart.title}: {name}" if chart.compared > 1 else chart.title
+            unit = chart.unit if chart.compared > 1 or len(names) == 1 else f"{name} {chart.unit}"
+            yield _overlaid(title, curves, unit=unit, **_axes(chart, *runs.values()))
+        if chart.title == "Reward":
+            in_time = {name: _against_time(run, "reward/mean") for name, run in runs.items()}
+            yield _overlaid("Reward against time", in_time, unit="minutes since the start", x_name="minute")
+            held_out = [
+                Curve(name, run.held_out, "dots", i % NUM_COLOURS) for i, (name, run) in enumerate(runs.items())
+            ]
+            yield line_chart("Held-out accuracy", held_out, show=share)
+
+    return _groups(compared)
+
+
+def _groups(draw: Callable[[Chart], Iterable[Drawing | None]]) -> Groups:
+    drawn = {title: [one for chart in charts for one in draw(chart) if one] for title, charts in CHARTS.items()}
     return [(title, charts) for title, charts in drawn.items() if charts]
 
 
-def noisy(run: RecordedRun, *named: tuple[str, str]) -> list[Curve]:
-    """Return curves of keys with names, and above each that is long its moving mean."""
-    return [curve for key, name in named for curve in with_mean(name, run.points(key))]
+def _lines(run: RecordedRun, chart: Chart) -> Drawing | None:
+    named = chart.names(run)
+    curves = []
+    for key, name in named.items():
+        points = chart.points(run, key)
+        curves += [Curve(name, points, "bound")] if name == "bound" else _with_mean(name, points, len(named) < 3)
+    if chart.title == "Accuracy":
+        curves.append(Curve("held out", run.held_out, "dots"))
+    return line_chart(chart.title, curves, unit=chart.unit, **_axes(chart, run))
 
 
-def with_mean(name: str, points: Points, colour: int | str = -1) -> list[Curve]:
-    if len(points) < NOISY_FROM:
+def _stack(run: RecordedRun, chart: Chart) -> Drawing | None:
+    """Stack the values of all steps that have any of the keys; 0 where a step lacks one."""
+    named = chart.names(run)
+    steps = [step for step in run.steps if not named.keys().isdisjoint(step)]
+    parts = [
+        Curve(name, [(step["step"], number(step.get(key)) or 0.0) for step in steps], colour=COLOURS.get(name, 5))
+        for key, name in named.items()
+    ]
+    return stack_chart(chart.title, parts, unit=chart.unit, show=chart.show)
+
+
+def _overlaid(title: str, points: Mapping[str, Points], **axes: Any) -> Drawing | None:
+    numbered = enumerate(points.items())
+    return line_chart(title, [c for i, (n, p) in numbered for c in _with_mean(n, p, colour=i % NUM_COLOURS)], **axes)
+
+
+def _axes(chart: Chart, *runs: RecordedRun) -> dict[str, Any]:
+    limit = THRESHOLDS[chart.limit].value if chart.limit in THRESHOLDS else number(runs[0].setting(chart.limit))
+    columns = [sorted(run.values(key)) for run in runs for key in chart.names(run)]
+    spans_decades = any(len(v) > 4 and v[0] > 0 and v[-1] > DECADES * v[len(v) // 2] for v in columns)
+    axes = {"floor": chart.floor, "ceiling": chart.ceiling, "limit": limit, "show": chart.show}
+    return axes | {"logarithmic": spans_decades}
+
+
+def _with_mean(name: str, points: Points, is_smooth: bool = True, colour: int | str = -1) -> list[Curve]:
+    """Return a curve, and above one that is long and noisy its moving mean."""
+    values = [y for _, y in points if y is not None]
+    ups_and_downs = sum(abs(after - before) for before, after in pairwise(values))
+    if not is_smooth or len(values) < NOISY_FROM or ups_and_downs < NOISE * (max(values) - min(values)):
         return [Curve(name, points, colour=colour)]
     return [Curve(name, points, "faint", colour), Curve(name, moving_mean(points), colour=colour)]
-
-
-def plain(run: RecordedRun, *named: tuple[str, str]) -> list[Curve]:
-    return [Curve(name, run.points(key)) for key, name in named]
-
-
-def components(run: RecordedRun) -> list[str]:
-    """Return the keys of the rewards' components."""
-    return [key for key in run.keys if key.startswith("reward/") and key not in ("reward/mean", "reward/std")]
 
 
 def moving_mean(points: Points) -> Points:
@@ -55,91 +203,8 @@ def moving_mean(points: Points) -> Points:
     return smooth
 
 
-def _learning(run: RecordedRun) -> Iterator[str]:
-    yield line_chart("Reward", noisy(run, ("reward/mean", "mean")), unit="weighted sum")
-    parts = ((key, key.removeprefix("reward/")) for key in components(run))
-    yield line_chart("Reward by component", noisy(run, *parts))
-    accuracy = [*noisy(run, ("accuracy", "training")), Curve("held out", run.held_out, "dots")]
-    yield line_chart("Accuracy", accuracy, **_SHARE)
-    limit = THRESHOLDS["EntropyCollapse"].value
-    yield line_chart("Entropy", plain(run, ("entropy", "entropy")), unit="nats per token", floor=0.0, limit=limit)
-    yield line_chart("Loss", noisy(run, ("loss", "loss")), unit="nats")
-    norm = noisy(run, ("grad_norm", "before clipping"))
-    yield line_chart("Gradient norm", norm, floor=0.0, logarithmic=_spans_decades(run, "grad_norm"))
-    lengths = plain(run, ("response_length/mean", "mean"), ("response_length/max", "longest"))
-    longest = number(run.setting("data.max_response_length"))
-    yield line_chart("Completion length", lengths, unit="tokens", floor=0.0, limit=longest)
-    statuses = [key.removeprefix("rows/") for key in run.keys if key.startswith("rows/")]
-    rows = [
-        Curve(s.replace("_", " "), _of_every_step(run.steps, f"rows/{s}"), colour=STATUS_COLOURS.get(s, 5))
-        for s in statuses
-    ]
-    yield stack_chart("Trajectories by status", rows, unit="per step")
-    zero = noisy(run, ("zero_variance_groups", "groups"))
-    yield line_chart("Groups that teach nothing", zero, unit="zero variance", floor=0.0)
-    yield line_chart("KL to the reference", plain(run, ("reference_kl", "k3")), unit="nats per token", floor=0.0)
-    yield line_chart("Learning rate", plain(run, ("lr", "rate")), floor=0.0)
-
-
-def _off_policyness(run: RecordedRun) -> Iterator[str]:
-    bound = Curve("bound", run.points("staleness/bound"), "bound")
-    stale = plain(run, ("staleness/mean", "mean"), ("staleness/max", "oldest"))
-    yield line_chart("Token staleness", [*stale, bound], unit="versions", floor=0.0)
-    limit = THRESHOLDS["EffectiveSampleSizeCollapse"].value
-    yield line_chart("Effective sample size", noisy(run, ("ess", "all tokens")), limit=limit, ceiling=1.0, show=share)
-    kl, limit = noisy(run, ("mismatch_kl_k3", "k3")), THRESHOLDS["MismatchKl"].value
-    logarithmic = _spans_decades(run, "mismatch_kl_k3")
-    yield line_chart("KL of behaviour and learner", kl, unit="nats per token", limit=limit, logarithmic=logarithmic)
-    ratios = plain(run, ("ratio/p01", "p1"), ("ratio/p50", "median"), ("ratio/p99", "p99"), ("ratio_max", "largest"))
-    yield line_chart("Ratio learner / behaviour", ratios, unit="raw", logarithmic=_spans_decades(run, "ratio_max"))
-    clipped = plain(run, ("clip_fraction", "clipped"), ("mask_fraction", "masked"), ("truncation_fraction", "cut"))
-    yield line_chart("Clipped, masked, cut to the cap", clipped, unit="of the tokens", floor=0.0, show=share)
-    largest = noisy(run, ("logprob_diff_max", "largest"))
-    yield line_chart("Log-prob of learner - engine", largest, unit="nats", logarithmic=True)
-    keys = sorted(key for key in run.keys if key.startswith("staleness_") and key.endswith("/ess"))
-    by_staleness = plain(run, *((key, key.removeprefix("staleness_").partition("/")[0]) for key in keys[:8]))
-    if len(keys) > 1:
-        yield line_chart("Effective sample size by staleness", by_staleness, ceiling=1.0, show=share)
-
-
-def _pipeline(run: RecordedRun) -> Iterator[str]:
-    rate = noisy(run, ("tokens_per_s/learner", "learner"), ("tokens_per_s/rollout", "rollout servers"))
-    yield line_chart("Tokens per second", rate, floor=0.0)
-    idle = noisy(run, ("idle/learner", "learner"), ("idle/rollout", "rollout servers"))
-    yield line_chart("Idle", idle, unit="of the time", **_SHARE)
-    timed = [step for step in run.steps if "learn_s" in step]
-    spent = (("waiting", "wait_s"), ("learning", "learn_s"), ("publishing", "publish_s"))
-    seconds = [Curve(name, _of_every_step(timed, key), colour=name) for name, key in spent]
-    yield stack_chart("Seconds of a step", seconds, show=duration)
-    turns = ("asleep_s/learner", "asleep"), ("sleep_s/learner", "falling asleep"), ("wake_s/learner", "waking up")
-    yield line_chart("The learner's turns", plain(run, *turns), unit="seconds of a step", floor=0.0, show=duration)
-    turns = ("sleep_s/rollout", "falling asleep"), ("wake_s/rollout", "waking up")
-    yield line_chart("The server's turns", plain(run, *turns), unit="seconds of a step", floor=0.0, show=duration)
-    lengths = plain(run, ("length/trained", "trained"), ("length/dropped", "dropped"), ("length/buffered", "buffered"))
-    yield line_chart("Mean length of groups", lengths, unit="tokens", floor=0.0)
-    yield line_chart("Tokens per step", noisy(run, ("tokens", "trained")), floor=0.0)
-
-
-def _resources(run: RecordedRun) -> Iterator[str]:
-    memory = [key for key in run.keys if key.endswith("_gib") or "_gib/" in key]
-    named = [(key, "resident" if key == "rss_gib" else key.replace("_gib", "").replace("/", " ")) for key in memory]
-    yield line_chart("Memory of the learner", plain(run, *named), unit="GiB", floor=0.0)
-    moved = [Curve(name, _gib(run, f"sleep_bytes/{side}")) for name, side in (("learner",) * 2, ("server", "rollout"))]
-    yield line_chart("Moved off the device to sleep", moved, unit="GiB", floor=0.0)
-    yield line_chart("Published weights", [Curve("one version", _gib(run, "publish_bytes"))], unit="GiB", floor=0.0)
-    yield line_chart("Model FLOPs utilisation", plain(run, ("mfu", "of the device's peak")), floor=0.0, show=share)
-
-
-def _of_every_step(steps: Sequence[Record], key: str) -> Points:
-    """Return the values of a key, 0 where a step has none."""
-    return [(float(step["step"]), number(step.get(key)) or 0.0) for step in steps]
-
-
-def _gib(run: RecordedRun, key: str) -> Points:
-    return [(x, None if y is None else y / 2**30) for x, y in run.points(key)]
-
-
-def _spans_decades(run: RecordedRun, key: str) -> bool:
-    """Return whether a linear axis would hide most of a curve."""
-    positive = sorted(value for value in run.values(key) if value > 0)
-    return len(positive) > 4 and positive[-1] > 30 * positive[len(positive) // 2]
+def _against_time(run: RecordedRun, key: str) -> Points:
+    """Return the values of a key by the minutes since the first record of the run."""
+    timed = [(number(step.get("time")), step) for step in run.steps if key in step]
+    began = run.began or 0.0
+    return sorted((((at - began) / 60, number(step[key])) for at, step in timed if at is not None), key=lambda p: p[0])

@@ -31,11 +31,6 @@ MAX_CHARACTERS = 8000
 NUM_COLOURS = 8
 
 
-def text(value: Any) -> str:
-    """Escape text for elements and quoted attributes."""
-    return str(escape(_visible(value)))
-
-
 def _visible(value: Any) -> Any:
     """Show control characters, and those that change the direction of writing, as their codes."""
     if isinstance(value, Markup):
@@ -64,10 +59,11 @@ def _templates() -> Environment:
         LABELS=LABELS, FOLDED_FROM=FOLDED_FROM, MAX_CHARACTERS=MAX_CHARACTERS, NUM_COLOURS=NUM_COLOURS
     )
     environment.filters.update(
-        anchor=lambda title: title.lower().replace(" ", "-"),
+        anchor=lambda title: title.lower().replace(" ", "-").replace("'", ""),
         count_of=count,
         figure=figure,
         number=number,
-        with_code=lambda words: Markup(re.sub("`([^`]+)`", r"<code>\1</code>", text(words))),
+        tenth="{:.1f}".format,
+        with_code=lambda words: Markup(re.sub("`([^`]+)`", r"<code>\1</code>", escape(_visible(words)))),
     )
     return environment

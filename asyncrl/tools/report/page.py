@@ -7,7 +7,7 @@ from statistics import fmean, median
 from asyncrl.tools.findings import checks_without_finding, findings, verdict
 from asyncrl.tools.numbers import count, duration, figure, moment
 from asyncrl.tools.recorded_run import RecordedRun, number
-from asyncrl.tools.report.charts import chart_groups
+from asyncrl.tools.report.charts import charts_of_run
 from asyncrl.tools.report.markup import render
 from asyncrl.tools.report.sample_cards import sample_cards
 from asyncrl.tools.report.settings import changed_settings, environment, starts
@@ -16,7 +16,7 @@ from asyncrl.tools.report.timeline import timeline
 
 def page_of(run: RecordedRun) -> str:
     """Build the page of one run."""
-    found, groups = findings(run), chart_groups(run)
+    found, groups = findings(run), charts_of_run(run)
     tone, sentence = verdict(run, found)
     return render(
         "one_run.html",
@@ -31,7 +31,7 @@ def page_of(run: RecordedRun) -> str:
         found=found,
         clear=checks_without_finding(run),
         groups=groups,
-        timeline=timeline(run),
+        lanes=timeline(run),
         samples=sample_cards(run),
         settings=changed_settings(run),
         environment=environment(run),
