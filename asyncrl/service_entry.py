@@ -43,11 +43,8 @@ ENDING_S = 3.0
 a service before it kills it."""
 
 
-def run_service(name: str, main: Main, *, leave: bool = False) -> None:
-    """Parse `--config FILE [--resume] [--unattended] [key=value ...]`, run `main` and exit.
-
-    `leave`: end without taking the interpreter apart (see `_leave`); `main` has closed its sockets by then.
-    """
+def run_service(name: str, main: Main) -> NoReturn:
+    """Parse `--config FILE [--resume] [--unattended] [key=value ...]`, run `main`, and exit."""
     parser = argparse.ArgumentParser(prog=f"python -m {name}")
     parser.add_argument("--config", required=True, type=Path, help="YAML configuration")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint of run_dir")
@@ -55,8 +52,6 @@ def run_service(name: str, main: Main, *, leave: bool = False) -> None:
     parser.add_argument("--failure-file", type=Path, help="where to save why it stopped, for a launcher")
     parser.add_argument("overrides", nargs="*", help="key=value")
     arguments = parser.parse_args()
-    if not leave:
-        sys.exit(_guarded(name, main, arguments))
     try:
         code = _guarded(name, main, arguments)
     except Exception as crash:

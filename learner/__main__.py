@@ -32,4 +32,4 @@ def prepare(config: RunConfig, start: Start) -> Learner:
 
 
 if __name__ == "__main__":
-    run_service("learner", main, leave=True)
+    run_service("learner", main)

@@ -116,4 +116,4 @@ def main(config: RunConfig, start: Start) -> None:
 
 
 if __name__ == "__main__":
-    run_service("learner.sft", main, leave=True)
+    run_service("learner.sft", main)

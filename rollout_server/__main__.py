@@ -44,4 +44,4 @@ async def _serve_until_signalled(config: RunConfig, start: Start) -> None:
 
 
 if __name__ == "__main__":
-    run_service("rollout_server", main, leave=True)
+    run_service("rollout_server", main)

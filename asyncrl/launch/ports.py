@@ -2,8 +2,8 @@
 
 Claiming a port reserves its number for services that start later, or start again, since nothing listens on it
 meanwhile. A claim is an abstract socket of Linux, which all processes that share the ports see, and which vanishes with
-its process. Elsewhere a process knows its own claims alone. Launchers and `asyncrl doctor` heed claims; any other
-program may still bind the port.
+its process; elsewhere there are none. Launchers and `asyncrl doctor` heed claims; any other program may still bind the
+port.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ _USUAL_EPHEMERAL_PORT = 32768
 _FIRST_PORT, _LAST_PORT = 10240, 65535
 """Range that ports are drawn from: above most well-known services."""
 _TRIES = 100
-_claimed: set[int] = set()
-"""Claims of this process."""
 
 
 @contextmanager
@@ -108,36 +106,19 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def claim_port(port: int, claims: ExitStack, *, setting: str) -> None:
-    """Claim a port until `claims` ends. Raises PortInUseError where another launcher has it, BindError where that
-    cannot be known."""
-    is_taken = port in _claimed
-    if not is_taken and sys.platform == "linux":
-        try:
-            claims.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)).bind(_claim_name(port))
-        except OSError as problem:
-            if problem.errno != errno.EADDRINUSE:
-                fix = "Raise the limit: ulimit -n 4096" if problem.errno == errno.EMFILE else "Allow abstract sockets"
-                raise BindError(f"port {port} cannot be claimed: {problem.strerror}. {fix}") from None
-            is_taken = True
-    if is_taken:
+    """Claim a port until `claims` ends. Raises PortInUseError where another launcher has it."""
+    if sys.platform != "linux":
+        return
+    claim = claims.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+    try:
+        claim.bind(f"\0asyncrl-port-{port}")
+    except OSError as problem:
+        if problem.errno != errno.EADDRINUSE:
+            raise BindError(f"port {port} cannot be claimed: {problem.strerror}") from None
         raise PortInUseError(
             f"port {port} is kept for another run that was started on this machine, on whatever address. Stop that "
             f"run, or set {setting} to another port (0 takes a free one)"
-        )
-    _claimed.add(port)
-    claims.callback(_claimed.discard, port)
-
-
-def is_claimed(port: int) -> bool:
-    """Whether a launcher on this machine has claimed the port."""
-    if port in _claimed or sys.platform != "linux":
-        return port in _claimed
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking:
-        return asking.connect_ex(_claim_name(port)) == 0
-
-
-def _claim_name(port: int) -> str:
-    return f"\0asyncrl-port-{port}"
+        ) from None
 
 
 def _first_ephemeral_port() -> int:

@@ -66,14 +66,21 @@ def _targets(model: Any, lora: LoraConfig) -> list[str]:
     wanted = lora.target_modules
     if wanted == "all-linear":
         return allowed
-    if isinstance(wanted, str):
-        _check_target(wanted, [n for n in layers if _matches(wanted, n)], allowed, layers)
-        return [name for name in allowed if _matches(wanted, name)]
-    for end in wanted:
-        _check_target(end, [n for n in layers if _ends_with(end, n)], allowed, layers)
     if not wanted:
         raise UserError(f"model.lora.target_modules is empty. Name some of {_last_parts(allowed)}, or all-linear")
-    return [name for name in allowed if any(_ends_with(end, name) for end in wanted)]
+    patterns = {wanted: wanted} if isinstance(wanted, str) else {end: rf"(.*\.)?{re.escape(end)}" for end in wanted}
+    chosen: set[str] = set()
+    for text, pattern in patterns.items():
+        try:
+            found = [name for name in layers if re.fullmatch(pattern, name)]
+        except re.error as problem:
+            raise UserError(
+                f"model.lora.target_modules is {text!r}, no regular expression ({problem}). For ends of names write a "
+                "list: [q_proj, v_proj]"
+            ) from problem
+        _check_target(text, found, allowed, layers)
+        chosen.update(found)
+    return [name for name in allowed if name in chosen]
 
 
 def _check_target(wanted: str, found: Collection[str], allowed: Collection[str], layers: Collection[str]) -> None:
@@ -88,20 +95,6 @@ def _check_target(wanted: str, found: Collection[str], allowed: Collection[str],
             f"{next(iter(found))}. Set model.lora.vision_tower=true and model.freeze_vision_tower=false, or name "
             f"layers of the language model: {_last_parts(allowed)}"
         )
-
-
-def _matches(pattern: str, name: str) -> bool:
-    try:
-        return re.fullmatch(pattern, name) is not None
-    except re.error as problem:
-        raise UserError(
-            f"model.lora.target_modules is {pattern!r}, no regular expression ({problem}). For ends of names write a "
-            "list: [q_proj, v_proj]"
-        ) from problem
-
-
-def _ends_with(end: str, name: str) -> bool:
-    return name == end or name.endswith(f".{end}")
 
 
 def _last_parts(names: Collection[str]) -> str:

@@ -12,7 +12,7 @@ from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from protocol.faults import VARIABLE
 from tests.rigs.ports import own_port
-from tests.rigs.prefork import Service, template
+from tests.rigs.prefork import Service, fork_module
 from tests.rigs.waiting import exit_codes
 
 
@@ -30,7 +30,7 @@ def start(module: str, config_file: Path, *arguments: str, crash_at: str = "", u
     log = config_file.parent / f"{module}.log"
     words = ["--config", str(config_file), *arguments]
     if not under:
-        return template().start(module, words, log, environment)
+        return fork_module(module, words, log, environment)
     with log.open("a") as file:
         command = [*under, sys.executable, "-m", module, *words]
         return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, text=True, env=environment)
@@ -40,7 +40,7 @@ def start_command(*arguments: str, log: Path) -> Service:
     """`asyncrl ARGUMENTS`, which writes what it prints to `log`. The services that it launches are forked, too."""
     log.unlink(missing_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return template().start("asyncrl", arguments, log, environment)
+    return fork_module("asyncrl", arguments, log, environment)
 
 
 def write_config(config: RunConfig, folder: Path) -> Path:

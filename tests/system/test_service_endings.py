@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -27,17 +26,17 @@ from asyncrl.service_entry import run_service
 from asyncrl.errors import BadStateError, RunTakenError, UserError, WaitTimeoutError
 def main(config, resume):
     {body}
-run_service({name!r}, main, leave={leave})
+run_service({name!r}, main)
 """
 
 
 def run_service(
-    tmp_path: Path, body: str, name: str = "rollout_server", *arguments: str, leave: bool = False
+    tmp_path: Path, body: str, name: str = "rollout_server", *arguments: str
 ) -> subprocess.CompletedProcess[str]:
     """A service whose `main` is `body`, with `tmp_path/run` as its run directory."""
     file = tmp_path / "config.yaml"
     file.write_text(CONFIG.format(run_dir=tmp_path / "run"))
-    script = SERVICE.format(body=body, name=name, leave=leave)
+    script = SERVICE.format(body=body, name=name)
     command = [sys.executable, "-c", script, "--config", str(file), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=30)
 
@@ -119,8 +118,7 @@ def test_nothing_comes_after_the_last_word_of_a_learner(tmp_path: Path, ending: 
         "atexit.register(print, 'handler'); "
         f"threading.Thread(target=lambda: (time.sleep(0.3), print('thread', end=' '))).start(); {ending}"
     )
-    assert run_service(tmp_path, body).returncode == -signal.SIGABRT, "the module's ending is reached elsewhere"
-    done = run_service(tmp_path, body, leave=True)
+    done = run_service(tmp_path, body)
     assert done.returncode == code, done.stderr
     assert done.stdout == "thread handler\n", "what the process has to do is done, and flushed"
     assert (done.stderr.splitlines() or [""])[-1] == last
@@ -128,7 +126,7 @@ def test_nothing_comes_after_the_last_word_of_a_learner(tmp_path: Path, ending: 
 
 def test_a_log_on_a_full_disk_changes_no_exit_code(tmp_path: Path) -> None:
     """Else the launcher would start again what would fail again."""
-    script = SERVICE.format(body="raise BadStateError('why')", name="learner", leave=True)
+    script = SERVICE.format(body="raise BadStateError('why')", name="learner")
     file = tmp_path / "config.yaml"
     file.write_text(CONFIG.format(run_dir=tmp_path / "run"))
     with open("/dev/full", "w") as full:
@@ -139,6 +137,6 @@ def test_a_log_on_a_full_disk_changes_no_exit_code(tmp_path: Path) -> None:
 def test_an_exit_handler_that_hangs_does_not_keep_a_service(tmp_path: Path) -> None:
     body = "import atexit, time; print('said'); atexit.register(time.sleep, 60); raise BadStateError('the loss is nan')"
     began = time.monotonic()
-    done = run_service(tmp_path, body, leave=True)
+    done = run_service(tmp_path, body)
     assert (done.returncode, done.stdout) == (ExitCode.BAD_STATE, "said\n"), done.stderr
     assert time.monotonic() - began < 20

@@ -74,11 +74,6 @@ def read_pid(path: Path) -> int:
     return int(path.read_text())
 
 
-def test_a_server_that_ends_in_order_before_the_learner_is_no_failure(counted: Make) -> None:
-    outcome, told, _ = watch(counted("learner", "time.sleep(0.7)"), counted("rollout_server", "pass"))
-    assert (outcome, told) == (Outcome(0), [])
-
-
 def test_a_mistake_of_the_user_shows_its_whole_message_and_nothing_else(counted: Make) -> None:
     message = "error: two problems:\\n- first\\n- second"
     learner = counted("learner", f"print('loading', flush=True); print('{message}'); sys.exit(2)")
@@ -157,14 +152,6 @@ def launch(tmp_path: Path):
             os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_one_interrupt_ends_the_launcher_and_both_services(launch, number: signal.Signals) -> None:
-    launcher, pids = launch("polite")
-    launcher.send_signal(number)
-    assert launcher.wait(timeout=10) == 130
-    assert all(is_gone(pid) for pid in pids)
-
-
 def test_a_second_interrupt_does_not_wait_for_the_deadline(launch) -> None:
     launcher, pids = launch("stubborn")
     launcher.send_signal(signal.SIGINT)
@@ -198,19 +185,6 @@ def test_a_learner_that_crashes_is_resumed_and_its_server_stays(counted: Make, t
     assert [line.split("; ")[1] for line in told] == ["restart 1 of 3 in 0.05 s", "restart 2 of 3 in 0.1 s"]
     assert told[0].startswith("learner ")
     assert learner.log.read_text().count("it is started again") == 2
-
-
-def test_each_server_is_restarted_on_its_own(counted: Make, tmp_path: Path) -> None:
-    crash_once = f"if starts == 1:\n    sys.exit(1)\n{STAY}"
-    servers = [
-        counted("server-1", STAY),
-        counted("server-2", crash_once),
-        counted("server-3", crash_once),
-    ]
-    waits = until_starts(tmp_path, "server-2", 2) + until_starts(tmp_path, "server-3", 2)
-    outcome, _, restarts = watch(counted("learner", waits), *servers)
-    assert outcome == Outcome(0)
-    assert restarts == {"server-2": 1, "server-3": 1}
 
 
 @pytest.mark.parametrize("failing", ["learner", "rollout_server"])

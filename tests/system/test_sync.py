@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import resource
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,7 +18,7 @@ from benchmarks.sleep_memory import make_model
 from protocol.lease import read_tenure
 from tests.rigs.prefork import Service
 from tests.rigs.small_runs import assert_every_prompt_trained_once, failure_of, logs, small
-from tests.rigs.two_processes import run_both, start, with_ports, write_config
+from tests.rigs.two_processes import run_both, start, start_command, with_ports, write_config
 from tests.rigs.waiting import wait_until
 from tests.system.test_resume import assert_same_run, resume_config
 
@@ -114,35 +111,28 @@ def test_a_server_whose_learner_is_silent_returns_the_device_unasked(
 
 def test_ctrl_c_while_the_learner_sleeps_and_then_resume(make_config: Callable[..., RunConfig], tmp_path: Path) -> None:
     run = tmp_path / "run"
-    file = tmp_path / "config.yaml"
+    file, log = tmp_path / "config.yaml", tmp_path / "sync.log"
     config = slow_server(make_config, run)
     two_devices = config.model_copy(update={"trainer": config.trainer.model_copy(update={"mode": "async"})})
     file.write_text(dump_config(two_devices))
-
-    def asyncrl(*arguments: str) -> subprocess.Popen[str]:
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "asyncrl", "sync", str(file), *arguments]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 
     def server_has_it() -> bool:
         tenure = read_tenure(run)
         return bool(tenure and tenure.held and tenure.fence >= 4 and tenure.holder == "rollout_server")
 
-    command = asyncrl()
+    command = start_command("sync", str(file), log=log)
     try:
         wait_until(server_has_it, "the server's second turn", run / "logs")
         family = psutil.Process(command.pid).children(recursive=True)
         command.send_signal(signal.SIGINT)
-        printed, _ = command.communicate(timeout=40)
-        assert command.returncode == 130, printed
-        assert "interrupted; the same command with --resume continues" in printed
+        assert command.wait(timeout=40) == 130, log.read_text()
+        assert "interrupted; the same command with --resume continues" in log.read_text()
         assert psutil.wait_procs(family, timeout=5)[1] == []
         assert [path.name for path in run.iterdir() if path.name.startswith("tmp")] == [], "no file of sleeping tensors"
         status = json.loads((run / "status.json").read_text())
         assert (status["phase"], status["device"]["holder"]) == ("interrupted", "rollout_server")
-        command = asyncrl("--resume")
-        printed, _ = command.communicate(timeout=120)
-        assert command.returncode == 0, printed
+        command = start_command("sync", str(file), "--resume", log=log)
+        assert command.wait(timeout=120) == 0, log.read_text()
     finally:
         command.kill()
     assert_every_prompt_trained_once(run)

@@ -6,11 +6,9 @@ import json
 import re
 import shutil
 import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -19,14 +17,13 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.launch.ports import free_port
-from asyncrl.tools.doctor import examine, machine, network
+from asyncrl.tools.doctor import examine, network
 from asyncrl.tools.doctor.disk import HEADER_BYTES, find_disk, find_run_dir
-from asyncrl.tools.doctor.examine import check_in_thread
-from asyncrl.tools.doctor.findings import Finding, Findings, problem, split_fix
+from asyncrl.tools.doctor.findings import Finding, Findings, Report, problem, split_fix
 from asyncrl.tools.doctor.machine import Device
 from asyncrl.tools.doctor.memory import find_memory
 from asyncrl.tools.doctor.network import find_network, find_ports, is_local
-from asyncrl.tools.memory_plan.plan import GIB, MemoryPlan, make_plan
+from asyncrl.tools.memory_plan.plan import GIB, make_plan
 from protocol.curve import LEARNER_SECRET, make_keys
 from tests.rigs.small_runs import small
 from tests.rigs.two_processes import write_config
@@ -50,9 +47,9 @@ def test_a_good_configuration_has_no_problem(
     assert machine | {"ports", "run_dir", "model", "host memory", "room to publish", "disk of run_dir"} <= set(found)
     assert found["example"]["details"][0] == "| <|im_start|>user"
     assert "64 of 64 training rows looked at" in found["training rows"]["value"]
-    assert [bar.split()[:2] for bar in found["prompt lengths"]["details"]] == [["30", "32"], ["31", "0"], ["32", "32"]]
+    assert found["prompt lengths"]["value"].startswith("30 to 32 tokens, median 31")
     assert found["trial"]["value"] == "not made (--quick)"
-    assert all(set(one) == {"what", "value", "verdict", "fix", "details", "seconds"} for one in found.values())
+    assert all(set(one) == {"what", "value", "verdict", "fix", "details"} for one in found.values())
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -81,34 +78,7 @@ def test_one_mistake_is_one_problem(
     assert "not made: 1 problem(s). Fix: solve the problems above first" in printed
 
 
-def test_it_warns_of_small_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    docker = type("Usage", (), {"free": 64 << 20, "total": 64 << 20})()
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: docker)
-    (found,) = [finding for finding in list(machine.find_machine()) if finding.what == "shared memory"]
-    assert (found.verdict, found.value[:26]) == ("warning", "/dev/shm has 64.0 MiB free")
-    assert "--shm-size=8g" in found.fix
-
-
 # --- how checks are run -----------------------------------------------------------------------------
-
-
-def examined(findings: Findings[Any], deadline_s: float = 60.0) -> tuple[list[Finding], Any]:
-    told: list[Finding] = []
-    return told, check_in_thread(told.append, "it", findings, deadline_s=deadline_s)
-
-
-def test_a_check_that_hangs_is_given_up() -> None:
-    def hang() -> Findings[int]:
-        yield Finding("it", "begins")
-        time.sleep(60)
-        return 1
-
-    began = time.monotonic()
-    told, product = examined(hang(), 0.2)
-    assert time.monotonic() - began < 5
-    assert product is None
-    assert [finding.verdict for finding in told] == ["ok", "problem"]
-    assert told[1].value == "was not done after 0.2 s"
 
 
 def test_what_a_check_raises_is_a_problem() -> None:
@@ -116,10 +86,16 @@ def test_what_a_check_raises_is_a_problem() -> None:
         yield Finding("it", "begins")
         raise error
 
-    told, _ = examined(fail(UserError("a port is taken. Set another")))
-    assert told[1] == Finding("it", "a port is taken", "problem", "Set another")
-    told, _ = examined(fail(ZeroDivisionError("by 0")))
-    assert told[1] == Finding("it", "could not be checked: ZeroDivisionError: by 0", "problem", examine._BROKEN)
+    for error, found in (
+        (UserError("a port is taken. Set another"), Finding("it", "a port is taken", "problem", "Set another")),
+        (
+            ZeroDivisionError("by 0"),
+            Finding("it", "could not be checked: ZeroDivisionError: by 0", "problem", examine._BROKEN),
+        ),
+    ):
+        report = Report(as_json=True)
+        assert examine.run_check(report, "it", fail(error)) is None
+        assert report.findings[1] == found
 
 
 def test_our_messages_are_split_where_the_fix_begins() -> None:
@@ -149,12 +125,6 @@ def test_a_run_directory_that_is_taken(make_config: MakeConfig, tmp_path: Path) 
     assert (found.verdict, found.fix[:26]) == ("warning", "Continue it with --resume,")
 
 
-@pytest.fixture(scope="module")
-def plan(tiny_model: Path) -> MemoryPlan:
-    sections = {"data": {"train_files": ["d"]}, "reward": {"functions": [{"function": "exact_match"}]}}
-    return make_plan(RunConfig.model_validate({"run_dir": "r", "model": {"path": str(tiny_model)}, **sections}))
-
-
 GROUPS_10_GIB = 10 * GIB // (128 * 16 + 4 * (4 + 8 * 17) + 4 * HEADER_BYTES)
 
 
@@ -164,15 +134,11 @@ GROUPS_10_GIB = 10 * GIB // (128 * 16 + 4 * (4 + 8 * 17) + 4 * HEADER_BYTES)
         ({}, 64, "ok", "1 checkpoint of", ""),
         ({}, None, "note", "not known without its training rows", ""),
         ({"samples_per_step": 0}, 2 * GROUPS_10_GIB, "problem", "a journal of 10.0 GiB", "trainer.keep_samples_gib"),
-        ({"samples_per_step": 4}, GROUPS_10_GIB // 10, "problem", "a journal of 1.0 GiB", "trainer.samples_per_step"),
-        ({"keep_samples_gib": 0, "journal_limit_mib": 10}, GROUPS_10_GIB // 50, "ok", "3 checkpoints of", ""),
-        ({"max_steps": 20, "save_limit": 2000, "save_freq": 5}, 64, "ok", "4 checkpoints of", ""),
         ({"max_steps": 999, "save_limit": 998, "save_freq": 1}, 64, "problem", "999 checkpoints", "trainer.save_limit"),
     ],
 )
 def test_a_run_needs_room_for_what_it_can_write(
     make_config: MakeConfig,
-    plan: MemoryPlan,
     monkeypatch: pytest.MonkeyPatch,
     trainer: dict[str, int],
     num_rows: int | None,
@@ -182,44 +148,26 @@ def test_a_run_needs_room_for_what_it_can_write(
 ) -> None:
     config = make_config(trainer={"max_steps": 0, **trainer})
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=GIB))
-    (found,) = [finding for finding in find_disk(config, plan, num_rows) if finding.what == "disk of run_dir"]
+    (found,) = [found for found in find_disk(config, make_plan(config), num_rows) if found.what == "disk of run_dir"]
     assert (found.verdict, named in found.value) == (verdict, True), found
     fix = f"make room, set run_dir on a larger disk{lower and ', or lower '}{lower}"
     assert found.fix == (fix if verdict == "problem" else "")
 
 
-def test_what_a_run_has_written_already_is_not_asked_for_again(
-    make_config: MakeConfig, plan: MemoryPlan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = make_config()
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=20 << 20))
-    assert [found.verdict for found in find_disk(config, plan, 64)] == ["problem"]
-    for name, nbytes in (("journal.sqlite.groups-000001", 30 << 20), ("images/a", 1)):
-        file = config.run_path / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(bytes(nbytes))
-    (found,) = list(find_disk(config, plan, 64))
-    assert (found.verdict, "30.0 MiB written already" in found.value) == ("ok", True), found
-
-
-def test_one_port_for_two(make_config: MakeConfig) -> None:
-    port = free_port()
-    found = list(find_ports(make_config(network={"control_port": port, "weights_port": port})))
-    assert found[0].value == f"network.control_port and network.weights_port are both {port}"
-    assert found[0].fix == "set network.weights_port to another port, or to 0"
-    assert found[1].value == f"{port} is free"
-
-
-def test_an_address_of_another_machine_is_no_busy_port(make_config: MakeConfig) -> None:
+def test_ports_are_those_of_this_machine(make_config: MakeConfig) -> None:
     """network.host may be a learner that starts later, elsewhere; telemetry.host is this machine's."""
-    for host, value in (("192.0.2.1", "no address of this machine"), ("a..b", "not a known address here")):
-        (found,) = [one for one in find_ports(make_config(telemetry={"host": host})) if one.verdict == "problem"]
-        assert (found.what, value in found.value) == ("telemetry.host", True), found
+    port = free_port()
+    (found,) = list(find_ports(make_config(network={"control_port": port})))
+    assert found.value == f"free: {port}"
+    with pytest.raises(UserError, match=f"network.control_port and network.weights_port are both {port}"):
+        list(find_ports(make_config(network={"control_port": port, "weights_port": port})))
+    with pytest.raises(UserError, match="no address of this machine"):
+        list(find_ports(make_config(telemetry={"host": "192.0.2.1"})))
     config = make_config(network={"host": "learner.invalid", "insecure": True})
-    assert not [one for one in find_ports(config) if one.verdict == "problem"]
-    _, found = list(find_network(config))
+    assert [one.verdict for one in find_ports(config)] == ["ok"]
+    _, found, _ = list(find_network(config))
     assert found.verdict == "warning"
-    assert found.value.startswith("network.host is learner.invalid, which has no address here")
+    assert found.value.startswith("network.host is learner.invalid, another machine, and nobody answers at port")
 
 
 def test_keys_and_addresses(make_config: MakeConfig, tmp_path: Path) -> None:
@@ -258,10 +206,7 @@ def test_the_plan_is_compared_with_the_devices_that_are_there(make_config: MakeC
         assert found["memory cuda:0"].verdict == verdict
         assert found["memory cuda:0"].value.startswith("learner and engine at the same time: 1.")
         assert found["host memory"].verdict == "ok"
-
-
-def test_a_budget_that_is_too_small_names_what_helps(make_config: MakeConfig) -> None:
     config = make_config(gpu_memory={"budget_gib": 1.05}, learner={"device": "cuda:0"}, rollout={"device": "cuda:0"})
-    found = {f.what: f for f in find_memory(config, (Device("large", 80 * GIB, 79 * GIB),))}["memory budget"]
+    found = {finding.what: finding for finding in find_memory(config, (large,))}["memory budget"]
     assert found.verdict == "problem"
     assert re.fullmatch(r"Together .* fits: 1.0 GiB", found.fix)

@@ -26,10 +26,6 @@ from asyncrl.tools.doctor.findings import Finding, Findings, split_fix
 
 LOOK_S = 10.0
 """Spent on each data source; small ones are looked at whole."""
-_BARS = 8
-_BAR_WIDTH = 32
-_NAMED = 3
-"""Rows of each kind that a finding names."""
 _ROW = re.compile(r"^row \S+?(?=[,:] | has )(, (?:image|video) \d+)?:? ?")
 
 
@@ -50,12 +46,6 @@ class Look:
     example: tuple[RenderedPrompt, EncodedPrompt] | None = None
 
 
-def load_renderer(config: DataConfig) -> Findings[PromptRenderer]:
-    """Reads the template. Nothing is found where it can be read."""
-    yield from ()
-    return PromptRenderer(config)
-
-
 def find_prompts(config: RunConfig, rows: RowSource, purpose: str, renderer: PromptRenderer) -> Findings[Look]:
     """`purpose` is training or held-out."""
     processor, data = PromptProcessor(config.model), config.data
@@ -69,8 +59,7 @@ def find_prompts(config: RunConfig, rows: RowSource, purpose: str, renderer: Pro
         yield Finding("example", f"row {rendered.prompt.row_id} as the model sees it", "note", details=tuple(lines))
     for refused in look.refused.values():
         reason, fix = split_fix(refused[0][1])
-        names = _names([row_id for row_id, _ in refused])
-        value = f"{len(refused):,} of {counted} would be refused ({names}): {reason}"
+        value = f"{len(refused):,} of {counted} would be refused (such as {refused[0][0]}): {reason}"
         yield Finding("refused rows", value, "problem", fix or "mend these rows or leave them out")
     if look.lengths:
         yield _judge_lengths(look, data, counted)
@@ -84,13 +73,11 @@ def find_prompts(config: RunConfig, rows: RowSource, purpose: str, renderer: Pro
 def find_twins(train: Look, held_out: Look) -> Findings[None]:
     """Compares the two: held-out accuracy says little of rows that are trained on."""
     twins = [(row, train.keys[key]) for key, row in held_out.keys.items() if key in train.keys]
+    value = f"{len(twins):,} of {len(held_out.keys):,} held-out prompts are trained on, too"
     if twins:
-        counted = f"{len(twins):,} of {len(held_out.keys):,} held-out prompts"
-        value = f"{counted} are trained on, too: {twins[0][0]} is {twins[0][1]}"
         fix = "take them out of one of data.train_files and data.val_files"
-        yield Finding("held-out is apart", value, "warning", fix)
+        yield Finding("held-out is apart", f"{value}: {twins[0][0]} is {twins[0][1]}", "warning", fix)
     else:
-        value = f"none of {len(held_out.keys):,} held-out prompts is among {len(train.keys):,} of training"
         yield Finding("held-out is apart", value)
 
 
@@ -121,35 +108,20 @@ def _look_at(config: DataConfig, rows: RowSource, renderer: PromptRenderer, proc
     return look
 
 
-def _names(row_ids: Sequence[str]) -> str:
-    return ", ".join(row_ids[:_NAMED]) + (", ..." if len(row_ids) > _NAMED else "")
-
-
 def _judge_lengths(look: Look, config: DataConfig, counted: str) -> Finding:
-    """The lengths with a histogram; a problem where rows are over the limit."""
+    """Least, median and greatest; a problem where rows are over the limit."""
     lengths, limit = np.array(list(look.lengths.values())), config.max_prompt_length
-    middle = int(np.median(lengths))
-    value = f"{lengths.min()} to {lengths.max()} tokens, median {middle}; data.max_prompt_length={limit}"
-    what, bars = "prompt lengths", tuple(_histogram(lengths, limit))
+    value = (
+        f"{lengths.min()} to {lengths.max()} tokens, median {int(np.median(lengths))}; data.max_prompt_length={limit}"
+    )
     over = [row_id for row_id, length in look.lengths.items() if length > limit]
     if not over:
-        return Finding(what, value, details=bars)
-    value = f"{len(over):,} of {counted} are longer ({_names(over)}): {value}"
+        return Finding("prompt lengths", value)
+    value = f"{len(over):,} of {counted} are longer (such as {over[0]}): {value}"
     if config.filter_overlong_prompts and len(over) < len(lengths):
-        return Finding(what, f"{value}; they are left out", "note", details=bars)
+        return Finding("prompt lengths", f"{value}; they are left out", "note")
     fix = f"set data.max_prompt_length={lengths.max()}, or data.filter_overlong_prompts=true to leave such rows out"
-    return Finding(what, value, "problem", fix, bars)
-
-
-def _histogram(lengths: np.ndarray, limit: int) -> Iterator[str]:
-    first, last = int(lengths.min()), int(lengths.max())
-    width = -(-(last - first + 1) // _BARS)
-    counts, starts = np.histogram(lengths, bins=np.arange(first, last + width + 1, width))
-    for start, count in zip(starts.tolist(), counts.tolist(), strict=False):
-        tokens = f"{start} to {start + width - 1}" if width > 1 else f"{start}"
-        bar = "#" * max(count > 0, round(_BAR_WIDTH * count / len(lengths)))
-        over = "  over data.max_prompt_length" if start > limit else ""
-        yield f"{tokens:<14}{count:>8,}  {bar}{over}"
+    return Finding("prompt lengths", value, "problem", fix)
 
 
 # --- rewards ---------------------------------------------------------------------------------------
@@ -158,13 +130,7 @@ ROWS = 3
 """Rows that are scored."""
 ROWS_TRIED = 100
 """Rows looked at for that: those that cannot be rendered do not count."""
-_WORKER_START_S = 90.0
 NOTHING = "nothing"
-
-
-def rewards_deadline_s(config: RunConfig) -> float:
-    """A worker that is killed at every completion still ends in time."""
-    return _WORKER_START_S + 3 * ROWS * (config.reward.timeout_s + 5)
 
 
 def find_rewards(config: RunConfig, rows: RowSource, renderer: PromptRenderer) -> Findings[None]:

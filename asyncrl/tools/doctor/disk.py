@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import shutil
 import tempfile
 from pathlib import Path
@@ -14,17 +13,8 @@ from asyncrl.run_folder.lock import refuse_busy
 from asyncrl.tools.doctor.findings import Finding, Findings, split_fix
 from asyncrl.tools.memory_plan.plan import GIB, MemoryPlan, size
 
-MIB = 2**20
 HEADER_BYTES = 200
 """Bytes of a trajectory in the journal, beside its arrays."""
-INDEX_SHARE, INDEX_ROW_BYTES = 0.3, 200
-"""Size of samples.sqlite: share of the groups that it lists (docs/results.md), and bytes of each trajectory besides."""
-STEP_BYTES = 8192
-"""Bytes of a step in metrics.jsonl and timeline.jsonl."""
-SAMPLE_BYTES, TEXT_BYTES, ID_BYTES = 500, 6, 8
-"""Bytes in samples.jsonl of a trajectory beside its tokens, of a token's text, and of a completion token's id."""
-LOGS_BYTES = 32 * MIB
-"""Bytes that SQLite has not copied yet, and that the services log."""
 
 
 def find_run_dir(config: RunConfig) -> Findings[None]:
@@ -62,50 +52,32 @@ def find_disk(config: RunConfig, plan: MemoryPlan, num_rows: int | None) -> Find
     parts = _written_parts(config, plan, config.total_steps(num_rows or 0))
     needed = sum(nbytes for _, nbytes, _ in parts)
     # A run that is to be continued has some of it already; its images are not counted in `needed` either.
-    files = (file for file in config.run_path.rglob("*") if file.parent.name != "images")
-    written = sum(file.stat().st_size for file in files if file.is_file())
+    files = (file for file in config.run_path.rglob("*") if file.is_file() and file.parent.name != "images")
+    written = sum(file.stat().st_size for file in files)
     already = f", {size(written)} written already" if written else ""
     listed = ", ".join(text for text, _, _ in parts)
-    value = f"{size(free)} free in {folder}{already}; the run writes up to {size(needed)}: {listed}; and images"
+    value = f"{size(free)} free in {folder}{already}; the run writes {size(needed)}: {listed}; then samples and logs"
     if free + written < needed:
         settings = [setting for _, nbytes, setting in parts if setting and nbytes > 0.1 * needed]
         lower = f", or lower {' and '.join(settings)}" if settings else ""
         yield Finding("disk of run_dir", value, "problem", f"make room, set run_dir on a larger disk{lower}")
     else:
         yield Finding("disk of run_dir", value)
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    largest = max(plan.model.moments, _saved_weights(config, plan))
-    if limit != resource.RLIM_INFINITY and limit < largest:
-        value = f"this process may write files of {size(limit)}, and a checkpoint has one of {size(largest)}"
-        yield Finding("file sizes", value, "problem", "raise the limit: ulimit -f unlimited")
 
 
 def _written_parts(config: RunConfig, plan: MemoryPlan, steps: int) -> list[tuple[str, int, str]]:
-    """Text, bytes, and the setting that makes it smaller, of each kind of file that a whole run writes."""
-    trainer, data, group_size = config.trainer, config.data, config.batch.group_size
-    trajectories = steps * config.trajectories_per_step
-    arrays = steps * config.batch.prompts_per_step * config.group_bytes(group_size)
-    groups = arrays + trajectories * HEADER_BYTES
-    waiting, kept = trainer.journal_limit_mib * MIB, int(trainer.keep_samples_gib * GIB)
-    checkpoint = _saved_weights(config, plan) + plan.model.moments
+    """Text, bytes, and the setting that makes it smaller, of the large files that a whole run writes."""
+    trainer, model = config.trainer, plan.model
+    groups = steps * config.batch.prompts_per_step * config.group_bytes(config.batch.group_size)
+    groups += steps * config.trajectories_per_step * HEADER_BYTES
+    waiting, kept = trainer.journal_limit_mib * 2**20, int(trainer.keep_samples_gib * GIB)
+    checkpoint = (model.published if config.model.lora.rank else model.weights) + model.moments
     saves = 1 + groups // waiting + ((steps - 1) // trainer.save_freq if trainer.save_freq else 0)
     number = min(trainer.save_limit + 1, saves)  # the new one is whole before the oldest goes
     journal = min(groups, waiting + kept)
     to_shorten = "trainer.keep_samples_gib" if kept > waiting else "trainer.journal_limit_mib"
-    index = int(INDEX_SHARE * arrays) + trajectories * INDEX_ROW_BYTES
-    completion = SAMPLE_BYTES + (TEXT_BYTES + ID_BYTES) * data.max_response_length
-    shown = min(trainer.samples_per_step, config.batch.prompts_per_step)
-    samples = steps * shown * (TEXT_BYTES * data.max_prompt_length + group_size * completion)
-    logs = LOGS_BYTES + steps * STEP_BYTES
     return [
         (f"{number} checkpoint{'s' * (number != 1)} of {size(checkpoint)}", number * checkpoint, "trainer.save_limit"),
-        (f"an export of {size(plan.model.weights)}", plan.model.weights, ""),
+        (f"an export of {size(model.weights)}", model.weights, ""),
         (f"a journal of {size(journal)}", journal, to_shorten if groups > journal else ""),
-        (f"an index of samples of {size(index)}", index, ""),
-        (f"samples.jsonl of {size(samples)}", samples, "trainer.samples_per_step"),
-        (f"{size(logs)} of metrics and logs", logs, ""),
     ]
-
-
-def _saved_weights(config: RunConfig, plan: MemoryPlan) -> int:
-    return plan.model.published if config.model.lora.rank else plan.model.weights

@@ -15,11 +15,9 @@ import psutil
 
 from asyncrl.launch.processes import available_cores
 from asyncrl.tools.doctor.findings import Finding, Findings
-from asyncrl.tools.memory_plan.advice import shared_memory_fix
 from asyncrl.tools.memory_plan.plan import size
 from protocol.endpoints import SHARED_MEMORY
 
-SMALL_SHARED_MEMORY = 2**30
 SMALL_DISK = 10 * 2**30
 _CGROUP = Path("/sys/fs/cgroup")
 _UNLIMITED = 1 << 60
@@ -41,25 +39,18 @@ def find_machine() -> Findings[None]:
     memory, limit = psutil.virtual_memory(), memory_limit()
     limited = f", limited to {size(limit)} (cgroup)" if limit and limit < memory.total else ""
     yield Finding("memory", f"{size(memory.total)}, {size(memory.available)} available{limited}")
-    yield _shared_memory()
+    if SHARED_MEMORY.is_dir():
+        room = shutil.disk_usage(SHARED_MEMORY)
+        yield Finding("shared memory", f"{SHARED_MEMORY} has {size(room.free)} free of {size(room.total)}")
+    else:
+        value = f"there is no {SHARED_MEMORY}: weights are published in {tempfile.gettempdir()}"
+        yield Finding("shared memory", value, "note")
     folders = (Path(tempfile.gettempdir()), Path.cwd())
     for folder in {folder.stat().st_dev: folder for folder in folders}.values():
         free = shutil.disk_usage(folder).free
         small = free < SMALL_DISK
         fix = "make room, or choose a run_dir on a larger disk" if small else ""
         yield Finding("disk", f"{size(free)} free in {folder}", "warning" if small else "ok", fix)
-
-
-def _shared_memory() -> Finding:
-    if not SHARED_MEMORY.is_dir():
-        value = f"there is no {SHARED_MEMORY}: weights are published in {tempfile.gettempdir()}"
-        return Finding("shared memory", value, "note")
-    room = shutil.disk_usage(SHARED_MEMORY)
-    value = f"{SHARED_MEMORY} has {size(room.free)} free of {size(room.total)}"
-    if room.free >= SMALL_SHARED_MEMORY:
-        return Finding("shared memory", value)
-    value += ", and three versions of the published weights go there"
-    return Finding("shared memory", value, "warning", shared_memory_fix(8))
 
 
 def memory_limit() -> int | None:

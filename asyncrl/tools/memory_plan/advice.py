@@ -41,15 +41,12 @@ def check_shared_memory(plan: MemoryPlan) -> str:
     free = shutil.disk_usage(SHARED_MEMORY).free
     text = f"published weights need {size(plan.publications)} in {SHARED_MEMORY}, which has {size(free)} free"
     if free < plan.publications:
-        raise UserError(f"{text}. {shared_memory_fix(-(-plan.publications // GIB) + 1)}")
+        gib = -(-plan.publications // GIB) + 1
+        raise UserError(
+            f"{text}. In a container set --shm-size={gib}g (compose: ASYNCRL_SHM_SIZE={gib}g), else "
+            f"mount -o remount,size={gib}g {SHARED_MEMORY}"
+        )
     return text
-
-
-def shared_memory_fix(gib: int) -> str:
-    return (
-        f"In a container set --shm-size={gib}g (compose: ASYNCRL_SHM_SIZE={gib}g), else "
-        f"mount -o remount,size={gib}g {SHARED_MEMORY}"
-    )
 
 
 def refusal(plan: MemoryPlan) -> str:
