@@ -27,23 +27,33 @@ _DROPOUT = re.compile(r"^(?!summary_|classifier_|cls_).*(dropout|_pdrop$|drop_pa
 
 def load_model(config: ModelConfig, *, device: torch.device, text_attention: str = "sdpa") -> nn.Module:
     """The model of the folder with `text_attention` in its language part, in `config.dtype` on `device`."""
-    from transformers import AutoConfig
-
-    folder = model_folder(config)
-    hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
-    if text_attention == SHARED_PREFIX_ATTENTION:
-        refuse_dropout(hf_config, config)
-    attention = {"text_config": text_attention, "vision_config": "sdpa"} if has_vision(hf_config) else text_attention
-    model = model_class(hf_config).from_pretrained(
-        folder,
-        dtype=getattr(torch, config.dtype),
-        attn_implementation=attention,
-        trust_remote_code=config.trust_remote_code,
-    )
+    kind, _, options = _describe(config, text_attention)
+    model = kind.from_pretrained(model_folder(config), **options)
     place_text_after_videos(model)
     if device.type == "cpu":
         _align(model)
     return model.to(device)
+
+
+def skeleton(config: ModelConfig, *, text_attention: str = "sdpa") -> Any:
+    """The folder's model without its weights, on torch's meta device."""
+    kind, hf_config, options = _describe(config, text_attention)
+    with torch.device("meta"):
+        return kind.from_config(hf_config, **options)
+
+
+def _describe(config: ModelConfig, text_attention: str) -> tuple[Any, Any, dict[str, Any]]:
+    """The transformers class for a folder, its configuration, and how to make the model."""
+    from transformers import AutoConfig
+
+    remote = config.trust_remote_code
+    hf_config = AutoConfig.from_pretrained(model_folder(config), trust_remote_code=remote)
+    if text_attention == SHARED_PREFIX_ATTENTION:
+        refuse_dropout(hf_config, config)
+    attention = {"text_config": text_attention, "vision_config": "sdpa"} if has_vision(hf_config) else text_attention
+    dtype = getattr(torch, config.dtype)
+    options = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": remote}
+    return model_class(hf_config), hf_config, options
 
 
 @torch.no_grad()
@@ -83,15 +93,6 @@ def freeze_vision_tower(model: nn.Module) -> int:
             parameter.requires_grad_(False)
             frozen += parameter.numel()
     return frozen
-
-
-def skeleton(config: ModelConfig) -> Any:
-    """The folder's model without its weights, on torch's meta device."""
-    from transformers import AutoConfig
-
-    hf_config = AutoConfig.from_pretrained(model_folder(config), trust_remote_code=config.trust_remote_code)
-    with torch.device("meta"):
-        return model_class(hf_config).from_config(hf_config, dtype=getattr(torch, config.dtype))
 
 
 def model_class(hf_config: Any) -> Any:

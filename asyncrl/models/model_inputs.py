@@ -48,17 +48,15 @@ def media_inputs(prompts: Sequence[EncodedPrompt], token_types: torch.Tensor) ->
 
     `token_types` are those of the whole input. Nothing for text alone: a model without a vision part takes none of it.
     """
-    images = [prompt for prompt in prompts if prompt.pixel_values is not None]
-    videos = [prompt for prompt in prompts if prompt.video_pixel_values is not None]
+    pixels = [p.pixel_values for p in prompts if p.pixel_values is not None]
+    frames = [p.video_pixel_values for p in prompts if p.video_pixel_values is not None]
     inputs: dict[str, torch.Tensor] = {}
-    if images:
-        inputs["pixel_values"] = torch.cat([p.pixel_values for p in images if p.pixel_values is not None])
-        inputs["image_grid_thw"] = _joined([p.image_grids for p in images])
-    if videos:
-        inputs["pixel_values_videos"] = torch.cat(
-            [p.video_pixel_values for p in videos if p.video_pixel_values is not None]
-        )
-        inputs["video_grid_thw"] = _joined([p.video_grids for p in videos])
+    if pixels:
+        inputs["pixel_values"] = torch.cat(pixels)
+        inputs["image_grid_thw"] = _joined([p.image_grids for p in prompts])
+    if frames:
+        inputs["pixel_values_videos"] = torch.cat(frames)
+        inputs["video_grid_thw"] = _joined([p.video_grids for p in prompts])
     return {**inputs, "mm_token_type_ids": token_types} if inputs else {}
 
 

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from asyncrl.models.devices import free_caches, resolve_device
 from benchmarks.random_models import make_model
+
+DEVICE = resolve_device("auto")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -23,17 +26,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def emptied_device() -> Iterator[None]:
     """Nothing of an earlier test is on the device, and nothing of this one stays."""
-    _empty()
+    free_caches(DEVICE)
     yield
-    _empty()
-
-
-def _empty() -> None:
-    import gc
-
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    free_caches(DEVICE)
 
 
 @pytest.fixture(scope="session")
@@ -45,7 +40,7 @@ def random_model(tmp_path_factory: pytest.TempPathFactory):
         if (size, dtype) not in made:
             folder = tmp_path_factory.mktemp("random") / size
             made[size, dtype] = make_model(folder, size, dtype=dtype, device=device)
-            _empty()
+            free_caches(DEVICE)
         return made[size, dtype]
 
     return make

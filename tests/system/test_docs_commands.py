@@ -104,12 +104,3 @@ def test_names_in_the_text_exist(page: Path) -> None:
 def _is_a_place(name: str, places: set[str]) -> bool:
     is_file = "/" in name or name.endswith((".py", ".yaml", ".md", ".json", ".jsonl", ".secret", ".public"))
     return is_file or name in places or name.startswith((*FREE_MAPPINGS, "reward.functions"))
-
-
-def test_commands_in_another_fence_are_refused(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("```sh\nasyncrl train x.yaml\n```\n")
-    with pytest.raises(ValueError, match=r"never run: make it ```bash"):
-        blocks(page)
-    page.write_text("<!-- needs: gpu -->\n```bash\nasyncrl train x.yaml\n```\n\n```bash\nls\n```\n")
-    assert [block.needs for block in blocks(page)] == ["gpu", ""]

@@ -126,12 +126,8 @@ def test_nothing_comes_after_the_last_word_of_a_learner(tmp_path: Path, ending: 
 
 def test_a_log_on_a_full_disk_changes_no_exit_code(tmp_path: Path) -> None:
     """Else the launcher would start again what would fail again."""
-    script = SERVICE.format(body="raise BadStateError('why')", name="learner")
-    file = tmp_path / "config.yaml"
-    file.write_text(CONFIG.format(run_dir=tmp_path / "run"))
-    with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-c", script, "--config", str(file)], stderr=full, timeout=30)
-    assert done.returncode == ExitCode.BAD_STATE
+    body = "os.dup2(os.open('/dev/full', os.O_WRONLY), 2); raise BadStateError('why')"
+    assert run_service(tmp_path, body).returncode == ExitCode.BAD_STATE
 
 
 def test_an_exit_handler_that_hangs_does_not_keep_a_service(tmp_path: Path) -> None:

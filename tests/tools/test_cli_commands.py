@@ -57,11 +57,13 @@ def test_a_whole_run_tells_its_story_in_plain_lines_and_is_exported(
     config_file: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    config = config_file(evaluation={"before_training": True})
+    host = {"host": "::1"}  # IPv6 is an address as any
+    config = config_file(evaluation={"before_training": True}, network=host, telemetry=host)
     log = tmp_path / "train.log"
     code, printed = finish("train", str(config), log=log)
     assert code == 0, printed + logs(run)
     assert "\x1b" not in printed
+    assert "tcp://[::1]:" in logs(run)
     assert "step 3 of 3: reward" in printed
     assert "held-out accuracy" in printed.splitlines()[-4]
     assert "->" in printed.splitlines()[-4], "before and after"
@@ -84,15 +86,6 @@ def test_a_whole_run_tells_its_story_in_plain_lines_and_is_exported(
     assert main(["eval", str(run / "config.yaml"), "--model", str(run / "export")]) == 0
     evaluation = json.loads((run / "evaluations.jsonl").read_text().splitlines()[-1])
     assert f"accuracy {evaluation['accuracy']:.4f}" in capsys.readouterr().out, "the same as the run's own"
-
-
-@pytest.mark.slow
-def test_a_run_over_ipv6(config_file: Callable[..., Path], tmp_path: Path) -> None:
-    host = {"host": "::1"}
-    file = config_file(network=host, telemetry=host, trainer={"max_steps": 1}, data={"val_files": []})
-    code, printed = finish("train", str(file), log=tmp_path / "train.log")
-    assert code == 0, printed + logs(tmp_path / "run")
-    assert "tcp://[::1]:" in logs(tmp_path / "run")
 
 
 @pytest.mark.slow
@@ -140,14 +133,3 @@ def test_a_killed_side_is_started_again_and_the_run_finishes(
     done = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert done == list(range(1, steps + 1)), "each step once"
     assert not (run / "failure.json").exists()
-
-
-@pytest.mark.slow
-def test_warm_start_runs_in_the_foreground(config_file: Callable[..., Path], digits_data: Path, tmp_path: Path) -> None:
-    rows = f"data.train_files=[{digits_data / 'sft.parquet'}]"
-    file = str(config_file(sft={"steps": 2, "rows_per_step": 8}))
-    code, printed = finish("sft", file, rows, log=tmp_path / "sft.log")
-    assert code == 0, printed
-    assert "step 2 of 2: loss" in printed
-    assert (tmp_path / "run" / "export" / "config.json").exists()
-    assert (tmp_path / "run" / "config.yaml").exists()

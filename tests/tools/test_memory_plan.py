@@ -283,28 +283,6 @@ def test_versions_in_device_memory_are_planned(
     assert "weights that" not in describe(other)
 
 
-@pytest.mark.parametrize("channel", ["nccl", "cuda_ipc"])
-def test_a_budget_without_room_for_versions_is_refused_with_the_other_channel(
-    make_config: MakeConfig, small: Path, channel: str
-) -> None:
-    sections: dict[str, dict[str, Any]] = {
-        "model": {"dtype": "bfloat16"},
-        "batch": {"tokens_per_microbatch": PROMPT + RESPONSE},
-        "rollout": {"max_concurrent_sequences": GROUP},
-    }
-    free = make_plan(over_devices(make_config, small, "shm", channel, **sections))
-    budget = {"budget_gib": free.peak / GIB + 1e-4}
-    assert check_plan(over_devices(make_config, small, "shm", channel, gpu_memory=budget, **sections))
-    with pytest.raises(UserError, match="but the learner") as refused:
-        check_plan(over_devices(make_config, small, channel, channel, gpu_memory=budget, **sections))
-    text = str(refused.value)
-    assert re.search(r"\n  rollout.weights_channel=shm  .* -> ", text)
-    assert "rollout.weights_channel=shm" in text.splitlines()[-1]
-    for line in text.splitlines():  # what a device channel forbids comes with another channel
-        if "trainer.mode=sync" in line or "model.lora.rank" in line:
-            assert "rollout.weights_channel=shm" in line
-
-
 # --- vllm ----------------------------------------------------------------------------------------
 
 

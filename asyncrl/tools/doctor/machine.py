@@ -19,9 +19,6 @@ from asyncrl.tools.memory_plan.plan import size
 from protocol.endpoints import SHARED_MEMORY
 
 SMALL_DISK = 10 * 2**30
-_CGROUP = Path("/sys/fs/cgroup")
-_UNLIMITED = 1 << 60
-"""A limit above is none."""
 DRIVER = Path("/proc/driver/nvidia/version")
 DEVICES_DEADLINE_S = 60.0
 LIST_DEVICES = """
@@ -55,11 +52,9 @@ def find_machine() -> Findings[None]:
 
 def memory_limit() -> int | None:
     """Bytes that a container may use."""
-    for file in (_CGROUP / "memory.max", _CGROUP / "memory" / "memory.limit_in_bytes"):
-        text = file.read_text().strip() if file.is_file() else ""
-        if text.isdigit() and int(text) < _UNLIMITED:
-            return int(text)
-    return None
+    file = Path("/sys/fs/cgroup/memory.max")
+    text = file.read_text().strip() if file.is_file() else ""
+    return int(text) if text.isdigit() else None
 
 
 @dataclass(frozen=True)
@@ -75,13 +70,10 @@ def find_devices() -> Findings[tuple[Device, ...]]:
     command = [sys.executable, "-c", LIST_DEVICES]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DEVICES_DEADLINE_S, check=True)
-    except subprocess.TimeoutExpired:
-        value = f"CUDA did not answer within {DEVICES_DEADLINE_S:g} s"
-        yield Finding("devices", value, "problem", "look at nvidia-smi and dmesg: a GPU or its driver hangs")
-        return ()
-    except subprocess.CalledProcessError as error:
-        last = (error.stderr.strip().splitlines() or ["no message"])[-1]
-        yield Finding("devices", f"torch cannot look at them: {last}", "problem", "bash scripts/install.sh")
+    except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
+        last = str(error.stderr or error).strip().splitlines()[-1]
+        fix = "look at nvidia-smi and dmesg whether a GPU or its driver hangs, else: bash scripts/install.sh"
+        yield Finding("devices", f"torch cannot look at them: {last}", "problem", fix)
         return ()
     facts = json.loads(done.stdout.splitlines()[-1])
     built = f"for CUDA {facts['cuda']}" if facts["cuda"] else "without CUDA"

@@ -16,13 +16,13 @@ import torch
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.models import shared_prefix
-from asyncrl.models.folder import model_folder, read_config
-from asyncrl.models.loading import freeze_vision_tower, has_vision, model_class, refuse_dropout
+from asyncrl.models.folder import read_config
+from asyncrl.models.loading import freeze_vision_tower, has_vision, skeleton
 from asyncrl.models.lora import add_adapter, resolve_adapter
 from asyncrl.models.processing import PLACEHOLDER_ID_NAMES, special_token_ids
 from asyncrl.models.published import published_tensors
 from asyncrl.models.sampling_distribution import entropies, gather_logprobs, sampling_logprobs
-from asyncrl.models.shared_prefix import SHARED_PREFIX_ATTENTION, AttentionBatch, SharedPrefixLayout
+from asyncrl.models.shared_prefix import AttentionBatch, SharedPrefixLayout
 from asyncrl.tools.memory_plan.live_bytes import LiveBytes, cuda_kernels, nbytes
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,12 @@ def rehearse(config: RunConfig) -> ModelBytes:
 
 
 def _rehearse(config: RunConfig) -> ModelBytes:
-    model = _meta_model(config)
+    shared_prefix.register()
+    model = skeleton(config.model, text_attention=shared_prefix.SHARED_PREFIX_ATTENTION)
+    spec = resolve_adapter(config.model)
+    if spec is not None:
+        add_adapter(model, spec)
+        model.to(META)
     if config.model.freeze_vision_tower and not config.model.lora.rank:
         freeze_vision_tower(model)
     if config.learner.gradient_checkpointing:
@@ -114,28 +119,6 @@ def _rehearse(config: RunConfig) -> ModelBytes:
         decode_per_token=(1 + text.num_attention_heads // key_heads) * layer_cache,
         vocabulary=text.vocab_size,
     )
-
-
-def _meta_model(config: RunConfig) -> Any:
-    """The folder's model with its adapters, if it gets any: shapes and no memory."""
-    from transformers import AutoConfig
-
-    shared_prefix.register()
-    remote = config.model.trust_remote_code
-    hf_config = AutoConfig.from_pretrained(model_folder(config.model), trust_remote_code=remote)
-    refuse_dropout(hf_config, config.model)
-    attention: Any = SHARED_PREFIX_ATTENTION
-    if has_vision(hf_config):
-        attention = {"text_config": attention, "vision_config": "sdpa"}
-    dtype = getattr(torch, config.model.dtype)
-    with META:
-        model = model_class(hf_config).from_config(
-            hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=remote
-        )
-    spec = resolve_adapter(config.model)
-    if spec is not None:
-        add_adapter(model, spec)
-    return model.to(META)
 
 
 # --- passes --------------------------------------------------------------------------------------

@@ -84,12 +84,6 @@ def test_wrong_arguments_exit_with_2(arguments: list[str], capsys: pytest.Captur
     assert "usage: asyncrl" in capsys.readouterr().err
 
 
-def test_a_mistake_leaves_nothing_behind(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", str(config_file)]) == 2
-    assert "model.path" in capsys.readouterr().err
-    assert [path.name for path in config_file.parent.iterdir()] == ["config.yaml"]
-
-
 def test_an_existing_run_directory_is_never_written_into(make_config: Callable[..., RunConfig]) -> None:
     config = make_config()
     check_run_dir(config, resume=False)
