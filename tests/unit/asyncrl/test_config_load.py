@@ -48,14 +48,6 @@ def refusal(path: Path, *overrides: str) -> str:
 # --- what is accepted -----------------------------------------------------------------------------
 
 
-def test_a_minimal_file_gets_every_default(minimal: Path) -> None:
-    config = load_config(minimal)
-    assert config.model.path == "some/model"
-    assert config.batch.group_size == 8
-    assert config.sft.optim.lr == 1e-5
-    assert config.learner.optim.lr == 1e-6
-
-
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_every_shipped_configuration_loads(path: Path) -> None:
     config = load_config(path)
@@ -74,8 +66,8 @@ def test_yaml_1_2_exponents_are_numbers_and_words_and_dates_are_text(tmp_path: P
 
 def test_a_partial_section_keeps_the_defaults_around_it(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, MINIMAL + "sft: {optim: {weight_decay: 0.5}}\nlearner:\n"))
-    assert config.sft.optim.lr == 1e-5
-    assert config.sft.optim.weight_decay == 0.5
+    assert (config.model.path, config.batch.group_size, config.learner.optim.lr) == ("some/model", 8, 1e-6)
+    assert (config.sft.optim.lr, config.sft.optim.weight_decay) == (1e-5, 0.5)
     assert config.learner.max_staleness == 2
 
 
@@ -144,25 +136,19 @@ data:
   shuffel: true
 batch:
   group_size: many
-  prompts_per_step: 0
 reward:
   functions: [{function: exact_match}]
 """
-    message = refusal(write(tmp_path, text), "rollout.n=4", "learner.optim.lr=-1")
-    lines = message.splitlines()
-    assert "6 problems" in lines[0]
-    assert len(lines) == 7
-    for expected in (
-        "unknown key rollout.n",
-        "unknown key data.shuffel: did you mean data.shuffle? [",
-        "model.path is missing",
-        "batch.group_size is 'many': expected whole number > 0 [",
-        "batch.prompts_per_step is 0: expected whole number > 0 [",
-        "learner.optim.lr is -1: expected number > 0 [override learner.optim.lr=-1]",
-    ):
-        assert expected in message
-    assert "run.yaml line 5]" in message
-    assert "run.yaml line 7]" in message
+    path = write(tmp_path, text)
+    first, *problems = refusal(path, "rollout.n=4", "learner.optim.lr=-1").splitlines()
+    assert "5 problems" in first
+    assert sorted(problems) == [
+        f"- batch.group_size is 'many': expected whole number > 0 [{path} line 7]",
+        "- learner.optim.lr is -1: expected number > 0 [override learner.optim.lr=-1]",
+        f"- model.path is missing. Add it to {path}, or give model.path=VALUE",
+        f"- unknown key data.shuffel: did you mean data.shuffle? [{path} line 5]",
+        "- unknown key rollout.n. docs/migration.md has other frameworks' names [override rollout.n=4]",
+    ]
 
 
 def test_numbers_that_do_not_fit_each_other(minimal: Path) -> None:
@@ -176,7 +162,6 @@ def test_numbers_that_do_not_fit_each_other(minimal: Path) -> None:
     ("addition", "expected"),
     [
         ("batch: {group_size: true}", "batch.group_size is True: expected whole number > 0"),
-        ("batch: {group_size: 2.5}", "batch.group_size is 2.5: expected whole number > 0"),
         ("batch: {group_size: ~}", "batch.group_size is empty"),
         ("batch: 8", "batch is 8: Input should be a valid dictionary"),
         ("learner: {optim: {lr: .nan}}", "learner.optim.lr is nan: expected number > 0"),

@@ -123,20 +123,16 @@ def test_a_reward_sees_the_whole_sample() -> None:
 
 
 def test_components_are_weighted_and_the_first_failure_is_named() -> None:
-    config = RewardConfig(
-        functions=(
-            RewardFunctionConfig(function=f"{FAULTS}:length", weight=0.5, kwargs={"scale": 2.0}),
-            RewardFunctionConfig(function=f"{FAULTS}:fault", weight=-3, name="inner"),
-            RewardFunctionConfig(function="exact_match", name="accuracy"),
-        ),
-        workers=1,
-        timeout_s=0.4,
-        memory_limit_mib=1024,
+    functions = (
+        RewardFunctionConfig(function=f"{FAULTS}:length", weight=0.5, kwargs={"scale": 2.0}),
+        RewardFunctionConfig(function=f"{FAULTS}:fault", weight=-3, name="inner"),
+        RewardFunctionConfig(function="exact_match", name="accuracy"),
     )
 
     async def scenario(pool: RewardPool) -> list[Score]:
         return [await pool.score(sample_of(fault, answer="fine")) for fault in ("fine", "sleep", "nan", "kill9")]
 
+    config = config_of(timeout_s=0.4).model_copy(update={"functions": functions})
     fine, *failures = run_pool(config, scenario)
     assert fine.components == {"length": 8.0, "inner": 1.0, "accuracy": 1.0}
     assert fine.reward == 0.5 * 8 - 3 * 1 + 1
@@ -154,18 +150,12 @@ def test_samples_are_spread_over_workers_and_only_the_one_being_scored_loses_its
         for fault, score in zip(mixed, scores, strict=True):
             assert (score.status == "ok") == (fault == "fine"), (fault, score)
         assert pool.errors == {"reward_crash": 4, "reward_exception": 2, "reward_timeout": 2}
-
-    run_pool(config_of(workers=2, timeout_s=0.4), scenario)
-
-
-def test_a_score_does_not_depend_on_the_worker() -> None:
-    async def scenario(pool: RewardPool) -> None:
-        for fault in ("random", "set_order"):
+        for fault in ("random", "set_order"):  # a score does not depend on the worker
             scores = await asyncio.gather(*(pool.score(sample_of(fault)) for _ in range(4)))
-            assert {score.reward for score in scores} == {(await pool.score(sample_of(fault))).reward}
+            assert len({score.reward for score in scores}) == 1
         assert len({(await pool.score(sample_of(f"random {i}"))).reward for i in range(4)}) == 4
 
-    run_pool(config_of(workers=2), scenario)
+    run_pool(config_of(workers=2, timeout_s=0.4), scenario)
 
 
 def test_a_worker_keeps_its_state_until_it_is_lost_and_an_idle_death_costs_no_sample() -> None:
@@ -233,28 +223,21 @@ def test_close_during_a_sample_kills_and_says_so() -> None:
     run_pool(config_of(), scenario)
 
 
-def test_editing_a_reward_file_changes_no_running_run(tmp_path: Path) -> None:
+def test_a_running_run_keeps_its_reward_file_and_ends_where_a_worker_cannot_come_back(tmp_path: Path) -> None:
     file = tmp_path / "edited.py"
-    file.write_text(Path(FAULTS).read_text())
+    file.write_text(
+        "import os, needed\ndef reward(sample): return 1.0 if sample.completion == 'fine' else os._exit(1)\n"
+    )
+    (tmp_path / "needed.py").write_text("")
 
     async def scenario(pool: RewardPool) -> None:
         file.write_text("syntax error here")
-        assert (await pool.score(sample_of("os_exit"))).error_kind == "reward_crash"
+        assert (await pool.score(sample_of("die"))).error_kind == "reward_crash"
         assert (await pool.score(sample_of("fine"))).status == "ok"
-
-    run_pool(config_of(f"{file}:fault"), scenario)
-
-
-def test_a_worker_that_cannot_come_back_stops_the_run(tmp_path: Path) -> None:
-    file = tmp_path / "once.py"
-    (tmp_path / "needed_by_once.py").write_text("")
-    file.write_text("import os, needed_by_once\ndef reward(sample): os._exit(1)\n")
-
-    async def scenario(pool: RewardPool) -> None:
-        (tmp_path / "needed_by_once.py").write_text("1/0")
-        assert (await pool.score(sample_of("any"))).error_kind == "reward_crash"
+        (tmp_path / "needed.py").write_text("1/0")
+        assert (await pool.score(sample_of("die"))).error_kind == "reward_crash"
         for _ in range(2):
             with pytest.raises(BadStateError, match=r"could not be started again: .*ZeroDivisionError"):
-                await pool.score(sample_of("any"))
+                await pool.score(sample_of("fine"))
 
     run_pool(config_of(f"{file}:reward"), scenario)
