@@ -58,22 +58,18 @@ def main() -> None:
 
 
 def serve(incoming: BinaryIO, outgoing: BinaryIO) -> None:
-    setup = channel.read_frame(incoming)
+    messages = channel.unpacker(incoming)
+    setup = next(messages, None)
     if setup is None:
         return
     try:
-        components = _load(channel.unpack(setup))
-        ready: dict[str, Any] = {"ready": True}
+        components = _load(setup)
     except UserError as error:
-        components = []
-        ready = {"ready": False, "message": shorten(_with_memory_hint(error), limit=4000)}
-    _send(outgoing, ready)
-    while components:
-        frame = channel.read_frame(incoming)
-        if frame is None:
-            return
-        reply = _score(channel.unpack(frame), components, outgoing)
-        del frame
+        _send(outgoing, {"ready": False, "message": shorten(_with_memory_hint(error), limit=4000)})
+        return
+    _send(outgoing, {"ready": True})
+    for request in messages:
+        reply = _score(request, components, outgoing)
         _send(outgoing, reply)
         if reply.get("error_kind") == "reward_memory":
             return  # what filled the memory may still be held; the pool starts a fresh worker
@@ -93,7 +89,7 @@ def _take_channel() -> tuple[BinaryIO, BinaryIO]:
         os.close(outgoing)
 
     os.register_at_fork(after_in_child=close_in_forks)
-    return os.fdopen(incoming, "rb"), os.fdopen(outgoing, "wb")
+    return os.fdopen(incoming, "rb", buffering=0), os.fdopen(outgoing, "wb")
 
 
 def _load(setup: dict[str, Any]) -> list[Component]:

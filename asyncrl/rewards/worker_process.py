@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgpack
+
 import asyncrl
 from asyncrl.errors import UserError
 from asyncrl.rewards import channel
@@ -36,6 +38,7 @@ class WorkerProcess:
         self._process = process
         self._stdin = process.stdin
         self._stdout = process.stdout
+        self._messages = channel.unpacker(max_bytes=channel.MAX_REPLY_BYTES)
         self.begun: int | None = None
         """Index of the component that the worker began last for the latest sample."""
         self._stopping: asyncio.Task[None] | None = None
@@ -100,19 +103,18 @@ class WorkerProcess:
             raise UserError(str(reply.get("message")))
 
     async def _read_reply(self) -> dict[str, Any]:
-        try:
-            while True:
-                (length,) = channel.LENGTH.unpack(await self._stdout.readexactly(channel.LENGTH.size))
-                if length > channel.MAX_REPLY_BYTES:
-                    raise ValueError(f"{length} bytes announced")
-                message = channel.unpack(await self._stdout.readexactly(length))
-                if "begun" not in message:
-                    return message
-                self.begun = message["begun"]
-        except asyncio.IncompleteReadError:
-            raise WorkerDied(await self._how_it_ended()) from None
-        except ValueError as error:
-            raise WorkerDied(f"it sent a malformed reply ({error})") from None
+        while True:
+            try:
+                for message in self._messages:
+                    if "begun" not in message:
+                        return message
+                    self.begun = message["begun"]
+                received = await self._stdout.read(1 << 16)
+                self._messages.feed(received)
+            except (TypeError, ValueError, msgpack.UnpackException) as error:
+                raise WorkerDied(f"it sent a malformed reply ({error})") from None
+            if not received:
+                raise WorkerDied(await self._how_it_ended())
 
     async def _how_it_ended(self) -> str:
         try:
