@@ -21,7 +21,7 @@ from typing import Any
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.processing import PromptProcessor
 from learner.network.publication import publish
-from learner.training.engines import create_engine as create_train_engine
+from learner.training.engine import create_engine as create_train_engine
 from protocol.endpoints import SHARED_MEMORY
 from protocol.weights import Publication
 from rollout_server.engines import create_engine

@@ -22,8 +22,8 @@ from asyncrl.data.images import content_hash
 from asyncrl.models.processing import EncodedPrompt, PromptProcessor
 from asyncrl.tools.memory_plan.plan import GIB, MemoryPlan, make_plan
 from learner.network.publication import open_publication, publish
-from learner.training.engines import create_engine as create_learner
-from learner.training.engines.base import TrainEngine
+from learner.training.engine import TorchEngine
+from learner.training.engine import create_engine as create_learner
 from learner.training.packing import Completion as TrainCompletion
 from learner.training.packing import TrainGroup, build_micro_batch, plan_micro_batches
 from protocol.messages import ChatMessage, ImagePart, Prompt, Sampling, TextPart
@@ -198,7 +198,7 @@ async def sample(engine: InferenceEngine, prompts: Sequence[CyclePrompt], config
 
 
 def train(
-    learner: TrainEngine, prompts: Sequence[CyclePrompt], groups: Sequence[Sequence[Completion]], config: RunConfig
+    learner: TorchEngine, prompts: Sequence[CyclePrompt], groups: Sequence[Sequence[Completion]], config: RunConfig
 ) -> np.ndarray:
     """One update that raises the log-prob of every sampled token. [N] |engine's - learner's log-prob| before it."""
     rows = [completion for group in groups for completion in group]

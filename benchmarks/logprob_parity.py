@@ -24,7 +24,7 @@ from asyncrl.models.processing import PromptProcessor
 from learner.network.logprob_parity import compare
 from learner.tickets.ticket import ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter
-from learner.training.engines import create_engine as create_train_engine
+from learner.training.engine import create_engine as create_train_engine
 from protocol.messages import TicketKind
 from rollout_server.engines import create_engine
 from rollout_server.production import GroupProducer

@@ -75,7 +75,7 @@ def config_for(model: Path, run: str, level: int) -> RunConfig:
 def learner_side(model: Path, run: str) -> dict[str, float]:
     import torch
 
-    from learner.training.engines.torch_engine import TorchEngine
+    from learner.training.engine import TorchEngine
 
     config = config_for(model, run, 1)
     engine = TorchEngine(config, config.learner.optim, 1)

@@ -33,8 +33,8 @@ from asyncrl.models.loading import stop_token_ids
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import load_published
 from learner.tickets.ticket_writer import TicketWriter
-from learner.training.engines import create_engine as create_train_engine
-from learner.training.engines.base import TrainEngine
+from learner.training.engine import TorchEngine
+from learner.training.engine import create_engine as create_train_engine
 from learner.training.packing import Completion, TrainGroup, build_micro_batch, plan_micro_batches
 from rollout_server.engines import create_engine
 from rollout_server.engines.base import Completion as Sampled
@@ -122,7 +122,7 @@ def train_groups(requests: Sequence[GenerationRequest], completions: Sequence[Sa
     return groups
 
 
-def train(config: RunConfig, trainer: TrainEngine, groups: Sequence[TrainGroup], updates: int) -> list[Weights]:
+def train(config: RunConfig, trainer: TorchEngine, groups: Sequence[TrainGroup], updates: int) -> list[Weights]:
     """The initial policy and those after each optimiser step."""
     random = torch.Generator().manual_seed(1)
     policies = [{name: tensor.clone() for name, tensor in trainer.published_state()}]
@@ -140,7 +140,7 @@ def train(config: RunConfig, trainer: TrainEngine, groups: Sequence[TrainGroup],
 
 def gaps_after_switch(
     config: RunConfig,
-    trainer: TrainEngine,
+    trainer: TorchEngine,
     requests: Sequence[GenerationRequest],
     run: Run,
     policies: Sequence[Weights],

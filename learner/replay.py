@@ -10,11 +10,11 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -32,8 +32,8 @@ from asyncrl.run_folder.checkpoints import ADAPTER_FOLDER, CHECKPOINTS, MODEL_FO
 from asyncrl.telemetry.jsonl import JsonlTail
 from asyncrl.telemetry.reading import is_there, unreadable_as_user_error
 from asyncrl.telemetry.recorder import CONFIG_FILE, METRICS_FILE
-from asyncrl.tools.step_comparison import Comparison, compare_numbers, compare_weights
-from learner.checkpoint.format import LearnerState, complete_checkpoints, read_state
+from asyncrl.tools.step_comparison import TOLERANCE, Comparison, compare_numbers, compare_weights
+from learner.checkpoint.format import complete_checkpoints, read_state
 from learner.resume import check_initial_model
 from learner.tickets.recorded_batch import batch_again, read_batch
 from learner.tickets.ticket_writer import TicketWriter
@@ -75,52 +75,38 @@ class ReplayableRun:
         """Return the step of the checkpoint that `step` is made from; 0 for the initial model."""
         return max((number for number in self.checkpoints if number < step), default=0)
 
-    def beginning(self, step: int) -> str:
-        start = self.begin_before(step)
-        return f"the checkpoint of step {start}" if start else "the initial model"
-
     def check(self, step: int) -> None:
         """Raise UserError unless the run has everything that the step needs."""
-        size = self.config.batch.prompts_per_step
-        kept = {step for step, groups in self.journal.kept_steps().items() if groups == size}
-        last = self.journal.last_step()
-        if 1 <= step <= last and step in self.metrics and not self._lost(step, kept):
-            return
-        if not 1 <= step <= last:
-            why = f"it has trained {last} steps"
-        elif step not in self.metrics:
-            why = f"{METRICS_FILE} has no line of it to compare with"
-        else:
-            why = (
-                f"it would begin at {self.beginning(step)}, and the groups of steps {spans(self._lost(step, kept))} "
-                "are not kept any more (trainer.keep_samples_gib)"
+        kept = self.journal.kept_steps()
+        if not self._has(step, kept):
+            possible = [number for number in sorted(kept) if self._has(number, kept)]
+            raise UserError(
+                f"step {step} of {self.run_dir} cannot be made again: the run has not trained it, {METRICS_FILE} has "
+                f"no line of it, or groups of a step since step {self.begin_before(step)} are not kept any more "
+                f"(trainer.keep_samples_gib). These can be made again: {spans(possible) or 'none'}"
             )
-        possible = [n for n in range(1, last + 1) if n in self.metrics and not self._lost(n, kept)]
-        can = f"These can be made again: {spans(possible)}" if possible else "No step of it can"
-        raise UserError(f"step {step} of {self.run_dir} cannot be made again: {why}. {can}")
 
-    def _lost(self, step: int, kept: set[int]) -> list[int]:
-        """Return the steps from the beginning to `step` whose groups are not all kept."""
-        return sorted(set(range(self.begin_before(step) + 1, step + 1)) - kept)
+    def _has(self, step: int, kept: Mapping[int, int]) -> bool:
+        """Return whether the step is recorded, and all groups from its beginning to it are `kept` (number by step)."""
+        steps = range(self.begin_before(step) + 1, step + 1)
+        return step in self.metrics and all(kept.get(n) == self.config.batch.prompts_per_step for n in steps)
 
 
 def _check_overrides(own: RunConfig, config: RunConfig, settings: Iterable[str]) -> None:
-    """Raise UserError for an override of `settings`, the names of those by which the journal's groups were sampled."""
+    """Raise UserError for an override of `settings`, the names of those by which the journal's groups were sampled.
+
+    Some of these names are no keys: what they stand for cannot be overridden.
+    """
     for name in settings:
-        before, now = _value(own, name), _value(config, name)
+        try:
+            before, now = (attrgetter(name)(one) for one in (own, config))
+        except AttributeError:
+            continue
         if before != now:
             raise UserError(
                 f"{name}={now} cannot be tried on a step of the journal: its groups were handed out and sampled with "
                 f"{before}. Leave it out; what can be tried is a setting of the update, such as learner.optim.lr"
             )
-
-
-def _value(config: RunConfig, name: str) -> Any:
-    """Return the value of a dotted key, or None: the journal also names settings that are no keys."""
-    value: Any = config
-    for part in name.split("."):
-        value = getattr(value, part, None)
-    return value
 
 
 def spans(steps: Sequence[int]) -> str:
@@ -140,7 +126,7 @@ def replay(run: ReplayableRun, step: int) -> Iterator[Comparison]:
     start = run.begin_before(step)
     torch.manual_seed(run.config.trainer.seed)  # as a learner does at its start
     checkpoint = run.checkpoints.get(start)
-    state = _read_state(checkpoint) if checkpoint else None
+    state = read_state(checkpoint) if checkpoint else None
     config = run.config
     processor = PromptProcessor(config.model)
     if checkpoint and state and not state.adapter:
@@ -151,6 +137,7 @@ def replay(run: ReplayableRun, step: int) -> Iterator[Comparison]:
     if checkpoint is None:
         check_initial_model(run.journal, training.engine.published_state())
     size, device = config.batch.prompts_per_step, training.engine.device
+    tolerance = 0.0 if device.type == "cpu" else TOLERANCE[config.model.dtype]
     while training.progress.step < step:
         number = training.progress.step + 1
         recorded = run.metrics.get(number, {})
@@ -162,19 +149,12 @@ def replay(run: ReplayableRun, step: int) -> Iterator[Comparison]:
         weights = None
         if number in run.checkpoints and number == step:
             saved = _saved_weights(config, checkpoint_folder(run.run_dir, number), device)
-            weights = compare_weights(saved, dict(training.engine.published_state()))
-        yield Comparison(number, device.type, config.model.dtype, compare_numbers(recorded, values), weights)
-
-
-def _read_state(checkpoint: Path) -> LearnerState:
-    """Read a checkpoint's state. Raises UserError where its files cannot be opened: they may be undamaged."""
-    for file in checkpoint.rglob("*"):
-        is_there(file)
-    return read_state(checkpoint)
+            weights = compare_weights(saved, dict(training.engine.published_state()), tolerance)
+        yield Comparison(number, tolerance, compare_numbers(recorded, values, tolerance), weights)
 
 
 def _saved_weights(config: RunConfig, checkpoint: Path, device: torch.device) -> dict[str, torch.Tensor]:
-    state = _read_state(checkpoint)
+    state = read_state(checkpoint)
     if state.adapter:
         return read_adapter(checkpoint / ADAPTER_FOLDER)
     model = config.model.model_copy(update={"path": str(checkpoint / MODEL_FOLDER)})
@@ -199,7 +179,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return ExitCode.USER_ERROR if isinstance(error, UserError) else ExitCode.BAD_STATE
     *before, last = compared
-    print(f"step {parsed.step} of {parsed.run_dir}, from {run.beginning(parsed.step)}")
+    start = run.begin_before(parsed.step)
+    beginning = f"the checkpoint of step {start}" if start else "the initial model"
+    print(f"step {parsed.step} of {parsed.run_dir}, from {beginning}")
     differing = [c.step for c in before if not c.is_equal]
     if before:
         print(f"steps between: {spans([c.step for c in before])}; {spans(differing) or 'none'} differ")

@@ -48,8 +48,6 @@ logger = logging.getLogger(__name__)
 
 COULD_NOT_START = "the learner could not start"
 FINISHED = "the run is finished"
-LONG_CATCH_UP_S = 60.0
-"""A repetition of steps that took longer than this ends in a checkpoint, whatever trainer.save_freq is."""
 RECONNECTION_S = 4.0
 """Time after which, plus a heartbeat, servers have reconnected to a restarted learner with what they still hold."""
 
@@ -132,7 +130,7 @@ class Learner:
         self._connect_parts()
         if start.journal:
             self.reporter.truncate_after(self.progress.step, made_again=self.ledger.last_step)
-            self.saver.forget_groups(self.progress.step)  # if the last process died after its checkpoint
+            self.saver.forget_groups()  # if the last process died after its checkpoint
 
     def _connect_parts(self) -> None:
         """Create the parts of the main thread, which use what has been opened."""
@@ -156,8 +154,7 @@ class Learner:
             step=self.progress.step,
             total_steps=total_steps,
         )
-        names = {"run_id": self.run_id, "architecture": self.training.architecture, "base": self.training.base}
-        self.saver = Saver(config, self.engine, self.processor.processor, self.ledger, self.reporter, **names)
+        self.saver = Saver(config, self.training, self.ledger, self.reporter, self.run_id)
 
     def run(self) -> None:
         """Train to the last step and export.
@@ -203,15 +200,12 @@ class Learner:
         if first > last:
             return
         logger.info("making steps %d to %d again, from the journal", first, last)
-        began = time.monotonic()
         while self.progress.step < last:
             self.network.check()
             self._status("catching up", f"step {self.progress.step + 1} of {last} from the journal")
             started = time.monotonic()
             groups = self.ledger.take_again(self.progress.step + 1, self.writer.write)
             self._learn(groups, started, publish=False)
-        if time.monotonic() - began > LONG_CATCH_UP_S:
-            self._save()  # not a second time
 
     def _one_step(self) -> None:
         """Receive, learn, publish, let new tickets out, report."""
@@ -226,7 +220,7 @@ class Learner:
             self._save_if_due()
 
     def _save_if_due(self) -> None:
-        if self.saver.is_due(self.progress):
+        if self.saver.is_due():
             self._save()
 
     def _learn(self, groups: Sequence[ReceivedGroup], started: float, *, publish: bool) -> None:
@@ -271,7 +265,7 @@ class Learner:
 
     def _save(self) -> None:
         with self.network.timeline.doing(LEARNER, "saving"):
-            self.saver.save(self.progress, self.training.controllers())
+            self.saver.save()
 
     # --- the end and the status -----------------------------------------------------------------------
 

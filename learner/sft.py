@@ -28,7 +28,7 @@ from asyncrl.service_entry import Start, run_service
 from asyncrl.telemetry.recorder import RunRecorder
 from asyncrl.telemetry.trackers import open_trackers
 from learner.resume import refuse_taken
-from learner.training.engines import create_engine
+from learner.training.engine import create_engine
 from learner.training.packing import Completion, TrainGroup, build_micro_batch, plan_micro_batches
 
 logger = logging.getLogger(__name__)

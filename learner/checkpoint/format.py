@@ -26,7 +26,7 @@ from asyncrl.models.lora import read_adapter, write_adapter_folder
 from asyncrl.models.published import load_published
 from asyncrl.run_folder.checkpoints import ADAPTER_FOLDER, MODEL_FOLDER, checkpoint_folder, checkpoint_folders
 from asyncrl.run_folder.full_disk import is_disk_full
-from learner.training.engines.base import TrainEngine
+from learner.training.engine import TorchEngine
 from protocol.faults import crash_point
 from protocol.messages import AdapterSpec
 
@@ -51,7 +51,7 @@ class LearnerState:
     """Name -> state of each setting that adapts itself during the run."""
 
 
-def save_checkpoint(run_path: Path, engine: TrainEngine, processor: Any, state: LearnerState, keep: int) -> Path:
+def save_checkpoint(run_path: Path, engine: TorchEngine, processor: Any, state: LearnerState, keep: int) -> Path:
     """Write the step's checkpoint and remove all but the newest `keep`. Its model folder is a Hugging Face folder.
 
     Raises BadStateError where there is no room for it; nothing of it is then left.
@@ -78,7 +78,7 @@ def save_checkpoint(run_path: Path, engine: TrainEngine, processor: Any, state: 
     return folder
 
 
-def _write(building: Path, engine: TrainEngine, processor: Any, state: LearnerState) -> None:
+def _write(building: Path, engine: TorchEngine, processor: Any, state: LearnerState) -> None:
     """Write all files of a checkpoint, and bring them to the disk."""
     building.mkdir(parents=True)
     model = engine.unwrap_model()
@@ -124,18 +124,15 @@ def read_state(folder: Path) -> LearnerState:
 
 def check_adapter(folder: Path, state: LearnerState, adapter: AdapterSpec | None, base: str) -> None:
     """Raises UserError unless the checkpoint has such an adapter, for these base weights. Nothing is loaded yet."""
-    mine = {} if adapter is None else adapter.model_dump(mode="json")
-    theirs = state.adapter or {}
-    changed = [name for name in ("rank", "alpha", "target_modules") if mine.get(name) != theirs.get(name)]
-    if changed:
-
-        def short(value: Any) -> str:
-            return f"{len(value)} layers" if isinstance(value, list) else str(value or "none")
-
-        was = ", ".join(f"{name} {short(theirs.get(name))} there, {short(mine.get(name))} here" for name in changed)
+    theirs = AdapterSpec.model_validate(state.adapter) if state.adapter else None
+    if adapter != theirs:
+        was, now = (
+            f"rank {spec.rank}, alpha {spec.alpha}, {len(spec.target_modules)} layers" if spec else "none"
+            for spec in (theirs, adapter)
+        )
         raise UserError(
-            f"--resume: {folder} was written with another model.lora: {was}. Resume with the run's own config.yaml, or "
-            f"export the checkpoint and start a new run from it: asyncrl export {folder.parent.parent} TARGET"
+            f"--resume: {folder} was written with another model.lora: {was} there, {now} here. Resume with the run's "
+            f"own config.yaml, or start a new run from it: asyncrl export {folder.parent.parent} TARGET"
         )
     if base != state.base:
         raise UserError(
@@ -144,13 +141,8 @@ def check_adapter(folder: Path, state: LearnerState, adapter: AdapterSpec | None
         )
 
 
-def restore_engine(folder: Path, engine: TrainEngine, state: LearnerState, architecture: str) -> None:
+def restore_engine(folder: Path, engine: TorchEngine) -> None:
     """Adapter, optimiser and random state; a whole model was loaded from the checkpoint's model folder."""
-    if state.architecture != architecture:
-        raise UserError(
-            f"{folder} is a checkpoint of another model (fingerprint {state.architecture}, this one has "
-            f"{architecture}). Resume with the run's own config.yaml"
-        )
     if engine.adapter is not None:
         load_published(engine.unwrap_model(), read_adapter(folder / ADAPTER_FOLDER).items())
     engine.load(folder)
@@ -171,21 +163,18 @@ def write_checksums(folder: Path) -> None:
 
 
 def check_files(folder: Path) -> None:
-    """Raises BadStateError naming the first file that is missing or is not what was written."""
+    """Raises BadStateError naming the first file that is not what was written, or is missing."""
     try:
         expected, actual = json.loads((folder / CHECKSUMS_FILE).read_text()), _checksums(folder)
-        for name in sorted(expected.keys() | actual.keys()):
-            if name not in actual:
-                raise ValueError(f"{name} is missing")
-            if name not in expected:
-                raise ValueError(f"{name} does not belong there")
-            if actual[name] != expected[name]:
-                raise ValueError(f"{name} is not what was written (checksum)")
-    except (OSError, ValueError, AttributeError) as problem:
+        changed = sorted(name for name, _ in expected.items() ^ actual.items())
+        problem = f"{changed[0]} is not what was written (checksum), or is missing" if changed else ""
+    except (OSError, ValueError, AttributeError) as error:
+        problem = str(error)
+    if problem:
         raise BadStateError(
             f"the checkpoint {folder} cannot be used: {problem}. Restore it from a backup, or start a new run from "
             "an older one's model (asyncrl export RUN TARGET --checkpoint STEP, then model.path=TARGET)"
-        ) from problem
+        )
 
 
 def _checksums(folder: Path) -> dict[str, str]:

@@ -16,7 +16,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, WaitTimeoutError
 from asyncrl.telemetry.timeline import LEARNER, Timeline
 from learner.network.servers import Servers, ServerState
-from learner.training.engines.base import TrainEngine
+from learner.training.engine import TorchEngine
 from protocol.errors import ErrorCode
 from protocol.faults import crash_point
 from protocol.lease import POLL_S, DeviceLease, LeaseError, describe
@@ -91,7 +91,7 @@ class DeviceTurns:
 
     config: RunConfig
     lease: DeviceLease | None
-    engine: TrainEngine
+    engine: TorchEngine
     grants: LeaseGrants
     call_soon: Callable[..., None]
     """Runs a method of `grants` on the network thread."""

@@ -7,11 +7,11 @@ id, log-prob and version. A mismatch refuses the group with a reason that names 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
 
 import numpy as np
 
-from asyncrl.errors import UserError
 from asyncrl.models.processing import PromptFacts
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import FinishReason, Group, Ticket, printable
@@ -34,72 +34,49 @@ def verify_group(
 
     `sender` is the server whose connection it came over, `components` are the names of the reward's components.
     """
-    problem = (
-        _sender_problem(group, sender)
-        or _prompt_problem(group, prompt)
-        or _shape_problem(group, ticket)
-        or _token_problem(group, ticket, vocabulary)
-        or _ending_problem(group, ticket)
-        or _version_problem(group, ticket, version)
-        or _score_problem(group, components)
+    problems = chain(
+        [f"it is signed by {group.server_id}"] if group.server_id != sender else [],
+        prompt_problems(group, prompt),
+        _shape_problems(group, ticket),
+        _token_problems(group, ticket, vocabulary),
+        _ending_problems(group, ticket),
+        _version_problems(group, ticket, version),
+        _score_problems(group, components),
     )
-    if problem:
+    if problem := next(problems, None):
         raise ProtocolError(ErrorCode.REFUSED_GROUP, f"row {ticket.prompt.row_id} from {sender}: {problem}")
 
 
-def check_journaled(group: Group, ticket: Ticket, prompt: PromptFacts) -> None:
-    """Raise UserError unless a journaled group is of the prompt that its ticket has now, after a restart."""
-    problem = _prompt_problem(group, prompt)
-    if problem:
-        raise UserError(
-            f"--resume: the journaled group of ticket {ticket.ticket_id} was not sampled from row "
-            f"{ticket.prompt.row_id} as it is now: {problem}. Resume with the data, the data.* settings and the "
-            "model folder that the run began with"
-        )
-
-
-def _sender_problem(group: Group, sender: str) -> str | None:
-    """Check the server's signature: its name goes into the journal."""
-    return None if group.server_id == sender else f"it is signed by {group.server_id}"
-
-
-def _prompt_problem(group: Group, prompt: PromptFacts) -> str | None:
-    videos = prompt.video_grids[:0] if group.video_grids is None else group.video_grids
-    problem = (
-        _media_problem("image", group.image_hashes, prompt.image_hashes)
-        or _media_problem("video", group.video_hashes, prompt.video_hashes)
-        or _grid_problem("image", group.image_grids, prompt.image_grids)
-        or _grid_problem("video", videos, prompt.video_grids)
-    )
-    if problem or _same(group.prompt_ids, prompt.token_ids):
-        return problem
+def prompt_problems(group: Group, prompt: PromptFacts) -> Iterator[str]:
+    """Compare what a group was sampled from with the prompt that its ticket has."""
+    yield from _media_problems("image", group.image_hashes, prompt.image_hashes)
+    yield from _media_problems("video", group.video_hashes, prompt.video_hashes)
+    video_grids = prompt.video_grids[:0] if group.video_grids is None else group.video_grids
+    for kind, theirs, mine in (
+        ("image", group.image_grids, prompt.image_grids),
+        ("video", video_grids, prompt.video_grids),
+    ):
+        if not _same(theirs, mine):
+            yield (
+                f"{kind} grids (temporal, height, width in patches) differ: {theirs.tolist()} against {mine.tolist()}. "
+                "Do both sides have the same processor settings, such as the limits of the size?"
+            )
     theirs, mine = group.prompt_ids, prompt.token_ids
-    common = min(len(theirs), len(mine))
-    differing = np.flatnonzero(theirs[:common] != mine[:common])
-    position = int(differing[0]) if differing.size else common
-    return f"prompt ids differ from position {position} ({len(theirs)} ids against {len(mine)})"
+    if not _same(theirs, mine):
+        position = next((i for i, (a, b) in enumerate(zip(theirs, mine, strict=False)) if a != b), "their end")
+        yield f"prompt ids differ from position {position} ({len(theirs)} ids against {len(mine)})"
 
 
-def _media_problem(kind: str, theirs: Sequence[str], mine: Sequence[str]) -> str | None:
+def _media_problems(kind: str, theirs: Sequence[str], mine: Sequence[str]) -> Iterator[str]:
     """Compare hashes. `theirs` are of the bytes that the server encoded, in the order in which its engine saw them."""
-    if theirs == mine:
-        return None
     if len(theirs) != len(mine):
-        return f"the engine saw {len(theirs)} {kind}(s), the prompt has {len(mine)}"
-    if sorted(theirs) == sorted(mine):
-        return f"the {kind}s are in another order"
-    number = next(i for i, (a, b) in enumerate(zip(theirs, mine, strict=True)) if a != b)
+        yield f"the engine saw {len(theirs)} {kind}(s), the prompt has {len(mine)}"
+    elif theirs != mine and sorted(theirs) == sorted(mine):
+        yield f"the {kind}s are in another order"
     what = "other bytes" if kind == "image" else "other frames, or the same in another order or number"
-    return f"{kind} {number} has {what}: their hash is {theirs[number][:12]}, not {mine[number][:12]}"
-
-
-def _grid_problem(kind: str, theirs: np.ndarray, mine: np.ndarray) -> str | None:
-    if _same(theirs, mine):
-        return None
-    return (
-        f"{kind} grids (temporal, height, width in patches) differ: {theirs.tolist()} against {mine.tolist()}. "
-        "Do both sides have the same processor settings, such as the limits of the size?"
-    )
+    for number, (other, own) in enumerate(zip(theirs, mine, strict=False)):
+        if other != own:
+            yield f"{kind} {number} has {what}: their hash is {other[:12]}, not {own[:12]}"
 
 
 def _same(theirs: np.ndarray, mine: np.ndarray) -> bool:
@@ -107,112 +84,94 @@ def _same(theirs: np.ndarray, mine: np.ndarray) -> bool:
     return theirs.shape == mine.shape and theirs.tobytes() == mine.astype(theirs.dtype, copy=False).tobytes()
 
 
-def _shape_problem(group: Group, ticket: Ticket) -> str | None:
+def _shape_problems(group: Group, ticket: Ticket) -> Iterator[str]:
     if len(group.trajectories) != ticket.group_size:
-        return f"{len(group.trajectories)} trajectories for a group size of {ticket.group_size}"
+        yield f"{len(group.trajectories)} trajectories for a group size of {ticket.group_size}"
     longest = int(group.lengths.max())
     if longest > ticket.sampling.max_new_tokens:
-        return f"a completion of {longest} tokens, over max_new_tokens {ticket.sampling.max_new_tokens}"
+        yield f"a completion of {longest} tokens, over max_new_tokens {ticket.sampling.max_new_tokens}"
     if group.loss_mask.size and group.loss_mask.max() > 1:
-        return "loss_mask has values other than 0 and 1"
-    return None
+        yield "loss_mask has values other than 0 and 1"
 
 
-def _token_problem(group: Group, ticket: Ticket, vocabulary: int) -> str | None:
+def _token_problems(group: Group, ticket: Ticket, vocabulary: int) -> Iterator[str]:
     if group.token_ids.size == 0:
-        return None
+        return
     if int(np.maximum.reduce(group.token_ids.view(np.uint32))) >= vocabulary:  # a negative id becomes a large one
-        return f"token ids outside the vocabulary of {vocabulary}"
-    token_ids, logprobs = _sampled(group)
+        yield f"token ids outside the vocabulary of {vocabulary}"
+    token_ids, logprobs = group.token_ids, group.logprobs
+    if group.loss_mask.min() == 0:  # else no copy: the policy sampled all of them
+        token_ids, logprobs = token_ids[group.loss_mask == 1], logprobs[group.loss_mask == 1]
     banned = np.unique(token_ids[np.isin(token_ids, ticket.sampling.banned_token_ids)])
     if banned.size:
-        return (
+        yield (
             f"the policy sampled image placeholder ids {banned.tolist()}: the engine must ban them, "
             "or training would fail with image features that do not match image tokens"
         )
     # NaN fails both comparisons.
     if logprobs.size and not (logprobs.max() <= LOGPROB_SLACK and logprobs.min() > -np.inf):
-        return "a sampled token has a log-prob that is not finite or above 0"
-    return None
+        yield "a sampled token has a log-prob that is not finite or above 0"
 
 
-def _ending_problem(group: Group, ticket: Ticket) -> str | None:
+def _ending_problems(group: Group, ticket: Ticket) -> Iterator[str]:
     """Check how completions end: text that is tokenised again loses its stop token, or changes its length."""
-    ends = np.cumsum(group.lengths)
-    for index, (record, length, end) in enumerate(
-        zip(group.trajectories, group.lengths.tolist(), ends.tolist(), strict=True)
-    ):
+    most = ticket.sampling.max_new_tokens
+    ends = np.cumsum(group.lengths).tolist()
+    for index, (record, length, end) in enumerate(zip(group.trajectories, group.lengths.tolist(), ends, strict=True)):
         if not length or not group.loss_mask[end - 1]:
             continue
-        last, most = int(group.token_ids[end - 1]), ticket.sampling.max_new_tokens
+        last = int(group.token_ids[end - 1])
         if record.finish_reason is FinishReason.STOP and last not in ticket.sampling.stop_token_ids:
-            return (
+            yield (
                 f"completion {index} ended by a stop token, but its last token is {last}. "
                 "The ids must be those that the engine sampled, never its text tokenised again"
             )
         if record.finish_reason is FinishReason.LENGTH and length < most:
-            return (
+            yield (
                 f"completion {index} was cut at {length} tokens, before max_new_tokens {most}. The ids must be those "
                 "that the engine sampled, and its context must hold the longest prompt and completion"
             )
-    return None
 
 
-def _sampled(group: Group) -> tuple[np.ndarray, np.ndarray]:
-    """Select ids and log-probs of the tokens that the policy sampled; no copy where that is all of them. [S], [S]"""
-    if group.loss_mask.min() == 1:
-        return group.token_ids, group.logprobs
-    sampled = group.loss_mask == 1
-    return group.token_ids[sampled], group.logprobs[sampled]
-
-
-def _version_problem(group: Group, ticket: Ticket, version: int) -> str | None:
+def _version_problems(group: Group, ticket: Ticket, version: int) -> Iterator[str]:
     if group.versions.size == 0:
-        return None
+        return
     oldest, newest = int(group.versions.min()), int(group.versions.max())
     if oldest < ticket.min_version or newest > version:
-        return f"token versions {oldest} to {newest}, but the ticket allows {ticket.min_version} to {version}"
+        yield f"token versions {oldest} to {newest}, but the ticket allows {ticket.min_version} to {version}"
     if group.kv_versions is not None:
         if (group.kv_versions > group.versions).any():
-            return "a token was sampled from a key-value cache that is newer than the policy that sampled it"
+            yield "a token was sampled from a key-value cache that is newer than the policy that sampled it"
         if group.kv_versions.min() < ticket.min_version:
-            return f"the key-value cache is of version {group.kv_versions.min()}, before {ticket.min_version}"
-    return _falling_problem(group) if oldest < newest else None
-
-
-def _falling_problem(group: Group) -> str | None:
-    """Check that versions never fall within a completion: an engine only takes up newer weights."""
-    owner = np.repeat(np.arange(group.lengths.size), group.lengths)
+            yield f"the key-value cache is of version {group.kv_versions.min()}, before {ticket.min_version}"
+    if oldest == newest:
+        return
     sampled = group.loss_mask == 1
-    owner, versions = owner[sampled], group.versions[sampled]
-    fallen = np.flatnonzero((np.diff(versions) < 0) & (np.diff(owner) == 0))
-    if not fallen.size:
-        return None
-    before, after = versions[fallen[0] : fallen[0] + 2].tolist()
-    return (
-        f"completion {owner[fallen[0]]} has a token of version {before} and then one of version {after}: versions "
-        "within a completion never fall, so these are not those that sampled it"
-    )
+    owner, versions = np.repeat(np.arange(group.lengths.size), group.lengths)[sampled], group.versions[sampled]
+    for place in np.flatnonzero((np.diff(versions) < 0) & (np.diff(owner) == 0)):
+        yield (
+            f"completion {owner[place]} has a token of version {versions[place]} and then one of version "
+            f"{versions[place + 1]}: versions within a completion never fall, so these are not those that sampled it"
+        )
 
 
-def _score_problem(group: Group, components: Collection[str]) -> str | None:
+def _score_problems(group: Group, components: Collection[str]) -> Iterator[str]:
     expected = set(components)
     for index, record in enumerate(group.trajectories):
         scored = record.status.is_scored
         if scored != (record.reward is not None):
-            return f"trajectory {index} is {record.status} with reward {record.reward}"
+            yield f"trajectory {index} is {record.status} with reward {record.reward}"
         if record.reward is not None and not math.isfinite(record.reward):
-            return f"trajectory {index} has reward {record.reward}"
+            yield f"trajectory {index} has reward {record.reward}"
         if not scored and not record.error_kind:
-            return f"trajectory {index} is {record.status} without an error kind"
+            yield f"trajectory {index} is {record.status} without an error kind"
         if scored and record.rewards.keys() != expected:
-            return (
+            yield (
                 f"trajectory {index} has the reward components {_named(record.rewards)}, here they are "
                 f"{_named(components)}. Do both sides have the same reward.functions?"
             )
         if not all(map(math.isfinite, record.rewards.values())):
-            return f"trajectory {index} has a reward component that is not finite"
-    return None
+            yield f"trajectory {index} has a reward component that is not finite"
 
 
 def _named(components: Collection[str]) -> str:

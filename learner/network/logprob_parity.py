@@ -14,8 +14,8 @@ from asyncrl.models.processing import PromptProcessor
 from learner.network.parity_handshake import ParityCheck, ParityHandshake
 from learner.reporting.reporter import Reporter
 from learner.tickets.ticket import ReceivedGroup
-from learner.training.batch import Batch, make_batch
-from learner.training.engines.base import TrainEngine
+from learner.training.batch import make_batch
+from learner.training.engine import TorchEngine
 from learner.training.packing import build_micro_batch, plan_micro_batches
 
 logger = logging.getLogger(__name__)
@@ -41,37 +41,27 @@ class Parity:
 
 @torch.no_grad()
 def compare(
-    engine: TrainEngine, processor: PromptProcessor, received: Sequence[ReceivedGroup], tokens_per_microbatch: int
+    engine: TorchEngine, processor: PromptProcessor, received: Sequence[ReceivedGroup], tokens_per_microbatch: int
 ) -> Parity:
     """Compare groups that were sampled with the weights that the engine has now."""
     batch = make_batch(received, processor)
     learner = torch.full_like(batch.behaviour_logprobs, float("nan"))
-    row = torch.zeros(len(learner), dtype=torch.long)
-    column = torch.zeros_like(row)
     for part in plan_micro_batches(batch.train_groups, tokens_per_microbatch):
         packed = build_micro_batch(engine.unwrap_model(), part, engine.device)
         index = batch.flat_index(packed.row, packed.column)
         learner[index] = engine.forward(packed, as_sampled=True).logprobs.float().cpu()
-        row[index], column[index] = packed.row, packed.column
     # A token that the learner could not compute is as wrong as can be.
     difference = (learner - batch.behaviour_logprobs).abs().nan_to_num(nan=float("inf"))
     place = int(difference.argmax())
+    row = int(np.searchsorted(batch.row_start, place, side="right")) - 1
+    token = int(np.concatenate([item.group.token_ids for item in received])[place])
     return Parity(
         largest=float(difference[place]),
         mean=float(difference.double().mean()),
         tokens=len(difference),
-        worst=_describe(batch, processor, int(row[place]), int(column[place]), float(learner[place])),
-    )
-
-
-def _describe(batch: Batch, processor: PromptProcessor, row: int, column: int, learner: float) -> str:
-    place = int(batch.row_start[row]) + column
-    token = int(np.concatenate([item.group.token_ids for item in batch.received])[place])
-    text = processor.tokenizer.decode([token])
-    engine = float(batch.behaviour_logprobs[place])
-    return (
-        f"row {batch.name_rows([row])}, token {column} ({text!r}, id {token}): engine {engine:.5f}, "
-        f"learner {learner:.5f}"
+        worst=f"row {batch.name_rows([row])}, token {place - batch.row_start[row]} "
+        f"({processor.tokenizer.decode([token])!r}, id {token}): "
+        f"engine {float(batch.behaviour_logprobs[place]):.5f}, learner {float(learner[place]):.5f}",
     )
 
 
@@ -83,7 +73,7 @@ class ParityJudge:
     handshake: ParityHandshake
     call_soon: Callable[..., None]
     """Runs a method of the handshake on the network thread."""
-    engine: TrainEngine
+    engine: TorchEngine
     processor: PromptProcessor
     reporter: Reporter
     _largest_warned: float = 0.0
@@ -118,8 +108,13 @@ class ParityJudge:
 
         Warns again only when the largest difference has doubled.
         """
+        rollout, algorithm = self.config.rollout, self.config.algorithm
+        compared_at_start = algorithm.updates_per_batch == 1 or algorithm.proximal == "recompute"
+        comparable = compared_at_start and not rollout.truncates and rollout.weight_update != "keep"
         largest = values.get("staleness_0/logprob_diff_max", 0.0)
-        if self._is_watched and largest > max(self.config.max_logprob_difference, 2 * self._largest_warned):
+        if not (self.config.alignment.rows and comparable):
+            return
+        if largest > max(self.config.max_logprob_difference, 2 * self._largest_warned):
             self._largest_warned = largest
             logger.warning(
                 "step %d: log-probs of engine and learner differ by up to %.3g nats on tokens of the learner's own "
@@ -130,12 +125,3 @@ class ParityJudge:
                 self.config.max_logprob_difference,
                 FIX,
             )
-
-    @property
-    def _is_watched(self) -> bool:
-        """Whether the configuration makes tokens of the learner's own version comparable with its distribution."""
-        if not self.config.alignment.rows:
-            return False
-        rollout, algorithm = self.config.rollout, self.config.algorithm
-        compared_at_start = algorithm.updates_per_batch == 1 or algorithm.proximal == "recompute"
-        return compared_at_start and not rollout.truncates and rollout.weight_update != "keep"

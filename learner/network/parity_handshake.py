@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from asyncrl.errors import BadStateError, WaitTimeoutError
 from learner.network.servers import SLOWEST_TURN_S, Servers, ServerState
 from learner.tickets.ledger import TicketLedger
-from learner.tickets.outstanding import MAX_ATTEMPTS
 from learner.tickets.ticket import PreparedTicket, ReceivedGroup
 from learner.tickets.ticket_writer import PARITY_IDS
 from protocol.errors import ErrorCode, ProtocolError
@@ -36,7 +35,6 @@ class ParityCheck:
     server_id: str
     server: ServerState
     tickets: dict[int, PreparedTicket]
-    attempts: int = 1
     waited_s: float = 0.0
     """Time in which the server could have answered."""
     groups: dict[int, ReceivedGroup] = field(default_factory=dict)
@@ -116,10 +114,10 @@ class ParityHandshake:
             elif self.servers.manifest is not None and not self.ledger.out.held_by(server_id):
                 self._send(server_id, server)
 
-    def _send(self, server_id: str, server: ServerState, *, attempts: int = 1) -> None:
+    def _send(self, server_id: str, server: ServerState) -> None:
         """Send parity tickets to an idle server: the last bits of a training group depend on what runs beside it."""
         tickets = [self._numbered(item) for item in self.tickets[: server.hello.max_groups]]
-        check = ParityCheck(server_id, server, {item.ticket.ticket_id: item for item in tickets}, attempts)
+        check = ParityCheck(server_id, server, {item.ticket.ticket_id: item for item in tickets})
         with self.ledger.changed:
             self._checks[server_id] = check
         for item in tickets:
@@ -157,14 +155,10 @@ class ParityHandshake:
                 self.ledger.changed.notify_all()
 
     def fail_ticket(self, server_id: str, failed: TicketFailed) -> None:
-        """Send all parity tickets again after a server failed at one, up to MAX_ATTEMPTS times."""
+        """Refuse a server that failed at a parity ticket."""
         check = self._checks[server_id]
-        if check.attempts < MAX_ATTEMPTS:
-            self._send(server_id, check.server, attempts=check.attempts + 1)
-            return
         row = check.tickets[failed.ticket_id].ticket.prompt.row_id
-        error = f"{failed.error_kind}: {failed.error_message}"
-        self.refuse(check, f"row {row} from {server_id} failed {check.attempts} times: {error}", OTHER_FIX)
+        self.refuse(check, f"row {row} from {server_id} failed: {failed.error_kind}: {failed.error_message}", OTHER_FIX)
 
     # --- verdicts ---------------------------------------------------------------------------------
 
@@ -182,7 +176,7 @@ class ParityHandshake:
     def repeat(self, check: ParityCheck) -> None:
         """Ask again: the groups were sampled with weights that the learner no longer has."""
         if self._is_open(check) and self.servers.connected.get(check.server_id) is check.server:
-            self._send(check.server_id, check.server, attempts=check.attempts)
+            self._send(check.server_id, check.server)
 
     def refuse(self, check: ParityCheck, reason: str, fix: str, failure: type[BadStateError] = BadStateError) -> None:
         """Send the server away. Raises `failure` if there is no other server."""

@@ -45,7 +45,6 @@ from protocol.messages import (
     TicketFailed,
     TransferEnd,
     TransferRequest,
-    TransferStart,
     WeightsLoaded,
 )
 from protocol.peers import Muted
@@ -303,15 +302,14 @@ class NetworkThread(threading.Thread):
                 # A chunk that finds the reader's queue full is dropped: the reader asks again.
                 self.weights.send(received.identity, answer_chunk_request(self.publication, received.message))
             elif isinstance(received.message, TransferRequest):
-                self.weights.send(received.identity, self._begin_transfer(received.identity, received.message))
+                self._begin_transfer(received.identity, received.message)
             elif isinstance(received.message, TransferEnd) and self._device_weights is not None:
                 self._device_weights.end(received.identity, received.message)
 
-    def _begin_transfer(self, identity: bytes, request: TransferRequest) -> TransferStart | Error:
+    def _begin_transfer(self, identity: bytes, request: TransferRequest) -> None:
         if self._device_weights is not None:
-            return self._device_weights.answer(identity, request)
-        reason = (
-            f"this learner sends nothing over {request.channel}: it shares its device, has a budget for its "
-            "memory (gpu_memory.budget_gib), or trains adapters"
-        )
-        return Error(code=ErrorCode.WRONG_CHANNEL, reason=reason, version=request.version)
+            answer = self._device_weights.answer(identity, request)
+        else:
+            reason = f"this learner sends nothing over {request.channel}"
+            answer = Error(code=ErrorCode.WRONG_CHANNEL, reason=reason, version=request.version)
+        self.weights.send(identity, answer)

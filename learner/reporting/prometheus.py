@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from math import isfinite, isnan, nan
+from math import isfinite, nan
 from pathlib import Path
 
 import numpy as np
@@ -39,11 +39,8 @@ class LearnerExporter:
         self._metrics["errors_total"].labels(kind="other")
         for number in ("loss", "grad_norm"):
             self._metrics["not_finite_total"].labels(number=number)
-        self._parity: dict[str, tuple[float, float]] = {}
+        self.parity: dict[str, dict[str, float]] = {}
         """Largest and mean difference by server, gone ones included: one that only was away is not compared again."""
-        self._shown: set[str] = set()
-        """Servers whose parity the last scrape showed."""
-        self._components: set[str] = set()
         self._metrics.serve(config.host, config.learner_port)
 
     @property
@@ -92,17 +89,14 @@ class LearnerExporter:
             m[gauge].set(nan if value is None else value)
             if value is not None and not isfinite(value):
                 m["not_finite_total"].labels(number=gauge).inc()
-        means: dict[str, float] = {}
+        m["reward"].clear()  # a component that the last batch has no score of is not shown
         for name, value in record.items():
             section, _, part = name.partition("/")
             if section == "rows":
                 m["rows"].labels(status=part).set(value)
                 m["trajectories_total"].labels(status=part).inc(value)
             elif section == "reward" and part != "std":
-                means[part] = value
-        self._components |= means.keys()
-        for component in self._components:  # NaN of one that the last batch has no score of
-            m["reward"].labels(component=component).set(means.get(component, nan))
+                m["reward"].labels(component=part).set(value)
         m["mfu"].set(record["model_flops_per_s"] / peak_flops(self._device))
         for name, quantile in QUANTILE_OF_RECORD.items():
             m["ratio"].labels(quantile=quantile).set(record.get(name, nan))
@@ -129,17 +123,16 @@ class LearnerExporter:
         self._metrics["policy_version"].set(manifest.version)
         self._metrics["publish_bytes"].set(manifest.total_bytes)
 
-    def parity(self, server_id: str, largest: float, mean: float) -> None:
-        """Remember the differences of log-probs at the check of a server that joins."""
-        self._parity[server_id] = (largest, mean)
-
-    def evaluated(self, accuracy: float, reward: float, rows: int) -> None:
-        """Set the values of an evaluation; `rows` have a score."""
-        self._best_accuracy = accuracy if isnan(self._best_accuracy) else max(self._best_accuracy, accuracy)
+    def evaluated(self, evaluation: Mapping[str, float | None]) -> None:
+        """Set the values of an evaluation, as evaluations.jsonl has it."""
+        accuracy, reward, rows, errors = (
+            nan if (value := evaluation[key]) is None else value for key in ("accuracy", "reward", "rows", "errors")
+        )
+        self._best_accuracy = float(np.fmax(self._best_accuracy, accuracy))  # NaN loses
         self._metrics["held_out_accuracy"].set(accuracy)
         self._metrics["held_out_best"].set(self._best_accuracy)
         self._metrics["held_out_reward"].set(reward)
-        self._metrics["held_out_rows"].set(rows)
+        self._metrics["held_out_rows"].set(rows - errors)
 
     def stopped(self, kind: str) -> None:
         """The run is over, or this process gives it up."""
@@ -183,15 +176,13 @@ class LearnerExporter:
 
     def _read_parity(self) -> None:
         """Show connected servers only: each process has a name of its own, and the series would grow without end."""
-        m, connected = self._metrics, set(self._parity.copy()) & set(self._network.servers.connected.copy())
-        for gone in self._shown - connected:
-            m["parity_max"].remove(gone)
-            m["parity_mean"].remove(gone)
-        for server_id in connected:
-            largest, mean = self._parity[server_id]
-            m["parity_max"].labels(server=server_id).set(largest)
-            m["parity_mean"].labels(server=server_id).set(mean)
-        self._shown = connected
+        m, connected = self._metrics, self._network.servers.connected.copy()
+        m["parity_max"].clear()
+        m["parity_mean"].clear()
+        for server_id, parity in self.parity.copy().items():
+            if server_id in connected:
+                m["parity_max"].labels(server=server_id).set(parity["largest"])
+                m["parity_mean"].labels(server=server_id).set(parity["mean"])
 
     def _read_memory(self) -> None:
         m, phase = self._metrics, "asleep" if self._is_asleep() else "awake"

@@ -55,7 +55,6 @@ class Reporter:
         self._device = torch.device("cpu")
         self._began = time.monotonic()
         self._server_usage: dict[str, tuple[float, float, int]] = {}
-        self._parity: dict[str, dict[str, float]] = {}
 
     def close(self) -> None:
         try:
@@ -71,7 +70,7 @@ class Reporter:
         """
         self.recorder.truncate_after(step, evaluations_after=made_again)
         for evaluation in self.recorder.evaluations():
-            self._export_evaluation(evaluation)
+            self.exporter.evaluated(evaluation)
         self._behind.do(self._samples.truncate_after, made_again)
         self._behind.wait()
 
@@ -130,7 +129,7 @@ class Reporter:
                     "queued": beat.groups_queued if beat else 0,
                     "running": beat.groups_running if beat else 0,
                     "weights": loaded.model_dump(include={"channel", "transfer_s", "load_s"}) if loaded else {},
-                    "parity": self._parity.get(server_id, {}),
+                    "parity": self.exporter.parity.get(server_id, {}),
                 }
             )
         return entries
@@ -177,8 +176,7 @@ class Reporter:
         return {"idle/rollout": float(np.mean(idle)), "tokens_per_s/rollout": rate} if idle else {}
 
     def parity(self, server_id: str, largest: float, mean: float) -> None:
-        self._parity[server_id] = {"largest": largest, "mean": mean}
-        self.exporter.parity(server_id, largest, mean)
+        self.exporter.parity[server_id] = {"largest": largest, "mean": mean}
 
     def evaluated(self, step: int, version: int, received: Sequence[ReceivedGroup]) -> dict[str, Any]:
         """Accuracy and reward of a whole evaluation. Rows that could not be scored are counted apart."""
@@ -195,33 +193,27 @@ class Reporter:
             "errors": len(records) - len(scored),
         }
         self.recorder.evaluation(result)
-        self._export_evaluation(result)
+        self.exporter.evaluated(result)
         return result
-
-    def _export_evaluation(self, evaluation: Mapping[str, Any]) -> None:
-        accuracy, reward = (float("nan") if (n := evaluation[key]) is None else n for key in ("accuracy", "reward"))
-        self.exporter.evaluated(accuracy, reward, evaluation["rows"] - evaluation["errors"])
 
     def _sample(self, step: int, received: Sequence[ReceivedGroup]) -> None:
         """Record these groups with their texts and images."""
         for item in received:
             prompt, group = item.ticket.prompt, item.group
-            completions: list[dict[str, Any]] = []
-            end = 0
-            for record, length in zip(group.trajectories, group.lengths.tolist(), strict=True):
-                start, end = end, end + length
-                completions.append(
-                    {
-                        "text": self._processor.decode(group.token_ids[start:end]),
-                        "reward": record.reward,
-                        "rewards": record.rewards,
-                        "status": str(record.status),
-                        "error": record.error_message,
-                        "finish_reason": str(record.finish_reason),
-                        "length": length,
-                        "token_ids": group.token_ids[start:end].tolist(),
-                    }
-                )
+            token_ids = np.split(group.token_ids, np.cumsum(group.lengths)[:-1])
+            completions = [
+                {
+                    "text": self._processor.decode(ids),
+                    "reward": record.reward,
+                    "rewards": record.rewards,
+                    "status": str(record.status),
+                    "error": record.error_message,
+                    "finish_reason": str(record.finish_reason),
+                    "length": len(ids),
+                    "token_ids": ids.tolist(),
+                }
+                for record, ids in zip(group.trajectories, token_ids, strict=True)
+            ]
             first_frames = [video.frame_hashes[0] for video in prompt.videos]
             shown = {digest: item.prepared.blobs[digest] for digest in (*prompt.image_hashes, *first_frames)}
             sample = {

@@ -24,10 +24,8 @@ class LengthBias:
 
     def trained(self, sampled: Sequence[ReceivedGroup], trained: Sequence[ReceivedGroup]) -> dict[str, int]:
         """Increments of the counters for groups as they were sampled, and as they are trained on after masking."""
-        rows, sampled_tokens = _size(sampled)
-        masked = [(s, t) for s, t in zip(sampled, trained, strict=True) if s is not t]
-        lost = _size(s for s, _ in masked)[1] - _size(t for _, t in masked)[1]
-        return {"rows_trained": rows, "tokens_sampled": sampled_tokens, "tokens_trained": sampled_tokens - lost}
+        rows, tokens = _size(sampled)
+        return {"rows_trained": rows, "tokens_sampled": tokens, "tokens_trained": _size(trained)[1]}
 
     def dropped(self, items: Iterable[ReceivedGroup]) -> dict[str, int]:
         """Increments of the counters for groups that are dropped."""

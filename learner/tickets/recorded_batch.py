@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from asyncrl.config.sections import OnStale
-from asyncrl.errors import BadStateError
+from asyncrl.errors import BadStateError, UserError
 from asyncrl.journal.reader import JournalView
 from asyncrl.journal.writer import TicketSlot
-from learner.network.group_verification import check_journaled
+from learner.network.group_verification import prompt_problems
 from learner.tickets.staleness import within_bound
 from learner.tickets.ticket import PreparedTicket, ReceivedGroup
 from protocol.messages import Group
@@ -36,5 +36,10 @@ def batch_again(
 
 def as_journaled(prepared: PreparedTicket, group: Group) -> ReceivedGroup:
     """Pair a journaled group with its ticket. Raises UserError if their prompts differ."""
-    check_journaled(group, prepared.ticket, prepared.facts)
+    if problem := next(prompt_problems(group, prepared.facts), None):
+        raise UserError(
+            f"--resume: the journaled group of ticket {group.ticket_id} was not sampled from row "
+            f"{prepared.ticket.prompt.row_id} as it is now: {problem}. Resume with the data, the data.* settings and "
+            "the model folder that the run began with"
+        )
     return ReceivedGroup(prepared, group)

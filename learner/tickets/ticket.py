@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -79,35 +80,35 @@ class ReceivedGroup:
 
 
 def first_that_fit(tickets: Sequence[PreparedTicket], limits: Limits) -> Sequence[PreparedTicket]:
-    """The longest prefix that one message may carry; at least one ticket, see `check_ticket_size`."""
-    frames, size, header = 1, 0, _ENVELOPE_BYTES
-    for count, item in enumerate(tickets):
-        frames += len(item.blobs)
-        size += item.blob_bytes + item.header_bytes
-        header += item.header_bytes
-        if count and not _fits(frames, size, header, limits, share=2):
-            return tickets[:count]
-    return tickets
+    """The longest prefix that one message may carry; at least one ticket, see `check_ticket_size`.
+
+    Several tickets use only half of a message's bytes, so that assembling a message never takes long.
+    """
+    half = limits.max_message_bytes // 2
+    counts = range(2, len(tickets) + 1)
+    too_many = bisect_left(counts, True, key=lambda count: not _fit(tickets[:count], limits, half))
+    return tickets[: too_many + 1]
 
 
 def check_ticket_size(item: PreparedTicket, limits: Limits) -> None:
     """Raise UserError naming the row when it fits into no message."""
     row = item.ticket.prompt.row_id
     try:
-        header = _ENVELOPE_BYTES + item.header_bytes
+        fits = _fit([item], limits, limits.max_message_bytes)
     except ProtocolError as problem:
         raise UserError(f"row {row} cannot be sent to a rollout server: {problem.reason}") from problem
-    if not _fits(1 + len(item.blobs), item.blob_bytes + header, header, limits, share=1):
+    if not fits:
         raise UserError(
             f"row {row} is too large to be sent to a rollout server: {len(item.blobs)} images, "
-            f"{item.blob_bytes / MIB:.1f} MiB, and {header / MIB:.1f} MiB of text and columns; a message takes "
-            f"{limits.max_frames - 1:,} images, {limits.max_message_bytes / MIB:.0f} MiB (network.max_message_mib), "
-            f"and {limits.max_header_bytes / MIB:.0f} MiB of text and columns. Leave out what the reward does not need"
+            f"{item.blob_bytes / MIB:.1f} MiB, and {item.header_bytes / MIB:.1f} MiB of text and columns; a message "
+            f"takes {limits.max_frames - 1:,} images, {limits.max_message_bytes / MIB:.0f} MiB "
+            f"(network.max_message_mib), and {limits.max_header_bytes / MIB:.0f} MiB of text and columns. Leave out "
+            "what the reward does not need"
         )
 
 
-def _fits(frames: int, size: int, header: int, limits: Limits, *, share: int) -> bool:
-    """Several tickets use only a share of a message's bytes, so that assembling a message never takes long."""
-    return (
-        frames <= limits.max_frames and size <= limits.max_message_bytes // share and header <= limits.max_header_bytes
-    )
+def _fit(tickets: Sequence[PreparedTicket], limits: Limits, most_bytes: int) -> bool:
+    frames = 1 + sum(len(item.blobs) for item in tickets)
+    header = _ENVELOPE_BYTES + sum(item.header_bytes for item in tickets)
+    size = header + sum(item.blob_bytes for item in tickets)
+    return frames <= limits.max_frames and size <= most_bytes and header <= limits.max_header_bytes

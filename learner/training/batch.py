@@ -15,7 +15,7 @@ from learner.training.packing import Completion, TrainGroup
 from protocol.messages import TrajectoryStatus
 
 MOST_NAMED = 3
-"""Rows or parameters named in one message."""
+"""Number of rows named in one message."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,8 @@ class Batch:
             group = int(self.groups[row])
             first = int(torch.searchsorted(self.groups, group))
             names.append(f"{self.received[group].ticket.prompt.row_id} (completion {row - first})")
-        return first_names(names, "rows")
-
-
-def first_names(names: list[str], what: str) -> str:
-    """The first names, and how many more there are."""
-    more = len(names) - MOST_NAMED
-    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more {what}" if more > 0 else "")
+        more = len(names) - MOST_NAMED
+        return ", ".join(names[:MOST_NAMED]) + (f" and {more} more rows" if more > 0 else "")
 
 
 def make_batch(received: Sequence[ReceivedGroup], processor: PromptProcessor) -> Batch:
@@ -78,12 +73,10 @@ def make_batch(received: Sequence[ReceivedGroup], processor: PromptProcessor) ->
     for number, item in enumerate(received):
         group = item.group
         completions: list[Completion] = []
-        end = 0
-        for record, length in zip(group.trajectories, group.lengths.tolist(), strict=True):
-            start, end = end, end + length
-            mask = group.loss_mask[start:end]
+        columns = (np.split(column, np.cumsum(group.lengths)[:-1]) for column in (group.token_ids, group.loss_mask))
+        for record, token_ids, mask in zip(group.trajectories, *columns, strict=True):
             if record.status.is_scored and mask.any():
-                completions.append(Completion(len(scores), group.token_ids[start:end], mask))
+                completions.append(Completion(len(scores), token_ids, mask))
             scores.append(float("nan") if record.reward is None else record.reward)
             group_of_row.append(number)
         if completions:

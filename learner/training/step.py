@@ -24,8 +24,8 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
 from asyncrl.journal.sample_index import TrainedBatch
 from asyncrl.plugins import resolve
-from learner.training.batch import Batch, first_names
-from learner.training.engines.base import TrainEngine
+from learner.training.batch import Batch
+from learner.training.engine import TorchEngine
 from learner.training.packing import MicroBatch, TrainGroup, build_micro_batch, plan_micro_batches
 
 
@@ -73,7 +73,7 @@ class LearnerStep:
     trained: TrainedBatch
     """Each row and token of the last batch: what its metrics summarise."""
 
-    def __init__(self, engine: TrainEngine, config: RunConfig):
+    def __init__(self, engine: TorchEngine, config: RunConfig):
         self.engine = engine
         self.config = config
         a = config.algorithm
@@ -95,8 +95,7 @@ class LearnerStep:
             try:
                 taken = self.engine.optimizer_step()
             except BadStateError as error:
-                origin = self._find_bad_gradient(groups, prepared)
-                raise NotFiniteError("grad_norm", f"{where}: {error}. {origin}") from error
+                raise NotFiniteError("grad_norm", f"{where}: {error}") from error
             for name, value in taken.items():
                 metrics[name].append(value)
         columns = {name: torch.cat(parts).numpy() for name, parts in seen.items()}
@@ -133,7 +132,12 @@ class LearnerStep:
     ) -> float:
         """Add up the gradients of one update over its micro-batches. Returns the loss."""
         total = 0.0
-        for number, (_, part) in enumerate(self._losses(groups, prepared), 1):
+        row, index = prepared.batch.trained_tokens(groups)
+        weights = torch.zeros_like(prepared.batch.behaviour_logprobs)
+        length = self.config.data.max_response_length
+        weights[index] = token_weights(row, self.config.algorithm.loss_agg_mode, max_response_length=length)
+        for number, micro_batch in enumerate(self._micro_batches(groups), 1):
+            part = self._loss(micro_batch, prepared, weights)
             loss = float(part.loss.detach())
             if not math.isfinite(loss):
                 raise NotFiniteError(
@@ -148,17 +152,8 @@ class LearnerStep:
                 seen[name].append(column.cpu())
         return total
 
-    def _losses(self, groups: Sequence[TrainGroup], prepared: _Prepared) -> Iterator[tuple[MicroBatch, _MicroLoss]]:
-        """The loss of each micro-batch of an update, already divided by the update's denominators."""
-        row, index = prepared.batch.trained_tokens(groups)
-        weights = torch.zeros_like(prepared.batch.behaviour_logprobs)
-        length = self.config.data.max_response_length
-        weights[index] = token_weights(row, self.config.algorithm.loss_agg_mode, max_response_length=length)
-        for micro_batch in self._micro_batches(groups):
-            yield micro_batch, self._loss(micro_batch, prepared, weights)
-
     def _loss(self, micro_batch: MicroBatch, prepared: _Prepared, weights: torch.Tensor) -> _MicroLoss:
-        """The loss of one micro-batch; `weights` [M] of the tokens."""
+        """The loss of one micro-batch; `weights` [M] of the tokens are divided by the update's denominators."""
         algorithm, batch, device = self.config.algorithm, prepared.batch, self.engine.device
         index = batch.flat_index(micro_batch.row, micro_batch.column)
         reference = None
@@ -202,16 +197,6 @@ class LearnerStep:
         """Build one at a time: only one micro-batch's pixels are on the device."""
         for part in plan_micro_batches(groups, self.config.batch.tokens_per_microbatch):
             yield build_micro_batch(self.engine.unwrap_model(), part, self.engine.device)
-
-    def _find_bad_gradient(self, groups: Sequence[TrainGroup], prepared: _Prepared) -> str:
-        """Name the micro-batch whose gradient is not finite, from a second backward pass of each. Once in a run."""
-        for number, (micro_batch, part) in enumerate(self._losses(groups, prepared), 1):
-            self.engine.clear_gradients()
-            self.engine.backward(part.loss)
-            if bad := self.engine.not_finite_gradients():
-                rows = prepared.batch.name_rows(micro_batch.row.unique().tolist())
-                return f"It comes from micro-batch {number} ({rows}) and shows in {first_names(bad, 'parameters')}"
-        return "Each micro-batch alone has a finite gradient: their sum overflows"
 
 
 def _describe_bad_tokens(part: _MicroLoss, batch: Batch) -> str:

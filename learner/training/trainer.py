@@ -19,7 +19,7 @@ from learner.checkpoint.format import LearnerState, check_adapter, restore_engin
 from learner.tickets.staleness import ADAPTIVE_STALENESS, AdaptiveStaleness
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.batch import Batch, describe_batch, make_batch
-from learner.training.engines import create_engine
+from learner.training.engine import create_engine
 from learner.training.step import LearnerStep
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Trainer:
         `config.model.path` is the folder of the weights to load: the checkpoint's, unless that holds an adapter.
         """
         self.config = config
-        self._processor = processor
+        self.processor = processor
         self.progress = Progress(config.total_steps(num_rows))
         updates = self.progress.total_steps * config.algorithm.updates_per_batch
         self.engine = create_engine(config, config.learner.optim, updates)
@@ -65,7 +65,7 @@ class Trainer:
         self.engine.prepare()
         self.architecture = architecture_fingerprint(self.engine.unwrap_model(), adapter)
         if checkpoint and state:
-            restore_engine(checkpoint, self.engine, state, self.architecture)
+            restore_engine(checkpoint, self.engine)
             self.progress.step, self.progress.version = state.step, state.version
         self.step = LearnerStep(self.engine, config)
         automatic = config.learner.max_staleness == "auto"
@@ -80,7 +80,7 @@ class Trainer:
 
     def learn(self, groups: Sequence[ReceivedGroup]) -> tuple[Batch, dict[str, float]]:
         """Make one step. Returns its batch and its metrics, except durations."""
-        batch = make_batch(groups, self._processor)
+        batch = make_batch(groups, self.processor)
         version = self.progress.version
         values = describe_batch(batch, version, self.config.reward.accuracy_component) | self.step(batch, version)
         before = self.bound
@@ -90,6 +90,15 @@ class Trainer:
         self.progress.version += 1
         return batch, values | {"staleness/bound": float(self.bound)}
 
-    def controllers(self) -> dict[str, dict[str, int]]:
-        """Name -> state of each setting that adapts itself during the run, for a checkpoint."""
-        return {ADAPTIVE_STALENESS: self._adaptive.state()} if self._adaptive else {}
+    def state(self, run_id: str) -> LearnerState:
+        """State for a checkpoint of this step."""
+        adapter = self.engine.adapter
+        return LearnerState(
+            step=self.progress.step,
+            version=self.progress.version,
+            architecture=self.architecture,
+            run_id=run_id,
+            adapter=adapter.model_dump(mode="json") if adapter else None,
+            base=self.base,
+            controllers={ADAPTIVE_STALENESS: self._adaptive.state()} if self._adaptive else {},
+        )

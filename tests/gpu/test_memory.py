@@ -13,7 +13,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.tools.memory_plan.live_bytes import LiveBytes
 from asyncrl.tools.memory_plan.rehearsal import rehearse, train_pass
 from benchmarks.gpu_cycle import TINY, cycle_config
-from learner.training.engines.torch_engine import TorchEngine
+from learner.training.engine import TorchEngine
 
 ABOVE = 1.4
 """Largest factor by which the plan may exceed what a fused kernel keeps."""

@@ -15,7 +15,7 @@ from asyncrl.models.processing import PromptProcessor
 from learner.network.group_verification import verify_group
 from learner.tickets.ticket import PreparedTicket, ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter
-from learner.training.engines.torch_engine import TorchEngine
+from learner.training.engine import TorchEngine
 from rollout_server.production import GroupProducer
 from tests.system.test_bad_input import png, write_rows
 

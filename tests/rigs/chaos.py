@@ -33,7 +33,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import OnStale
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.writer import Journal
-from tests.rigs.prefork import ForkedProcess
+from tests.rigs.prefork import Service
 from tests.rigs.small_runs import logs
 from tests.rigs.tiny import ROOT, make_digits, make_tiny_model
 from tests.rigs.two_processes import start, with_ports, write_config
@@ -49,7 +49,6 @@ MOST_ROUNDS = 12
 FETCHING = "weights.fetching"
 """Only a server that pulls its weights passes there."""
 AIMS: dict[str, dict[str, int]] = {
-    # place -> at which pass of it, at most
     "learner": {
         "tickets.journaled": 2,
         "tickets.sent": 3,
@@ -72,6 +71,7 @@ AIMS: dict[str, dict[str, int]] = {
         FETCHING: 4,
     },
 }
+"""Place -> at which pass of it a process dies, at most."""
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Victim:
     config: Path
     places: dict[str, int]
     """Places where it may be told to die, and at which pass, at most."""
-    process: ForkedProcess | None = None
+    process: Service | None = None
     aim: str = ""
     dies_at: float = 0.0
     """Monotonic time of the kill, whatever it is doing then."""
@@ -90,14 +90,6 @@ class Victim:
     @property
     def log(self) -> Path:
         return self.config.parent / f"{self.module}.log"
-
-    def start(self, *, resume: bool, aim: str, count: int, life_s: float) -> None:
-        self.aim, self.dies_at = aim, time.monotonic() + life_s
-        process = start(
-            self.module, self.config, *(["--resume"] if resume else []), crash_at=f"{aim}:{count}" if aim else ""
-        )
-        assert isinstance(process, ForkedProcess)
-        self.process = process
 
     @property
     def code(self) -> int | None:
@@ -117,7 +109,6 @@ class Round:
     on_stale: OnStale
     kills: Counter[str] = field(default_factory=Counter)
     """By victim and place; `anywhere` is the clock's choice."""
-    prompts: int = 0
     trained: int = 0
     acknowledged: int = 0
     dropped: int = 0
@@ -130,20 +121,13 @@ class Chaos:
     """One epoch. `deaths` counts those of all rounds, by module and place."""
 
     def __init__(
-        self,
-        folder: Path,
-        config: RunConfig,
-        *,
-        rows: int,
-        servers: int,
-        seed: int,
-        kills: int,
-        deaths: Counter[str],
+        self, folder: Path, config: RunConfig, *, rows: int, servers: int, seed: int, kills: int, deaths: Counter[str]
     ):
         self.rng = random.Random(seed)
+        self.rows = rows
         self.kills_left = kills
         self.run_dir = folder
-        self.result = Round(servers, config.learner.on_stale, prompts=rows)
+        self.result = Round(servers, config.learner.on_stale)
         self.config = with_ports(config.model_copy(update={"run_dir": str(folder)}))
         self.learner = Victim("learner", write_config(self.config, folder), AIMS["learner"])
         self.servers = [self._server(number) for number in range(servers)]
@@ -183,21 +167,17 @@ class Chaos:
         return self.result
 
     def _start(self, victim: Victim) -> None:
+        """Start a service, which is to die at a place (rather at one that has seen few deaths) or after a time."""
         resume = victim is self.learner and (self.run_dir / JOURNAL_FILE).exists()
-        aim, count, life_s = "", 0, float("inf")
+        victim.aim, crash_at, life_s = "", "", float("inf")
         if self.kills_left > 0:
-            # Starting takes about a second: some die while they do.
-            life_s = self.rng.uniform(0.2, 5.0)
+            life_s = self.rng.uniform(0.2, 5.0)  # starting takes about a second: some die while they do
             if self.rng.random() < 0.75:
-                aim = self._deal(victim)
-                count, life_s = self.rng.randint(1, victim.places[aim]), AIMED_S
-        victim.start(resume=resume, aim=aim, count=count, life_s=life_s)
-
-    def _deal(self, victim: Victim) -> str:
-        """A place, rather one that has seen few deaths."""
-        places = list(victim.places)
-        weights = [1 / (1 + 20 * self._deaths[f"{victim.module} {place}"]) for place in places]
-        return self.rng.choices(places, weights)[0]
+                weights = [1 / (1 + 20 * self._deaths[f"{victim.module} {place}"]) for place in victim.places]
+                (victim.aim,) = self.rng.choices(list(victim.places), weights)
+                crash_at, life_s = f"{victim.aim}:{self.rng.randint(1, victim.places[victim.aim])}", AIMED_S
+        victim.dies_at = time.monotonic() + life_s
+        victim.process = start(victim.module, victim.config, *(["--resume"] if resume else []), crash_at=crash_at)
 
     def _look_after(self, victim: Victim) -> None:
         code = victim.code
@@ -235,11 +215,10 @@ class Chaos:
         assert self.result.on_stale != "wait" or self.result.dropped == 0, state
 
     def _check_epoch(self) -> None:
-        prompts = self.result.prompts
-        steps = prompts // PROMPTS_PER_STEP
+        steps = self.rows // PROMPTS_PER_STEP
         with sqlite3.connect(self.run_dir / JOURNAL_FILE) as db:
             consumption = db.execute("SELECT position, ticket_id, step FROM consumption ORDER BY position").fetchall()
-        assert [row[0] for row in consumption] == list(range(prompts)), "every position once"
+        assert [row[0] for row in consumption] == list(range(self.rows)), "every position once"
         assert Counter(row[2] for row in consumption) == dict.fromkeys(range(1, steps + 1), PROMPTS_PER_STEP)
 
         metrics = _lines(self.run_dir / "metrics.jsonl")
@@ -249,22 +228,17 @@ class Chaos:
 
         samples = _lines(self.run_dir / "samples.jsonl")
         rows = Counter(sample["row_id"] for sample in samples)
-        assert len(rows) == prompts, f"{len(rows)} of {prompts} prompts were trained"
+        assert len(rows) == self.rows, f"{len(rows)} of {self.rows} prompts were trained"
         assert set(rows.values()) == {1}, f"trained more than once: {rows.most_common(3)}"
         self.result.trained = len(rows)
 
         said = "\n".join(server.log.read_text(errors="replace") for server in self.servers)
         acknowledged = {int(number) for number in re.findall(r"ticket (\d+) is acknowledged", said)}
-        missing = acknowledged - {row[1] for row in consumption} - self._said_dropped()
+        dropped = re.findall(r"dropping tickets \[([\d, ]+)\]", self.learner.log.read_text(errors="replace"))
+        said_dropped = {int(number) for line in dropped for number in line.split(",")}
+        missing = acknowledged - {row[1] for row in consumption} - said_dropped
         assert not missing, f"acknowledged, never trained and never dropped: {sorted(missing)}"
         self.result.acknowledged = len(acknowledged)
-
-    def _said_dropped(self) -> set[int]:
-        """Tickets whose groups the learner dropped as too old, by its own word."""
-        said = self.learner.log.read_text(errors="replace")
-        return {
-            int(number) for line in re.findall(r"dropping tickets \[([\d, ]+)\]", said) for number in line.split(",")
-        }
 
     def _logs(self) -> str:
         return "\n".join(logs(victim.config.parent) for victim in (self.learner, *self.servers))
@@ -288,10 +262,7 @@ def chaos_config(model: Path, data: Path, *, seed: int, on_stale: OnStale) -> Ru
                 "cpu_threads": 1,
                 "engine_args": {"mean_length": 8, "length_sigma": 0.8, "seconds_per_token": 0.02},
             },
-            "reward": {
-                "functions": [{"function": str(ROOT / "tests" / "rigs" / "short_reward.py:short")}],
-                "workers": 1,
-            },
+            "reward": {"functions": [{"function": f"{ROOT}/tests/rigs/short_reward.py:short"}], "workers": 1},
             "evaluation": {"before_training": False},
             "alignment": {"rows": 0},
             "trainer": {"seed": seed, "save_freq": 3, "samples_per_step": PROMPTS_PER_STEP},
@@ -355,19 +326,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=160, help="prompts of an epoch")
     parser.add_argument("--per-round", type=int, default=25)
     parser.add_argument("--folder", type=Path, default=None, help="where logs and journals are kept")
-    arguments = parser.parse_args()
-    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="asyncrl-chaos-"))
-    print(f"seed {arguments.seed}, logs in {folder}", flush=True)
-    rounds = run_chaos(
-        folder,
-        kills=arguments.kills,
-        rows=arguments.rows,
-        servers=arguments.servers,
-        on_stale=arguments.on_stale,
-        seed=arguments.seed,
-        per_round=arguments.per_round,
-        tell=lambda line: print(line, flush=True),
-    )
+    arguments = vars(parser.parse_args())
+    folder = arguments.pop("folder") or Path(tempfile.mkdtemp(prefix="asyncrl-chaos-"))
+    print(f"seed {arguments['seed']}, logs in {folder}", flush=True)
+    rounds = run_chaos(folder, **arguments, tell=lambda line: print(line, flush=True))
     kills = sum((round.kills for round in rounds), Counter[str]())
     print("\n| killed | at | times |\n|---|---|---|")
     for name, count in sorted(kills.items()):

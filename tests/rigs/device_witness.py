@@ -83,7 +83,7 @@ def main() -> None:
     sys.argv = [module, option, config, *arguments]
     file = Path(config).with_name(USES_FILE)
     if module == "learner":
-        from learner.training.engines.torch_engine import TorchEngine
+        from learner.training.engine import TorchEngine
 
         watch(TorchEngine, LEARNER_USES, module, file)
         watch(Publication, ("publish",), module, file)

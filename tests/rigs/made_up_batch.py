@@ -11,7 +11,7 @@ from asyncrl.models.processing import PromptProcessor
 from learner.tickets.ticket import ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.batch import Batch, make_batch
-from learner.training.engines.torch_engine import TorchEngine
+from learner.training.engine import TorchEngine
 from protocol.messages import FinishReason, Group, GroupTimings, TrajectoryRecord, TrajectoryStatus
 
 

@@ -26,7 +26,7 @@ PRELOADED = [
     "asyncrl.launch.train",
     "learner.service",
     "learner.sft",
-    "learner.training.engines.torch_engine",
+    "learner.training.engine",
     "rollout_server.service",
     "rollout_server.engines.hf.engine",
     "rollout_server.engines.scripted",

@@ -77,7 +77,7 @@ def resume_both(run: Path, *overrides: str) -> tuple[int, int]:
     ("loss", "says"),
     [
         ("nan_at_step_two", ("the loss is nan", "the policy loss is not finite at", "completion 3")),
-        ("infinite_gradient_at_step_two", ("the gradient norm is", "It comes from micro-batch 1", "rl.parquet:")),
+        ("infinite_gradient_at_step_two", ("the gradient norm is",)),
     ],
 )
 def test_a_loss_or_gradient_that_is_not_finite_stops_the_run_and_another_loss_continues_it(

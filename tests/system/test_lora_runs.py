@@ -113,9 +113,7 @@ def test_a_resumed_run_keeps_its_adapter_and_its_base(
     finally:
         server.kill()
         server.wait()
-    monkeypatch.setattr(
-        "learner.training.engines.torch_engine.load_model", lambda *_, **__: pytest.fail("weights were loaded")
-    )
+    monkeypatch.setattr("learner.training.engine.load_model", lambda *_, **__: pytest.fail("weights were loaded"))
 
     def refused(*overrides: str) -> str:
         with pytest.raises(UserError) as caught:
@@ -123,10 +121,10 @@ def test_a_resumed_run_keeps_its_adapter_and_its_base(
         return str(caught.value)
 
     said = refused("model.lora.rank=8")
-    assert "with another model.lora: rank 4 there, 8 here, alpha 8 there, 16 here" in said
+    assert "with another model.lora: rank 4, alpha 8, 14 layers there, rank 8, alpha 16, 14 layers here" in said
     assert f"asyncrl export {run} TARGET" in said
-    assert "rank 4 there, none here" in refused("model.lora.rank=0")
-    assert "target_modules 14 layers there, 2 layers here" in refused("model.lora.target_modules=[q_proj]")
+    assert "14 layers there, none here" in refused("model.lora.rank=0")
+    assert "14 layers there, rank 4, alpha 8, 2 layers here" in refused("model.lora.target_modules=[q_proj]")
     change_one_weight(base)
     said = refused()
     assert "belongs to base weights with fingerprint" in said

@@ -20,7 +20,7 @@ from asyncrl.rewards.pool import RewardPool
 from learner.tickets.ticket import ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.batch import make_batch
-from learner.training.engines.torch_engine import TorchEngine
+from learner.training.engine import TorchEngine
 from learner.training.step import LearnerStep
 from protocol.messages import Group
 from rollout_server.engines.hf.engine import HFEngine

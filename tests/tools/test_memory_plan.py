@@ -36,7 +36,7 @@ from asyncrl.tools.memory_plan.plan import (
 from asyncrl.tools.memory_plan.rehearsal import rehearse
 from asyncrl.tools.memory_plan.table import describe
 from benchmarks.random_models import make_model
-from learner.training.engines.torch_engine import TorchEngine
+from learner.training.engine import TorchEngine
 from learner.training.packing import Completion, MicroBatch, TrainGroup, build_micro_batch
 from protocol.messages import Sampling
 from rollout_server.engines.base import GenerationRequest

@@ -6,7 +6,6 @@ A symbolic link to itself cannot be opened by anybody, root included: it stands 
 from __future__ import annotations
 
 import errno
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,13 +14,12 @@ import pytest
 from asyncrl import cli
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import BadStateError, UserError
+from asyncrl.errors import UserError
 from asyncrl.telemetry.reading import is_there
 from asyncrl.tools.inspect import __main__ as inspect
 from asyncrl.tools.recorded_run import SIGNS, read_run
 from asyncrl.tools.report.page import page_of
 from learner import replay
-from learner.checkpoint import format as checkpoint
 from tests.rigs import made_up_run as made
 from tests.rigs.made_up_samples import MadeUpStore
 from tests.tools.test_panel import write_run
@@ -141,13 +139,3 @@ def test_replay_names_what_it_cannot_read(
     close_off(run / name)
     assert replay.main([str(run), "--step", "1"]) == 2
     check_told(capsys.readouterr().err, run / name)
-
-
-def test_a_checkpoint_that_cannot_be_read_is_not_called_damaged(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "checksums.json").write_text(json.dumps({"model/weights": "0"}))
-    close_off(tmp_path / "model" / "weights")
-    with pytest.raises(BadStateError, match="cannot be used"):
-        checkpoint.read_state(tmp_path)
-    with pytest.raises(UserError, match=r"cannot read .*/weights"):
-        replay._read_state(tmp_path)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 
@@ -228,15 +228,14 @@ def test_kept_groups_do_not_make_a_checkpoint_due(journal: Journal, monkeypatch:
     config = small_config()
     trainer = config.trainer.model_copy(update={"journal_limit_mib": 1})
     ledger = TicketLedger(journal, prompts_per_step=PER_STEP, bound=0, total_groups=0)
-    nothing: Any = None
-    names = {"run_id": "", "architecture": "", "base": ""}
-    saver = Saver(config.model_copy(update={"trainer": trainer}), nothing, nothing, ledger, NoReporter(), **names)  # type: ignore[arg-type]
+    training, reporter = SimpleNamespace(progress=Progress(100, 2, 2)), NoReporter()
+    saver = Saver(config.model_copy(update={"trainer": trainer}), training, ledger, reporter, "")  # type: ignore[arg-type]
     monkeypatch.setattr("learner.checkpoint.saver.MIB", 1000)
     train(journal, 1, 2)
-    assert saver.is_due(Progress(100, 2, 2))
-    saver.forget_groups(2)
+    assert saver.is_due()
+    saver.forget_groups()
     assert list(journal.kept_steps()) == [1, 2]
-    assert not saver.is_due(Progress(100, 2, 2)), "they are kept, but nothing waits for a checkpoint"
+    assert not saver.is_due(), "they are kept, but nothing waits for a checkpoint"
 
 
 def test_files_of_kept_groups_are_neither_held_open_nor_read_at_the_start(

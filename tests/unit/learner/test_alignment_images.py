@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.config.sections import ModelConfig
 from asyncrl.data.images import content_hash
 from asyncrl.models.processing import EncodedPrompt, PromptProcessor
 from protocol.codec import encode
@@ -19,20 +19,7 @@ from tests.rigs.alignment_rig import Blobs, answer, pair_config, parity_tickets,
 from tests.system.test_bad_input import png, write_rows
 
 __all__ = ["pair_config"]
-
-
-def test_images_in_the_wrong_order_are_caught_by_the_hashes_of_what_was_encoded(pair_config: RunConfig) -> None:
-    """Both have one size: ids and grids are right, and the ticket's own hashes would be, too."""
-
-    def swapped(blobs: Blobs) -> Blobs:
-        return dict(zip(blobs, reversed(blobs.values()), strict=True))
-
-    processor = PromptProcessor(pair_config.model)
-    items = parity_tickets(pair_config, processor)
-    received = answer(HFEngine(pair_config, processor), PromptProcessor(pair_config.model), items, swapped)
-    assert np.array_equal(received[0].group.prompt_ids, items[0].facts.token_ids)
-    with pytest.raises(ProtocolError, match=r"row rows.jsonl:1 from server-1: the images are in another order"):
-        verify(received[0])
+OTHER = png((56, 56), 99)
 
 
 class DropsAnImage(PromptProcessor):
@@ -44,35 +31,42 @@ class DropsAnImage(PromptProcessor):
         return super().encode(prompt.model_copy(update=update), blobs)
 
 
-def test_a_wrong_count_of_images_is_caught(pair_config: RunConfig) -> None:
+class ScalesDown(PromptProcessor):
+    """The processor of a server that got past the handshake."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        self.processor.image_processor.size = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28}
+
+
+def in_wrong_order(blobs: Blobs) -> Blobs:
+    """Both have one size: ids and grids are right, and the ticket's own hashes would be, too."""
+    return dict(zip(blobs, reversed(blobs.values()), strict=True))
+
+
+def another_under_its_name(blobs: Blobs) -> Blobs:
+    return {**blobs, next(iter(blobs)): OTHER}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "swap", "says"),
+    [
+        (PromptProcessor, in_wrong_order, "from server-1: the images are in another order"),
+        (PromptProcessor, another_under_its_name, f"image 0 has other bytes: their hash is {content_hash(OTHER)[:12]}"),
+        (DropsAnImage, dict, r"saw 1 image\(s\), the prompt has 2"),
+        (ScalesDown, dict, r"image grids .* \[1, 4, 4\].* against .*\[1, 8, 8\]"),
+    ],
+)
+def test_what_was_encoded_is_not_what_was_sent(
+    pair_config: RunConfig,
+    theirs: type[PromptProcessor],
+    swap: Callable[[Blobs], Blobs],
+    says: str,
+) -> None:
     processor = PromptProcessor(pair_config.model)
     items = parity_tickets(pair_config, processor)
-    received = answer(HFEngine(pair_config, processor), DropsAnImage(pair_config.model), items)
-    with pytest.raises(ProtocolError, match=r"row rows.jsonl:1 .* saw 1 image\(s\), the prompt has 2"):
-        verify(received[0])
-
-
-def test_a_wrong_size_of_an_image_is_caught_by_its_grid(pair_config: RunConfig) -> None:
-    """A server that got past the handshake, and scales its images down."""
-    processor, theirs = PromptProcessor(pair_config.model), PromptProcessor(pair_config.model)
-    theirs.processor.image_processor.size = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28}
-    items = parity_tickets(pair_config, processor)
-    received = answer(HFEngine(pair_config, processor), theirs, items)
-    with pytest.raises(ProtocolError, match=r"row rows.jsonl:1 .* image grids .* \[1, 4, 4\].* against .*\[1, 8, 8\]"):
-        verify(received[0])
-
-
-def test_other_bytes_under_the_same_name_are_caught(pair_config: RunConfig) -> None:
-    other = png((56, 56), 99)
-    processor = PromptProcessor(pair_config.model)
-    items = parity_tickets(pair_config, processor)
-    received = answer(
-        HFEngine(pair_config, processor),
-        PromptProcessor(pair_config.model),
-        items,
-        lambda blobs: {**blobs, next(iter(blobs)): other},
-    )
-    with pytest.raises(ProtocolError, match=f"image 0 has other bytes: their hash is {content_hash(other)[:12]}"):
+    received = answer(HFEngine(pair_config, processor), theirs(pair_config.model), items, swap)
+    with pytest.raises(ProtocolError, match=f"row rows.jsonl:1 .*{says}"):
         verify(received[0])
 
 

@@ -6,8 +6,10 @@ import asyncio
 import copy
 import dataclasses
 import logging
-from collections.abc import Sequence
+import re
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ from asyncrl.models.published import load_published, published_tensors
 from learner.network.logprob_parity import ParityJudge, compare
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.batch import make_batch
-from learner.training.engines.torch_engine import TorchEngine
+from learner.training.engine import TorchEngine
 from learner.training.step import LearnerStep
 from protocol.errors import ProtocolError
 from protocol.messages import TicketKind
@@ -179,54 +181,28 @@ def test_text_that_is_tokenised_again_to_the_same_length_fails_the_parity_check(
 # --- the verdict ------------------------------------------------------------------------------------
 
 
-class RecordsVerdicts:
-    """The handshake, the call on the network thread, and the reporter, as the judge sees them."""
-
-    def __init__(self, *checks: Any):
-        self.checks = list(checks)
-        self.said: list[tuple[str, ...]] = []
-
-    def __call__(self, method: Any, *args: Any) -> None:
-        method(*args)
-
-    def take_complete(self) -> list[Any]:
-        return self.checks
-
-    def parity(self, server_id: str, largest: float, mean: float) -> None:
-        self.said.append(("recorded", server_id))
-
-    def accept_server(self, check: Any) -> None:
-        self.said.append(("accepted", check.server_id))
-
-    def repeat(self, check: Any) -> None:
-        self.said.append(("repeated", check.server_id))
-
-    def refuse(self, check: Any, reason: str, fix: str) -> None:
-        self.said.append(("refused", check.server_id, reason, fix))
-
-
 def test_the_judge_accepts_refuses_with_the_numbers_and_repeats(pair_config: RunConfig) -> None:
     processor = PromptProcessor(pair_config.model)
     items = parity_tickets(pair_config, processor)
     received = answer(HFEngine(pair_config, processor), processor, items)
-
-    def check(name: str, groups: Sequence[ReceivedGroup]) -> Any:
-        found = {one.ticket.ticket_id: one for one in groups}
-        return type("Check", (), {"server_id": name, "groups": found, "tickets": found})
-
     logprobs = received[1].group.logprobs.copy()
     logprobs[1] -= 0.25
     wrong = dataclasses.replace(received[1], group=received[1].group.model_copy(update={"logprobs": logprobs}))
-    recorder: Any = RecordsVerdicts(check("good", received), check("bad", [received[0], wrong]))
-    judge = ParityJudge(pair_config, recorder, recorder, learner_engine(pair_config), processor, recorder)
+    good, bad = (
+        SimpleNamespace(server_id=name, groups=dict(enumerate(groups)), tickets=(0, 1))
+        for name, groups in (("good", received), ("bad", [received[0], wrong]))
+    )
+    shake, reporter = Mock(**{"take_complete.return_value": [good, bad]}), Mock()
+    learner = learner_engine(pair_config)
+    judge = ParityJudge(pair_config, shake, lambda method, *words: method(*words), learner, processor, reporter)
     judge.judge(version=0)
-    assert recorder.said[:3] == [("recorded", "good"), ("accepted", "good"), ("recorded", "bad")]
-    kind, server, reason, fix = recorder.said[3]
-    assert (kind, server) == ("refused", "bad")
-    assert "differ by at most 0.25 nats" in reason
-    assert "on average" in reason
+    assert [call.args[0] for call in reporter.parity.call_args_list] == ["good", "bad"]
+    shake.accept_server.assert_called_once_with(good)
+    (refused, reason, fix), _ = shake.refuse.call_args
+    assert refused is bad
+    assert re.search("differ by at most 0.25 nats, .* on average", reason)
     assert "0.001 is accepted (alignment.max_logprob_difference)" in reason
     assert "Largest at row rows.jsonl:2 (completion 0), token 1 (" in reason
     assert "stale prefix or encoder cache" in fix
     judge.judge(version=1)
-    assert recorder.said[4:] == [("repeated", "good"), ("repeated", "bad")]
+    assert shake.repeat.call_args_list == [((good,),), ((bad,),)]

@@ -44,17 +44,6 @@ def test_64_servers_of_one_group_each() -> None:
     assert seen.oldest == 2
 
 
-def test_waiting_costs_the_learner_less_with_a_larger_bound() -> None:
-    idle = [simulate(replace(SHORT, bound=bound)).idle_ratio for bound in (0, 1, 4)]
-    assert idle[0] > idle[1] > idle[2]
-
-
-def test_the_simulation_repeats_itself() -> None:
-    first, second = simulate(SHORT), simulate(SHORT)
-    assert first == second
-    assert first != simulate(replace(SHORT, seed=2))
-
-
 def test_a_flaw_in_the_ledger_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check is not the ledger's own."""
     monkeypatch.setattr(TicketLedger, "_late", lambda ledger, earliest: [])

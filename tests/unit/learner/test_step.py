@@ -18,8 +18,7 @@ from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logpr
 from asyncrl.models.wake_parity import fixed_prompt, fixed_tokens
 from learner.reporting.metrics import GAUGE_OF_RECORD, GAUGE_OF_STALENESS_RECORD, QUANTILE_OF_RECORD
 from learner.training.batch import Batch
-from learner.training.engines.base import TokenOutputs
-from learner.training.engines.torch_engine import TorchEngine
+from learner.training.engine import TokenOutputs, TorchEngine
 from learner.training.model_flops import ModelFlops
 from learner.training.packing import Completion, MicroBatch, TrainGroup, build_micro_batch, plan_micro_batches
 from learner.training.step import LearnerStep, NotFiniteError
@@ -188,53 +187,36 @@ class BadLogprob(TorchEngine):
 
 
 class BadGradient(TorchEngine):
-    """Micro-batches that hold row 9 (completion 1 of group 2) have a finite loss and an infinite gradient."""
+    """Every micro-batch has a finite loss and an infinite gradient."""
 
     def forward(self, micro_batch: MicroBatch, *, entropy_gradient: bool = False) -> TokenOutputs:
         outputs = super().forward(micro_batch, entropy_gradient=entropy_gradient)
-        if bool((micro_batch.row == 9).any()) and outputs.logprobs.requires_grad:
-            outputs.logprobs.register_hook(lambda gradient: gradient / 0.0)
+        outputs.logprobs.register_hook(lambda gradient: gradient / 0.0)
         return outputs
 
 
 @pytest.mark.parametrize(
-    ("engine_class", "number", "reasons"),
+    ("engine_class", "number", "says"),
     [
         (
             BadLogprob,
             "loss",
-            (
-                "step 7 (policy version 6), update 1 of 1, micro-batch 2: the loss is nan",
-                "the learner's log-prob is not finite at 1 of",
-                "rl.parquet:",
-                "(completion ",
-            ),
+            r"step 7 \(policy version 6\), update 1 of 1, micro-batch 2: the loss is nan: the learner's log-prob is "
+            r"not finite at 1 of \d+ tokens, in rl.parquet:\d+ \(completion \d\)",
         ),
-        (
-            BadGradient,
-            "grad_norm",
-            (
-                "step 7 (policy version 6), update 1 of 1: the gradient norm is nan",
-                "It comes from micro-batch ",
-                "(completion 1)",
-                "shows in ",
-                "more parameters",
-            ),
-        ),
+        (BadGradient, "grad_norm", r"step 7 \(policy version 6\), update 1 of 1: the gradient norm is nan"),
     ],
 )
-def test_a_bad_number_stops_the_run_before_the_update_and_names_the_rows(
-    make_config: MakeConfig, engine_class: type[TorchEngine], number: str, reasons: tuple[str, ...]
+def test_a_bad_number_stops_the_run_before_the_update(
+    make_config: MakeConfig, engine_class: type[TorchEngine], number: str, says: str
 ) -> None:
     config = make_config(data={"max_prompt_length": 64}, batch={"tokens_per_microbatch": 72})
     engine = engine_class(config, config.learner.optim, 1)
     engine.prepare()
     before = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
-    with pytest.raises(NotFiniteError) as stop:
+    with pytest.raises(NotFiniteError, match=says) as stop:
         LearnerStep(engine, config)(prepared(config)[1], 6)
     assert stop.value.number == number
-    for reason in reasons:
-        assert reason in str(stop.value)
     assert all(torch.equal(before[name], p) for name, p in engine.model.named_parameters())
 
 
@@ -304,7 +286,7 @@ def test_gradients_have_the_same_bits_however_many_threads_add_them_up(make_conf
     def gradients() -> list[torch.Tensor]:
         engine.backward((engine.forward(micro_batch).logprobs * weights).sum())
         found = [p.grad for p in engine.model.parameters() if p.grad is not None]
-        engine.clear_gradients()
+        engine.optimizer.zero_grad(set_to_none=True)
         return found
 
     torch.set_num_threads(2)  # until the end of the test: `one_thread` puts back what was before

@@ -14,8 +14,8 @@ from asyncrl.errors import UserError
 from asyncrl.models.processing import EncodedPrompt, PromptProcessor
 from asyncrl.models.published import load_published
 from learner.network.logprob_parity import compare
-from learner.training.engines import create_engine as create_train_engine
-from learner.training.engines.torch_engine import TorchEngine
+from learner.training.engine import TorchEngine
+from learner.training.engine import create_engine as create_train_engine
 from learner.training.packing import build_micro_batch, plan_micro_batches
 from learner.training.step import LearnerStep
 from rollout_server.engines.hf.engine import HFEngine

@@ -16,7 +16,7 @@ from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import published_tensors
 from asyncrl.models.sleeping import HostMemory, Sleeper
 from asyncrl.models.wake_parity import fixed_prompt, fixed_tokens
-from learner.training.engines.torch_engine import TorchEngine
+from learner.training.engine import TorchEngine
 from protocol.messages import Sampling
 from rollout_server.engines.base import Completion, GenerationRequest
 from rollout_server.engines.hf.engine import HFEngine

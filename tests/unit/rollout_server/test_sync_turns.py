@@ -17,7 +17,7 @@ from asyncrl.telemetry.timeline import Timeline
 from learner.network.device_lease import DeviceTurns, LeaseGrants, first_turn
 from learner.network.servers import ModelFacts, Servers, ServerState
 from learner.service import Learner
-from learner.training.engines.torch_engine import TorchEngine
+from learner.training.engine import TorchEngine
 from protocol.endpoints import host_id
 from protocol.errors import ErrorCode
 from protocol.lease import LEASE_FILE, DeviceLease

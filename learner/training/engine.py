@@ -1,10 +1,11 @@
-"""The training engine for one device, with plain torch."""
+"""The training engine: one device, plain torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +25,38 @@ from asyncrl.models.published import published_tensors
 from asyncrl.models.sampling_distribution import entropies, gather_logprobs, log_kept_mass, sampling_logprobs
 from asyncrl.models.sleeping import Sleeper
 from asyncrl.models.wake_parity import check_wake_parity, fixed_prompt, fixed_tokens
-from learner.training.engines.base import TokenOutputs
 from learner.training.packing import Completion, MicroBatch, TrainGroup, build_micro_batch
 
 OWNER = "the training engine"
 
 
+@dataclass(frozen=True)
+class TokenOutputs:
+    """Values at a micro-batch's trainable tokens, fp32 [N]."""
+
+    logprobs: torch.Tensor
+    entropies: torch.Tensor
+    """Detached unless the engine was asked for their gradient."""
+
+
 class TorchEngine:
-    """A TrainEngine (see base.py) on one device: AdamW, a learning-rate schedule, an optional adapter."""
+    """A model, AdamW, a learning-rate schedule, and an optional adapter.
+
+    Asleep, everything that needs weights or optimiser state raises BadStateError.
+    """
 
     def __init__(self, config: RunConfig, optim: OptimConfig, total_updates: int):
+        """`total_updates` is the number of optimiser steps that the learning-rate schedule spans."""
         self._config = config
         self._optim = optim
         self._total_updates = total_updates
         self.adapter = resolve_adapter(config.model)
+        """The adapter that is trained and published; None: the model itself."""
         self.device = resolve_device(config.learner.device, "learner.device")
         self._sleeper = Sleeper(OWNER, self.device, config.run_path)
 
     def prepare(self) -> None:
+        """Load the model and build the optimiser."""
         shared_prefix.register()
         model: Any = load_model(
             self._config.model, device=self.device, text_attention=shared_prefix.SHARED_PREFIX_ATTENTION
@@ -85,6 +100,7 @@ class TorchEngine:
     def forward(
         self, micro_batch: MicroBatch, *, entropy_gradient: bool = False, as_sampled: bool = False
     ) -> TokenOutputs:
+        """Log-probs of the policy; `as_sampled`: of the truncated distribution that an engine samples from."""
         self._sleeper.check_awake()
         logits = self.model(**micro_batch.inputs, use_cache=False, logits_to_keep=micro_batch.predict_from).logits[0]
         logprobs = sampling_logprobs(logits, temperature=self._config.rollout.temperature, banned=self._banned)
@@ -101,10 +117,15 @@ class TorchEngine:
         return TokenOutputs(chosen, entropy)
 
     def backward(self, loss: torch.Tensor) -> None:
+        """Accumulate the gradient of a loss that is already divided by global counts."""
         with _exact(self.device):
             loss.backward()
 
     def optimizer_step(self) -> dict[str, float]:
+        """Clip, update, advance the schedule, clear gradients. Returns `grad_norm` (before clipping) and `lr`.
+
+        Raises BadStateError when the gradient is not finite; weights and gradients are then untouched.
+        """
         self._sleeper.check_awake()
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self._trained, self._optim.max_grad_norm))
         if not math.isfinite(grad_norm):
@@ -115,26 +136,22 @@ class TorchEngine:
         lr = float(self.schedule.get_last_lr()[0])
         self.optimizer.step()
         self.schedule.step()
-        self.clear_gradients()
+        self.optimizer.zero_grad(set_to_none=True)
         return {"grad_norm": grad_norm, "lr": lr}
 
-    def clear_gradients(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def not_finite_gradients(self) -> list[str]:
-        gradients = ((name, p.grad) for name, p in self.model.named_parameters())
-        return [name for name, gradient in gradients if gradient is not None and not gradient.isfinite().all()]
-
     def unwrap_model(self) -> Any:
+        """The Hugging Face model itself."""
         self._sleeper.check_awake()
         return self.model
 
     def published_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors that the rollout servers need, tied weights once."""
         self._sleeper.check_awake()
         return published_tensors(self.model)
 
     @contextmanager
     def reference(self) -> Iterator[None]:
+        """Inside, `forward` is that of the initial policy, without gradient: the adapter is switched off."""
         if self._adapted is None:
             raise UserError(
                 "the reference policy is the adapter switched off, and model.lora.rank is 0. Set model.lora.rank=16"
@@ -143,11 +160,13 @@ class TorchEngine:
             yield
 
     def export(self, processor: Any, folder: Path) -> None:
+        """Write an ordinary Hugging Face folder, an adapter merged into the weights: no training afterwards."""
         if self._adapted is not None:
             self._adapted = self._adapted.merge_and_unload()
         export_model(self.model, processor, folder)
 
     def save(self, folder: Path) -> None:
+        """Save optimiser and schedule; the model, or its adapter, is saved beside it."""
         self._sleeper.check_awake()
         schedule = {k: v for k, v in self.schedule.state_dict().items() if k != "lr_lambdas"}
         torch.save({"optimizer": self.optimizer.state_dict(), "schedule": schedule}, folder / "engine.pt")
@@ -158,11 +177,16 @@ class TorchEngine:
         self.schedule.load_state_dict({**state["schedule"], "lr_lambdas": [None] * len(self.optimizer.param_groups)})
 
     def sleep(self) -> int:
+        """Take parameters, gradients and optimiser state off the device. Returns the bytes that left it."""
         self._sleeper.check_awake()
         self._before = self._fixed_logprobs()
         return self._sleeper.sleep(self._tensors())
 
     def wake(self) -> int:
+        """Bring them back, bit for bit. Returns the bytes: 0 where it is awake already.
+
+        Raises BadStateError where there is no room for them, or where the model is not what it was.
+        """
         if not self._sleeper.is_asleep:
             return 0
         moved = self._sleeper.wake()
@@ -184,6 +208,14 @@ class TorchEngine:
         completion = Completion(row=0, token_ids=ids, loss_mask=np.ones_like(ids))
         micro_batch = build_micro_batch(self.model, [TrainGroup(fixed_prompt(ids), (completion,))], self.device)
         return self.forward(micro_batch).logprobs.float().cpu()
+
+
+ENGINES = {"torch": TorchEngine}
+"""Training engines by `learner.engine`. Another one has the same public methods."""
+
+
+def create_engine(config: RunConfig, optim: OptimConfig, total_updates: int) -> TorchEngine:
+    return ENGINES[config.learner.engine](config, optim, total_updates)
 
 
 @contextmanager
