@@ -88,8 +88,7 @@ def json_array(folder: Path) -> str:
 
 
 def as_dataset() -> datasets.Dataset:
-    rows = with_images(structs)
-    table = datasets.Dataset.from_list(rows)
+    table = datasets.Dataset.from_list(with_images(structs))
     return table.cast_column("images", datasets.Sequence(datasets.Image()))
 
 
@@ -124,8 +123,7 @@ def test_a_data_set_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         open_train(config_for("org/name@train"))  # the real library, which is offline in tests
 
     def load_dataset(name: str, *, split: str) -> datasets.Dataset:
-        if (name, split) != ("org/name", "train[:5]"):
-            raise ValueError(f"Unknown split {split!r}")
+        assert (name, split) == ("org/name", "train[:5]")
         return as_dataset()
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
@@ -133,9 +131,6 @@ def test_a_data_set_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     rendered = render_all(open_train(config), config)
     assert [len(one.blobs) for one in rendered] == [0, 1, 2, 3, 0]
     assert rendered[2].prompt.row_id == "org/name@train[:5]:2"
-    expected = r"cannot load org/name \(split 'nope'\): ValueError: Unknown split .* Check name, split"
-    with pytest.raises(UserError, match=expected):
-        open_train(config_for("org/name@nope"))
 
 
 @pytest.mark.parametrize("metadata", ["metadata.jsonl", "metadata.csv"])
