@@ -40,20 +40,13 @@ def test_the_demo_from_nothing_to_a_checked_export(tmp_path: Path) -> None:
     assert (tmp_path / "demo" / "grpo" / "export" / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [
-        ("--steps=-3", "trainer.max_steps is -3"),
-        ("run_dir=runs/x", "leave run_dir and evaluation.before_training as they are"),
-    ],
-)
 def test_a_mistake_is_told_before_anything_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], word: str, said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     demo = str(DIGITS / "demo.py")
     monkeypatch.syspath_prepend(DIGITS)  # as Python does with the folder of a script
-    monkeypatch.setattr(sys, "argv", [demo, "--folder", str(tmp_path / "demo"), word])
+    monkeypatch.setattr(sys, "argv", [demo, "--folder", str(tmp_path / "demo"), "--steps=-3"])
     with pytest.raises(SystemExit, match="2"):
         runpy.run_path(demo, run_name="__main__")
-    assert said in capsys.readouterr().err
+    assert "trainer.max_steps is -3" in capsys.readouterr().err
     assert not (tmp_path / "demo").exists()

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -26,7 +23,6 @@ from asyncrl.tools.panel.display import Display
 from asyncrl.tools.panel.formatting import time_left
 from asyncrl.tools.panel.panel import RunPanel
 from asyncrl.tools.panel.run_snapshot import RunSnapshot, seconds_per_step
-from tests.rigs.tiny import ROOT
 
 STEP = {
     "reward/exact_match": 0.2,
@@ -131,26 +127,17 @@ def test_text_in_wide_characters_is_cut_between_cells_and_what_turns_text_around
     assert "漢字 é \\u202e\\udc80" in text
 
 
-@pytest.mark.parametrize(("cpu_s", "pictures"), [(0.001, 60), (0.012, 25), (1.0, 12)])
-def test_a_picture_that_costs_more_is_drawn_less_often(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpu_s: float, pictures: int
-) -> None:
-    now = cpu = 0.0
-    monkeypatch.setattr("asyncrl.tools.panel.display.time.monotonic", lambda: now)
-    monkeypatch.setattr("asyncrl.tools.panel.display.time.thread_time", lambda: cpu)
+def test_a_picture_that_costs_more_is_drawn_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    display = Display(RunSnapshot(tmp_path), Console(file=io.StringIO(), force_terminal=True))
     drawn: list[float] = []
-
-    class SlowSnapshot(RunSnapshot):
-        def refresh(self) -> None:
-            nonlocal cpu
-            cpu += cpu_s
-            drawn.append(now)
-
-    display = Display(SlowSnapshot(tmp_path), Console(file=io.StringIO(), force_terminal=True))
+    now = 0.0
+    monkeypatch.setattr(display.run, "refresh", lambda: drawn.append(now))
+    monkeypatch.setattr("asyncrl.tools.panel.display.time.monotonic", lambda: now)
+    monkeypatch.setattr("asyncrl.tools.panel.display.time.thread_time", lambda: 0.012 * len(drawn))
     for tick in range(600):
         now = 0.1 * tick
         display.tick()
-    assert len(drawn) == pytest.approx(pictures, abs=1), drawn
+    assert len(drawn) == pytest.approx(25, abs=1), "of 60 in a minute"
 
 
 def test_the_terminal_has_its_cursor_back_whatever_ends_the_display(
@@ -171,24 +158,20 @@ def test_the_terminal_has_its_cursor_back_whatever_ends_the_display(
     assert "\x1b[?25h" in shown.getvalue()
 
 
-@pytest.mark.parametrize("status", [b"\xff\xfe{", b"[" * 100_000, b"[1]", b""])
-def test_a_damaged_status_does_not_end_the_panel(tmp_path: Path, status: bytes) -> None:
-    write_run(tmp_path)
-    (tmp_path / "status.json").write_bytes(status)
-    assert "step 40" in text_of(tmp_path)
-
-
-def test_a_line_that_a_crash_has_left_and_missing_keys_do_not_end_the_panel(tmp_path: Path) -> None:
+def test_a_damaged_status_half_a_line_and_missing_keys_do_not_end_the_panel(tmp_path: Path) -> None:
     write_run(tmp_path, steps=2).status(device={"holder": "learner", "fence": 1})
     for name in ("metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "status.json"):
         whole = (tmp_path / name).read_bytes()
         last = json.loads(whole.splitlines()[-1])
-        for key in last.keys() - {"step"}:
+        for key in last:
             noise = b"" if name == "status.json" else whole + b"\xff\xfe\n"
             (tmp_path / name).write_bytes(noise + json.dumps({k: last[k] for k in last if k != key}).encode() + b"\n")
             assert "Is it learning?" in text_of(tmp_path), (name, key)
             assert "\x1b" not in "".join(plain(tmp_path)), (name, key)
         (tmp_path / name).write_bytes(whole)
+    for status in (b"\xff\xfe{", b"[" * 100_000, b"[1]", b""):
+        (tmp_path / "status.json").write_bytes(status)
+        assert "step 2" in text_of(tmp_path)
 
 
 def test_without_a_terminal_there_are_plain_lines(tmp_path: Path) -> None:
@@ -210,17 +193,6 @@ def test_a_resumed_run_does_not_repeat_what_was_printed_before(tmp_path: Path) -
     assert [line.split(":")[0] for line in plain(tmp_path, resume)] == ["step 40", "step 31 of 100"]
 
 
-def test_force_color_makes_no_terminal_of_a_file(tmp_path: Path) -> None:
-    write_run(tmp_path).status(phase="finished")
-    command = [sys.executable, "-m", "asyncrl", "watch", str(tmp_path)]
-    environment = {**os.environ, "FORCE_COLOR": "1", "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run(command, capture_output=True, env=environment, timeout=60, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.decode("ascii").splitlines()
-    assert "\x1b" not in "".join(lines)
-    assert [line.split(":")[0] for line in lines] == ["step 0", "step 40", "step 40 of 100"]
-
-
 def test_the_snapshot_follows_a_growing_and_a_cut_file(tmp_path: Path) -> None:
     recorder = write_run(tmp_path, steps=5)
     run = snapshot(tmp_path)
@@ -240,9 +212,7 @@ def test_a_long_run_is_followed_in_little_memory(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "reward/mean": {n}}}\n' for n in range(1, 3001)))
     line = json.dumps({"step": 1, "prompt": "x" * 1000, "completions": [{"text": "y", "reward": 1.0}]}) + "\n"
     (tmp_path / "samples.jsonl").write_text(line * 5000)
-    run = snapshot(tmp_path)
-    assert (len(run.steps), len(run.rewards)) == (512, 3000)
-    assert run.good["completion"]["text"] == "y"
+    assert (len(snapshot(tmp_path).steps), len(snapshot(tmp_path).rewards)) == (512, 3000)
     assert JsonlTail(tmp_path / "samples.jsonl", newest_bytes=3000).new_records()[0] == [json.loads(line)] * 2
 
 
@@ -277,27 +247,6 @@ def test_the_time_left_is_said_with_the_clock(tmp_path: Path) -> None:
     recorder.status(phase="finished")
     run.refresh()
     assert time_left(run) == "finished after 20 min 10 s"
-
-
-def test_a_finished_run_says_how_long_its_processes_took(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    steps = [
-        {"step": 1, "time": 1000.0, "uptime_s": 100.0},
-        {"step": 2, "time": 1060.0, "uptime_s": 160.0},
-        {"step": 3, "time": 9030.0, "uptime_s": 30.0},  # another process, much later
-    ]
-    file = tmp_path / "metrics.jsonl"
-    file.write_text("".join(json.dumps(step) + "\n" for step in steps))
-    run = snapshot(tmp_path)
-    assert run.seconds_taken() == 160 + 30
-    (tmp_path / "status.json").write_text(json.dumps({"phase": "finished", "total_steps": 3, "time": 9060.0}))
-    assert main(["watch", str(tmp_path)]) == 0
-    assert "finished after 3 min 40 s" in capsys.readouterr().out
-    file.write_text(json.dumps(steps[0]) + "\n")
-    run.refresh()
-    assert run.seconds_taken() == 8160, "counted anew where the file is cut back"
-    file.write_text('{"step": 3}\n')
-    assert main(["watch", str(tmp_path)]) == 0
-    assert "rollout -, finished\n" in capsys.readouterr().out
 
 
 def test_what_is_wrong_in_the_newest_steps_is_a_warning_and_no_more_once_the_run_has_ended(tmp_path: Path) -> None:

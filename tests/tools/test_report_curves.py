@@ -13,7 +13,6 @@ from asyncrl.tools.panel.run_snapshot import RunSnapshot
 from asyncrl.tools.recorded_run import read_run
 from asyncrl.tools.report.activity import exclusive, lanes
 from asyncrl.tools.report.chart import MAX_POINTS, Curve, line_chart, thin, ticks
-from asyncrl.tools.report.charts import moving_mean
 from asyncrl.tools.report.timeline import timeline
 from tests.rigs import made_up_run as made
 
@@ -31,12 +30,6 @@ def test_thinning_keeps_the_extremes_the_ends_and_a_gap() -> None:
     assert thin(points[:MAX_POINTS]) == points[:MAX_POINTS]
 
 
-def test_a_moving_mean_leaves_a_constant_alone_and_skips_gaps() -> None:
-    smooth = moving_mean([(float(i), None if i == 50 else 3.0) for i in range(200)])
-    assert {y for _, y in smooth} == {3.0}
-    assert len(smooth) == 199
-
-
 @pytest.mark.parametrize(
     ("low", "high", "expected"),
     [(0.0, 1.0, [0, 0.5, 1]), (0.0, 7.3, [0, 2, 4, 6]), (-0.02, 0.03, [-0.02, 0, 0.02]), (5.0, 5.0, [5])],
@@ -51,13 +44,10 @@ def test_every_point_is_drawn_within_the_chart(values: list[float], logarithmic:
     points = [(float(i), value) for i, value in enumerate(values)]
     drawn = line_chart("any", [Curve("c", points, "dots")], logarithmic=logarithmic, floor=0.0, limit=0.1)
     assert drawn
+    assert line_chart("none", [Curve("c", [(1.0, None)])]) is None
     places = [points.split(",") for element, _, points in drawn["marks"] if element == "circle"]
     assert len(places) == len(values)
     assert all(0 <= float(x) <= 400 and 0 <= float(y) <= 168.1 for x, y in places), places
-
-
-def test_a_curve_without_numbers_leaves_no_chart() -> None:
-    assert line_chart("any", [Curve("c", [(1.0, None)]), Curve("d", [])]) is None
 
 
 def test_activities_exclude_each_other() -> None:
@@ -86,26 +76,6 @@ def test_lanes_say_who_did_what(tmp_path: Path) -> None:
     }
     assert seconds(server.parts["generating"]) == pytest.approx(60.0)
     assert seconds(server.parts["idle"]) == pytest.approx(40.0)
-
-
-def test_in_sync_mode_the_device_has_a_lane(tmp_path: Path) -> None:
-    run = made.make_run(tmp_path / "run", steps=3, change=lambda number: {"wake_s/learner": 0.5})
-    (run / "config.yaml").write_text(made.CONFIG.replace("async", "sync"))
-    spans = []
-    for step in (0, 10, 20):
-        spans += [
-            made.span("host-1", "usage", step, step + 10),
-            made.span("host-1", "generating", step + 1, step + 2.5),
-            made.span("learner", "asleep", step, step + 2.7),
-            made.span("host-1", "falling asleep", step + 2.5, step + 2.7, wake_s=0.4),
-        ]
-    made.lines(run / "timeline.jsonl", spans)
-    _, server, device = lanes(read_run(run))
-    assert device.name == "device"
-    assert seconds(device.parts["handing over"]) == pytest.approx(3 * (0.4 + 0.2 + 0.5) - 3 * 0.2, abs=0.7)
-    assert seconds(device.parts["server's turn"]) == pytest.approx(3 * (2.7 - 0.6), abs=0.01)
-    assert seconds(server.parts["waking"]) == pytest.approx(3 * 0.6)
-    assert seconds(server.parts["generating"]) == pytest.approx(3 * 1.5)
 
 
 def test_a_pause_between_two_learners_is_drawn_short(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ TORCH_FREE = (
     "asyncrl/rewards/",
     "asyncrl/telemetry/",
     "asyncrl/tools/inspect/",
+    "asyncrl/tools/report/",
 )
 SERIALISERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 
