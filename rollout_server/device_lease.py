@@ -50,7 +50,6 @@ class SharedDevice:
         self._unused = asyncio.Event()
         self._unused.set()
         self._slept_at = time.monotonic()
-        self._asleep_s = 0.0
 
     # --- grants and recalls ------------------------------------------------------------------
 
@@ -149,10 +148,9 @@ class SharedDevice:
             await self._engine.start()
             gc.freeze()  # what imports and the model have left is there to stay: falling asleep need not look at it
             self.is_loaded = True
-        self._asleep_s += started - self._slept_at
         self._awake.set()
         took = time.monotonic() - started
-        self._exporter.woke(took, self._asleep_s)
+        self._exporter.woke(took, started - self._slept_at)
         return took
 
     async def _turn_is_over(self, fence: int) -> None:

@@ -71,9 +71,9 @@ class ServerExporter:
         self._metrics["stale_fences_total"].inc()
 
     def woke(self, seconds: float, asleep_s: float) -> None:
-        """`asleep_s` since the start."""
+        """`asleep_s`: the sleep that has ended."""
         self._metrics["wake_seconds"].set(seconds)
-        self._metrics.raise_to("asleep_seconds_total", asleep_s)
+        self._metrics["asleep_seconds_total"].inc(asleep_s)
 
     def slept(self, seconds: float, nbytes: int) -> None:
         self._metrics["sleep_seconds"].set(seconds)

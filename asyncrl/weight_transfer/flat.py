@@ -52,31 +52,15 @@ def share(flat: torch.Tensor) -> CudaMemory:
     The other process must be done before `flat` goes, or it sees wrong bytes (see `settle`).
     """
     # The device's number means something in this process only: the receiver has its own for the same GPU.
-    _, handle, nbytes, offset, counter, counter_offset, event, event_sync = flat.untyped_storage()._share_cuda_()
-    return CudaMemory(
-        handle=bytes(handle),
-        nbytes=nbytes,
-        offset=offset,
-        counter=bytes(counter),
-        counter_offset=counter_offset,
-        event=bytes(event),
-        event_sync=bool(event_sync),
-    )
+    _, *handles = flat.untyped_storage()._share_cuda_()
+    return CudaMemory(**dict(zip(CudaMemory.model_fields, handles, strict=True)))
 
 
 def open_shared(memory: CudaMemory, device: torch.device) -> torch.Tensor:
     """[nbytes] uint8 in the other process's memory."""
     torch.cuda.init()
-    storage = torch.UntypedStorage._new_shared_cuda(
-        torch.cuda.current_device() if device.index is None else device.index,
-        memory.handle,
-        memory.nbytes,
-        memory.offset,
-        memory.counter,
-        memory.counter_offset,
-        memory.event,
-        memory.event_sync,
-    )
+    index = torch.cuda.current_device() if device.index is None else device.index
+    storage = torch.UntypedStorage._new_shared_cuda(index, *memory.model_dump().values())
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 

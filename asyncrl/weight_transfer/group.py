@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -29,32 +30,28 @@ class TransferError(Exception):
     """A transfer that did not succeed. The next one may."""
 
 
+@dataclass
 class Group:
-    """Rank 0 sends, all others receive; each waits at most `deadline_s` for any one thing."""
+    """Rank 0 sends, all others receive; each waits at most `deadline_s` for any one thing.
 
-    def __init__(
-        self,
-        store: Any,
-        rank: int,
-        size: int,
-        device: torch.device,
-        deadline_s: float,
-        peers: str,
-        is_cancelled: Callable[[], bool],
-    ):
-        """Returns when all ranks have joined; raises TransferError. `peers` names the others in errors. Every wait ends
-        once `is_cancelled()`."""
-        self._store = store
-        self._rank = rank
-        self._size = size
-        self._device = device
-        self._deadline_s = deadline_s
-        self._peers = peers
-        self._is_cancelled = is_cancelled
+    It exists when all ranks have joined. Raises TransferError.
+    """
+
+    store: Any
+    rank: int
+    size: int
+    device: torch.device
+    deadline_s: float
+    peers: str
+    """Names the others in errors."""
+    is_cancelled: Callable[[], bool]
+    """Ends every wait once it is true."""
+
+    def __post_init__(self) -> None:
         self._barrier("here", "to join the group")
-        with _failing_with(f"no group with {peers}"):
-            make = _nccl if device.type == "cuda" else _gloo
-            self._backend = make(store, rank, size, deadline_s)
+        with _failing_with(f"no group with {self.peers}"):
+            make = _nccl if self.device.type == "cuda" else _gloo
+            self._backend = make(self.store, self.rank, self.size, self.deadline_s)
 
     @classmethod
     def host(
@@ -122,37 +119,37 @@ class Group:
         options = c10d.BroadcastOptions()
         options.rootRank, options.rootTensor = _LEARNER, 0
         where = f"bytes {start:,} to {start + bucket.nbytes:,} of {total:,}"
-        deadline = time.monotonic() + self._deadline_s
-        with _failing_with(f"{self._peers} did not keep up: {where}"):
+        deadline = time.monotonic() + self.deadline_s
+        with _failing_with(f"{self.peers} did not keep up: {where}"):
             work = self._backend.broadcast([bucket], options)
             while not work.is_completed():
-                self._poll(deadline, f"{self._peers}: {where}")
+                self._poll(deadline, f"{self.peers}: {where}")
             # Raises what went wrong. Without a deadline NCCL would only have the stream wait, and say nothing.
-            work.wait(timedelta(seconds=self._deadline_s))
-            if self._device.type == "cuda":
-                torch.cuda.current_stream(self._device).synchronize()
+            work.wait(timedelta(seconds=self.deadline_s))
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()
 
     def _barrier(self, name: str, purpose: str) -> None:
         """Wait for all ranks: each receiver sets its own key, and the learner one for all when it has seen theirs."""
-        with _failing_with(f"{self._peers} has gone"):
-            if self._rank != _LEARNER:
-                self._store.set(f"{name}/{self._rank}", "1")
-                self._wait_for(f"{name}/all", f"{self._peers} {purpose}")
+        with _failing_with(f"{self.peers} has gone"):
+            if self.rank != _LEARNER:
+                self.store.set(f"{name}/{self.rank}", "1")
+                self._wait_for(f"{name}/all", f"{self.peers} {purpose}")
                 return
-            for rank in range(1, self._size):
-                self._wait_for(f"{name}/{rank}", f"receiver {rank} of {self._peers} {purpose}")
-            self._store.set(f"{name}/all", "1")
+            for rank in range(1, self.size):
+                self._wait_for(f"{name}/{rank}", f"receiver {rank} of {self.peers} {purpose}")
+            self.store.set(f"{name}/all", "1")
 
     def _wait_for(self, key: str, what: str) -> None:
-        deadline = time.monotonic() + self._deadline_s
-        while not self._store.check([key]):
+        deadline = time.monotonic() + self.deadline_s
+        while not self.store.check([key]):
             self._poll(deadline, what)
 
     def _poll(self, deadline: float, what: str) -> None:
-        if self._is_cancelled():
+        if self.is_cancelled():
             raise TransferError(f"given up, waiting for {what}")
         if time.monotonic() > deadline:
-            raise TransferError(f"waited {self._deadline_s:g} s for {what}")
+            raise TransferError(f"waited {self.deadline_s:g} s for {what}")
         time.sleep(POLL_S)
 
 

@@ -105,7 +105,7 @@ class TransferRequest(Wire):
 
 
 class CudaMemory(Wire):
-    """CUDA and torch handles of learner memory that another process on the same GPU can open."""
+    """CUDA and torch handles of learner memory that another process on the same GPU can open, in torch's order."""
 
     handle: bytes = Field(max_length=4096)
     nbytes: int = Field(gt=0)

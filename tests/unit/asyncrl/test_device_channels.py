@@ -153,7 +153,7 @@ def test_a_transfer_that_is_cut_off_is_a_failure_and_the_next_one_brings_everyth
     send = Group._one
 
     def cut(group: Group, bucket: torch.Tensor, start: int, total: int) -> None:
-        if group._rank == rank and start == 2 << 16:
+        if group.rank == rank and start == 2 << 16:
             raise TransferError("the cable was pulled")
         send(group, bucket, start, total)
 

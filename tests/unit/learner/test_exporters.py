@@ -431,7 +431,7 @@ def test_what_the_server_produced_loaded_and_slept(server: ServerExporter) -> No
     server.turn_began(6)
     server.stale_fence()
     server.woke(1.5, asleep_s=20.0)
-    server.woke(1.25, asleep_s=33.0)
+    server.woke(1.25, asleep_s=13.0)
     server.slept(0.75, nbytes=2048)
     server.stopped("learner_left")
     values = scrape(server.registry)
