@@ -33,10 +33,4 @@ def unreadable_as_user_error() -> Iterator[None]:
 
 
 def cannot_read(path: Path, problem: OSError) -> UserError:
-    fix = "Restore it, or copy the run directory again"
-    if isinstance(problem, PermissionError):
-        fix = (
-            "Work as the user whose run it is, or let that user make it readable (chmod -R a+rX RUN, and chmod a+x for "
-            "the folders above it)"
-        )
-    return UserError(f"cannot read {path}: {problem.strerror}. {fix}")
+    return UserError(f"cannot read {path}: {problem.strerror}. Restore it, make it readable, or copy the run again")

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.errors import UserError
@@ -75,8 +76,11 @@ class Trackers:
         self._openers = openers
         self._errors = errors
         self._samples_every_steps = samples_every_steps
-        self._threads: list[TrackerThread] | None = None
         self._samples: list[Sample] = []
+
+    @cached_property
+    def _threads(self) -> list[TrackerThread]:
+        return [TrackerThread(name, self._run, opener, self._errors) for name, opener in self._openers.items()]
 
     def resume(self, after: int, last_recorded: int, evaluations: Sequence[Mapping[str, Any]]) -> None:
         """Set the fields of TrackedRun before any other call."""
@@ -101,21 +105,18 @@ class Trackers:
         if samples:
             self._call(lambda tracker: tracker.samples(samples[0].record["step"], samples))
 
-    def _call(self, call: Call) -> None:
-        if self._threads is None:
-            self._threads = [
-                TrackerThread(name, self._run, opener, self._errors) for name, opener in self._openers.items()
-            ]
+    def _call(self, call: Call | None) -> None:
         for thread in self._threads:
             thread.put(call)
 
     def close(self) -> None:
         """Let them write what they have, within CLOSE_S."""
+        if not self._samples and "_threads" not in vars(self):
+            return  # nothing was called: none was opened
         self._pass_samples_on()
+        self._call(None)
         deadline = time.monotonic() + CLOSE_S
-        for thread in self._threads or ():
-            thread.put(None)
-        for thread in self._threads or ():
+        for thread in self._threads:
             thread.finish(deadline)
 
 
@@ -152,15 +153,14 @@ class TrackerThread(threading.Thread):
         except Exception as error:
             self._failed(f"it could not be opened: {type(error).__name__}: {error}")
             return
-        while (call := self._queue.get()) is not None:
-            self._attempt(call, tracker)
-        self._attempt(lambda tracker: tracker.close(), tracker)
-
-    def _attempt(self, call: Call, tracker: Tracker) -> None:
-        try:
-            call(tracker)
-        except Exception as error:
-            self._failed(f"{type(error).__name__}: {error}")
+        is_open = True
+        while is_open:
+            call = self._queue.get()
+            is_open = call is not None
+            try:
+                call(tracker) if call else tracker.close()
+            except Exception as error:
+                self._failed(f"{type(error).__name__}: {error}")
 
     def _failed(self, why: str) -> None:
         self._errors[f"tracker_{self._tracker}"] += 1

@@ -9,7 +9,7 @@ from typing import Any
 from rich.cells import cell_len
 from rich.console import RenderableType
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from asyncrl.telemetry.alert_thresholds import THRESHOLDS
@@ -28,6 +28,8 @@ from asyncrl.tools.panel.run_snapshot import RunSnapshot
 BETWEEN_FACTS = 3
 SPARKLINE_CELLS = 48
 RANGE_CELLS = 16
+STALENESS = (("staleness mean", "mean", 2), ("max", "max", 0), ("of at most", "bound", 0))
+"""Names of facts, keys and digits."""
 WARNINGS = 3
 """Most lines of warnings."""
 PHASE_STYLES = {"training": "green", "evaluating": "cyan", "finished": "bold green", "failed": "bold red"}
@@ -56,17 +58,15 @@ class Answers:
         step = self.run.latest.get("step", self.run.status.get("step", 0))
         if not total:
             return Text(f"step {step}")
-        row = Table.grid(padding=(0, 2), expand=True)
-        row.add_column(no_wrap=True)
-        row.add_column(ratio=1)
-        row.add_column(no_wrap=True, justify="right")
+        columns = Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True, justify="right")
+        row = Table.grid(*columns, padding=(0, 2), expand=True)
         style = phase_style(self.run.phase)
         bar = ProgressBar(total=total, completed=step, style="bright_black", complete_style=style, finished_style=style)
         row.add_row(Text(f"step {step} of {total}", style="bold"), bar, Text(time_left(self.run)))
         return row
 
-    def _facts(self, *facts: Fact) -> list[Text]:
-        """Names in grey, values beside them; a line breaks between facts, never inside one."""
+    def _row(self, row: str, rank: int, *facts: Fact) -> Row:
+        """Return names in grey, values beside them; a line breaks between facts, never inside one."""
         lines = [Text()]
         for name, value, *style in facts:
             fact = Text.assemble((f"{one_line(name)} ", "dim"), (one_line(value), "".join(style)))
@@ -75,27 +75,20 @@ class Answers:
                 lines.append(fact)
             else:
                 lines[-1].append(" " * gap).append(fact)
-        return lines if facts else [Text(MISSING, "dim")]
+        return Row(row, lines if facts else [Text(MISSING, "dim")], rank)
 
     def learning(self) -> Iterator[Row]:
         run = self.run
         yield Row("reward", [self._curve(run.last("reward/mean"), [y for _, y in run.rewards if y is not None])])
-        components = [
-            (key.removeprefix("reward/"), number(value))
-            for key, value in run.latest.items()
-            if key.startswith("reward/") and key not in ("reward/mean", "reward/std")
-        ]
-        if components:
-            yield Row("components", self._facts(*components), rank=3)
+        skipped = ("reward/mean", "reward/std")
+        scored = {key: value for key, value in run.latest.items() if key[:7] == "reward/" and key not in skipped}
+        if scored:
+            yield self._row("components", 3, *((key[7:], number(value)) for key, value in scored.items()))
         yield Row("held-out", [self._held_out()])
-        learning_rate = run.last("lr")
-        optimisation = self._facts(
-            ("loss", number(run.last("loss"), 4)),
-            ("grad norm", number(run.last("grad_norm"), 2)),
-            ("entropy", number(run.last("entropy"))),
-            ("lr", MISSING if learning_rate is None else f"{learning_rate:.2g}"),
-        )
-        yield Row("optimisation", optimisation, rank=1)
+        rate = run.last("lr")
+        losses = ("loss", number(run.last("loss"), 4)), ("grad norm", number(run.last("grad_norm"), 2))
+        learning_rate = ("lr", MISSING if rate is None else f"{rate:.2g}")
+        yield self._row("optimisation", 1, *losses, ("entropy", number(run.last("entropy"))), learning_rate)
 
     def _curve(self, newest: Any, values: list[float]) -> Text:
         """The newest value, a sparkline of all, and its range."""
@@ -111,9 +104,8 @@ class Answers:
         first, last = self.run.evaluations[0], self.run.evaluations[-1]
         before, after = first.get("accuracy"), last.get("accuracy")
         if last is first:
-            return Text.assemble(
-                "accuracy ", (number(before), "bold"), (f"  at step {first.get('step', MISSING)}", "dim")
-            )
+            step = f"  at step {first.get('step', MISSING)}"
+            return Text.assemble("accuracy ", (number(before), "bold"), (step, "dim"))
         style = "" if before is None or after is None or before == after else "green" if after > before else "red"
         shown = Text(f"{number(before)} → ").append(number(after), f"bold {style}".strip())
         steps = f"  accuracy at steps {first.get('step', MISSING)} and {last.get('step', MISSING)}"
@@ -129,47 +121,37 @@ class Answers:
         warnings = [Text(cut(message, self.cells), "bold yellow") for message in run.warnings().values()]
         if warnings:
             yield Row("WARNING", warnings[:WARNINGS])
-        policy = self._facts(
-            ("version", str(status.get("version", MISSING))),
-            ("staleness mean", number(latest.get("staleness/mean"), 2)),
-            ("max", number(latest.get("staleness/max"), 0)),
-            ("of at most", number(latest.get("staleness/bound"), 0)),
-        )
-        yield Row("policy", policy, rank=2)
+        staleness = [(name, number(latest.get(f"staleness/{key}"), digits)) for name, key, digits in STALENESS]
+        yield self._row("policy", 2, ("version", str(status.get("version", MISSING))), *staleness)
         servers = status.get("servers") or []
         versions = ", ".join(str(server.get("version", MISSING)) for server in servers)
-        connected = self._facts((f"{len(servers)} at version", versions)) if servers else None
-        yield Row("servers", connected or [Text("none connected", "yellow")], rank=1)
+        connected = self._row("servers", 1, (f"{len(servers)} at version", versions))
+        yield connected if servers else Row("servers", [Text("none connected", "yellow")], rank=1)
         device = status.get("device") or {}
         if device:  # learner and server take turns
-            holder = str(device.get("holder") or "nobody")
-            yield Row("device", self._facts(("held by", holder), ("turn", str(device.get("fence")))), rank=2)
-        groups = [(name, str(count)) for name, count in (status.get("groups") or {}).items()]
-        yield Row("groups", self._facts(*groups), rank=3)
+            held_by = ("held by", str(device.get("holder") or "nobody"))
+            yield self._row("device", 2, held_by, ("turn", str(device.get("fence"))))
+        yield self._row("groups", 3, *((name, str(count)) for name, count in (status.get("groups") or {}).items()))
         seconds = run.last("step_s")
-        step_time = ("step", MISSING if seconds is None else f"{seconds:.2f} s")
-        yield Row("learner", self._side("learner", step_time), rank=1)
-        yield Row("rollout", self._side("rollout"), rank=1)
-        off_policy = (("ESS", number(run.last("ess"))), ("mismatch KL", number(run.last("mismatch_kl_k3"), 5)))
-        yield Row("off-policy", self._facts(*off_policy), rank=2)
-        rows = [(key.removeprefix("rows/"), value) for key, value in latest.items() if key.startswith("rows/")]
-        counts = [(name, number(value, 0)) for name, value in rows if value != 0]
-        yield Row("trajectories", self._facts(*counts), rank=3)
+        yield self._side("learner", ("step", MISSING if seconds is None else f"{seconds:.2f} s"))
+        yield self._side("rollout")
+        mismatch = ("mismatch KL", number(run.last("mismatch_kl_k3"), 5))
+        yield self._row("off-policy", 2, ("ESS", number(run.last("ess"))), mismatch)
+        rows = [(key[5:], number(value, 0)) for key, value in latest.items() if key[:5] == "rows/" and value != 0]
+        yield self._row("trajectories", 3, *rows)
         if run.notes:
             yield Row("restarts", [Text(cut(run.notes[-1], self.cells), "yellow")])
         yield self._waiting()
         errors = [(kind, str(count), "red") for kind, count in (status.get("errors") or {}).items()]
-        yield Row("errors", self._facts(*errors) if errors else [Text("none", "dim")])
+        yield self._row("errors", 0, *errors) if errors else Row("errors", [Text("none", "dim")])
 
-    def _side(self, side: str, *more: Fact) -> list[Text]:
+    def _side(self, side: str, *more: Fact) -> Row:
         """Speed of one side. Servers that wait are no fault: `max_staleness` holds them, or the learner is slower."""
         idle = self.run.last(f"idle/{side}")
         starves = side == "learner" and idle is not None and idle > THRESHOLDS["LearnerStarves"].value
-        return self._facts(
-            ("tokens/s", number(self.run.last(f"tokens_per_s/{side}"), 0)),
-            ("idle", MISSING if idle is None else f"{idle:.0%}", "yellow" if starves else ""),
-            *more,
-        )
+        speed = ("tokens/s", number(self.run.last(f"tokens_per_s/{side}"), 0))
+        waits = ("idle", MISSING if idle is None else f"{idle:.0%}", "yellow" if starves else "")
+        return self._row(side, 1, speed, waits, *more)
 
     def _waiting(self) -> Row:
         """One line whatever its length: the panel should not jump while it is being read."""

@@ -20,10 +20,7 @@ BUDGET_BYTES = 12 << 20
 LARGEST_SIDE = 384
 KEPT_BYTES = 24 << 10
 """A file up to this size, and of no more pixels, is embedded as it is."""
-LARGEST_FILE = 64 << 20
 QUALITY = 82
-MAGNIFIED_BELOW = 200
-"""Pixels of the longer side below which the page magnifies an image."""
 _HASH = re.compile(r"[0-9a-f]{8,128}")
 _TYPES = {"png": "image/png", "jpg": "image/jpeg", "webp": "image/webp"}
 
@@ -36,11 +33,6 @@ class EmbeddedImage:
     height: int = 0
     """Size of the original, in pixels."""
     problem: str = ""
-
-    @property
-    def is_small(self) -> bool:
-        """Whether the page magnifies it."""
-        return max(self.width, self.height) < MAGNIFIED_BELOW
 
 
 class EmbeddedImages:
@@ -64,12 +56,9 @@ class EmbeddedImages:
         if file is None:
             return EmbeddedImage(problem="not in images/")
         try:
-            if file.stat().st_size > LARGEST_FILE:
-                return EmbeddedImage(problem=f"{file.stat().st_size >> 20} MiB")
-            data = file.read_bytes()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # Pillow warns of odd metadata; too many pixels are refused
-                image = decode_image(data, file.name)
+                image = decode_image(data := file.read_bytes(), file.name)
         except OSError as problem:
             return EmbeddedImage(problem=problem.strerror or "unreadable")
         except UserError:
