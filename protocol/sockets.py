@@ -315,13 +315,10 @@ def _configure(sock: zmq.Socket, limits: Limits, queues: Queues, linger_s: float
     sock.setsockopt(zmq.HANDSHAKE_IVL, round(HANDSHAKE_S * 1000))
     # libzmq hangs up on a longer frame before it has read it, so senders check first (see `encode`).
     sock.setsockopt(zmq.MAXMSGSIZE, limits.max_message_bytes)
-    for option, value in (
-        (zmq.TCP_KEEPALIVE, 1),
-        (zmq.TCP_KEEPALIVE_IDLE, 30),
-        (zmq.TCP_KEEPALIVE_INTVL, 10),
-        (zmq.TCP_KEEPALIVE_CNT, 3),
-    ):
-        sock.setsockopt(option, value)
+    sock.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    sock.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
+    sock.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 10)
+    sock.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
 
 
 def _bad_message(sender: bytes, error: ProtocolError, frames: Sequence[Frame], limits: Limits) -> BadMessage:
