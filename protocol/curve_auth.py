@@ -35,13 +35,6 @@ class HandshakeRejected(ConnectionError):
     """One side refuses this connection for good; the message names the keys to change."""
 
 
-def become_curve_server(sock: zmq.Socket, keys: LearnerKeys) -> None:
-    sock.setsockopt(zmq.CURVE_SERVER, 1)
-    sock.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-    sock.setsockopt_string(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
-    sock.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an authenticator every connection is rejected
-
-
 def become_curve_client(sock: zmq.Socket, keys: ServerKeys) -> None:
     sock.setsockopt(zmq.CURVE_SERVERKEY, keys.learner_public)
     sock.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
@@ -78,20 +71,24 @@ class CurveAuthenticator:
 
     def __init__(self, context: zmq.Context, keys: LearnerKeys):
         self._keys = keys
-        self._watched: list[HandshakeEvents] = []
+        self._guarded: list[HandshakeEvents] = []
         self._rejected: deque[str] = deque()
         self._logged_at: dict[str, float] = {}
         self._thread = ThreadAuthenticator(context)
         self._thread.configure_curve_callback(ZAP_DOMAIN, credentials_provider=self)
         self._thread.start()
 
-    def watch(self, sock: zmq.Socket) -> None:
-        """Count this socket's failed handshakes, too."""
-        self._watched.append(HandshakeEvents(sock))
+    def guard(self, sock: zmq.Socket) -> None:
+        """Make a socket that is not bound yet a CURVE server, and count its failed handshakes."""
+        sock.setsockopt(zmq.CURVE_SERVER, 1)
+        sock.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret)
+        sock.setsockopt_string(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+        sock.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an authenticator every connection is rejected
+        self._guarded.append(HandshakeEvents(sock))
 
     def take_rejections(self) -> Counter[str]:
         """Rejected connections by kind since the last call: `rejected_key`, `failed_handshake`."""
-        for events in self._watched:
+        for events in self._guarded:
             for event in events.take():
                 # A rejected key (EVENT_HANDSHAKE_FAILED_AUTH) is counted in `callback`.
                 if event in (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
@@ -106,9 +103,9 @@ class CurveAuthenticator:
         return is_known
 
     def close(self) -> None:
-        """Stop the thread. Call it in the thread that owns the watched sockets, before closing those."""
+        """Stop the thread. Call it in the thread that owns the guarded sockets, before closing those."""
         self._thread.stop()
-        for events in self._watched:
+        for events in self._guarded:
             events.close()
 
     def _reject(self, kind: str, reason: str) -> None:

@@ -40,33 +40,30 @@ def bind(sock: zmq.Socket, endpoint: str, *, setting: str, private: bool = False
     configuration key of the port in error messages. Raises BindError.
     """
     host, port = split_endpoint(endpoint)
-    host_setting = _host_setting(setting)
-    address = _resolve(host, host_setting)
+    address = _resolve(host, _host_setting(setting))
     if not private and not is_loopback(address):
-        raise InsecureBindError(public_without_keys(endpoint, host_setting.removesuffix("host")))
+        raise InsecureBindError(public_without_keys(endpoint))
     is_ipv6 = ":" in address
-    if is_ipv6:
-        sock.setsockopt(zmq.IPV6, 1)
-    numeric = f"tcp://[{address}]:{port}" if is_ipv6 else f"tcp://{address}:{port}"
+    sock.setsockopt(zmq.IPV6, int(is_ipv6))
     try:
-        sock.bind(numeric)
+        sock.bind(f"tcp://[{address}]:{port}" if is_ipv6 else f"tcp://{address}:{port}")
     except zmq.ZMQError as problem:
         raise _bind_error(problem, host, port, setting) from problem
     return sock.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
 
-def check_dial(endpoint: str, *, prefix: str = "network.") -> None:
+def check_dial(endpoint: str) -> None:
     """Raise InsecureBindError unless a peer without keys may dial this: tickets decide what a server runs.
 
     A name that is not known yet (the learner's machine may start later) counts as another machine.
     """
     host, _ = split_endpoint(endpoint)
     try:
-        address = _resolve(host, f"{prefix}host")
+        address = _resolve(host, "network.host")
     except BindError:
         address = ""
     if not is_loopback(address):
-        raise InsecureBindError(public_without_keys(endpoint, prefix))
+        raise InsecureBindError(public_without_keys(endpoint))
 
 
 def is_loopback(address: str) -> bool:
@@ -77,12 +74,12 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-def public_without_keys(endpoint: str, prefix: str) -> str:
+def public_without_keys(endpoint: str) -> str:
     """The error message for a public address without keys."""
     return (
         f"{endpoint} is not this machine's loopback, and without keys the traffic is neither encrypted nor "
-        f"authenticated. Make keys with `asyncrl keys DIR` and set {prefix}keys_dir=DIR on both sides, set "
-        f"{prefix}host=127.0.0.1, or {prefix}insecure=true on a network that you trust"
+        f"authenticated. Make keys with `asyncrl keys DIR` and set network.keys_dir=DIR on both sides, set "
+        "network.host=127.0.0.1, or network.insecure=true on a network that you trust"
     )
 
 
@@ -127,8 +124,7 @@ def _bind_error(problem: OSError | zmq.ZMQError, host: str, port: int, setting: 
 
 def _host_setting(setting: str) -> str:
     """The host key of the same section: `network.control_port` -> `network.host`."""
-    section = setting.rpartition(".")[0]
-    return f"{section}.host" if section else "host"
+    return f"{setting.rpartition('.')[0]}.host".lstrip(".")
 
 
 def host_id(directory: Path = SHARED_MEMORY) -> str:

@@ -18,8 +18,8 @@ import zmq
 import zmq.asyncio
 
 from protocol.codec import Expected, Frame, Limits, decode, encode, read_header
-from protocol.curve import LearnerKeys, ServerKeys
-from protocol.curve_auth import CurveAuthenticator, HandshakeWatch, become_curve_client, become_curve_server
+from protocol.curve import ServerKeys
+from protocol.curve_auth import CurveAuthenticator, HandshakeWatch, become_curve_client
 from protocol.endpoints import bind, check_dial
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.handshake import refuse_other_protocol
@@ -99,7 +99,7 @@ class SendTimeout(TimeoutError):
 class LearnerSocket:
     """A bound ROUTER for one thread; register `socket` with a zmq.Poller.
 
-    With `keys` it is a CURVE server, and `authenticator` (of the same context) decides which clients may connect.
+    With an `authenticator` (of the same context) it is a CURVE server, and only holders of known keys may connect.
     `setting` is the configuration key of the port, for error messages. `inbound` limits received messages where they
     may be smaller than sent ones. Raises `endpoints.BindError`.
     """
@@ -113,7 +113,6 @@ class LearnerSocket:
         setting: str,
         inbound: Limits | None = None,
         insecure: bool = False,
-        keys: LearnerKeys | None = None,
         authenticator: CurveAuthenticator | None = None,
         queues: Queues = CONTROL_QUEUES,
         peer_limits: PeerLimits | None = None,
@@ -130,16 +129,13 @@ class LearnerSocket:
         self.socket = (context or zmq.Context.instance()).socket(zmq.ROUTER)
         _configure(self.socket, self._inbound, queues, linger_s)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        if keys is not None:
-            become_curve_server(self.socket, keys)
+        if authenticator is not None:
+            authenticator.guard(self.socket)
         try:
-            self.endpoint = bind(self.socket, endpoint, setting=setting, private=insecure or keys is not None)
+            self.endpoint = bind(self.socket, endpoint, setting=setting, private=insecure or authenticator is not None)
         except ValueError:
             self.socket.close(linger=0)
             raise
-        if keys is not None:
-            assert authenticator is not None, "libzmq admits every holder of the learner's public key without one"
-            authenticator.watch(self.socket)
 
     def recv(self, timeout_s: float = 0.0) -> Received | BadMessage | None:
         """The next message, or None after `timeout_s`. The sender of a bad message has been answered already."""

@@ -49,8 +49,8 @@ def open_ports(config: RunConfig, context: zmq.Context) -> LearnerPorts:
     gate: CurveAuthenticator | None = None
     opened: list[LearnerSocket] = []
     try:
-        keys = read_learner_keys(Path(network.keys_dir)) if network.keys_dir else None
-        gate = CurveAuthenticator(context, keys) if keys else None
+        if network.keys_dir:
+            gate = CurveAuthenticator(context, read_learner_keys(Path(network.keys_dir)))
         control = (config.control_endpoint, get_args(ControlFromServer), "control_port")
         weights = (config.weights_endpoint, get_args(WeightsFromServer), "weights_port")
         for (endpoint, expected, setting), array_bytes, queues, peer_limits in (
@@ -65,7 +65,6 @@ def open_ports(config: RunConfig, context: zmq.Context) -> LearnerPorts:
                     setting=f"network.{setting}",
                     inbound=_inbound(limits, array_bytes),
                     insecure=network.insecure,
-                    keys=keys,
                     authenticator=gate,
                     queues=queues,
                     peer_limits=peer_limits,
