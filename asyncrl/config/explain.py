@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from itertools import groupby
 
 from asyncrl.config.keys import REQUIRED, all_keys, section_of
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
-from asyncrl.config.yaml_text import write
 
 
 def explain(config: RunConfig, num_rows: int) -> str:
@@ -60,10 +60,4 @@ def config_reference() -> str:
 
 def _default_text(default: object) -> str:
     """The default as it would be written in the file."""
-    if default == "":
-        return '""'
-    if isinstance(default, float):
-        return f"{default:g}" if default != int(default) else f"{default:.1f}"
-    if isinstance(default, tuple | list):
-        return "[" + ", ".join(_default_text(one) for one in default) + "]"
-    return write(default).strip().removesuffix("...").strip()
+    return default if isinstance(default, str) and default else json.dumps(default)

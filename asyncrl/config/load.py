@@ -90,8 +90,9 @@ class _Draft:
         place, given = detail["loc"], detail["input"]
         name, path = ".".join(map(str, place)), _schema_path(place)
         if detail["type"] == "missing":
-            below = [key for key in all_keys() if key.startswith(f"{path}.") and all_keys()[key].default is REQUIRED]
-            for missing in [name + key.removeprefix(path) for key in below] or [name]:
+            required = (key.path.removeprefix(path) for key in all_keys().values() if key.default is REQUIRED)
+            below = [name + rest for rest in required if rest.startswith(".") and ".N." not in rest]
+            for missing in below or [name]:
                 self.problems.append(f"{missing} is missing. Add it to {self._path}, or give {missing}=VALUE")
         elif detail["type"] == "value_error":
             self.problems += detail["msg"].removeprefix("Value error, ").splitlines()

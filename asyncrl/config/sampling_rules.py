@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from asyncrl.config.run_sections import RunSections
+from asyncrl.config.sections import RolloutConfig
 
 _FIXES = {
     "temperature": "Set rollout.temperature, which the learner reads, too",
@@ -59,25 +60,24 @@ def sampling_problems(config: RunSections) -> Iterator[str]:
     for place, fix in _sampling_arguments(rollout.engine_args):
         yield f"rollout.engine_args has {place}, which would change what is sampled without the learner knowing. {fix}"
     cut = [name for name, off in UNTRUNCATED.items() if getattr(rollout, name) != off]
-    named = ", ".join(f"rollout.{name}={getattr(rollout, name):g}" for name in cut)
+    if rollout.logprobs == "raw" and (cut or rollout.temperature != 1):
+        changed = [*cut, *(["temperature"] if rollout.temperature != 1 else [])]
+        yield (
+            f"rollout.logprobs is raw and {_given(rollout, changed)}: log-probs before temperature and truncation are "
+            "not those of the sampled distribution, and every importance ratio would be wrong. Set "
+            "rollout.logprobs=processed"
+        )
     untruncated = ", ".join(f"rollout.{name}={UNTRUNCATED[name]}" for name in cut)
-    if cut and rollout.logprobs == "raw":
-        yield (
-            f"rollout.logprobs is raw and {named}: log-probs before truncation are not those of the sampled "
-            "distribution, and every importance ratio would be wrong. Set rollout.logprobs=processed, or sample "
-            f"untruncated ({untruncated})"
-        )
-    if rollout.logprobs == "raw" and rollout.temperature != 1:
-        yield (
-            f"rollout.logprobs is raw and rollout.temperature={rollout.temperature:g}: log-probs before the "
-            "temperature are not those of the sampled distribution, and every importance ratio would be wrong. "
-            "Set rollout.logprobs=processed or rollout.temperature=1"
-        )
     for setting, fix in _drift_measures(config) if cut else ():
         yield (
-            f"{setting} and {named}: with truncated sampling pi_learner / pi_behaviour is below 1 by the mass that was "
-            f"cut off, which this takes for a policy that has drifted. {fix}, or sample untruncated ({untruncated})"
+            f"{setting} and {_given(rollout, cut)}: with truncated sampling pi_learner / pi_behaviour is below 1 by "
+            f"the mass that was cut off, which this takes for a policy that has drifted. {fix}, or sample untruncated "
+            f"({untruncated})"
         )
+
+
+def _given(rollout: RolloutConfig, names: list[str]) -> str:
+    return ", ".join(f"rollout.{name}={getattr(rollout, name):g}" for name in names)
 
 
 def _drift_measures(config: RunSections) -> Iterator[tuple[str, str]]:
