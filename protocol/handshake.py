@@ -36,8 +36,7 @@ def check_hello(
         return Refusal(
             code=ErrorCode.MODEL_MISMATCH,
             reason=f"{server} holds base weights with fingerprint {hello.base_fingerprint or 'unknown'}, the learner's "
-            f"are {base_fingerprint or 'published whole'}: only adapters travel, and on another base they are another "
-            "policy",
+            f"are {base_fingerprint or 'published whole'}: an adapter on another base is another policy",
             fix="Copy the learner's model folder (its *.safetensors files) to the server, and start it again",
         )
     if hello.processor_fingerprint != processor_fingerprint:

@@ -124,13 +124,9 @@ def good_server(control: str, weights: str, keys: str = "") -> dict[str, Any]:
 
 
 def _summary(ordered: list[float]) -> dict[str, float]:
-    if not ordered:
-        return {"count": 0, "p99_ms": float("inf"), "max_ms": float("inf")}
-    return {
-        "count": len(ordered),
-        "p99_ms": 1000 * ordered[int(0.99 * (len(ordered) - 1))],
-        "max_ms": 1000 * ordered[-1],
-    }
+    ordered = ordered or [float("inf")]
+    p99, slowest = ordered[int(0.99 * (len(ordered) - 1))], ordered[-1]
+    return {"count": len(ordered), "p99_ms": 1000 * p99, "max_ms": 1000 * slowest}
 
 
 def hostile_servers(control: str, weights: str, messages: int, seed: int, keys: str = "") -> dict[str, Any]:
