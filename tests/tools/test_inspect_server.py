@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
-from collections.abc import Iterator
 from http.client import HTTPConnection
 from pathlib import Path
 
@@ -14,17 +12,7 @@ import pytest
 from asyncrl.errors import UserError
 from asyncrl.tools.inspect.server import InspectServer
 from asyncrl.tools.inspect.token_levels import LEGENDS
-from tests.rigs.made_up_samples import GROUP_SIZE, GROUPS, HOSTILE_TICKET, MadeUpStore, png
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[InspectServer]:
-    with InspectServer(MadeUpStore(), tmp_path, "127.0.0.1", 0) as serving:  # pyright: ignore[reportArgumentType]
-        thread = threading.Thread(target=serving.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
-        yield serving
-        serving.shutdown()
-        thread.join(timeout=10)
+from tests.rigs.made_up_samples import GROUP_SIZE, GROUPS, HOSTILE_TICKET, png
 
 
 def ask(server: InspectServer, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
@@ -94,9 +82,8 @@ def test_a_web_site_cannot_read_samples_by_its_own_name(server: InspectServer, h
     assert (b"trajectories" in body) is (status == 200)
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
-def test_the_server_only_reads(server: InspectServer, method: str) -> None:
-    assert ask(server, "/api/samples", method)[0] == 501
+def test_the_server_only_reads(server: InspectServer) -> None:
+    assert [ask(server, "/api/samples", method)[0] for method in ("POST", "PUT", "DELETE")] == [501] * 3
 
 
 def test_a_silent_connection_is_closed(server: InspectServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,4 +96,4 @@ def test_a_silent_connection_is_closed(server: InspectServer, monkeypatch: pytes
 def test_a_port_that_is_taken_is_named(server: InspectServer, tmp_path: Path) -> None:
     port = server.server_address[1]
     with pytest.raises(UserError, match=f"port {port}"):
-        InspectServer(MadeUpStore(), tmp_path, "127.0.0.1", port)  # pyright: ignore[reportArgumentType]
+        InspectServer(server.store, tmp_path, "127.0.0.1", port)

@@ -62,43 +62,6 @@ def test_where_there_is_no_run_it_is_said(tmp_path: Path, capsys: pytest.Capture
         assert capsys.readouterr().err.startswith("error: there is no ")
 
 
-# --- watch ---
-
-
-@pytest.mark.parametrize("name", ["status.json", "metrics.jsonl", "evaluations.jsonl", "samples.jsonl"])
-def test_watch_names_the_file_that_it_cannot_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    write_run(tmp_path)
-    close_off(tmp_path / name)
-    assert cli.main(["watch", str(tmp_path)]) == 2
-    check_told(capsys.readouterr().err, tmp_path / name)
-
-
-# --- report ---
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "status.json", "config.yaml", "timeline.jsonl",
-     "environment.json", "failure.json"],
-)  # fmt: skip
-def test_a_report_says_which_file_it_could_not_read(tmp_path: Path, name: str) -> None:
-    run = made.make_run(tmp_path / "run")
-    close_off(run / name)
-    read = read_run(run)
-    said = [sentence for sentence in read.missing if sentence.startswith(name)]
-    assert [sentence.partition(":")[0] for sentence in said] == [
-        f"{name} cannot be read (Too many levels of symbolic links)"
-    ]
-    page = page_of(read)
-    assert said[0].partition(":")[0] in page
-    assert f"There is no {name}:" not in page
-
-
-# --- inspect ---
-
-
 def test_inspect_names_the_groups_that_it_cannot_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,18 +75,38 @@ def test_inspect_names_the_groups_that_it_cannot_read(
     check_told(capsys.readouterr().err, groups)
 
 
-# --- replay ---
-
-
-@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "checkpoints"])
-def test_replay_names_what_it_cannot_read(
-    make_config: Callable[..., RunConfig], capsys: pytest.CaptureFixture[str], name: str
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        *(("watch", name) for name in ("status.json", "metrics.jsonl", "evaluations.jsonl", "samples.jsonl")),
+        *(("replay", name) for name in ("config.yaml", "metrics.jsonl", "checkpoints")),
+    ],
+)
+def test_watch_and_replay_name_what_they_cannot_read(
+    make_config: Callable[..., RunConfig], capsys: pytest.CaptureFixture[str], command: str, name: str
 ) -> None:
     config = make_config()
     run = config.run_path
-    run.mkdir()
+    write_run(run)
     (run / "config.yaml").write_text(dump_config(config))
     (run / "journal.sqlite").touch()
     close_off(run / name)
-    assert replay.main([str(run), "--step", "1"]) == 2
+    assert COMMANDS[command](str(run)) == 2
     check_told(capsys.readouterr().err, run / name)
+
+
+def test_a_report_says_which_files_it_could_not_read(tmp_path: Path) -> None:
+    run = made.make_run(tmp_path / "run")
+    names = (
+        *("metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "timeline.jsonl"),
+        *("config.yaml", "environment.json", "failure.json"),
+    )
+    for name in names:
+        close_off(run / name)
+    read = read_run(run)
+    page = page_of(read)
+    for name in names:
+        says = f"{name} cannot be read (Too many levels of symbolic links)"
+        assert any(sentence.startswith(says) for sentence in read.missing)
+        assert says in page
+        assert f"There is no {name}:" not in page
