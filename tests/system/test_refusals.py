@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -87,22 +86,6 @@ def test_who_begins_while_another_launcher_checks_its_configuration_wins(
         train(config, resume=True)
     assert contents(config.run_path) == before
     assert (holder(config.run_path, LAUNCHER_LOCK) != "") == (lock == LAUNCHER_LOCK), "the loser holds nothing"
-
-
-def test_a_launcher_takes_its_candidate_with_it(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[bool] = []
-
-    class Supervisor:
-        def __init__(self, *_: Any, **__: Any) -> None:
-            seen.append((config.run_path / CANDIDATE_FILE).exists())
-            raise RuntimeError("unforeseen")
-
-    monkeypatch.setattr(launcher, "Supervisor", Supervisor)
-    before = contents(config.run_path)
-    with pytest.raises(RuntimeError, match="unforeseen"):
-        train(config, resume=True)
-    assert seen == [True]
-    assert contents(config.run_path) == before
 
 
 @pytest.mark.slow

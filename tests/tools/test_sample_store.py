@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -313,28 +312,19 @@ def test_a_damaged_index_is_said_to_be_one(run: MadeUpRun) -> None:
         run.report(5, 3)
 
 
-def test_images_of_changed_data_are_not_shown(run: MadeUpRun, tmp_path: Path) -> None:
-    folder = tmp_path / "moved"
-    shutil.copytree(run.folder, folder)
-    text = (folder / "config.yaml").read_text()
-    (folder / "config.yaml").write_text(text.replace("rl.parquet", "eval.parquet"))
-    with closing(SampleStore(folder)) as store:
-        image = store.detail(1).images[0]
-    assert image.data is None
-    assert "changed" in image.problem
-    (folder / "config.yaml").write_text(text.replace("rl.parquet", "gone.parquet"))
-    with closing(SampleStore(folder)) as store:
-        assert "there is no data file" in store.detail(1).images[0].problem
-
-
-def test_images_in_the_run_directory_need_no_data_set(run: MadeUpRun) -> None:
-    (run.folder / "config.yaml").unlink()
+def test_images_come_from_the_run_directory_or_from_data_that_have_not_changed(run: MadeUpRun) -> None:
+    file, text = run.folder / "config.yaml", (run.folder / "config.yaml").read_text()
     prompt, blobs = run.batch.received[1].ticket.prompt, run.batch.received[1].prepared.blobs
     digest = prompt.image_hashes[0]
+    for name, problem in (("eval", "has changed"), ("gone", "there is no data file"), ("", "has no config.yaml")):
+        file.write_text(text.replace("rl.parquet", f"{name}.parquet")) if name else file.unlink()
+        with closing(SampleStore(run.folder)) as store:
+            image = store.detail(1).images[0]
+        assert image.data is None
+        assert problem in image.problem
+    (run.folder / "images").mkdir()
+    (run.folder / "images" / f"{digest}.png").write_bytes(blobs[digest])
     with closing(SampleStore(run.folder)) as store:
-        assert "config.yaml" in store.detail(1).images[0].problem
-        (run.folder / "images").mkdir()
-        (run.folder / "images" / f"{digest}.png").write_bytes(blobs[digest])
         assert store.detail(1).images[0].data == blobs[digest]
         assert "no tokenizer" in store.detail(1).problem
 

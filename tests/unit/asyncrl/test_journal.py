@@ -179,10 +179,12 @@ def test_a_value_that_changes_where_sqlite_cannot_see_it_is_noticed(killed: Kill
         columns = [row[1] for row in db.execute(f"PRAGMA table_info({table})")]
     where = f"WHERE {columns[0]} = (SELECT MAX({columns[0]}) FROM {table})"
     changes = [f"UPDATE {table} SET {column} = {_other(column)} {where}" for column in columns]
+    if table == "meta":
+        changes.append("PRAGMA user_version = 99")
     for number, change in enumerate([*changes, f"DELETE FROM {table} {where}"]):
         path = killed.copy(tmp_path / str(number))
         with closing(sqlite3.connect(path)) as db:
-            assert db.execute(change).rowcount == 1, change
+            assert db.execute(change).rowcount == 1 or "PRAGMA" in change, change
             db.commit()
         assert is_refused(path, killed.content), change
 
@@ -218,21 +220,15 @@ def test_a_truncated_file_is_refused_wherever_it_ends(killed: Killed, tmp_path: 
         assert reason or not suffix, end
 
 
-@pytest.mark.parametrize("what", ["missing", "zeroed", "swapped"])
-def test_groups_that_are_missing_zeroed_or_in_another_file_are_noticed(
-    killed: Killed, tmp_path: Path, what: str
-) -> None:
+def test_groups_that_are_missing_or_in_another_file_are_noticed(killed: Killed, tmp_path: Path) -> None:
     path = killed.copy(tmp_path)
     one, other = (path.with_name(path.name + suffix) for suffix in killed.segments[:2])
     whole = one.read_bytes()
-    one.write_bytes(bytes(len(whole)) if what == "zeroed" else other.read_bytes())
-    if what == "missing":
-        one.unlink()
-    elif what == "swapped":
-        other.write_bytes(whole)
-    assert ("is missing" if what == "missing" else "does not have its checksum") in (
-        is_refused(path, killed.content) or ""
-    )
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(whole)
+    assert "does not have its checksum" in (is_refused(path, killed.content) or "")
+    one.unlink()
+    assert f"{one} with its groups is missing" in (is_refused(path, killed.content) or "")
 
 
 def test_a_killed_learner_s_journal_comes_back_without_bytes_that_no_row_names(killed: Killed, tmp_path: Path) -> None:
@@ -287,15 +283,6 @@ def test_after_a_power_cut_the_loss_of_what_was_not_on_the_disk_can_be_accepted(
 )
 def test_a_file_with_other_content_is_refused(killed: Killed, tmp_path: Path, suffix: str, content: bytes) -> None:
     assert killed.refuses(tmp_path, suffix, lambda data: content)
-
-
-def test_a_journal_of_another_schema_is_refused(killed: Killed, tmp_path: Path) -> None:
-    path = killed.copy(tmp_path)
-    with closing(sqlite3.connect(path)) as db:
-        db.execute("PRAGMA user_version = 99")
-    reason = is_refused(path, killed.content)
-    assert reason is not None
-    assert "has schema 99, and this version of asyncrl reads schema 3" in reason
 
 
 def test_a_run_that_died_before_its_first_commit_begins_anew(tmp_path: Path) -> None:

@@ -6,10 +6,9 @@ import os
 import shutil
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -18,16 +17,12 @@ import asyncrl.journal.segments
 import asyncrl.journal.writer
 from asyncrl.errors import BadStateError
 from asyncrl.journal import JOURNAL_FILE
-from asyncrl.journal.database import PAGE_BYTES
 from asyncrl.journal.segments import pack_frames, segment_files, unpack_group
 from asyncrl.journal.writer import Journal
-from learner.checkpoint.saver import Saver
-from learner.tickets.ledger import TicketLedger
-from learner.training.trainer import Progress
 from protocol.codec import encode
 from protocol.messages import Group
-from tests.rigs.fuzz.rig import small_config
 from tests.rigs.journal_groups import issue, issue_and_add, make_group, slots_of, take, wait_for_copy
+from tests.rigs.waiting import wait_until
 
 PER_STEP = 2
 
@@ -48,6 +43,10 @@ def assert_same(one: Group, other: Group) -> None:
     assert list(map(bytes, encode(one))) == list(map(bytes, encode(other)))
 
 
+def wait_until_gone(*files: Path) -> None:
+    wait_until(lambda: not any(file.exists() for file in files), "files to be deleted")
+
+
 def train(journal: Journal, *steps: int) -> int:
     """Write and take two groups a step. Returns the bytes of one."""
     for step in steps:
@@ -57,38 +56,19 @@ def train(journal: Journal, *steps: int) -> int:
     return journal.payload_bytes // (PER_STEP * len(steps))
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def wait_until_gone(*files: Path) -> None:
-    wait_until(lambda: not any(file.exists() for file in files))
-
-
 # --- one group --------------------------------------------------------------------------------------
 
 
-def almost_repetitive() -> Group:
-    group = make_group(1, versions=3)
-    versions = group.versions.copy()
+def test_a_group_comes_back_as_it_was_and_columns_of_one_value_take_no_room() -> None:
+    constant = make_group(1, versions=3)
+    versions = constant.versions.copy()
     versions[500] = 2
-    return group.model_copy(update={"versions": versions})
-
-
-@pytest.mark.parametrize(
-    "group", [make_group(1), make_group(2, versions=3), make_group(3, length=2), almost_repetitive()]
-)
-def test_a_group_comes_back_as_it_was(group: Group) -> None:
-    assert_same(unpack_group(b"".join(pack_frames(encode(group)))), group)
-
-
-def test_columns_of_one_value_take_no_room() -> None:
-    group = make_group(1, versions=3)
-    needed = group.token_ids.nbytes + group.logprobs.nbytes
-    assert needed < sum(map(len, pack_frames(encode(group)))) < needed + 2000
+    almost = constant.model_copy(update={"versions": versions})
+    for group in (make_group(1), make_group(3, length=2), almost, constant):
+        packed = pack_frames(encode(group))
+        assert_same(unpack_group(b"".join(packed)), group)
+    needed = constant.token_ids.nbytes + constant.logprobs.nbytes
+    assert needed < sum(map(len, packed)) < needed + 2000
 
 
 # --- the log ----------------------------------------------------------------------------------------
@@ -102,7 +82,7 @@ def test_the_log_is_copied_beside_the_writing(
     size_before = path.stat().st_size
     for n in range(30):
         issue_and_add(journal, make_group(n, length=10_000))
-    wait_until(lambda: path.stat().st_size > size_before)
+    wait_until(lambda: path.stat().st_size > size_before, "a copy of the log")
     killed = tmp_path / "killed"
     killed.mkdir()
     wait_for_copy(journal)
@@ -132,20 +112,6 @@ def test_a_log_that_cannot_be_copied_stops_the_next_transaction(
 
 
 # --- groups that a checkpoint holds -----------------------------------------------------------------
-
-
-def test_forgotten_groups_leave_the_disk(path: Path, journal: Journal) -> None:
-    for step in range(1, 4):
-        groups = [make_group(8 * step + n, length=10_000) for n in range(8)]
-        issue_and_add(journal, *groups)
-        (file,) = segment_files(path).values()
-        assert journal.payload_bytes == file.stat().st_size
-        take(journal, step, slots_of(groups))
-        journal.forget_payloads(step)
-        assert journal.payload_bytes == 0
-        wait_until_gone(file)
-        journal.flush()
-        assert journal.file_bytes < 40 * PAGE_BYTES
 
 
 def test_a_segment_stays_until_its_last_group_is_forgotten(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,26 +184,6 @@ def test_what_a_restart_needs_is_counted_without_what_is_only_kept(path: Path, j
         assert again.needed_bytes == PER_STEP * one, "a restart knows it too"
 
 
-class NoReporter:
-    """A reporter that has nothing to write."""
-
-    def forget_tokens(self, before_step: int) -> None: ...
-
-
-def test_kept_groups_do_not_make_a_checkpoint_due(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = small_config()
-    trainer = config.trainer.model_copy(update={"journal_limit_mib": 1})
-    ledger = TicketLedger(journal, prompts_per_step=PER_STEP, bound=0, total_groups=0)
-    training, reporter = SimpleNamespace(progress=Progress(100, 2, 2)), NoReporter()
-    saver = Saver(config.model_copy(update={"trainer": trainer}), training, ledger, reporter, "")  # type: ignore[arg-type]
-    monkeypatch.setattr("learner.checkpoint.saver.MIB", 1000)
-    train(journal, 1, 2)
-    assert saver.is_due()
-    saver.forget_groups()
-    assert list(journal.kept_steps()) == [1, 2]
-    assert not saver.is_due(), "they are kept, but nothing waits for a checkpoint"
-
-
 def test_files_of_kept_groups_are_neither_held_open_nor_read_at_the_start(
     path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,18 +222,4 @@ def test_damage_to_a_group_that_is_only_kept_does_not_stop_a_learner(
         with pytest.raises(BadStateError, match="damaged"):
             again.group(PER_STEP * 1)
         again.forget_payloads(3)
-    Journal(path).close()
-
-
-def test_the_journal_stays_sound_while_groups_come_and_go(path: Path) -> None:
-    """Its digest and account are checked whenever it is opened."""
-    one = expected = 0
-    for step in range(1, 10):
-        with closing(Journal(path, saved_step=step - 1)) as journal:
-            before = journal.payload_bytes
-            train(journal, step)
-            one = one or journal.payload_bytes - before
-            journal.forget_payloads(step, keep_bytes=(step % 4) * one)
-            expected = min(step % 4, expected + 1)
-            assert len(list(journal.kept_steps())) == expected
     Journal(path).close()
