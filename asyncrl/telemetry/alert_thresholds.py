@@ -26,7 +26,7 @@ THRESHOLDS = {
     "LearnerStarves": Threshold(0.8, 1800.0),
     "DiskFilling": Threshold(2e9, 300.0),
 }
-"""Keys are names of alerts; a test compares the numbers with the Prometheus rules."""
+"""Keys are names of alerts; a test compares the numbers with the Prometheus rules, and names those without one."""
 STARVES_AT_BOUND = 0.2
 """Idle ratio of a learner above which groups at their staleness bound mean that servers are slow."""
 USUAL_STEPS = 5.0
@@ -35,15 +35,6 @@ FIRST_STEP_S = 1800.0
 """Seconds after which a process without any step is stuck: kernels are compiled, and a step's time is not known yet."""
 STANDARD_ERRORS = 2.0
 """Standard errors by which held-out accuracy has to fall to be more than chance."""
-NOT_IN_A_RUN_DIRECTORY = (
-    "NoLearner",
-    "RolloutServerSilent",
-    "RolloutServerLost",
-    "NoRolloutServer",
-    "Restarting",
-    "SharedMemorySmall",
-)
-"""Alerts that need a live process. `RunStopped` and `NotANumber` have no threshold."""
 
 
 def longest_step_s(usual_s: float | None) -> float:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from asyncrl.telemetry.environment import read_starts
@@ -31,10 +29,8 @@ JUDGED_STEPS = 10
 """Newest steps in which something has to be wrong for a warning."""
 NEWEST_SAMPLES_BYTES = 2 << 20
 """Bytes that are read of a file that may have gigabytes: two samples are shown."""
-RECENT_STEPS = 30
-FEWEST_STEPS = 3
-PAUSE = 3.0
-"""An interval this many times as long as usual holds an evaluation, a checkpoint or a wait."""
+RECENT_STEPS, FEWEST_STEPS = 128, 3
+"""Steps that tell the pace."""
 
 
 @dataclass
@@ -125,21 +121,10 @@ class RunSnapshot:
 
 
 def seconds_per_step(steps: Sequence[Record]) -> float | None:
-    """Seconds of a recent step and its share of all pauses so far. None before there are a few steps.
+    """Return the mean time from step to step of the newest process, its evaluations and checkpoints included.
 
-    Counted from one step to the next in the same process: time in which nothing ran does not count.
+    None before there are a few steps. A step made again from the journal waits for nothing and publishes nothing.
     """
-    intervals = [after["uptime_s"] - before["uptime_s"] for before, after in pairwise(steps) if _follows(before, after)]
-    if len(intervals) < FEWEST_STEPS:
-        return None
-    usual = median(intervals)
-    pauses = sum(interval - usual for interval in intervals if interval > PAUSE * usual)
-    return median(intervals[-RECENT_STEPS:]) + pauses / len(intervals)
-
-
-def _follows(before: Record, after: Record) -> bool:
-    """True for steps of one process. A step made again from the journal waits for nothing and publishes nothing."""
-    if after.get("publish_bytes") == 0 or after.get("step") != before.get("step", 0) + 1:
-        return False
-    clocks = process_clock(before), process_clock(after)
-    return bool(clocks[0] and clocks[1] and abs(clocks[1][1] - clocks[0][1]) < SAME_PROCESS_S)
+    clocks = [clock for step in steps if step.get("publish_bytes") != 0 and (clock := process_clock(step))]
+    times = [at for at, began in clocks if abs(began - clocks[-1][1]) < SAME_PROCESS_S][-RECENT_STEPS:]
+    return (times[-1] - times[0]) / (len(times) - 1) if len(times) > FEWEST_STEPS else None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,7 +16,7 @@ from asyncrl.telemetry.jsonl import read_records
 from asyncrl.tools.numbers import count
 from asyncrl.tools.recorded_run import SAMPLES_FILE, Record, RecordedRun, number
 from asyncrl.tools.report.embedded_images import EmbeddedImages
-from asyncrl.tools.report.markup import FOLDED_FROM, LABELS
+from asyncrl.tools.report.markup import LABELS
 
 PERIODS = 6
 """Parts of a run, of each of which the best and the worst group are shown."""
@@ -25,8 +24,8 @@ PER_STATUS = 3
 STATUSES = ("truncated", "timed_out", "error")
 MAX_IMAGES = 4
 MAX_COMPLETIONS = 8
-MAX_OPEN_CHARACTERS = 1300
-"""Characters of all completions of a card that are not folded; two are shown in any case."""
+OPEN_COMPLETIONS = 4
+"""Completions of a card that are not folded."""
 COMPARED = ("text", "reward", "rewards", "status", "error", "length")
 """Completions with equal values of these keys are shown once."""
 
@@ -49,30 +48,26 @@ class Chosen:
 
 def choose(file: Path, first: int, last: int) -> Chosen:
     """Choose samples of the file in one pass, which keeps no more than what may be shown. Raises OSError."""
-    best: dict[int, tuple[float, Record]] = {}
-    worst: dict[int, tuple[float, Record]] = {}
-    by_status: dict[str, dict[int, Record]] = {status: {} for status in STATUSES}
+    kept: dict[str, dict[int, tuple[float, Record]]] = {label: {} for label in LABELS}
     recorded = broken = 0
     for sample in _samples(file):
         if sample is None:
             broken += 1
             continue
         recorded += 1
-        period = _period(sample["step"], first, last)
+        scores = dict.fromkeys({str(c.get("status")) for c in completions_of(sample)} & set(STATUSES), -float(recorded))
         if rewards := _rewards(sample):
-            mean = fmean(rewards)
-            if period not in best or mean >= best[period][0]:
-                best[period] = (mean, sample)
-            if period not in worst or mean <= worst[period][0]:
-                worst[period] = (mean, sample)
-        for status in {str(c.get("status")) for c in completions_of(sample)} & by_status.keys():
-            by_status[status].setdefault(period, sample)
+            scores |= {"good": fmean(rewards), "bad": -fmean(rewards)}
+        period = min(PERIODS - 1, max(0, int((sample["step"] - first) * PERIODS / (last - first + 1))))
+        for label, score in scores.items():
+            if period not in kept[label] or score >= kept[label][period][0]:
+                kept[label][period] = (score, sample)
     labelled: list[tuple[Record, str]] = []
-    for period in sorted(best):
-        labelled.append((best[period][1], "good"))
-        if worst[period][0] < best[period][0]:
-            labelled.append((worst[period][1], "bad"))
-    labelled += [(sample, status) for status in STATUSES for sample in _spread(list(by_status[status].values()))]
+    for period, (score, sample) in sorted(kept["good"].items()):
+        labelled.append((sample, "good"))
+        if -kept["bad"][period][0] < score:
+            labelled.append((kept["bad"][period][1], "bad"))
+    labelled += [(sample, status) for status in STATUSES for sample in _spread([s for _, s in kept[status].values()])]
     chosen: dict[int, Choice] = {}
     for sample, label in labelled:
         chosen.setdefault(id(sample), Choice(sample)).labels.append(label)
@@ -89,10 +84,6 @@ def _samples(file: Path) -> Iterator[Record | None]:
     with file.open("rb") as lines:
         for sample in read_records(lines):
             yield sample if sample is not None and number(sample.get("step")) is not None else None
-
-
-def _period(step: float, first: int, last: int) -> int:
-    return min(PERIODS - 1, max(0, int((step - first) * PERIODS / (last - first + 1))))
 
 
 def _spread(samples: list[Record]) -> list[Record]:
@@ -132,7 +123,6 @@ def _card(choice: Choice, images: EmbeddedImages, scale: tuple[float, float]) ->
     for completion in sorted(completions, key=lambda c: _rank(c, choice.labels)):
         same.setdefault(json.dumps([completion.get(key) for key in COMPARED], sort_keys=True), []).append(completion)
     shown = list(same.values())[:MAX_COMPLETIONS]
-    lengths = accumulate(min(FOLDED_FROM, len(str(alike[0].get("text", "")))) for alike in shown)
     media = [digest for key in ("images", "videos") if isinstance(sample.get(key), list) for digest in sample[key]]
     return {
         "sample": sample,
@@ -141,7 +131,7 @@ def _card(choice: Choice, images: EmbeddedImages, scale: tuple[float, float]) ->
         "images": [images.get(digest) for digest in media[:MAX_IMAGES]],
         "more_images": max(0, len(media) - MAX_IMAGES),
         "completions": [(alike[0], len(alike), _tone(number(alike[0].get("reward")), scale)) for alike in shown],
-        "open": max(2, sum(length <= MAX_OPEN_CHARACTERS for length in lengths)),
+        "open": OPEN_COMPLETIONS,
         "left_out": len(completions) - sum(map(len, shown)),
     }
 
