@@ -85,11 +85,7 @@ class RewardPool:
         """
         sample_id = next(self._ids)
         frame = channel.pack({"id": sample_id, "sample": vars(sample)})
-        # A worker that ends before it begins a sample is not the sample's fault: it gets another worker, once.
-        score = await self._score_on(await self._idle_worker(), sample_id, frame, is_second=False)
-        if score is None:
-            score = await self._score_on(await self._idle_worker(), sample_id, frame, is_second=True)
-        assert score is not None
+        score = await self._score_on(await self._idle_worker(), sample_id, frame)
         if score.status != "ok":
             self._errors[score.error_kind] += 1
             level = logging.WARNING if self._errors[score.error_kind] == 1 else logging.DEBUG
@@ -118,8 +114,7 @@ class RewardPool:
             logger.warning("reward worker %d ended while it was idle; starting another", worker.pid)
             self._replace(worker)
 
-    async def _score_on(self, worker: WorkerProcess, sample_id: int, frame: bytes, *, is_second: bool) -> Score | None:
-        """None if the worker ended before it began the sample, and this is not the second try."""
+    async def _score_on(self, worker: WorkerProcess, sample_id: int, frame: bytes) -> Score:
         started = time.perf_counter()
         healthy = False
         try:
@@ -130,15 +125,11 @@ class RewardPool:
             healthy = score.error_kind != "reward_memory"  # such a worker ends itself
             return score
         except TimeoutError:
-            return self._timed_out(self._begun(worker) or "(none begun)", time.perf_counter() - started)
+            return self._timed_out(self._begun(worker), time.perf_counter() - started)
         except WorkerDied as died:
             if self._closed:
                 raise _closed() from None
-            name = self._begun(worker)
-            if not name and not is_second:
-                logger.warning("reward worker %d ended before it began a sample (%s)", worker.pid, died)
-                return None
-            message = f"reward component {name or '(none begun)'!r} lost its worker: {died}"
+            message = f"reward component {self._begun(worker)!r} lost its worker: {died}"
             return Score("error", "reward_crash", message, seconds=time.perf_counter() - started)
         finally:  # also when cancelled: the worker is then still busy with this sample
             if healthy:
@@ -147,8 +138,8 @@ class RewardPool:
                 self._replace(worker)
 
     def _begun(self, worker: WorkerProcess) -> str:
-        """Name of the component that the worker began last for its sample; empty if it began none."""
-        return "" if worker.begun is None else self._names[worker.begun]
+        """Name of the component that the worker began last for its sample."""
+        return "(none begun)" if worker.begun is None else self._names[worker.begun]
 
     def _from_reply(self, reply: dict[str, Any]) -> Score:
         seconds, values, kind = reply["seconds"], reply["components"], reply.get("error_kind", "")

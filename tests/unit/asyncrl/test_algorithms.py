@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -22,16 +23,30 @@ from asyncrl.algorithms.ratios import (
     sequence_ratio,
 )
 from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig
-from tests.rigs.published_values import LOSS, MASK, ROW, SYMMETRIC, VECTORS, close, flat
+from tests.rigs.tiny import ROOT
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-GIVEN = VECTORS["is_inputs"]
+VECTORS = json.loads((ROOT / "tests" / "rigs" / "vectors.json").read_text())
+"""The published values."""
+LOSS, GIVEN = VECTORS["loss_inputs"], VECTORS["is_inputs"]
+MASK = torch.tensor(LOSS["mask"]).bool()
+ROW = torch.arange(2)[:, None].expand(2, 4)[MASK]
+SYMMETRIC = AlgorithmConfig(clip_ratio_high=0.2, clip_ratio_c=1e9)
 KINDS = ("none", "token_tis", "sequence_tis", "geometric_tis", "token_mis", "sequence_mis", "geometric_mis", "icepop")
 ESTIMATORS = {
     "grpo": (grpo, AlgorithmConfig()),
     "dr_grpo": (grpo, AlgorithmConfig(norm_adv_by_std=False)),
     "rloo": (rloo, AlgorithmConfig()),
 }
+
+
+def flat(rows: list[list[float]]) -> torch.Tensor:
+    """The unmasked tokens of a padded [2, 4]."""
+    return torch.tensor(rows)[MASK]
+
+
+def close(got: torch.Tensor, expected: Any, tolerance: float = 2e-6) -> None:
+    torch.testing.assert_close(got, torch.as_tensor(expected), atol=tolerance, rtol=tolerance)
 
 
 # --- advantages ------------------------------------------------------------------------------------
