@@ -20,13 +20,11 @@ def ends_with_its_reader(main: Callable[P, int]) -> Callable[P, int]:
 
     @wraps(main)
     def ended(*arguments: P.args, **named: P.kwargs) -> int:
-        if sys.stdout is None:  # it was closed before, as by `>&-`
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # as long as the process
         try:
             try:
                 return main(*arguments, **named)
             finally:
-                sys.stdout.flush()  # also after argparse has printed its help and raised SystemExit
+                print(end="", flush=True)  # also after argparse has printed its help and raised SystemExit
         except BrokenPipeError:
             poll = select.poll()
             poll.register(sys.stdout.fileno(), 0)

@@ -6,7 +6,6 @@ than a bf16 weight can show, and the engine then computes exactly what the learn
 
 from __future__ import annotations
 
-import difflib
 import json
 import logging
 import re
@@ -78,23 +77,14 @@ def _targets(model: Any, lora: LoraConfig) -> list[str]:
                 f"model.lora.target_modules is {text!r}, no regular expression ({problem}). For ends of names write a "
                 "list: [q_proj, v_proj]"
             ) from problem
-        _check_target(text, found, allowed, layers)
+        if not set(found) & set(allowed):  # a misspelt name among good ones would go unnoticed
+            tower = ", those of the vision tower with model.lora.vision_tower=true and model.freeze_vision_tower=false"
+            raise UserError(
+                f"model.lora.target_modules: {text!r} fits no linear layer that may have an adapter. There are "
+                f"{_last_parts(allowed)}{tower if has_vision(model.config) and not lora.vision_tower else ''}"
+            )
         chosen.update(found)
     return [name for name in allowed if name in chosen]
-
-
-def _check_target(wanted: str, found: Collection[str], allowed: Collection[str], layers: Collection[str]) -> None:
-    """Every name of the user's must choose some layer: a misspelt one among good ones would go unnoticed."""
-    if not found:
-        near = difflib.get_close_matches(wanted, sorted({n.rpartition(".")[2] for n in layers}), n=3, cutoff=0.5)
-        fix = f"Did you mean [{', '.join(near)}]?" if near else f"There are {_last_parts(allowed)}"
-        raise UserError(f"model.lora.target_modules: {wanted!r} fits no linear layer (an adapter needs one). {fix}")
-    if not any(name in allowed for name in found):
-        raise UserError(
-            f"model.lora.target_modules: {wanted!r} fits only layers of the vision tower or connector, such as "
-            f"{next(iter(found))}. Set model.lora.vision_tower=true and model.freeze_vision_tower=false, or name "
-            f"layers of the language model: {_last_parts(allowed)}"
-        )
 
 
 def _last_parts(names: Collection[str]) -> str:

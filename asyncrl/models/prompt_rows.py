@@ -7,9 +7,9 @@ import logging
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import DataConfig
 from asyncrl.data.dataset import RowSource, open_train
-from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
+from asyncrl.data.prompts import PromptRenderer
 from asyncrl.errors import UserError
-from asyncrl.models.processing import EncodedPrompt, PromptProcessor, check_prompt_length
+from asyncrl.models.processing import PromptProcessor, check_prompt_length
 
 logger = logging.getLogger(__name__)
 
@@ -42,21 +42,13 @@ def usable_rows(rows: RowSource, renderer: PromptRenderer, processor: PromptProc
 
 
 def preview_prompt(config: RunConfig) -> str:
-    """The first training row rendered by the chat template, with its token and image counts."""
+    """The first training row as the model sees it: text, answer, tokens, and the grid of each image and video."""
     rows = open_train(config.data)
     processor = PromptProcessor(config.model)
     rendered = PromptRenderer(config.data).render(rows[0], rows.row_id(0))
     encoded = processor.encode(rendered.prompt, rendered.blobs)
     limit = config.data.max_prompt_length
     check_prompt_length(encoded, limit)
-    lines = describe_prompt(processor, rendered, encoded, limit)
-    return "\n".join([f"first prompt ({rendered.prompt.row_id}):", *(f"  {line}" for line in lines)])
-
-
-def describe_prompt(
-    processor: PromptProcessor, rendered: RenderedPrompt, encoded: EncodedPrompt, limit: int
-) -> list[str]:
-    """Text, answer, tokens, and the grid of each image and video."""
     seen = "images and videos" if encoded.video_hashes else "images"
     lines = [
         *(f"| {line}" for line in processor.render(rendered.prompt).splitlines()),
@@ -70,4 +62,4 @@ def describe_prompt(
         lines.append(f"videos: {len(encoded.video_hashes)}")
     for (t, h, w), video in zip(encoded.video_grids.tolist(), rendered.prompt.videos, strict=True):
         lines.append(f"  {len(video.frame_hashes)} frames at {video.fps:g} per second: {t} x {h} x {w} patches")
-    return lines
+    return "\n".join([f"first prompt ({rendered.prompt.row_id}):", *(f"  {line}" for line in lines)])

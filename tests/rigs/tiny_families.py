@@ -7,18 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import (
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2_5_VLProcessor,
-    Qwen2VLConfig,
-    Qwen2VLForConditionalGeneration,
-    Qwen2VLProcessor,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-    Qwen3VLProcessor,
-    Qwen3VLVideoProcessor,
-)
+import transformers
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
@@ -45,26 +34,31 @@ def make_family(family: Family, folder: Path) -> Path:
     torch.manual_seed(0)
     if family == "qwen2_vl":
         vision |= {"embed_dim": VISION, "hidden_size": HIDDEN, "mlp_ratio": 2}
-        model: Any = Qwen2VLForConditionalGeneration(
-            Qwen2VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **common)
-        )
-    elif family == "qwen2_5_vl":
-        vision |= {"hidden_size": VISION, "intermediate_size": 64, "out_hidden_size": HIDDEN, "window_size": 28}
-        vision["fullatt_block_indexes"] = [1]
-        model = Qwen2_5_VLForConditionalGeneration(
-            Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **common)
-        )
     else:
         vision |= {"hidden_size": VISION, "intermediate_size": 64, "out_hidden_size": HIDDEN}
+    if family == "qwen2_5_vl":
+        vision |= {"window_size": 28, "fullatt_block_indexes": [1]}
+    if family == "qwen3_vl":
         vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
         text["rope_parameters"]["mrope_interleaved"] = True
-        model = Qwen3VLForConditionalGeneration(
-            Qwen3VLConfig(text_config={**text, "head_dim": 32}, vision_config=vision, **common)
-        )
+        text["head_dim"] = 32
+    else:
+        common["tie_word_embeddings"] = False
+    name = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}[family]
+    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=vision, **common)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    _processor(family, tokenizer, digits["CHAT_TEMPLATE"]).save_pretrained(folder)
+    size = {"shortest_edge": 4 * (2 * PATCH) ** 2, "longest_edge": 64 * (2 * PATCH) ** 2}
+    video: Any = transformers.Qwen3VLVideoProcessor if family == "qwen3_vl" else Qwen2VLVideoProcessor
+    processor = getattr(transformers, f"{name}Processor")(
+        image_processor=Qwen2VLImageProcessor(patch_size=PATCH, size=size),
+        tokenizer=tokenizer,
+        video_processor=video(patch_size=PATCH, size=size),
+        chat_template=digits["CHAT_TEMPLATE"],
+    )
+    processor.save_pretrained(folder)
     return folder
 
 
@@ -82,22 +76,3 @@ def _text_config(tokenizer: Any) -> dict[str, Any]:
         "pad_token_id": tokenizer.pad_token_id,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]},
     }
-
-
-def _processor(family: Family, tokenizer: Any, template: str) -> Any:
-    options = {
-        "patch_size": PATCH,
-        "size": {"shortest_edge": 4 * (2 * PATCH) ** 2, "longest_edge": 64 * (2 * PATCH) ** 2},
-    }
-    video: Any = Qwen3VLVideoProcessor if family == "qwen3_vl" else Qwen2VLVideoProcessor
-    processor: Any = {
-        "qwen2_vl": Qwen2VLProcessor,
-        "qwen2_5_vl": Qwen2_5_VLProcessor,
-        "qwen3_vl": Qwen3VLProcessor,
-    }[family]
-    return processor(
-        image_processor=Qwen2VLImageProcessor(**options),
-        tokenizer=tokenizer,
-        video_processor=video(**options),
-        chat_template=template,
-    )

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -112,62 +113,33 @@ def test_children_of_a_service_go_with_it(counted: Make, tmp_path: Path, then: s
     wait_until(lambda: is_gone(read_pid(pid_file)), "the end of the service's child")
 
 
-CHILD = """
-import os, signal, sys, time
-if sys.argv[2] == "stubborn":
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-with open(sys.argv[1], "w") as file:
-    file.write(f"{os.getpid()}\\n")
-time.sleep(60)
-"""
-LAUNCHER = """
-import sys
-from pathlib import Path
-from asyncrl.launch.processes import Service
-from asyncrl.launch.supervisor import Supervisor
-folder, manner, script = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
-services = [
-    Service(name, [sys.executable, "-c", script, str(folder / name), manner], folder / f"{name}.log", {})
-    for name in ("learner", "rollout_server")
-]
-sys.exit(Supervisor(*services).run().code)
-"""
+def launched(counted: Make, folder: Path, script: str) -> tuple[Any, list[int]]:
+    """A launcher of its own with two services, which run the script once they are there; their process ids."""
+    ready = "open({!r}, 'w').write(f'{{os.getpid()}}\\n')\n"
+    names = ("learner", "rollout_server")
+    services = [counted(name, f"{script}\n{ready.format(str(folder / name))}{STAY}") for name in names]
+    launcher = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(Supervisor(*services).run().code))
+    launcher.start()
+    return launcher, [read_pid(folder / name) for name in names]
 
 
-@pytest.fixture
-def launch(tmp_path: Path):
-    """Starts a real launcher with two children of the given manner; returns it and their process ids."""
-    started: list[int] = []
-
-    def launch(manner: str) -> tuple[subprocess.Popen[bytes], list[int]]:
-        launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(tmp_path), manner, CHILD])
-        started.append(launcher.pid)
-        pids = [read_pid(tmp_path / name) for name in ("learner", "rollout_server")]
-        started.extend(pids)
-        return launcher, pids
-
-    yield launch
-    for pid in started:
-        if not is_gone(pid):
-            os.kill(pid, signal.SIGKILL)
-
-
-def test_a_second_interrupt_does_not_wait_for_the_deadline(launch) -> None:
-    launcher, pids = launch("stubborn")
-    launcher.send_signal(signal.SIGINT)
-    with pytest.raises(subprocess.TimeoutExpired):
-        launcher.wait(timeout=1)
+def test_a_second_interrupt_does_not_wait_for_the_deadline(counted: Make, tmp_path: Path) -> None:
+    launcher, pids = launched(counted, tmp_path, "signal.signal(signal.SIGTERM, signal.SIG_IGN)")
+    os.kill(launcher.pid, signal.SIGINT)
+    launcher.join(timeout=1)
+    assert launcher.is_alive()
     assert not any(is_gone(pid) for pid in pids), "the first interrupt only asks"
-    launcher.send_signal(signal.SIGINT)
-    assert launcher.wait(timeout=5) == 130
+    os.kill(launcher.pid, signal.SIGINT)
+    launcher.join(timeout=5)
+    assert launcher.exitcode == 130
     assert all(is_gone(pid) for pid in pids)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells children of their parent's death")
-def test_services_end_even_when_the_launcher_is_killed(launch) -> None:
-    launcher, pids = launch("polite")
+def test_services_end_even_when_the_launcher_is_killed(counted: Make, tmp_path: Path) -> None:
+    launcher, pids = launched(counted, tmp_path, "")
     launcher.kill()
-    launcher.wait(timeout=5)
+    launcher.join(timeout=5)
     wait_until(lambda: all(is_gone(pid) for pid in pids), "the services to follow their launcher")
 
 

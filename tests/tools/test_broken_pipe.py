@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import socket
 import subprocess
 import sys
@@ -49,8 +48,3 @@ def test_another_broken_pipe_is_an_error() -> None:
 
     with pytest.raises(BrokenPipeError):
         main()
-
-
-def test_without_an_output_a_command_does_its_work_all_the_same() -> None:
-    done = subprocess.run(["bash", "-c", f"{shlex.join(ASYNCRL)} config-reference >&-"], stderr=subprocess.PIPE)
-    assert (done.returncode, done.stderr) == (0, b"")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -86,25 +85,6 @@ def test_a_whole_run_tells_its_story_in_plain_lines_and_is_exported(
     assert main(["eval", str(run / "config.yaml"), "--model", str(run / "export")]) == 0
     evaluation = json.loads((run / "evaluations.jsonl").read_text().splitlines()[-1])
     assert f"accuracy {evaluation['accuracy']:.4f}" in capsys.readouterr().out, "the same as the run's own"
-
-
-@pytest.mark.slow
-def test_ctrl_c_leaves_no_process_behind(config_file: Callable[..., Path], tmp_path: Path) -> None:
-    run, log = tmp_path / "run", tmp_path / "train.log"
-    command = start_command("train", str(config_file(trainer={"max_steps": 100_000})), log=log)
-    try:
-        wait_until((run / "metrics.jsonl").exists, "the first step", run / "logs")
-        family = psutil.Process(command.pid).children(recursive=True)
-        assert len(family) >= 3, "learner, rollout server and a reward worker"
-        command.send_signal(signal.SIGINT)
-        code = command.wait(timeout=40)
-    finally:
-        command.kill()
-    assert code == 130, log.read_text()
-    assert "interrupted; the same command with --resume continues" in log.read_text()
-    _, alive = psutil.wait_procs(family, timeout=5)
-    assert alive == []
-    assert json.loads((run / "status.json").read_text())["phase"] == "interrupted"
 
 
 @pytest.mark.slow

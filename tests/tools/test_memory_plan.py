@@ -225,7 +225,8 @@ def test_a_plan_that_cannot_fit_is_refused_with_numbers_and_levers(make_config: 
     assert "What to change, largest first:" in text
     levers = [line.split("=")[0].strip() for line in text.splitlines() if " -> " in line]
     assert {"batch.tokens_per_microbatch", "model.dtype", "learner.gradient_checkpointing"} <= set(levers)
-    reached = [float(line.rsplit("-> ", 1)[1].split()[0]) for line in text.splitlines() if " -> " in line]
+    units = {"MiB": 1 / 1024, "GiB": 1.0}
+    reached = [float(left) * units[unit] for left, unit in re.findall(r" -> (\S+) (\wiB) too much", text)]
     assert reached == sorted(reached), "the one that helps most comes first"
     assert "Together" in text
 

@@ -18,8 +18,7 @@ from asyncrl.config.sections import DataConfig
 from asyncrl.data.dataset import RowSource
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.errors import UserError
-from asyncrl.models.processing import EncodedPrompt, PromptProcessor
-from asyncrl.models.prompt_rows import describe_prompt
+from asyncrl.models.processing import PromptProcessor
 from asyncrl.rewards.pool import RewardPool, Score
 from asyncrl.rewards.presentation import sample_of
 from asyncrl.tools.doctor.findings import Finding, Findings, split_fix
@@ -43,7 +42,6 @@ class Look:
     """Questions of the rows, before any template."""
     keys: dict[str, str] = field(default_factory=dict)
     """Rows by hash of what the model sees of them."""
-    example: tuple[RenderedPrompt, EncodedPrompt] | None = None
 
 
 def find_prompts(config: RunConfig, rows: RowSource, purpose: str, renderer: PromptRenderer) -> Findings[Look]:
@@ -53,10 +51,6 @@ def find_prompts(config: RunConfig, rows: RowSource, purpose: str, renderer: Pro
     seen = len(look.lengths) + sum(map(len, look.refused.values()))
     counted = f"{seen:,} of {len(rows):,} {purpose} rows"
     yield Finding(f"{purpose} rows", f"{len(rows):,} with columns {', '.join(rows.columns)}; {counted} looked at")
-    if look.example is not None and purpose == "training":
-        rendered, encoded = look.example
-        lines = describe_prompt(processor, rendered, encoded, data.max_prompt_length)
-        yield Finding("example", f"row {rendered.prompt.row_id} as the model sees it", "note", details=tuple(lines))
     for refused in look.refused.values():
         reason, fix = split_fix(refused[0][1])
         value = f"{len(refused):,} of {counted} would be refused (such as {refused[0][0]}): {reason}"
@@ -104,7 +98,6 @@ def _look_at(config: DataConfig, rows: RowSource, renderer: PromptRenderer, proc
         look.questions.add(str(row.get(config.prompt_key)))
         seen = "\n".join((text, *encoded.image_hashes, *encoded.video_hashes))
         look.keys[hashlib.sha256(seen.encode()).hexdigest()] = row_id
-        look.example = look.example or (rendered, encoded)
     return look
 
 

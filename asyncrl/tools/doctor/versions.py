@@ -33,11 +33,8 @@ def find_versions() -> Findings[None]:
         elif package not in EXTRA_OF:
             yield Finding(package, "is not installed", "problem", INSTALL)
     yield from _torchvision()
-    if zmq.has("curve"):
-        yield Finding("libzmq", f"{zmq.zmq_version()} with CURVE")
-    else:
-        value = f"{zmq.zmq_version()} without CURVE: network.keys_dir cannot be used"
-        yield Finding("libzmq", value, "warning", "pip install --force-reinstall pyzmq (its wheels have it)")
+    curve = "with" if zmq.has("curve") else "without"
+    yield Finding("libzmq", f"{zmq.zmq_version()} {curve} CURVE, which network.keys_dir needs")
 
 
 def installed(distribution: str) -> str | None:

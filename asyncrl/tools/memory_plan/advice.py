@@ -61,7 +61,7 @@ def refusal(plan: MemoryPlan) -> str:
 
 
 def advice(plan: MemoryPlan) -> list[str]:
-    """Single changes with the peak that they lead to, largest first, and the first few that fit together."""
+    """Single changes with what is too much before and after, largest first, and the first few that fit together."""
     tried: list[tuple[Change, MemoryPlan]] = []
     for change in _levers(plan.config):
         with suppress(UserError):  # what the model does not allow, such as adapters where there is no linear layer
@@ -71,7 +71,7 @@ def advice(plan: MemoryPlan) -> list[str]:
     if not useful:
         return ["No setting changes that: use a smaller model or a larger device"]
     lines = ["What to change, largest first:"]
-    lines += [f"  {_text(change):<42} {_course(plan, other)}" for change, other in useful]
+    lines += [f"  {_text(change):<42} {size(plan.excess)} -> {size(other.excess)} too much" for change, other in useful]
     together: dict[str, object] = {}
     fitting = plan
     for change, _ in useful:
@@ -86,15 +86,6 @@ def _make_other(plan: MemoryPlan, change: Change) -> MemoryPlan:
     """The plan after a change. The model is only rehearsed again where it matters."""
     same_model = all(key.startswith(("rollout.", "trainer.")) for key in change)
     return make_plan(changed(plan.config, change), plan.model if same_model else None)
-
-
-def _course(plan: MemoryPlan, other: MemoryPlan) -> str:
-    """Peak before and after, of the phase that the change helps most."""
-    if [phase.name for phase in plan.phases] != [phase.name for phase in other.phases]:
-        return f"{size(plan.peak)} -> {size(other.peak)}"
-    pairs = list(zip(plan.phases, other.phases, strict=True))
-    old, new = max(pairs, key=lambda pair: pair[0].nbytes - pair[1].nbytes)
-    return f"{old.name} {size(old.nbytes)} -> {size(new.nbytes)}"
 
 
 def _levers(config: RunConfig) -> Iterator[Change]:

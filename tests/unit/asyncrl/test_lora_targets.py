@@ -81,10 +81,9 @@ def test_names_a_pattern_and_the_vision_tower(tiny_model: Path) -> None:
     ("lora", "said"),
     [
         ({"target_modules": ["q_porj", "v_proj"]}, "'q_porj' fits no linear layer"),
-        ({"target_modules": "q_proj"}, "Did you mean [q_proj"),
+        ({"target_modules": "q_proj"}, "There are down_proj, "),
         ({"target_modules": ["embed_tokens"]}, "fits no linear layer"),
-        ({"target_modules": ["zzz"]}, "There are down_proj, "),
-        ({"target_modules": ["qkv"]}, "fits only layers of the vision tower or connector"),
+        ({"target_modules": ["qkv"]}, "those of the vision tower with model.lora.vision_tower=true"),
         ({"target_modules": []}, "is empty"),
         ({"target_modules": ".*(q_proj"}, "no regular expression"),
     ],
@@ -148,20 +147,16 @@ def test_the_fingerprint_of_what_travels_knows_rank_alpha_and_layers(tiny_model:
     assert len(prints) == len(kinds) + 1
 
 
-@pytest.mark.parametrize(
-    ("servers", "learners", "welcome"),
-    [("", "", True), ("b1", "b1", True), ("b2", "b1", False), ("", "b1", False), ("b1", "", False)],
-)
-def test_a_server_with_another_base_is_refused_with_the_fix(servers: str, learners: str, welcome: bool) -> None:
-    hello = content.hello("one").model_copy(update={"base_fingerprint": servers})
+@pytest.mark.parametrize(("servers", "learners"), [("b1", "b1"), ("b2", "b1"), ("", "b1")])
+def test_a_server_with_another_base_is_refused_with_the_fix(servers: str, learners: str) -> None:
     refusal = check_hello(
-        hello,
+        content.hello("one").model_copy(update={"base_fingerprint": servers}),
         model_fingerprint=content.MODEL,
         processor_fingerprint=content.PROCESSOR,
         base_fingerprint=learners,
         live_server_ids={},
     )
-    assert (refusal is None) == welcome
+    assert (refusal is None) == (servers == learners)
     if refusal is not None:
         assert refusal.code is ErrorCode.MODEL_MISMATCH
         assert (servers or "unknown") in refusal.reason
