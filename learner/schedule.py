@@ -5,17 +5,21 @@ The weights do not move here, so everything that is compared and scored belongs 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.telemetry.timeline import WaitClock
+from asyncrl.telemetry.timeline import LEARNER, WaitClock
 from learner.network.device_lease import DeviceTurns
 from learner.network.logprob_parity import ParityJudge
 from learner.network.thread import NetworkThread
+from learner.reporting.reporter import Reporter
 from learner.tickets.ledger import TicketLedger
-from learner.training.evaluation import Evaluation
+from learner.tickets.ticket_writer import TicketWriter
 from learner.training.trainer import Progress
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -28,7 +32,8 @@ class StepSchedule:
     ledger: TicketLedger
     device: DeviceTurns
     judge: ParityJudge
-    evaluation: Evaluation
+    writer: TicketWriter
+    reporter: Reporter
     waits: WaitClock
     status: Callable[[str, str], None]
     """Called with the phase, and what is waited for."""
@@ -36,7 +41,7 @@ class StepSchedule:
     @property
     def needs_server(self) -> bool:
         """Whether steps are left, or the last evaluation."""
-        return not self.progress.is_last or self.evaluation.is_due(self.progress)
+        return not self.progress.is_last or self.is_evaluation_due
 
     def wait_for_server(self) -> None:
         self.status("waiting", "the first rollout server")
@@ -93,20 +98,46 @@ class StepSchedule:
 
     def open_for_work(self) -> None:
         """Evaluate if it is time to, and send the tickets of this version."""
-        step, version = self.progress.step, self.progress.version
-        if self.evaluation.is_due(self.progress):
+        if self.is_evaluation_due:
             self.admit_unless_evaluating()
-            self.status("evaluating", f"{self.evaluation.num_rows} held-out rows")
+            self.status("evaluating", f"{self.writer.num_held_out_rows} held-out rows")
             self.device.lend()
-            with self.waits.waiting("evaluation"):
-                self.evaluation.run(step, version, self._judge_servers)
+            with self.waits.waiting("evaluation"), self.network.timeline.doing(LEARNER, "evaluating"):
+                self._evaluate(self.progress.version)
         self._admit()
 
     def admit_unless_evaluating(self) -> None:
         """Send tickets, but no training tickets beside an on-policy evaluation: how they share batches would depend on
         its timing."""
-        if self.config.largest_staleness or not self.evaluation.is_due(self.progress):
+        if self.config.largest_staleness or not self.is_evaluation_due:
             self._admit()
 
     def _admit(self) -> None:
         self.network.call_soon(self.network.tickets.admit, self.progress.version)
+
+    @property
+    def is_evaluation_due(self) -> bool:
+        """Whether one is planned at this step and not recorded by an earlier process; the last step always has one."""
+        plan, step = self.config.evaluation, self.progress.step
+        if step == 0:
+            planned = plan.before_training
+        else:
+            planned = self.progress.is_last or bool(plan.every_steps and step % plan.every_steps == 0)
+        return planned and self.writer.num_held_out_rows > 0 and step not in self.reporter.evaluated_steps
+
+    def _evaluate(self, version: int) -> None:
+        """Score every held-out row, comparing servers that join meanwhile. The deadline is for the next row."""
+        rows, arrived = self.writer.num_held_out_rows, 0
+        tickets = (self.writer.write_evaluation(index, version) for index in range(rows))
+        self.network.call_soon(self.network.tickets.prepare, tickets)
+        while arrived < rows:
+            self.network.wait_until(
+                lambda before=arrived: self.ledger.evaluation_arrived() > before,
+                timeout_s=self.config.learner.wait_timeout_s,
+                what=lambda before=arrived: f"a held-out row ({before} of {rows} have arrived; learner.wait_timeout_s)",
+                judge=self._judge_servers,
+            )
+            arrived = self.ledger.evaluation_arrived()
+        result = self.reporter.evaluated(self.progress.step, version, self.ledger.take_evaluation())
+        message = "step %d: held-out accuracy %.4f over %d rows (%d could not be scored)"
+        logger.info(message, self.progress.step, result["accuracy"], result["rows"], result["errors"])

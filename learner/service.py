@@ -37,7 +37,6 @@ from learner.schedule import StepSchedule
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter
-from learner.training.evaluation import Evaluation
 from learner.training.model_flops import ModelFlops
 from learner.training.step import NotFiniteError
 from learner.training.trainer import Trainer
@@ -139,10 +138,18 @@ class Learner:
         self._resources.callback(self.reporter.close)
         self.judge = ParityJudge(config, network.parity, network.call_soon, self.engine, self.processor, self.reporter)
         device = DeviceTurns(config, self._lease, self.engine, network.lease, network.call_soon, network.timeline)
-        evaluation = Evaluation(config, network, self.ledger, self.writer, self.reporter)
         self.device, waits = device, WaitClock()
         self.schedule = StepSchedule(
-            config, self.progress, network, self.ledger, device, self.judge, evaluation, waits, self._status
+            config,
+            self.progress,
+            network,
+            self.ledger,
+            device,
+            self.judge,
+            self.writer,
+            self.reporter,
+            waits,
+            self._status,
         )
         self.exporter.watch(
             network,
