@@ -17,20 +17,9 @@ from asyncrl.models.processing import PromptFacts
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.outstanding import MAX_ATTEMPTS
 from learner.tickets.ticket import PreparedTicket, ReceivedGroup
-from protocol.messages import (
-    FinishReason,
-    Group,
-    GroupTimings,
-    Prompt,
-    Sampling,
-    Ticket,
-    TicketKind,
-    TrajectoryRecord,
-    TrajectoryStatus,
-)
+from protocol.messages import TicketKind
+from tests.rigs.fuzz import content
 from tests.rigs.journal_groups import throwaway_journal
-
-SAMPLING = Sampling(max_new_tokens=4, stop_token_ids=(0,))
 
 
 def make_ledger(per_step: int, bound: int, total: int, on_stale: OnStale = "wait") -> TicketLedger:
@@ -39,39 +28,18 @@ def make_ledger(per_step: int, bound: int, total: int, on_stale: OnStale = "wait
 
 
 def prepared(slot: TicketSlot, kind: TicketKind = TicketKind.TRAIN) -> PreparedTicket:
-    prompt = Prompt(row_id=f"d:{slot.position}", messages=())
-    ticket = Ticket(
-        ticket_id=slot.ticket_id,
-        kind=kind,
-        prompt=prompt,
-        group_size=1,
-        seed=1,
-        min_version=slot.version,
-        sampling=SAMPLING,
-    )
-    facts = PromptFacts(np.zeros(1, np.int32), np.zeros((0, 3), np.int32), ())
-    return PreparedTicket(ticket, {}, slot, facts)
+    """The ticket of a position in the data."""
+    update = {"ticket_id": slot.ticket_id, "kind": kind}
+    ticket = content.ticket(slot.position, slot.version).model_copy(update=update)
+    facts = PromptFacts(content.prompt_ids(slot.position), content.IMAGE_GRIDS, ticket.prompt.image_hashes)
+    return PreparedTicket(ticket, dict([content.image(slot.position)]), slot, facts)
 
 
 def received(item: PreparedTicket, *versions: int) -> ReceivedGroup:
     """A group of one trajectory, its tokens sampled at these versions, or one token at the ticket's own."""
     sampled = np.asarray(versions or (item.ticket.min_version,), np.int32)
-    record = TrajectoryRecord(status=TrajectoryStatus.FINISHED, finish_reason=FinishReason.STOP, reward=1.0, turns=())
-    group = Group(
-        ticket_id=item.ticket.ticket_id,
-        server_id="s",
-        prompt_ids=np.zeros(1, np.int32),
-        image_grids=np.zeros((0, 3), np.int32),
-        image_hashes=(),
-        lengths=np.asarray([sampled.size], np.int32),
-        token_ids=np.zeros(sampled.size, np.int32),
-        loss_mask=np.ones(sampled.size, np.uint8),
-        logprobs=np.zeros(sampled.size, np.float32),
-        versions=sampled,
-        trajectories=(record,),
-        timings=GroupTimings(queued_s=0, generate_s=0, reward_s=0),
-    )
-    return ReceivedGroup(item, group)
+    update = {"ticket_id": item.ticket.ticket_id, "versions": sampled}
+    return ReceivedGroup(item, content.group(item.slot.position, 0, "s", [sampled.size]).model_copy(update=update))
 
 
 def issue(ledger: TicketLedger, version: int) -> list[PreparedTicket]:
@@ -245,7 +213,7 @@ def test_a_ticket_that_keeps_failing_stops_the_run() -> None:
     ledger.out.assign([0], "a")
     ledger.out.give_back(99, "a", "not ours", ["a"])
     ledger.out.give_back(0, "b", "another server's", ["b"])
-    with pytest.raises(BadStateError, match=r"ticket 0 \(row d:0\) failed 3 times: out of memory"):
+    with pytest.raises(BadStateError, match=r"ticket 0 \(row fuzz:0\) failed 3 times: out of memory"):
         ledger.out.give_back(0, "a", "out of memory", ["a"])
 
 
@@ -272,15 +240,15 @@ def test_after_a_restart_a_journaled_group_must_be_of_the_prompt_that_its_ticket
         arrive(ledger, item, 0)
 
     def rewritten(slot: TicketSlot) -> PreparedTicket:
-        facts = PromptFacts(np.ones(1, np.int32), np.zeros((0, 3), np.int32), ())
-        return replace(prepared(slot), facts=facts)
+        item = prepared(slot)
+        return replace(item, facts=replace(item.facts, token_ids=item.facts.token_ids + 1))
 
     again = TicketLedger(ledger.journal, prompts_per_step=2, bound=0, total_groups=4)
-    with pytest.raises(UserError, match="ticket 0 was not sampled from row d:0 as it is now: prompt ids differ"):
+    with pytest.raises(UserError, match="ticket 0 was not sampled from row fuzz:0 as it is now: prompt ids differ"):
         again.recover(rewritten, withhold_s=0.0)
     step(ledger)
     again = TicketLedger(ledger.journal, prompts_per_step=2, bound=0, total_groups=4)
-    with pytest.raises(UserError, match="not sampled from row d:0"):
+    with pytest.raises(UserError, match="not sampled from row fuzz:0"):
         again.take_again(1, rewritten)
     assert len(again.take_again(1, prepared)) == 2
 
