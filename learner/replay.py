@@ -79,11 +79,11 @@ class ReplayableRun:
         """Raise UserError unless the run has everything that the step needs."""
         kept = self.journal.kept_steps()
         if not self._has(step, kept):
-            possible = [number for number in sorted(kept) if self._has(number, kept)]
+            newest = next((number for number in sorted(kept, reverse=True) if self._has(number, kept)), "none")
             raise UserError(
                 f"step {step} of {self.run_dir} cannot be made again: the run has not trained it, {METRICS_FILE} has "
                 f"no line of it, or groups of a step since step {self.begin_before(step)} are not kept any more "
-                f"(trainer.keep_samples_gib). These can be made again: {spans(possible) or 'none'}"
+                f"(trainer.keep_samples_gib). The newest that can is {newest}"
             )
 
     def _has(self, step: int, kept: Mapping[int, int]) -> bool:
@@ -107,17 +107,6 @@ def _check_overrides(own: RunConfig, config: RunConfig, settings: Iterable[str])
                 f"{name}={now} cannot be tried on a step of the journal: its groups were handed out and sampled with "
                 f"{before}. Leave it out; what can be tried is a setting of the update, such as learner.optim.lr"
             )
-
-
-def spans(steps: Sequence[int]) -> str:
-    """Format step numbers as `1 to 3, 5`."""
-    parts: list[list[int]] = []
-    for step in steps:
-        if parts and step == parts[-1][-1] + 1:
-            parts[-1][1:] = [step]
-        else:
-            parts.append([step])
-    return ", ".join(" to ".join(map(str, part)) for part in parts)
 
 
 def replay(run: ReplayableRun, step: int) -> Iterator[Comparison]:
@@ -184,7 +173,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"step {parsed.step} of {parsed.run_dir}, from {beginning}")
     differing = [c.step for c in before if not c.is_equal]
     if before:
-        print(f"steps between: {spans([c.step for c in before])}; {spans(differing) or 'none'} differ")
+        named = ", ".join(map(str, differing)) or "none"
+        print(f"steps between: {before[0].step} to {before[-1].step}; {named} differ")
     print(last.table())
     return 0 if last.is_equal and not differing else 1
 

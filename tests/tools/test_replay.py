@@ -74,7 +74,7 @@ def check_equal(run: Path, step: int, beginning: str, capsys: pytest.CaptureFixt
 def test_a_difference_of_a_setting_is_found(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert replay.main([str(run), "--step", "4", "learner.optim.lr=0.002"]) == 1
     said = capsys.readouterr().out
-    assert "steps between: 1 to 3; 1 to 3 differ" in said
+    assert "steps between: 1 to 3; 1, 2, 3 differ" in said
     (loss,) = [line for line in said.splitlines() if line.startswith("loss ")]
     assert loss.endswith("differs")
     assert "largest difference" in said
@@ -130,12 +130,12 @@ def test_what_is_not_there_is_refused_with_what_is(
     copy = shutil.copytree(run, tmp_path / "copy")
     assert replay.main([str(copy), "--step", "6"]) == 2
     assert "the run has not trained it, " in (said := capsys.readouterr().err)
-    assert "These can be made again: 1 to 5" in said
+    assert "The newest that can is 5" in said
     with closing(sqlite3.connect(copy / JOURNAL_FILE)) as db, db:
         db.execute("DELETE FROM groups WHERE ticket_id IN (SELECT ticket_id FROM consumption WHERE step = 2)")
     assert replay.main([str(copy), "--step", "3"]) == 2
     said = capsys.readouterr().err
     assert "groups of a step since step 0 are not kept any more" in said
-    assert "These can be made again: 1, 5" in said
+    assert "The newest that can is 5" in said
     assert replay.main([str(tmp_path), "--step", "3"]) == 2
     assert "there is no journal.sqlite" in capsys.readouterr().err

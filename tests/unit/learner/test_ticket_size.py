@@ -2,43 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import UserError
 from asyncrl.journal.writer import TicketSlot
-from asyncrl.models.processing import PromptFacts
 from learner.tickets.ticket import PreparedTicket, check_ticket_size, first_that_fit
 from protocol.codec import Limits, encode
-from protocol.messages import ChatMessage, ImagePart, Prompt, Sampling, TextPart, Ticket, TicketKind, Tickets
+from protocol.messages import ChatMessage, ImagePart, Prompt, TextPart, Tickets
+from tests.unit.learner.test_tickets import prepared
 
 LIMITS = Limits(max_message_bytes=64_000, max_header_bytes=8_000, max_frames=12)
 
 
 def make(number: int, column: Any = None, images: tuple[int, ...] = ()) -> PreparedTicket:
     blobs = {f"{number:032x}{i:032x}": bytes(size) for i, size in enumerate(images)}
-    content = (TextPart(text="How many?"), *(ImagePart() for _ in images))
+    parts = (TextPart(text="How many?"), *(ImagePart() for _ in images))
+    item = prepared(TicketSlot(number, number, 0, 0))
     prompt = Prompt(
         row_id=f"rows:{number}",
-        messages=(ChatMessage(role="user", content=content),),
+        messages=(ChatMessage(role="user", content=parts),),
         image_hashes=tuple(blobs),
         columns={"solution": column},
     )
-    ticket = Ticket(
-        ticket_id=number,
-        kind=TicketKind.TRAIN,
-        prompt=prompt,
-        group_size=8,
-        seed=number,
-        min_version=0,
-        sampling=Sampling(max_new_tokens=4, stop_token_ids=(0,)),
-    )
-    facts = PromptFacts(np.zeros(1, np.int32), np.zeros((len(images), 3), np.int32), tuple(blobs))
-    return PreparedTicket(ticket, blobs, TicketSlot(number, number, 0, 0), facts)
+    return replace(item, ticket=item.ticket.model_copy(update={"prompt": prompt}), blobs=blobs)
 
 
 def message(tickets: Any) -> Tickets:
