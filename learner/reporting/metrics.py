@@ -196,14 +196,13 @@ GAUGE_OF_RECORD = {
     "sleep_s/learner": "sleep_seconds",
     "wake_s/learner": "wake_seconds",
     "sleep_bytes/learner": "sleep_bytes",
-    **{
-        name: name
-        for name in (
-            *("accuracy", "zero_variance_groups", "loss", "grad_norm", "entropy", "reference_kl", "mismatch_kl_k1"),
-            *("ratio_max", "logprob_diff_max", "clip_fraction", "mask_fraction", "truncation_fraction"),
-            *("length_bias", "lease_fence"),
-        )
-    },
+} | {
+    name: name
+    for name in (
+        *("accuracy", "zero_variance_groups", "loss", "grad_norm", "entropy", "reference_kl", "mismatch_kl_k1"),
+        *("ratio_max", "logprob_diff_max", "clip_fraction", "mask_fraction", "truncation_fraction"),
+        *("length_bias", "lease_fence"),
+    )
 }
 """Name in metrics.jsonl -> gauge."""
 
