@@ -15,13 +15,13 @@ from contextlib import asynccontextmanager
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, WaitTimeoutError
+from asyncrl.telemetry.metrics import MetricSet
 from protocol.errors import ErrorCode
 from protocol.faults import crash_point
 from protocol.lease import POLL_S, DeviceLease, LeaseError, StaleFence
 from protocol.messages import Error, LeaseReturn
 from rollout_server.engines.base import InferenceEngine
 from rollout_server.link import LearnerLink
-from rollout_server.prometheus import ServerExporter
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ HOLDER = "rollout_server"
 class SharedDevice:
     """Belongs to the event loop. Fences only grow: of grants and recalls the largest number of each counts."""
 
-    def __init__(self, config: RunConfig, engine: InferenceEngine, link: LearnerLink, exporter: ServerExporter):
+    def __init__(self, config: RunConfig, engine: InferenceEngine, link: LearnerLink, metrics: MetricSet):
         self.is_loaded = False
         """True once the engine has been started."""
         self.on_asleep = lambda: None
@@ -39,7 +39,7 @@ class SharedDevice:
         self._config = config
         self._engine = engine
         self._link = link
-        self._exporter = exporter
+        self._metrics = metrics
         self._lease = DeviceLease(config.run_path, HOLDER)
         self._granted = 0
         self._over = 0
@@ -79,7 +79,7 @@ class SharedDevice:
         self._granted = self._over = self._lease.fence or 0
 
     def _stale(self, reason: str) -> Error:
-        self._exporter.stale_fence()
+        self._metrics["stale_fences_total"].inc()
         return Error(code=ErrorCode.STALE_FENCE, reason=reason)
 
     # --- turns ------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ class SharedDevice:
                 await asyncio.sleep(POLL_S)
         except LeaseError as error:
             raise BadStateError(str(error)) from error
-        self._exporter.turn_began(fence)
+        self._metrics["lease_fence"].set(fence)
 
     async def _wake(self) -> float:
         started = time.monotonic()
@@ -150,7 +150,8 @@ class SharedDevice:
             self.is_loaded = True
         self._awake.set()
         took = time.monotonic() - started
-        self._exporter.woke(took, started - self._slept_at)
+        self._metrics["wake_seconds"].set(took)
+        self._metrics["asleep_seconds_total"].inc(started - self._slept_at)
         return took
 
     async def _turn_is_over(self, fence: int) -> None:
@@ -174,5 +175,6 @@ class SharedDevice:
         crash_point("server.asleep")
         self._slept_at = time.monotonic()
         took = self._slept_at - started
-        self._exporter.slept(took, self._engine.usage.sleep_bytes)
+        self._metrics["sleep_seconds"].set(took)
+        self._metrics["sleep_bytes"].set(self._engine.usage.sleep_bytes)
         return took

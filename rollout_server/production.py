@@ -37,10 +37,10 @@ class _GroupInProgress:
     request: GenerationRequest
     blobs: Mapping[str, bytes]
     """Encoded media of its prompt by content hash."""
-    queued_at: float
+    queued_s: float
+    started_at: float
     completions: dict[int, Completion] = field(default_factory=dict)
     scores: list[asyncio.Task[tuple[int, Score]]] = field(default_factory=list)
-    started_at: float = 0.0
 
 
 class GroupProducer:
@@ -54,15 +54,16 @@ class GroupProducer:
 
     async def produce(self, tickets: Sequence[Ticket], blobs: Mapping[str, memoryview]) -> AsyncIterator[Group]:
         """Groups in the order in which they are finished. All tickets enter the engine together."""
-        now = time.monotonic()
+        queued_at = time.monotonic()
         requests = await asyncio.to_thread(self._requests, tickets, blobs)
+        started_at = time.monotonic()
         progress = {
             ticket.ticket_id: _GroupInProgress(
                 ticket=ticket,
                 request=request,
                 blobs={digest: bytes(blobs[digest]) for digest in ticket.prompt.media_hashes},
-                queued_at=now,
-                started_at=time.monotonic(),
+                queued_s=started_at - queued_at,
+                started_at=started_at,
             )
             for ticket, request in zip(tickets, requests, strict=True)
         }
@@ -135,7 +136,7 @@ class GroupProducer:
             kv_versions=kv_versions_column(ordered),
             trajectories=tuple(records),
             timings=GroupTimings(
-                queued_s=group.started_at - group.queued_at,
+                queued_s=group.queued_s,
                 generate_s=generated_at - group.started_at,
                 reward_s=time.monotonic() - generated_at,
             ),

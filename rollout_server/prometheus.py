@@ -8,7 +8,6 @@ from contextlib import suppress
 
 import psutil
 import torch
-from prometheus_client import CollectorRegistry
 
 from asyncrl.config.run_sections import TelemetryConfig
 from asyncrl.models.devices import memory_by_state
@@ -21,10 +20,10 @@ from rollout_server.metrics import METRICS
 class ServerExporter:
     def __init__(self, config: TelemetryConfig):
         self._config = config
-        self._metrics = MetricSet(METRICS, "rollout")
-        self._metrics.include("vllm:")
+        self.metrics = MetricSet(METRICS, "rollout")
+        self.metrics.include("vllm:")
         for name in ("errors_total", "reward_errors_total"):
-            self._metrics[name].labels(kind="other")  # so that there is a series before the first one
+            self.metrics[name].labels(kind="other")  # so that there is a series before the first one
         self._beat_at: float | None = None
         """Time of the last heartbeat; None while the engine loads, which takes minutes."""
         self._heard_at: float | None = None
@@ -33,51 +32,29 @@ class ServerExporter:
         self._lingers = False
         self._process = psutil.Process()
 
-    @property
-    def registry(self) -> CollectorRegistry:
-        return self._metrics.registry
-
     def serve(self, device: Callable[[], torch.device]) -> None:
         """Raises UserError where the endpoint's port is taken. `device` is asked at each heartbeat."""
         self._device = device
-        self._metrics.before_scrape(self._look)
-        self._metrics.serve(self._config.host, self._config.rollout_port)
+        self.metrics.before_scrape(self._look)
+        self.metrics.serve(self._config.host, self._config.rollout_port)
 
     # --- as it happens -------------------------------------------------------------------------------
 
     def produced(self, group: Group) -> None:
-        self._metrics["groups_total"].inc()
-        self._metrics["generate_seconds"].observe(group.timings.generate_s)
-        self._metrics["reward_seconds"].observe(group.timings.reward_s)
+        self.metrics["groups_total"].inc()
+        self.metrics["generate_seconds"].observe(group.timings.generate_s)
+        self.metrics["reward_seconds"].observe(group.timings.reward_s)
         for record, length in zip(group.trajectories, group.lengths.tolist(), strict=True):
-            self._metrics["trajectories_total"].labels(status=str(record.status)).inc()
-            self._metrics["completion_tokens"].observe(length)
+            self.metrics["trajectories_total"].labels(status=str(record.status)).inc()
+            self.metrics["completion_tokens"].observe(length)
             if record.error_kind:
-                self._metrics["reward_errors_total"].labels(kind=record.error_kind).inc()
+                self.metrics["reward_errors_total"].labels(kind=record.error_kind).inc()
 
     def loaded(self, loaded: WeightsLoaded, nbytes: int) -> None:
-        self._metrics["policy_version"].set(loaded.version)
-        self._metrics["weight_seconds"].labels(phase="transfer").observe(loaded.transfer_s)
-        self._metrics["weight_seconds"].labels(phase="load").observe(loaded.load_s)
-        self._metrics["weight_bytes_total"].inc(nbytes)
-
-    def failed(self, kind: str) -> None:
-        self._metrics["errors_total"].labels(kind=kind).inc()
-
-    def turn_began(self, fence: int) -> None:
-        self._metrics["lease_fence"].set(fence)
-
-    def stale_fence(self) -> None:
-        self._metrics["stale_fences_total"].inc()
-
-    def woke(self, seconds: float, asleep_s: float) -> None:
-        """`asleep_s`: the sleep that has ended."""
-        self._metrics["wake_seconds"].set(seconds)
-        self._metrics["asleep_seconds_total"].inc(asleep_s)
-
-    def slept(self, seconds: float, nbytes: int) -> None:
-        self._metrics["sleep_seconds"].set(seconds)
-        self._metrics["sleep_bytes"].set(nbytes)
+        self.metrics["policy_version"].set(loaded.version)
+        self.metrics["weight_seconds"].labels(phase="transfer").observe(loaded.transfer_s)
+        self.metrics["weight_seconds"].labels(phase="load").observe(loaded.load_s)
+        self.metrics["weight_bytes_total"].inc(nbytes)
 
     def said_hello(self) -> None:
         """Note a hello to a learner that has not answered yet. Its silence begins with the first one."""
@@ -90,7 +67,7 @@ class ServerExporter:
     ) -> None:
         """Note a heartbeat. `heard_at`: the learner's last message, monotonic. Time without work since the last
         heartbeat counts for what is waited for now: tickets, weights, device or learner."""
-        m = self._metrics
+        m = self.metrics
         idle_s = beat.uptime_s - beat.busy_s
         m["waiting_seconds_total"].labels(**{"for": waiting_for}).inc(max(0.0, idle_s - self._idle_s))
         self._idle_s, self._beat_at, self._heard_at = idle_s, time.monotonic(), heard_at
@@ -107,7 +84,7 @@ class ServerExporter:
             m["device_bytes"].labels(state=name, phase=phase).set(nbytes)
 
     def stopped(self, kind: str) -> None:
-        self._metrics["stopped"].labels(kind=kind).set(1)
+        self.metrics["stopped"].labels(kind=kind).set(1)
         self._lingers = kind == "finished"
 
     # --- at a scrape ---------------------------------------------------------------------------------
@@ -116,17 +93,17 @@ class ServerExporter:
         """Set what changes all the time; runs on the endpoint's thread."""
         now = time.monotonic()
         if self._beat_at is not None:
-            self._metrics["pulse_age_seconds"].set(now - self._beat_at)
+            self.metrics["pulse_age_seconds"].set(now - self._beat_at)
         if self._heard_at is not None:
-            self._metrics["learner_silence_seconds"].set(now - self._heard_at)
+            self.metrics["learner_silence_seconds"].set(now - self._heard_at)
         total = 0
         for process in (self._process, *self._process.children(recursive=True)):  # of rewards, and of an engine
             with suppress(psutil.NoSuchProcess):  # it ended meanwhile
                 total += process.memory_info().rss
-        self._metrics["rss_bytes"].set(total)
+        self.metrics["rss_bytes"].set(total)
 
     def close(self) -> None:
         """Close the endpoint, after `telemetry.linger_s`, so that a scrape sees that the run has finished."""
         if self._lingers:
             time.sleep(self._config.linger_s)
-        self._metrics.close()
+        self.metrics.close()

@@ -88,7 +88,7 @@ class RolloutServer:
             base_fingerprint=base_fingerprint(self.config.model) if self.config.model.lora.rank else "",
         )
         if self.config.trainer.mode == "sync":
-            self.device = SharedDevice(self.config, self.engine, self.link, self.exporter)
+            self.device = SharedDevice(self.config, self.engine, self.link, self.exporter.metrics)
         reason, expected, ended = "stopped", True, "interrupted"
         try:
             welcome = await self.link.connect(self.exporter.said_hello)
@@ -216,7 +216,7 @@ class RolloutServer:
             for ticket_id in waiting:
                 self._held.pop(ticket_id, None)
                 kind, text = type(error).__name__, str(error)[:1000]
-                self.exporter.failed(kind)
+                self.exporter.metrics["errors_total"].labels(kind=kind).inc()
                 await self.link.send(TicketFailed(ticket_id=ticket_id, error_kind=kind, error_message=text))
 
     def _on_device(self) -> AbstractAsyncContextManager[None]:

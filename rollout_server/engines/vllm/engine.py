@@ -62,9 +62,9 @@ class VLLMEngine:
         """True from a sleep at level 2 until new weights have come."""
         self._failure: Exception | None = None
         """The reason for which this engine can sample no more."""
-        self._control = asyncio.Lock()
-        """Held while vLLM is paused for something: updates, sleep and wake come one after another."""
-        self._changed = asyncio.Condition()
+        self._control = asyncio.Condition()
+        """Held while vLLM is paused for something: updates, sleep and wake come one after another, requests after
+        them."""
 
     async def start(self) -> None:
         self._starting = asyncio.ensure_future(asyncio.to_thread(self._start_vllm))
@@ -118,7 +118,8 @@ class VLLMEngine:
         for request in requests:
             check_request(request, self._processor.placeholder_ids, self._llm.vllm_config.model_config.max_model_len)
         inputs = await asyncio.gather(*(to_engine_input(request, self._llm) for request in requests))
-        await self._wait_for_weights()
+        async with self._control:
+            await self._control.wait_for(lambda: self._failure or not (self._is_asleep or self._forgets))
         self.check_alive()
         tasks = [  # in work from here on, before any of them runs: the engine may not fall asleep in between
             self._begin(request, index, engine_input)
@@ -132,21 +133,6 @@ class VLLMEngine:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)  # vLLM hears of it before we are done
-
-    async def _wait_for_weights(self) -> None:
-        wait_s = self._config.learner.wait_timeout_s
-        try:
-            async with asyncio.timeout(wait_s), self._changed:
-                await self._changed.wait_for(lambda: not self._is_asleep and not self._forgets)
-        except TimeoutError:
-            raise BadStateError(
-                f"waited {wait_s:g} s (learner.wait_timeout_s) for the engine to wake up and have weights"
-            ) from None
-
-    async def _notify(self) -> None:
-        """Let requests that wait look at the engine's state again."""
-        async with self._changed:
-            self._changed.notify_all()
 
     def _begin(self, request: GenerationRequest, index: int, engine_input: Any) -> asyncio.Task[Completion]:
         number = f"{request.request_id}-{index}-{next(self._numbers)}"
@@ -204,7 +190,6 @@ class VLLMEngine:
                 await self._fail(error)
                 raise
             self._is_asleep = False
-        await self._notify()
 
     @asynccontextmanager
     async def _at_rest(self) -> AsyncIterator[None]:
@@ -222,8 +207,11 @@ class VLLMEngine:
     @asynccontextmanager
     async def _in_control(self) -> AsyncIterator[None]:
         async with self._control:
-            with engine_death_translated():
-                yield
+            try:
+                with engine_death_translated():
+                    yield
+            finally:
+                self._control.notify_all()
 
     def _refuse_if_asleep(self, before: str) -> None:
         if self._is_asleep:
@@ -246,7 +234,6 @@ class VLLMEngine:
             self._forgets = False
             await self._llm.resume_generation()
             self._meter.update_ends()
-        await self._notify()
 
     async def _swap(self, version: int, weights: ArrivedWeights) -> None:
         """Load a version while vLLM stands still, so that the versions that it stamps are exact."""

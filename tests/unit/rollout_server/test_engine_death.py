@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -15,7 +16,7 @@ from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.rewards.pool import RewardPool
 from learner.tickets.ticket_writer import TicketWriter
-from protocol.messages import ServerHeartbeat, TicketFailed, Tickets, Welcome
+from protocol.messages import ServerHeartbeat, Tickets, Welcome
 from rollout_server import service
 from rollout_server.engines.base import Completion, EngineDied, GenerationRequest
 from rollout_server.engines.hf.decode_loop import DecodeLoop
@@ -44,42 +45,17 @@ class DyingEngine(ScriptedEngine):
         yield  # type: ignore[misc]
 
 
-class Link:
-    """A learner that hands out `tickets`, once."""
-
-    server_id = host_id = "host"
-    learner_is_silent = False
-    heard_at = 0.0
-
-    def __init__(self, tickets: Tickets):
-        self.tickets: Tickets | None = tickets
-        self.unacknowledged: dict[int, Any] = {}
-        self.sent: list[Any] = []
-        self.farewell: dict[str, Any] = {}
-
-    async def connect(self, on_hello: object) -> Welcome:
-        return Welcome(
-            run_id="r", incarnation="i", version=0, host_id="host", weights_port=1, heartbeat_s=1.0, timeout_s=5.0
-        )
-
-    async def next_message(self) -> Tickets:
-        if self.tickets is None:
-            await asyncio.Event().wait()
-        tickets, self.tickets = self.tickets, None
-        assert tickets is not None
-        return tickets
-
-    async def send(self, message: Any) -> None:
-        self.sent.append(message)
-
-    async def resend_overdue(self) -> None:
-        pass
-
-    async def goodbye(self, reason: str, *, expected: bool, unfinished: tuple[int, ...]) -> None:
-        self.farewell = {"reason": reason, "expected": expected, "unfinished": unfinished}
-
-    def close(self) -> None:
-        pass
+def learner_with(tickets: Tickets) -> Any:
+    """A link to a learner that hands out `tickets`, once."""
+    welcome = Welcome(
+        run_id="r", incarnation="i", version=0, host_id="host", weights_port=1, heartbeat_s=1.0, timeout_s=5.0
+    )
+    link = AsyncMock(server_id="host", host_id="host", learner_is_silent=False, heard_at=0.0, unacknowledged={})
+    link.connect.return_value = welcome
+    messages = asyncio.Queue[Tickets]()
+    messages.put_nowait(tickets)
+    link.next_message, link.close = messages.get, Mock()
+    return link
 
 
 def written(config: RunConfig, processor: PromptProcessor, count: int) -> Tickets:
@@ -102,7 +78,7 @@ def test_a_dead_engine_ends_its_server_and_its_tickets_go_back(
 ) -> None:
     config = make_config(rollout={"engine": "scripted"}, network={"heartbeat_s": 0.1})
     tickets = written(config, PromptProcessor(config.model), 2)
-    link = Link(tickets)
+    link = learner_with(tickets)
     monkeypatch.setattr(service, "LearnerLink", lambda *_, **__: link)
     monkeypatch.setattr(service.PolicyVersions, "at_least", lambda *_: nullcontext())
     monkeypatch.setattr(DyingEngine, "tells", tells)
@@ -111,11 +87,12 @@ def test_a_dead_engine_ends_its_server_and_its_tickets_go_back(
 
     with pytest.raises(raised, match="its process has died"):
         asyncio.run(asyncio.wait_for(service.RolloutServer(config).run(), 20))
-    assert link.farewell["expected"] is False
-    assert "its process has died" in link.farewell["reason"]
-    assert sorted(link.farewell["unfinished"]) == sorted(ticket.ticket_id for ticket in tickets.tickets)
-    assert not [message for message in link.sent if isinstance(message, TicketFailed)]
-    assert [message for message in link.sent if isinstance(message, ServerHeartbeat)]
+    (reason,), farewell = link.goodbye.call_args
+    assert farewell["expected"] is False
+    assert "its process has died" in reason
+    assert sorted(farewell["unfinished"]) == sorted(ticket.ticket_id for ticket in tickets.tickets)
+    sent = {type(call.args[0]) for call in link.send.mock_calls}
+    assert sent == {ServerHeartbeat}, "no ticket has failed"
 
 
 def test_an_hf_engine_whose_thread_ends_has_died(

@@ -166,7 +166,7 @@ class Server:
         self.engine: Any = AsyncMock(usage=EngineUsage(0, 0.0, 0, 0, sleep_bytes=7))
         self.link: Any = AsyncMock(learner_is_silent=False)
         self.exporter = ServerExporter(config.telemetry)
-        self.device = SharedDevice(config, self.engine, self.link, self.exporter)
+        self.device = SharedDevice(config, self.engine, self.link, self.exporter.metrics)
         self.learner = DeviceLease(config.run_path, "learner")
 
     async def until(self, satisfied: Callable[[], bool]) -> None:
@@ -189,7 +189,7 @@ class Server:
 
     @property
     def stale(self) -> float:
-        registry = self.exporter.registry
+        registry = self.exporter.metrics.registry
         return registry.get_sample_value("asyncrl_rollout_stale_fences_total") or 0.0
 
 
