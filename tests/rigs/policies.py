@@ -43,7 +43,7 @@ def encoded_prompt(processor: PromptProcessor, text: str, *images: bytes) -> Enc
     """Images first, then the text."""
     hashes = tuple(content_hash(data) for data in images)
     message = ChatMessage(role="user", content=(*(ImagePart() for _ in images), TextPart(text=text)))
-    prompt = Prompt(row_id=f"row {text}", messages=(message,), image_hashes=hashes)
+    prompt = Prompt(row_id=f"row with {len(images)} images", messages=(message,), image_hashes=hashes)
     return processor.encode(prompt, dict(zip(hashes, images, strict=True)))
 
 
