@@ -25,40 +25,16 @@ trainer: {mode: async}
 
 def step(number: int, **changes: Any) -> dict[str, Any]:
     """A healthy one."""
-    return {
-        "step": number,
-        "version": number,
-        "time": BEGAN + number * STEP_S,
-        "uptime_s": number * STEP_S,
-        "rows/finished": 8.0,
-        "rows/truncated": 0.0,
-        "rows/timed_out": 0.0,
-        "rows/error": 0.0,
-        "tokens": 400.0,
-        "staleness/mean": 0.5,
-        "staleness/max": 2.0,
-        "staleness/bound": 2.0,
-        "reward/mean": 0.5 + number / 1000,
-        "reward/exact_match": 0.5 + number / 1000,
-        "accuracy": 0.5 + number / 1000,
-        "zero_variance_groups": 1.0,
-        "loss": 0.01,
-        "grad_norm": 1.0,
-        "lr": 1e-5,
-        "entropy": 0.4,
-        "ess": 0.98,
-        "mismatch_kl_k3": 0.001,
-        "step_s": 9.0,
-        "wait_s": 2.0,
-        "learn_s": 6.0,
-        "publish_s": 1.0,
-        "idle/learner": 0.25,
-        "idle/rollout": 0.3,
-        "tokens_per_s/learner": 45.0,
-        "tokens_per_s/rollout": 50.0,
-        "ledger_residual": 0,
-        "rss_gib": 1.2,
-    } | changes
+    at_rest = dict.fromkeys(("rows/truncated", "rows/timed_out", "rows/error", "ledger_residual"), 0.0)
+    rising = dict.fromkeys(("reward/mean", "reward/exact_match", "accuracy"), 0.5 + number / 1000)
+    clock = {"time": BEGAN + number * STEP_S, "uptime_s": number * STEP_S}
+    seconds = {"step_s": 9.0, "wait_s": 2.0, "learn_s": 6.0, "publish_s": 1.0}
+    staleness = {"staleness/mean": 0.5, "staleness/max": 2.0, "staleness/bound": 2.0}
+    loss = {"loss": 0.01, "grad_norm": 1.0, "lr": 1e-5, "entropy": 0.4, "ess": 0.98, "mismatch_kl_k3": 0.001}
+    speed = {"tokens_per_s/learner": 45.0, "tokens_per_s/rollout": 50.0, "idle/learner": 0.25, "idle/rollout": 0.3}
+    counts = {"rows/finished": 8.0, "tokens": 400.0, "zero_variance_groups": 1.0, "rss_gib": 1.2}
+    numbers = {"step": number, "version": number}
+    return numbers | clock | counts | at_rest | rising | staleness | loss | seconds | speed | changes
 
 
 def completion(text: str, reward: float | None, status: str = "finished", error: str = "") -> dict[str, Any]:

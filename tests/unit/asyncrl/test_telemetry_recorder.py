@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -112,19 +110,6 @@ def test_a_tail_hands_out_each_finished_line_once_and_notices_a_cut(tmp_path: Pa
     assert tail.new_records() == ([], False)
     RunRecorder(tmp_path).truncate_after(1, evaluations_after=1)
     assert tail.new_records() == ([{"step": 1}], True)
-
-
-def test_a_log_line_has_time_service_and_level() -> None:
-    code = (
-        "import logging\nfrom asyncrl.telemetry.logs import configure_logging\n"
-        "configure_logging('learner', 'INFO')\nlogging.getLogger('x').info('hello')\n"
-        "logging.getLogger('x').debug('hidden')\nlogging.getLogger('urllib3').info('chatter')"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20)
-    (line,) = done.stderr.splitlines()
-    day, clock, *rest = line.split()
-    assert (len(day), len(clock)) == (10, 8)
-    assert rest == ["learner", "INFO", "x:", "hello"]
 
 
 def test_background_work_is_done_in_order_and_a_faster_caller_waits() -> None:
