@@ -16,7 +16,7 @@ from asyncrl.launch.supervisor import Outcome, Supervisor
 from asyncrl.run_folder.contents import CANDIDATE_FILE, check_run_dir, is_resumable, save_config
 from asyncrl.run_folder.failure import FAILURE_FILE, read_failure
 from asyncrl.run_folder.full_disk import describe_full_disk, is_disk_full, room_left
-from asyncrl.run_folder.lock import LEARNER_LOCK, holding, refuse_busy, sole_launcher
+from asyncrl.run_folder.lock import LAUNCHER_LOCK, LEARNER_LOCK, holding, refuse_busy
 from asyncrl.tools.panel.display import Display
 from asyncrl.tools.panel.formatting import MISSING, number
 from asyncrl.tools.panel.run_snapshot import RunSnapshot
@@ -30,7 +30,8 @@ def train(config: RunConfig, *, resume: bool) -> int:
     check_run_dir(config, resume=resume)
     check_inputs(config, "learner", "rollout_server")
     try:
-        with reserve_ports(config) as resolved, sole_launcher(config.run_path):
+        with reserve_ports(config) as resolved, holding(config.run_path, LAUNCHER_LOCK):
+            refuse_busy(config.run_path, LEARNER_LOCK)  # one that was started without a launcher
             check_run_dir(config, resume=resume)  # another launcher may have been here meanwhile
             try:
                 return _launch(resolved, resume=resume)

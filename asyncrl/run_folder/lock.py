@@ -87,15 +87,6 @@ def _not_ours(file: Path, error: OSError, verb: str = "write") -> UserError:
     )
 
 
-@contextmanager
-def sole_launcher(run_path: Path) -> Iterator[None]:
-    """Hold the launcher's lock. Raises RunTakenError where there is another one, or a learner that was started without
-    one."""
-    with holding(run_path, LAUNCHER_LOCK):
-        refuse_busy(run_path, LEARNER_LOCK)
-        yield
-
-
 def is_over(run_path: Path) -> bool:
     """Whether the run is finished and no learner is there to continue it, as far as this process may look."""
     if not is_finished(run_path):

@@ -21,7 +21,9 @@ def made_up_checkpoint(run: Path, step: int) -> Path:
 
 
 def test_a_million_steps_are_more_than_one_less(tmp_path: Path) -> None:
-    folders = {step: made_up_checkpoint(tmp_path, step) for step in (999_999, 20, 1_000_000)}
+    assert newest_checkpoint(tmp_path) is None
+    folders = {step: made_up_checkpoint(tmp_path, step) for step in (999_999, 20, 1_000_000, 1_000_001)}
+    (folders[1_000_001] / STATE_FILE).unlink()  # it is not complete
     assert list(complete_checkpoints(tmp_path)) == [20, 999_999, 1_000_000]
     assert newest_checkpoint(tmp_path) == folders[1_000_000]
 
@@ -38,9 +40,3 @@ def test_a_copy_that_somebody_put_beside_a_checkpoint_is_none(
     assert (tmp_path / "model" / "config.json").read_text() == "of step 20"
     assert main(["export", str(run), str(tmp_path / "other"), "--checkpoint", "30"]) == 2
     assert f"there is no checkpoint of step 30: {run} has those of [20]" in capsys.readouterr().err
-
-
-def test_without_its_state_a_checkpoint_is_not_complete(tmp_path: Path) -> None:
-    assert newest_checkpoint(tmp_path) is None
-    (made_up_checkpoint(tmp_path, 20) / STATE_FILE).unlink()
-    assert newest_checkpoint(tmp_path) is None

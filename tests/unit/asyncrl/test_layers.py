@@ -30,6 +30,9 @@ TORCH_FREE = (
     "asyncrl/telemetry/",
     "asyncrl/tools/inspect/",
     "asyncrl/tools/report/",
+    "asyncrl/tools/samples/",
+    "asyncrl/journal/",
+    "asyncrl/run_folder/",
 )
 SERIALISERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 

@@ -30,9 +30,9 @@ from asyncrl.run_folder.lock import (
     LEARNER_LOCK,
     LearnerLock,
     holder,
+    holding,
     is_over,
     lock_run,
-    sole_launcher,
 )
 from asyncrl.telemetry.recorder import RunRecorder
 from tests.rigs.small_runs import failure_of, save_failure
@@ -158,7 +158,7 @@ def test_a_full_disk_at_the_launcher_is_said_and_not_a_traceback(
 
 def test_a_learner_alone_keeps_out_of_a_launcher_s_run_and_its_own_learner_does_not(tmp_path: Path) -> None:
     """Between a crash of that one and its restart nobody holds the learner's lock."""
-    with sole_launcher(tmp_path):
+    with holding(tmp_path, LAUNCHER_LOCK):
         with pytest.raises(RunTakenError, match=rf"another launcher \(process {os.getpid()}\)"), LearnerLock(tmp_path):
             pass
         assert os.listdir(tmp_path) == [LAUNCHER_LOCK]
