@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from math import nan
 from typing import Protocol
 
 import numpy as np
-import torch
 
 from asyncrl.models.processing import EncodedPrompt
-from asyncrl.weight_transfer.stage import StageOrder
-from protocol.faults import crash_point
-from protocol.messages import FinishReason, Sampling, WeightManifest
+from protocol.messages import FinishReason, Sampling
+from rollout_server.weights.staging import ArrivedWeights, Staging
 
 
 class EngineDied(Exception):
@@ -86,60 +83,6 @@ class EngineUsage:
     """Bytes that left the device when the engine fell asleep last."""
     kv_cache_ratio: float = nan
     """Share of the key-value cache in use; NaN for an engine whose cache has no fixed size."""
-
-
-@dataclass(frozen=True)
-class ArrivedWeights:
-    """A published version whose bytes are here and have their checksums. Iterating gives names and tensors."""
-
-    manifest: WeightManifest
-    pieces: Mapping[str, memoryview]
-    """Bytes of each tensor."""
-    path: str = ""
-    """File with the layout of the manifest, for other processes of this server; it does not change while the weights
-    are handed over. Empty where there is none (not Linux)."""
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Views, not copies: the engine copies from them once."""
-        with warnings.catch_warnings():
-            # Shared memory is mapped read-only, and these views are only read.
-            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            for entry in self.manifest.tensors:
-                crash_point("weights.loading")
-                raw = torch.from_numpy(np.frombuffer(self.pieces[entry.name], np.uint8))
-                yield entry.name, raw.view(getattr(torch, entry.dtype)).reshape(entry.shape)
-
-
-@dataclass(frozen=True)
-class DeviceMemory:
-    """A CUDA device that the model, or a part of it, lies on."""
-
-    uuid: str
-    free_bytes: int
-
-
-class Staging(Protocol):
-    """An engine's receivers, for channels from device memory to device memory."""
-
-    receivers: int
-
-    async def devices(self) -> Sequence[DeviceMemory]:
-        """Empty on a CPU."""
-        ...
-
-    async def receive(self, order: StageOrder) -> None:
-        """Wait until all receivers have a version, verified.
-
-        Raises TransferError; without room ProtocolError WRONG_CHANNEL."""
-        ...
-
-    def weights(self, manifest: WeightManifest) -> ArrivedWeights:
-        """The version that was received last, for `update_weights`."""
-        ...
-
-    async def drop(self) -> None:
-        """Free what was received."""
-        ...
 
 
 class InferenceEngine(Protocol):

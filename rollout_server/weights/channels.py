@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from asyncrl.config.device_rules import NCCL_BYTES
 from asyncrl.errors import UserError
 from protocol.messages import Channel, DeviceSource
-from rollout_server.engines.base import DeviceMemory
+from rollout_server.weights.staging import DeviceMemory
 
 logger = logging.getLogger(__name__)
 CHANNELS: tuple[Channel, ...] = ("cuda_ipc", "nccl", "shm", "zmq")

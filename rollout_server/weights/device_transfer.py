@@ -6,23 +6,18 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
 from asyncrl.weight_transfer.group import TransferError
-from asyncrl.weight_transfer.stage import Arrival, Stage, StageOrder, device_memory
+from asyncrl.weight_transfer.stage import StageOrder
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import Error, TransferEnd, TransferRequest, TransferStart, WeightManifest
 from protocol.sockets import BadMessage, SendTimeout, ServerSocket
-from rollout_server.engines.base import ArrivedWeights, DeviceMemory, Staging
+from rollout_server.weights.staging import Staging
 
 logger = logging.getLogger(__name__)
 RETRY_S = 1.0
 """Pause before the next attempt: the cause of this failure may need time to end."""
-CHECK_EVERY_S = 0.02
 
 
 async def receive(
@@ -88,64 +83,3 @@ async def _ask(socket: ServerSocket, request: TransferRequest, timeout_s: float)
     raise TimeoutError(
         f"waited {timeout_s:g} s for the learner at {socket.endpoint} to begin with version {request.version}"
     )
-
-
-@dataclass(frozen=True)
-class StagedWeights(ArrivedWeights):
-    """Verified, and on the engine's own devices: in `stage`, or in those of its worker processes."""
-
-    stage: Stage | None = None
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        assert self.stage is not None, "the workers load them"
-        return self.stage.tensors()
-
-
-class LocalStaging:
-    """The receiver of an engine whose model is in this process."""
-
-    receivers = 1
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._stage = Stage(device)
-
-    async def devices(self) -> Sequence[DeviceMemory]:
-        return [DeviceMemory(*memory) for memory in [device_memory(self._device)] if memory]
-
-    async def receive(self, order: StageOrder) -> None:
-        self._stage.begin(order, rank=1)
-
-        async def look() -> list[Arrival]:
-            return [self._stage.arrival]
-
-        await until_arrived(order, look)
-
-    def weights(self, manifest: WeightManifest) -> ArrivedWeights:
-        return StagedWeights(manifest, {}, stage=self._stage)
-
-    async def drop(self) -> None:
-        self._stage.drop()
-
-
-async def until_arrived(order: StageOrder, look: Callable[[], Awaitable[list[Arrival]]]) -> None:
-    """Receivers keep their own deadlines; one that says nothing for twice as long is stuck. Raises as `receive`."""
-    seen, since = [Arrival()], time.monotonic()
-    while True:
-        arrivals = await look()
-        for number, arrival in enumerate(arrivals):
-            reason = f"version {order.version}, receiver {number}: {arrival.problem}"
-            if arrival.code:
-                raise ProtocolError(ErrorCode(arrival.code), reason)
-            if arrival.problem:
-                raise TransferError(reason)
-        if all(arrival.is_done for arrival in arrivals):
-            return
-        if arrivals != seen:
-            seen, since = arrivals, time.monotonic()
-        elif time.monotonic() - since > 2 * order.deadline_s:
-            done = " and ".join(f"{arrival.arrived_bytes:,}" for arrival in arrivals)
-            raise TransferError(
-                f"waited {2 * order.deadline_s:g} s for version {order.version}: the receivers have {done} bytes"
-            )
-        await asyncio.sleep(CHECK_EVERY_S)

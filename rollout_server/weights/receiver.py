@@ -19,9 +19,10 @@ from protocol.messages import Channel, Chunk, Error, TransferStart, WeightManife
 from protocol.sockets import ServerSocket
 from protocol.transfer import fetch
 from protocol.weight_file import check_manifest, open_shm
-from rollout_server.engines.base import ArrivedWeights, InferenceEngine
+from rollout_server.engines.base import InferenceEngine
 from rollout_server.link import dial
 from rollout_server.weights.device_transfer import receive
+from rollout_server.weights.staging import ArrivedWeights
 
 logger = logging.getLogger(__name__)
 

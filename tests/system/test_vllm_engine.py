@@ -15,8 +15,9 @@ from asyncrl.data.dataset import open_train
 from asyncrl.data.prompts import PromptRenderer
 from asyncrl.errors import BadStateError, UserError
 from protocol.messages import FinishReason, Sampling
-from rollout_server.engines.base import ArrivedWeights, Completion, EngineDied, GenerationRequest
+from rollout_server.engines.base import Completion, EngineDied, GenerationRequest
 from rollout_server.engines.hf.engine import HFEngine
+from rollout_server.weights.staging import ArrivedWeights
 from tests.rigs.policies import gaps, moved, picture
 from tests.rigs.vllm_rig import FP32, NEEDS_VLLM, QUESTION, Rig, gap_to
 

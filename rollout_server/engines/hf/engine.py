@@ -27,7 +27,7 @@ from rollout_server.engines.base import Completion, EngineUsage, GenerationReque
 from rollout_server.engines.hf.decode_batch import DecodeBatch
 from rollout_server.engines.hf.decode_loop import DecodeLoop
 from rollout_server.engines.hf.prefill import prefill
-from rollout_server.weights.device_transfer import LocalStaging
+from rollout_server.weights.staging import Staging
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class HFEngine:
         self._placeholder_ids = processor.placeholder_ids
         self._device = resolve_device(config.rollout.device, "rollout.device")
         self._adapter = resolve_adapter(config.model)
-        self.staging = LocalStaging(self._device)
+        self.staging: Staging | None = Staging(self._device)
         self._loop: DecodeLoop | None = None
         self._sleeper = Sleeper(OWNER, self._device, config.run_path)
         self._forgets = False

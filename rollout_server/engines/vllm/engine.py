@@ -18,7 +18,7 @@ from asyncrl.errors import BadStateError
 from asyncrl.models.devices import resolve_device
 from asyncrl.models.lora import folder_fingerprint, resolve_adapter
 from asyncrl.models.processing import PromptProcessor
-from rollout_server.engines.base import ArrivedWeights, Completion, EngineDied, EngineUsage, GenerationRequest, Staging
+from rollout_server.engines.base import Completion, EngineDied, EngineUsage, GenerationRequest
 from rollout_server.engines.vllm.conversion import check_request, sampling_params, to_completion, to_engine_input
 from rollout_server.engines.vllm.sleep import Asleep, fall_asleep, wake_up
 from rollout_server.engines.vllm.start import DEAD, await_or_engine_death, engine_death_translated, start_vllm
@@ -31,6 +31,7 @@ from rollout_server.engines.vllm.weights import (
     vision_entries,
     weight_update,
 )
+from rollout_server.weights.staging import ArrivedWeights, Staging
 
 SHUTDOWN_S = 10.0
 """Time for vLLM's processes to end in order; then they are killed."""

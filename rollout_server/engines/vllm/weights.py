@@ -22,12 +22,11 @@ from asyncrl.errors import UserError
 from asyncrl.models.loading import CONNECTOR_NAMES, VISION_TOWER_NAMES, skeleton
 from asyncrl.models.lora import add_adapter, write_adapter_folder
 from asyncrl.models.published import published_tensors
-from asyncrl.weight_transfer.stage import Arrival, StageOrder
+from asyncrl.weight_transfer.stage import StageOrder
 from protocol.endpoints import SHARED_MEMORY
 from protocol.messages import AdapterSpec, WeightManifest
-from rollout_server.engines.base import ArrivedWeights, DeviceMemory
 from rollout_server.engines.vllm.start import await_or_engine_death
-from rollout_server.weights.device_transfer import StagedWeights, until_arrived
+from rollout_server.weights.staging import ArrivedWeights, Staging
 
 SLOT = 1
 """Number of the adapter in vLLM. A number of its own for each version would let versions run side by side, but running
@@ -36,7 +35,7 @@ sequences are to go on with the new one."""
 
 def weight_update(weights: ArrivedWeights) -> dict[str, Any]:
     """Fields of `worker.WeightUpdate`, as vLLM sends them to its workers; no tensor travels in them."""
-    if isinstance(weights, StagedWeights):
+    if weights.is_staged:
         return {"path": "", "total_bytes": 0, "tensors": []}
     if not weights.path:
         raise UserError("the vllm engine maps new weights from a file in memory, which needs Linux. Use hf here")
@@ -57,38 +56,31 @@ def vision_entries(manifest: WeightManifest) -> frozenset[tuple[str, int]]:
     return frozenset((t.name, t.xxh3) for t in manifest.tensors if parts & set(t.name.split(".")))
 
 
-class WorkerStaging:
+class WorkerStaging(Staging):
     """Receivers in vLLM's workers: each takes the whole version, and loads its part of it."""
 
     def __init__(self, llm: Any, at_rest: Callable[[], AbstractAsyncContextManager[None]]):
         """`at_rest()` gives a block in which vLLM computes nothing."""
         self.receivers = llm.vllm_config.parallel_config.world_size
+        self.stage = None
         self._llm = llm
         self._at_rest = at_rest
 
-    async def devices(self) -> Sequence[DeviceMemory]:
-        devices = await await_or_engine_death(self._llm, self._llm.collective_rpc("device_memory"))
-        return [DeviceMemory(*device) for device in devices if device]
-
-    async def receive(self, order: StageOrder) -> None:
-        """One worker samples meanwhile. Several do not: their own communicators and the group's, at work on the same
-        GPUs in different orders, can wait for each other for ever (NCCL user guide, "concurrent communicators")."""
+    async def _begin(self, order: StageOrder) -> None:
         from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMissingImports]
             WeightTransferInitRequest,
         )
 
-        async def look() -> list[Arrival]:
-            return [Arrival(*fields) for fields in await self._llm.collective_rpc("weights_arrival")]
+        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(asdict(order)))
 
+    async def _call(self, what: str) -> list[Sequence[Any]]:
+        return await await_or_engine_death(self._llm, self._llm.collective_rpc(what))
+
+    async def receive(self, order: StageOrder) -> None:
+        """One worker samples meanwhile. Several do not: their own communicators and the group's, at work on the same
+        GPUs in different orders, can wait for each other for ever (NCCL user guide, "concurrent communicators")."""
         async with self._at_rest() if self.receivers > 1 else nullcontext():
-            await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(asdict(order)))
-            await until_arrived(order, look)
-
-    def weights(self, manifest: WeightManifest) -> ArrivedWeights:
-        return StagedWeights(manifest, {})
-
-    async def drop(self) -> None:
-        await await_or_engine_death(self._llm, self._llm.collective_rpc("drop_weights"))
+            await super().receive(order)
 
 
 def no_adapter(model: ModelConfig, spec: AdapterSpec) -> dict[str, torch.Tensor]:

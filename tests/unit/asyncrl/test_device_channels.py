@@ -6,6 +6,7 @@ import asyncio
 import re
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,9 @@ from asyncrl.weight_transfer.group import Group, TransferError
 from asyncrl.weight_transfer.stage import Arrival, Stage, StageOrder
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import DeviceSource, Error, TransferRequest, TransferStart, WeightManifest
-from rollout_server.engines.base import DeviceMemory
 from rollout_server.weights import device_transfer
 from rollout_server.weights.channels import GIB, choose_channel
-from rollout_server.weights.device_transfer import LocalStaging, until_arrived
+from rollout_server.weights.staging import DeviceMemory, Staging
 from tests.rigs.device_channel_rig import (
     CPU,
     DirectSocket,
@@ -47,7 +47,7 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 def fetch(
     learner: LearnerHalf,
     manifest: WeightManifest,
-    staging: LocalStaging,
+    staging: Staging,
     channel: Any = "nccl",
     timeout_s: float = 60.0,
 ) -> list[tuple[str, torch.Tensor]]:
@@ -92,7 +92,7 @@ def test_every_bit_arrives_in_its_own_dtype_whatever_the_learner_trains_meanwhil
 ) -> None:
     monkeypatch.setattr(flat, "BUCKET_BYTES", 100)  # of the checks
     monkeypatch.setattr("asyncrl.weight_transfer.group.BUCKET_BYTES", 100)
-    staging = LocalStaging(CPU)
+    staging = Staging(CPU)
     first, second = some_weights(1), some_weights(2)
     assert_equal(fetch(learner, learner.publish(1, first), staging), first)  # from the published file: nobody had asked
     kept = {name: tensor.clone() for name, tensor in second.items()}
@@ -103,7 +103,7 @@ def test_every_bit_arrives_in_its_own_dtype_whatever_the_learner_trains_meanwhil
 
 
 def test_a_wrong_byte_is_found_and_nothing_is_loaded(learner: LearnerHalf) -> None:
-    staging = LocalStaging(CPU)
+    staging = Staging(CPU)
     fetch(learner, learner.publish(1, some_weights(1)), staging)  # from now on versions are kept
     manifest = learner.publish(2, some_weights(2))
     kept = learner.device_weights._kept
@@ -121,10 +121,10 @@ def test_a_version_that_has_gone_is_said_to_have_gone(learner: LearnerHalf) -> N
     others = manifests[2].model_copy(update={"publication": "another"})  # equal in number, and maybe not in bits
     for gone, told in ((manifests[0], "version 1 is not published any more"), (others, "another has ended")):
         with pytest.raises(ProtocolError, match=told) as caught:
-            fetch(learner, gone, LocalStaging(CPU))
+            fetch(learner, gone, Staging(CPU))
         assert caught.value.code is ErrorCode.VERSION_GONE
-    assert_equal(fetch(learner, manifests[1], LocalStaging(CPU)), some_weights(2))  # the one before the newest is there
-    assert_equal(fetch(learner, manifests[2], LocalStaging(CPU)), some_weights(3))
+    assert_equal(fetch(learner, manifests[1], Staging(CPU)), some_weights(2))  # the one before the newest is there
+    assert_equal(fetch(learner, manifests[2], Staging(CPU)), some_weights(3))
 
 
 def test_several_workers_of_one_engine_take_the_same_broadcast(learner: LearnerHalf) -> None:
@@ -157,7 +157,7 @@ def test_a_transfer_that_is_cut_off_is_a_failure_and_the_next_one_brings_everyth
             raise TransferError("the cable was pulled")
         send(group, bucket, start, total)
 
-    weights, staging = some_weights(1, megabytes=1), LocalStaging(CPU)
+    weights, staging = some_weights(1, megabytes=1), Staging(CPU)
     manifest = learner.publish(1, weights)
     with monkeypatch.context() as patch:
         patch.setattr(Group, "_one", cut)
@@ -188,12 +188,16 @@ def test_a_receiver_that_never_comes_is_waited_for_until_the_deadline(
     ],
 )
 def test_a_receiver_that_stands_still_or_fails_is_given_up(arrivals: list[Arrival], told: str) -> None:
-    async def look() -> list[Arrival]:
-        return arrivals
+    class Receivers(Staging):
+        async def _begin(self, order: StageOrder) -> None:
+            pass
+
+        async def _call(self, what: str) -> list[Sequence[Any]]:
+            return [astuple(arrival) for arrival in arrivals]
 
     order = StageOrder(version=3, nonce="n", host="h", port=1, size=3, deadline_s=0.05, tensors=[])
     with pytest.raises(TransferError, match=told):
-        asyncio.run(until_arrived(order, look))
+        asyncio.run(Receivers(CPU).receive(order))
 
 
 # --- one GPU's memory -----------------------------------------------------------------------------------
@@ -232,7 +236,7 @@ def test_shared_memory_is_copied_verified_and_let_go_even_of_a_receiver_that_was
     weights = some_weights(1)
     manifest = learner.publish(1, weights)
     learner.device_weights._kept = (1, flat.pack(manifest.tensors, weights.items(), CPU))
-    got = fetch(learner, manifest, LocalStaging(CPU), channel="cuda_ipc")
+    got = fetch(learner, manifest, Staging(CPU), channel="cuda_ipc")
     shared_memory["storage"].fill_(0)
     assert_equal(got, weights)
     assert not shared_memory["settled"], "the receiver has closed it itself"

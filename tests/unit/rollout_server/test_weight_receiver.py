@@ -17,8 +17,8 @@ from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.published import fingerprint_of
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import Error, TensorEntry, WeightManifest
-from rollout_server.weights.device_transfer import LocalStaging
 from rollout_server.weights.receiver import WeightReceiver
+from rollout_server.weights.staging import Staging
 from tests.rigs.device_channel_rig import DirectSocket, LearnerHalf, some_weights
 
 MakeConfig = Callable[..., RunConfig]
@@ -87,7 +87,7 @@ class DeviceEngine(Engine):
     def __init__(self, offered: WeightManifest):
         shapes = ((t.name, f"torch.{t.dtype}", t.shape) for t in offered.tensors)
         self.architecture_fingerprint = fingerprint_of(shapes)
-        self.staging = LocalStaging(torch.device("cpu"))
+        self.staging = Staging(torch.device("cpu"))
         self.drops = 0
         drop = self.staging.drop
 
@@ -118,7 +118,7 @@ class Follower:
         with pytest.raises(TimeoutError, match=told):
             self.load()
         assert self.engine.drops > drops, "what has arrived takes the engine's room"
-        assert self.engine.staging._stage._flat is None
+        assert self.engine.staging.stage._flat is None
         assert not self.engine.loaded
 
 
