@@ -89,20 +89,17 @@ def test_garbage_is_answered_and_a_valid_peer_still_works(learner: LearnerSocket
     heard(peer, learner)
 
 
-def test_a_huge_frame_costs_its_connection_and_no_other(learner: LearnerSocket, peer: Peer):
-    oversized = Peer(learner.endpoint)
-    oversized.send([b"z" * (LIMITS.max_message_bytes + 1)])
-    assert learner.recv(0.3) is None
-    oversized.socket.close(linger=0)
-    heard(peer, learner)
-
-
-def test_errors_are_never_answered_with_errors(learner: LearnerSocket, peer: Peer):
+def test_an_error_is_not_answered_and_a_huge_frame_costs_its_connection_alone(learner: LearnerSocket, peer: Peer):
     peer.send([pack({"type": "error", "code": "from the future"})])
     bad = learner.recv(WAIT_S)
     assert isinstance(bad, BadMessage)
     assert bad.answer is None
-    assert peer.receive(0.1) is None
+    oversized = Peer(learner.endpoint)
+    oversized.send([b"z" * (LIMITS.max_message_bytes + 1)])
+    assert learner.recv(0.3) is None
+    oversized.socket.close(linger=0)
+    assert peer.receive(0) is None
+    heard(peer, learner)
 
 
 def test_a_hello_of_another_protocol_is_refused_with_a_reason(learner: LearnerSocket, peer: Peer):
@@ -110,8 +107,7 @@ def test_a_hello_of_another_protocol_is_refused_with_a_reason(learner: LearnerSo
     refusal = answer_to(peer, learner, [strange])
     assert isinstance(refusal, Refusal)
     assert refusal.code is ErrorCode.PROTOCOL_VERSION
-    assert "9.0" in refusal.reason
-    assert "s9" in refusal.reason
+    assert "server 's9' speaks protocol 9.0" in refusal.reason
     broken = answer_to(peer, learner, [pack({"type": "hello", "protocol_major": PROTOCOL_MAJOR})])
     assert isinstance(broken, Error)
 
