@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.telemetry.timeline import LEARNER, WaitClock
@@ -34,9 +34,9 @@ class StepSchedule:
     judge: ParityJudge
     writer: TicketWriter
     reporter: Reporter
-    waits: WaitClock
     status: Callable[[str, str], None]
     """Called with the phase, and what is waited for."""
+    waits: WaitClock = field(default_factory=WaitClock)
 
     @property
     def needs_server(self) -> bool:

@@ -15,7 +15,7 @@ from asyncrl.models.processing import PromptProcessor
 from asyncrl.run_folder.failure import kind_of
 from asyncrl.run_folder.lock import LearnerLock
 from asyncrl.telemetry.recorder import is_finished
-from asyncrl.telemetry.timeline import LEARNER, WaitClock
+from asyncrl.telemetry.timeline import LEARNER
 from learner.checkpoint.saver import Saver
 from learner.network.device_lease import DeviceTurns, first_turn
 from learner.network.logprob_parity import ParityJudge
@@ -138,23 +138,14 @@ class Learner:
         self._resources.callback(self.reporter.close)
         self.judge = ParityJudge(config, network.parity, network.call_soon, self.engine, self.processor, self.reporter)
         device = DeviceTurns(config, self._lease, self.engine, network.lease, network.call_soon, network.timeline)
-        self.device, waits = device, WaitClock()
+        self.device = device
         self.schedule = StepSchedule(
-            config,
-            self.progress,
-            network,
-            self.ledger,
-            device,
-            self.judge,
-            self.writer,
-            self.reporter,
-            waits,
-            self._status,
+            config, self.progress, network, self.ledger, device, self.judge, self.writer, self.reporter, self._status
         )
         self.exporter.watch(
             network,
             self.ledger,
-            waits,
+            self.schedule.waits,
             device=self.engine.device,
             is_asleep=lambda: device.is_lent,
             run_path=config.run_path,
