@@ -24,7 +24,7 @@ PER_STATUS = 3
 STATUSES = ("truncated", "timed_out", "error")
 MAX_IMAGES = 4
 MAX_COMPLETIONS = 8
-OPEN_COMPLETIONS = 4
+OPEN_COMPLETIONS = 3
 """Completions of a card that are not folded."""
 COMPARED = ("text", "reward", "rewards", "status", "error", "length")
 """Completions with equal values of these keys are shown once."""
