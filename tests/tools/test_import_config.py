@@ -182,7 +182,7 @@ def test_the_printed_file_names_what_is_missing_and_keeps_every_key(
     ("text", "said"),
     [
         ("actor_rollout_ref: {rollout: {n: 4}}", "verl itself"),
-        ("{model: x, dataset: y}", "looks like neither"),
+        ("PK\0\3: 1", "not valid YAML"),
         ("- 1", "holds no configuration"),
         ("model: {path: m}\nlearner: {}", "is an asyncrl configuration already: there is nothing to import"),
     ],

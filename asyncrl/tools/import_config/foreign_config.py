@@ -93,10 +93,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 def _text(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8")
-        if "\0" in text:
-            raise ValueError("it has zero bytes")
-        return text
+        return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {error}. Name a YAML file, or a script that starts a training") from None
 
