@@ -198,7 +198,7 @@ class Publication:
             if not isinstance(problem, OSError):
                 raise
             if problem.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise PublicationError(self._no_room(total_bytes)) from problem
+                raise PublicationError(self._no_room(total_bytes)) from None  # not the disk of the run
             raise PublicationError(f"cannot write weights to {path}: {problem}") from problem
 
     def _no_room(self, needed: int) -> str:

@@ -91,4 +91,4 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     while link is not None and link not in seen:
         seen.append(link)
         yield link
-        link = link.__cause__ or link.__context__
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)

@@ -53,7 +53,7 @@ class DecodeLoop:
 
     async def close(self) -> None:
         self._task.cancel()
-        await self._task
+        await asyncio.wait([self._task])  # unlike the task itself, this does not raise where it had not begun
         await asyncio.to_thread(self._thread.shutdown)
 
     async def on_thread(self, work: Callable[..., T], *arguments: object) -> T:
