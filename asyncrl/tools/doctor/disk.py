@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
 import tempfile
 from pathlib import Path
@@ -13,8 +14,13 @@ from asyncrl.run_folder.lock import refuse_busy
 from asyncrl.tools.doctor.findings import Finding, Findings, split_fix
 from asyncrl.tools.memory_plan.plan import GIB, MemoryPlan, size
 
+MIB = 2**20
 HEADER_BYTES = 200
 """Bytes of a trajectory in the journal, beside its arrays."""
+INDEX_SHARE, INDEX_ROW_BYTES = 0.3, 200
+"""Size of samples.sqlite: share of the groups that it lists (docs/results.md), and bytes of each trajectory besides."""
+TOKEN_BYTES, STEP_BYTES, LOGS_BYTES = 14, 8192, 32 * MIB
+"""Bytes of a token's text and id in samples.jsonl, of a step in metrics.jsonl and timeline.jsonl, and of logs."""
 
 
 def find_run_dir(config: RunConfig) -> Findings[None]:
@@ -56,28 +62,40 @@ def find_disk(config: RunConfig, plan: MemoryPlan, num_rows: int | None) -> Find
     written = sum(file.stat().st_size for file in files)
     already = f", {size(written)} written already" if written else ""
     listed = ", ".join(text for text, _, _ in parts)
-    value = f"{size(free)} free in {folder}{already}; the run writes {size(needed)}: {listed}; then samples and logs"
+    value = f"{size(free)} free in {folder}{already}; the run writes up to {size(needed)}: {listed}; and images"
     if free + written < needed:
         settings = [setting for _, nbytes, setting in parts if setting and nbytes > 0.1 * needed]
         lower = f", or lower {' and '.join(settings)}" if settings else ""
         yield Finding("disk of run_dir", value, "problem", f"make room, set run_dir on a larger disk{lower}")
     else:
         yield Finding("disk of run_dir", value)
+    limit, largest = resource.getrlimit(resource.RLIMIT_FSIZE)[0], max(plan.model.moments, plan.model.weights)
+    if limit != resource.RLIM_INFINITY and limit < largest:
+        value = f"this process may write files of {size(limit)}, and a checkpoint has one of {size(largest)}"
+        yield Finding("file sizes", value, "problem", "raise the limit: ulimit -f unlimited")
 
 
 def _written_parts(config: RunConfig, plan: MemoryPlan, steps: int) -> list[tuple[str, int, str]]:
     """Text, bytes, and the setting that makes it smaller, of the large files that a whole run writes."""
     trainer, model = config.trainer, plan.model
-    groups = steps * config.batch.prompts_per_step * config.group_bytes(config.batch.group_size)
-    groups += steps * config.trajectories_per_step * HEADER_BYTES
-    waiting, kept = trainer.journal_limit_mib * 2**20, int(trainer.keep_samples_gib * GIB)
+    trajectories = steps * config.trajectories_per_step
+    arrays = steps * config.batch.prompts_per_step * config.group_bytes(config.batch.group_size)
+    groups = arrays + trajectories * HEADER_BYTES
+    waiting, kept = trainer.journal_limit_mib * MIB, int(trainer.keep_samples_gib * GIB)
     checkpoint = (model.published if config.model.lora.rank else model.weights) + model.moments
     saves = 1 + groups // waiting + ((steps - 1) // trainer.save_freq if trainer.save_freq else 0)
     number = min(trainer.save_limit + 1, saves)  # the new one is whole before the oldest goes
     journal = min(groups, waiting + kept)
     to_shorten = "trainer.keep_samples_gib" if kept > waiting else "trainer.journal_limit_mib"
+    index = int(INDEX_SHARE * arrays) + trajectories * INDEX_ROW_BYTES
+    shown = steps * min(trainer.samples_per_step, config.batch.prompts_per_step) * (1 + config.batch.group_size)
+    samples = shown * TOKEN_BYTES * (config.data.max_prompt_length + config.data.max_response_length)
+    logs = LOGS_BYTES + steps * STEP_BYTES
     return [
         (f"{number} checkpoint{'s' * (number != 1)} of {size(checkpoint)}", number * checkpoint, "trainer.save_limit"),
         (f"an export of {size(model.weights)}", model.weights, ""),
         (f"a journal of {size(journal)}", journal, to_shorten if groups > journal else ""),
+        (f"an index of samples of {size(index)}", index, ""),
+        (f"samples.jsonl of {size(samples)}", samples, "trainer.samples_per_step"),
+        (f"{size(logs)} of metrics and logs", logs, ""),
     ]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
+import psutil
+
 from asyncrl.config.device_rules import network_is_open
 from asyncrl.config.schema import RunConfig
 from asyncrl.launch.ports import fixed_ports, reserve_ports
@@ -21,6 +23,15 @@ def find_ports(config: RunConfig) -> Findings[None]:
     if not is_local(config.network.host):
         there = {"network.control_port": 0, "network.weights_port": 0}
         config = changed(config, {"network.host": "127.0.0.1", **there})
+    holders = {
+        one.laddr.port: one.pid for one in psutil.net_connections(kind="tcp") if one.status == psutil.CONN_LISTEN
+    }
+    for name, setting, host, port in fixed_ports(config):
+        if holder := holders.get(port):  # None, too, for a process that this user cannot see
+            value = f"port {port} ({name}) on {host} is held by {psutil.Process(holder).name()} (process {holder})"
+            fix = f"stop that process, or set {setting} to another port, or to 0, which takes a free one"
+            yield Finding("ports", value, "problem", fix)
+            return
     with reserve_ports(config):
         fixed = ", ".join(str(port) for *_, port in fixed_ports(config))
     yield Finding("ports", f"free: {fixed or 'all are chosen when the run starts'}")
