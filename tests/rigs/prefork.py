@@ -106,6 +106,7 @@ def _become(
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)
+        multiprocessing.current_process()._config["daemon"] = False  # or it might have no children
         faults: Any = sys.modules.get("protocol.faults")
         if faults:
             faults._left = faults._armed()  # the process that forks read its own environment
@@ -147,5 +148,4 @@ def _launch(
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         _become(args[2], args[3:], stdout.fileno(), env, os.getcwd())
 
-    multiprocessing.current_process()._config["daemon"] = False  # pyright: ignore  # or it might have no children
     return ForkedProcess(multiprocessing.get_context("fork"), begin)
