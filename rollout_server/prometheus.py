@@ -18,8 +18,10 @@ from rollout_server.metrics import METRICS
 
 
 class ServerExporter:
-    def __init__(self, config: TelemetryConfig):
+    def __init__(self, config: TelemetryConfig, device: Callable[[], torch.device]):
+        """`device` is asked at each heartbeat."""
         self._config = config
+        self._device = device
         self.metrics = MetricSet(METRICS, "rollout")
         self.metrics.include("vllm:")
         for name in ("errors_total", "reward_errors_total"):
@@ -32,9 +34,8 @@ class ServerExporter:
         self._lingers = False
         self._process = psutil.Process()
 
-    def serve(self, device: Callable[[], torch.device]) -> None:
-        """Raises UserError where the endpoint's port is taken. `device` is asked at each heartbeat."""
-        self._device = device
+    def serve(self) -> None:
+        """Raises UserError where the endpoint's port is taken."""
         self.metrics.before_scrape(self._look)
         self.metrics.serve(self._config.host, self._config.rollout_port)
 

@@ -50,7 +50,7 @@ class RolloutServer:
         """`is_over` tells whether the run is known to be finished. It is asked while no learner answers."""
         self.config = config
         self._is_over = is_over
-        self.exporter = ServerExporter(self.config.telemetry)
+        self.exporter = ServerExporter(config.telemetry, lambda: resolve_device(config.rollout.device))
         self._started = time.monotonic()
         self._held: dict[int, Ticket] = {}
         self.device: SharedDevice | None = None
@@ -59,7 +59,7 @@ class RolloutServer:
     async def run(self) -> None:
         """Returns when the run is finished. Raises what stopped it otherwise: LearnerLeftError, too."""
         check_device_channel(self.config, "rollout.device", self.config.rollout.device)
-        self.exporter.serve(lambda: resolve_device(self.config.rollout.device))
+        self.exporter.serve()
         self.processor = PromptProcessor(self.config.model)
         self.engine = create_engine(self.config, self.processor)
         self.rewards = RewardPool(self.config.reward)

@@ -23,7 +23,7 @@ from typing import Any
 from protocol.weights import Publication
 
 LEARNER_USES = ("prepare", "forward", "backward", "optimizer_step", "save", "sleep", "wake")
-SERVER_USES = ("_load", "_swap", "_fall_asleep", "_wake_up")
+SERVER_USES = ("_load", "_load_weights", "_fall_asleep", "_wake_up")
 USES_FILE = "uses.jsonl"
 BATCH_USES = ("admit", "step", "rebuild_cache")
 

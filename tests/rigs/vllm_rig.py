@@ -15,7 +15,7 @@ from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import tensor_bytes
 from protocol.messages import Sampling, WeightManifest
 from protocol.weights import Publication, Tensor
-from rollout_server.engines.base import Completion, GenerationRequest
+from rollout_server.engines.base import Completion, EngineDied, GenerationRequest
 from rollout_server.engines.vllm.engine import VLLMEngine
 from rollout_server.weights.receiver import WeightReceiver
 from tests.conftest import small_config
@@ -57,6 +57,14 @@ class Rig:
         self.version = 0
         self.numbers = 0
         self.run(self.engine.start())
+
+    def revive(self) -> None:
+        try:
+            self.engine.check_alive()
+        except EngineDied:
+            self.run(self.engine.close())
+            self.engine = VLLMEngine(self.config, self.processor)
+            self.run(self.engine.start())
 
     def run(self, work: Awaitable[T], timeout_s: float = 120.0) -> T:
         async def bounded() -> T:

@@ -25,10 +25,17 @@ def on_policy(tiny_model: Path, digits_data: Path, tmp_path_factory: pytest.Temp
 
 
 @pytest.fixture(scope="session")
-def vllm_rig(tiny_model: Path, digits_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+def started_vllm(tiny_model: Path, digits_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     """One real vLLM for the whole session: a start takes half a minute."""
     folder = tmp_path_factory.mktemp("vllm") / "run"
     config = vllm_config(tiny_model, digits_data, folder, learner={"wait_timeout_s": 60}, network={"timeout_s": 10})
     rig = Rig(config, initial_weights(config))
     yield rig
     rig.close()
+
+
+@pytest.fixture
+def vllm_rig(started_vllm: Rig) -> Rig:
+    """The session's vLLM, started again if an earlier test has ended it: workers take tests in any order."""
+    started_vllm.revive()
+    return started_vllm

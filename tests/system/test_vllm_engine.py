@@ -283,8 +283,6 @@ def test_weights_that_changed_in_its_sleep_are_noticed(fresh: Rig, monkeypatch: 
 
 
 def test_a_half_loaded_update_ends_the_engine_and_so_does_the_death_of_its_core(fresh: Rig) -> None:
-    """The last test of the session's engine, which is no good afterwards."""
-
     async def scenario() -> None:
         started = fresh.engine.usage.tokens_generated
         task = asyncio.create_task(fresh.complete([fresh.request(QUESTION, tokens=300, temperature=1.0)]))

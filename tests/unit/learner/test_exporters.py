@@ -357,8 +357,8 @@ def test_a_servers_parity_is_shown_while_it_is_connected(rig: Rig) -> None:
 
 @pytest.fixture
 def server() -> Iterator[ServerExporter]:
-    exporter = ServerExporter(NOWHERE)
-    exporter.serve(lambda: CPU)
+    exporter = ServerExporter(NOWHERE, lambda: CPU)
+    exporter.serve()
     yield exporter
     exporter.close()
 

@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import AsyncMock, Mock, call
 
 import pytest
+import torch
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
@@ -165,7 +166,7 @@ class Server:
     def __init__(self, config: RunConfig):
         self.engine: Any = AsyncMock(usage=EngineUsage(0, 0.0, 0, 0, sleep_bytes=7))
         self.link: Any = AsyncMock(learner_is_silent=False)
-        self.exporter = ServerExporter(config.telemetry)
+        self.exporter = ServerExporter(config.telemetry, lambda: torch.device("cpu"))
         self.device = SharedDevice(config, self.engine, self.link, self.exporter.metrics)
         self.learner = DeviceLease(config.run_path, "learner")
 
