@@ -23,9 +23,8 @@ def find_ports(config: RunConfig) -> Findings[None]:
     if not is_local(config.network.host):
         there = {"network.control_port": 0, "network.weights_port": 0}
         config = changed(config, {"network.host": "127.0.0.1", **there})
-    holders = {
-        one.laddr.port: one.pid for one in psutil.net_connections(kind="tcp") if one.status == psutil.CONN_LISTEN
-    }
+    connections = psutil.net_connections(kind="tcp")
+    holders = {one.laddr.port: one.pid for one in connections if one.laddr and one.status == psutil.CONN_LISTEN}
     for name, setting, host, port in fixed_ports(config):
         if holder := holders.get(port):  # None, too, for a process that this user cannot see
             value = f"port {port} ({name}) on {host} is held by {psutil.Process(holder).name()} (process {holder})"
