@@ -19,7 +19,7 @@ from asyncrl.journal import JOURNAL_FILE
 from asyncrl.launch.ports import free_port
 from asyncrl.tools.doctor import examine, network
 from asyncrl.tools.doctor.disk import HEADER_BYTES, find_disk, find_run_dir
-from asyncrl.tools.doctor.findings import Finding, Findings, Report, problem, split_fix
+from asyncrl.tools.doctor.findings import Finding, Findings, Report
 from asyncrl.tools.doctor.machine import Device
 from asyncrl.tools.doctor.memory import find_memory
 from asyncrl.tools.doctor.network import find_network, find_ports, is_local
@@ -95,14 +95,6 @@ def test_what_a_check_raises_is_a_problem() -> None:
         report = Report(as_json=True)
         assert examine.run_check(report, "it", fail(error)) is None
         assert report.findings[1] == found
-
-
-def test_our_messages_are_split_where_the_fix_begins() -> None:
-    assert split_fix("it has 1.5 GiB free. Make room. Or not.") == ("it has 1.5 GiB free", "Make room. Or not")
-    assert split_fix("no column 'a'. Did you mean b?") == ("no column 'a'", "Did you mean b?")
-    assert split_fix("a single sentence") == ("a single sentence", "")
-    several = problem("it", UserError("2 problems in it:\n- one. Mend it\n- two"))
-    assert (several.value, several.fix, several.details) == ("2 problems in it: one", "Mend it", ("- two",))
 
 
 # --- run directory, ports, network --------------------------------------------------------------------

@@ -15,7 +15,6 @@ import pytest
 from rich.cells import cell_len
 
 from asyncrl.cli import main
-from asyncrl.errors import UserError
 from asyncrl.launch.console import Console
 from asyncrl.telemetry.jsonl import JsonlTail
 from asyncrl.telemetry.recorder import RunRecorder
@@ -127,38 +126,8 @@ def test_text_in_wide_characters_is_cut_between_cells_and_what_turns_text_around
     assert "漢字 é \\u202e\\udc80" in text
 
 
-def test_a_picture_that_costs_more_is_drawn_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    display = Display(RunSnapshot(tmp_path), Console(file=io.StringIO(), force_terminal=True))
-    drawn: list[float] = []
-    now = 0.0
-    monkeypatch.setattr(display.run, "refresh", lambda: drawn.append(now))
-    monkeypatch.setattr("asyncrl.tools.panel.display.time.monotonic", lambda: now)
-    monkeypatch.setattr("asyncrl.tools.panel.display.time.thread_time", lambda: 0.012 * len(drawn))
-    for tick in range(600):
-        now = 0.1 * tick
-        display.tick()
-    assert len(drawn) == pytest.approx(25, abs=1), "of 60 in a minute"
-
-
-def test_the_terminal_has_its_cursor_back_whatever_ends_the_display(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shown = io.StringIO()
-    display = Display(RunSnapshot(tmp_path), Console(file=shown, force_terminal=True, width=80, height=24))
-
-    def unreadable() -> None:
-        raise UserError("cannot read status.json")
-
-    display.__enter__()
-    assert "nothing yet" in text_of(tmp_path), "an empty run directory is shown, too"
-    assert "\x1b[?25h" not in shown.getvalue(), "the cursor is hidden"
-    monkeypatch.setattr(display.run, "refresh", unreadable)
-    with pytest.raises(UserError):
-        display.__exit__(None, None, None)
-    assert "\x1b[?25h" in shown.getvalue()
-
-
 def test_a_damaged_status_half_a_line_and_missing_keys_do_not_end_the_panel(tmp_path: Path) -> None:
+    assert "nothing yet" in text_of(tmp_path), "an empty run directory is shown, too"
     write_run(tmp_path, steps=2).status(device={"holder": "learner", "fence": 1})
     for name in ("metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "status.json"):
         whole = (tmp_path / name).read_bytes()

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from asyncrl.cli import main
-from asyncrl.tools.numbers import duration, figure, share
 from asyncrl.tools.recorded_run import read_run
 from asyncrl.tools.report.embedded_images import LARGEST_SIDE, EmbeddedImages
 from asyncrl.tools.report.page import page_of
@@ -240,12 +239,3 @@ def test_samples_are_chosen_from_the_whole_course(tmp_path: Path) -> None:
     assert all(step % 10 == 9 for step in good)
     failed = [choice.sample["step"] for choice in chosen.choices if "error" in choice.labels]
     assert sorted(failed) == [20, 220, 520]  # the first of their sixths
-
-
-def test_numbers_are_short() -> None:
-    values = (None, 0, 0.5, -0.25, 0.12346, 12.3456, 13234.4, 4.62e6, 2.1e-5, 1e300)
-    shown = ["-", "0", "0.5", "-0.25", "0.1235", "12.35", "13,234", "4.62 M", "2.1e-5", "1.00e+300"]
-    assert [figure(value) for value in values] == shown
-    assert [share(v) for v in (0.5, 0.004, 0.0, None)] == ["50%", "0.4%", "0%", "-"]
-    shown = ["7.5 ms", "3.21 s", "59 s", "4 min 05 s", "2 h 13 min", "4 d 15 h"]
-    assert [duration(seconds) for seconds in (0.0075, 3.21, 59, 245, 8000, 400_000)] == shown

@@ -12,7 +12,7 @@ import pytest
 from asyncrl.tools.panel.run_snapshot import RunSnapshot
 from asyncrl.tools.recorded_run import read_run
 from asyncrl.tools.report.activity import exclusive, lanes
-from asyncrl.tools.report.chart import MAX_POINTS, Curve, line_chart, thin, ticks
+from asyncrl.tools.report.chart import MAX_POINTS, Curve, line_chart, thin
 from asyncrl.tools.report.timeline import timeline
 from tests.rigs import made_up_run as made
 
@@ -28,14 +28,6 @@ def test_thinning_keeps_the_extremes_the_ends_and_a_gap() -> None:
     for point in ((4321.0, 99.0), (7777.0, -99.0), (5000.0, None), with_gap[0], with_gap[-1]):
         assert point in kept
     assert thin(points[:MAX_POINTS]) == points[:MAX_POINTS]
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [(0.0, 1.0, [0, 0.5, 1]), (0.0, 7.3, [0, 2, 4, 6]), (-0.02, 0.03, [-0.02, 0, 0.02]), (5.0, 5.0, [5])],
-)
-def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None:
-    assert ticks(low, high, 4) == pytest.approx(expected) or set(expected) <= set(ticks(low, high, 4))
 
 
 @pytest.mark.parametrize("logarithmic", [False, True])

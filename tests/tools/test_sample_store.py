@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -10,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +26,6 @@ from asyncrl.models.processing import PromptProcessor
 from asyncrl.run_folder.full_disk import is_disk_full
 from asyncrl.tools.inspect.__main__ import main as inspect
 from asyncrl.tools.samples.model import Order, SampleQuery, SampleRow
-from asyncrl.tools.samples.sources import TokenTexts
 from asyncrl.tools.samples.store import SampleStore
 from learner.training.batch import Batch
 from learner.training.step import LearnerStep
@@ -327,27 +325,6 @@ def test_images_come_from_the_run_directory_or_from_data_that_have_not_changed(r
     with closing(SampleStore(run.folder)) as store:
         assert store.detail(1).images[0].data == blobs[digest]
         assert "no tokenizer" in store.detail(1).problem
-
-
-def test_characters_of_several_tokens_come_out_whole(run: MadeUpRun, tiny_model: Path) -> None:
-    texts = TokenTexts(run.folder, {"model": {"path": str(tiny_model)}})
-    tokenizer = PromptProcessor(run.config.model).tokenizer
-    ids = np.asarray(tokenizer("größer 猫 🙂 6<|im_end|>")["input_ids"], np.int32)
-    assert len(ids) > len("größer 猫 🙂 6")
-    pieces = texts.each(ids)
-    assert "".join(pieces) == tokenizer.decode(ids.tolist()) == "größer 猫 🙂 6<|im_end|>"
-    assert len(pieces) == len(ids)
-    assert "猫" in "".join(piece for piece in pieces if "猫" in piece)
-    cut = texts.each(ids[: int(np.flatnonzero([p == "" for p in pieces])[0]) + 1])
-    assert "".join(cut).endswith("�"), "the beginning of a character is not dropped"
-
-
-def test_odd_texts_can_be_stored(run: MadeUpRun, store: SampleStore) -> None:
-    item = run.batch.received[0]
-    prompt = item.ticket.prompt.model_copy(update={"answer": {"\ud800": [1, None]}, "row_id": "x:\ud800"})
-    odd = replace(item, prepared=replace(item.prepared, ticket=item.ticket.model_copy(update={"prompt": prompt})))
-    run.index.write(3, 2, [(odd.ticket.prompt, odd.group)], run.part(0))
-    assert json.loads(store.detail(0).answer.replace("\\", "\\\\"))
 
 
 def test_inspect_loads_no_torch(run: MadeUpRun) -> None:
