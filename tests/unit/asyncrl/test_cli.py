@@ -10,18 +10,15 @@ from pathlib import Path
 import pytest
 
 from asyncrl.cli import main
-from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.journal import JOURNAL_FILE
-from asyncrl.launch.ports import reserve_ports
 from asyncrl.launch.processes import (
     available_cores,
     learner_service,
     server_services,
     service_environment,
 )
-from asyncrl.launch.train import write_candidate
 from asyncrl.run_folder.contents import CANDIDATE_FILE, check_run_dir
 from asyncrl.run_folder.failure import FAILURE_FILE, RESERVED_FILE
 from asyncrl.run_folder.lock import LAUNCHER_LOCK, LEARNER_LOCK
@@ -98,11 +95,6 @@ def test_an_existing_run_directory_is_never_written_into(make_config: Callable[.
         check_run_dir(config, resume=True)
     (config.run_path / JOURNAL_FILE).touch()
     check_run_dir(config, resume=True)
-
-
-def test_both_services_read_the_same_resolved_configuration(make_config: Callable[..., RunConfig]) -> None:
-    with reserve_ports(make_config()) as config:
-        assert load_config(write_candidate(config)) == config
 
 
 def test_several_servers_get_a_log_a_port_and_a_failure_file_each(make_config: Callable[..., RunConfig]) -> None:

@@ -30,6 +30,7 @@ from tests.rigs.device_channel_rig import (
     order_of,
     some_weights,
 )
+from tests.rigs.waiting import wait_until
 
 
 @pytest.fixture
@@ -136,7 +137,7 @@ def test_several_workers_of_one_engine_take_the_same_broadcast(learner: LearnerH
     stages = [Stage(CPU), Stage(CPU)]
     for rank, each in enumerate(stages, start=1):
         each.begin(order, rank)
-    wait_for(lambda: all(each.arrival.is_done for each in stages))
+    wait_until(lambda: all(each.arrival.is_done for each in stages), "both arrivals")
     for each in stages:
         assert_equal(list(each.tensors()), weights)
 
@@ -176,7 +177,8 @@ def test_a_receiver_that_never_comes_is_waited_for_until_the_deadline(
     learner = LearnerHalf(tmp_path, deadline_s=0.2)
     learner.publish(1, some_weights(1))
     assert isinstance(ask(learner, 1, nonce="nobody", receivers=2), TransferStart)
-    wait_for(lambda: "waited 0.2 s for receiver 1 of transfer nobody to join the group" in caplog.text)
+    told = "waited 0.2 s for receiver 1 of transfer nobody to join the group"
+    wait_until(lambda: told in caplog.text, told)
     learner.close()
 
 
@@ -245,13 +247,6 @@ def test_shared_memory_is_copied_verified_and_let_go_even_of_a_receiver_that_was
     ask(learner, 9, b"b", channel="cuda_ipc")
     assert shared_memory["settled"] == [(b"/torch_7", 4)]
     learner.close()
-
-
-def wait_for(condition: Any, timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
 
 
 # --- which channel --------------------------------------------------------------------------------------

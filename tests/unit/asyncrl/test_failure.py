@@ -130,16 +130,3 @@ def test_the_launcher_prints_the_reason_or_else_the_end_of_the_log(
     ended = replace(outcome, failed=service)
     assert report(config, ended, RunSnapshot(config.run_path, since=since)) == outcome.code
     assert re.search(says, capsys.readouterr().err, re.DOTALL)
-
-
-def test_an_interrupted_run_says_whether_it_can_be_continued(
-    make_config: Callable[..., RunConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config, server = make_config(), Service("rollout_server", ["true"], tmp_path / "x.log", {})
-    config.run_path.mkdir()
-    assert report(config, Outcome(130), RunSnapshot(config.run_path)) == 130
-    (config.run_path / "journal.sqlite").touch()
-    assert report(config, Outcome(130, failed=server), RunSnapshot(config.run_path)) == 130
-    first, second = capsys.readouterr().out.splitlines()
-    assert first == "interrupted before it had begun"
-    assert second == "rollout_server was told to stop, and the run with it; the same command with --resume continues"

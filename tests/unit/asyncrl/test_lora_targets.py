@@ -17,9 +17,6 @@ from asyncrl.errors import UserError
 from asyncrl.models import loading
 from asyncrl.models.lora import folder_fingerprint, resolve_adapter
 from asyncrl.models.weight_files import base_fingerprint
-from protocol.errors import ErrorCode
-from protocol.handshake import check_hello
-from tests.rigs.fuzz import content
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -145,19 +142,3 @@ def test_the_fingerprint_of_what_travels_knows_rank_alpha_and_layers(tiny_model:
     prints = {folder_fingerprint(model(tiny_model, **lora)) for lora in kinds}
     prints.add(folder_fingerprint(ModelConfig(path=str(tiny_model))))
     assert len(prints) == len(kinds) + 1
-
-
-@pytest.mark.parametrize(("servers", "learners"), [("b1", "b1"), ("b2", "b1"), ("", "b1")])
-def test_a_server_with_another_base_is_refused_with_the_fix(servers: str, learners: str) -> None:
-    refusal = check_hello(
-        content.hello("one").model_copy(update={"base_fingerprint": servers}),
-        model_fingerprint=content.MODEL,
-        processor_fingerprint=content.PROCESSOR,
-        base_fingerprint=learners,
-        live_server_ids={},
-    )
-    assert (refusal is None) == (servers == learners)
-    if refusal is not None:
-        assert refusal.code is ErrorCode.MODEL_MISMATCH
-        assert (servers or "unknown") in refusal.reason
-        assert "*.safetensors" in refusal.fix

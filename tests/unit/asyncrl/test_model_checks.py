@@ -55,15 +55,6 @@ def refused(
     return message
 
 
-def test_a_relative_model_path_that_is_not_here_names_the_folder_it_was_sought_in(make_config: MakeConfig) -> None:
-    """The error that `asyncrl replay` meets in another folder than the run's."""
-    sought = re.escape(str(Path.cwd()))
-    with pytest.raises(
-        UserError, match=f"and no such folder in {sought}. .* start this in the folder in which the run"
-    ):
-        describe_folder(make_config(model={"path": "export"}).model)
-
-
 def test_a_model_without_eyes_is_given_no_images(
     make_config: MakeConfig, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

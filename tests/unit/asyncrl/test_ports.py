@@ -26,11 +26,6 @@ def ports_of(config: RunConfig) -> set[int]:
     return {port for *_, port in fixed_ports(config)}
 
 
-def busy_port() -> tuple[socket.socket, int]:
-    listener = socket.create_server(("127.0.0.1", 0))
-    return listener, listener.getsockname()[1]
-
-
 def test_a_free_port_is_not_one_that_the_system_gives_to_outgoing_connections() -> None:
     first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     found = {free_port() for _ in range(50)}
@@ -84,19 +79,16 @@ with reserve_ports(load_config(Path(sys.argv[1]), [])) as config:
 
 
 def test_a_fixed_port_is_kept_and_a_busy_one_is_refused_by_name(make_config: MakeConfig) -> None:
-    listener, busy = busy_port()
-    config = make_config(telemetry={"rollout_port": busy})
-    with listener, pytest.raises(UserError, match=rf"telemetry\.rollout_port.*{busy}|{busy}.*telemetry\.rollout_port"):
-        reserve_ports(config).__enter__()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        busy = listener.getsockname()[1]
+        config = make_config(telemetry={"rollout_port": busy})
+        with pytest.raises(UserError, match=rf"telemetry\.rollout_port.*{busy}|{busy}.*telemetry\.rollout_port"):
+            reserve_ports(config).__enter__()
+        two = make_config(telemetry={"rollout_port": busy - 1}, rollout={"servers": 2})
+        with pytest.raises(UserError, match=r"rollout_port \+ 1 \(rollout\.servers\)|rollout_port to another"):
+            reserve_ports(two).__enter__()
     with reserve_ports(config) as resolved:
         assert resolved.telemetry.rollout_port == busy
     config = make_config(network={"control_port": 5555}, telemetry={"learner_port": 5555})
     with pytest.raises(UserError, match=r"network\.control_port and telemetry\.learner_port are both"):
-        reserve_ports(config).__enter__()
-
-
-def test_the_ports_after_a_fixed_one_must_be_free_for_the_further_servers(make_config: MakeConfig) -> None:
-    listener, busy = busy_port()
-    config = make_config(telemetry={"rollout_port": busy - 1}, rollout={"servers": 2})
-    with listener, pytest.raises(UserError, match=r"rollout_port \+ 1 \(rollout\.servers\)|rollout_port to another"):
         reserve_ports(config).__enter__()

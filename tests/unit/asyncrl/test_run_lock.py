@@ -85,16 +85,6 @@ def test_a_reason_does_not_wait_until_all_is_closed_and_the_first_counts(tmp_pat
     assert failure_of(tmp_path).reason == "the loss is nan"
 
 
-def test_who_is_refused_touches_nothing(tmp_path: Path) -> None:
-    with LearnerLock(tmp_path) as held:
-        held.accept()
-        held.save(BadStateError("the loss is nan"))
-        before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-        with pytest.raises(RunTakenError, match=rf"another learner \(process {os.getpid()}\)"), LearnerLock(tmp_path):
-            raise AssertionError("there is room for one")
-        assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
-
-
 def test_a_learner_that_a_machine_started_looks_once_more_when_it_has_the_lock(tmp_path: Path) -> None:
     """The last holder may have met bad state since `--unattended` decided to go on."""
     save_failure(tmp_path)
