@@ -27,7 +27,7 @@ from learner.tickets.ticket_writer import TicketWriter
 from learner.training.engine import create_engine as create_train_engine
 from protocol.messages import TicketKind
 from rollout_server.engines import create_engine
-from rollout_server.production import GroupProducer
+from rollout_server.group_producer import GroupProducer
 
 
 async def sample(config: RunConfig, processor: PromptProcessor, rows: int) -> tuple[list[ReceivedGroup], float]:

@@ -33,7 +33,7 @@ from asyncrl.telemetry.jsonl import JsonlTail
 from asyncrl.telemetry.reading import is_there, unreadable_as_user_error
 from asyncrl.telemetry.recorder import CONFIG_FILE, METRICS_FILE
 from asyncrl.tools.step_comparison import TOLERANCE, Comparison, compare_numbers, compare_weights
-from learner.checkpoint.format import complete_checkpoints, read_state
+from learner.checkpoint.storage import complete_checkpoints, read_state
 from learner.resume import check_initial_model
 from learner.tickets.recorded_batch import batch_again, read_batch
 from learner.tickets.ticket_writer import TicketWriter

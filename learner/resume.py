@@ -21,7 +21,7 @@ from asyncrl.journal.writer import Journal
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import tensor_bytes
 from asyncrl.run_folder.checkpoints import MODEL_FOLDER
-from learner.checkpoint.format import LearnerState, newest_checkpoint, read_state
+from learner.checkpoint.storage import LearnerState, newest_checkpoint, read_state
 from learner.tickets.ticket_writer import TicketWriter
 from protocol.messages import AdapterSpec
 

@@ -17,7 +17,7 @@ from asyncrl.run_folder.lock import LearnerLock
 from asyncrl.telemetry.recorder import is_finished
 from asyncrl.telemetry.timeline import LEARNER
 from learner.checkpoint.saver import Saver
-from learner.network.device_lease import DeviceTurns, first_turn
+from learner.network.device_turns import DeviceTurns, first_turn
 from learner.network.logprob_parity import ParityJudge
 from learner.network.publication import open_device_weights, open_publication, publish
 from learner.network.servers import ModelFacts
@@ -33,15 +33,15 @@ from learner.resume import (
     open_journal,
     sign_journal,
 )
-from learner.schedule import StepSchedule
+from learner.step_schedule import StepSchedule
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import ReceivedGroup
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.model_flops import ModelFlops
 from learner.training.step import NotFiniteError
 from learner.training.trainer import Trainer
+from protocol.device_lock import DeviceLease
 from protocol.faults import crash_point
-from protocol.lease import DeviceLease
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ Reading order:
 6. `peers.py`: budgets of messages per peer.
 7. `weight_file.py`, `weights.py`, `transfer.py`: one policy version, published in shared
    memory, mapped by servers on the same host or pulled in chunks over ZeroMQ.
-8. `lease.py`: the lock on a device that learner and server share in turns. `faults.py`: crash points for tests.
+8. `device_lock.py`: the lock on a device that learner and server share in turns. `faults.py`: crash points for tests.
 
 `README.md` has the sequence diagram, the rules, and tables of messages and errors.
 """

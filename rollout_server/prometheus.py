@@ -11,10 +11,10 @@ import torch
 
 from asyncrl.config.run_sections import TelemetryConfig
 from asyncrl.models.devices import memory_by_state
-from asyncrl.telemetry.metrics import MetricSet
+from asyncrl.telemetry.metric_set import MetricSet
 from protocol.messages import Group, ServerHeartbeat, WeightsLoaded
 from rollout_server.engines.base import EngineUsage
-from rollout_server.metrics import METRICS
+from rollout_server.metric_table import METRICS
 
 
 class ServerExporter:

@@ -32,11 +32,11 @@ from protocol.messages import (
     WeightManifest,
     Welcome,
 )
-from rollout_server.device_lease import SharedDevice
+from rollout_server.device_turns import SharedDevice
 from rollout_server.engines import create_engine
 from rollout_server.engines.base import EngineDied, EngineUsage
+from rollout_server.group_producer import GroupProducer, check_sampling
 from rollout_server.link import LearnerLink
-from rollout_server.production import GroupProducer, check_sampling
 from rollout_server.prometheus import ServerExporter
 from rollout_server.weights.channels import choose_channel
 from rollout_server.weights.policy_versions import PolicyVersions

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from asyncrl.config.explain import config_reference
-from asyncrl.telemetry.metrics import document
-from learner.reporting.metrics import METRICS as LEARNER_METRICS
-from rollout_server.metrics import METRICS as ROLLOUT_METRICS
+from asyncrl.telemetry.metric_set import document
+from learner.reporting.metric_table import METRICS as LEARNER_METRICS
+from rollout_server.metric_table import METRICS as ROLLOUT_METRICS
 
 DOCS = Path(__file__).parent.parent / "docs"
 

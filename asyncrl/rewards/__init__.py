@@ -7,7 +7,7 @@ Reading order:
 3. `spec.py`     from the name in the configuration to a function
 4. `pool.py`     `RewardPool.score(sample) -> Score`, the part that the rollout server uses
 5. `worker_process.py`  one worker process, seen from the pool; `channel.py` is their messages
-6. `worker.py`   inside that process; `guardian.py` sees that nothing survives it
+6. `worker.py`   inside that process; `process_reaper.py` sees that nothing survives it
 
 A reward that raises, hangs, runs out of memory, kills its process or returns no finite number makes
 *its* trajectory an `error` or `timed_out`, which is counted and left out of training. It is never a 0.

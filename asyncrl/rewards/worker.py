@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from asyncrl.errors import UserError
 from asyncrl.plugins import function_of, load_module, one_line, shorten
-from asyncrl.rewards import channel, guardian
+from asyncrl.rewards import channel, process_reaper
 from asyncrl.rewards.builtin import BUILTIN_REWARDS
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.spec import check_call
@@ -45,7 +45,7 @@ class ComponentFailed(Exception):
 
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    guardian.fork_guarded()
+    process_reaper.fork_guarded()
     incoming, outgoing = _take_channel()
     code = 0
     try:

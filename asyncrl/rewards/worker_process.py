@@ -18,7 +18,7 @@ from asyncrl.rewards import channel
 START_TIMEOUT_S = 120.0
 """Seconds for the imports of the user's files; torch alone can take ten on a busy machine."""
 STOP_TIMEOUT_S = 10.0
-"""Seconds for the guardian, which needs milliseconds; after this it is killed itself."""
+"""Seconds for the reaper, which needs milliseconds; after this it is killed itself."""
 EXIT_GRACE_S = 1.0
 """Seconds between the end of the reply pipe and the end of the process that held it."""
 LATE_REPLY_S = 0.1
@@ -63,7 +63,7 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the guardian, the worker's parent."""
+        """Process id of the reaper, the worker's parent."""
         return self._process.pid
 
     @property
@@ -128,7 +128,7 @@ class WorkerProcess:
         return f"it was killed by {name}{hint}"
 
     async def _stop(self) -> None:
-        # The closing of stdin is the guardian's sign. close() would first wait until the worker has read all.
+        # The closing of stdin is the reaper's sign. close() would first wait until the worker has read all.
         if not self._stdin.transport.is_closing():
             self._stdin.transport.abort()
         try:

@@ -39,7 +39,7 @@ from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import PreparedTicket
 from protocol.codec import Limits
 from protocol.messages import Ack, Goodbye, Group, Hello, Message, TicketFailed, WeightManifest, WeightsLoaded
-from rollout_server.production import GroupProducer
+from rollout_server.group_producer import GroupProducer
 from rollout_server.service import RolloutServer
 from rollout_server.weights.policy_versions import PolicyVersions
 

@@ -3,7 +3,7 @@
     python docker/grafana/make_dashboards.py
 
 What a panel means and what is healthy comes from the tables of metrics
-(learner/reporting/metrics.py, rollout_server/metrics.py).
+(learner/reporting/metric_table.py, rollout_server/metric_table.py).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from grafana_foundation_sdk.models.common import (
 )
 from grafana_foundation_sdk.models.dashboard import DashboardCursorSync, DataSourceRef
 
-from learner.reporting.metrics import METRICS as LEARNER
-from rollout_server.metrics import METRICS as ROLLOUT
+from learner.reporting.metric_table import METRICS as LEARNER
+from rollout_server.metric_table import METRICS as ROLLOUT
 
 FOLDER = Path(__file__).parent / "dashboards"
 PROMETHEUS = DataSourceRef(type_val="prometheus", uid="asyncrl-prometheus")

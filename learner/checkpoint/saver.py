@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 
 from asyncrl.config.schema import RunConfig
-from learner.checkpoint.format import save_checkpoint
+from learner.checkpoint.storage import save_checkpoint
 from learner.reporting.reporter import Reporter
 from learner.tickets.ledger import TicketLedger
 from learner.training.trainer import Trainer

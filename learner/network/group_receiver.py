@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from learner.network.ports import LearnerPorts
 from learner.network.servers import Servers
+from learner.network.sockets import LearnerSockets
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import ReceivedGroup
 from learner.tickets.ticket_writer import EVALUATION_IDS
@@ -28,7 +28,7 @@ class GroupReceiver:
     """Verifies each group when it comes; `keep` journals and acknowledges all groups of a turn at once."""
 
     servers: Servers
-    ports: LearnerPorts
+    sockets: LearnerSockets
     ledger: TicketLedger
     verify: Callable[..., None]
     """`verify_group` with those arguments that are the same for the whole run."""
@@ -55,7 +55,7 @@ class GroupReceiver:
     def _refuse(self, server_id: str, group: Group, error: ProtocolError) -> None:
         self.servers.errors[str(error.code)] += 1
         logger.warning("group of ticket %d refused: %s", group.ticket_id, error.reason)
-        self.ports.control.charge(self.servers.connected[server_id].identity)
+        self.sockets.control.charge(self.servers.connected[server_id].identity)
         self.servers.give_back(group.ticket_id, server_id, error.reason)
         self.servers.send(server_id, Error(code=error.code, reason=error.reason, ticket_id=group.ticket_id))
 

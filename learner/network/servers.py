@@ -14,12 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from asyncrl.config.schema import RunConfig
-from learner.network.ports import LearnerPorts
+from learner.network.sockets import LearnerSockets
 from learner.tickets.ledger import TicketLedger
+from protocol.device_lock import process_birth
 from protocol.endpoints import host_id
 from protocol.errors import ErrorCode
 from protocol.handshake import check_hello, check_mode
-from protocol.lease import process_birth
 from protocol.messages import (
     DeviceSource,
     Error,
@@ -76,7 +76,7 @@ class Servers:
         self,
         config: RunConfig,
         run_id: str,
-        ports: LearnerPorts,
+        sockets: LearnerSockets,
         ledger: TicketLedger,
         facts: ModelFacts,
         *,
@@ -99,7 +99,7 @@ class Servers:
         self._mode = config.trainer.mode
         self._run_id = run_id
         self._incarnation = uuid.uuid4().hex[:12]
-        self._ports = ports
+        self._sockets = sockets
         self._ledger = ledger
         self._facts = facts
         self._beat_at = 0.0
@@ -125,8 +125,8 @@ class Servers:
         name = self.at(identity)
         if name not in (None, hello.server_id):
             reason = f"this connection is server {name!r} already"
-            self._ports.control.send(identity, Error(code=ErrorCode.DUPLICATE_SERVER, reason=reason))
-            self._ports.control.charge(identity)
+            self._sockets.control.send(identity, Error(code=ErrorCode.DUPLICATE_SERVER, reason=reason))
+            self._sockets.control.charge(identity)
             return
         self._replace_dead(hello)
         refusal = check_mode(hello, self._mode, self._other_than(hello)) or check_hello(
@@ -138,7 +138,7 @@ class Servers:
         )
         if refusal:
             logger.warning("%s refused: %s", hello.server_id, refusal.reason)
-            self._ports.control.send(identity, refusal)
+            self._sockets.control.send(identity, refusal)
             return
         known = self.connected.get(hello.server_id)
         if known is not None and known.identity == identity:
@@ -175,7 +175,7 @@ class Servers:
 
     def send(self, server_id: str, message: Wire) -> bool:
         """False if the server could not be reached; it is then lost."""
-        delivery = self._ports.control.send(self.connected[server_id].identity, message)
+        delivery = self._sockets.control.send(self.connected[server_id].identity, message)
         if delivery is not Delivery.SENT:
             self.lose(server_id, f"a message could not be delivered ({delivery})")
         return delivery is Delivery.SENT
@@ -195,7 +195,7 @@ class Servers:
         self._forgive_own_silence(now)
         if now - self._beat_at >= self._network.heartbeat_s:
             self._beat_at = now
-            self.errors.update(self._ports.take_rejections())
+            self.errors.update(self._sockets.take_rejections())
             self.send_to_all(LearnerHeartbeat(version=self.version, step=self.version))
         for server_id, server in list(self.connected.items()):
             silent_s = now - server.heard_at

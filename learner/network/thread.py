@@ -1,7 +1,7 @@
 """The network thread: one loop over the learner's two sockets.
 
 Reading order: this loop, and its parts: `servers` (connections), `parity_handshake` (may a server have work?),
-`ticket_sender` (tickets out), `group_receiver` (groups in), `device_lease` (sync mode). The parts belong to this
+`ticket_sender` (tickets out), `group_receiver` (groups in), `device_turns` (sync mode). The parts belong to this
 thread. The main thread trains and never touches a socket: it reads the parts' public attributes, asks for more with
 `call_soon`, and waits with `wait_until`. A failure here is kept in `failure` and raised by the waiting side.
 """
@@ -22,13 +22,13 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError, WaitTimeoutError
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.telemetry.timeline import Timeline
-from learner.network.device_lease import LeaseGrants
+from learner.network.device_turns import LeaseGrants
 from learner.network.device_weights import DeviceWeights
 from learner.network.group_receiver import GroupReceiver
 from learner.network.group_verification import verify_group
 from learner.network.parity_handshake import ParityHandshake
-from learner.network.ports import open_ports
 from learner.network.servers import ModelFacts, Servers
+from learner.network.sockets import open_sockets
 from learner.network.ticket_sender import TicketSender
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import PreparedTicket, check_ticket_size
@@ -114,15 +114,15 @@ class NetworkThread(threading.Thread):
         self._goodbye: str | None = None
         self._run_is_finished = False
         self._context = zmq.Context()
-        self._ports = open_ports(config, self._context)
-        self.control, self.weights = self._ports.control, self._ports.weights
+        self._sockets = open_sockets(config, self._context)
+        self.control, self.weights = self._sockets.control, self._sockets.weights
         self._mailbox = ThreadMailbox(self._context)
         device = (lambda: device_weights.source) if device_weights else (lambda: None)
-        self.servers = Servers(config, run_id, self._ports, ledger, facts, version=version, device=device)
+        self.servers = Servers(config, run_id, self._sockets, ledger, facts, version=version, device=device)
         self.lease = LeaseGrants(self.servers)
         self.tickets = TicketSender(self.servers, ledger, write_ticket, self.control.limits)
         verify = partial(verify_group, vocabulary=facts.vocabulary, components=config.reward.component_names)
-        self.groups = GroupReceiver(self.servers, self._ports, ledger, verify)
+        self.groups = GroupReceiver(self.servers, self._sockets, ledger, verify)
         for item in parity_tickets:
             check_ticket_size(item, self.control.limits)
         self.parity = ParityHandshake(
@@ -181,7 +181,7 @@ class NetworkThread(threading.Thread):
         if self.is_alive():
             self.call_soon(self._begin_stop, reason, run_is_finished)
             self.join(timeout=2 * PARTING_S)
-        self._ports.close()
+        self._sockets.close()
         self._mailbox.close()
         self._context.term()  # returns when the goodbyes are on their way, or after the sockets' linger
 

@@ -16,10 +16,10 @@ from prometheus_client import CollectorRegistry
 from asyncrl.algorithms.diagnostics import STALENESS_BUCKETS
 from asyncrl.config.run_sections import TelemetryConfig
 from asyncrl.models.devices import memory_by_state, peak_flops
-from asyncrl.telemetry.metrics import MetricSet
+from asyncrl.telemetry.metric_set import MetricSet
 from asyncrl.telemetry.timeline import WaitClock
 from learner.network.thread import NetworkThread
-from learner.reporting.metrics import GAUGE_OF_RECORD, GAUGE_OF_STALENESS_RECORD, METRICS, QUANTILE_OF_RECORD
+from learner.reporting.metric_table import GAUGE_OF_RECORD, GAUGE_OF_STALENESS_RECORD, METRICS, QUANTILE_OF_RECORD
 from learner.tickets.ledger import TicketLedger
 from learner.training.batch import Batch
 from protocol.endpoints import SHARED_MEMORY

@@ -25,7 +25,7 @@ from learner.reporting.prometheus import LearnerExporter
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.batch import Batch
-from protocol.lease import read_tenure
+from protocol.device_lock import read_tenure
 
 ENDINGS = ("finished", "interrupted", "failed")
 

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 
 from asyncrl.config.sections import OnStale
 from asyncrl.journal.writer import Journal, TicketSlot
+from learner.tickets.assignments import OutstandingTickets
 from learner.tickets.length_bias import LengthBias
-from learner.tickets.outstanding import OutstandingTickets
 from learner.tickets.recorded_batch import as_journaled, batch_again, read_batch
 from learner.tickets.staleness import crowded_deadline, has_fresh_tokens, within_bound
 from learner.tickets.ticket import PreparedTicket, ReceivedGroup

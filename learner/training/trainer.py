@@ -15,8 +15,8 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import architecture_fingerprint
 from asyncrl.models.weight_files import base_fingerprint
-from learner.checkpoint.format import LearnerState, check_adapter, restore_engine
-from learner.tickets.staleness import ADAPTIVE_STALENESS, AdaptiveStaleness
+from learner.checkpoint.storage import LearnerState, check_adapter, restore_engine
+from learner.tickets.adaptive_staleness import ADAPTIVE_STALENESS, AdaptiveStaleness
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.batch import Batch, describe_batch, make_batch
 from learner.training.engine import create_engine

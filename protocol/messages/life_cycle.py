@@ -127,7 +127,7 @@ Fence = Annotated[int, Field(gt=0, lt=2**63)]
 
 
 class LeaseGrant(Wire):
-    """The learner sleeps: take the lease under this fence, and wake up (see protocol/lease.py)."""
+    """The learner sleeps: take the lease under this fence, and wake up (see protocol/device_lock.py)."""
 
     type: Literal["lease_grant"] = "lease_grant"
     fence: Fence

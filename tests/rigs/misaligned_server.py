@@ -1,4 +1,4 @@
-"""A rollout server with log-probs of no distribution: `python -m tests.misaligned_server --config C`."""
+"""A rollout server with log-probs of no distribution: `python -m tests.rigs.misaligned_server --config C`."""
 
 from __future__ import annotations
 

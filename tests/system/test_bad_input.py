@@ -43,7 +43,7 @@ from protocol.messages import (
 from rollout_server.engines.base import Completion, GenerationRequest
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.engines.scripted import ScriptedEngine
-from rollout_server.production import GroupProducer
+from rollout_server.group_producer import GroupProducer
 from tests.rigs.fuzz import content
 from tests.rigs.two_processes import start, with_ports, write_config
 

@@ -18,7 +18,7 @@ from asyncrl.errors import BadStateError
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.database import PAGE_BYTES
 from asyncrl.run_folder.failure import read_failure
-from learner.checkpoint.format import newest_checkpoint, write_checksums
+from learner.checkpoint.storage import newest_checkpoint, write_checksums
 from learner.resume import find_start
 from tests.conftest import small_config
 from tests.rigs.small_runs import (

@@ -18,7 +18,7 @@ from asyncrl.models.lora import is_adapter_folder
 from asyncrl.models.published import published_tensors
 from asyncrl.models.weight_files import base_fingerprint
 from asyncrl.tools.evaluate import evaluate
-from learner.checkpoint.format import newest_checkpoint
+from learner.checkpoint.storage import newest_checkpoint
 from learner.service import Learner
 from tests.rigs.adapters import CPU, MakeConfig, Weights, lora_config, spec_of
 from tests.rigs.small_runs import logs

@@ -15,7 +15,7 @@ import pytest
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from benchmarks.sleep_memory import make_model
-from protocol.lease import read_tenure
+from protocol.device_lock import read_tenure
 from tests.rigs.prefork import Service
 from tests.rigs.small_runs import assert_every_prompt_trained_once, failure_of, logs, small
 from tests.rigs.two_processes import run_both, start, start_command, with_ports, write_config

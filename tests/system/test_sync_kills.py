@@ -22,7 +22,7 @@ import pytest
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.journal import JOURNAL_FILE
-from protocol.lease import TRACE_FILE
+from protocol.device_lock import TRACE_FILE
 from tests.rigs.device_witness import USES_FILE, Use, read_uses
 from tests.rigs.prefork import Service
 from tests.rigs.small_runs import assert_every_prompt_trained_once, logs, small

@@ -24,7 +24,7 @@ from learner.training.engine import TorchEngine
 from learner.training.step import LearnerStep
 from protocol.messages import Group
 from rollout_server.engines.hf.engine import HFEngine
-from rollout_server.production import GroupProducer
+from rollout_server.group_producer import GroupProducer
 from tests.rigs.two_processes import run_both
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ import psutil
 from asyncrl.config.schema import RunConfig
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.launch.ports import free_port
-from protocol.lease import TRACE_FILE, USERS_FILE, DeviceLease, process_birth
+from protocol.device_lock import TRACE_FILE, USERS_FILE, DeviceLease, process_birth
 from tests.rigs.small_runs import logs
 from tests.rigs.two_processes import with_ports, write_config
 from tests.rigs.vllm_rig import NEEDS_VLLM

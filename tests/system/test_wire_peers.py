@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import zmq
 
-from learner.network.ports import open_ports
+from learner.network.sockets import open_sockets
 from protocol.codec import encode
 from protocol.errors import ErrorCode
 from protocol.messages import Goodbye, Tickets, Welcome
@@ -133,7 +133,7 @@ def test_the_largest_group_that_a_ticket_allows_gets_in():
     update = {"prompt_ids": np.zeros(config.data.max_prompt_length, np.int32), "kv_versions": right.versions}
     arrays = sum(memoryview(frame).nbytes for frame in encode(right.model_copy(update=update))[1:])
     with zmq.Context() as context:
-        ports = open_ports(config, context)
+        ports = open_sockets(config, context)
         inbound = ports.control._inbound
         assert inbound.max_header_bytes + arrays <= inbound.max_message_bytes
         assert inbound.max_message_bytes < ports.control.limits.max_message_bytes / 4

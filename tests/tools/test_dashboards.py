@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from learner.reporting.metrics import METRICS as LEARNER
-from rollout_server.metrics import METRICS as ROLLOUT
+from learner.reporting.metric_table import METRICS as LEARNER
+from rollout_server.metric_table import METRICS as ROLLOUT
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"

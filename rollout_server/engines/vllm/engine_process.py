@@ -27,7 +27,7 @@ def belong_to_owner() -> None:
     die_with_owner()
     folder, owner = os.environ.get(LEASE_VARIABLE), int(os.environ.get(OWNER_VARIABLE, "0"))
     if folder and owner not in (0, os.getpid()):
-        from protocol.lease import use_device_for
+        from protocol.device_lock import use_device_for
 
         use_device_for(owner, Path(folder))
 

@@ -205,7 +205,7 @@ asyncio.run(main())
     with subprocess.Popen([sys.executable, "-c", code]) as process:
         wait_until(lambda: pids.exists() and pids.read_text().endswith("\n"), "the reward starts its child")
         family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(int(pids.read_text()))]
-        assert len(family) >= 5  # two guardians, two workers, one child of a reward
+        assert len(family) >= 5  # two reapers, two workers, one child of a reward
         os.kill(process.pid, signal.SIGKILL)
     _, alive = psutil.wait_procs(family, timeout=5)
     assert alive == []

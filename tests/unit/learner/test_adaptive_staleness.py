@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import AdaptiveStalenessConfig, LearnerConfig
-from learner.tickets.staleness import AdaptiveStaleness
+from learner.tickets.adaptive_staleness import AdaptiveStaleness
 
 CALM = (0.99, 0.001)
 BETWEEN = (0.94, 0.02)

@@ -20,13 +20,13 @@ from asyncrl.config.run_sections import TelemetryConfig
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
 from asyncrl.journal.writer import Journal
-from asyncrl.telemetry.metrics import Metric
+from asyncrl.telemetry.metric_set import Metric
 from asyncrl.telemetry.recorder import RunRecorder
 from asyncrl.telemetry.timeline import WaitClock
 from learner.network.servers import ModelFacts
 from learner.network.thread import NetworkThread
-from learner.reporting.metrics import GAUGE_OF_RECORD, GAUGE_OF_STALENESS_RECORD
-from learner.reporting.metrics import METRICS as LEARNER
+from learner.reporting.metric_table import GAUGE_OF_RECORD, GAUGE_OF_STALENESS_RECORD
+from learner.reporting.metric_table import METRICS as LEARNER
 from learner.reporting.prometheus import LearnerExporter
 from learner.reporting.reporter import Reporter
 from learner.service import Learner
@@ -43,7 +43,7 @@ from protocol.messages import (
     WeightsLoaded,
 )
 from rollout_server.engines.base import EngineUsage
-from rollout_server.metrics import METRICS as ROLLOUT
+from rollout_server.metric_table import METRICS as ROLLOUT
 from rollout_server.prometheus import ServerExporter
 from tests.rigs.journal_groups import throwaway_journal
 from tests.rigs.ports import own_port

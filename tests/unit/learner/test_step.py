@@ -16,7 +16,7 @@ from asyncrl.models.loading import load_model
 from asyncrl.models.processing import EncodedPrompt, PromptProcessor
 from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs
 from asyncrl.models.wake_parity import fixed_prompt, fixed_tokens
-from learner.reporting.metrics import GAUGE_OF_RECORD, GAUGE_OF_STALENESS_RECORD, QUANTILE_OF_RECORD
+from learner.reporting.metric_table import GAUGE_OF_RECORD, GAUGE_OF_STALENESS_RECORD, QUANTILE_OF_RECORD
 from learner.training.batch import Batch
 from learner.training.engine import TokenOutputs, TorchEngine
 from learner.training.model_flops import ModelFlops

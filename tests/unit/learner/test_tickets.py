@@ -14,8 +14,8 @@ from asyncrl.config.sections import OnStale
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.processing import PromptFacts
+from learner.tickets.assignments import MAX_ATTEMPTS
 from learner.tickets.ledger import TicketLedger
-from learner.tickets.outstanding import MAX_ATTEMPTS
 from learner.tickets.ticket import PreparedTicket, ReceivedGroup
 from protocol.messages import TicketKind
 from tests.rigs.fuzz import content

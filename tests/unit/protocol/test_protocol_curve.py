@@ -18,7 +18,7 @@ from asyncrl.cli import main
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
-from learner.network.ports import LearnerPorts, open_ports
+from learner.network.sockets import LearnerSockets, open_sockets
 from protocol.curve import KeyFileError, make_keys, read_learner_keys, read_server_keys
 from protocol.endpoints import InsecureBindError, check_dial
 from protocol.errors import ErrorCode
@@ -46,9 +46,9 @@ def with_keys(config: RunConfig, keys: Path | str) -> RunConfig:
 
 
 @contextmanager
-def learner_at(config: RunConfig) -> Iterator[LearnerPorts]:
+def learner_at(config: RunConfig) -> Iterator[LearnerSockets]:
     with zmq.Context() as context:
-        ports = open_ports(config, context)
+        ports = open_sockets(config, context)
         try:
             yield ports
         finally:
@@ -58,7 +58,7 @@ def learner_at(config: RunConfig) -> Iterator[LearnerPorts]:
             assert time.monotonic() - started < 3.0, "a socket was left open"
 
 
-def knock(ports: LearnerPorts, config: RunConfig, *, weights: bool = False) -> None:
+def knock(ports: LearnerSockets, config: RunConfig, *, weights: bool = False) -> None:
     """A server of this configuration says hello to one of the learner's sockets, and hears an answer."""
     learner, endpoint = ports.control, config.control_endpoint
     if weights:

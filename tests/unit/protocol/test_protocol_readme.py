@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any, get_args
 
-from learner.network.ports import CHUNK_LIMITS
+from learner.network.sockets import CHUNK_LIMITS
 from protocol import codec, messages, transfer
 from protocol.codec import ALL_MODELS, Limits
 from protocol.errors import ErrorCode

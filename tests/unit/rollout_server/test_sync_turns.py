@@ -15,13 +15,13 @@ import torch
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.telemetry.timeline import Timeline
-from learner.network.device_lease import DeviceTurns, LeaseGrants, first_turn
+from learner.network.device_turns import DeviceTurns, LeaseGrants, first_turn
 from learner.network.servers import ModelFacts, Servers, ServerState
 from learner.service import Learner
 from learner.training.engine import TorchEngine
+from protocol.device_lock import LEASE_FILE, DeviceLease
 from protocol.endpoints import host_id
 from protocol.errors import ErrorCode
-from protocol.lease import LEASE_FILE, DeviceLease
 from protocol.messages import (
     Error,
     Hello,
@@ -31,7 +31,7 @@ from protocol.messages import (
     Refusal,
     Welcome,
 )
-from rollout_server.device_lease import SharedDevice
+from rollout_server.device_turns import SharedDevice
 from rollout_server.engines.base import EngineUsage
 from rollout_server.prometheus import ServerExporter
 from tests.rigs.fuzz import content

@@ -2,7 +2,7 @@
 
 The main thread has the device from the start of the process on (`DeviceTurns`): `lend` puts the engine to sleep and
 lets the server have a turn, `take_back` ends that turn and wakes the engine. The network thread sends the server grants
-and recalls (`LeaseGrants`). Messages only say whose turn it is: `protocol/lease.py` excludes the other side.
+and recalls (`LeaseGrants`). Messages only say whose turn it is: `protocol/device_lock.py` excludes the other side.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from asyncrl.errors import BadStateError, WaitTimeoutError
 from asyncrl.telemetry.timeline import LEARNER, Timeline
 from learner.network.servers import Servers, ServerState
 from learner.training.engine import TorchEngine
+from protocol.device_lock import POLL_S, DeviceLease, LeaseError, describe
 from protocol.errors import ErrorCode
 from protocol.faults import crash_point
-from protocol.lease import POLL_S, DeviceLease, LeaseError, describe
 from protocol.messages import Error, LeaseGrant, LeaseRecall, LeaseReturn
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.lease import (
+from protocol.device_lock import (
     LEASE_FILE,
     TRACE_FILE,
     DeviceLease,
@@ -39,7 +39,7 @@ def run_until_killed(code: str, folder: Path) -> subprocess.Popen[str]:
     program = f"""
 import sys, time
 from pathlib import Path
-from protocol.lease import DeviceLease, use_device_for
+from protocol.device_lock import DeviceLease, use_device_for
 folder = Path(sys.argv[1])
 {code}
 print("ready", flush=True)

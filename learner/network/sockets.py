@@ -24,33 +24,33 @@ CHUNK_LIMITS = PeerLimits(messages=100_000)
 
 
 @dataclass(frozen=True)
-class LearnerPorts:
+class LearnerSockets:
     control: LearnerSocket
     weights: LearnerSocket
-    gate: CurveAuthenticator | None
+    authenticator: CurveAuthenticator | None
     """None without keys."""
 
     def take_rejections(self) -> Counter[str]:
         """Connections rejected since the last call, by kind."""
-        return self.gate.take_rejections() if self.gate else Counter()
+        return self.authenticator.take_rejections() if self.authenticator else Counter()
 
     def close(self) -> None:
-        if self.gate is not None:
-            self.gate.close()
+        if self.authenticator is not None:
+            self.authenticator.close()
         self.control.close()
         self.weights.close()
 
 
-def open_ports(config: RunConfig, context: zmq.Context) -> LearnerPorts:
+def open_sockets(config: RunConfig, context: zmq.Context) -> LearnerSockets:
     """Bind both sockets. Raises UserError naming the setting to change, and then leaves none open."""
     network = config.network
     limits = Limits(max_message_bytes=network.max_message_mib * MIB)
     largest_group = max(config.batch.group_size, config.evaluation.group_size)
-    gate: CurveAuthenticator | None = None
+    authenticator: CurveAuthenticator | None = None
     opened: list[LearnerSocket] = []
     try:
         if network.keys_dir:
-            gate = CurveAuthenticator(context, read_learner_keys(Path(network.keys_dir)))
+            authenticator = CurveAuthenticator(context, read_learner_keys(Path(network.keys_dir)))
         control = (config.control_endpoint, get_args(ControlFromServer), "control_port")
         weights = (config.weights_endpoint, get_args(WeightsFromServer), "weights_port")
         for (endpoint, expected, setting), array_bytes, queues, peer_limits in (
@@ -65,20 +65,20 @@ def open_ports(config: RunConfig, context: zmq.Context) -> LearnerPorts:
                     setting=f"network.{setting}",
                     inbound=_inbound(limits, array_bytes),
                     insecure=network.insecure,
-                    authenticator=gate,
+                    authenticator=authenticator,
                     queues=queues,
                     peer_limits=peer_limits,
                     context=context,
                 )
             )
     except (BindError, KeyFileError) as error:
-        if gate is not None:
-            gate.close()
+        if authenticator is not None:
+            authenticator.close()
         for socket in opened:
             socket.close()
         raise UserError(str(error)) from error
     control_socket, weights_socket = opened
-    return LearnerPorts(control_socket, weights_socket, gate)
+    return LearnerSockets(control_socket, weights_socket, authenticator)
 
 
 def _inbound(limits: Limits, array_bytes: int) -> Limits:

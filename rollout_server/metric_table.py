@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.telemetry.metrics import Metric, ServiceMetrics
+from asyncrl.telemetry.metric_set import Metric, ServiceMetrics
 
 SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.telemetry.timeline import LEARNER, WaitClock
-from learner.network.device_lease import DeviceTurns
+from learner.network.device_turns import DeviceTurns
 from learner.network.logprob_parity import ParityJudge
 from learner.network.thread import NetworkThread
 from learner.reporting.reporter import Reporter

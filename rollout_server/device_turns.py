@@ -15,10 +15,10 @@ from contextlib import asynccontextmanager
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, WaitTimeoutError
-from asyncrl.telemetry.metrics import MetricSet
+from asyncrl.telemetry.metric_set import MetricSet
+from protocol.device_lock import POLL_S, DeviceLease, LeaseError, StaleFence
 from protocol.errors import ErrorCode
 from protocol.faults import crash_point
-from protocol.lease import POLL_S, DeviceLease, LeaseError, StaleFence
 from protocol.messages import Error, LeaseReturn
 from rollout_server.engines.base import InferenceEngine
 from rollout_server.link import LearnerLink

@@ -1,8 +1,8 @@
-"""A guardian process around each worker: when either the worker or the pool ends, nothing of it survives.
+"""A reaper process around each worker: when either the worker or the pool ends, nothing of it survives.
 
-    pool's process  --stdin-->  guardian  --fork-->  worker (own session)  -->  whatever the reward starts
+    pool's process  --stdin-->  reaper  --fork-->  worker (own session)  -->  whatever the reward starts
 
-The guardian runs no user code. It waits until the worker ends, the pool closes its end of the pipe, or the pool's
+The reaper runs no user code. It waits until the worker ends, the pool closes its end of the pipe, or the pool's
 process ends (its forks may hold the pipe). Then it kills every descendant: as their reaper it also finds those that
 have left the worker's session. It exits the way the worker did, so that the pool sees the worker's signal or code.
 """
@@ -24,11 +24,11 @@ COLLECT_EVERY_MS = 1000
 
 
 def fork_guarded() -> None:
-    """Return in a child process with a session of its own; the calling process becomes its guardian.
+    """Return in a child process with a session of its own; the calling process becomes its reaper.
 
-    Stdin must be the pool's pipe. The guardian only watches it for closing and reads nothing.
+    Stdin must be the pool's pipe. The reaper only watches it for closing and reads nothing.
     """
-    guardian = os.getpid()
+    reaper = os.getpid()
     ends = select.poll()
     ends.register(0, 0)  # POLLHUP is always reported
     ends.register(os.pidfd_open(os.getppid()), select.POLLIN)
@@ -37,7 +37,7 @@ def fork_guarded() -> None:
     if worker == 0:
         os.setsid()
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != guardian:
+        if os.getppid() != reaper:
             os._exit(1)
         return
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
