@@ -24,7 +24,7 @@ DRY_RUN = "print what would be run, and one rendered prompt; what this machine l
 
 @ends_with_its_reader
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Exit codes: 0 done, 1 failed, 2 a mistake that the message says how to mend, 3 bad state,
+    """Run a command. Exit codes: 0 done, 1 crashed, 2 a mistake that the message says how to mend, 3 bad state,
     130 interrupted, 141 the reader of its output has gone."""
     parser = _parser()
     # argparse fills `overrides` before it meets the next option; what follows that option arrives as `rest`.
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return ExitCode.USER_ERROR if isinstance(error, UserError) else ExitCode.BAD_STATE
     except KeyboardInterrupt:
-        return 130
+        return ExitCode.INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -29,8 +29,8 @@ PRODUCTION = (
         "state",
     ),
     _gauge("sequences_running", "sequences", "Sequences that the engine decodes now.", "steady"),
-    _seconds("generate", "From a group's admission to its last token.", "no long tail"),
-    _seconds("reward", "Scoring one group.", "small against generate_seconds"),
+    _seconds("generate", "Time from a group's admission to its last token.", "no long tail"),
+    _seconds("reward", "Time to score one group.", "small against generate_seconds"),
     _server.histogram(
         "completion_tokens", "tokens", TOKENS, "Length of completions.", "well below data.max_response_length"
     ),
@@ -38,7 +38,7 @@ PRODUCTION = (
 
 TIME = (
     _counter("busy_seconds", "seconds", "Time in which the engine had work.", "rises nearly as fast as the clock"),
-    _counter("waiting_seconds", "seconds", "Time in which it had none, by what for.", "tickets least", "for"),
+    _counter("waiting_seconds", "seconds", "Time in which the engine had no work, by reason.", "tickets least", "for"),
     _gauge(
         "idle_ratio",
         "ratio",
@@ -56,7 +56,7 @@ WEIGHTS = (
     ),
     _seconds(
         "weight",
-        "One weight version by phase: transfer from the learner, and load into the engine.",
+        "Time for one weight version by phase: transfer from the learner, and load into the engine.",
         "small against a learner step",
         "phase",
     ),
@@ -66,7 +66,7 @@ WEIGHTS = (
         "Time in which running sequences stood still for weight updates.",
         "below 5 % of asyncrl_rollout_busy_seconds_total",
     ),
-    _counter("weight_bytes", "bytes", "Received of weight versions.", "rises with every version"),
+    _counter("weight_bytes", "bytes", "Bytes of weight versions received.", "rises with every version"),
 )
 
 MEMORY = (
@@ -76,7 +76,12 @@ MEMORY = (
 )
 
 DEVICE_TURNS = (
-    _gauge("lease_fence", "turns", "Of its newest turn on the device (trainer.mode=sync).", "rises with every step"),
+    _gauge(
+        "lease_fence",
+        "turns",
+        "Fence number of the server's newest device turn (trainer.mode=sync).",
+        "rises with every step",
+    ),
     _counter(
         "stale_fences",
         "messages",
@@ -84,24 +89,24 @@ DEVICE_TURNS = (
         "0; a few after a restart",
     ),
     _counter("asleep_seconds", "seconds", "Time without the device (trainer.mode=sync).", "the learner's steps"),
-    _gauge("sleep_seconds", "seconds", "The newest falling asleep.", "small against a step"),
+    _gauge("sleep_seconds", "seconds", "Duration of the newest falling asleep.", "small against a step"),
     _gauge(
         "wake_seconds",
         "seconds",
-        "The newest waking up, parity check included; the first time: loading the model.",
+        "Duration of the newest waking up, parity check included; the first time: of loading the model.",
         "small against a step",
     ),
-    _gauge("sleep_bytes", "bytes", "What left the device at the newest falling asleep.", "constant"),
+    _gauge("sleep_bytes", "bytes", "Bytes that left the device at the newest falling asleep.", "constant"),
 )
 
 HEALTH = (
     _gauge(
         "learner_silence_seconds",
         "seconds",
-        "Since the learner was heard of; before its welcome: since the first hello.",
+        "Time since the learner was heard of; before its welcome: since the first hello.",
         "below network.timeout_s; while the learner loads its model, some minutes",
     ),
-    _gauge("pulse_age_seconds", "seconds", "Since the event loop last told the learner that it lives.", "below 5"),
+    _gauge("pulse_age_seconds", "seconds", "Time since the event loop last told the learner that it lives.", "below 5"),
     _gauge("stopped", "runs", "1 once the server has stopped, by kind.", "finished", "kind"),
     _counter("errors", "errors", "Failed tickets and refused messages.", "0", "kind"),
 )

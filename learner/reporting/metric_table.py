@@ -46,10 +46,19 @@ METRICS = (
     _counter("trajectories", "trajectories", "Trajectories consumed, by status.", "finished dominates", "status"),
     _counter("groups_consumed", "groups", "Groups consumed by steps.", "rises steadily"),
     _gauge("model_flops", "FLOP/s", "Speed of the last step's learning: parameters x tokens x 6, or less.", "steady"),
-    _gauge("mfu", "ratio", "The same over the device's peak, of devices whose peak is known.", "steady; 0.2 to 0.5"),
+    _gauge(
+        "mfu",
+        "ratio",
+        "Model FLOPs utilisation: model_flops over the device's peak, where that is known.",
+        "steady; 0.2 to 0.5",
+    ),
     # learning
     _gauge(
-        "reward", "score", "Mean of the last batch, by component; `mean` is the weighted sum.", "rises", "component"
+        "reward",
+        "score",
+        "Mean reward of the last batch, by component; `mean` is the weighted sum.",
+        "rises",
+        "component",
     ),
     _gauge("reward_std", "score", "Standard deviation of the weighted sum in the last batch.", "above 0"),
     _gauge("accuracy", "ratio", "Mean of the accuracy component in the last batch.", "rises"),
@@ -68,22 +77,32 @@ METRICS = (
     # off-policyness
     _versions(
         "token_staleness",
-        "Per trained token: the learner's version when consumed minus the version that sampled it.",
+        "Staleness of each trained token: the learner's version when consumed minus the version that sampled it.",
         "never above learner.max_staleness",
     ),
     _versions(
-        "group_staleness", "Per trained group: staleness of its oldest token.", "never above learner.max_staleness"
+        "group_staleness", "Staleness of each trained group's oldest token.", "never above learner.max_staleness"
     ),
     _versions(
         "kv_staleness",
-        "Per trained token: the learner's version when consumed minus the oldest in the key-value cache that it "
-        "was sampled from.",
+        "Staleness of each trained token's key-value cache: the learner's version when consumed minus the oldest in "
+        "the cache that it was sampled from.",
         "as token_staleness_versions; above it where rollout.weight_update keeps the cache",
     ),
     _gauge("staleness_bound", "versions", "Bound that tickets are issued under.", "constant, or moving slowly"),
-    _gauge("effective_sample_size", "ratio", "Of the raw token ratios learner/behaviour.", "above 0.9"),
+    _gauge(
+        "effective_sample_size",
+        "ratio",
+        "Effective sample size of the raw token ratios learner/behaviour.",
+        "above 0.9",
+    ),
     _gauge("mismatch_kl", "nats", "k3 estimate of KL(behaviour || learner) per token.", "below 0.01"),
-    _gauge("mismatch_kl_k1", "nats", "k1 estimate of the same; may be negative.", "close to mismatch_kl"),
+    _gauge(
+        "mismatch_kl_k1",
+        "nats",
+        "k1 estimate of KL(behaviour || learner) per token; may be negative.",
+        "close to mismatch_kl",
+    ),
     _gauge("ratio", "ratio", "Quantiles of the raw token ratios learner/behaviour.", "near 1", "quantile"),
     _gauge("ratio_max", "ratio", "Largest raw token ratio learner/behaviour.", "below 10"),
     _gauge("logprob_diff_max", "nats", "Largest |log-prob of learner - engine|.", "small at staleness 0"),
@@ -91,22 +110,26 @@ METRICS = (
     _gauge("mask_fraction", "ratio", "Tokens that the correction and its masks drop.", "below 0.1"),
     _gauge("truncation_fraction", "ratio", "Tokens whose correction weight is cut to its cap.", "below 0.05"),
     _gauge("parity_max", "nats", "Largest |log-prob of learner - engine| as a server joined.", "below 0.001", "server"),
-    _gauge("parity_mean", "nats", "Mean of the same.", "below 0.0001, or 0.03 in bfloat16", "server"),
+    _gauge(
+        "parity_mean",
+        "nats",
+        "Mean |log-prob of learner - engine| as a server joined.",
+        "below 0.0001, or 0.03 in bfloat16",
+        "server",
+    ),
     *(
         _gauge(f"{gauge}_by_staleness", unit, f"{gauge} of the last batch by token staleness.", healthy, "staleness")
         for _, gauge, unit, healthy in _BY_STALENESS
     ),
     # time
-    _seconds("step", "One step from the end of the last, waiting included.", "steady"),
+    _seconds("step", "Duration of one step from the end of the last, waiting included.", "steady"),
     _seconds("wait", "Part of a step spent waiting for groups.", "small when rollout keeps up"),
     _seconds("learn", "Part of a step from the batch to the new weights.", "most of a step"),
-    _counter(
-        "waiting_seconds", "seconds", "Time that the main thread stood still, by what for.", "groups least", "for"
-    ),
+    _counter("waiting_seconds", "seconds", "Time that the main thread stood still, by reason.", "groups least", "for"),
     _look(
         "last_step_age_seconds",
         "seconds",
-        "Since the end of the last step; before the first, since this process was ready to make one.",
+        "Time since the end of the last step; before the first, since this process was ready to make one.",
         "below a few steps, an evaluation and a checkpoint",
     ),
     _gauge("idle_ratio", "ratio", "Share of the last step spent waiting for groups.", "below 0.2"),
@@ -126,14 +149,19 @@ METRICS = (
     _look(
         "oldest_buffered_seconds",
         "seconds",
-        "Since the arrival of the group that has been buffered longest; 0 without one.",
+        "Time since the arrival of the group that has been buffered longest; 0 without one.",
         "below learner.max_staleness steps",
     ),
-    _look("credits", "groups", "What the servers would take now, beyond what they hold.", "0 most of the time"),
+    _look(
+        "credits",
+        "groups",
+        "Groups that the servers would take now, beyond those that they hold.",
+        "0 most of the time",
+    ),
     _look("journal_lag_groups", "groups", "Verified groups that are not yet durable.", "near 0"),
     _seconds(
         "journal_lag",
-        "From the verification of a group until it is durable and acknowledged.",
+        "Time from the verification of a group until it is durable and acknowledged.",
         "below 0.1",
         SHORT_SECONDS,
     ),
@@ -145,32 +173,42 @@ METRICS = (
         "Images and frames that did not have to be sent: one goes out once for all trajectories of a message.",
         "group_size - 1 for each image",
     ),
-    _counter("image_blob_bytes_saved", "bytes", "What these would have taken.", "group_size - 1 times what is sent"),
+    _counter(
+        "image_blob_bytes_saved",
+        "bytes",
+        "Bytes of images and frames that did not have to be sent.",
+        "group_size - 1 times what is sent",
+    ),
     # weights
-    _seconds("publish", "Writing one policy version for the servers.", "small against a step"),
+    _seconds("publish", "Time to write one policy version for the servers.", "small against a step"),
     _gauge("publish_bytes", "bytes", "Size of one published version.", "constant"),
     # memory and disks
     _look("rss_bytes", "bytes", "Resident memory of the learner process.", "flat after the first steps"),
     _learner.device_memory(),
     _look("shared_memory_bytes", "bytes", "Published versions in shared memory.", "two versions"),
-    _look("shared_memory_free_bytes", "bytes", "Left in /dev/shm.", "above one version"),
+    _look("shared_memory_free_bytes", "bytes", "Free bytes in /dev/shm.", "above one version"),
     _look(
         "journal_bytes",
         "bytes",
         "Size of the journal, its write-ahead log and its groups, kept samples included.",
         "bounded",
     ),
-    _look("disk_free_bytes", "bytes", "Left on the file system of the run directory.", "above a few checkpoints"),
-    _look("disk_size_bytes", "bytes", "Size of that file system.", "constant"),
+    _look("disk_free_bytes", "bytes", "Free bytes on the file system of the run directory.", "above a few checkpoints"),
+    _look("disk_size_bytes", "bytes", "Size of the file system of the run directory.", "constant"),
     # turns on a shared device
-    _gauge("lease_fence", "turns", "Of its newest turn on the device (trainer.mode=sync).", "rises by two a step"),
+    _gauge(
+        "lease_fence",
+        "turns",
+        "Fence number of the learner's newest device turn (trainer.mode=sync).",
+        "rises by two a step",
+    ),
     _gauge("asleep_seconds", "seconds", "Part of the last step asleep.", "as long as the server's turns"),
     _gauge("sleep_seconds", "seconds", "Part of the last step spent falling asleep.", "small against a step"),
     _gauge("wake_seconds", "seconds", "Part of the last step spent waking up.", "small against a step"),
-    _gauge("sleep_bytes", "bytes", "What left the device at the newest falling asleep.", "constant"),
+    _gauge("sleep_bytes", "bytes", "Bytes that left the device at the newest falling asleep.", "constant"),
     # health
     _look("servers", "servers", "Welcomed rollout servers.", "as many as were started"),
-    _look("pulse_age_seconds", "seconds", "Since the network thread last looked at its sockets.", "below 5"),
+    _look("pulse_age_seconds", "seconds", "Time since the network thread last looked at its sockets.", "below 5"),
     _gauge("stopped", "runs", "1 once the run has stopped, by kind (finished, bad_state, ...).", "finished", "kind"),
     _counter(
         "not_finite",

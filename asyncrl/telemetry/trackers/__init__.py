@@ -1,7 +1,7 @@
 """Other programs that show a run: TensorBoard and Weights & Biases, each behind the same four methods.
 
-To add one: a class that is a `Tracker`, its name in `Tracker` of asyncrl/config/schema.py and in `OPENERS`, and its
-package in an extra of the same name.
+To add one: a class that is a `Tracker`, its name in `Tracker` of asyncrl/config/run_sections.py and in `OPENERS`,
+and its package in an extra of the same name.
 """
 
 from __future__ import annotations
