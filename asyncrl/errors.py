@@ -1,4 +1,4 @@
-"""Endings of a run's processes: as exceptions, and as exit codes that the launcher and scripts see."""
+"""Exceptions and exit codes of a run's processes."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from enum import IntEnum
 
 
 class UserError(Exception):
-    """Something in the configuration, the data or the machine. The message says what, the values, and the fix."""
+    """Mistake in configuration, data or machine. The message says what is wrong, with the values and the fix."""
 
 
 class RunTakenError(UserError):
-    """The run directory is another process's."""
+    """Another process holds the run directory."""
 
 
 class BadStateError(Exception):
-    """The run cannot go on honestly (NaN loss, protocol violation). It stops with this as its saved reason."""
+    """The run cannot continue correctly (NaN loss, protocol violation); the message is saved as its reason."""
 
 
 class WaitTimeoutError(BadStateError):
-    """Something that has to come did not, within its deadline: a server, a group, weights. It may, another time."""
+    """A server, a group or weights did not arrive in time; another attempt may succeed."""
 
 
 class LearnerLeftError(Exception):
-    """The learner said goodbye to this server before the run was finished. Nothing is wrong here."""
+    """The learner disconnected before the run was finished; not an error of this server."""
 
 
 class ExitCode(IntEnum):

@@ -67,7 +67,7 @@ def check_dial(endpoint: str) -> None:
 
 
 def is_loopback(address: str) -> bool:
-    """True for a numeric loopback address. A wildcard is none: it listens on every interface."""
+    """True for a numeric loopback address. A wildcard is not loopback: it listens on every interface."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:

@@ -59,7 +59,7 @@ def correct(tokens: PolicyTokens, config: CorrectionConfig, outliers: torch.Tens
 def _weigh(
     log_ratios: torch.Tensor, row: torch.Tensor, config: CorrectionConfig
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """[N] weights, which of them were truncated, and which are out of bounds (None where the kind has no bounds)."""
+    """Return [N] weights, truncated tokens, and out-of-bounds tokens (None for kinds without bounds)."""
     nowhere = torch.zeros_like(row, dtype=torch.bool)
     if config.kind == "none":
         return torch.ones_like(log_ratios), nowhere, None
@@ -80,7 +80,7 @@ def _weigh(
 def _masked(
     mask: MaskConfig, tokens: PolicyTokens, log_ratios: torch.Tensor, outliers: torch.Tensor | None
 ) -> torch.Tensor:
-    """[N] bool: what one mask drops."""
+    """Tokens dropped by one mask: [N] bool."""
     if mask.kind == "m2po":
         if outliers is None:
             raise ValueError("m2po is decided over the whole batch: call m2po_outliers first")
@@ -100,8 +100,8 @@ def _masked(
 
 
 def total_variation_exceeded(tokens: PolicyTokens, lower: float, upper: float) -> torch.Tensor:
-    """[N] bool: the target's probability has already moved, in the direction that the advantage asks for, by more
-    than `upper` above or `lower` below the behaviour's (DPPO-TV, arXiv 2602.04879)."""
+    """Tokens whose target probability has left [-lower, +upper] around the behaviour's, in the direction that the
+    advantage asks for (DPPO-TV, arXiv 2602.04879): [N] bool."""
     moved = tokens.logprobs.detach().exp() - tokens.behaviour_logprobs.exp()
     return ((tokens.advantages > 0) & (moved > upper)) | ((tokens.advantages < 0) & (-moved > lower))
 

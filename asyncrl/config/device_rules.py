@@ -1,5 +1,5 @@
-"""Meaning of device names, and settings that contradict them: devices that are none, weights that come from device
-memory (rollout.weights_channel nccl or cuda_ipc), and learner and server that take turns on one device (sync mode).
+"""Device names and settings that contradict them: invalid names, device channels (rollout.weights_channel nccl or
+cuda_ipc), sync mode.
 
 These are names only: what a machine has is asked where torch is loaded.
 """
@@ -28,7 +28,7 @@ def meant_device(name: str, *, cuda: bool) -> str:
 
 
 def same_device(config: RunSections, *, cuda: bool) -> bool:
-    """Whether learner and rollout server work on one device. A name with `cuda` means a machine that has some."""
+    """True if learner and rollout server use the same device; any `cuda` name implies a machine with CUDA."""
     names = (config.learner.device, config.rollout.device)
     cuda = cuda or any(name.startswith("cuda") for name in names)
     learner, rollout = (meant_device(name, cuda=cuda) for name in names)
@@ -36,7 +36,7 @@ def same_device(config: RunSections, *, cuda: bool) -> bool:
 
 
 def network_is_open(config: RunSections) -> bool:
-    """Whether data may travel unencrypted: it stays on this machine, or the user allows it."""
+    """True if unencrypted traffic is allowed: network.host is loopback, or network.insecure is true."""
     from protocol.endpoints import is_loopback  # imports ZeroMQ, which reading a configuration does not need
 
     network = config.network
@@ -47,7 +47,7 @@ def device_problems(config: RunSections) -> Iterator[str]:
     """Name each contradiction, with its fix."""
     for key, name in (("learner.device", config.learner.device), ("rollout.device", config.rollout.device)):
         if not _NAME.fullmatch(name):
-            yield f"{key} is {name!r}, which is no device. Set {key}=auto, cpu, cuda, or cuda:1 for the second GPU"
+            yield f"{key} is {name!r}, not a device name. Set {key}=auto, cpu, cuda, or cuda:1 for the second GPU"
     if config.rollout.weights_channel in DEVICE_CHANNELS:
         yield from (
             f"rollout.weights_channel is {config.rollout.weights_channel}, but {problem}. Set "
@@ -77,7 +77,7 @@ def _channel_problems(config: RunSections) -> Iterator[str]:
 
 
 def imply_staleness_0(values: Any) -> Any:
-    """Make a sync run on-policy where the file does not say how stale its tokens may be."""
+    """Default learner.max_staleness to 0 in sync mode."""
     if not isinstance(values, dict):
         return values
     trainer, learner = values.get("trainer"), values.get("learner", {})
@@ -87,17 +87,17 @@ def imply_staleness_0(values: Any) -> Any:
 
 
 def two_devices(config: RunSections) -> str:
-    """Why sync mode refuses devices that differ, and the fix."""
+    """Error message for sync mode on two devices."""
     return (
         f"trainer.mode is sync, but learner.device is {config.learner.device} and rollout.device is "
-        f"{config.rollout.device}: on two devices nobody needs to sleep. Set both to the same, or trainer.mode=async"
+        f"{config.rollout.device}: sync mode needs one device. Set both to the same, or trainer.mode=async"
     )
 
 
 def _sync_problems(config: RunSections) -> Iterator[str]:
-    """The learner can only wait for groups of its own version, there is one server, and weights cannot go from one
-    device to another. Whether `auto` is the device that the other side names may depend on the machine: that is checked
-    at the launch (asyncrl/launch/inputs.py)."""
+    """Check sync mode: staleness 0, one server, one device, no device channel, base weights kept for adapters.
+
+    Whether `auto` is the other side's device may depend on the machine: asyncrl/launch/inputs.py checks it."""
     learner, rollout = config.learner, config.rollout
     if learner.max_staleness != 0:
         yield (

@@ -57,7 +57,7 @@ def _vllm_problems(config: RunSections) -> Iterator[str]:
 
 
 def too_cold(temperature: float) -> str:
-    """Why vLLM cannot sample at this temperature, with the fix; empty if it can."""
+    """Error message for a temperature below vLLM's minimum, from its value on; empty if valid."""
     if not 0 < temperature < COLDEST_FOR_VLLM:
         return ""
     return (

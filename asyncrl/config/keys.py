@@ -87,7 +87,7 @@ def _keys_below(section: type[BaseModel], prefix: str) -> Iterator[Key]:
 
 
 def _in_words(annotation: Any) -> str:
-    """What a type accepts: `list of text`."""
+    """Describe a type in words: `list of text`."""
     if annotation in _SCALARS:
         return _SCALARS[annotation]
     origin, arguments = get_origin(annotation), get_args(annotation)

@@ -86,7 +86,7 @@ class _Draft:
                 self.problems.append(f"{problem} [override {text}]")
 
     def report(self, detail: Any) -> None:
-        """Put one of pydantic's findings into our words."""
+        """Translate a pydantic error into our messages."""
         place, given = detail["loc"], detail["input"]
         name, path = ".".join(map(str, place)), _schema_path(place)
         if detail["type"] == "missing":
@@ -107,7 +107,7 @@ class _Draft:
             self.problems.append(f"{name} is {shown}: {expected}{self._origin(place)}")
 
     def _origin(self, place: Place) -> str:
-        """Name the source of a value: an override of it or of what is around it, else a line of the file."""
+        """Locate the source of a value: an override of it or of a section around it, else a line of the file."""
         for end in range(len(place), 0, -1):
             if place[:end] in self._overrides:
                 return f" [override {self._overrides[place[:end]]}]"

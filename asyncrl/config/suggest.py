@@ -1,4 +1,4 @@
-"""Names that the user may have meant: of a key or column that does not exist, of a file that is missing."""
+"""Suggestions for misspelled keys, columns and files."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Which row comes at which place of an endless run: a seeded permutation, fresh each epoch.
+"""Data order: a seeded permutation of the rows, fresh each epoch.
 
-The whole state is one number, the position, so resuming is nothing but remembering it.
+Its whole state is one number, the position, which is all that resuming needs.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class CommitMark:
         except ValueError as problem:
             raise BadStateError(
                 f"{self.path} should hold the number of the journal's last commit, and holds {content!r}. Restore it "
-                "and the journal from a backup; without it nobody can tell whether the journal is whole"
+                "and the journal from a backup; without it the journal cannot be verified"
             ) from problem
 
     def write(self, commits: int) -> None:
@@ -80,7 +80,7 @@ class CommitMark:
 
 
 def check_journal(path: Path, mark: CommitMark, saved_step: int = 0) -> bool:
-    """Whether there is a journal. Raises BadStateError with what is wrong with it, and leaves it as it is.
+    """Check a journal without changing it, and return whether one exists. Raises BadStateError with the damage.
 
     The groups of steps up to `saved_step` are not read: a checkpoint holds them, and there may be many.
     """

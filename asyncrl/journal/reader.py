@@ -1,4 +1,4 @@
-"""What is read of a journal: by the learner that writes it, and by programs beside it or after it."""
+"""Read access to a journal, for the learner that writes it and for tools."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class JournalView:
         return tuple(TicketSlot(*row) for row in rows)
 
     def group(self, ticket_id: int) -> Group:
-        """Raises BadStateError where it is not kept (any more)."""
+        """Return a group. Raises BadStateError if it is not kept (any more) or damaged."""
         group = self.find_group(ticket_id)
         if group is None:
             raise BadStateError(f"{self.path}: the group of ticket {ticket_id} is not kept, or damaged. {WAY_OUT}")
         return group
 
     def find_group(self, ticket_id: int) -> Group | None:
-        """None where it is not kept (any more), or where its bytes are not those that were written."""
+        """Return a group; None if it is not kept (any more), or its bytes are not those that were written."""
         rows = self._rows(f"SELECT {PLACE} FROM groups WHERE ticket_id = ?", (ticket_id,))
         if not rows:
             return None
@@ -50,7 +50,7 @@ class JournalView:
         return None if payload is None else unpack_group(payload)
 
     def lost_in(self, ticket_id: int) -> Path | None:
-        """The file that should have a group and has not its bytes. Ask after `find_group` has found none."""
+        """Return the segment file of a group that `find_group` did not find; None if the journal names none for it."""
         rows = self._rows("SELECT segment FROM groups WHERE ticket_id = ?", (ticket_id,))
         return segment_path(self.path, rows[0][0]) if rows else None
 
@@ -80,7 +80,7 @@ class JournalReader(JournalView):
     """A view for programs that only look, for one thread at a time. Nothing is changed or locked."""
 
     def __init__(self, path: Path, *, untouched: bool = False):
-        """`untouched`: SQLite puts no files beside one that no process writes. Then none may begin to."""
+        """`untouched`: SQLite creates no files beside the journal; requires that no process writes it meanwhile."""
         self.path = path
         self._db = sqlite3.connect(
             read_only_uri(path, untouched), uri=True, isolation_level=None, check_same_thread=False
@@ -91,7 +91,7 @@ class JournalReader(JournalView):
 
     @property
     def changes(self) -> int:
-        """Another number after every write."""
+        """A number that changes with every write of the journal."""
         return self._rows("PRAGMA data_version")[0][0]
 
     def close(self) -> None:

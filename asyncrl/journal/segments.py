@@ -53,7 +53,7 @@ def pack_frames(frames: Sequence[Frame]) -> list[bytes | memoryview]:
 
 
 def _without_repetition(frame: memoryview) -> memoryview:
-    """The first WORD bytes of a frame that is nothing but their repetition."""
+    """Return the first WORD bytes of a frame that only repeats them, and any other frame whole."""
     if frame.nbytes < SHORT or frame.nbytes % WORD or frame[:WORD] != frame[-WORD:]:
         return frame
     words = np.frombuffer(frame, np.uint32)
@@ -83,7 +83,7 @@ def unpack_group(payload: bytes) -> Group:
 
 
 class Place(NamedTuple):
-    """The position of a group, and the XXH3 of its bytes (64 bits): what the journal's row holds."""
+    """Segment, offset, length and 64-bit XXH3 checksum of a group: what the journal's row holds."""
 
     segment: int
     offset: int
@@ -111,7 +111,7 @@ class Segments:
     """Writes all segments of a journal. For one thread at a time; only `sync` may run beside the others."""
 
     def __init__(self, journal: Path, places: Iterable[Place]):
-        """`places`: of all groups that the journal names."""
+        """`places`: locations of all groups in the journal."""
         self._journal = journal
         self._current = 0
         """Number of the segment that is written to."""
@@ -173,7 +173,7 @@ class Segments:
         return file
 
     def settle(self, added: Sequence[Place], forgotten: Sequence[Place]) -> bool:
-        """The transaction that named and forgot these is committed. Returns whether a file has become obsolete."""
+        """Record a committed transaction's added and removed groups; return True if a file became obsolete."""
         self._remember(added)
         for place in forgotten:
             self._groups[place.segment] -= 1
@@ -190,7 +190,7 @@ class Segments:
             self.live_bytes += place.length
 
     def cut(self) -> None:
-        """Remove what was appended last: the transaction that would have named it has failed."""
+        """Truncate uncommitted bytes after a failed transaction."""
         if self._file is not None:
             self._file.truncate(self._ends[self._current])
 

@@ -1,4 +1,4 @@
-"""The journal: what the learner knows about every ticket, on disk before any other process is told.
+"""The journal writer: persists every training ticket before it is sent, and its group before it is acknowledged.
 
 One SQLite file in WAL mode, and the groups' bytes in files beside it (segments.py). A transaction holds the
 ticket, group or consumption rows *and* the ledger's counters, and commits after the bytes of its groups were written:
@@ -40,7 +40,7 @@ class Journal(JournalView):
     """
 
     def __init__(self, path: Path, durability: Durability = "process", *, saved_step: int = 0):
-        """A checkpoint of `saved_step` is safe: the groups up to it may be damaged or missing."""
+        """`saved_step`: step of the newest checkpoint; groups of steps up to it may be damaged or missing."""
         self.path = path
         self._mark = CommitMark(path)
         self._uncopied_bytes = 0
@@ -68,7 +68,7 @@ class Journal(JournalView):
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All or nothing. What was written is durable, to the degree of `durability`, on return."""
+        """Run a transaction, all or nothing; on return it is durable as `durability` says."""
         before = self._digest.value
         with explain_errors("writing", self.path):
             self._copier.check()
@@ -118,7 +118,7 @@ class Journal(JournalView):
             self._digest.add("ledger", [(name, count)] if count else [])
 
     def add_tickets(self, slots: Sequence[TicketSlot]) -> None:
-        """Issued tickets, whose positions need not be issued again."""
+        """Record issued tickets, and remove their positions from the list of those to issue again."""
         self._insert("tickets", _ticket_rows(slots))
         if self._db.execute("SELECT EXISTS (SELECT 1 FROM again)").fetchone()[0]:  # seldom
             for slot in slots:
@@ -126,23 +126,23 @@ class Journal(JournalView):
                     self._digest.remove("again", [(slot.position,)])
 
     def add_group(self, ticket_id: int, frames: Sequence[Frame]) -> None:
-        """`frames`: a verified group as it travelled. All groups of a transaction are written at its end."""
+        """Add a verified group's wire frames; they are written when the transaction ends."""
         self._arrived.append((ticket_id, pack_frames(frames)))
 
     def drop_tickets(self, slots: Sequence[TicketSlot]) -> None:
-        """Their groups are not wanted; their positions will be issued again."""
+        """Remove tickets and their groups; their positions will be issued again."""
         self._remove_tickets(slots)
         for slot in slots:
             self._remove_payloads("ticket_id = ?", slot.ticket_id)
         self._insert("again", [(s.position,) for s in slots])
 
     def consume(self, step: int, slots: Sequence[TicketSlot]) -> None:
-        """These groups are the batch of `step`, now and for ever."""
+        """Record the groups as the batch of `step`."""
         self._insert("consumption", [(s.position, s.ticket_id, s.version, s.bound, step) for s in slots])
         self._remove_tickets(slots)
 
     def set_meta(self, **values: str) -> None:
-        """Facts that are written once."""
+        """Store key-value metadata; each key can be written once."""
         with self.transaction():
             self._insert("meta", list(values.items()))
 
@@ -164,8 +164,8 @@ class Journal(JournalView):
     # --- room ---------------------------------------------------------------------------------------
 
     def forget_payloads(self, step: int, *, keep_bytes: int = 0) -> int:
-        """A checkpoint of `step` is safe: no restart will ask for the groups of its steps again. So many bytes of the
-        newest of them stay nevertheless, in whole steps. Returns the first step whose groups are kept.
+        """Delete the groups of steps up to `step`, which a checkpoint holds, but for the newest `keep_bytes` of them,
+        in whole steps. Returns the first step whose groups are kept.
         """
         self._saved_step = max(step, self._saved_step)
         sizes = self._sizes_of_saved_steps()

@@ -16,7 +16,7 @@ _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
 
 def model_folder(config: ModelConfig) -> Path:
-    """Raises UserError where `model.path` is no Hugging Face model."""
+    """Return the path of `model.path`. Raises UserError if it is not a Hugging Face model folder."""
     folder = Path(config.path)
     if (folder / "config.json").is_file():
         return folder

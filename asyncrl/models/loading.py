@@ -69,7 +69,7 @@ def _align(model: nn.Module) -> None:
 
 
 def refuse_dropout(hf_config: Any, config: ModelConfig) -> None:
-    """Raises UserError for a model that training would compute otherwise than generation does."""
+    """Raise UserError if the model has dropout: training would compute it otherwise than generation does."""
     parts = {"": hf_config} | {f"{name}.": getattr(hf_config, name, None) for name in ("text_config", "vision_config")}
     found = [
         f"{prefix}{key}={value:g}"

@@ -17,6 +17,6 @@ def checkpoint_folder(run_path: Path, step: int) -> Path:
 
 
 def checkpoint_folders(run_path: Path) -> dict[int, Path]:
-    """Find the checkpoints, oldest first. A folder with any other name, such as a copy beside them, is none."""
+    """Find the checkpoints, oldest first. A folder with any other name, such as a copy beside them, is ignored."""
     named = ((_NAME.fullmatch(path.name), path) for path in (run_path / CHECKPOINTS).glob("step-*"))
     return dict(sorted((int(match[1]), path) for match, path in named if match))

@@ -50,7 +50,7 @@ def keep_steps(path: Path, last_step: int) -> int:
 
 
 def read_records(file: Iterable[bytes]) -> Iterator[dict[str, Any] | None]:
-    """Yield the objects of an open file, and None for a line that is none. An unfinished last line is left out."""
+    """Yield the objects of an open file, and None for an invalid line. An unfinished last line is left out."""
     return (_parse(line) for line in file if line.endswith(b"\n"))
 
 

@@ -304,7 +304,7 @@ CHECKS: dict[str, Callable[[RecordedRun], Iterator[Finding]]] = {
     "progress": _no_progress,
     "rollout servers": _no_server,
     "the ledger": _residual,
-    "numbers that are none": _not_a_number,
+    "non-finite numbers": _not_a_number,
     "reward against held-out accuracy": _reward_hacking,
     "entropy": _entropy,
     "effective sample size": _effective_sample_size,

@@ -80,7 +80,7 @@ def completions_of(sample: Record) -> list[dict[str, Any]]:
 
 
 def _samples(file: Path) -> Iterator[Record | None]:
-    """Yield samples, and None for a line that is none."""
+    """Yield samples, and None for an invalid line."""
     with file.open("rb") as lines:
         for sample in read_records(lines):
             yield sample if sample is not None and number(sample.get("step")) is not None else None

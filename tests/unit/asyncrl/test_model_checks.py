@@ -175,7 +175,7 @@ NO_ENGINE_CAN: dict[str, tuple[Sections, str]] = {
         {"rollout": {"engine_args": {"max_num_seqs": 4}}},
         r"rollout.engine_args has \['max_num_seqs'\], but the hf engine takes no arguments",
     ),
-    "no device": ({"learner": {"device": "gpu"}}, "learner.device is 'gpu', which is no device. Set .*=auto, cpu"),
+    "no device": ({"learner": {"device": "gpu"}}, "learner.device is 'gpu', not a device name. Set .*=auto, cpu"),
 }
 
 
@@ -257,7 +257,7 @@ def test_whether_auto_is_the_other_sides_device_is_seen_where_they_start(
     check_inputs(config, "learner", "rollout_server")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    with pytest.raises(UserError, match=r"learner.device is cpu and rollout.device is auto: on two devices nobody"):
+    with pytest.raises(UserError, match=r"learner.device is cpu and rollout.device is auto: sync mode needs one"):
         check_inputs(config, "learner", "rollout_server")
 
 
