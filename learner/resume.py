@@ -84,8 +84,7 @@ def sign_journal(
     settings: Mapping[str, float | str],
     model: Iterable[tuple[str, torch.Tensor]],
 ) -> str:
-    """Return the run's id, from the journal or new. Raises UserError unless journal, checkpoint and settings are one
-    run's.
+    """Return the run id, from the journal or new; raise UserError if journal, checkpoint and settings disagree.
 
     `settings` decide which ticket is which and what it samples; a resumed run must have the same, and, without a
     checkpoint, the same initial `model`.
@@ -139,7 +138,7 @@ def check_initial_model(journal: JournalView, model: Iterable[tuple[str, torch.T
 def lasting_settings(
     config: RunConfig, writer: TicketWriter, processor: PromptProcessor, adapter: AdapterSpec | None, base: str
 ) -> dict[str, float | str]:
-    """Settings that may not change on resume: they decide which ticket is which, and the journal's log-probs."""
+    """Settings that must not change on resume: they decide which ticket is which, and the journal's log-probs."""
     settings: dict[str, float | str] = {
         "batch.prompts_per_step": config.batch.prompts_per_step,
         "batch.group_size": config.batch.group_size,

@@ -1,4 +1,4 @@
-"""The work between two steps: lend the device, judge servers that join, score held-out rows, send tickets.
+"""Work between steps: device turns, parity checks of servers that join, evaluation, tickets.
 
 The weights do not move here, so everything that is compared and scored belongs to `progress.version`.
 """
@@ -40,7 +40,7 @@ class StepSchedule:
 
     @property
     def needs_server(self) -> bool:
-        """Whether steps are left, or the last evaluation."""
+        """True if steps or the last evaluation remain."""
         return not self.progress.is_last or self.is_evaluation_due
 
     def wait_for_server(self) -> None:
@@ -97,7 +97,7 @@ class StepSchedule:
     # --- tickets and evaluation -------------------------------------------------------------------
 
     def open_for_work(self) -> None:
-        """Evaluate if it is time to, and send the tickets of this version."""
+        """Evaluate if due, and send this version's tickets."""
         if self.is_evaluation_due:
             self.admit_unless_evaluating()
             self.status("evaluating", f"{self.writer.num_held_out_rows} held-out rows")
@@ -107,8 +107,7 @@ class StepSchedule:
         self._admit()
 
     def admit_unless_evaluating(self) -> None:
-        """Send tickets, but no training tickets beside an on-policy evaluation: how they share batches would depend on
-        its timing."""
+        """Send training tickets unless an on-policy evaluation is due, whose timing would change their batches."""
         if self.config.largest_staleness or not self.is_evaluation_due:
             self._admit()
 
@@ -117,7 +116,7 @@ class StepSchedule:
 
     @property
     def is_evaluation_due(self) -> bool:
-        """Whether one is planned at this step and not recorded by an earlier process; the last step always has one."""
+        """True if an evaluation is planned at this step and not recorded yet; the last step always has one."""
         plan, step = self.config.evaluation, self.progress.step
         if step == 0:
             planned = plan.before_training

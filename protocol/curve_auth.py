@@ -96,7 +96,7 @@ class CurveAuthenticator:
         return Counter(self._rejected.popleft() for _ in range(len(self._rejected)))
 
     def callback(self, _domain: str, key: bytes) -> bool:
-        """Whether a key in Z85 may enter; pyzmq's thread calls it by this name."""
+        """Return whether a key (in Z85) is authorised; called by pyzmq's thread under this name."""
         is_known = key in self._keys.authorised()
         if not is_known:
             self._reject("rejected_key", f"the key of a peer is not in {self._keys.servers}")
@@ -117,7 +117,7 @@ class CurveAuthenticator:
 
 
 class HandshakeWatch:
-    """A server's handshakes with its learner: can they ever succeed?"""
+    """Detects handshakes of a server with its learner that can never succeed."""
 
     def __init__(self, sock: zmq.Socket, endpoint: str, keys: ServerKeys | None):
         self._events = HandshakeEvents(sock)

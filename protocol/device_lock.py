@@ -34,7 +34,7 @@ class LeaseError(Exception):
 
 
 class StaleFence(Exception):
-    """A newer tenure has begun since this number was given out."""
+    """The fence is not newer than the latest tenure."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Tenure:
 
 
 class DeviceLease:
-    """One process's view of the lease. Not thread-safe."""
+    """Handle of one process on the device lock. Not thread-safe."""
 
     def __init__(self, folder: Path, holder: str):
         self.folder = folder
@@ -102,11 +102,11 @@ class DeviceLease:
             raise LeaseError(f"{self.holder} may not touch the device: {describe(self.folder)}")
 
     def waited(self, waited_s: float, setting: str) -> str:
-        """The message for a wait that has lasted too long; `setting` is its key in the configuration."""
+        """Timeout message; `setting` is the configuration key of the wait."""
         return f"{self.holder} waited {waited_s:g} s for the device ({setting}): {describe(self.folder)}"
 
     def forget(self) -> None:
-        """Remove all traces of a run that could not begin. Does nothing unless this is the first tenure."""
+        """Remove the files of a run that did not start; no-op unless this is the first tenure."""
         if self.fence == 1:
             for name in (LEASE_FILE, TRACE_FILE, USERS_FILE):
                 (self.folder / name).unlink(missing_ok=True)
@@ -136,7 +136,7 @@ def describe(folder: Path) -> str:
     """Describe the holder of the device, for messages."""
     tenure = read_tenure(folder)
     if tenure is None:
-        return "nobody has had it yet"
+        return "no process has held it yet"
     who = f"{tenure.holder} (pid {tenure.pid}, fence {tenure.fence})"
     age_s = time.monotonic() - tenure.since
     if not tenure.held:
@@ -159,9 +159,9 @@ def _append(path: Path, line: str) -> None:
 
 
 def _processes(folder: Path, tenure: Tenure) -> list[int]:
-    """Living processes of a tenure: the holder and those that use the device for it, without this process.
+    """Other living processes of a tenure: the holder and those that use the device for it.
 
-    A process that ends gives its memory back before that.
+    A process that ends has given its device memory back.
     """
     if tenure.pid == os.getpid():
         return []

@@ -92,7 +92,7 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
 
 
 def check_bind(host: str, port: int, *, setting: str) -> None:
-    """Raise the BindError that `bind` would meet now; port 0 checks the host alone. Binding remains the only proof."""
+    """Raise the BindError that binding would raise now (port 0: host only); binding itself may still fail later."""
     address = _resolve(host, _host_setting(setting))
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:

@@ -29,7 +29,7 @@ class PeerLimits:
 
 @dataclass(frozen=True)
 class Muted:
-    """This connection has just used up its budget."""
+    """A connection that has just exceeded its budget."""
 
     identity: bytes
     reason: str

@@ -32,9 +32,9 @@ HANDSHAKE_S = 10.0
 """Longest that a connection may take to authenticate."""
 TURN_MESSAGES = 16
 TURN_S = 0.2
-"""A turn ends after so many messages or seconds, whichever is first: heartbeats must go out between turns.
+"""An iteration takes so many messages or seconds, whichever is first: heartbeats must go out between iterations.
 
-Short turns keep both sides busy: the groups of the next one arrive while those of this one are journaled.
+Short iterations keep both sides busy: the groups of the next one arrive while those of this one are journaled.
 """
 POLL_S = 0.1
 """Longest single wait of a server for a message.
@@ -145,7 +145,7 @@ class LearnerSocket:
         return self._read(*arrived) if arrived is not None else None
 
     def turn(self) -> Iterator[Received | BadMessage | Muted]:
-        """The messages that have arrived, within the bounds of a turn; the rest waits for the next one. Never waits.
+        """The messages that have arrived, within the bounds of an iteration; the rest waits for the next. Never waits.
 
         Peers over their budget are skipped, and reported once as `Muted`: give their tickets to others.
         """

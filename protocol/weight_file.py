@@ -99,7 +99,7 @@ class WeightFile:
         return file
 
     def take_back(self, path: Path, nbytes: int) -> bool:
-        """Hide the file under the partial name of `path`; False if it has gone, has another size, or is still read."""
+        """Reclaim the file for rewriting, under `path`'s partial name; False if missing, of another size or mapped."""
         partial = path.with_name(path.name + PARTIAL)
         try:
             self.path.rename(partial)  # first: from now on readers find nothing under the old name
@@ -140,7 +140,7 @@ class WeightFile:
         return np.frombuffer(mmap.mmap(self._fd, self._nbytes, flags=mmap.MAP_SHARED | _POPULATE), np.uint8)
 
     def show(self, path: Path) -> None:
-        """Give the complete file its name, and let readers lock it."""
+        """Publish the complete file under its final name, and let readers lock it."""
         fcntl.flock(self._fd, fcntl.LOCK_UN)
         self.path.rename(path)
         self.path = path

@@ -178,7 +178,7 @@ class Publication:
             return [self._snapshots.pop(min(self._snapshots)).file for _ in range(len(self._snapshots) - keep)]
 
     def _write(self, path: Path, offsets: list[int], total_bytes: int, data: Sequence[memoryview]) -> WeightFile:
-        """Write the file of a version, reusing an old one that nobody reads."""
+        """Write the file of a version, reusing an old file without readers."""
         file: WeightFile | None = None
         try:
             # Room first: the oldest goes before the new one is written, so there are never more than two copies.

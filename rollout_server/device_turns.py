@@ -29,7 +29,7 @@ HOLDER = "rollout_server"
 
 
 class SharedDevice:
-    """Belongs to the event loop. Fences only grow: of grants and recalls the largest number of each counts."""
+    """The device lease on the event loop; fences only increase: the largest grant and the largest recall count."""
 
     def __init__(self, config: RunConfig, engine: InferenceEngine, link: LearnerLink, metrics: MetricSet):
         self.is_loaded = False
@@ -58,7 +58,7 @@ class SharedDevice:
         return self._awake.is_set()
 
     def grant(self, fence: int) -> Error | None:
-        """The answer to a grant that has been overtaken, else None."""
+        """Handle a grant; return an Error if its fence is stale."""
         if fence <= max(self._over, self._lease.fence or 0):
             newest = max(self._over, self._lease.fence or 0)
             return self._stale(f"fence {fence} was granted, but the newest that this server knows is {newest}")
@@ -67,7 +67,7 @@ class SharedDevice:
         return None
 
     def recall(self, fence: int) -> Error | None:
-        """The answer to a recall that has been overtaken, else None."""
+        """Handle a recall; return an Error if its fence is stale."""
         if self._lease.fence is not None and fence < self._lease.fence:
             return self._stale(f"fence {fence} was recalled, but fence {self._lease.fence} holds the device")
         self._over = max(self._over, fence)
@@ -75,7 +75,7 @@ class SharedDevice:
         return None
 
     def learner_came_back(self) -> None:
-        """Another incarnation counts on from the lease itself, and knows nothing of what was granted before it."""
+        """Reset fences for a new learner process: it counts on from the lease, and knows of no earlier grant."""
         self._granted = self._over = self._lease.fence or 0
 
     def _stale(self, reason: str) -> Error:
@@ -155,7 +155,7 @@ class SharedDevice:
         return took
 
     async def _turn_is_over(self, fence: int) -> None:
-        """Wait until the grant is recalled, or the learner so long silent that its successor may want the device."""
+        """Wait for a recall, or for a learner silent too long: its successor may want the device."""
         while self._over < fence:
             if self._link.learner_is_silent:
                 logger.warning("the learner is silent: returning the device when what is generated is done")

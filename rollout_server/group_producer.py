@@ -44,7 +44,7 @@ class _GroupInProgress:
 
 
 class GroupProducer:
-    """Works tickets. Many calls of `produce` may run at once."""
+    """Produces groups from tickets; calls of `produce` may overlap."""
 
     def __init__(self, engine: InferenceEngine, rewards: RewardPool, processor: PromptProcessor, server_id: str):
         self._engine = engine

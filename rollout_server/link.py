@@ -1,4 +1,4 @@
-"""The server's conversation with the learner: hello until welcomed, groups until acknowledged, a pulse throughout."""
+"""Connection to the learner: hello until welcomed, resending groups until acknowledged, silence of the learner."""
 
 from __future__ import annotations
 
@@ -207,12 +207,12 @@ class LearnerLink:
                 self.unacknowledged.pop(error.ticket_id, None)
 
     def _forgive_own_silence(self) -> None:
-        """Do not count a pause of this process as the learner's silence: its messages are still unread."""
+        """Do not count a stall of this process as the learner's silence: its messages are still unread."""
         now = time.monotonic()
         stalled_s = now - self._looked_at - self._config.network.heartbeat_s - SLOWEST_TURN_S
         self._looked_at = now
         if stalled_s > 0:
-            logger.warning("this server stood still for %.0f s", stalled_s)
+            logger.warning("this server was suspended or blocked for %.0f s", stalled_s)
             self.heard_at += stalled_s
 
     def _check_silence(self, silent_s: float) -> None:
@@ -225,7 +225,7 @@ class LearnerLink:
         if silent_s > self._timeout_s and not self.learner_is_silent:
             self.learner_is_silent = True
             logger.warning(
-                "the learner has been silent for %.0f s; working on with what is here, for %g s at most",
+                "the learner has been silent for %.0f s; continuing with queued tickets, for %g s at most",
                 silent_s,
                 limit_s,
             )

@@ -30,7 +30,7 @@ class ServerExporter:
         """Time of the last heartbeat; None while the engine loads, which takes minutes."""
         self._heard_at: float | None = None
         self._idle_s = 0.0
-        """Of the whole time until the last heartbeat."""
+        """Seconds without work from the start to the last heartbeat."""
         self._lingers = False
         self._process = psutil.Process()
 
@@ -58,7 +58,7 @@ class ServerExporter:
         self.metrics["weight_bytes_total"].inc(nbytes)
 
     def said_hello(self) -> None:
-        """Note a hello to a learner that has not answered yet. Its silence begins with the first one."""
+        """Record a hello to a learner that has not answered; its silence begins with the first one."""
         self._beat_at = time.monotonic()
         if self._heard_at is None:
             self._heard_at = self._beat_at
@@ -66,8 +66,8 @@ class ServerExporter:
     def beat(
         self, usage: EngineUsage, beat: ServerHeartbeat, *, heard_at: float, waiting_for: str, is_asleep: bool
     ) -> None:
-        """Note a heartbeat. `heard_at`: the learner's last message, monotonic. Time without work since the last
-        heartbeat counts for what is waited for now: tickets, weights, device or learner."""
+        """Update metrics at a heartbeat; idle time since the last one is attributed to `waiting_for`: tickets, weights,
+        device or learner. `heard_at`: monotonic time of the learner's last message."""
         m = self.metrics
         idle_s = beat.uptime_s - beat.busy_s
         m["waiting_seconds_total"].labels(**{"for": waiting_for}).inc(max(0.0, idle_s - self._idle_s))
@@ -91,7 +91,7 @@ class ServerExporter:
     # --- at a scrape ---------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Set what changes all the time; runs on the endpoint's thread."""
+        """Refresh gauges at a scrape; runs on the endpoint's thread."""
         now = time.monotonic()
         if self._beat_at is not None:
             self.metrics["pulse_age_seconds"].set(now - self._beat_at)

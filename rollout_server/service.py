@@ -57,7 +57,7 @@ class RolloutServer:
         """Turns on a device that is shared with the learner; None: this server has a device of its own."""
 
     async def run(self) -> None:
-        """Returns when the run is finished. Raises what stopped it otherwise: LearnerLeftError, too."""
+        """Serve until the run is finished; raises LearnerLeftError or the failure."""
         check_device_channel(self.config, "rollout.device", self.config.rollout.device)
         self.exporter.serve()
         self.processor = PromptProcessor(self.config.model)

@@ -47,7 +47,7 @@ def wrong_tensors(flat: torch.Tensor, entries: Sequence[TensorEntry]) -> list[st
 
 
 def share(flat: torch.Tensor) -> CudaMemory:
-    """torch's own handle, as plain bytes and numbers, with which another process on the same GPU opens the tensor.
+    """Export the CUDA IPC handle of the tensor: another process on the same GPU opens it with `open_shared`.
 
     The other process must be done before `flat` goes, or it sees wrong bytes (see `settle`).
     """
@@ -65,5 +65,5 @@ def open_shared(memory: CudaMemory, device: torch.device) -> torch.Tensor:
 
 
 def settle(memory: CudaMemory, device: torch.device) -> None:
-    """Give back the count of a receiver that never ended its transfer: until then torch keeps the memory."""
+    """Release the IPC counter of a receiver that never ended its transfer: until then torch keeps the memory."""
     torch.UntypedStorage._release_ipc_counter(memory.counter, memory.counter_offset, device=device)

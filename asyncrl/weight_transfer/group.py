@@ -27,7 +27,7 @@ _LEARNER = 0
 
 
 class TransferError(Exception):
-    """A transfer that did not succeed. The next one may."""
+    """Transfer failed; the next one may succeed."""
 
 
 @dataclass
@@ -124,7 +124,7 @@ class Group:
             work = self._backend.broadcast([bucket], options)
             while not work.is_completed():
                 self._poll(deadline, f"{self.peers}: {where}")
-            # Raises what went wrong. Without a deadline NCCL would only have the stream wait, and say nothing.
+            # Raises the failure. Without a deadline NCCL would only have the stream wait, and say nothing.
             work.wait(timedelta(seconds=self.deadline_s))
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()
@@ -171,7 +171,7 @@ def _nccl(store: Any, rank: int, size: int, deadline_s: float) -> Any:
 
 @contextmanager
 def _failing_with(reason: str) -> Iterator[None]:
-    """Raises TransferError, with this reason and the first line of torch's, for what torch and sockets raise."""
+    """Convert torch and socket errors to TransferError, with this reason and the first line of the error."""
     try:
         yield
     except (OSError, RuntimeError, c10d.DistError) as problem:

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class StageOrder:
-    """Everything a receiver must know of a transfer, in plain values: it may be in another process."""
+    """Parameters of a transfer for a receiver, in plain values: it may be in another process."""
 
     version: int
     nonce: str
@@ -81,7 +81,7 @@ class Stage:
 
     def _receive(self, order: StageOrder, rank: int) -> None:
         def report(arrival: Arrival) -> None:
-            """Unless another transfer has taken this one's place."""
+            """Report progress unless this transfer was dropped or a newer one has started."""
             if self._nonce == order.nonce:
                 self.arrival = arrival
 
@@ -135,7 +135,7 @@ class Stage:
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
-        """Use a stream of the receiver's own: the engine's work neither waits for the copies nor makes them wait."""
+        """Run on a separate CUDA stream: the engine's work and the copies do not wait for each other."""
         if self._device.type == "cuda":
             with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
                 yield

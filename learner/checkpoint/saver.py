@@ -28,7 +28,7 @@ class Saver:
     run_id: str
 
     def is_due(self) -> bool:
-        """Whether to save after this step; not after the last, whose checkpoint is written in any case."""
+        """True if a checkpoint is due after this step; False after the last, which always saves."""
         progress, settings = self.training.progress, self.config.trainer
         if progress.is_last:
             return False

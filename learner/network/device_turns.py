@@ -30,7 +30,7 @@ DURATIONS = ("sleep_s/learner", "wake_s/learner", "asleep_s/learner")
 
 
 class LeaseGrants:
-    """Grants and recalls to the server. Used by the network thread alone; other threads may read `returned`."""
+    """Grants and recalls the device. Used by the network thread only, except `returned`."""
 
     def __init__(self, servers: Servers):
         self.returned: LeaseReturn | None = None
@@ -45,7 +45,7 @@ class LeaseGrants:
         """The server that was sent it; another object after a reconnection."""
 
     def lend(self, fence: int) -> None:
-        """Note that the device is free for a tenure of this number or a larger one."""
+        """Mark the device as free; the next grant has this fence or a larger one."""
         self._lent, self._tenant, self._next = True, None, max(self._next, fence)
 
     def recall(self) -> None:
@@ -56,7 +56,7 @@ class LeaseGrants:
             self._servers.send(server.hello.server_id, LeaseRecall(fence=self._fence))
 
     def offer(self) -> None:
-        """Do one turn: grant the device to a connected server that has no grant yet."""
+        """Run one iteration: grant the device to a connected server that has no grant yet."""
         server = self._connected()
         if not self._lent or server is None or server is self._tenant:
             return
@@ -65,15 +65,15 @@ class LeaseGrants:
         self._servers.send(server.hello.server_id, LeaseGrant(fence=self._fence))
 
     def _connected(self) -> ServerState | None:
-        """The only server: sync mode admits no second one."""
+        """The connected server, or None; sync mode has only one."""
         return next(iter(self._servers.connected.values()), None)
 
     def is_at_work(self, server: ServerState) -> bool:
-        """Whether it has its turn, and an engine with weights: in its first turn the engine has to be started."""
+        """True if the server was granted the device and has loaded weights: its first turn starts the engine, too."""
         return server is self._tenant and server.loaded is not None
 
     def take_return(self, server: ServerState, message: LeaseReturn) -> None:
-        """Note a return. Without a recall, the server has lost contact for long: while we sleep it is granted again."""
+        """Handle LeaseReturn; if it came without a recall (the server had lost contact), `offer` grants again."""
         if server is not self._tenant or message.fence != self._fence:
             reason = f"fence {message.fence} was returned, the newest granted to this server is {self._fence}"
             self._servers.errors[str(ErrorCode.STALE_FENCE)] += 1
@@ -84,7 +84,7 @@ class LeaseGrants:
 
 @dataclass
 class DeviceTurns:
-    """The main thread's side: `engine` is awake exactly while the learner holds `lease`.
+    """Device turns on the main thread: `engine` is awake exactly while the learner holds `lease`.
 
     Without a lease the device is not shared: it is always the learner's, and nothing has to be done.
     """
@@ -115,7 +115,7 @@ class DeviceTurns:
         return describe(self.lease.folder) if self.lease else HOLDER
 
     def lend(self) -> None:
-        """Sleep, and let the server have the device. Nothing happens if it has."""
+        """Put the engine to sleep and release the device; no-op if released."""
         if self.lease is None or self.lease.fence is None:
             return
         started, fence = time.monotonic(), self.lease.fence
@@ -127,7 +127,7 @@ class DeviceTurns:
         self.call_soon(self.grants.lend, fence + 1)
 
     def take_back(self, waiting: Callable[[], None]) -> None:
-        """Have the server sleep, and wake up. Nothing happens if the learner has the device.
+        """Recall the device and wake the engine; no-op if the learner holds the device.
 
         Calls `waiting` about once a second. Raises BadStateError naming the holder if it is not returned.
         """

@@ -94,7 +94,7 @@ class DeviceWeights:
                 self._give_up(manifest)
 
     def answer(self, identity: bytes, request: TransferRequest) -> TransferStart | Error:
-        """Begin this connection's transfer; an earlier one of it is over."""
+        """Start a transfer for this connection, ending its previous one."""
         self._end(identity)
         self._expire()
         try:
@@ -144,7 +144,7 @@ class DeviceWeights:
             return self._kept[1]
 
     def _give_up(self, manifest: WeightManifest) -> None:
-        """Send nothing from the device any more. A transfer that is under way goes on."""
+        """Stop offering device transfers; running ones continue."""
         self._wanted, self._kept, self.source = False, None, None
         size = f"{manifest.total_bytes / GIB:.1f} GiB"
         self._given_up = f"a copy of the weights to send ({size}) finds no room on the learner's device"

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class GroupReceiver:
-    """Verifies each group when it comes; `keep` journals and acknowledges all groups of a turn at once."""
+    """Verifies each group when it comes; `keep` journals and acknowledges all groups of an iteration at once."""
 
     servers: Servers
     sockets: LearnerSockets
@@ -33,7 +33,7 @@ class GroupReceiver:
     verify: Callable[..., None]
     """`verify_group` with those arguments that are the same for the whole run."""
     on_kept: Callable[[np.ndarray], None] = lambda lags_s: None
-    """Called with the seconds from verification to acknowledgement of the groups of a turn."""
+    """Called with the seconds from verification to acknowledgement of the groups of an iteration."""
     _arrived: dict[int, tuple[str, ReceivedGroup]] = field(default_factory=dict)
 
     def accept(self, server_id: str, group: Group, frames: Sequence[Frame]) -> None:
@@ -69,7 +69,7 @@ class GroupReceiver:
         self.servers.send(server_id, Error(code=ErrorCode.UNKNOWN_TICKET, reason=reason, ticket_id=ticket_id))
 
     def has(self, ticket_id: int) -> bool:
-        """Whether this ticket's group was verified in this turn."""
+        """Whether this ticket's group was verified in this iteration."""
         return ticket_id in self._arrived
 
     @property
@@ -78,7 +78,7 @@ class GroupReceiver:
         return len(self._arrived)
 
     def keep(self) -> None:
-        """Journal the groups of this turn, and then acknowledge them."""
+        """Journal the groups of this iteration, and then acknowledge them."""
         if not self._arrived:
             return
         self.ledger.receive([received for _, received in self._arrived.values()])

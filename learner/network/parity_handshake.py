@@ -86,16 +86,16 @@ class ParityHandshake:
 
     @property
     def holds_step(self) -> str | None:
-        """A server that is about to be compared: until then the weights may not move."""
+        """Id of a server with a pending check, or None: until the check ends, weights must not change."""
         with self.ledger.changed:
             return next((name for name, check in self._checks.items() if check.server.loaded is not None), None)
 
     # --- the network thread's side ----------------------------------------------------------------
 
     def work(self) -> None:
-        """Do one turn: begin the checks of new servers, forget those of lost servers."""
+        """Run one iteration: begin the checks of new servers, forget those of lost servers."""
         now = time.monotonic()
-        elapsed_s = min(now - self._last_turn_at, SLOWEST_TURN_S)  # time in which this process stood still is no delay
+        elapsed_s = min(now - self._last_turn_at, SLOWEST_TURN_S)  # a stall of this process is no delay
         self._last_turn_at = now
         connected = self.servers.connected
         for server_id, check in list(self._checks.items()):
@@ -123,10 +123,10 @@ class ParityHandshake:
         for item in tickets:
             blobs = {digest: memoryview(data) for digest, data in item.blobs.items()}
             if not self.servers.send(server_id, Tickets(tickets=(item.ticket,), blobs=blobs)):
-                return  # it is lost, and forgotten at the next turn
+                return  # it is lost, and forgotten at the next iteration
 
     def _numbered(self, item: PreparedTicket) -> PreparedTicket:
-        """Give a ticket a new number and the newest published version."""
+        """Renumber a ticket for the newest published version."""
         assert self.servers.manifest is not None
         number, version = self._next_id, self.servers.manifest.version
         self._next_id += 1
@@ -163,7 +163,7 @@ class ParityHandshake:
     # --- verdicts ---------------------------------------------------------------------------------
 
     def _is_open(self, check: ParityCheck) -> bool:
-        """False once its server has gone, or has come back with another check, while the learner compared."""
+        """True if the check still belongs to a connected server, which may have left or reconnected meanwhile."""
         return self._checks.get(check.server_id) is check
 
     def accept_server(self, check: ParityCheck) -> None:

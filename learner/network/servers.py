@@ -38,7 +38,7 @@ from protocol.sockets import Delivery
 logger = logging.getLogger(__name__)
 
 SLOWEST_TURN_S = 2.0
-"""Longest regular time between two turns; what is beyond it counts as the learner's silence, not as the servers'."""
+"""Longest regular time between two iterations; what is beyond it counts as the learner's silence, not the servers'."""
 MAX_ERROR_KINDS = 64
 MAX_ERROR_KIND_LENGTH = 100
 
@@ -93,7 +93,7 @@ class Servers:
         self.manifest: WeightManifest | None = None
         """Manifest of the newest published version."""
         self.last_turn_at = float("inf")
-        """Monotonic time of the last turn of the network thread."""
+        """Monotonic time of the last iteration of the network thread."""
         self._device = device
         self._network = config.network
         self._mode = config.trainer.mode
@@ -115,7 +115,7 @@ class Servers:
         return sum(max(0, s.hello.max_groups - self._ledger.out.held_by(i)) for i, s in self.aligned.items())
 
     def at(self, identity: bytes) -> str | None:
-        """The id of the server behind a connection."""
+        """Server id of a connection, or None."""
         return next((i for i, s in self.connected.items() if s.identity == identity), None)
 
     # --- hello and welcome ------------------------------------------------------------------------
@@ -154,7 +154,7 @@ class Servers:
         return next((s.hello for s in self.connected.values() if s.hello.server_id != hello.server_id), None)
 
     def _replace_dead(self, hello: Hello) -> None:
-        """Lose the server of a shared device if its process has gone: it need not be silent for network.timeout_s."""
+        """Disconnect the shared device's server if its process has ended, without waiting for network.timeout_s."""
         tenant = self._other_than(hello) if self._mode == "sync" else None
         if tenant is not None and tenant.host_id == host_id() and process_birth(tenant.pid) is None:
             self.lose(tenant.server_id, f"its process ({tenant.pid}) has gone")
@@ -174,7 +174,7 @@ class Servers:
     # --- messages and heartbeats --------------------------------------------------------------------
 
     def send(self, server_id: str, message: Wire) -> bool:
-        """False if the server could not be reached; it is then lost."""
+        """Return False, and disconnect the server, if it could not be reached."""
         delivery = self._sockets.control.send(self.connected[server_id].identity, message)
         if delivery is not Delivery.SENT:
             self.lose(server_id, f"a message could not be delivered ({delivery})")
@@ -190,7 +190,7 @@ class Servers:
         self.send_to_all(manifest)
 
     def keep_alive(self) -> None:
-        """Send heartbeats when they are due, and lose servers that have been silent for too long."""
+        """Send heartbeats when they are due, and disconnect servers that have been silent for too long."""
         now = time.monotonic()
         self._forgive_own_silence(now)
         if now - self._beat_at >= self._network.heartbeat_s:
@@ -203,19 +203,19 @@ class Servers:
                 self.lose(server_id, f"silent for {silent_s:.0f} s (network.timeout_s)")
 
     def _forgive_own_silence(self, now: float) -> None:
-        """Extend the servers' deadlines after a very long turn (the process was stopped): messages are still unread."""
+        """Extend server deadlines by the time this process was stalled: messages are still unread."""
         stalled_s = now - self.last_turn_at - min(SLOWEST_TURN_S, self._network.timeout_s / 2)
         self.last_turn_at = now
         if stalled_s <= 0:
             return
-        logger.warning("this learner stood still for %.0f s", stalled_s)
+        logger.warning("this learner was suspended or blocked for %.0f s", stalled_s)
         for server in self.connected.values():
             server.heard_at += stalled_s
             if server.idle_since is not None:
                 server.idle_since += stalled_s
 
     def take_heartbeat(self, server_id: str, beat: ServerHeartbeat) -> None:
-        """Note a heartbeat. A server that reports no work, though tickets went to it long ago, does not read."""
+        """Record a heartbeat; disconnect a server that ignores its tickets (reports no work for network.timeout_s)."""
         server = self.connected[server_id]
         server.heartbeat = beat
         idle = not (beat.groups_queued or beat.groups_running or beat.groups_unacknowledged)
@@ -224,12 +224,12 @@ class Servers:
         elif server.idle_since is None:
             server.idle_since = time.monotonic()
         elif time.monotonic() - server.idle_since > self._network.timeout_s:
-            self.lose(server_id, "it holds tickets, and has said for network.timeout_s that it has none")
+            self.lose(server_id, "it holds tickets, but has reported no work for network.timeout_s")
 
     # --- failures and the end -----------------------------------------------------------------------
 
     def count_error(self, kind: str) -> None:
-        """Count an error. `kind` may be the peer's own word: only so many become keys, and labels of a metric."""
+        """Count an error under a bounded number of kinds: `kind` may be the peer's own word, and labels a metric."""
         known = kind in self.errors or len(self.errors) < MAX_ERROR_KINDS
         self.errors[kind[:MAX_ERROR_KIND_LENGTH] if known else "other"] += 1
 
@@ -238,7 +238,7 @@ class Servers:
         self._ledger.out.give_back(ticket_id, server_id, reason, self.connected)
 
     def expel(self, muted: Muted) -> None:
-        """Lose a peer that is over its budget of messages; it may say hello again later."""
+        """Disconnect a peer over its message budget; it may say hello again later."""
         self.errors["muted"] += 1
         server_id = self.at(muted.identity)
         logger.warning("%s is muted: %s", server_id or "a peer without welcome", muted.reason)
@@ -246,7 +246,7 @@ class Servers:
             self.lose(server_id, muted.reason)
 
     def lose(self, server_id: str, reason: str, *, expected: bool = False) -> None:
-        """Forget a server; its tickets wait for another one."""
+        """Disconnect a server and requeue its tickets."""
         del self.connected[server_id]
         held = self._ledger.out.held_by(server_id)
         self._ledger.out.reconcile(server_id)

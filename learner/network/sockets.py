@@ -42,7 +42,7 @@ class LearnerSockets:
 
 
 def open_sockets(config: RunConfig, context: zmq.Context) -> LearnerSockets:
-    """Bind both sockets. Raises UserError naming the setting to change, and then leaves none open."""
+    """Bind both sockets, or neither. Raises UserError naming the setting to change."""
     network = config.network
     limits = Limits(max_message_bytes=network.max_message_mib * MIB)
     largest_group = max(config.batch.group_size, config.evaluation.group_size)
@@ -82,5 +82,5 @@ def open_sockets(config: RunConfig, context: zmq.Context) -> LearnerSockets:
 
 
 def _inbound(limits: Limits, array_bytes: int) -> Limits:
-    """Limits of messages with at most `array_bytes` of arrays: no good server sends larger ones."""
+    """Message limits of an endpoint at which at most `array_bytes` of arrays arrive in one message."""
     return replace(limits, max_message_bytes=min(limits.max_message_bytes, limits.max_header_bytes + array_bytes))

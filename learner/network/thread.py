@@ -55,7 +55,7 @@ from protocol.weights import Publication
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
-"""Longest time between two turns: heartbeats, and what the main thread has asked for, wait no longer."""
+"""Longest time between two iterations: heartbeats, and what the main thread has asked for, wait no longer."""
 PARTING_S = 5.0
 """Longest wait for the servers' goodbyes."""
 _CHECK_EVERY_S = 1.0
@@ -151,7 +151,7 @@ class NetworkThread(threading.Thread):
     ) -> None:
         """Block until `satisfied`, calling `progress` about once a second, and `judge` when a parity check is complete.
 
-        Time in which this process was stopped does not count. Raises what has ended the network thread, or
+        Time in which this process was stopped does not count. Re-raises the network thread's exception, or raises
         WaitTimeoutError saying what was waited for.
         """
         left = timeout_s
@@ -172,7 +172,7 @@ class NetworkThread(threading.Thread):
             left -= min(time.monotonic() - began, 2 * _CHECK_EVERY_S)
 
     def check(self) -> None:
-        """Raise what has ended the thread."""
+        """Re-raise the thread's exception, if it has ended with one."""
         if self.failure is not None:
             raise self.failure
 
@@ -219,7 +219,7 @@ class NetworkThread(threading.Thread):
             self.servers.keep_alive()
 
     def _part(self, reason: str) -> None:
-        """Say goodbye and wait for each server's: closing the socket at once could take ours back."""
+        """Send goodbye and wait for replies: closing the socket at once could discard it."""
         self.servers.send_to_all(Goodbye(reason=reason, expected=self._run_is_finished))
         deadline = time.monotonic() + PARTING_S
         while self.servers.connected and time.monotonic() < deadline:

@@ -70,7 +70,7 @@ class TicketSender:
         self._preparing.append((iter(tickets), []))
 
     def work(self) -> None:
-        """Do one turn."""
+        """Run one iteration: write some of the admissible or ordered tickets, and send those that wait."""
         if self._admitted is not None and not self._preparing:  # a preparation decides what is admissible next
             slots = self.ledger.admissible(self._admitted)
             if slots:

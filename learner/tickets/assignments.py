@@ -1,4 +1,4 @@
-"""Outstanding tickets: those whose groups are awaited, and the server that holds each.
+"""Outstanding tickets: those whose groups have not arrived, and their servers.
 
 The ledger adds and removes tickets. `learner/network/servers.py` decides which server holds one: it alone calls
 `reconcile` and `give_back`, when a server connects, is lost or fails.
@@ -78,9 +78,9 @@ class OutstandingTickets:
                 self._entries[ticket_id].server_id = server_id
 
     def reconcile(self, server_id: str, held: Iterable[int] = ()) -> int:
-        """Make `held` what this server holds: of a server that is lost nothing, after a (re)connection what it says.
+        """Set the tickets held by a server (none once it is lost); requeue the others.
 
-        What it does not hold any more waits again. Returns how many waiting tickets it has brought back.
+        Returns how many waiting tickets it has brought back, after a (re)connection.
         """
         with self._lock:
             ids = set(held)
@@ -92,7 +92,7 @@ class OutstandingTickets:
             return len(brought)
 
     def give_back(self, ticket_id: int, server_id: str, reason: str, servers: Collection[str]) -> None:
-        """Make a ticket wait again at which this server failed; nothing happens if another one holds it now.
+        """Requeue a ticket after this server failed at it; no-op if another one holds it now.
 
         Raises BadStateError after MAX_ATTEMPTS, once all connected `servers` have failed at it.
         """
@@ -111,7 +111,7 @@ class OutstandingTickets:
                 )
 
     def may_try(self, ticket_id: int, server_id: str, servers: Collection[str]) -> bool:
-        """Whether this server may have the ticket: after a failure, only when all `servers` have failed at it, too."""
+        """True if this server has not failed at the ticket, or all `servers` have."""
         with self._lock:
             failed_on = self._entries[ticket_id].failed_on
             return server_id not in failed_on or failed_on.issuperset(servers)

@@ -95,7 +95,7 @@ class TicketLedger:
     # --- issuing ------------------------------------------------------------------------------
 
     def admissible(self, version: int) -> list[TicketSlot]:
-        """The training tickets that may be issued before `version`. Asking twice before `issue` gives the same."""
+        """Training tickets that may be issued before `version` (idempotent until `issue`)."""
         with self.changed:
             capacity = (self.bound + version + 1) * self._per_step
             free = capacity - (self._counters["issued"] - self._counters[STALE])
@@ -189,7 +189,7 @@ class TicketLedger:
             return [(i, out[i].server_id, now - out[i].issued_at) for i in ids]
 
     def _late(self, earliest: list[int]) -> list[int]:
-        """Outstanding tickets that must come before a step, lest more be due later than later steps take (`wait`)."""
+        """Tickets that must arrive before the next step, for later steps to take all that is due by then (`wait`)."""
         if self._on_stale != "wait":
             return []
         out = {i: entry.deadline for i, entry in self.out.training().items()}

@@ -14,7 +14,7 @@ from learner.tickets.ticket import ReceivedGroup
 
 
 def crowded_deadline(due: Iterable[int], version: int, per_step: int) -> int | None:
-    """The first deadline by which more groups are due, after a step at `version`, than the steps until then take."""
+    """First deadline with more groups due by then than the steps after `version` can take; None if all fit."""
     total = 0
     for deadline, count in sorted(Counter(due).items()):
         total += count
@@ -24,7 +24,7 @@ def crowded_deadline(due: Iterable[int], version: int, per_step: int) -> int | N
 
 
 def has_fresh_tokens(item: ReceivedGroup, version: int, *, all_of_them: bool) -> bool:
-    """Whether all, or else any, of the sampled tokens are within the ticket's bound at `version`."""
+    """True if all (or any) sampled tokens are within the ticket's bound at `version`."""
     fresh = version - item.group.versions[item.group.loss_mask == 1] <= item.slot.bound
     return bool(np.all(fresh) if all_of_them else np.any(fresh) or not fresh.size)
 

@@ -15,7 +15,7 @@ from rollout_server.weights.staging import ArrivedWeights, Staging
 
 
 class EngineDied(Exception):
-    """An engine that can sample no more: its process or thread has ended, or its model is a mixture of two versions.
+    """The engine cannot sample any more (dead process or thread, or mixed weights of two versions).
 
     No ticket is to blame: the server ends with it, and its tickets go to its successor. The cause, where it is known,
     is the exception's.
@@ -78,7 +78,7 @@ class EngineUsage:
     sequences_running: int
     sequences_queued: int
     update_pause_s: float = 0.0
-    """Time for which running sequences stood still for weight updates."""
+    """Time for which weight updates paused running sequences."""
     sleep_bytes: int = 0
     """Bytes that left the device when the engine fell asleep last."""
     kv_cache_ratio: float = nan
@@ -109,7 +109,7 @@ class InferenceEngine(Protocol):
     def usage(self) -> EngineUsage: ...
 
     def check_alive(self) -> None:
-        """Raises EngineDied if it has died; every other call, and what is in work, then raises it, too."""
+        """Raise EngineDied if the engine has died; every other call, and those that run, then raise it, too."""
         ...
 
     def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
@@ -130,15 +130,15 @@ class InferenceEngine(Protocol):
         ...
 
     async def sleep(self) -> None:
-        """Finish what runs, and give the device's memory away: weights and caches. See rollout.sleep_level.
+        """Finish running requests, then free the device memory of weights and caches. See rollout.sleep_level.
 
         Asleep, `sleep` and `update_weights` raise BadStateError, and what `generate` is given waits.
         """
         ...
 
     async def wake(self) -> None:
-        """Take it back; awake already, this does nothing. After level 2 the weights come with the next
-        `update_weights`, and nothing is sampled before.
+        """Take the device memory again; no-op if awake. After level 2 the weights come with the next `update_weights`,
+        and nothing is sampled before.
 
         Raises BadStateError where there is no room, or where the model is not what it was.
         """

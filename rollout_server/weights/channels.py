@@ -12,7 +12,7 @@ from rollout_server.weights.staging import DeviceMemory
 
 logger = logging.getLogger(__name__)
 CHANNELS: tuple[Channel, ...] = ("cuda_ipc", "nccl", "shm", "zmq")
-"""The best first."""
+"""Channels, the best first."""
 GIB = 1 << 30
 
 

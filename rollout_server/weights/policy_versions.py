@@ -48,7 +48,7 @@ class PolicyVersions:
         self._manifest_arrived.set()
 
     def learner_came_back(self, welcome: Welcome) -> bool:
-        """Forget what an earlier incarnation published. Returns whether this is another one.
+        """Forget versions of an earlier learner process; True if it is a new one.
 
         It makes the versions again: equal in number, and in bits only if its machine is exact.
         """
@@ -61,13 +61,13 @@ class PolicyVersions:
         return True
 
     def forget(self) -> None:
-        """The engine sleeps without keeping its weights: the same version must come again."""
+        """Discard the loaded version after a sleep without weights: it must come again."""
         self._version = -1
         self._manifest_arrived.set()
 
     @asynccontextmanager
     async def at_least(self, version: int) -> AsyncIterator[None]:
-        """The block runs with weights of this version or newer, on a device that is ours."""
+        """Run the block with weights of at least `version`, holding the device."""
         while True:
             await self._arrival_of(version)
             async with self._on_device():

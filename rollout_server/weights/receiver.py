@@ -42,8 +42,7 @@ class WeightReceiver:
         *,
         instead: Channel | None = None,
     ):
-        """`instead` is the channel to go on with when transfers between devices cannot succeed, or fail again and
-        again; None: no other, since this one was asked for."""
+        """`instead`: fallback when transfers between devices fail; None if the channel was configured."""
         self._config = config
         self._engine = engine
         self._endpoint = endpoint
@@ -53,7 +52,7 @@ class WeightReceiver:
         self._use(channel)
 
     def take_from_now_on(self, channel: Channel, instead: Channel | None, endpoint: str) -> None:
-        """Change channel and endpoint with the next version: a learner that has come back may be elsewhere."""
+        """Switch channel and endpoint from the next version on: a learner that has come back may be elsewhere."""
         self._next = channel, instead, endpoint
 
     def _use(self, channel: Channel) -> None:
@@ -161,7 +160,7 @@ class WeightReceiver:
             self._use(self._instead)
 
     def _check_that_it_fits(self, manifest: WeightManifest) -> None:
-        """Compare the manifest with the engine's model before any memory is taken for what it promises."""
+        """Compare the manifest with the model before allocating memory for it."""
         check_manifest(manifest)
         found = fingerprint_of(((t.name, f"torch.{t.dtype}", t.shape) for t in manifest.tensors), manifest.adapter)
         if found != self._engine.architecture_fingerprint:

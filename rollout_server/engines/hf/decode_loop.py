@@ -129,7 +129,7 @@ class DecodeLoop:
         self.batch = self._make_batch()
 
     async def _decode_until_closed(self) -> None:
-        """However this ends, every waiting caller gets an answer."""
+        """Decode until closed; every waiting caller gets a result or an error."""
         reason: Exception = BadStateError("the engine was closed")
         try:
             while True:
@@ -147,7 +147,7 @@ class DecodeLoop:
             self._turn.notify_all()
 
     def _admissible(self) -> bool:
-        """Prefills are worth their cost in bulk: wait for a quarter of the room, or for room for all."""
+        """True if enough slots are free to prefill in bulk: a quarter of them, or enough for all that waits."""
         if self._draining or not self._queue:
             return False
         room = self._max_sequences - len(self.batch.rows)
@@ -155,8 +155,7 @@ class DecodeLoop:
         return not self.batch.rows or room >= min(self._max_sequences // 4, waiting)
 
     def _take_admissible(self) -> list[GenerationRequest]:
-        """Whole groups that fit. What is over PREFILL_TOKENS comes with the next pass, before any decoding: memory is
-        bounded, not throughput."""
+        """Take whole groups that fit, at most PREFILL_TOKENS per pass but one at least; the rest precedes decoding."""
         admitted: list[GenerationRequest] = []
         room, longest = self._max_sequences - len(self.batch.rows), 0
         while self._admissible() and self._queue[0].group_size <= room:
@@ -185,7 +184,7 @@ class DecodeLoop:
                 arrived.put_nowait(row.completion())
 
     def _work(self, admitted: list[GenerationRequest]) -> list[DecodeRow]:
-        """The thread's part of one turn: the rows that finished."""
+        """The thread's part of one iteration: the rows that finished."""
         if any(id(row.request) not in self._arrivals for row in self.batch.rows):
             self.batch.keep(lambda row: id(row.request) in self._arrivals)
         if admitted:

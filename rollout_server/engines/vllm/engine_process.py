@@ -23,7 +23,7 @@ LEASE_VARIABLE = "ASYNCRL_DEVICE_LEASE"
 
 
 def belong_to_owner() -> None:
-    """Tie this process to its rollout server; called before the device is touched."""
+    """End with the rollout server, and register as a user of its device; called before the device is touched."""
     die_with_owner()
     folder, owner = os.environ.get(LEASE_VARIABLE), int(os.environ.get(OWNER_VARIABLE, "0"))
     if folder and owner not in (0, os.getpid()):
@@ -33,9 +33,9 @@ def belong_to_owner() -> None:
 
 
 def die_with_owner() -> None:
-    """Kill this process as soon as its owner is gone, also by SIGKILL: vLLM's processes may stay for ever.
+    """Kill this process when its rollout server ends, also by SIGKILL: vLLM's processes may stay for ever.
 
-    A worker of several has vLLM's core between itself and the owner, and takes it along.
+    A worker of several has vLLM's core between itself and the server, and kills it, too.
     """
     owner = int(os.environ.get(OWNER_VARIABLE, "0"))
     if owner in (0, os.getpid()) or not hasattr(os, "pidfd_open"):

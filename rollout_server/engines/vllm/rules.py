@@ -93,7 +93,7 @@ def setting_problems(config: RunConfig, *, cuda: bool) -> list[str]:
     if refused:
         found.append(f"rollout.engine_args may not have {'; nor '.join(refused)}")
     if arguments.get("load_format") == "dummy":
-        found.append("rollout.engine_args has load_format: dummy, weights that are nobody's policy. Leave it out")
+        found.append("rollout.engine_args has load_format: dummy, random weights. Leave it out")
     memory = [name for name in MEMORY_SETTINGS if name in arguments]
     if memory and config.gpu_memory.budget_gib:
         found.append(

@@ -30,7 +30,7 @@ CPU_BATCH_TOKENS = 4096
 """Prompt tokens of one prefill step on a CPU, unless one sequence needs more."""
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, LARGEST_RANK_FOR_VLLM)
 """Ranks that vLLM has slots for."""
-DEAD = "vLLM's engine process has died; what it said last is in the server's log"
+DEAD = "vLLM's engine process has died; see the end of the server's log"
 CHECK_EVERY_S = 1.0
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

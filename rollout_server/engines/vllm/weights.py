@@ -77,8 +77,8 @@ class WorkerStaging(Staging):
         return await await_or_engine_death(self._llm, self._llm.collective_rpc(what))
 
     async def receive(self, order: StageOrder) -> None:
-        """One worker samples meanwhile. Several do not: their own communicators and the group's, at work on the same
-        GPUs in different orders, can wait for each other for ever (NCCL user guide, "concurrent communicators")."""
+        """Receive a version; with several workers vLLM is paused meanwhile: their own communicators and the group's, on
+        the same GPUs in different orders, can deadlock (NCCL user guide, "concurrent communicators")."""
         async with self._at_rest() if self.receivers > 1 else nullcontext():
             await super().receive(order)
 

@@ -116,7 +116,7 @@ def tied_parameters(model: Any) -> dict[str, str]:
 
 
 def _layer_and_name(name: str) -> str:
-    """`.embed_tokens.weight`: vLLM and transformers nest the same layers in different places."""
+    """Last two parts of a parameter name (`.embed_tokens.weight`), equal in vLLM and transformers."""
     return "." + ".".join(name.split(".")[-2:])
 
 

@@ -128,7 +128,7 @@ def test_an_overtaken_fence_is_refused(tmp_path: Path) -> None:
 def test_without_it_nothing_may_be_touched(tmp_path: Path) -> None:
     holder, other = DeviceLease(tmp_path, "learner"), DeviceLease(tmp_path, "rollout_server")
     for call in (other.check, other.give_up):
-        with pytest.raises(LeaseError, match="rollout_server may not touch the device: nobody has had it yet"):
+        with pytest.raises(LeaseError, match="rollout_server may not touch the device: no process has held it yet"):
             call()
     assert holder.try_take()
     holder.check()

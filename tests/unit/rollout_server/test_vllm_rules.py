@@ -89,7 +89,7 @@ def test_settings_that_would_break_the_contract_are_refused_with_the_fix(
         refused(rf"budget_gib is 24, and rollout.engine_args has {name}", engine_args={name: 0.9}, budget_gib=24)
     refused(r"tensor_parallel_size is 2, but this machine has 1 device \(its CPU\)", tensor_parallel_size=2)
     refused(r"is 4, but this machine has 2 CUDA device\(s\)", tensor_parallel_size=4, cuda=True)
-    refused("load_format: dummy, weights", "prefill", engine_args={"enable_chunked_prefill": 1, "load_format": "dummy"})
+    refused("dummy, random weights", "prefill", engine_args={"enable_chunked_prefill": 1, "load_format": "dummy"})
 
 
 def test_what_vllm_is_told_follows_from_the_configuration(
