@@ -1,4 +1,4 @@
-"""What may start in a run directory: a new run, the continuation of one, or nothing; and the configuration there."""
+"""Allowed starts in a run directory: new run, resume, or refusal; and the configuration saved there."""
 
 from __future__ import annotations
 
@@ -48,13 +48,12 @@ def check_run_dir(config: RunConfig, *, resume: bool) -> None:
 
 
 def is_resumable(run_path: Path) -> bool:
-    """Whether there is a journal to go on from."""
+    """True if the directory has a journal."""
     return os.path.isfile(run_path / JOURNAL_FILE)  # false, too, where nothing may be looked at
 
 
 def next_attempt(config: RunConfig) -> Literal["begin", "continue", "nothing"]:
-    """Decide what a learner does that a machine starts, such as a container's. After a crash, an interruption or a full
-    disk it goes on.
+    """Choose begin, continue (after a crash, an interruption or a full disk) or nothing for an unattended start.
 
     Raises BadStateError where the run stopped in bad state: another attempt would meet the same, or hide it; UserError
     where that cannot be read.

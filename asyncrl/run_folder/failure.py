@@ -1,4 +1,4 @@
-"""Why a run stopped, as `failure.json` in its directory: for the launcher, for scripts, and for later readers.
+"""failure.json: the reason a run stopped, for the launcher, for scripts, and for later readers.
 
 Only the process that has the run directory to itself writes it: the learner (lock.py), and after its end the launcher,
 where a server ended the run. A server by itself writes nothing there: that it stops is not the end of the run.
@@ -53,7 +53,7 @@ def failure_of(error: BaseException, service: str, run_dir: Path) -> Failure | N
 
 
 def kind_of(error: BaseException) -> Kind | None:
-    """Classify an error; None for a crash, and for a server whose learner has left, whatever the learner said of it."""
+    """Classify an error; None for a crash or LearnerLeftError."""
     if isinstance(error, LearnerLeftError):
         return None
     if isinstance(error, UserError):
@@ -66,8 +66,7 @@ def kind_of(error: BaseException) -> Kind | None:
 
 
 class ReservedFailureFile:
-    """A context that reserves the disk space of a failure file while there is some, so that a full disk does not take
-    the reason with it."""
+    """Context that reserves disk space for failure.json so that it can be written on a full disk."""
 
     def __init__(self, file: Path):
         self._file = file
@@ -84,7 +83,7 @@ class ReservedFailureFile:
         return self
 
     def save(self, failure: Failure) -> bool:
-        """Save it completely or not at all; whether it could be saved. The log has the reason in any case."""
+        """Save completely or not at all; True if saved. A failed save is logged."""
         record = asdict(failure) | {"reason": failure.reason[:_LONGEST_REASON]}
         text = json.dumps(record, ensure_ascii=False, indent=2).encode(errors="backslashreplace")
         try:

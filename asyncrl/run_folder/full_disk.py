@@ -23,7 +23,7 @@ write)."""
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether `error`, or what caused it, is that a disk or a quota has no room left."""
+    """True if the error or a cause of it is a full disk, an exceeded quota or the limit on file sizes."""
     for link in _chain(error):
         if isinstance(link, OSError):
             if link.errno in _FULL:

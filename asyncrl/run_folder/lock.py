@@ -82,13 +82,11 @@ def _is_same_file(file: Path, descriptor: int) -> bool:
 
 
 def _not_ours(file: Path, error: OSError, verb: str = "write") -> UserError:
-    return UserError(
-        f"cannot {verb} {file}: {error.strerror}. Work as the user whose run it is, or set another run_dir=..."
-    )
+    return UserError(f"cannot {verb} {file}: {error.strerror}. Run as the owner of the run, or set another run_dir=...")
 
 
 def is_over(run_path: Path) -> bool:
-    """Whether the run is finished and no learner is there to continue it, as far as this process may look."""
+    """True if the run is finished, and no learner holds it as far as this user may see."""
     if not is_finished(run_path):
         return False
     try:
@@ -98,8 +96,8 @@ def is_over(run_path: Path) -> bool:
 
 
 def refuse_busy(run_path: Path, *files: str) -> None:
-    """Raises RunTakenError where one of these locks, or of all, is held. The launcher's is looked at first: the look
-    itself holds the lock for a moment, and its learner may be about to come back."""
+    """Raise RunTakenError if one of these locks (default: both) is held; checks the launcher's first: a check takes the
+    lock for a moment, in which a learner that the launcher restarts could not."""
     for file in files or (LAUNCHER_LOCK, LEARNER_LOCK):
         owner = holder(run_path, file)
         if owner:
@@ -107,7 +105,7 @@ def refuse_busy(run_path: Path, *files: str) -> None:
 
 
 def holder(run_path: Path, file: str) -> str:
-    """The process that holds this lock; empty where none does."""
+    """Pid of the lock's holder, or `unknown`; empty if free."""
     try:
         descriptor = os.open(run_path / file, os.O_RDONLY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
@@ -165,7 +163,7 @@ class LearnerLock:
         return self
 
     def accept(self) -> None:
-        """Forget what stopped the run before: it begins or goes on."""
+        """Clear the previous failure: the run begins or continues."""
         self._is_accepted = True
         (self._run_path / FAILURE_FILE).unlink(missing_ok=True)
 

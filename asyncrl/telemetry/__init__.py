@@ -1,1 +1,1 @@
-"""What a run says about itself: Prometheus metrics, files in the run directory, and logs."""
+"""Metrics (Prometheus), files and logs of a run."""

@@ -1,4 +1,4 @@
-"""What a learner ran on, one entry per start, in environment.json: enough to say why two runs differ.
+"""environment.json: host, packages and commits of each learner start, to explain why two runs differ.
 
 No environment variables, no command line: they may hold secrets. Imports none of the packages that it names.
 """
@@ -26,7 +26,7 @@ _GIT_DEADLINE_S = 5.0
 
 
 def record_start(run_dir: Path, step: int, device: str) -> None:
-    """Add this process, which starts after `step` on `device` (a name for people), to the run's environment.json."""
+    """Append this process, which starts after `step` on `device` (a display name), to environment.json."""
     starts = [*read_starts(run_dir), {"time": time.time(), "step": step, "device": device, **describe_environment()}]
     text = json.dumps({"starts": starts}, ensure_ascii=False, indent=1)
     write_atomically(run_dir / ENVIRONMENT_FILE, text.encode(errors="backslashreplace"), durable=False)

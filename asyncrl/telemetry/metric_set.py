@@ -104,7 +104,7 @@ class Histogram(prometheus_client.Histogram):
         self._sum.inc(float(flat.sum()))
 
     def _child_samples(self) -> Iterator[Sample]:
-        """The library's samples without `_created`, a series for each combination of labels that tells nothing."""
+        """Samples without `_created` series."""
         return (sample for sample in super()._child_samples() if sample.name != "_created")
 
 
@@ -148,7 +148,7 @@ class MetricSet:
         return self._metrics[name]
 
     def raise_to(self, name: str, total: float, **labels: str) -> None:
-        """Set a counter to a total that is counted elsewhere. A total that fell has begun again from 0."""
+        """Raise a counter to an external total; a smaller total than before has restarted from 0 and is added."""
         key = (name, tuple(sorted(labels.items())))
         before = self._totals.get(key, 0.0)
         counter = self[name].labels(**labels) if labels else self[name]

@@ -127,7 +127,7 @@ class RunRecorder:
             warning = f"{name}: {key}"
             if warning not in self._warned:
                 self._warned.add(warning)
-                logger.warning("%s is %s; written as null (said once)", warning, value)
+                logger.warning("%s is %s; written as null (logged once)", warning, value)
             return None
         return value
 

@@ -31,7 +31,7 @@ Show = Callable[[float | None], str]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong with a run."""
+    """One problem of a run."""
 
     level: Level
     what: str
@@ -50,7 +50,7 @@ def checks_without_finding(run: RecordedRun) -> list[str]:
 
 
 def warnings(run: RecordedRun) -> dict[str, str]:
-    """Return what is wrong with a run while it goes on: sentences by subject."""
+    """Active problems of a running run, by subject."""
     return {f.what: f"{f.what}: {f.value}" for f in findings(run) if f.level != "info" and run.ending not in ENDED}
 
 
@@ -90,7 +90,7 @@ def _silent(run: RecordedRun) -> Iterator[Finding]:
 
 
 def _no_progress(run: RecordedRun) -> Iterator[Finding]:
-    """Find a learner that answers and makes no step. An evaluation has deadlines of its own."""
+    """Find a learner that answers but makes no step. An evaluation has deadlines of its own."""
     if run.ending != "training" or list(_silent(run)):
         return
     began = max((t for start in run.starts if (t := number(start.get("time")))), default=0.0)
@@ -253,7 +253,7 @@ def _alerting_steps(run: RecordedRun, hold_s: float, crossed: Callable[[Record],
 
 
 def _beyond(run: RecordedRun, alert: str, key: str, unit: str, show: Show = figure, *, is_low: bool = False) -> str:
-    """Describe the steps in which a value stayed beyond the threshold of an alert; empty where it did not."""
+    """Describe steps where a value crossed an alert's threshold; empty where the alert would not have fired."""
     limit = THRESHOLDS[alert]
 
     def crossed(step: Record) -> bool | None:

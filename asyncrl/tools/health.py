@@ -23,7 +23,7 @@ _LINE = re.compile(r"^asyncrl_(?:learner|rollout)_(\w+)(?:\{([^}]*)\})? (\S+)$",
 
 
 def ailments(url: str) -> list[str]:
-    """What is wrong with the service behind this Prometheus endpoint; nothing if it is well. HTTP, if it says none."""
+    """List the problems of the service behind a metrics endpoint; a URL without a scheme is HTTP."""
     url = url if "://" in url else f"http://{url}"
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:

@@ -176,7 +176,7 @@ def _check_run(path: Path) -> None:
 
 
 def why_nothing(file: Path) -> str:
-    """Say why a file gave no record."""
+    """Explain why a file has no records."""
     try:
         file.open("rb").close()
     except FileNotFoundError:

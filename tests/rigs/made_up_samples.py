@@ -60,7 +60,7 @@ def made_up_group(ticket_id: int) -> SampleDetail:
         ticket_id=ticket_id, server_id="server-1", row_id=f"rl.parquet:{ticket_id}",
         messages=({"role": "system", "content": "Answer briefly."}, {"role": "user", "content": prompt}),
         images=images, answer="9", trajectories=trajectories,
-        problem="" if ticket_id != FORGOTTEN_TICKET else "Its tokens are not kept any more",
+        problem="" if ticket_id != FORGOTTEN_TICKET else "Its tokens are no longer kept",
     )  # fmt: skip
 
 

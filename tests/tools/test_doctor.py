@@ -158,7 +158,7 @@ def test_ports_are_those_of_this_machine(make_config: MakeConfig) -> None:
     assert [one.verdict for one in find_ports(config)] == ["ok"]
     _, found, _ = list(find_network(config))
     assert found.verdict == "warning"
-    assert found.value.startswith("network.host is learner.invalid, another machine, and nobody answers at port")
+    assert found.value.startswith("network.host is learner.invalid, another machine, and port")
 
 
 def test_keys_and_addresses(make_config: MakeConfig, tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_whether_a_learner_answers(make_config: MakeConfig) -> None:
         answers, silent = list(network._learner(config))
     assert (answers.verdict, answers.value) == ("ok", f"127.0.0.1:{control} answers")
     assert silent.verdict == "warning"
-    assert f"nobody answers at port {weights}: [Errno 111] Connection refused" in silent.value
+    assert f"port {weights} does not answer: [Errno 111] Connection refused" in silent.value
 
 
 # --- memory -------------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def test_a_trial_that_takes_too_long_is_stopped(
     _, late, kept = list(trial.find_by_trial(make_config(network={"start_timeout_s": 0.1})))
     assert time.monotonic() - began < trial.STOP_S
     assert late.verdict == "problem"
-    assert late.value.startswith("not done after 0.6 s; it said last: ")
+    assert late.value.startswith("not done after 0.6 s; last output: ")
     (folder,) = tmp_path.glob("asyncrl-trial-*")
     assert kept.value == f"is kept: {folder}, with trial.log and run/logs"
 

@@ -163,7 +163,7 @@ def test_a_group_without_colours(store: MadeUpStore, capsys: pytest.CaptureFixtu
     assert visible(HOSTILE) in shown
     assert not set(shown) & set("\x1b\x07\u202e")
     assert command.main(["run", "--ticket", str(FORGOTTEN_TICKET)]) == 0
-    assert "not kept any more" in capsys.readouterr().out
+    assert "no longer kept" in capsys.readouterr().out
 
 
 def test_one_completion_of_a_group(store: MadeUpStore, capsys: pytest.CaptureFixture[str]) -> None:

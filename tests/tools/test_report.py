@@ -131,7 +131,7 @@ def test_images_come_from_their_folder_scaled_down_and_share_a_budget(tmp_path: 
     assert pictures.get(large).uri
     assert pictures.get(large).uri, "once read it costs no more"
     names = (other, "../deadbeef", "deadbeef", "badbadbad")
-    problems = ("left out: the page has its fill of images", "not an image's hash", "not in images/")
+    problems = ("left out: image budget used up", "not an image's hash", "not in images/")
     assert [pictures.get(name).problem for name in names] == [*problems, "damaged, or no image"]
 
 

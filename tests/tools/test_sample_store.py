@@ -235,7 +235,7 @@ def test_of_a_group_that_is_not_kept_the_row_stays(run: MadeUpRun, store: Sample
     rows = {row.ticket_id: row.has_payload for row in everything(store)}
     assert rows == {0: False, 1: True, 2: True}
     detail = store.detail(0)
-    assert "not kept any more" in detail.problem
+    assert "no longer kept" in detail.problem
     assert [t.row.reward for t in detail.trajectories] == [r.reward for r in run.batch.received[0].group.trajectories]
     assert detail.images[0].data
     assert not detail.trajectories[0].tokens

@@ -1,4 +1,4 @@
-"""Other programs that show a run: TensorBoard and Weights & Biases, each behind the same four methods.
+"""TensorBoard and Weights & Biases behind one interface.
 
 To add one: a class that is a `Tracker`, its name in `Tracker` of asyncrl/config/run_sections.py and in `OPENERS`,
 and its package in an extra of the same name.

@@ -1,4 +1,4 @@
-"""Threads for trackers: each has one of its own, which the run neither waits for nor fails with."""
+"""One thread per tracker; the run neither waits for it nor fails with it."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Trackers:
             thread.put(call)
 
     def close(self) -> None:
-        """Let them write what they have, within CLOSE_S."""
+        """Let the trackers write pending calls, within CLOSE_S."""
         if not self._samples and "_threads" not in vars(self):
             return  # nothing was called: none was opened
         self._pass_samples_on()
@@ -121,9 +121,7 @@ class Trackers:
 
 
 class TrackerThread(threading.Thread):
-    """Opens one tracker, makes calls to it in order, and counts its errors: it is another program, often with a network
-    behind it, and no reason to stop training.
-    """
+    """Thread that opens one tracker, calls it in order, and counts its errors, which never stop training."""
 
     def __init__(self, tracker: str, run: TrackedRun, opener: Opener, errors: Counter[str]):
         super().__init__(name=f"tracker {tracker}", daemon=True)
@@ -166,4 +164,4 @@ class TrackerThread(threading.Thread):
         self._errors[f"tracker_{self._tracker}"] += 1
         if not self._has_warned:
             self._has_warned = True
-            logger.warning("%s misses something of this run, which goes on: %s (said once)", self._tracker, why)
+            logger.warning("%s lost some data; the run continues: %s (logged once)", self._tracker, why)

@@ -46,9 +46,9 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Opened with a TrackedRun, whose hyperparameters it shows. All calls come from one thread, in order of time; one
-    that raises is counted, and the run goes on.
-    """
+    """Interface of a tracker; calls come in order from one thread, errors are counted.
+
+    It is opened with a TrackedRun, and shows the hyperparameters in it."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
     def evaluation(self, step: int, results: Mapping[str, float]) -> None: ...

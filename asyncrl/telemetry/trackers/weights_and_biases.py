@@ -69,7 +69,7 @@ class WandbTracker:
         self._log(step, {"samples": table})
 
     def _log(self, step: int, values: Mapping[str, object]) -> None:
-        """W&B refuses a step below its own, which a resumed run has: its last one and 1."""
+        """Log, raising a step that W&B would reject after a resume (it is below W&B's own) to W&B's."""
         self._run.log({**values, "step": step}, step=max(step, self._run.step))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Rows as prompts (refused ones, lengths, an example, rows held out and trained on), and rewards of three of them."""
+"""Checks of rows (length, refusals, train/held-out overlap) and rewards."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ROW = re.compile(r"^row \S+?(?=[,:] | has )(, (?:image|video) \d+)?:? ?")
 
 @dataclass
 class Look:
-    """What was seen of the rows of one data source."""
+    """Statistics of the examined rows of one source."""
 
     lengths: dict[str, int] = field(default_factory=dict)
     """Number of tokens of each row."""
@@ -45,7 +45,7 @@ class Look:
 
 
 def find_prompts(config: RunConfig, rows: RowSource, purpose: str, renderer: PromptRenderer) -> Findings[Look]:
-    """`purpose` is training or held-out."""
+    """Report rows, refusals and lengths; `purpose` is training or held-out."""
     processor, data = PromptProcessor(config.model), config.data
     look = _look_at(data, rows, renderer, processor)
     seen = len(look.lengths) + sum(map(len, look.refused.values()))
@@ -65,7 +65,7 @@ def find_prompts(config: RunConfig, rows: RowSource, purpose: str, renderer: Pro
 
 
 def find_twins(train: Look, held_out: Look) -> Findings[None]:
-    """Compares the two: held-out accuracy says little of rows that are trained on."""
+    """Report held-out prompts that are also in the training data."""
     twins = [(row, train.keys[key]) for key, row in held_out.keys.items() if key in train.keys]
     value = f"{len(twins):,} of {len(held_out.keys):,} held-out prompts are trained on, too"
     if twins:
@@ -76,7 +76,7 @@ def find_twins(train: Look, held_out: Look) -> Findings[None]:
 
 
 def _look_at(config: DataConfig, rows: RowSource, renderer: PromptRenderer, processor: PromptProcessor) -> Look:
-    """The first row, and then others in random order for as long as there is time."""
+    """Render the first row, then random rows until LOOK_S is over."""
     look = Look()
     until = time.monotonic() + LOOK_S
     others = np.random.default_rng(0).permutation(len(rows)).tolist()
@@ -102,7 +102,7 @@ def _look_at(config: DataConfig, rows: RowSource, renderer: PromptRenderer, proc
 
 
 def _judge_lengths(look: Look, config: DataConfig, counted: str) -> Finding:
-    """Least, median and greatest; a problem where rows are over the limit."""
+    """Report min, median and max length; a problem if rows over the limit are not filtered out."""
     lengths, limit = np.array(list(look.lengths.values())), config.max_prompt_length
     value = (
         f"{lengths.min()} to {lengths.max()} tokens, median {int(np.median(lengths))}; data.max_prompt_length={limit}"
@@ -161,7 +161,7 @@ def _rendered_rows(rows: RowSource, renderer: PromptRenderer) -> Iterator[tuple[
 
 
 async def _score(config: RunConfig, rows: Sequence[tuple[RenderedPrompt, dict[str, object]]]) -> dict[str, list[Score]]:
-    """Scores by what the completion was: the answer, nothing, the demonstration."""
+    """Score up to three completions per row: the answer, an empty text, the demonstration if it has one."""
     pool, key = RewardPool(config.reward.model_copy(update={"workers": 1})), config.data.target_key
     await pool.start()
     try:

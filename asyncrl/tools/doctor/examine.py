@@ -87,7 +87,7 @@ def _open_rows(config: RunConfig, *, held_out: bool, model: dict[str, Any] | Non
     """Opens the data with the columns that are needed, without media for a model that has no vision tower."""
     rows = open_validation(config.data) if held_out else open_train(config.data)
     if rows is None:
-        yield Finding("held-out data", "data.val_files is empty: nobody will see whether it generalises", "note")
+        yield Finding("held-out data", "data.val_files is empty: generalisation is not measured", "note")
     elif model is not None:
         check_media(config, model, rows)
     return rows

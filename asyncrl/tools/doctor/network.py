@@ -50,7 +50,7 @@ def find_network(config: RunConfig) -> Findings[None]:
 
 
 def _keys(folder: Path) -> Findings[None]:
-    """A machine has the learner's keys, a server's, or both; what it has must be whole."""
+    """Check the key files present on this machine: the learner's, a server's, or both."""
     sides = {LEARNER_SECRET: ("the learner's", read_learner_keys), SERVER_SECRET: ("a server's", read_server_keys)}
     here = {secret: side for secret, side in sides.items() if (folder / secret).is_file()} or sides
     for name, read in here.values():
@@ -62,20 +62,20 @@ def _keys(folder: Path) -> Findings[None]:
 
 
 def _learner(config: RunConfig) -> Findings[None]:
-    """Whether the learner answers on its machine."""
+    """Check that the learner's ports accept connections."""
     network = config.network
     for port in (network.control_port, network.weights_port):
         try:
             socket.create_connection((network.host, port), timeout=ANSWER_S).close()
             yield Finding("learner", f"{network.host}:{port} answers")
         except (OSError, UnicodeError) as error:
-            value = f"network.host is {network.host}, another machine, and nobody answers at port {port}: {error}"
+            value = f"network.host is {network.host}, another machine, and port {port} does not answer: {error}"
             fix = "start the learner there first (asyncrl learn), open the port in between, or set another host"
             yield Finding("learner", value, "warning", fix)
 
 
 def is_local(host: str) -> bool:
-    """A program can listen on it here."""
+    """True if a socket can be bound to the host here."""
     try:
         check_bind(host, 0, setting="network.port")
     except BindError:

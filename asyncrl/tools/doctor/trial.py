@@ -36,7 +36,7 @@ LOG = "trial.log"
 
 
 def find_by_trial(config: RunConfig) -> Findings[None]:
-    """The folder is on the disk of run_dir, and stays where the trial fails."""
+    """Run the trial in a folder on the disk of run_dir; keep the folder if it fails."""
     deadline_s = config.network.start_timeout_s + BEYOND_START_S
     yield Finding("trial", f"a real run of {STEPS} tiny steps begins, and has {deadline_s:g} s", "note")
     folder = Path(tempfile.mkdtemp(prefix="asyncrl-trial-", dir=nearest_folder(config.run_path)))
@@ -59,7 +59,7 @@ def find_by_trial(config: RunConfig) -> Findings[None]:
 
 
 def smallest(config: RunConfig, run_dir: Path) -> RunConfig:
-    """Everything that decides how things are computed stays; how much and how long does not."""
+    """Shrink a configuration's sizes, keeping how things are computed."""
     changes: dict[str, object] = {
         "run_dir": str(run_dir),
         "batch.prompts_per_step": config.algorithm.updates_per_batch,
@@ -85,7 +85,7 @@ def smallest(config: RunConfig, run_dir: Path) -> RunConfig:
 
 
 def _run(config: RunConfig, folder: Path, deadline_s: float) -> int | None:
-    """Exit code; None if it was not done in time. The launcher stops its services when it is stopped."""
+    """Run the trial; return its exit code, None on timeout. The launcher stops its services when it is stopped."""
     file = folder / "config.yaml"
     file.write_text(dump_config(config))
     command = [sys.executable, "-m", "asyncrl", "train", str(file)]
@@ -105,7 +105,7 @@ def _run(config: RunConfig, folder: Path, deadline_s: float) -> int | None:
 
 
 def _failed(config: RunConfig, folder: Path, code: int | None, deadline_s: float) -> Finding:
-    """The run's own error, or the line of its log that says which service died, or the last line."""
+    """Report why it failed: the run's own error, or its log's line on a service that died, or the last line."""
     lines = (folder / LOG).read_text(errors="replace").splitlines() or ["nothing"]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     deaths = [line for line in lines if "ended with code" in line or "was killed by" in line]
@@ -116,7 +116,7 @@ def _failed(config: RunConfig, folder: Path, code: int | None, deadline_s: float
     if code == ExitCode.CRASHED:
         fix = ""  # that of a run that could go on
     elif code is None:
-        value, fix = f"not done after {deadline_s:g} s; it said last: {lines[-1]}", ""
+        value, fix = f"not done after {deadline_s:g} s; last output: {lines[-1]}", ""
     return Finding("trial", value, "problem", fix, (*more, *lines[-10:]))
 
 
@@ -137,7 +137,7 @@ def find_in_run(config: RunConfig) -> Iterator[Finding]:
 
 
 def _parity(config: RunConfig, steps: list[Record], servers: list[Record]) -> Finding:
-    """A server over the limit is refused, and the trial has failed."""
+    """Report the measured log-prob differences; one over the limit has failed the trial already."""
     measured = [server["parity"]["largest"] for server in servers if server.get("parity")]
     if measured:
         accepted = f"{config.max_logprob_difference:g} is accepted"

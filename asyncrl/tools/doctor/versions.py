@@ -50,7 +50,7 @@ def _version(package: str) -> str | None:
 
 
 def _compare(package: str, found: str) -> Findings[None]:
-    """Compares it with what it requires of the others, and with what asyncrl requires of it."""
+    """Check a package's requirements of the others, and asyncrl's of the package."""
     names = PROVIDED_BY.get(package, (package,))
     for wanted in (requirement for name in names for requirement in _requirements(name)):
         other = _version(wanted.name) if wanted.name in PACKAGES else None
@@ -66,7 +66,7 @@ def _compare(package: str, found: str) -> Findings[None]:
 
 
 def _requirements(distribution: str, extra: str = "") -> Iterator[Requirement]:
-    """Requirements that hold on this machine."""
+    """Requirements whose markers apply to this machine."""
     if installed(distribution) is None:
         return
     for line in requires(distribution) or ():
@@ -76,7 +76,7 @@ def _requirements(distribution: str, extra: str = "") -> Iterator[Requirement]:
 
 
 def _torchvision() -> Findings[None]:
-    """The registry's wheels are linked against CUDA: beside a CPU torch, models fail to import them."""
+    """Check that torchvision and torchaudio fit torch: the registry's CUDA wheels fail beside a CPU torch."""
     import torch
 
     from asyncrl.models import torchvision_cpu

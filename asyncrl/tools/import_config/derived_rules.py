@@ -14,7 +14,7 @@ Verdict = Literal["taken over", "translated", "no counterpart", "unknown"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one of their keys becomes."""
+    """Translation result of one foreign key."""
 
     verdict: Verdict
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -22,7 +22,7 @@ class Outcome:
     text: str = ""
     """How it was translated, or why there is no counterpart."""
     missing: str = ""
-    """What the user still has to give."""
+    """Setting that the user still has to give, and how."""
 
 
 Values = Mapping[str, Any]
@@ -36,7 +36,7 @@ def becomes(settings: Mapping[str, Any], text: str = "", missing: str = "") -> O
 
 
 def no_setting(text: str) -> Outcome:
-    """Nothing has to be set for what this asks for."""
+    """Outcome: no setting is needed."""
     return Outcome("translated", text=text)
 
 
@@ -48,7 +48,7 @@ def no_counterpart(text: str, missing: str = "") -> Outcome:
 
 
 def same(ours: str) -> Rule:
-    """One key for another, same meaning, same unit."""
+    """Rule: same meaning and unit under another key."""
     return lambda value, _: becomes({ours: value})
 
 
@@ -61,17 +61,17 @@ def read_with(whole: str) -> Rule:
 
 
 def one_value(harmless: Any, text: str, why: str) -> Rule:
-    """A value that asks for what is done here anyway, and why others do not fit."""
+    """Rule: one supported value, which needs no setting; others have no counterpart."""
     return lambda value, _: no_setting(text) if value == harmless else no_counterpart(why)
 
 
 def off_is_zero(ours: str) -> Rule:
-    """What -1 turns off there, 0 does here."""
+    """Rule: -1 means off there, 0 here."""
     return lambda value, _: becomes({ours: 0}, "off is -1 there and 0 here") if value < 0 else becomes({ours: value})
 
 
 def other_values(ours: str, values: Mapping[str, str], otherwise: str, note: str = "") -> Rule:
-    """Our value for each of theirs, and what is said of any other."""
+    """Rule: map values by table; `otherwise` says why others have no counterpart."""
 
     def rule(value: Any, _: Values) -> Outcome:
         if value not in values:
@@ -85,7 +85,7 @@ def other_values(ours: str, values: Mapping[str, str], otherwise: str, note: str
 
 
 def updates_per_batch(value: Any, theirs: Values) -> Outcome:
-    """Their mini-batch is counted in prompts: both frameworks multiply it by rollout.n themselves."""
+    """Optimiser steps per batch = prompts / mini-batch, both in prompts: rollout.n is multiplied in later."""
     prompts = theirs.get("data.rollout_batch_size", theirs.get("data.train_batch_size"))
     if not isinstance(value, int) or not isinstance(prompts, int) or value <= 0 or prompts % value:
         missing = f"algorithm.updates_per_batch: optimiser steps per batch of {prompts} prompts"
@@ -97,7 +97,7 @@ def updates_per_batch(value: Any, theirs: Values) -> Outcome:
 
 
 def tokens_per_microbatch(value: Any, theirs: Values) -> Outcome:
-    """Samples of the longest length become packed tokens, as in their dynamic batching."""
+    """Packed tokens = samples x longest length, as in their dynamic batching."""
     longest = theirs["data.max_prompt_length"] + theirs["data.max_response_length"]
     text = f"{value} samples of at most {longest} tokens; it changes memory and speed only"
     return becomes({"batch.tokens_per_microbatch": value * longest}, text)
@@ -157,7 +157,7 @@ def kl_in_reward(value: Any, _: Values) -> Outcome:
 
 
 def lora_only(ours: str) -> Rule:
-    """RLLaVA keeps LoRA's numbers in its configuration where LoRA is off, too."""
+    """Rule: used only if LoRA is on there: RLLaVA keeps LoRA's numbers where it is off, too."""
 
     off = no_setting("LoRA is off there (use_peft)")
     return lambda value, theirs: becomes({ours: value}) if theirs.get("actor.model.use_peft") else off
@@ -196,13 +196,13 @@ def run_dir(value: Any, theirs: Values) -> Outcome:
 
 
 def model_path(value: Any, _: Values) -> Outcome:
-    """Ours is a folder; theirs may be a name on the hub."""
+    """Model path; one that is no folder here, such as a hub name, is reported as missing."""
     missing = f"model.path: a folder here. {value} is none: hf download {value} --local-dir models/{Path(value).name}"
     return becomes({"model.path": value}, missing="" if Path(value).is_dir() else missing)
 
 
 def data_files(ours: str) -> Rule:
-    """Names on the hub get a split."""
+    """Rule: hub names without a split get @train."""
 
     def rule(value: Any, _: Values) -> Outcome:
         names = [value] if isinstance(value, str) else value
@@ -233,7 +233,7 @@ def kept_checkpoints(value: Any, _: Values) -> Outcome:
 
 
 def reward_function(value: Any, theirs: Values) -> Outcome:
-    """Their function is called in another way than ours: `write` puts an adapter in between."""
+    """Reward function; `write` puts an adapter before it, as it is called in another way than ours."""
     entry: dict[str, Any] = {"function": value if ":" in value else f"{value}:main"}
     arguments = ("reward.reward_function_kwargs.", "reward.score_function_kwargs.")
     kwargs = {key.split("_kwargs.", 1)[1]: given for key, given in theirs.items() if key.startswith(arguments)}

@@ -1,4 +1,4 @@
-"""Every key of RLLaVA's and EasyR1's configurations, and what it is here. EasyR1's `worker.` is left out.
+"""Translation table of RLLaVA and EasyR1 keys, without EasyR1's `worker.` prefix.
 
 From their schemas (rllava/ppo/config.py, rllava/utils/config.py, rllava/data/config.py; verl/trainer/config.py and
 verl/workers/*/config.py) and example files, older names included.
@@ -181,7 +181,7 @@ DERIVED: dict[str, Rule] = {
 
 
 def _by_line(table: str) -> dict[str, str]:
-    """Text behind the bar for each key before it."""
+    """Map each key before a line's bar to the text behind it."""
     lines = (line.partition(" | ") for line in table.strip().splitlines())
     return {key: text for keys, _, text in lines for key in keys.split()}
 

@@ -1,4 +1,4 @@
-"""From their settings to ours: every key gets a line in the account, and what is still missing is named."""
+"""Apply the table to a foreign configuration: a line for every key, and the settings still missing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LAUNCHER = "a flag of their launcher: asyncrl train CONFIG starts one learner a
 
 @dataclass(frozen=True)
 class Line:
-    """One key of theirs and what became of it."""
+    """One foreign key and its translation."""
 
     key: str
     """As their files spell it."""

@@ -61,7 +61,7 @@ def _write(texts: Mapping[Path, str]) -> None:
 
 
 def _problems(text: str) -> list[str]:
-    """What `load_config` refuses, a line each; what is known to be missing is not repeated."""
+    """Errors that load_config reports, except known missing keys."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.yaml"
         path.write_text(text, encoding="utf-8")
@@ -77,7 +77,7 @@ def _problems(text: str) -> list[str]:
 
 
 def as_yaml(done: Import) -> str:
-    """Loads with `load_config` as soon as nothing is missing any more. The account is in its comments."""
+    """YAML of the imported settings; the report follows as comments."""
     sources = " and ".join(done.theirs.sources)
     nested: dict[str, Any] = dict.fromkeys(RunConfig.model_fields)
     for key, value in done.settings.items():
@@ -89,7 +89,7 @@ def as_yaml(done: Import) -> str:
 
 
 def account(done: Import) -> Iterator[str]:
-    """Every key of theirs, by what became of it."""
+    """Report of every key by outcome."""
     for verdict, title in _TITLES.items():
         chosen = [line for line in done.lines if line.outcome.verdict == verdict]
         if chosen:
@@ -152,7 +152,7 @@ _CALLS = {
 
 
 def _with_adapter(done: Import, path: Path) -> tuple[Import, dict[Path, str]]:
-    """Puts `path` in the place of their reward function, if they name one. Returns the text of that file, too."""
+    """Replace the foreign reward function, if any, by an adapter at `path`; also returns the adapter's text."""
     entries = done.settings.get("reward.functions")
     if not entries:
         return done, {}

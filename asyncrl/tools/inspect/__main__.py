@@ -23,7 +23,7 @@ from asyncrl.tools.samples.store import SampleStore
 
 WEB_PORT = 7610
 FILE_COLUMNS = 160
-"""Width of what is printed where nobody has a terminal."""
+"""Width of output that goes to no terminal."""
 
 
 @ends_with_its_reader
@@ -66,12 +66,12 @@ def _parser() -> argparse.ArgumentParser:
     shown.add_argument("--json", action="store_true", help="one JSON object per line")
     web = parser.add_argument_group("in a browser")
     web.add_argument("--web", type=int, nargs="?", const=WEB_PORT, metavar="PORT", help=f"default port: {WEB_PORT}")
-    web.add_argument("--host", default="127.0.0.1", help="address to listen on; others than loopback show all to all")
+    web.add_argument("--host", default="127.0.0.1", help="address to listen on; a non-loopback one exposes all samples")
     return parser
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    """Return the exit code: 1 if a group that should be there is damaged."""
+    """Run the command; return 1 if a kept group is damaged."""
     words = {name: getattr(arguments, name) for name in FILTERS}
     code = ExitCode.FINISHED
     with closing(SampleStore(arguments.run_dir)) as store:

@@ -30,7 +30,7 @@ class ImageFacts:
     frames: int = 0
     """Number of frames of the video that it begins; 0 for an image."""
     problem: str = ""
-    """Why it cannot be shown; empty where it can."""
+    """Reason that it cannot be shown; empty where it can."""
 
 
 def image_facts(image: SampleImage) -> ImageFacts:

@@ -198,7 +198,7 @@ def serve(
             opened["sample"] = str(ticket_id)
         print(f"{server.url}{'?' if opened else ''}{urlencode(opened)}   (Ctrl-C ends it)", flush=True)
         if not _is_loopback(host):
-            print(f"warning: whoever reaches {host} can read every sample of {run_dir}", file=sys.stderr, flush=True)
+            print(f"warning: anyone who reaches {host} can read any sample of {run_dir}", file=sys.stderr, flush=True)
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # a process in the background ends in order, too
         try:
             server.serve_forever()

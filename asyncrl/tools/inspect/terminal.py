@@ -193,7 +193,7 @@ def _completion(trajectory: TrajectoryDetail, colouring: Colouring) -> Iterator[
     if trajectory.row.error:
         yield Text(visible(trajectory.row.error, lines=True), "red")
     if not trajectory.tokens:
-        yield Text("(its tokens are not kept any more)" if trajectory.row.length else "(empty)", "dim")
+        yield Text("(its tokens are no longer kept)" if trajectory.row.length else "(empty)", "dim")
         return
     text = Text(overflow="fold")
     for token, level in zip(trajectory.tokens, token_levels(trajectory)[colouring], strict=True):

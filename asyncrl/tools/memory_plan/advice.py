@@ -35,7 +35,7 @@ def check_plan(config: RunConfig) -> MemoryPlan | None:
 
 
 def check_shared_memory(plan: MemoryPlan) -> str:
-    """The room for published weights in /dev/shm, which a container has little of unless it is told otherwise."""
+    """Describe the room for published weights in /dev/shm; UserError if there is too little, as in containers."""
     if not SHARED_MEMORY.is_dir():
         return f"no {SHARED_MEMORY}: three versions of the weights go to a disk"
     free = shutil.disk_usage(SHARED_MEMORY).free
@@ -61,7 +61,7 @@ def refusal(plan: MemoryPlan) -> str:
 
 
 def advice(plan: MemoryPlan) -> list[str]:
-    """Single changes with what is too much before and after, largest first, and the first few that fit together."""
+    """List single changes by effect, and a combination that fits, if one does."""
     tried: list[tuple[Change, MemoryPlan]] = []
     for change in _levers(plan.config):
         with suppress(UserError):  # what the model does not allow, such as adapters where there is no linear layer
@@ -83,13 +83,13 @@ def advice(plan: MemoryPlan) -> list[str]:
 
 
 def _make_other(plan: MemoryPlan, change: Change) -> MemoryPlan:
-    """The plan after a change. The model is only rehearsed again where it matters."""
+    """Make the plan after a change, measuring the model again only where it matters."""
     same_model = all(key.startswith(("rollout.", "trainer.")) for key in change)
     return make_plan(changed(plan.config, change), plan.model if same_model else None)
 
 
 def _levers(config: RunConfig) -> Iterator[Change]:
-    """Settings that a user may change without changing the task."""
+    """Yield candidate setting changes, none of which changes the task."""
     batch, rollout = config.batch, config.rollout
     other_channel = {"rollout.weights_channel": "shm"} if rollout.weights_channel in DEVICE_CHANNELS else {}
     if other_channel:

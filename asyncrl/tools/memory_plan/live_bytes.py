@@ -55,7 +55,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Operations take and return no deeper containers than lists; pytrees would cost most of the time."""
+    """Yield the tensors in values and lists of them; pytrees would cost most of the time."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -64,7 +64,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def nbytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of all of them, shared storage once."""
+    """Bytes of the tensors' storages, shared ones once."""
     storages = {id(storage): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
     return sum(storage.nbytes() for storage in storages.values())
 

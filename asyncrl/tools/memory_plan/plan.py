@@ -40,7 +40,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Phase:
-    """What one device holds at its worst moment."""
+    """Peak memory of one device in one phase."""
 
     name: str
     lines: tuple[Line, ...]
@@ -80,7 +80,7 @@ class MemoryPlan:
 
 
 def make_plan(config: RunConfig, model: ModelBytes | None = None) -> MemoryPlan:
-    """The plan, with what was rehearsed of the model already. Raises UserError for what is no model."""
+    """Make the plan, reusing `model` if it was measured. Raises UserError for what is no model."""
     model = model or rehearse(config)
     sharing = device_sharing(config)
     learning = Phase("learner awake", tuple(_learner_lines(model, config)))
@@ -107,7 +107,7 @@ def device_sharing(config: RunConfig) -> Sharing:
 
 
 def _context(device: str, process: str, copies: int = 1) -> list[Line]:
-    """`auto` is planned as a GPU, even here where there may be none yet."""
+    """Context memory of a process; `auto` counts as a GPU, even where there is none."""
     return [] if device == "cpu" else [Line(f"context of the {process}", copies * CONTEXT_BYTES, "an estimate")]
 
 
@@ -130,7 +130,7 @@ def _learner_lines(model: ModelBytes, config: RunConfig) -> Iterator[Line]:
 
 
 def _arriving_lines(model: ModelBytes, config: RunConfig) -> Iterator[Line]:
-    """A device channel takes a whole version on each worker's device, whatever part of the model is there."""
+    """Memory of incoming weights: a device channel needs one full version per worker, whatever part it has."""
     channel = config.rollout.weights_channel
     if channel in DEVICE_CHANNELS:
         why = f"rollout.weights_channel={channel}: a whole version, beside the model" + _servers(config)
@@ -139,7 +139,7 @@ def _arriving_lines(model: ModelBytes, config: RunConfig) -> Iterator[Line]:
 
 
 def _nccl(config: RunConfig, process: str) -> list[Line]:
-    """One group with each server."""
+    """NCCL buffers, one group per server."""
     if config.rollout.weights_channel != "nccl":
         return []
     return [Line(f"NCCL of the {process}", config.rollout.servers * NCCL_BYTES, "an estimate" + _servers(config))]
@@ -164,7 +164,7 @@ def size(nbytes: float) -> str:
 
 
 def _engine_lines(model: ModelBytes, config: RunConfig) -> Iterator[Line]:
-    """The hf engine; for vllm, its profiling pass with the same model's layers (an estimate from above)."""
+    """Engine memory; for vllm an upper estimate of its profiling pass, by the same model's layers."""
     rollout, copies, parts = config.rollout, config.rollout.servers, 1
     tokens, sequences = longest_sequence(config), rollout.max_concurrent_sequences
     prompts, decode = prefilled_prompts(config), sequences * tokens * model.decode_per_token

@@ -1,4 +1,4 @@
-"""Bytes of a model in a run, without any memory.
+"""Memory of a model's passes, measured on the meta device.
 
 Weights, gradients, AdamW's moments, KV cache and publications are counted. What a pass adds at its peak is rehearsed on
 torch's meta device through the model's own code; kernels' own workspaces are not seen.
@@ -54,19 +54,17 @@ class ModelBytes:
 
     @property
     def moments(self) -> int:
-        """AdamW's two averages."""
+        """Bytes of AdamW's two moments."""
         return 2 * self.gradients
 
     @property
     def stepping(self) -> int:
-        """Most that AdamW's update adds: with torch's default on CUDA one more copy of what is trained."""
+        """Most bytes that AdamW's update adds: with torch's default on CUDA one more copy of what is trained."""
         return self.gradients
 
 
 def rehearse(config: RunConfig) -> ModelBytes:
-    """Takes seconds. Raises UserError for a model that cannot be rehearsed: its own code may read values, which the
-    meta device has not.
-    """
+    """Measure a model on the meta device; raises UserError if it cannot run there. Takes seconds."""
     described = read_config(config.model)  # refuses what can be planned and not trained
     try:
         return _rehearse(config)

@@ -129,7 +129,7 @@ class Answers:
         yield connected if servers else Row("servers", [Text("none connected", "yellow")], rank=1)
         device = status.get("device") or {}
         if device:  # learner and server take turns
-            held_by = ("held by", str(device.get("holder") or "nobody"))
+            held_by = ("held by", str(device.get("holder") or "no process"))
             yield self._row("device", 2, held_by, ("turn", str(device.get("fence"))))
         yield self._row("groups", 3, *((name, str(count)) for name, count in (status.get("groups") or {}).items()))
         seconds = run.last("step_s")
@@ -154,11 +154,11 @@ class Answers:
         return self._row(side, 1, speed, waits, *more)
 
     def _waiting(self) -> Row:
-        """One line whatever its length: the panel should not jump while it is being read."""
+        """Row with what the learner waits for, always one line: the panel should not jump while it is read."""
         why = cut(self.run.status.get("waiting_for") or "", self.cells)
         if self.run.has_ended:
             return Row("ended", [Text(why, "red") if why else Text(self.run.phase, "dim")])
-        idle = "nothing" if self.run.status else "the first word of the learner"
+        idle = "nothing" if self.run.status else "the learner to start"
         return Row("waiting for", [Text(why, "yellow") if why else Text(idle, "dim")])
 
     def samples(self) -> Iterator[Row]:

@@ -113,8 +113,8 @@ class Display(AbstractContextManager["Display"]):
         if step != self._last_step or self.run.has_ended:
             self._last_step, self._new_step_at, self._stuck_s = step, now, STUCK_S
         elif now - self._new_step_at >= self._stuck_s:
-            waiting = self.run.status.get("waiting_for") or "nothing that the learner has said"
-            self._print(f"step {step}: no other for {self._stuck_s:.0f} s, {self.run.phase}, waiting for {waiting}")
+            waiting = self.run.status.get("waiting_for") or "(no reason reported)"
+            self._print(f"step {step}: no new step for {self._stuck_s:.0f} s, {self.run.phase}, waiting for {waiting}")
             self._stuck_s *= 2
 
     def _print(self, line: str) -> None:

@@ -102,7 +102,7 @@ class RunSnapshot:
         return self.phase in ENDED
 
     def warnings(self) -> dict[str, str]:
-        """Return what is wrong in the newest steps: sentences by subject; none for a run that has ended."""
+        """Active problems of the newest steps, by subject; none for a run that has ended."""
         starts = [{"time": self.since}, *read_starts(self.run_dir)[-1:]]
         newest = self.steps[-JUDGED_STEPS:]
         return warnings(RecordedRun(self.run_dir, newest, self.evaluations, self.status, self.rewards, starts))

@@ -23,7 +23,7 @@ MAX_POINTS = 400
 Show = Callable[[float | None], str]
 """Formats a value."""
 Drawing = dict[str, Any]
-"""What templates/chart.html shows."""
+"""Context of templates/chart.html."""
 Mark = tuple[str, str, str]
 """SVG element, class and points."""
 

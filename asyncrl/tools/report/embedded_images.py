@@ -66,7 +66,7 @@ class EmbeddedImages:
         width, height = image.size
         small, kind = _shrink(image, data)
         if len(small) > self._left:
-            return EmbeddedImage(width=width, height=height, problem="left out: the page has its fill of images")
+            return EmbeddedImage(width=width, height=height, problem="left out: image budget used up")
         self._left -= len(small)
         return EmbeddedImage(f"data:{kind};base64,{base64.b64encode(small).decode()}", width, height)
 

@@ -50,7 +50,7 @@ class SampleRow:
     """Largest absolute difference between learner and engine of a trained token; None: nothing was trained."""
     error: str
     has_payload: bool
-    """Whether the journal still keeps its tokens."""
+    """True if the journal keeps its tokens."""
     completion: str = ""
     """In a list: the beginning of the completion, as long as its tokens are kept."""
 
@@ -116,9 +116,9 @@ class SampleDetail:
     answer: str
     trajectories: tuple[TrajectoryDetail, ...]
     problem: str
-    """Why something is missing; empty if nothing is."""
+    """Reason that something is missing; empty if nothing is."""
     is_damaged: bool = False
-    """Whether the journal should have its tokens, and cannot read them."""
+    """True if the journal should have its tokens but they cannot be read."""
 
     @property
     def step(self) -> int:

@@ -65,7 +65,7 @@ class TokenTexts:
 
     @property
     def problem(self) -> str:
-        """Why tokens are numbers; empty if there is a tokenizer."""
+        """Reason that tokens are shown as numbers; empty if there is a tokenizer."""
         if self._tokenizer is not None:
             return ""
         return f"there is no tokenizer: none of {', '.join(map(str, self._places))} is there. Tokens are numbers"

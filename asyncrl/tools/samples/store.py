@@ -27,10 +27,7 @@ from protocol.messages import Group
 
 BEGINNING = 64
 """Tokens of a completion that a list shows."""
-NOT_KEPT = (
-    "its tokens are not kept any more: the newest trainer.keep_samples_gib of groups are, beside those that a restart "
-    "needs"
-)
+NOT_KEPT = "its tokens are no longer kept (trainer.keep_samples_gib)"
 DAMAGED = "its tokens cannot be read: {} is {}. Restore that file, or copy the run directory again"
 
 
@@ -78,11 +75,11 @@ class SampleStore:
                 yield self._open_index()
             except sqlite3.DatabaseError as problem:
                 raise UserError(
-                    f"{self._file} cannot be read: {problem}. Move it away: what the journal keeps is shown without it"
+                    f"{self._file} cannot be read: {problem}. Move it away; inspect then reads the journal"
                 ) from problem
 
     def _open_index(self) -> sqlite3.Connection:
-        """The file as soon as the learner has made it. Until then the index in memory follows the journal."""
+        """Open the index file; until the learner has made it, an index in memory follows the journal."""
         if self._is_file:
             return self._index
         written, seen = _open(self._file), self._journal.changes
@@ -165,7 +162,7 @@ class SampleStore:
 
 
 def _open(file: Path) -> sqlite3.Connection | None:
-    """None where the learner has not made its tables yet."""
+    """Open the index; None if the learner has not made its tables yet."""
     if not is_there(file):
         return None
     db = sqlite3.connect(read_only_uri(file), uri=True, isolation_level=None, check_same_thread=False)

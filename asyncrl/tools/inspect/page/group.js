@@ -48,7 +48,7 @@ const Group = (() => {
         element("span", { class: "facts" }, ...facts.map((fact) => element("span", {}, fact)))));
     if (one.error) card.append(element("p", { class: "problem" }, visible(one.error)));
     card.append(one.tokens.length ? render(one, Address.colouring(), `Completion ${one.trajectory}`)
-      : element("p", { class: "nothing" }, one.length ? "its tokens are not kept any more" : "(empty)"));
+      : element("p", { class: "nothing" }, one.length ? "its tokens are no longer kept" : "(empty)"));
     return card;
   }
 
