@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from asyncrl.launch.inputs import Side
 
 RESUME = "continue run_dir from its newest checkpoint"
-DRY_RUN = "print what would be run, and one rendered prompt; what this machine lacks for it, doctor says"
+DRY_RUN = "print what would be run, and one rendered prompt; use doctor to check this machine"
 
 
 @ends_with_its_reader
@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     health = commands.add_parser("health", help="exit code 0 if the service behind a metrics endpoint does its work")
     health.add_argument("url", metavar="URL", help="such as http://127.0.0.1:9101/metrics")
     health.set_defaults(handler=_health)
-    watch = commands.add_parser("watch", help="the panel of a run, whoever started it and wherever")
+    watch = commands.add_parser("watch", help="live panel of a run, wherever it was started")
     watch.add_argument("run_dir", type=Path, metavar="RUN")
     watch.set_defaults(handler=_watch)
     keys = commands.add_parser("keys", help="make key pairs for learner and rollout servers on several machines")
@@ -112,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     keys.set_defaults(handler=_keys)
     imported = commands.add_parser("import-config", help="a configuration of RLLaVA or EasyR1, as one of ours")
     imported.add_argument("source", type=Path, metavar="FILE", help="their YAML file, or the script that starts it")
-    imported.add_argument("-o", dest="out", type=Path, metavar="OUT", help="write OUT, and tell of each key")
+    imported.add_argument("-o", dest="out", type=Path, metavar="OUT", help="write OUT and say what became of each key")
     imported.set_defaults(handler=_import_config)
     reference = commands.add_parser("config-reference", help="print every configuration key as Markdown")
     reference.set_defaults(handler=_config_reference)

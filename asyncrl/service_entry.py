@@ -61,8 +61,8 @@ def run_service(name: str, main: Main) -> NoReturn:
 
 
 def _leave(code: int) -> NoReturn:
-    """End as the interpreter does, threads and exit handlers first, but do not take its modules apart: extension
-    modules print their leaks then (nanobind, in triton) below the log's last line, or crash a run that is finished.
+    """Exit after threads and atexit handlers, without unloading extension modules: those print their leaks then
+    (nanobind, in triton) below the log's last line, or crash a run that is finished.
 
     After ENDING_S the process ends anyway: W&B waits 90 s for a server that does not answer.
     """

@@ -1,4 +1,4 @@
-"""End a command when the reader of its output goes away, as `head` does: nothing is wrong then."""
+"""Exit quietly when the pipe that reads a command's output closes (`| head`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ READER_GONE = 128 + signal.SIGPIPE
 
 
 def ends_with_its_reader(main: Callable[P, int]) -> Callable[P, int]:
-    """Make a command return READER_GONE where it cannot print any more. Other broken pipes are raised."""
+    """Decorate a command to return READER_GONE on a broken stdout. Other broken pipes are raised."""
 
     @wraps(main)
     def ended(*arguments: P.args, **named: P.kwargs) -> int:

@@ -1,5 +1,5 @@
-"""Mistakes that show before anything is loaded: in the model folder's small files, the data, the rewards, the devices
-and the memory plan. They leave no run directory behind. Torch is only imported where devices or a plan are asked for.
+"""Checks before anything is loaded: the model folder's small files, data, rewards, devices, memory plan. A failed one
+leaves no run directory behind. Torch is only imported where devices or a plan are asked for.
 """
 
 from __future__ import annotations

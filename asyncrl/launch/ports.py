@@ -35,7 +35,7 @@ _TRIES = 100
 
 @contextmanager
 def reserve_ports(config: RunConfig) -> Iterator[RunConfig]:
-    """The configuration without zeros. Until the end no other launcher takes one of its ports. Raises UserError."""
+    """Replace port 0 by free ports; no other launcher takes one of the run's ports in the block. Raises UserError."""
     sections: dict[str, dict[str, int]] = {"network": {}, "telemetry": {}}
     with ExitStack() as claims:
         try:
@@ -51,7 +51,7 @@ def reserve_ports(config: RunConfig) -> Iterator[RunConfig]:
 
 
 def _claim_fixed_ports(config: RunConfig, claims: ExitStack) -> None:
-    """A port that was asked for must be free, and asked for once; each host is an address of this machine."""
+    """Check that fixed ports are free, distinct and on an address of this machine, and claim them."""
     for section, key in PORTS:
         check_bind(getattr(config, section).host, 0, setting=f"{section}.{key}")
     owners: dict[int, str] = {}

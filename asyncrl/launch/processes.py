@@ -93,14 +93,14 @@ class Service:
         self._group_is_gone = True  # from now on the system may give the number to somebody else
 
     def ending(self) -> str:
-        """Describe how it ended; few users know that -9 may mean that memory ran out."""
+        """Describe the exit code or signal; few users know that -9 may mean that memory ran out."""
         if self.code is None or self.code >= 0:
             return f"{self.name} ended with code {self.code}"
         name = signal.Signals(-self.code).name
         return f"{self.name} was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
 
     def last_words(self) -> str:
-        """The end of its log: from the last `error:` line on, where it ended with one."""
+        """The end of its log: from the last `error:` line on if the exit code promises one, else LAST_LINES lines."""
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
         errors = [number for number, line in enumerate(lines) if line.startswith("error: ")]
         explained = self.code in (ExitCode.USER_ERROR, ExitCode.BAD_STATE) and errors
@@ -153,6 +153,6 @@ def available_cores() -> int:
 
 
 def _die_with_parent() -> None:
-    """Linux sends SIGTERM to the child when the launcher dies, even by SIGKILL."""
+    """Make the kernel send SIGTERM to the child when the launcher dies, even by SIGKILL."""
     assert _LIBC is not None
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -104,7 +104,7 @@ class Supervisor:
             time.sleep(POLL_S)
 
     def _look_after(self, service: Service) -> Outcome | None:
-        """Start a service again if that is due; returns an outcome if the run cannot go on without it."""
+        """Restart a service when due; return an outcome if the run must end."""
         code = service.code
         if code is None:
             return None
@@ -124,12 +124,12 @@ class Supervisor:
         return self._after_crash(service)
 
     def _learner_comes_back(self) -> bool:
-        """Whether the learner waits to be started again, or was a moment ago: its servers may take a while to end."""
+        """True while the learner waits for, or has just had, a restart: its servers may take a while to end."""
         recently = self.restarts[self.learner.name] > 0 and self.learner.age_s < self._stop_s
         return recently or self.learner.name in self._due
 
     def _end_of_run(self, service: Service) -> Outcome | None:
-        """Choose the side that explains the end when both end: the learner, unless it only crashed."""
+        """Choose the service whose failure ended the run: the learner, unless it crashed; None if it has finished."""
         if service is not self.learner:
             deadline = time.monotonic() + 2 * POLL_S
             while time.monotonic() < deadline and self.learner.code is None:

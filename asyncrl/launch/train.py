@@ -59,7 +59,7 @@ def _launch(config: RunConfig, *, resume: bool) -> int:
 
 
 def _adopt(file: Path, run: RunSnapshot) -> None:
-    """Make a server's failure the run's, if the run was under way and the learner has no reason of its own."""
+    """Move a server's failure record to the run, if it was under way and the learner has none of its own."""
     failure, is_under_way = read_failure(file.parent, file.name), run.status and run.phase != "finished"
     if failure is None or failure.time < run.since or not is_under_way or read_failure(run.run_dir):
         return
@@ -95,7 +95,7 @@ def report(config: RunConfig, outcome: Outcome, run: RunSnapshot) -> int:
         print(f"metrics  {config.run_path / 'metrics.jsonl'}")
         print(f"samples  {config.run_path / 'samples.jsonl'}")
     else:
-        reason = f"{outcome.failed.name} was told to stop, and the run with it" if outcome.failed else "interrupted"
+        reason = f"{outcome.failed.name} got SIGTERM or SIGINT, ending the run" if outcome.failed else "interrupted"
         resumable = is_resumable(config.run_path)
         print(f"{reason}; the same command with --resume continues" if resumable else f"{reason} before it had begun")
     sys.stdout.flush()
@@ -123,5 +123,5 @@ def _why(config: RunConfig, outcome: Outcome, since: float) -> str:
     if outcome.gave_up:
         restarts = config.launch.max_restarts
         limit = f" once more after {restarts} restarts (launch.max_restarts)" if restarts else ""
-    fix = "Continue with --resume, and raise launch.max_restarts to have it started again"
+    fix = "Continue with --resume, and raise launch.max_restarts for more automatic restarts"
     return f"{service.ending()}{limit}. {fix}; the last lines of {service.log}:\n{service.last_words()}"

@@ -61,14 +61,14 @@ def describe_folder(config: ModelConfig) -> dict[str, Any]:
     in_tokenizer = "chat_template" in _read_json(folder / "tokenizer_config.json", missing={})
     if not in_tokenizer and not _has(folder, *_TEMPLATE_FILES, key="chat_template"):
         raise UserError(
-            f"{folder} has no chat template: nobody knows how its prompts are written. Copy chat_template.jinja (or a "
+            f"{folder} has no chat template: prompts cannot be rendered. Copy chat_template.jinja (or a "
             "tokenizer_config.json that has one) from the original model, or of its instruction-tuned variant, into it"
         )
     return described
 
 
 def _refuse_quantised(folder: Path, described: Mapping[str, Any]) -> None:
-    """Neither side can train or publish such weights."""
+    """Raise UserError for quantised weights, which can be neither trained nor published."""
     found = described.get("quantization_config") or (described.get("text_config") or {}).get("quantization_config")
     if found:
         method = found.get("quant_method", "unknown") if isinstance(found, dict) else found
@@ -79,7 +79,7 @@ def _refuse_quantised(folder: Path, described: Mapping[str, Any]) -> None:
 
 
 def has_eyes(described: Mapping[str, Any]) -> bool:
-    """True for a model with a vision part, by the folder's config.json."""
+    """True if the folder's config.json has a vision part."""
     return described.get("vision_config") is not None
 
 

@@ -58,7 +58,7 @@ def _describe(config: ModelConfig, text_attention: str) -> tuple[Any, Any, dict[
 
 @torch.no_grad()
 def _align(model: nn.Module) -> None:
-    """Put every tensor where an allocation would begin.
+    """Align every tensor as torch's allocator would.
 
     Loaded ones lie as their file was mapped, behind a header of any length, and MKL rounds a product by where its
     factors lie: the same weights in other memory, after a sleep or out of another file, would have other log-probs.

@@ -97,7 +97,7 @@ def _is_vision(name: str) -> bool:
 
 
 def add_adapter(model: Any, spec: AdapterSpec, *, seed: int = 0) -> Any:
-    """PEFT's handle on the model, which has its adapter in place and everything else frozen from now on.
+    """Add an adapter to the model and freeze the rest; return PEFT's wrapper of it.
 
     The adapter changes nothing yet; `seed` decides where its training begins.
     """
@@ -167,14 +167,14 @@ def _check_base(config: ModelConfig, folder: Path) -> None:
         )
     if not base and named != config.path:
         logger.warning(
-            "the adapter in %s says that it is for %s, and model.path is %s: nothing here tells whether these are "
-            "the same weights. On others its scores mean nothing",
+            "the adapter in %s says that it is for %s, and model.path is %s: cannot verify that the base weights are "
+            "the same; if not, results are invalid",
             *(folder, named or "no base in particular", config.path),
         )
 
 
 def _check_shapes(config: ModelConfig, folder: Path) -> None:
-    """An adapter from elsewhere does not say which base it is for, and PEFT passes over layers that are not there."""
+    """Check that the adapter's layers fit the model: PEFT ignores missing ones, and a foreign adapter names no base."""
     from safetensors import safe_open
 
     modules = dict(skeleton(config).named_modules())
@@ -195,7 +195,7 @@ def _check_shapes(config: ModelConfig, folder: Path) -> None:
 
 
 def _lora_config(spec: AdapterSpec) -> Any:
-    """No dropout and no bias: with them the learner's log-probs would not be the engine's."""
+    """PEFT configuration without dropout and bias: with them the learner's log-probs would not be the engine's."""
     from peft import LoraConfig
 
     return LoraConfig(

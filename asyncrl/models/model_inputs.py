@@ -33,7 +33,7 @@ def prompt_positions(model: Any, prompt: EncodedPrompt) -> tuple[torch.Tensor, i
 
 
 def _grids(prompt: EncodedPrompt) -> dict[str, torch.Tensor]:
-    """Qwen2.5-VL spaces a video's frames by their seconds; others take no notice."""
+    """Keyword arguments with the grids of images and videos, and seconds per grid, which only Qwen2.5-VL uses."""
     found: dict[str, torch.Tensor] = {}
     if len(prompt.image_grids):
         found["image_grid_thw"] = torch.from_numpy(prompt.image_grids).long()
@@ -65,7 +65,7 @@ def _joined(grids: Sequence[np.ndarray]) -> torch.Tensor:
 
 
 def place_text_after_videos(model: Any) -> None:
-    """Have the model's own `get_rope_index` number what follows a video from the video's last position on.
+    """Patch the model's `get_rope_index`: text after a video starts after the video's last position.
 
     So Qwen2-VL (https://arxiv.org/abs/2409.12191, sec. 2.1) and Qwen2.5-VL were pretrained, and so vLLM does it;
     transformers 5.19 goes on after the larger side of a frame, inside the time of a video that lasts longer than that.

@@ -1,4 +1,4 @@
-"""The meaning of a log-probability, the same for the engine that samples and the learner that trains.
+"""Definition of log-probabilities that engine and learner share.
 
 The learner's policy is `softmax((logits + ban) / temperature)` where `ban` is minus infinity on the ids that must
 never be sampled. Engine and learner both call these functions, so their log-probs differ only by rounding. The engine

@@ -76,7 +76,7 @@ def make_layout(groups: Sequence[tuple[int, Sequence[int]]], device: torch.devic
 
 
 def _similar(lengths: Sequence[int]) -> list[list[int]]:
-    """Indices of groups that may share a padded length, shortest first."""
+    """Batch groups of similar length, by their indices, shortest first."""
     parts: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
         if parts and lengths[i] <= WASTE * lengths[parts[-1][0]]:

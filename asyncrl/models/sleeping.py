@@ -1,4 +1,4 @@
-"""Tensors that sleep: their contents leave the device, and come back bit for bit.
+"""Offload tensors from a device (sleep) and restore them bit for bit (wake).
 
 The tensor objects stay, emptied: an optimiser, tied modules, all that refers to one sees it whole again after waking.
 From a GPU the contents go to pinned host memory. Where the device is the CPU, its memory is the host's: they go to a
@@ -27,7 +27,7 @@ PIECE_WORDS = MIB
 
 
 class SpillFile:
-    """A file without a name in the run directory: it vanishes with the process, however that ends."""
+    """Unnamed temporary file in `folder`; the kernel frees it when the process ends, however that happens."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -56,7 +56,7 @@ class SpillFile:
 
 
 class HostMemory:
-    """Chunks that stay allocated from one sleep to the next: pinning memory takes longer than filling it."""
+    """Host buffers for offloaded tensors, kept for the next sleep: pinning memory takes longer than filling it."""
 
     def __init__(self, *, pinned: bool, chunk_bytes: int = CHUNK_BYTES):
         self._pinned = pinned
@@ -90,7 +90,7 @@ class HostMemory:
 
 @dataclass
 class _Sleeping:
-    """A tensor without its contents, and how to make it whole."""
+    """An offloaded tensor: its metadata, store offset and bit sum."""
 
     tensor: torch.Tensor
     like: torch.Tensor
@@ -101,10 +101,10 @@ class _Sleeping:
 
 
 class Sleeper:
-    """Puts the tensors of one owner to sleep, together."""
+    """Offloads and restores the tensors of one owner, all together."""
 
     def __init__(self, owner: str, device: torch.device, folder: Path, store: HostMemory | None = None):
-        """`folder` is for the file, where the device is the CPU."""
+        """`folder`: place of the spill file if the device is the CPU and no `store` is given."""
         self.owner = owner
         self.device = device
         self._store = store or (SpillFile(folder) if device.type == "cpu" else HostMemory(pinned=True))
@@ -120,7 +120,7 @@ class Sleeper:
 
     @torch.no_grad()
     def sleep(self, tensors: Iterable[torch.Tensor], *, forget: Iterable[torch.Tensor] = ()) -> int:
-        """Take the contents off the device; those of `forget` are not kept. Returns the bytes that left it.
+        """Offload the contents, and discard those of `forget`. Returns the bytes freed on the device.
 
         Tensors elsewhere are left alone. If there is no room for the contents (OSError), nothing has changed.
         """
@@ -150,7 +150,7 @@ class Sleeper:
 
     @torch.no_grad()
     def wake(self) -> int:
-        """Bring everything back. What was forgotten has its memory again, with anything in it. Returns the bytes.
+        """Restore the contents; discarded tensors are uninitialised. Returns the bytes allocated.
 
         Raises BadStateError when the device has no room, or a tensor is not what it was.
         """
@@ -190,7 +190,7 @@ class Sleeper:
 
 
 def no_room_to_wake(owner: str, device: torch.device, needed: int, got: int, free: int) -> BadStateError:
-    """The error for a device without room; all numbers in bytes."""
+    """Error for a device without enough memory to wake; all numbers in bytes."""
     return BadStateError(
         f"{owner} cannot wake: it needs {needed / MIB:,.0f} MiB on {device} and got {got / MIB:,.0f}; "
         f"{free / MIB:,.0f} MiB are free. Stop what else is on the device, or make both sides smaller "

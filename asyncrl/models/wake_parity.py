@@ -38,7 +38,7 @@ def fixed_prompt(token_ids: np.ndarray) -> EncodedPrompt:
 
 
 def check_wake_parity(owner: str, before: torch.Tensor, after: torch.Tensor, device: torch.device) -> None:
-    """[T] log-probs each. Raises BadStateError with the numbers."""
+    """Compare [T] log-probs from before and after a sleep. Raises BadStateError with the numbers on a mismatch."""
     difference = (before - after).abs()
     worst = int(difference.argmax())
     if not float(difference.max()) <= LARGEST_DIFFERENCE[device.type]:  # NaN is no parity, either

@@ -1,4 +1,4 @@
-"""A completion as rewards see it, in training and in evaluation alike.
+"""Conversion of a completion into a RewardSample, in training and in evaluation alike.
 
 Apart from `sample`, because reward workers import that and must start without the wire's models.
 """
