@@ -160,7 +160,7 @@ def where_time_goes(arm: Arm, groups: int) -> dict[str, float]:
         (ledger, "receive", "commit, write-ahead log, ledger"),
         (learner.network.group_receiver.GroupReceiver, "keep", "acknowledge"),
         (TicketSender, "_send_waiting", "tickets out"),
-        (TicketSender, "_admit", "admission"),
+        (ledger, "admissible", "admission"),
         (TicketSender, "_write_some", "tickets: prepare and journal"),
     )
     with ExitStack() as stack:
