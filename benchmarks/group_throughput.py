@@ -130,7 +130,7 @@ class Stopwatch:
         function = getattr(owner, attribute)
 
         def timed(*arguments: Any, **options: Any) -> Any:
-            if threading.current_thread().name != "exchange":
+            if threading.current_thread().name != "network":
                 return function(*arguments, **options)
             self._stack.append(0.0)
             started = time.thread_time()

@@ -76,7 +76,7 @@ def measure_recording() -> None:
 
         setattr(Reporter, name, measured)
 
-    for name in ("step", "status", "evaluated", "published"):
+    for name in ("step", "status", "evaluated"):
         timed(name)
     work = TrackerThread.run
 
