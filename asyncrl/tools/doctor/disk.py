@@ -19,8 +19,10 @@ HEADER_BYTES = 200
 """Bytes of a trajectory in the journal, beside its arrays."""
 INDEX_SHARE, INDEX_ROW_BYTES = 0.3, 200
 """Size of samples.sqlite: share of the groups that it lists (docs/results.md), and bytes of each trajectory besides."""
-TOKEN_BYTES, STEP_BYTES, LOGS_BYTES = 14, 8192, 32 * MIB
-"""Bytes of a token's text and id in samples.jsonl, of a step in metrics.jsonl and timeline.jsonl, and of logs."""
+SAMPLE_BYTES, TEXT_BYTES, ID_BYTES = 500, 6, 8
+"""Bytes in samples.jsonl of a trajectory beside its tokens, of a token's text, and of a completion token's id."""
+STEP_BYTES, LOGS_BYTES = 8192, 32 * MIB
+"""Bytes of a step in metrics.jsonl and timeline.jsonl, and of logs."""
 
 
 def find_run_dir(config: RunConfig) -> Findings[None]:
@@ -69,7 +71,7 @@ def find_disk(config: RunConfig, plan: MemoryPlan, num_rows: int | None) -> Find
         yield Finding("disk of run_dir", value, "problem", f"make room, set run_dir on a larger disk{lower}")
     else:
         yield Finding("disk of run_dir", value)
-    limit, largest = resource.getrlimit(resource.RLIMIT_FSIZE)[0], max(plan.model.moments, plan.model.weights)
+    limit, largest = resource.getrlimit(resource.RLIMIT_FSIZE)[0], max(plan.model.moments, _saved_weights(config, plan))
     if limit != resource.RLIM_INFINITY and limit < largest:
         value = f"this process may write files of {size(limit)}, and a checkpoint has one of {size(largest)}"
         yield Finding("file sizes", value, "problem", "raise the limit: ulimit -f unlimited")
@@ -82,14 +84,15 @@ def _written_parts(config: RunConfig, plan: MemoryPlan, steps: int) -> list[tupl
     arrays = steps * config.batch.prompts_per_step * config.group_bytes(config.batch.group_size)
     groups = arrays + trajectories * HEADER_BYTES
     waiting, kept = trainer.journal_limit_mib * MIB, int(trainer.keep_samples_gib * GIB)
-    checkpoint = (model.published if config.model.lora.rank else model.weights) + model.moments
+    checkpoint = _saved_weights(config, plan) + model.moments
     saves = 1 + groups // waiting + ((steps - 1) // trainer.save_freq if trainer.save_freq else 0)
     number = min(trainer.save_limit + 1, saves)  # the new one is whole before the oldest goes
     journal = min(groups, waiting + kept)
     to_shorten = "trainer.keep_samples_gib" if kept > waiting else "trainer.journal_limit_mib"
     index = int(INDEX_SHARE * arrays) + trajectories * INDEX_ROW_BYTES
-    shown = steps * min(trainer.samples_per_step, config.batch.prompts_per_step) * (1 + config.batch.group_size)
-    samples = shown * TOKEN_BYTES * (config.data.max_prompt_length + config.data.max_response_length)
+    completion = SAMPLE_BYTES + (TEXT_BYTES + ID_BYTES) * config.data.max_response_length
+    shown = steps * min(trainer.samples_per_step, config.batch.prompts_per_step)
+    samples = shown * (TEXT_BYTES * config.data.max_prompt_length + config.batch.group_size * completion)
     logs = LOGS_BYTES + steps * STEP_BYTES
     return [
         (f"{number} checkpoint{'s' * (number != 1)} of {size(checkpoint)}", number * checkpoint, "trainer.save_limit"),
@@ -99,3 +102,8 @@ def _written_parts(config: RunConfig, plan: MemoryPlan, steps: int) -> list[tupl
         (f"samples.jsonl of {size(samples)}", samples, "trainer.samples_per_step"),
         (f"{size(logs)} of metrics and logs", logs, ""),
     ]
+
+
+def _saved_weights(config: RunConfig, plan: MemoryPlan) -> int:
+    """Bytes of a checkpoint's weights: with LoRA its adapters alone."""
+    return plan.model.published if config.model.lora.rank else plan.model.weights
