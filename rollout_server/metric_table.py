@@ -21,6 +21,12 @@ PRODUCTION = (
     _counter("groups", "groups", "Groups produced.", "rises steadily"),
     _counter("trajectories", "trajectories", "Trajectories by how they ended.", "finished dominates", "status"),
     _counter("reward_errors", "trajectories", "Trajectories whose reward failed, by kind.", "0", "kind"),
+    _counter(
+        "reward_output_dropped_bytes",
+        "bytes",
+        "Bytes that rewards printed beyond the 8 KiB per sample that go to the log.",
+        "0",
+    ),
     _gauge(
         "held_groups",
         "groups",

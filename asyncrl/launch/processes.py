@@ -20,6 +20,10 @@ from asyncrl.errors import ExitCode
 from asyncrl.journal import JOURNAL_FILE
 
 LAST_LINES = 30
+LOG_BYTES = 8 << 20
+"""Size at which a log is moved to `<name>.log.1`, over an earlier one: a run's logs never fill its disk."""
+LAST_BYTES = 1 << 20
+"""End of a log in which its last words are looked for."""
 _PR_SET_PDEATHSIG = 1
 # Loaded here: between fork and exec nothing may wait for a lock that another thread held.
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -61,6 +65,21 @@ class Service:
                 preexec_fn=_die_with_parent if sys.platform == "linux" else None,
             )
 
+    def rotate_log(self) -> None:
+        """Move the log's last LOG_BYTES to `<name>.log.1` and empty it, once it is longer.
+
+        The process, and those that it started, hold the file itself, opened for appending: no renaming reaches them.
+        What is written in the instant between copy and truncation is lost.
+        """
+        with contextlib.suppress(OSError):  # no log yet, or a full disk: the next look tries again
+            if self.log.stat().st_size > LOG_BYTES:
+                self._rotated.write_bytes(_end_of(self.log, LOG_BYTES))
+                os.truncate(self.log, 0)
+
+    @property
+    def _rotated(self) -> Path:
+        return self.log.with_name(f"{self.log.name}.1")
+
     @property
     def age_s(self) -> float:
         """Seconds since it was started last."""
@@ -101,7 +120,8 @@ class Service:
 
     def last_words(self) -> str:
         """The end of its log: from the last `error:` line on if the exit code promises one, else LAST_LINES lines."""
-        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        ends = [_end_of(log, LAST_BYTES) for log in (self._rotated, self.log) if log.exists()]
+        lines = b"".join(ends).decode(errors="replace").splitlines()
         errors = [number for number, line in enumerate(lines) if line.startswith("error: ")]
         explained = self.code in (ExitCode.USER_ERROR, ExitCode.BAD_STATE) and errors
         return "\n".join(lines[errors[-1] :] if explained else lines[-LAST_LINES:])
@@ -150,6 +170,12 @@ def service_environment(threads: int, sharing: int = 1, *, taking_turns: bool = 
 
 def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _end_of(log: Path, nbytes: int) -> bytes:
+    with log.open("rb") as file:
+        file.seek(-min(nbytes, log.stat().st_size), os.SEEK_END)
+        return file.read(nbytes)
 
 
 def _die_with_parent() -> None:

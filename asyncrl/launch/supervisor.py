@@ -96,6 +96,7 @@ class Supervisor:
                 on_tick()
                 return Outcome(ExitCode.FINISHED)
             for service in self.services:
+                service.rotate_log()
                 outcome = self._look_after(service)
                 if outcome is not None:
                     self._stop(*self.services)

@@ -17,7 +17,7 @@ from asyncrl.plugins import read_source
 from asyncrl.rewards import channel
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.spec import check_rewards, locate
-from asyncrl.rewards.worker_process import WorkerDied, WorkerProcess
+from asyncrl.rewards.worker_process import SHOWN_BYTES, WorkerDied, WorkerProcess
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +61,8 @@ class RewardPool:
         self._workers: set[WorkerProcess] = set()
         self._replacing: set[asyncio.Task[None]] = set()
         self._errors: Counter[str] = Counter()
+        self.output_dropped_bytes = 0
+        """Bytes that rewards printed beyond SHOWN_BYTES per sample, which no log has."""
         self._closed = False
 
     @property
@@ -160,9 +162,18 @@ class RewardPool:
         return Score("timed_out", "reward_timeout", message, seconds=seconds)
 
     async def _add_worker(self) -> None:
-        worker = await WorkerProcess.start(self._setup)
+        worker = await WorkerProcess.start(self._setup, self._count_dropped)
         self._workers.add(worker)
         self._idle.put_nowait(worker)
+
+    def _count_dropped(self, nbytes: int) -> None:
+        if not self.output_dropped_bytes:
+            logger.warning(
+                "a reward printed more than %d bytes for one sample: what is beyond is dropped, and counted in "
+                "asyncrl_rollout_reward_output_dropped_bytes_total. Let it write to a file of its own to keep all",
+                SHOWN_BYTES,
+            )
+        self.output_dropped_bytes += nbytes
 
     def _replace(self, worker: WorkerProcess) -> None:
         task = asyncio.create_task(self._stop_and_start(worker))

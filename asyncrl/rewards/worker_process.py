@@ -6,6 +6,8 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,9 @@ STOP_TIMEOUT_S = 10.0
 """Seconds for the reaper, which needs milliseconds; after this it is killed itself."""
 EXIT_GRACE_S = 1.0
 """Seconds between the end of the reply pipe and the end of the process that held it."""
+SHOWN_BYTES = 8192
+"""Bytes of what a worker prints that go to the log, for each sample and for loading. A reward that prints a page per
+sample would else fill the disk."""
 LATE_REPLY_S = 0.1
 """A busy event loop may see the time limit and the reply in one go; the reply then wins."""
 
@@ -32,10 +37,14 @@ class WorkerDied(Exception):
 class WorkerProcess:
     """Scores one sample at a time. Made by `await WorkerProcess.start(setup)`; `stop()` is idempotent."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, on_dropped: Callable[[int], None]) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
+        assert process.stderr is not None
         self._process = process
+        self._on_dropped = on_dropped
+        self._left_to_show = SHOWN_BYTES
+        self._showing = asyncio.create_task(self._show_prints(process.stderr))
         self._stdin = process.stdin
         self._stdout = process.stdout
         self._messages = channel.unpacker(max_bytes=channel.MAX_REPLY_BYTES)
@@ -44,16 +53,20 @@ class WorkerProcess:
         self._stopping: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, setup: bytes) -> WorkerProcess:
-        """Start a process and send it the packed first message. Raises UserError."""
+    async def start(cls, setup: bytes, on_dropped: Callable[[int], None]) -> WorkerProcess:
+        """Start a process and send it the packed first message. Raises UserError.
+
+        `on_dropped` is called with the number of printed bytes, beyond SHOWN_BYTES, that were dropped.
+        """
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "asyncrl.rewards.worker"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
             start_new_session=True,  # Ctrl-C in the terminal is the pool's business
             env=_environment(),
         )
-        worker = cls(process)
+        worker = cls(process, on_dropped)
         try:
             await worker._load(setup)
         except BaseException:
@@ -73,6 +86,7 @@ class WorkerProcess:
     async def ask(self, frame: bytes, timeout_s: float) -> dict[str, Any]:
         """Send one packed message and return the reply. Raises TimeoutError, WorkerDied."""
         self.begun = None
+        self._left_to_show = SHOWN_BYTES
         self._stdin.write(frame)
         reading = asyncio.create_task(self._read_reply())
         try:
@@ -136,6 +150,21 @@ class WorkerProcess:
         except TimeoutError:
             self._process.kill()
             await self._process.wait()
+        with suppress(TimeoutError):  # the last prints, of a worker that crashed
+            await asyncio.wait_for(self._showing, EXIT_GRACE_S)
+
+    async def _show_prints(self, prints: asyncio.StreamReader) -> None:
+        """Copy the worker's prints to stderr, as far as they may be shown, until it ends; always read, so that it never
+        blocks on a full pipe."""
+        while printed := await prints.read(1 << 16):
+            shown = printed[: self._left_to_show]
+            self._left_to_show -= len(shown)
+            with suppress(OSError):  # of a full disk, which must not block the worker
+                os.write(2, shown)
+                if shown and len(shown) < len(printed):
+                    os.write(2, b"\n")
+            if len(shown) < len(printed):
+                self._on_dropped(len(printed) - len(shown))
 
 
 def _environment() -> dict[str, str]:

@@ -112,6 +112,11 @@ def do_print(sample):
     return 1.0
 
 
+def do_flood(sample):
+    sys.stderr.write(("noise" * 19 + "loud\n") * 4000)  # 400 kB
+    return 1.0
+
+
 def do_read_stdin(sample):
     return len(sys.stdin.read())
 

@@ -66,6 +66,29 @@ def until_starts(path: Path, name: str, count: int) -> str:
 STAY = "time.sleep(60)"
 
 
+def test_a_log_without_end_is_bounded_and_keeps_the_last_words(
+    counted: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.launch.processes.LOG_BYTES", 20_000)
+    monkeypatch.setattr("asyncrl.launch.supervisor.POLL_S", 0.02)
+    talk = """
+        for number in range(1000):
+            print(f"line {number} " + "x" * 800, flush=True)
+            time.sleep(0.001)
+        print("error: enough said", flush=True)
+        time.sleep(0.1)
+        sys.exit(2)
+    """
+    learner = counted("learner", talk)
+    outcome, _, _ = watch(learner)
+    assert outcome.code == 2
+    assert learner.last_words() == "error: enough said"
+    sizes = {file.name: file.stat().st_size for file in (tmp_path / "logs").iterdir()}
+    assert set(sizes) == {"learner.log", "learner.log.1"}
+    assert sizes["learner.log.1"] == 20_000
+    assert sum(sizes.values()) < 200_000, "of 800,000"
+
+
 def is_gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import RunTakenError, UserError
+from asyncrl.launch.processes import LOG_BYTES
 from asyncrl.run_folder.contents import check_run_dir, is_resumable
 from asyncrl.run_folder.lock import refuse_busy
 from asyncrl.tools.doctor.findings import Finding, Findings, split_fix
@@ -21,8 +22,8 @@ INDEX_SHARE, INDEX_ROW_BYTES = 0.3, 200
 """Size of samples.sqlite: share of the groups that it lists (docs/results.md), and bytes of each trajectory besides."""
 SAMPLE_BYTES, TEXT_BYTES, ID_BYTES = 500, 6, 8
 """Bytes in samples.jsonl of a trajectory beside its tokens, of a token's text, and of a completion token's id."""
-STEP_BYTES, LOGS_BYTES = 8192, 32 * MIB
-"""Bytes of a step in metrics.jsonl and timeline.jsonl, and of logs."""
+STEP_BYTES = 8192
+"""Bytes of a step in metrics.jsonl and timeline.jsonl."""
 
 
 def find_run_dir(config: RunConfig) -> Findings[None]:
@@ -93,7 +94,7 @@ def _written_parts(config: RunConfig, plan: MemoryPlan, steps: int) -> list[tupl
     completion = SAMPLE_BYTES + (TEXT_BYTES + ID_BYTES) * config.data.max_response_length
     shown = steps * min(trainer.samples_per_step, config.batch.prompts_per_step)
     samples = shown * (TEXT_BYTES * config.data.max_prompt_length + config.batch.group_size * completion)
-    logs = LOGS_BYTES + steps * STEP_BYTES
+    logs = (1 + config.rollout.servers) * 2 * LOG_BYTES + steps * STEP_BYTES
     return [
         (f"{number} checkpoint{'s' * (number != 1)} of {size(checkpoint)}", number * checkpoint, "trainer.save_limit"),
         (f"an export of {size(model.weights)}", model.weights, ""),

@@ -95,6 +95,22 @@ def test_a_failing_reward_is_an_error_of_its_own_sample_only() -> None:
     run_pool(config_of(), scenario)
 
 
+def test_a_reward_that_prints_without_end_fills_no_log(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(pool: RewardPool) -> tuple[list[Score], int]:
+        return [await pool.score(sample_of("flood")) for _ in range(5)], pool.output_dropped_bytes
+
+    scores, dropped = run_pool(config_of(), scenario)
+    assert [score.reward for score in scores] == [1.0] * 5
+    shown = capfd.readouterr().err
+    assert shown.startswith("noisenoise"), "the first of it is shown"
+    assert len(shown) < 5 * 9000 + 2000
+    assert dropped > 5 * 400_000 - 5 * 9000 - 400_000, "the last sample's may still be in the pipe"
+    said = [record for record in caplog.records if "printed more than 8192 bytes" in record.getMessage()]
+    assert len(said) == 1
+
+
 def test_a_hanging_reward_is_killed_at_its_time_limit() -> None:
     async def scenario(pool: RewardPool) -> None:
         for fault in ("sleep", "busy", "regex", "stop"):
