@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from asyncrl.errors import BadStateError, UserError
 from protocol.messages import FinishReason, Sampling
 from rollout_server.engines.base import Completion, EngineDied, GenerationRequest
 from rollout_server.engines.hf.engine import HFEngine
+from rollout_server.engines.vllm.start import engine_arguments
 from rollout_server.weights.staging import ArrivedWeights
 from tests.rigs.policies import gaps, moved, picture
 from tests.rigs.vllm_rig import FP32, NEEDS_VLLM, QUESTION, Rig, gap_to
@@ -109,6 +111,31 @@ def test_a_stop_id_ends_a_completion_and_belongs_to_it(fresh: Rig) -> None:
     assert done.finish_reason is FinishReason.STOP
     eos = fresh.processor.tokenizer.eos_token_id  # only the ticket's ids stop, not vLLM's idea of an end
     assert stop != eos
+
+
+def test_the_model_runner_that_cuda_gets_takes_the_ban_too(fresh: Rig) -> None:
+    """vLLM's own checks and construction for Model Runner V2, which a CPU does not use."""
+    from vllm.sampling_params import SamplingParams  # pyright: ignore[reportMissingImports]
+    from vllm.v1.worker.gpu.sample.logits_processor import (  # pyright: ignore[reportMissingImports]
+        build_custom_logits_processors,
+        build_custom_logits_processors_params_validator,
+    )
+    from vllm.v1.worker.gpu.sample.logits_processor.interface import (  # pyright: ignore[reportMissingImports]
+        LogitsProcRequestState,
+    )
+
+    banned = list(fresh.processor.placeholder_ids)
+    named: Any = engine_arguments(fresh.config, cuda=True, text_config=None, banned=banned)
+    build_custom_logits_processors_params_validator(named["logits_processors"])(SamplingParams())
+    fields: dict[str, Any] = dict.fromkeys(f.name for f in dataclasses.fields(LogitsProcRequestState))
+    states: Any = SimpleNamespace(**{**fields, "device": torch.device("cpu")})
+    vllm_config: Any = SimpleNamespace(additional_config=named["additional_config"])
+    (ban,) = build_custom_logits_processors(vllm_config, states, False, named["logits_processors"])
+    assert ban.add_request(0, SamplingParams()), "else V2 leaves the request's logits as they are"
+    logits = torch.zeros(2, max(banned) + 2)
+    after = ban.apply(logits, None)
+    assert after.isneginf().nonzero()[:, 1].unique().tolist() == sorted(banned)
+    assert after.isneginf().sum() == 2 * len(banned)
 
 
 def test_a_banned_id_is_never_sampled_even_by_a_policy_that_wants_nothing_else(fresh: Rig) -> None:

@@ -29,7 +29,10 @@ from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportM
     initialize_layerwise_reload,
 )
 from vllm.v1.sample.logits_processor.interface import (  # pyright: ignore[reportMissingImports]
-    LogitsProcessor,
+    LogitsProcessor as LogitsProcessorV1,
+)
+from vllm.v1.worker.gpu.sample.logits_processor.interface import (  # pyright: ignore[reportMissingImports]
+    LogitsProcessor as LogitsProcessorV2,
 )
 
 from asyncrl.models.devices import free_caches
@@ -140,15 +143,21 @@ def mapped_tensors(update: WeightUpdate) -> Iterator[tuple[str, torch.Tensor]]:
 # --- sampling -------------------------------------------------------------------------------
 
 
-class BannedTokens(LogitsProcessor):
+class BannedTokens(LogitsProcessorV1, LogitsProcessorV2):
     """Minus infinity on the ids that must never be sampled, in every row, before anything else looks at the logits.
 
+    One class for both of vLLM's model runners: V1 on a CPU, V2 on CUDA. Each refuses a class that is not its own
+    interface's.
+
     Not `logit_bias`, which vLLM clamps to -100: a policy that has learned a placeholder id could still sample it, and
-    its log-probs would not be those of the learner's distribution.
+    its log-probs would not be those of the learner's distribution. Not `allowed_token_ids`, which V2 limits to 1,024;
+    nor `bad_words`, which V2 looks up by text.
     """
 
-    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
+    def __init__(self, vllm_config: Any, place: Any, is_pin_memory: bool = False):
+        """`place`: V1 gives the device, V2 the state of its requests, which names it."""
         banned = vllm_config.additional_config[BANNED_KEY]
+        device = place if isinstance(place, torch.device) else place.device
         self._banned = torch.tensor(sorted(banned), dtype=torch.long, device=device)
 
     def is_argmax_invariant(self) -> bool:
@@ -157,8 +166,8 @@ class BannedTokens(LogitsProcessor):
     def update_state(self, batch_update: Any) -> None:
         pass
 
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """[N, V] -> [N, V], in place."""
+    def apply(self, logits: torch.Tensor, context: Any = None) -> torch.Tensor:
+        """[N, V] -> [N, V], in place. `context` is V2's layout of the batch: every row is treated alike."""
         return logits.index_fill_(-1, self._banned, float("-inf"))
 
 
