@@ -15,8 +15,8 @@ import torch
 from asyncrl.algorithms.ratios import (
     PolicyTokens,
     any_in_row,
+    bound,
     geometric_ratio,
-    log_ratio,
     row_mean,
     sequence_ratio,
 )
@@ -46,10 +46,10 @@ def correct(tokens: PolicyTokens, config: CorrectionConfig, outliers: torch.Tens
     sampling, as in decoupled PPO, arXiv 2505.24298), `*_mis` and `icepop` are the ratio within [lower, upper] and 0
     elsewhere (IcePop: arXiv 2510.18855).
     """
-    log_ratios = log_ratio(tokens.proximal_logprobs, tokens.behaviour_logprobs)
-    weights, truncated, rejected = _weigh(log_ratios, tokens.row, config)
+    differences = tokens.proximal_logprobs - tokens.behaviour_logprobs
+    weights, truncated, rejected = _weigh(differences, tokens.row, config)
     masked_by = {} if rejected is None else {config.kind: rejected}
-    masked_by |= {mask.kind: _masked(mask, tokens, log_ratios, outliers) for mask in config.masks}
+    masked_by |= {mask.kind: _masked(mask, tokens, differences, outliers) for mask in config.masks}
     masked = torch.zeros_like(truncated)
     for dropped in masked_by.values():
         masked = masked | dropped
@@ -57,19 +57,19 @@ def correct(tokens: PolicyTokens, config: CorrectionConfig, outliers: torch.Tens
 
 
 def _weigh(
-    log_ratios: torch.Tensor, row: torch.Tensor, config: CorrectionConfig
+    differences: torch.Tensor, row: torch.Tensor, config: CorrectionConfig
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return [N] weights, truncated tokens, and out-of-bounds tokens (None for kinds without bounds)."""
     nowhere = torch.zeros_like(row, dtype=torch.bool)
     if config.kind == "none":
-        return torch.ones_like(log_ratios), nowhere, None
+        return torch.ones_like(differences), nowhere, None
     level, _, form = config.kind.partition("_")
     if level == "sequence":
-        ratios = sequence_ratio(log_ratios, row)
+        ratios = sequence_ratio(differences, row)
     elif level == "geometric":
-        ratios = geometric_ratio(log_ratios, row)
+        ratios = geometric_ratio(differences, row)
     else:
-        ratios = log_ratios.exp()
+        ratios = bound(differences).exp()
     if form == "tis":
         cap = config.effective_cap
         return ratios.clamp_max(cap), ratios > cap, None
@@ -78,7 +78,7 @@ def _weigh(
 
 
 def _masked(
-    mask: MaskConfig, tokens: PolicyTokens, log_ratios: torch.Tensor, outliers: torch.Tensor | None
+    mask: MaskConfig, tokens: PolicyTokens, differences: torch.Tensor, outliers: torch.Tensor | None
 ) -> torch.Tensor:
     """Tokens dropped by one mask: [N] bool."""
     if mask.kind == "m2po":
@@ -93,9 +93,9 @@ def _masked(
     if mask.kind == "dppo_tv":
         return total_variation_exceeded(tokens, lower, upper)
     if mask.kind == "veto":
-        ratios = log_ratios.exp()
+        ratios = bound(differences).exp()
         return any_in_row((ratios < lower) | (ratios > upper), tokens.row)
-    ratios = (sequence_ratio if mask.kind == "sequence" else geometric_ratio)(log_ratios, tokens.row)
+    ratios = (sequence_ratio if mask.kind == "sequence" else geometric_ratio)(differences, tokens.row)
     return (ratios < lower) | (ratios > upper)
 
 

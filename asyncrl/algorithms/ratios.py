@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 
 LOG_RATIO_BOUND = 20.0
-"""Log-ratios, and their sums over a trajectory, are clamped here before `exp`, so that no weight is infinite."""
+"""Every ratio's logarithm is clamped here, last before `exp`, so that no weight is infinite: a trajectory's once its
+tokens are added up, or the bound would hide by how much one token outweighs the others."""
 SMALLEST_PROBABILITY = 1e-10
 
 
@@ -60,7 +61,7 @@ def approximate_proximal(
 
 def log_ratio(numerator_logprobs: torch.Tensor, denominator_logprobs: torch.Tensor) -> torch.Tensor:
     """numerator - denominator, clamped to +-20. [N], [N] -> [N]"""
-    return (numerator_logprobs - denominator_logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return bound(numerator_logprobs - denominator_logprobs)
 
 
 def ratio(numerator_logprobs: torch.Tensor, denominator_logprobs: torch.Tensor) -> torch.Tensor:
@@ -68,18 +69,24 @@ def ratio(numerator_logprobs: torch.Tensor, denominator_logprobs: torch.Tensor) 
     return log_ratio(numerator_logprobs, denominator_logprobs).exp()
 
 
-def sequence_ratio(log_ratios: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+def bound(log_ratios: torch.Tensor) -> torch.Tensor:
+    """Log-ratios clamped to +-20."""
+    return log_ratios.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def sequence_ratio(differences: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     """Product of the token ratios of each token's trajectory, its log clamped to +-20. [N], [N] -> [N]
 
-    Correct only where all trainable tokens of a trajectory are present; packing never splits one.
+    `differences` of log-probs are those of the tokens, not clamped. Correct only where all sampled tokens of a
+    trajectory are present: packing never splits one, and asyncrl/config/schema.py refuses settings that would.
     """
-    total, _ = _row_sums(log_ratios, row)
-    return total.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp().to(log_ratios.dtype)
+    total, _ = _row_sums(differences, row)
+    return bound(total).exp().to(differences.dtype)
 
 
-def geometric_ratio(log_ratios: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-    """Geometric mean of the token ratios of each token's trajectory. [N], [N] -> [N]"""
-    return row_mean(log_ratios, row).exp()
+def geometric_ratio(differences: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    """Geometric mean of the token ratios of each token's trajectory, its log clamped to +-20. Same arguments."""
+    return bound(row_mean(differences, row)).exp()
 
 
 def row_mean(values: torch.Tensor, row: torch.Tensor) -> torch.Tensor:

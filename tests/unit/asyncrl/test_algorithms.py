@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,6 @@ from asyncrl.algorithms.ratios import (
     PolicyTokens,
     approximate_proximal,
     geometric_ratio,
-    log_ratio,
     ratio,
     sequence_ratio,
 )
@@ -178,7 +178,7 @@ def masked(kind: str, tokens: PolicyTokens, **settings: Any) -> list[bool]:
 
 def test_ratios_of_tokens_and_trajectories() -> None:
     tokens = off_policy()
-    log_ratios = log_ratio(tokens.proximal_logprobs, tokens.behaviour_logprobs)
+    log_ratios = tokens.proximal_logprobs - tokens.behaviour_logprobs
     close(ratio(tokens.proximal_logprobs, tokens.behaviour_logprobs), flat(GIVEN["ratio"]))
     close(sequence_ratio(log_ratios, ROW), per_row(VECTORS["tis_seq_C2"]["seq_ratio"]), 1e-5)
     close(geometric_ratio(log_ratios, ROW), per_row(VECTORS["geo_ratio"]["g"]))
@@ -205,6 +205,16 @@ def test_published_weights(kind: str, settings: dict[str, float], expected: torc
     assert not correction.weights.requires_grad
     assert correction.masked.tolist() == (expected == 0).tolist()
     assert bool(correction.truncated.any()) == kind.endswith("_tis")
+
+
+def test_a_trajectorys_ratio_is_bounded_after_its_tokens_are_added_up() -> None:
+    """s = exp(clamp(sum d, -20, 20)) and g = exp(sum d / n): neither from differences that are clamped already."""
+    tokens = off_policy(torch.tensor([40.0, -45.0, 30.0, 30.0]), torch.tensor([0, 0, 1, 1]))
+    close(corrected("sequence_tis", tokens).weights, [math.exp(-5.0)] * 2 + [2.0] * 2)
+    close(corrected("geometric_tis", tokens).weights, [math.exp(-2.5)] * 2 + [2.0] * 2)
+    close(sequence_ratio(torch.tensor([30.0, 30.0]), ROW[:2]), [math.exp(20.0)] * 2)
+    close(geometric_ratio(torch.tensor([30.0, 30.0]), ROW[:2]), [math.exp(20.0)] * 2)
+    assert masked("sequence", tokens) == masked("geometric", tokens) == [True] * 4
 
 
 def test_asymmetric_bounds_act_on_the_right_side() -> None:
