@@ -1,8 +1,9 @@
 """Off-policy correction: weights that turn samples of the behaviour policy into samples of the proximal one, and masks.
 
 A weight is detached and multiplies its token's loss. A mask drops tokens or whole trajectories that are too far
-off-policy to learn from; masks compose with each other and with any weight. A masked token has weight 0 and keeps its
-place in every denominator. Sequence-level weights are those of the whole trajectory, given to each of its tokens.
+off-policy to learn from; masks compose with each other and with any weight. A masked token has weight 0, takes no part
+in the entropy bonus and the KL term either, and keeps its place in every denominator. Sequence-level weights are those
+of the whole trajectory, given to each of its tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Correction:
     truncated: torch.Tensor
     """bool: the weight was cut to the cap."""
     masked: torch.Tensor
-    """bool: the token takes no part in the policy loss."""
+    """bool: the token takes no part in the loss."""
     masked_by: Mapping[str, torch.Tensor]
     """The same for the correction itself (under its kind) and each of its masks; they may overlap."""
 

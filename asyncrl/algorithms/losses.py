@@ -53,7 +53,8 @@ def ppo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
 
 def dppo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
     """-r A without a clip, r = pi_target / pi_behaviour, where the token's probability has not moved too far (DPPO with
-    total variation, arXiv 2602.04879), and kl_tau (log r)^2. It uses no proximal policy."""
+    total variation, arXiv 2602.04879), and kl_tau (log r)^2 at every token: where it is dropped, that term alone leads
+    back. It uses no proximal policy."""
     log_r = log_ratio(tokens.logprobs, tokens.behaviour_logprobs)
     dropped = total_variation_exceeded(tokens, config.dppo.delta_low, config.dppo.delta_high)
     surrogate = torch.where(dropped, 0.0, -tokens.advantages * log_r.exp())

@@ -29,10 +29,14 @@ MASK_BOUNDS: Mapping[str, Bounds] = {
 """Default lower and upper bound of each mask that has them."""
 MASK_THRESHOLDS: Mapping[str, float] = {"m2po": 0.04, "opsm": 0.5}
 """Default threshold of each mask that has one."""
+TRAJECTORY_LEVELS = ("sequence", "geometric")
+"""First words of the correction kinds that weigh a token by its whole trajectory."""
+TRAJECTORY_MASKS = ("sequence", "geometric", "veto", "opsm")
+"""Masks that look at all tokens of a trajectory."""
 
 
 class MaskConfig(Section):
-    """Tokens or whole trajectories that leave the policy loss, on top of the weight."""
+    """Tokens or whole trajectories that leave the loss (policy loss, entropy bonus and KL), on top of the weight."""
 
     kind: Literal["sequence", "geometric", "veto", "dppo_tv", "m2po", "opsm"]
     """`sequence`, `geometric`: trajectories whose ratio pi_proximal / pi_behaviour (product or geometric mean of its
@@ -95,6 +99,12 @@ class CorrectionConfig(Section):
     """Largest ratio that `*_mis` and icepop keep. Nothing means 2 (geometric_mis 1.01, icepop 5)."""
     masks: tuple[MaskConfig, ...] = ()
     """Any of them together, such as `[{kind: veto}, {kind: geometric, lower: 0.98}]`."""
+
+    @property
+    def trajectory_parts(self) -> list[str]:
+        """The kind and the masks that are computed from whole trajectories, as `key value`."""
+        parts = [f"algorithm.correction.kind {self.kind}"] if self.kind.startswith(TRAJECTORY_LEVELS) else []
+        return parts + [f"the {mask.kind} mask" for mask in self.masks if mask.kind in TRAJECTORY_MASKS]
 
     @property
     def effective_cap(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import model_validator
@@ -20,7 +21,7 @@ class RunConfig(RunSections):
 
     @model_validator(mode="after")
     def _sections_fit(self) -> RunConfig:
-        rules = (number_problems, device_problems, engine_problems, sampling_problems)
+        rules = (number_problems, staleness_problems, device_problems, engine_problems, sampling_problems)
         problems = [problem for rule in rules for problem in rule(self)]
         if problems:
             raise ValueError("\n".join(problems))
@@ -67,3 +68,18 @@ def number_problems(config: RunSections) -> list[str]:
             "algorithm.kl_loss_coef=0"
         )
     return problems
+
+
+def staleness_problems(config: RunSections) -> Iterator[str]:
+    """Name what a trajectory without its old tokens cannot be judged by, with its fix.
+
+    The ratio of a trajectory is a product over all tokens that were sampled: those before a token are how the policy
+    came to it. Of the rest alone it is the ratio of something that nobody sampled.
+    """
+    parts = config.algorithm.correction.trajectory_parts
+    if config.learner.on_stale == "mask" and parts:
+        yield (
+            "learner.on_stale is mask, which takes a trajectory's old tokens away, but this is computed from all of "
+            f"them: {', '.join(parts)}. Set learner.on_stale=drop or wait, or correct token by token "
+            "(algorithm.correction.kind=token_tis, masks dppo_tv or m2po)"
+        )

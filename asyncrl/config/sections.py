@@ -249,7 +249,8 @@ class LearnerConfig(Section):
     adaptive_staleness: AdaptiveStalenessConfig = AdaptiveStalenessConfig()
     on_stale: OnStale = "wait"
     """When a group is not there before it gets older than max_staleness: `wait` for it, go on and `drop` it (its
-    prompt is issued again), or go on and `mask` its old tokens. The last two favour short completions (length_bias)."""
+    prompt is issued again), or go on and `mask` its old tokens (not where algorithm.correction looks at whole
+    trajectories). The last two favour short completions (length_bias)."""
     engine: Literal["torch"] = "torch"
     """Training engine."""
     device: str = "auto"

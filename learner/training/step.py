@@ -172,13 +172,15 @@ class LearnerStep:
         policy = self.loss(tokens, algorithm)
         outliers = None if prepared.outliers is None else prepared.outliers[index].to(device)
         correction = correct(tokens, algorithm.correction, outliers)
-        # `where`, because 0 * inf is not 0: nothing of a masked token may reach the sum or the gradient.
-        policy_loss = torch.where(correction.masked, 0.0, correction.weights * policy.token_loss)
-        token_loss = policy_loss - algorithm.entropy_coeff * outputs.entropies
+        token_loss = correction.weights * policy.token_loss
+        if algorithm.entropy_coeff:
+            token_loss = token_loss - algorithm.entropy_coeff * outputs.entropies
         kl = None if reference is None else reference_kl(outputs.logprobs, reference)
         if kl is not None:
             token_loss = token_loss + algorithm.kl_loss_coef * kl
-        loss = (weights[index].to(device) * token_loss).sum()
+        # `where`, because 0 * inf is not 0: nothing of a masked token may reach the sum or the gradient, neither its
+        # policy loss nor entropy and KL, which are taken at a state that the policy would not have come to.
+        loss = (weights[index].to(device) * torch.where(correction.masked, 0.0, token_loss)).sum()
         return _MicroLoss(loss, index, tokens, outputs.entropies, policy, correction, kl)
 
     def _proximal(

@@ -154,6 +154,14 @@ def test_numbers_that_do_not_fit_each_other(minimal: Path) -> None:
     assert "over batch.tokens_per_microbatch = 100" in message
 
 
+def test_a_trajectory_that_loses_its_old_tokens_is_not_judged_as_a_whole(minimal: Path) -> None:
+    stale, kind = "learner.on_stale=mask", "algorithm.correction.kind=sequence_tis"
+    message = refusal(minimal, stale, kind, "algorithm.correction.masks=[{kind: veto}, {kind: m2po}]")
+    assert "computed from all of them: algorithm.correction.kind sequence_tis, the veto mask. Set" in message
+    for fine in ((stale, "algorithm.correction.masks=[{kind: dppo_tv}]"), ("learner.on_stale=drop", kind)):
+        load_config(minimal, fine)
+
+
 @pytest.mark.parametrize(
     ("addition", "expected"),
     [

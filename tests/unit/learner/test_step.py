@@ -144,6 +144,25 @@ def test_masked_tokens_give_no_gradient_and_keep_their_place_in_the_denominator(
     assert float((vetoed == 0).float().mean()) >= metrics["mask_fraction"] > 0
 
 
+def test_a_masked_token_trains_through_neither_entropy_nor_kl(make_config: MakeConfig) -> None:
+    algorithm: dict[str, Any] = {"entropy_coeff": 0.1, "kl_loss_coef": 0.1, "correction": {"kind": "none"}}
+    veto = {"kind": "veto", "lower": 0.999, "upper": 1.001}
+    gradients: list[bool] = []
+    for masks in ([], [veto]):
+        algorithm["correction"]["masks"] = masks
+        config = make_config(batch=WHOLE, model={"lora": {"rank": 1}}, algorithm=algorithm)
+        engine = KeepGradients(config, config.learner.optim, 1)
+        engine.prepare()
+        for name, parameter in engine.model.named_parameters():
+            if "lora_B" in name:  # an adapter that changes something, so that there is a KL
+                torch.nn.init.constant_(parameter, 0.01)
+        metrics = LearnerStep(engine, config)(prepared(make_config())[1], 3)
+        assert metrics["reference_kl"] > 0
+        assert metrics["mask_fraction"] == len(masks)
+        gradients.append(any(bool(gradient.any()) for gradient in engine.gradients.values()))
+    assert gradients == [True, False]
+
+
 @pytest.mark.parametrize(
     ("proximal", "updates", "mask", "passes"),
     [
