@@ -19,7 +19,7 @@ class PeerLimits:
     """Budget of one connection."""
 
     bad_messages: int = 16
-    """Undecodable messages and refused groups per `interval_s`."""
+    """Undecodable messages, refused hellos and groups, and failures of tickets that it has not, per `interval_s`."""
     messages: int = 20_000
     """Messages per `interval_s`, good or bad."""
     interval_s: float = 10.0

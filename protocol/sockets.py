@@ -169,7 +169,7 @@ class LearnerSocket:
                 return
 
     def charge(self, identity: bytes) -> None:
-        """Count a readable but useless message of this peer (a refused group) as a bad one."""
+        """Count a readable but useless message of this peer (a refused hello or group) as a bad one."""
         self._mute(self._budget.charge(identity))
 
     def send(self, identity: bytes, message: Wire) -> Delivery:

@@ -139,6 +139,7 @@ class Servers:
         if refusal:
             logger.warning("%s refused: %s", hello.server_id, refusal.reason)
             self._sockets.control.send(identity, refusal)
+            self._sockets.control.charge(identity)  # a server that is refused ends; this one may go on and on
             return
         known = self.connected.get(hello.server_id)
         if known is not None and known.identity == identity:
@@ -233,9 +234,9 @@ class Servers:
         known = kind in self.errors or len(self.errors) < MAX_ERROR_KINDS
         self.errors[kind[:MAX_ERROR_KIND_LENGTH] if known else "other"] += 1
 
-    def give_back(self, ticket_id: int, server_id: str, reason: str) -> None:
+    def give_back(self, ticket_id: int, server_id: str, reason: str) -> bool:
         """Take a ticket from a server that failed at it; see `OutstandingTickets.give_back`."""
-        self._ledger.out.give_back(ticket_id, server_id, reason, self.connected)
+        return self._ledger.out.give_back(ticket_id, server_id, reason, self.connected)
 
     def expel(self, muted: Muted) -> None:
         """Disconnect a peer over its message budget; it may say hello again later."""

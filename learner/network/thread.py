@@ -260,7 +260,7 @@ class NetworkThread(threading.Thread):
             else:
                 self.groups.accept(server_id, message, received.frames)
         elif isinstance(message, TicketFailed):
-            self._take_failure(server_id, message)
+            self._take_failure(server_id, received.identity, message)
         elif isinstance(message, ServerHeartbeat):
             self.servers.take_heartbeat(server_id, message)
         elif isinstance(message, WeightsLoaded):
@@ -271,13 +271,15 @@ class NetworkThread(threading.Thread):
             self.servers.errors[str(message.code)] += 1
             logger.warning("%s answers %s: %s", server_id, message.code, message.reason)
 
-    def _take_failure(self, server_id: str, failed: TicketFailed) -> None:
+    def _take_failure(self, server_id: str, identity: bytes, failed: TicketFailed) -> None:
         self.servers.count_error(failed.error_kind)
         logger.warning("ticket %d failed on %s: %s", failed.ticket_id, server_id, failed.error_message)
         if self.parity.awaits(server_id, failed.ticket_id):
             self.parity.fail_ticket(server_id, failed)
         elif not self.groups.has(failed.ticket_id):
-            self.servers.give_back(failed.ticket_id, server_id, f"{failed.error_kind}: {failed.error_message}")
+            reason = f"{failed.error_kind}: {failed.error_message}"
+            if not self.servers.give_back(failed.ticket_id, server_id, reason):
+                self.control.charge(identity)  # it held no such ticket
 
     def _record_span(self, server_id: str, message: Message) -> None:
         """Record the durations that a server's message reports as spans of the timeline."""

@@ -91,15 +91,15 @@ class OutstandingTickets:
             self.assign(brought, server_id)
             return len(brought)
 
-    def give_back(self, ticket_id: int, server_id: str, reason: str, servers: Collection[str]) -> None:
-        """Requeue a ticket after this server failed at it; no-op if another one holds it now.
+    def give_back(self, ticket_id: int, server_id: str, reason: str, servers: Collection[str]) -> bool:
+        """Requeue a ticket after this server failed at it; False, and nothing else, if it does not hold it.
 
         Raises BadStateError after MAX_ATTEMPTS, once all connected `servers` have failed at it.
         """
         with self._lock:
             entry = self._entries.get(ticket_id)
             if entry is None or entry.server_id != server_id:
-                return
+                return False
             entry.failed_on.add(server_id)
             entry.server_id = None
             entry.attempts += 1
@@ -109,6 +109,7 @@ class OutstandingTickets:
                     f"ticket {ticket_id} (row {row}) failed {entry.attempts} times: {reason}. "
                     "See the logs of the rollout servers"
                 )
+            return True
 
     def may_try(self, ticket_id: int, server_id: str, servers: Collection[str]) -> bool:
         """True if this server has not failed at the ticket, or all `servers` have."""

@@ -19,6 +19,9 @@ class Ports:
         self.sent.append((identity, message))
         return Delivery.SENT
 
+    def charge(self, identity: bytes) -> None:
+        pass
+
     def take_rejections(self) -> Counter[str]:
         return Counter()
 

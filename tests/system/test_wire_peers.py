@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -13,10 +15,11 @@ import numpy as np
 import pytest
 import zmq
 
+from asyncrl.telemetry.logs import RepeatLimitingHandler
 from learner.network.sockets import open_sockets
 from protocol.codec import encode
 from protocol.errors import ErrorCode
-from protocol.messages import Goodbye, Tickets, Welcome
+from protocol.messages import Goodbye, TicketFailed, Tickets, Welcome
 from protocol.peers import PeerLimits
 from tests.rigs.fuzz import content
 from tests.rigs.fuzz.mutations import pack
@@ -99,6 +102,32 @@ def test_refused_groups_use_up_the_budget(rig: LearnerRig, peer: Peer):
         peer.send(wrong)
     peer.hear_error(ErrorCode.REFUSED_GROUP)
     peer.hear_error(ErrorCode.MUTED)
+
+
+def test_an_unwelcome_stranger_cannot_fill_the_disk_with_log(rig: LearnerRig, peer: Peer):
+    said = io.StringIO()
+    handler = RepeatLimitingHandler(said)
+    logging.getLogger().addHandler(handler)
+    refused = content.hello("stranger").model_copy(update={"model_fingerprint": "another"})
+    nonsense = TicketFailed(ticket_id=10**9, error_kind="why", error_message="x" * 2000)
+    try:
+        for _ in range(3000):
+            peer.send(refused)
+        peer.hear_error(ErrorCode.MUTED)
+        for number in range(30):  # each connection has a budget of its own
+            other = Peer(rig.endpoints[0])
+            other.send(content.hello(f"stranger-{number}"))
+            other.hear(Welcome)
+            for _ in range(100):
+                other.send(nonsense)
+            other.hear_error(ErrorCode.MUTED)
+            other.socket.close()
+    finally:
+        handler.close()
+        logging.getLogger().removeHandler(handler)
+    assert rig.network.servers.errors["muted"] == 31
+    assert len(said.getvalue()) < 200_000
+    assert "times in" in said.getvalue(), "what is not said is counted"
 
 
 def test_a_server_that_never_reads_its_tickets_loses_them(rig: LearnerRig, peer: Peer, another: Start):

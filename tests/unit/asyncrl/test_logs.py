@@ -1,0 +1,69 @@
+"""What a service logs is bounded: a line of the source that repeats itself is counted."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from asyncrl.telemetry.logs import LINES_PER_WINDOW, WINDOW_S, RepeatLimitingHandler
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def said(clock: Clock) -> io.StringIO:
+    return io.StringIO()
+
+
+@pytest.fixture
+def logger(clock: Clock, said: io.StringIO) -> Iterator[logging.Logger]:
+    logger = logging.getLogger("tests.logs")
+    handler = RepeatLimitingHandler(said, clock)
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    yield logger
+    logger.removeHandler(handler)
+
+
+def complain(logger: logging.Logger, count: int) -> None:
+    for number in range(count):
+        logger.warning("peer %d sent %s", number, "x" * 100)
+
+
+def test_a_line_that_repeats_itself_is_counted(logger: logging.Logger, said: io.StringIO, clock: Clock) -> None:
+    complain(logger, 2000)
+    assert said.getvalue().count("\n") == LINES_PER_WINDOW
+    logger.info("step 1")
+    assert said.getvalue().endswith("step 1\n"), "others are not held back"
+    clock.now += WINDOW_S + 2
+    logger.info("step 2")
+    *_, counted, step = said.getvalue().splitlines()
+    assert counted.startswith("repeated 1,980 times in 12 s, the last time: peer 1999 sent xxx")
+    assert step == "step 2"
+    complain(logger, 1)
+    assert said.getvalue().splitlines()[-1].startswith("peer 0 sent"), "a new window has begun"
+
+
+def test_the_count_is_said_at_the_end_of_the_process(logger: logging.Logger, said: io.StringIO) -> None:
+    complain(logger, LINES_PER_WINDOW + 1)
+    logger.handlers[0].close()
+    assert "repeated 1 time in" in said.getvalue()
+
+
+def test_who_asks_for_debug_gets_all(logger: logging.Logger, said: io.StringIO) -> None:
+    for number in range(100):
+        logger.debug("acknowledged %d", number)
+    assert said.getvalue().count("\n") == 100
