@@ -105,8 +105,8 @@ async def run_cycle(config: RunConfig, shape: dict[str, Any]) -> Cycle:
     engine = create_engine(config, processor)
     receiver = WeightReceiver(config, engine, "shm", "")
     planned = {phase.name: _tensors_of(cycle.plan, phase.name) for phase in cycle.plan.phases}
-    moments = cycle.plan.model.weights + cycle.plan.model.moments
     weights = cycle.plan.model.weights
+    learning = weights + cycle.plan.model.masters + cycle.plan.model.moments
     try:
         async with meter.step(cycle, "engine starts"):
             await engine.start()
@@ -121,7 +121,7 @@ async def run_cycle(config: RunConfig, shape: dict[str, Any]) -> Cycle:
         async with meter.step(cycle, "learner publishes"):
             manifest = publish(publication, learner, 1)
         cycle.published = sum(entry.nbytes for entry in manifest.tensors)
-        async with meter.step(cycle, "learner sleeps", moved=moments):
+        async with meter.step(cycle, "learner sleeps", moved=learning):
             learner.sleep()
         async with meter.step(cycle, "engine wakes", moved=weights):
             await engine.wake()
@@ -131,7 +131,7 @@ async def run_cycle(config: RunConfig, shape: dict[str, Any]) -> Cycle:
             completions = await sample(engine, prompts, config)
         async with meter.step(cycle, "engine sleeps again", moved=weights):
             await engine.sleep()
-        async with meter.step(cycle, "learner wakes", moved=moments):
+        async with meter.step(cycle, "learner wakes", moved=learning):
             learner.wake()
         async with meter.step(cycle, "learner trains again", planned=planned["learner awake"]):
             cycle.differences.append(train(learner, prompts, completions, config))

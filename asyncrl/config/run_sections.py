@@ -56,7 +56,7 @@ class EvaluationConfig(Section):
 
 class SftOptimConfig(OptimConfig):
     lr: float = Field(default=1e-5, gt=0)
-    """Peak learning rate of AdamW."""
+    """Peak learning rate of AdamW, which steps float32 master weights whatever model.dtype is."""
 
 
 class SftConfig(Section):

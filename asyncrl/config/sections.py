@@ -54,7 +54,8 @@ class ModelConfig(Section):
     path: str
     """Hugging Face folder with model, tokenizer and processor."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights on both sides and on the wire; adapters are always float32."""
+    """Type of the weights on both sides and on the wire. bfloat16 ones are trained on float32 master weights; adapters
+    are always float32."""
     freeze_vision_tower: bool = True
     """Leave the vision tower (not the connector) out of training; with lora, only adapters are trained anyway."""
     trust_remote_code: bool = False
@@ -198,7 +199,7 @@ class RolloutConfig(Section):
 
 class OptimConfig(Section):
     lr: float = Field(default=1e-6, gt=0)
-    """Peak learning rate of AdamW."""
+    """Peak learning rate of AdamW, which steps float32 master weights whatever model.dtype is."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay rates of AdamW's two moment estimates."""
     weight_decay: float = Field(default=0.01, ge=0)

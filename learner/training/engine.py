@@ -25,9 +25,12 @@ from asyncrl.models.published import published_tensors
 from asyncrl.models.sampling_distribution import entropies, gather_logprobs, log_kept_mass, sampling_logprobs
 from asyncrl.models.sleeping import Sleeper
 from asyncrl.models.wake_parity import check_wake_parity, fixed_prompt, fixed_tokens
+from learner.training.master_weights import MasterWeights
 from learner.training.packing import Completion, MicroBatch, TrainGroup, build_micro_batch
 
 OWNER = "the training engine"
+ENGINE_FILE = "engine.pt"
+"""Optimiser state in a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class TokenOutputs:
 
 
 class TorchEngine:
-    """A model, AdamW, a learning-rate schedule, and an optional adapter.
+    """A model, AdamW on its fp32 master weights, a learning-rate schedule, and an optional adapter.
 
     Asleep, everything that needs weights or optimiser state raises BadStateError.
     """
@@ -72,8 +75,10 @@ class TorchEngine:
         banned = sorted(special_token_ids(self.model.config, PLACEHOLDER_ID_NAMES))
         self._banned = torch.tensor(banned, dtype=torch.long, device=self.device)
         self._trained = [p for p in self.model.parameters() if p.requires_grad]
-        matrices = [p for p in self._trained if p.ndim >= 2]
-        vectors = [p for p in self._trained if p.ndim < 2]  # norms and biases are not decayed
+        self.masters = MasterWeights(self.model)
+        stepped = self.masters.stepped()
+        matrices = [p for p in stepped if p.ndim >= 2]
+        vectors = [p for p in stepped if p.ndim < 2]  # norms and biases are not decayed
         self.optimizer = torch.optim.AdamW(
             [
                 {"params": matrices, "weight_decay": self._optim.weight_decay},
@@ -134,7 +139,9 @@ class TorchEngine:
                 f"({self._optim.lr}), or look at the last samples and at logprob_diff_max in metrics.jsonl"
             )
         lr = float(self.schedule.get_last_lr()[0])
+        self.masters.take_gradients()
         self.optimizer.step()
+        self.masters.round_into_parameters()
         self.schedule.step()
         self.optimizer.zero_grad(set_to_none=True)
         return {"grad_norm": grad_norm, "lr": lr}
@@ -166,18 +173,21 @@ class TorchEngine:
         export_model(self.model, processor, folder)
 
     def save(self, folder: Path) -> None:
-        """Save optimiser and schedule; the model, or its adapter, is saved beside it."""
+        """Save master weights, optimiser and schedule; the model, or its adapter, is saved beside it."""
         self._sleeper.check_awake()
         schedule = {k: v for k, v in self.schedule.state_dict().items() if k != "lr_lambdas"}
-        torch.save({"optimizer": self.optimizer.state_dict(), "schedule": schedule}, folder / "engine.pt")
+        state = {"masters": self.masters.state_dict(), "optimizer": self.optimizer.state_dict(), "schedule": schedule}
+        torch.save(state, folder / ENGINE_FILE)
 
     def load(self, folder: Path) -> None:
-        state = torch.load(folder / "engine.pt", map_location=self.device, weights_only=True)
+        """Restore what `save` wrote. Raises UserError where the checkpoint's weights had another dtype."""
+        state = torch.load(folder / ENGINE_FILE, map_location=self.device, weights_only=True)
+        self.masters.load_state_dict(state.get("masters", {}), folder)
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict({**state["schedule"], "lr_lambdas": [None] * len(self.optimizer.param_groups)})
 
     def sleep(self) -> int:
-        """Take parameters, gradients and optimiser state off the device. Returns the bytes that left it."""
+        """Take parameters, gradients, masters and optimiser state off the device. Returns the bytes that left it."""
         self._sleeper.check_awake()
         self._before = self._fixed_logprobs()
         return self._sleeper.sleep(self._tensors())
@@ -194,10 +204,11 @@ class TorchEngine:
         return moved
 
     def _tensors(self) -> Iterator[torch.Tensor]:
-        """Every large tensor: parameters, buffers, gradients, optimiser state."""
+        """Every large tensor: parameters, buffers, gradients, master weights, optimiser state."""
         yield from self.model.parameters()
         yield from self.model.buffers()
         yield from (p.grad for p in self.model.parameters() if p.grad is not None)
+        yield from self.masters.copies()
         for state in self.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 

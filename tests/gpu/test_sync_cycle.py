@@ -77,4 +77,5 @@ def check_memory(cycle: Cycle, engine: str) -> None:
     assert max(step.left for step in cycle.steps) <= BUDGET_GIB * GIB
     awake = cycle.step("learner trains").left
     asleep = cycle.step("learner sleeps").left
-    assert awake - asleep >= 0.9 * (cycle.plan.model.weights + cycle.plan.model.moments)
+    model = cycle.plan.model
+    assert awake - asleep >= 0.9 * (model.weights + model.masters + model.moments)

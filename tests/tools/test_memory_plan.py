@@ -119,6 +119,8 @@ def test_an_update_takes_what_was_planned(
     engine.optimizer_step()
     moments = [value for values in engine.optimizer.state.values() for key, value in values.items() if key != "step"]
     assert (plan.weights, plan.gradients, plan.moments) == (nbytes(weights), nbytes(gradients), nbytes(moments))
+    assert plan.masters == nbytes(engine.masters.copies())
+    assert (plan.masters > 0) == (dtype == "bfloat16")
     assert plan.published == nbytes(t for _, t in published_tensors(trained))
 
 

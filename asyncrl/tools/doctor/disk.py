@@ -72,7 +72,10 @@ def find_disk(config: RunConfig, plan: MemoryPlan, num_rows: int | None) -> Find
         yield Finding("disk of run_dir", value, "problem", f"make room, set run_dir on a larger disk{lower}")
     else:
         yield Finding("disk of run_dir", value)
-    limit, largest = resource.getrlimit(resource.RLIMIT_FSIZE)[0], max(plan.model.moments, _saved_weights(config, plan))
+    limit, largest = (
+        resource.getrlimit(resource.RLIMIT_FSIZE)[0],
+        max(_optimiser_state(plan), _saved_weights(config, plan)),
+    )
     if limit != resource.RLIM_INFINITY and limit < largest:
         value = f"this process may write files of {size(limit)}, and a checkpoint has one of {size(largest)}"
         yield Finding("file sizes", value, "problem", "raise the limit: ulimit -f unlimited")
@@ -85,7 +88,7 @@ def _written_parts(config: RunConfig, plan: MemoryPlan, steps: int) -> list[tupl
     arrays = steps * config.batch.prompts_per_step * config.group_bytes(config.batch.group_size)
     groups = arrays + trajectories * HEADER_BYTES
     waiting, kept = trainer.journal_limit_mib * MIB, int(trainer.keep_samples_gib * GIB)
-    checkpoint = _saved_weights(config, plan) + model.moments
+    checkpoint = _saved_weights(config, plan) + _optimiser_state(plan)
     saves = 1 + groups // waiting + ((steps - 1) // trainer.save_freq if trainer.save_freq else 0)
     number = min(trainer.save_limit + 1, saves)  # the new one is whole before the oldest goes
     journal = min(groups, waiting + kept)
@@ -108,3 +111,8 @@ def _written_parts(config: RunConfig, plan: MemoryPlan, steps: int) -> list[tupl
 def _saved_weights(config: RunConfig, plan: MemoryPlan) -> int:
     """Bytes of a checkpoint's weights: with LoRA its adapters alone."""
     return plan.model.published if config.model.lora.rank else plan.model.weights
+
+
+def _optimiser_state(plan: MemoryPlan) -> int:
+    """Bytes of a checkpoint's other large file: master weights and moments."""
+    return plan.model.masters + plan.model.moments

@@ -117,7 +117,9 @@ def _learner_lines(model: ModelBytes, config: RunConfig) -> Iterator[Line]:
     if working > model.passing:
         what = "the optimiser's update, one copy of what is trained"
     yield Line("weights", model.weights, f"{count(model.parameters)} in {config.model.dtype}")
-    yield Line("gradients", model.gradients, f"{count(model.trained)} are trained")
+    yield Line("gradients", model.gradients, f"{count(model.trained)} are trained, gradients in float32")
+    if model.masters:
+        yield Line("master weights", model.masters, f"float32 copies of what is trained in {config.model.dtype}")
     yield Line("AdamW moments", model.moments, "two averages of each")
     yield Line("working memory", working, what)
     yield _allocator(working)
@@ -205,7 +207,8 @@ def _host_lines(config: RunConfig, model: ModelBytes) -> Iterator[Line]:
     why = "the newest two versions, and one that a server may still load"
     yield Line("published weights, in /dev/shm", PUBLISHED_VERSIONS * model.published, why)
     if config.trainer.mode == "sync":
-        yield Line("learner asleep", model.weights + model.moments, "weights and moments, pinned")
+        asleep = model.weights + model.masters + model.moments
+        yield Line("learner asleep", asleep, "weights and optimiser state, pinned")
     if config.trainer.mode == "sync" and config.rollout.engine != "scripted":
         if config.rollout.sleep_level == 1:
             yield Line("engine asleep", model.weights, "weights, pinned")

@@ -1,7 +1,7 @@
 """Memory of a model's passes, measured on the meta device.
 
-Weights, gradients, AdamW's moments, KV cache and publications are counted. What a pass adds at its peak is rehearsed on
-torch's meta device through the model's own code; kernels' own workspaces are not seen.
+Weights, gradients, master weights, AdamW's moments, KV cache and publications are counted. What a pass adds at its peak
+is rehearsed on torch's meta device through the model's own code; kernels' own workspaces are not seen.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ class ModelBytes:
     """Number of parameters that are trained."""
     weights: int
     gradients: int
+    masters: int
+    """fp32 copies of what is trained in bf16 (learner/training/master_weights.py)."""
     passing: int
-    """Most that a forward and backward pass adds to weights, gradients and moments."""
+    """Most that a forward and backward pass adds to weights, gradients, masters and moments."""
     published: int
     """Bytes of one policy version on the wire."""
     prefill: int
@@ -54,7 +56,7 @@ class ModelBytes:
 
     @property
     def moments(self) -> int:
-        """Bytes of AdamW's two moments."""
+        """Bytes of AdamW's two moments, in fp32 as the gradients are."""
         return 2 * self.gradients
 
     @property
@@ -93,7 +95,8 @@ def _rehearse(config: RunConfig) -> ModelBytes:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:  # gradients of an earlier micro-batch are there, as they are from the second one on
-        parameter.grad = torch.empty_like(parameter)
+        parameter.grad_dtype = torch.float32
+        parameter.grad = torch.empty_like(parameter, dtype=torch.float32)
     weights = [*model.parameters(), *model.buffers()]
     gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
     with LiveBytes("meta", known=[*weights, *gradients]) as training, cuda_kernels():
@@ -110,6 +113,7 @@ def _rehearse(config: RunConfig) -> ModelBytes:
         trained=sum(parameter.numel() for parameter in trained),
         weights=nbytes(weights),
         gradients=nbytes(gradients),
+        masters=sum(4 * parameter.numel() for parameter in trained if parameter.dtype != torch.float32),
         passing=training.peak,
         published=nbytes(trained if config.model.lora.rank else (t for _, t in published_tensors(model))),
         prefill=prefill.peak,

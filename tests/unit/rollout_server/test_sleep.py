@@ -90,10 +90,11 @@ def trained(config: RunConfig, *, naps: bool) -> TorchEngine:
     return engine
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_training_with_naps_is_training_without_bit_for_bit(
-    make_config: Callable[..., RunConfig], one_thread: None
+    make_config: Callable[..., RunConfig], one_thread: None, dtype: str
 ) -> None:
-    plain, napped = (trained(make_config(), naps=naps) for naps in (False, True))
+    plain, napped = (trained(make_config(model={"dtype": dtype}), naps=naps) for naps in (False, True))
     for (name, one), (_, other) in zip(plain.model.named_parameters(), napped.model.named_parameters(), strict=True):
         assert torch.equal(one, other), name
         assert torch.equal(one.grad, other.grad), name
@@ -101,6 +102,11 @@ def test_training_with_naps_is_training_without_bit_for_bit(
     assert states[0].keys() == states[1].keys()
     for number, state in states[0].items():
         assert all(torch.equal(value, states[1][number][name]) for name, value in state.items())
+    for one, other in zip(plain.masters.stepped(), napped.masters.stepped(), strict=True):
+        assert torch.equal(one, other)
+    asleep = 2 * sum(p.numel() for p in napped.model.parameters()) * 4  # moments
+    asleep += sum(t.nbytes for t in [*napped.model.parameters(), *napped.model.buffers(), *napped.masters.copies()])
+    assert napped.sleep() >= asleep, "masters and moments leave the device, too"
 
 
 def test_tied_weights_and_the_optimisers_references_stay(make_config: Callable[..., RunConfig]) -> None:

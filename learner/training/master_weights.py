@@ -1,0 +1,72 @@
+"""Master weights: fp32 copies of trained 16-bit parameters, which the optimiser steps (arXiv 1710.03740, sec. 3.1).
+
+A bf16 weight keeps 8 bits: AdamW's update of 1e-6 is a sixtieth of the distance between two neighbours at 0.02, and is
+lost when it is added there. It adds up in the master; after each step the parameter is the master rounded. Forward,
+backward and publication use the parameter, so learner and engine compute with the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from asyncrl.errors import UserError
+
+
+class MasterWeights:
+    """The masters of a model's trained parameters. An fp32 parameter is its own master, and nothing is done for it."""
+
+    def __init__(self, model: nn.Module):
+        """Copy each trained 16-bit parameter; its gradients are from now on accumulated in fp32."""
+        self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._copies: dict[str, torch.Tensor] = {}
+        for name, parameter in self._trained.items():
+            if parameter.dtype != torch.float32:
+                parameter.grad_dtype = torch.float32
+                self._copies[name] = parameter.detach().float()
+
+    def stepped(self) -> list[torch.Tensor]:
+        """Tensors for the optimiser, one for each trained parameter, in the model's order."""
+        return [self._copies.get(name, parameter) for name, parameter in self._trained.items()]
+
+    def copies(self) -> list[torch.Tensor]:
+        """The masters that are not the parameters themselves: device memory besides the model's."""
+        return list(self._copies.values())
+
+    def take_gradients(self) -> None:
+        """Move the gradients from the parameters to their masters."""
+        for name, master in self._copies.items():
+            parameter = self._trained[name]
+            master.grad, parameter.grad = parameter.grad, None
+
+    @torch.no_grad()
+    def round_into_parameters(self) -> None:
+        """Set each parameter to its master, rounded to the nearest value of its dtype."""
+        for name, master in self._copies.items():
+            self._trained[name].copy_(master)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Masters by their parameters' names; empty for an fp32 model."""
+        return dict(self._copies)
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], folder: Path) -> None:
+        """Restore the masters; `folder` is the checkpoint's.
+
+        Raises UserError where the checkpoint's parameters had other masters: its steps could not be made again.
+        """
+        differing = sorted(state.keys() ^ self._copies.keys())
+        if differing:
+            kind = "no fp32 master weights" if differing[0] in self._copies else "fp32 master weights"
+            now = str(self._trained[differing[0]].dtype).removeprefix("torch.") if differing[0] in self._trained else ""
+            raise UserError(
+                f"{folder} holds {kind} of {len(differing)} trained tensors, such as {differing[0]}, which is "
+                f"{now or 'not trained'} now: it was written with another model.dtype, or by a version of asyncrl "
+                "that stepped bfloat16 weights directly. Set model.dtype to what the run was started with, or start a "
+                f"new run from it: asyncrl export {folder.parent.parent} TARGET, then model.path=TARGET"
+            )
+        for name, master in state.items():
+            self._copies[name].copy_(master)

@@ -1,0 +1,112 @@
+"""bf16 weights are trained on fp32 masters: nothing of a small update is lost, across checkpoints and sleep either."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.errors import UserError
+from learner.training.engine import ENGINE_FILE, TorchEngine
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+MakeConfig = Callable[..., RunConfig]
+OPTIM = {"optim": {"lr": 1e-6, "weight_decay": 0.01, "betas": [0.9, 0.95], "max_grad_norm": 1e9}}
+
+
+def prepared(make_config: MakeConfig, dtype: str, model: Any = None) -> TorchEngine:
+    config = make_config(model={"dtype": dtype, **(model or {})}, learner=OPTIM)
+    engine = TorchEngine(config, config.learner.optim, 100)
+    engine.prepare()
+    return engine
+
+
+def trained(engine: TorchEngine) -> dict[str, torch.nn.Parameter]:
+    return {name: p for name, p in engine.model.named_parameters() if p.requires_grad}
+
+
+def direction(name: str, parameter: torch.Tensor, step: int) -> torch.Tensor:
+    """A gradient that bf16 holds exactly."""
+    generator = torch.Generator().manual_seed(step * 1000 + len(name))
+    return (torch.randn(parameter.shape, generator=generator) + 1).bfloat16().to(parameter.dtype)
+
+
+def take_step(engine: TorchEngine, step: int) -> None:
+    engine.backward(torch.stack([(p * direction(n, p, step)).float().sum() for n, p in trained(engine).items()]).sum())
+    engine.optimizer_step()
+
+
+def test_bf16_weights_are_those_of_fp32_training_rounded(make_config: MakeConfig) -> None:
+    """50 updates of 1e-6, each far below the distance of two bf16 numbers: bf16 AdamW would lose nearly all of it."""
+    engine = prepared(make_config, "bfloat16")
+    exact = {name: p.detach().float() for name, p in trained(engine).items()}
+    groups = [
+        {"params": [w for w in exact.values() if w.ndim >= 2], "weight_decay": 0.01},
+        {"params": [w for w in exact.values() if w.ndim < 2], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(groups, lr=1e-6, betas=(0.9, 0.95))
+    for step in range(50):
+        take_step(engine, step)
+        for name, weight in exact.items():
+            weight.grad = direction(name, weight, step)
+        adamw.step()
+    for name, p in trained(engine).items():
+        assert torch.equal(p, exact[name].bfloat16()), name
+        assert p.grad is None
+
+
+def test_gradients_of_micro_batches_add_up_in_fp32(make_config: MakeConfig) -> None:
+    """A bf16 sum would stay at 1: half of 2^-8 is less than it can show."""
+    engine = prepared(make_config, "bfloat16")
+    weight = next(iter(trained(engine).values()))
+    engine.backward(weight.float().sum())
+    for _ in range(256):
+        engine.backward(weight.float().sum() * 2**-9)
+    assert weight.grad is not None
+    assert weight.grad.unique().tolist() == [1.5]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_checkpoint_continues_bit_for_bit(make_config: MakeConfig, tmp_path: Path, dtype: str) -> None:
+    unbroken = prepared(make_config, dtype)
+    for step in range(4):
+        if step == 2:
+            unbroken.model.save_pretrained(tmp_path / "model")
+            unbroken.save(tmp_path)
+        take_step(unbroken, step)
+    again = prepared(make_config, dtype, {"path": str(tmp_path / "model")})
+    again.load(tmp_path)
+    for step in (2, 3):
+        take_step(again, step)
+    theirs = trained(again)
+    assert all(torch.equal(p, theirs[name]) for name, p in trained(unbroken).items())
+    for one, other in zip(unbroken.masters.stepped(), again.masters.stepped(), strict=True):
+        assert torch.equal(one, other)
+    assert len(again.masters.copies()) == (len(theirs) if dtype == "bfloat16" else 0)
+
+
+def test_an_older_checkpoint_loads_in_fp32_and_is_refused_in_bf16(make_config: MakeConfig, tmp_path: Path) -> None:
+    engine = prepared(make_config, "float32")
+    take_step(engine, 0)
+    engine.save(tmp_path)
+    state = torch.load(tmp_path / ENGINE_FILE, weights_only=True)
+    assert not state.pop("masters"), "an fp32 weight is its own master"
+    torch.save(state, tmp_path / ENGINE_FILE)
+    prepared(make_config, "float32").load(tmp_path)
+    with pytest.raises(UserError, match=r"holds no fp32 master weights of .* which is bfloat16 now.*Set model\.dtype"):
+        prepared(make_config, "bfloat16").load(tmp_path)
+
+    prepared(make_config, "bfloat16").save(tmp_path)
+    with pytest.raises(UserError, match=r"holds fp32 master weights of .* which is float32 now.*Set model\.dtype"):
+        prepared(make_config, "float32").load(tmp_path)
+
+
+def test_adapters_on_bf16_weights_are_their_own_masters(make_config: MakeConfig) -> None:
+    engine = prepared(make_config, "bfloat16", {"lora": {"rank": 4}})
+    assert {p.dtype for p in trained(engine).values()} == {torch.float32}
+    assert engine.masters.copies() == []
+    assert all(a is b for a, b in zip(engine.masters.stepped(), trained(engine).values(), strict=True))
