@@ -181,7 +181,8 @@ class RolloutConfig(Section):
     max_concurrent_sequences: int = Field(default=256, gt=0)
     """Completions decoded together; more of them wait for their turn."""
     device: str = "auto"
-    """`auto`, `cpu`, `cuda`, `cuda:1`, ..."""
+    """`auto`, `cpu`, `cuda`, or `cuda:1`, ... `asyncrl train` gives servers of `auto` and `cuda` GPUs of their own: not
+    the learner's, and tensor_parallel_size of them each."""
     cpu_threads: int = Field(default=0, ge=0)
     """Torch threads; 0 means half of the cores when the learner shares the machine, and all of them in sync mode."""
     weight_update: Literal["recompute", "keep", "drain"] = "recompute"
@@ -255,7 +256,7 @@ class LearnerConfig(Section):
     engine: Literal["torch"] = "torch"
     """Training engine."""
     device: str = "auto"
-    """`auto`, `cpu`, `cuda`, `cuda:1`, ..."""
+    """`auto`, `cpu`, `cuda`, or `cuda:1`, ..."""
     cpu_threads: int = Field(default=0, ge=0)
     """Torch threads; 0 means half of the cores when the servers share the machine, and all of them in sync mode."""
     gradient_checkpointing: bool = False

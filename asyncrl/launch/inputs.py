@@ -4,10 +4,12 @@ leaves no run directory behind. Torch is only imported where devices or a plan a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from asyncrl.config.device_rules import DEVICE_CHANNELS, same_device, two_devices
+from asyncrl.config.gpu_assignment import check_assignment
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import Purpose, RowSource, open_train, open_validation
 from asyncrl.errors import UserError
@@ -18,6 +20,8 @@ from asyncrl.telemetry.trackers import check_trackers
 
 Side = Literal["learner", "rollout_server"]
 
+DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
+"""Devices of NVIDIA's driver, on Linux and in WSL: without one there is no GPU, and torch need not be asked."""
 ROWS_LOOKED_AT = 64
 """Rows of each data source that are searched for images or videos."""
 
@@ -105,11 +109,12 @@ def _first_row_with(rows: RowSource, key: str) -> str | None:
 
 
 def check_devices(config: RunConfig, sides: tuple[Side, ...]) -> None:
-    """Check that named devices exist, are one in sync mode, and have CUDA for a channel between devices."""
+    """Check that named devices exist, are one in sync mode, have CUDA for a channel between devices, and that no GPU
+    of an asynchronous run has two processes without a budget."""
     names: dict[Side, str] = {"learner": config.learner.device, "rollout_server": config.rollout.device}
     alike = names["learner"] == names["rollout_server"]
     plain = all(name in ("auto", "cpu") for name in names.values()) and alike
-    if plain and config.rollout.weights_channel not in DEVICE_CHANNELS:
+    if plain and config.rollout.weights_channel not in DEVICE_CHANNELS and not gpus_of_run(config):
         return
     import torch
 
@@ -121,6 +126,17 @@ def check_devices(config: RunConfig, sides: tuple[Side, ...]) -> None:
         check_device_channel(config, keys[side], names[side])
     if config.trainer.mode == "sync" and not same_device(config, cuda=torch.cuda.is_available()):
         raise UserError(two_devices(config))
+    if len(sides) == 2:
+        check_assignment(config, gpus_of_run(config))
+
+
+def gpus_of_run(config: RunConfig) -> Sequence[str]:
+    """The GPUs that this process sees; empty where no process of the run can use one, and then torch is not asked."""
+    if {config.learner.device, config.rollout.device} == {"cpu"} or not any(driver.exists() for driver in DRIVERS):
+        return ()
+    from asyncrl.models.devices import visible_gpus
+
+    return visible_gpus()
 
 
 def check_engine(config: RunConfig) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from asyncrl.config.gpu_assignment import assign_gpus, gpu_environment
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import ExitCode
 from asyncrl.journal import JOURNAL_FILE
@@ -127,30 +128,35 @@ class Service:
         return "\n".join(lines[errors[-1] :] if explained else lines[-LAST_LINES:])
 
 
-def learner_service(config: RunConfig, config_file: Path, *, resume: bool) -> Service:
-    """Describe `python -m learner`. After a crash it resumes, unless it crashed before it had written anything."""
+def learner_service(config: RunConfig, config_file: Path, *, resume: bool, gpus: Sequence[str] = ()) -> Service:
+    """Describe `python -m learner`. After a crash it resumes, unless it crashed before it had written anything.
+
+    `gpus` are all that the launcher sees.
+    """
 
     def resume_flag() -> Sequence[str]:
         return ("--resume",) if not resume and (config.run_path / JOURNAL_FILE).is_file() else ()
 
     command = [sys.executable, "-m", "learner", "--config", str(config_file), *(["--resume"] if resume else [])]
     environment = service_environment(config.learner.cpu_threads, taking_turns=config.trainer.mode == "sync")
+    environment |= gpu_environment(config.learner.device, assign_gpus(config, len(gpus)).learner, gpus)
     return Service("learner", command, config.run_path / "logs" / "learner.log", environment, resume_flag)
 
 
-def server_services(config: RunConfig, config_file: Path) -> list[Service]:
-    """Describe `python -m rollout_server`, rollout.servers times, each with its own log and metrics port."""
+def server_services(config: RunConfig, config_file: Path, *, gpus: Sequence[str] = ()) -> list[Service]:
+    """Describe `python -m rollout_server`, rollout.servers times, each with its own log, metrics port and GPUs."""
     count = config.rollout.servers
     command = [sys.executable, "-m", "rollout_server", "--config", str(config_file)]
     taking_turns = config.trainer.mode == "sync"
     environment = service_environment(config.rollout.cpu_threads, sharing=count, taking_turns=taking_turns)
     services = []
-    for number in range(count):
+    for number, numbers in enumerate(assign_gpus(config, len(gpus)).servers):
         name = "rollout_server" if count == 1 else f"rollout_server-{number + 1}"
         log, failure = (config.run_path / "logs" / f"{name}.{kind}" for kind in ("log", "failure.json"))
         port = [f"telemetry.rollout_port={config.telemetry.rollout_port + number}"] if number else []
         arguments = ["--failure-file", str(failure), *port]
-        services.append(Service(name, [*command, *arguments], log, environment, failure=failure))
+        visible = gpu_environment(config.rollout.device, numbers, gpus)
+        services.append(Service(name, [*command, *arguments], log, {**environment, **visible}, failure=failure))
     return services
 
 

@@ -7,9 +7,10 @@ import sys
 import time
 from pathlib import Path
 
+from asyncrl.config.gpu_assignment import assign_gpus, describe_assignment
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, ExitCode, UserError
-from asyncrl.launch.inputs import check_inputs
+from asyncrl.launch.inputs import check_inputs, gpus_of_run
 from asyncrl.launch.ports import reserve_ports
 from asyncrl.launch.processes import learner_service, server_services
 from asyncrl.launch.supervisor import Outcome, Supervisor
@@ -45,8 +46,11 @@ def train(config: RunConfig, *, resume: bool) -> int:
 
 def _launch(config: RunConfig, *, resume: bool) -> int:
     file = write_candidate(config)
-    services = [learner_service(config, file, resume=resume), *server_services(config, file)]
+    gpus = gpus_of_run(config)
+    services = [learner_service(config, file, resume=resume, gpus=gpus), *server_services(config, file, gpus=gpus)]
     print(f"run directory {config.run_dir}: logs/, then config.yaml, metrics.jsonl, samples.jsonl", flush=True)
+    if gpus:
+        print(f"GPUs: {describe_assignment(assign_gpus(config, len(gpus)), gpus)}", flush=True)
     with Display(RunSnapshot(config.run_path, since=time.time())) as display:
         supervisor = Supervisor(*services, policy=config.launch, notify=display.note)
         outcome = supervisor.run(display.tick)

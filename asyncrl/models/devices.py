@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import sys
 from math import nan
 
@@ -11,6 +12,7 @@ import psutil
 import torch
 
 from asyncrl.config.device_rules import DEVICE_CHANNELS, meant_device
+from asyncrl.config.gpu_assignment import GPUS_VARIABLE, listed_gpus
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 
@@ -42,6 +44,16 @@ def resolve_device(name: str, setting: str = "device") -> torch.device:
             f"Set {setting}=auto for the first"
         )
     return device
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """The GPUs that the launcher assigned from, or else that this process sees: numbers, or UUIDs where the user has
+    set CUDA_VISIBLE_DEVICES to such."""
+    assigned, visible = os.environ.get(GPUS_VARIABLE), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if assigned is not None:
+        return listed_gpus(assigned)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return tuple(map(str, range(count))) if visible is None else listed_gpus(visible)[:count]
 
 
 def check_device_channel(config: RunConfig, key: str, device: str) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 import psutil
 
 from asyncrl.config.device_rules import meant_device
+from asyncrl.config.gpu_assignment import assign_gpus, describe_assignment
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
-from asyncrl.launch.inputs import check_devices, check_engine, check_lengths, check_model
+from asyncrl.launch.inputs import check_devices, check_engine, check_lengths, check_model, gpus_of_run
 from asyncrl.models.weight_files import check_weights
 from asyncrl.tools.doctor.findings import Finding, Findings, problem
 from asyncrl.tools.doctor.machine import Device, memory_limit
@@ -28,6 +29,8 @@ def find_model(config: RunConfig) -> Findings[dict[str, Any]]:
     check_engine(config)
     kind = described.get("model_type", "of no stated type")
     yield Finding("model", f"{config.model.path}: {kind}, engine {config.rollout.engine}, mode {config.trainer.mode}")
+    if gpus := gpus_of_run(config):
+        yield Finding("GPUs", describe_assignment(assign_gpus(config, len(gpus)), gpus))
     return described
 
 
@@ -37,7 +40,11 @@ def find_memory(config: RunConfig, devices: Sequence[Device]) -> Findings[Memory
         f"{side}.device": meant_device(getattr(config, side).device, cuda=bool(devices))
         for side in ("learner", "rollout")
     }
-    plan = make_plan(changed(config, meant))
+    plan = make_plan(changed(config, {key: name for key, name in meant.items() if name == "cpu"}))
+    assigned = assign_gpus(config, len(devices))
+    for side, gpus in (("learner", assigned.learner), ("rollout", assigned.servers[0])):
+        if gpus:
+            meant[f"{side}.device"] = f"cuda:{gpus[0]}"
     on_host = [0]
     for phase in plan.phases:
         name = meant["rollout.device" if phase.name.startswith("engine") else "learner.device"]

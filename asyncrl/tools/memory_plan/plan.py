@@ -11,8 +11,10 @@ import torch
 
 from asyncrl.config.device_rules import DEVICE_CHANNELS, NCCL_BYTES, same_device
 from asyncrl.config.engine_rules import PREFILL_TOKENS
+from asyncrl.config.gpu_assignment import assign_gpus
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
+from asyncrl.models.devices import visible_gpus
 from asyncrl.tools.memory_plan.rehearsal import ModelBytes, rehearse
 
 GIB = 2**30
@@ -103,7 +105,16 @@ def make_plan(config: RunConfig, model: ModelBytes | None = None) -> MemoryPlan:
 def device_sharing(config: RunConfig) -> Sharing:
     if config.trainer.mode == "sync":
         return "turns"
+    assigned = assign_gpus(config, len(visible_gpus()))
+    if assigned.learner and assigned.servers_per_gpu:
+        return "together" if assigned.is_shared_with_learner else "apart"
     return "together" if same_device(config, cuda=torch.cuda.is_available()) else "apart"
+
+
+def servers_per_gpu(config: RunConfig) -> int:
+    """Most servers on one GPU of this machine; all of them where it has none."""
+    gpus = visible_gpus()
+    return (assign_gpus(config, len(gpus)).servers_per_gpu if gpus else 0) or config.rollout.servers
 
 
 def _context(device: str, process: str, copies: int = 1) -> list[Line]:
@@ -128,31 +139,32 @@ def _learner_lines(model: ModelBytes, config: RunConfig) -> Iterator[Line]:
     if channel in DEVICE_CHANNELS:  # docs/decisions/013
         why = f"rollout.weights_channel={channel}: the newest version, and one that is still being sent"
         yield Line("weights that are sent", SENT_VERSIONS * model.published, why)
-        yield from _nccl(config, "learner")
+        yield from _nccl(config, "learner", config.rollout.servers)
 
 
 def _arriving_lines(model: ModelBytes, config: RunConfig) -> Iterator[Line]:
     """Memory of incoming weights: a device channel needs one full version per worker, whatever part it has."""
     channel = config.rollout.weights_channel
     if channel in DEVICE_CHANNELS:
-        why = f"rollout.weights_channel={channel}: a whole version, beside the model" + _servers(config)
-        yield Line("weights that arrive", config.rollout.servers * model.published, why)
-        yield from _nccl(config, "rollout server")
+        copies = servers_per_gpu(config)
+        why = f"rollout.weights_channel={channel}: a whole version, beside the model" + _servers(copies)
+        yield Line("weights that arrive", copies * model.published, why)
+        yield from _nccl(config, "rollout server", copies)
 
 
-def _nccl(config: RunConfig, process: str) -> list[Line]:
+def _nccl(config: RunConfig, process: str, servers: int) -> list[Line]:
     """NCCL buffers, one group per server."""
     if config.rollout.weights_channel != "nccl":
         return []
-    return [Line(f"NCCL of the {process}", config.rollout.servers * NCCL_BYTES, "an estimate" + _servers(config))]
+    return [Line(f"NCCL of the {process}", servers * NCCL_BYTES, "an estimate" + _servers(servers))]
 
 
 def _allocator(working: int) -> Line:
     return Line("allocator", int(ALLOCATOR_SHARE * working), f"{ALLOCATOR_SHARE:.0%} of it, an estimate")
 
 
-def _servers(config: RunConfig) -> str:
-    return f", {config.rollout.servers} servers" if config.rollout.servers > 1 else ""
+def _servers(count: int) -> str:
+    return f", {count} servers" if count > 1 else ""
 
 
 def count(parameters: int) -> str:
@@ -167,7 +179,7 @@ def size(nbytes: float) -> str:
 
 def _engine_lines(model: ModelBytes, config: RunConfig) -> Iterator[Line]:
     """Engine memory; for vllm an upper estimate of its profiling pass, by the same model's layers."""
-    rollout, copies, parts = config.rollout, config.rollout.servers, 1
+    rollout, copies, parts = config.rollout, servers_per_gpu(config), 1
     tokens, sequences = longest_sequence(config), rollout.max_concurrent_sequences
     prompts, decode = prefilled_prompts(config), sequences * tokens * model.decode_per_token
     if rollout.engine == "vllm":
@@ -184,7 +196,7 @@ def _engine_lines(model: ModelBytes, config: RunConfig) -> Iterator[Line]:
     per_logit = TRUNCATION_BYTES if rollout.top_p < 1 or rollout.top_k or rollout.min_p else SAMPLING_BYTES
     sampling = rollout.max_concurrent_sequences * model.vocabulary * per_logit
     most = copies * max(prefill, decode, sampling)
-    yield Line("weights", copies * model.weights // parts, config.model.dtype + _servers(config))
+    yield Line("weights", copies * model.weights // parts, config.model.dtype + _servers(copies))
     yield Line("KV cache", copies * sequences * tokens * model.cache_per_token // parts, why)
     yield Line("working memory", most, working)
     yield _allocator(most)
@@ -237,7 +249,7 @@ def vllm_memory_utilization(config: RunConfig, device_bytes: int) -> float:
         if sharing == "together":
             learner = sum(line.nbytes for line in _learner_lines(model, config))
     budget = min(config.gpu_memory.budget_gib * GIB, device_bytes)
-    share = math.floor((budget - learner - arriving) / config.rollout.servers / device_bytes * 1000) / 1000
+    share = math.floor((budget - learner - arriving) / servers_per_gpu(config) / device_bytes * 1000) / 1000
     if share <= 0:
         raise UserError(
             f"gpu_memory.budget_gib is {config.gpu_memory.budget_gib:g}, of which the learner holds "

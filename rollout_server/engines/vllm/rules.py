@@ -80,8 +80,8 @@ def device_problem(config: RunConfig) -> str:
     visible = ",".join(str(first + number) for number in range(rollout.tensor_parallel_size))
     return (
         f"rollout.device is {rollout.device}, but vLLM takes the first of the devices that it sees. Set "
-        f"rollout.device=cuda, and CUDA_VISIBLE_DEVICES={visible} in the server's environment. A learner that is "
-        "started with it sees the same devices; one with a device of its own is started by itself (asyncrl learn)"
+        f"rollout.device=cuda: asyncrl train gives each server GPUs of its own. For a server that is started by itself "
+        f"(asyncrl rollout) set CUDA_VISIBLE_DEVICES={visible} in its environment, too"
     )
 
 

@@ -166,8 +166,8 @@ class BannedTokens(LogitsProcessorV1, LogitsProcessorV2):
     def update_state(self, batch_update: Any) -> None:
         pass
 
-    def apply(self, logits: torch.Tensor, context: Any = None) -> torch.Tensor:
-        """[N, V] -> [N, V], in place. `context` is V2's layout of the batch: every row is treated alike."""
+    def apply(self, logits: torch.Tensor, ctx: Any = None) -> torch.Tensor:
+        """[N, V] -> [N, V], in place. `ctx` is V2's layout of the batch: every row is treated alike."""
         return logits.index_fill_(-1, self._banned, float("-inf"))
 
 

@@ -264,6 +264,6 @@ def test_whether_auto_is_the_other_sides_device_is_seen_where_they_start(
 def test_vllm_cannot_be_given_another_device_than_the_first(make_config: MakeConfig) -> None:
     problem = device_problem(make_config(rollout={"engine": "vllm", "device": "cuda:1", "tensor_parallel_size": 2}))
     assert "rollout.device is cuda:1, but vLLM takes the first of the devices that it sees." in problem
-    assert "CUDA_VISIBLE_DEVICES=1,2 in the server's environment" in problem
+    assert "(asyncrl rollout) set CUDA_VISIBLE_DEVICES=1,2 in its environment" in problem
     for device in ("cuda", "cuda:0", "cuda:00", "auto", "cpu"):
         assert device_problem(make_config(rollout={"engine": "vllm", "device": device})) == ""
