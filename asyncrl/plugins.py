@@ -6,7 +6,7 @@ import inspect
 import sys
 import traceback
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -21,13 +21,15 @@ MAX_MESSAGE_CHARS = 300
 def resolve(name: str, builtins: Mapping[str, F], setting: str) -> F:
     """The built-in of this name, or the user's function, whose file is run. UserErrors name the `setting`."""
     located = locate(name, builtins, setting)
-    if located is None:
-        return builtins[name]
-    path, function = located
+    return builtins[name] if located is None else load(*located)
+
+
+def load(path: Path, function: str) -> Any:
+    """The function of this name in the user's file, which is run."""
     return function_of(load_module(path, read_source(path)), function)
 
 
-def locate(name: str, builtins: Mapping[str, Any], setting: str) -> tuple[Path, str] | None:
+def locate(name: str, builtins: Collection[str], setting: str) -> tuple[Path, str] | None:
     """Absolute file and function name, or None for a built-in."""
     if name in builtins:
         return None

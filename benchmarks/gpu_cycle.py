@@ -20,7 +20,8 @@ from PIL import Image
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.images import content_hash
 from asyncrl.models.processing import EncodedPrompt, PromptProcessor
-from asyncrl.tools.memory_plan.plan import GIB, MemoryPlan, make_plan
+from asyncrl.tools.memory_plan.plan import MemoryPlan, make_plan
+from asyncrl.tools.numbers import GIB
 from learner.network.publication import open_publication, publish
 from learner.training.engine import TorchEngine
 from learner.training.engine import create_engine as create_learner

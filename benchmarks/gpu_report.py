@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from asyncrl.tools.memory_plan.plan import GIB, size
 from asyncrl.tools.memory_plan.table import describe
+from asyncrl.tools.numbers import GIB, size
 from benchmarks.gpu_cycle import FULL, TINY, Cycle, cycle_config, link_bytes_per_second, run_cycle
 from benchmarks.random_models import SIZES, make_model
 

@@ -11,6 +11,11 @@ from asyncrl.config.sections import Section
 
 Bounds = tuple[float, float]
 
+ESTIMATOR_NAMES = ("grpo", "rloo")
+"""Built-in values of `adv_estimator`; the functions are in asyncrl/algorithms/advantages.py, which needs torch."""
+LOSS_NAMES = ("ppo", "dppo")
+"""Built-in values of `policy_loss`; the functions are in asyncrl/algorithms/losses.py."""
+
 CAPS: Mapping[str, float] = {"token_tis": 2.0, "sequence_tis": 2.0, "geometric_tis": 2.0}
 """Default cap of each truncated kind."""
 WEIGHT_BOUNDS: Mapping[str, Bounds] = {

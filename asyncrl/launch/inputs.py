@@ -1,5 +1,5 @@
-"""Checks before anything is loaded: the model folder's small files, data, rewards, devices, memory plan. A failed one
-leaves no run directory behind. Torch is only imported where devices or a plan are asked for.
+"""Checks before anything is loaded: the model folder's small files, data, functions, devices, memory plan. A failed one
+leaves no run directory behind. Torch is only imported where devices, a plan or the user's own estimator are asked for.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from asyncrl.config.algorithm import ESTIMATOR_NAMES, LOSS_NAMES, AlgorithmConfig
 from asyncrl.config.device_rules import DEVICE_CHANNELS, same_device, two_devices
 from asyncrl.config.gpu_assignment import check_assignment
 from asyncrl.config.schema import RunConfig
@@ -15,6 +16,7 @@ from asyncrl.data.dataset import Purpose, RowSource, open_train, open_validation
 from asyncrl.errors import UserError
 from asyncrl.models.folder import describe_folder, has_eyes
 from asyncrl.models.weight_files import check_weights
+from asyncrl.plugins import load, locate
 from asyncrl.rewards.spec import check_rewards
 from asyncrl.telemetry.trackers import check_trackers
 
@@ -28,13 +30,7 @@ ROWS_LOOKED_AT = 64
 
 def check_inputs(config: RunConfig, *sides: Side) -> None:
     """Check what the named sides of a run, which start on this machine, will need. Raises UserError with the fix."""
-    described = check_model(config)
-    check_lengths(config, described)
-    if "learner" in sides:
-        check_trackers(config.telemetry)
-        _check_data(config, described, "rl")
-    if "rollout_server" in sides:
-        check_rewards(config.reward)
+    check_references(config, *sides)
     check_devices(config, sides)
     if "rollout_server" in sides:
         check_engine(config)
@@ -45,6 +41,29 @@ def check_inputs(config: RunConfig, *sides: Side) -> None:
         plan = check_plan(config)  # both halves, whichever side starts here: its numbers are one run's
         if plan is not None and "learner" in sides:
             check_shared_memory(plan)
+
+
+def check_references(config: RunConfig, *sides: Side) -> None:
+    """Check whatever the configuration names that the sides will open, on any machine: model folder, data, functions.
+
+    Rewards are looked at, not run: `asyncrl.rewards.pool.try_loading` does that.
+    """
+    described = check_model(config)
+    check_lengths(config, described)
+    if "learner" in sides:
+        check_trackers(config.telemetry)
+        check_algorithm(config.algorithm)
+        _check_data(config, described, "rl")
+    if "rollout_server" in sides:
+        check_rewards(config.reward)
+
+
+def check_algorithm(config: AlgorithmConfig) -> None:
+    """Refuse an estimator or a loss that is not there. The user's own are loaded, as the learner will load them."""
+    for key, builtins in (("adv_estimator", ESTIMATOR_NAMES), ("policy_loss", LOSS_NAMES)):
+        located = locate(getattr(config, key), builtins, f"algorithm.{key}")
+        if located is not None:
+            load(*located)
 
 
 def check_sft_inputs(config: RunConfig) -> None:

@@ -35,19 +35,27 @@ def usable_rows(rows: RowSource, renderer: PromptRenderer, processor: PromptProc
             )
     logger.info("%d of %d rows are within data.max_prompt_length = %d", len(usable), len(everything), limit)
     if not usable:
-        raise UserError(
-            f"all {len(everything)} prompts ({rows.row_id(0)}, ...) are over data.max_prompt_length = {limit}: raise it"
-        )
+        raise _all_overlong(rows, limit)
     return usable
 
 
+def _all_overlong(rows: RowSource, limit: int) -> UserError:
+    return UserError(
+        f"all {len(rows)} prompts ({rows.row_id(0)}, ...) are over data.max_prompt_length = {limit}: raise it"
+    )
+
+
 def preview_prompt(config: RunConfig) -> str:
-    """The first training row as the model sees it: text, answer, tokens, and the grid of each image and video."""
-    rows = open_train(config.data)
-    processor = PromptProcessor(config.model)
-    rendered = PromptRenderer(config.data).render(rows[0], rows.row_id(0))
-    encoded = processor.encode(rendered.prompt, rendered.blobs)
-    limit = config.data.max_prompt_length
+    """The first row to be trained as the model sees it: text, answer, tokens, and the grid of each image and video."""
+    rows, limit = open_train(config.data), config.data.max_prompt_length
+    processor, renderer = PromptProcessor(config.model), PromptRenderer(config.data)
+    for index in range(len(rows)):
+        rendered = renderer.render(rows[index], rows.row_id(index))
+        encoded = processor.encode(rendered.prompt, rendered.blobs)
+        if len(encoded.token_ids) <= limit or not config.data.filter_overlong_prompts:
+            break
+    else:
+        raise _all_overlong(rows, limit)
     check_prompt_length(encoded, limit)
     seen = "images and videos" if encoded.video_hashes else "images"
     lines = [

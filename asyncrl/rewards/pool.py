@@ -189,6 +189,13 @@ class RewardPool:
             self._idle.put_nowait(BadStateError(f"a lost reward worker could not be started again: {error}"))
 
 
+async def try_loading(config: RewardConfig) -> None:
+    """Load all functions in a worker, and end it. Raises UserError where they cannot be loaded."""
+    pool = RewardPool(config.model_copy(update={"workers": 1}))
+    await pool.start()
+    await pool.close()
+
+
 def _setup_message(config: RewardConfig) -> bytes:
     """The workers' first message. It holds the user's files as they are now: edits change no running run."""
     check_rewards(config)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from asyncrl.tools.memory_plan.advice import check_plan
-from asyncrl.tools.memory_plan.plan import GIB
+from asyncrl.tools.numbers import GIB
 from benchmarks.gpu_cycle import FULL, TINY, Cycle, cycle_config, link_bytes_per_second, run_cycle
 from benchmarks.gpu_report import report, settings
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import psutil
 import pytest
 
 from asyncrl.cli import main
-from asyncrl.config.load import dump_config
+from asyncrl.config.load import dump_config, load_config
 from asyncrl.config.schema import RunConfig
+from asyncrl.data.dataset import open_train
 from asyncrl.run_folder.lock import LEARNER_LOCK
 from tests.rigs.two_processes import start_command
 from tests.rigs.waiting import wait_until
@@ -43,6 +45,41 @@ def test_dry_run_shows_what_would_run_and_writes_nothing(
     assert "first prompt" in printed
     assert "<|vision_start|>" in printed, "as the chat template writes it"
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "told"),
+    [
+        ("algorithm.adv_estimator=gpro", "Did you mean 'grpo'?"),
+        ("algorithm.policy_loss={folder}/mine.py:los", "has no function 'los'. Did you mean 'loss'?"),
+        ("reward.functions.0.function=exact_mach", "Did you mean 'exact_match'?"),
+        ("reward.functions.0.function={folder}/mine.py:reward", "No module named 'not_installed'"),
+    ],
+)
+def test_dry_run_refuses_functions_that_the_run_could_not_load(
+    config_file: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], mistake: str, told: str
+) -> None:
+    mine = "def loss(tokens, config): ...\nreward = loss\n"
+    (tmp_path / "mine.py").write_text(mine if "los" in mistake else f"import not_installed\n{mine}")
+    assert main(["train", str(config_file()), "--dry-run", mistake.format(folder=tmp_path)]) == 2
+    said = capsys.readouterr()
+    assert told in said.err
+    assert not said.out
+
+
+def test_dry_run_shows_the_first_row_that_is_short_enough(
+    config_file: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Prompts of the digits have 30 to 32 tokens; with the filter on, an overlong first row is no mistake."""
+    settings = ["data.filter_overlong_prompts=true", "data.max_prompt_length=31"]
+    config = str(config_file())
+    rows = open_train(load_config(Path(config)).data)
+    assert main(["train", config, "--dry-run", *settings]) == 0
+    shown = re.search(r"first prompt \((\S+)\)", capsys.readouterr().out)
+    assert shown
+    assert shown[1] != rows.row_id(0)
+    assert main(["train", config, "--dry-run", *settings[:1], "data.max_prompt_length=5"]) == 2
+    assert "are over data.max_prompt_length = 5: raise it" in capsys.readouterr().err
 
 
 def finish(*arguments: str, log: Path) -> tuple[int, str]:

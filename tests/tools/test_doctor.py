@@ -23,7 +23,8 @@ from asyncrl.tools.doctor.findings import Finding, Findings, Report
 from asyncrl.tools.doctor.machine import Device
 from asyncrl.tools.doctor.memory import find_memory
 from asyncrl.tools.doctor.network import find_network, find_ports, is_local
-from asyncrl.tools.memory_plan.plan import GIB, make_plan
+from asyncrl.tools.memory_plan.plan import make_plan
+from asyncrl.tools.numbers import GIB
 from protocol.curve import LEARNER_SECRET, make_keys
 from tests.rigs.small_runs import small
 from tests.rigs.two_processes import write_config
@@ -75,6 +76,13 @@ def test_one_mistake_is_one_problem(
     assert printed.count("PROBLEM") == 1
     assert re.search(r"PROBLEM template +data.format_prompt is 'no.jinja', but there is no such file", printed)
     assert "not made: 1 problem(s). Fix: solve the problems above first" in printed
+
+
+def test_an_estimator_that_is_not_there_is_a_problem(make_config: MakeConfig) -> None:
+    report = Report(as_json=True)
+    examine.run_check(report, "algorithm", examine._load_functions(make_config(algorithm={"adv_estimator": "gpro"})))
+    (found,) = report.findings
+    assert (found.verdict, "Did you mean 'grpo'?" in found.value + found.fix) == ("problem", True)
 
 
 # --- how checks are run -----------------------------------------------------------------------------

@@ -27,7 +27,6 @@ from asyncrl.tools.memory_plan.advice import check_plan
 from asyncrl.tools.memory_plan.live_bytes import LiveBytes, nbytes
 from asyncrl.tools.memory_plan.plan import (
     CONTEXT_BYTES,
-    GIB,
     changed,
     make_plan,
     prefilled_prompts,
@@ -35,6 +34,7 @@ from asyncrl.tools.memory_plan.plan import (
 )
 from asyncrl.tools.memory_plan.rehearsal import rehearse
 from asyncrl.tools.memory_plan.table import describe
+from asyncrl.tools.numbers import GIB
 from benchmarks.random_models import make_model
 from learner.training.engine import TorchEngine
 from learner.training.packing import Completion, MicroBatch, TrainGroup, build_micro_batch

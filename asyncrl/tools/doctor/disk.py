@@ -13,7 +13,8 @@ from asyncrl.launch.processes import LOG_BYTES
 from asyncrl.run_folder.contents import check_run_dir, is_resumable
 from asyncrl.run_folder.lock import refuse_busy
 from asyncrl.tools.doctor.findings import Finding, Findings, split_fix
-from asyncrl.tools.memory_plan.plan import GIB, MemoryPlan, size
+from asyncrl.tools.memory_plan.plan import MemoryPlan
+from asyncrl.tools.numbers import GIB, size
 
 MIB = 2**20
 HEADER_BYTES = 200

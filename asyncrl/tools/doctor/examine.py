@@ -14,11 +14,9 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import RowSource, open_train, open_validation
 from asyncrl.data.prompts import PromptRenderer
 from asyncrl.errors import ExitCode, UserError
-from asyncrl.launch.inputs import check_media
-from asyncrl.tools.doctor.disk import find_disk, find_run_dir
+from asyncrl.launch.inputs import check_algorithm, check_media
 from asyncrl.tools.doctor.findings import Finding, Findings, Report, problem
-from asyncrl.tools.doctor.machine import Device, find_devices, find_machine
-from asyncrl.tools.doctor.network import find_network, find_ports
+from asyncrl.tools.doctor.machine import Device, find_devices, find_machine, listed_devices
 from asyncrl.tools.doctor.versions import find_versions
 
 logger = logging.getLogger(__name__)
@@ -41,9 +39,10 @@ def examine(file: Path | None, overrides: Sequence[str], *, quick: bool, as_json
         report.add(problem("configuration", error))
         report.close()
         return ExitCode.USER_ERROR
-    run_check(report, "versions", find_versions())
-    run_check(report, "machine", find_machine())
-    devices = run_check(report, "devices", find_devices()) or ()
+    with listed_devices() as listing:
+        run_check(report, "versions", find_versions())
+        run_check(report, "machine", find_machine())
+        devices = run_check(report, "devices", find_devices(listing)) or ()
     if config is not None:
         _examine_run(report, config, devices)
         if quick:
@@ -59,12 +58,15 @@ def examine(file: Path | None, overrides: Sequence[str], *, quick: bool, as_json
 
 def _examine_run(report: Report, config: RunConfig, devices: Sequence[Device]) -> None:
     from asyncrl.tools.doctor.data import find_prompts, find_rewards, find_twins
+    from asyncrl.tools.doctor.disk import find_disk, find_run_dir
     from asyncrl.tools.doctor.memory import find_memory, find_model
+    from asyncrl.tools.doctor.network import find_network, find_ports
 
     run_check(report, "ports", find_ports(config))
     run_check(report, "network", find_network(config))
     run_check(report, "run_dir", find_run_dir(config))
     model = run_check(report, "model", find_model(config))
+    run_check(report, "algorithm", _load_functions(config))
     rows = run_check(report, "training data", _open_rows(config, held_out=False, model=model))
     held_out = run_check(report, "held-out data", _open_rows(config, held_out=True, model=model))
     plan = run_check(report, "memory plan", find_memory(config, devices)) if model else None
@@ -91,6 +93,11 @@ def _open_rows(config: RunConfig, *, held_out: bool, model: dict[str, Any] | Non
     elif model is not None:
         check_media(config, model, rows)
     return rows
+
+
+def _load_functions(config: RunConfig) -> Findings[None]:
+    check_algorithm(config.algorithm)
+    yield Finding("algorithm", f"{config.algorithm.adv_estimator} advantages, {config.algorithm.policy_loss} loss")
 
 
 def _load_renderer(config: RunConfig) -> Findings[PromptRenderer]:

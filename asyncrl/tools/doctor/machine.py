@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,19 +17,20 @@ import psutil
 
 from asyncrl.launch.processes import available_cores
 from asyncrl.tools.doctor.findings import Finding, Findings
-from asyncrl.tools.memory_plan.plan import size
+from asyncrl.tools.numbers import size
 from protocol.endpoints import SHARED_MEMORY
 
 SMALL_DISK = 10 * 2**30
 DRIVER = Path("/proc/driver/nvidia/version")
 DEVICES_DEADLINE_S = 60.0
 LIST_DEVICES = """
-import json, torch
+import json, os, torch
 devices = []
 for index in range(torch.cuda.device_count()):
     free, total = torch.cuda.mem_get_info(index)
     devices.append({"name": torch.cuda.get_device_name(index), "total": total, "free": free})
-print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "devices": devices}))
+print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "devices": devices}), flush=True)
+os._exit(0)  # torch is not taken apart
 """
 
 
@@ -65,17 +68,30 @@ class Device:
     free: int
 
 
-def find_devices() -> Findings[tuple[Device, ...]]:
-    """The CUDA devices by index, listed by a process of its own: CUDA takes half a GiB of each, which a trial needs."""
-    command = [sys.executable, "-c", LIST_DEVICES]
+@contextmanager
+def listed_devices() -> Iterator[subprocess.Popen[str]]:
+    """A process that lists the CUDA devices, begun here and ended after: CUDA takes half a GiB of each device, which a
+    trial needs. It imports torch while this process does."""
+    command, pipe = [sys.executable, "-c", LIST_DEVICES], subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, stdin=subprocess.DEVNULL, text=True) as listing:
+        try:
+            yield listing
+        finally:
+            listing.kill()
+
+
+def find_devices(listing: subprocess.Popen[str]) -> Findings[tuple[Device, ...]]:
+    """The CUDA devices by index, as the process lists them."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DEVICES_DEADLINE_S, check=True)
+        listed, complaint = listing.communicate(timeout=DEVICES_DEADLINE_S)
+        if listing.returncode:
+            raise subprocess.CalledProcessError(listing.returncode, "python", listed, complaint)
     except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
         last = str(error.stderr or error).strip().splitlines()[-1]
         fix = "look at nvidia-smi and dmesg whether a GPU or its driver hangs, else: bash scripts/install.sh"
         yield Finding("devices", f"torch cannot look at them: {last}", "problem", fix)
         return ()
-    facts = json.loads(done.stdout.splitlines()[-1])
+    facts = json.loads(listed.splitlines()[-1])
     built = f"for CUDA {facts['cuda']}" if facts["cuda"] else "without CUDA"
     devices = tuple(Device(**device) for device in facts["devices"])
     for index, device in enumerate(devices):

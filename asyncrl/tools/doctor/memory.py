@@ -17,7 +17,8 @@ from asyncrl.models.weight_files import check_weights
 from asyncrl.tools.doctor.findings import Finding, Findings, problem
 from asyncrl.tools.doctor.machine import Device, memory_limit
 from asyncrl.tools.memory_plan.advice import advice, check_shared_memory
-from asyncrl.tools.memory_plan.plan import GIB, MemoryPlan, changed, make_plan, size
+from asyncrl.tools.memory_plan.plan import MemoryPlan, changed, make_plan
+from asyncrl.tools.numbers import GIB, size
 
 
 def find_model(config: RunConfig) -> Findings[dict[str, Any]]:

@@ -9,15 +9,8 @@ from contextlib import suppress
 from asyncrl.config.device_rules import DEVICE_CHANNELS
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
-from asyncrl.tools.memory_plan.plan import (
-    GIB,
-    MemoryPlan,
-    changed,
-    device_sharing,
-    longest_sequence,
-    make_plan,
-    size,
-)
+from asyncrl.tools.memory_plan.plan import MemoryPlan, changed, device_sharing, longest_sequence, make_plan
+from asyncrl.tools.numbers import GIB, size
 from protocol.endpoints import SHARED_MEMORY
 
 Change = Mapping[str, object]

@@ -16,8 +16,8 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.models.devices import visible_gpus
 from asyncrl.tools.memory_plan.rehearsal import ModelBytes, rehearse
+from asyncrl.tools.numbers import GIB
 
-GIB = 2**30
 CONTEXT_BYTES = GIB // 2
 """CUDA's context and the libraries' workspaces of a process that has used the device. An estimate."""
 ALLOCATOR_SHARE = 0.05
@@ -170,11 +170,6 @@ def _servers(count: int) -> str:
 def count(parameters: int) -> str:
     """`3.98 billion`"""
     return f"{parameters / 1e9:.3g} billion" if parameters >= 1e9 else f"{parameters / 1e6:.3g} million"
-
-
-def size(nbytes: float) -> str:
-    """`12.3 GiB` or `4.5 MiB`"""
-    return f"{nbytes / GIB:,.1f} GiB" if nbytes >= GIB else f"{nbytes / 2**20:,.1f} MiB"
 
 
 def _engine_lines(model: ModelBytes, config: RunConfig) -> Iterator[Line]:

@@ -11,7 +11,8 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import ModelConfig
 from asyncrl.models.folder import read_config
 from asyncrl.tools.memory_plan.advice import advice
-from asyncrl.tools.memory_plan.plan import GIB, MemoryPlan, Phase, count, make_plan, size
+from asyncrl.tools.memory_plan.plan import MemoryPlan, Phase, count, make_plan
+from asyncrl.tools.numbers import GIB, size
 
 _SHARING = {
     "turns": "one device, in turns (trainer.mode=sync)",

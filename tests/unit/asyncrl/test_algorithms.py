@@ -11,10 +11,10 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from asyncrl.algorithms.advantages import grpo, rloo
+from asyncrl.algorithms.advantages import ADVANTAGE_ESTIMATORS, grpo, rloo
 from asyncrl.algorithms.corrections import Correction, correct, m2po_outliers
 from asyncrl.algorithms.diagnostics import STALENESS_BUCKETS, off_policy_diagnostics, off_policy_report
-from asyncrl.algorithms.losses import dppo, ppo, token_weights
+from asyncrl.algorithms.losses import POLICY_LOSSES, dppo, ppo, token_weights
 from asyncrl.algorithms.ratios import (
     PolicyTokens,
     approximate_proximal,
@@ -22,7 +22,7 @@ from asyncrl.algorithms.ratios import (
     ratio,
     sequence_ratio,
 )
-from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig
+from asyncrl.config.algorithm import ESTIMATOR_NAMES, LOSS_NAMES, AlgorithmConfig, CorrectionConfig
 from tests.rigs.tiny import ROOT
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -56,6 +56,10 @@ def close(got: torch.Tensor, expected: Any, tolerance: float = 2e-6) -> None:
 def estimator(request: pytest.FixtureRequest) -> Any:
     """(estimator, config, published advantages)"""
     return *ESTIMATORS[request.param], torch.tensor(VECTORS[request.param]["adv"])
+
+
+def test_configurations_are_checked_against_the_names_that_are_built_in() -> None:
+    assert (tuple(ADVANTAGE_ESTIMATORS), tuple(POLICY_LOSSES)) == (ESTIMATOR_NAMES, LOSS_NAMES)
 
 
 def test_published_advantages(estimator: Any) -> None:
