@@ -1,4 +1,7 @@
-"""Production of a group from its ticket: generate, score each completion as it finishes, join the columns."""
+"""Production of a group from its ticket: generate, score each completion as it finishes, join the columns.
+
+A ticket fails alone: the others of its message go on.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,24 @@ from protocol.messages import (
     Group,
     GroupTimings,
     Ticket,
+    TicketFailed,
     TicketKind,
     TrajectoryRecord,
     TrajectoryStatus,
     Turn,
 )
-from rollout_server.engines.base import Completion, GenerationRequest, InferenceEngine, VideoFrames, kv_versions_column
+from rollout_server.engines.base import (
+    Completion,
+    FailedRequest,
+    GenerationRequest,
+    InferenceEngine,
+    VideoFrames,
+    kv_versions_column,
+)
 
 logger = logging.getLogger(__name__)
+MESSAGE_LENGTH = 1000
+"""Characters of an exception that travel to the learner."""
 SETTINGS = ("temperature", "top_p", "top_k", "min_p")
 
 
@@ -41,6 +54,8 @@ class _GroupInProgress:
     started_at: float
     completions: dict[int, Completion] = field(default_factory=dict)
     scores: list[asyncio.Task[tuple[int, Score]]] = field(default_factory=list)
+    generated: asyncio.Future[float] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """Monotonic seconds at which the last completion ended, or the engine's error."""
 
 
 class GroupProducer:
@@ -52,43 +67,42 @@ class GroupProducer:
         self._processor = processor
         self._server_id = server_id
 
-    async def produce(self, tickets: Sequence[Ticket], blobs: Mapping[str, memoryview]) -> AsyncIterator[Group]:
-        """Groups in the order in which they are finished. All tickets enter the engine together."""
+    async def produce(
+        self, tickets: Sequence[Ticket], blobs: Mapping[str, memoryview]
+    ) -> AsyncIterator[Group | TicketFailed]:
+        """Groups and failures, each when it is there, whatever else runs. All tickets enter the engine together."""
         queued_at = time.monotonic()
-        requests = await asyncio.to_thread(self._requests, tickets, blobs)
+        requests = await asyncio.to_thread(lambda: [self._request(ticket, blobs) for ticket in tickets])
         started_at = time.monotonic()
-        progress = {
-            ticket.ticket_id: _GroupInProgress(
-                ticket=ticket,
-                request=request,
-                blobs={digest: bytes(blobs[digest]) for digest in ticket.prompt.media_hashes},
-                queued_s=started_at - queued_at,
-                started_at=started_at,
-            )
-            for ticket, request in zip(tickets, requests, strict=True)
-        }
-        finishing: set[asyncio.Task[Group]] = set()
+        progress: dict[int, _GroupInProgress] = {}
+        for ticket, request in zip(tickets, requests, strict=True):
+            if isinstance(request, GenerationRequest):
+                progress[ticket.ticket_id] = _GroupInProgress(
+                    ticket=ticket,
+                    request=request,
+                    blobs={digest: bytes(blobs[digest]) for digest in ticket.prompt.media_hashes},
+                    queued_s=started_at - queued_at,
+                    started_at=started_at,
+                )
+        tasks: list[asyncio.Task[Group | TicketFailed | None]] = [
+            asyncio.create_task(self._generate(progress)),
+            *(asyncio.create_task(self._finish(group)) for group in progress.values()),
+        ]
         try:
-            async for completion in self._engine.generate(requests):
-                group = progress[completion.request_id]
-                group.completions[completion.index] = completion
-                group.scores.append(asyncio.create_task(self._score(group, completion)))
-                if len(group.completions) == group.ticket.group_size:
-                    finishing.add(asyncio.create_task(self._finish(group, time.monotonic())))
-                for task in [task for task in finishing if task.done()]:
-                    finishing.remove(task)
-                    yield task.result()
-            while finishing:
-                done, finishing = await asyncio.wait(finishing, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    yield task.result()
+            for failed in requests:
+                if isinstance(failed, TicketFailed):
+                    yield failed
+            for task in asyncio.as_completed(tasks):
+                finished = await task
+                if finished is not None:
+                    yield finished
         finally:
-            for task in [*finishing, *(score for group in progress.values() for score in group.scores)]:
+            for task in [*tasks, *(score for group in progress.values() for score in group.scores)]:
                 task.cancel()
 
-    def _requests(self, tickets: Sequence[Ticket], blobs: Mapping[str, memoryview]) -> list[GenerationRequest]:
-        return [
-            GenerationRequest(
+    def _request(self, ticket: Ticket, blobs: Mapping[str, memoryview]) -> GenerationRequest | TicketFailed:
+        try:
+            return GenerationRequest(
                 request_id=ticket.ticket_id,
                 prompt=self._processor.encode(ticket.prompt, blobs),
                 group_size=ticket.group_size,
@@ -100,8 +114,23 @@ class GroupProducer:
                     for video in ticket.prompt.videos
                 ),
             )
-            for ticket in tickets
-        ]
+        except Exception as error:
+            logger.exception("ticket %d (row %s) failed", ticket.ticket_id, ticket.prompt.row_id)
+            return ticket_failed(ticket, error)
+
+    async def _generate(self, progress: Mapping[int, _GroupInProgress]) -> None:
+        """Hand each completion to its group, and start to score it."""
+        async for item in self._engine.generate([group.request for group in progress.values()]):
+            group = progress[item.request_id]
+            if group.generated.done():  # it has failed
+                continue
+            if isinstance(item, FailedRequest):
+                group.generated.set_exception(item.error)
+                continue
+            group.completions[item.index] = item
+            group.scores.append(asyncio.create_task(self._score(group, item)))
+            if len(group.completions) == group.ticket.group_size:
+                group.generated.set_result(time.monotonic())
 
     async def _score(self, group: _GroupInProgress, completion: Completion) -> tuple[int, Score]:
         if group.ticket.kind is TicketKind.PARITY:  # only its log-probs are asked for
@@ -114,8 +143,15 @@ class GroupProducer:
         )
         return completion.index, await self._rewards.score(sample)
 
-    async def _finish(self, group: _GroupInProgress, generated_at: float) -> Group:
-        scores = dict(await asyncio.gather(*group.scores))
+    async def _finish(self, group: _GroupInProgress) -> Group | TicketFailed:
+        try:
+            generated_at = await group.generated
+            return self._joined(group, generated_at, dict(await asyncio.gather(*group.scores)))
+        except Exception as error:
+            logger.exception("ticket %d (row %s) failed", group.ticket.ticket_id, group.ticket.prompt.row_id)
+            return ticket_failed(group.ticket, error)
+
+    def _joined(self, group: _GroupInProgress, generated_at: float, scores: Mapping[int, Score]) -> Group:
         ordered = [group.completions[index] for index in range(group.ticket.group_size)]
         records = [trajectory_record(c, scores[c.index]) for c in ordered]
         lengths = np.asarray([len(c.token_ids) for c in ordered], np.int32)
@@ -141,6 +177,13 @@ class GroupProducer:
                 reward_s=time.monotonic() - generated_at,
             ),
         )
+
+
+def ticket_failed(ticket: Ticket, error: Exception) -> TicketFailed:
+    """The answer to a ticket whose group could not be made."""
+    return TicketFailed(
+        ticket_id=ticket.ticket_id, error_kind=type(error).__name__, error_message=str(error)[:MESSAGE_LENGTH]
+    )
 
 
 def trajectory_record(completion: Completion, score: Score) -> TrajectoryRecord:

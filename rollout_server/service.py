@@ -17,12 +17,13 @@ from asyncrl.models.lora import folder_fingerprint
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.weight_files import base_fingerprint
 from asyncrl.rewards.pool import RewardPool
-from protocol.errors import ErrorCode
+from protocol.errors import ErrorCode, ProtocolError
 from protocol.faults import crash_point
 from protocol.messages import (
     Channel,
     Error,
     Goodbye,
+    Group,
     LeaseGrant,
     LeaseRecall,
     ServerHeartbeat,
@@ -35,7 +36,7 @@ from protocol.messages import (
 from rollout_server.device_turns import SharedDevice
 from rollout_server.engines import create_engine
 from rollout_server.engines.base import EngineDied, EngineUsage
-from rollout_server.group_producer import GroupProducer, check_sampling
+from rollout_server.group_producer import GroupProducer, check_sampling, ticket_failed
 from rollout_server.link import LearnerLink
 from rollout_server.prometheus import ServerExporter
 from rollout_server.weights.channels import choose_channel
@@ -198,26 +199,34 @@ class RolloutServer:
         task.add_done_callback(self._work.discard)
 
     async def _work_tickets(self, message: Tickets) -> None:
-        """Produce the groups of one message; a failure returns its unfinished tickets to the learner."""
-        waiting = {ticket.ticket_id for ticket in message.tickets}
+        """Produce the groups of one message. A fault that is no single ticket's fails all that are unanswered."""
+        unanswered = {ticket.ticket_id: ticket for ticket in message.tickets}
         try:
             check_sampling(message.tickets, self.config.rollout)
             async with self.policy_versions.at_least(max(ticket.min_version for ticket in message.tickets)):
                 crash_point("ticket.started")
-                async for group in self.producer.produce(message.tickets, message.blobs):
-                    await self.link.send_group(group)
-                    self.exporter.produced(group)
-                    waiting.discard(group.ticket_id)
-                    self._held.pop(group.ticket_id, None)
+                async for answer in self.producer.produce(message.tickets, message.blobs):
+                    await self._answer(unanswered.pop(answer.ticket_id), answer)
         except EngineDied:
             raise  # they stay in work: our goodbye gives them back, and it is not counted against them
         except Exception as error:
-            logger.exception("tickets %s failed", sorted(waiting))
-            for ticket_id in waiting:
-                self._held.pop(ticket_id, None)
-                kind, text = type(error).__name__, str(error)[:1000]
-                self.exporter.metrics["errors_total"].labels(kind=kind).inc()
-                await self.link.send(TicketFailed(ticket_id=ticket_id, error_kind=kind, error_message=text))
+            logger.exception("tickets %s failed", sorted(unanswered))
+            for ticket in unanswered.values():
+                await self._answer(ticket, ticket_failed(ticket, error))
+
+    async def _answer(self, ticket: Ticket, answer: Group | TicketFailed) -> None:
+        """Send the group of a ticket, or say why there is none."""
+        if isinstance(answer, Group):
+            try:
+                await self.link.send_group(answer)
+                self.exporter.produced(answer)
+            except ProtocolError as error:  # it is too large to travel, or has odd values
+                logger.exception("ticket %d (row %s) failed", ticket.ticket_id, ticket.prompt.row_id)
+                answer = ticket_failed(ticket, error)
+        self._held.pop(ticket.ticket_id, None)
+        if isinstance(answer, TicketFailed):
+            self.exporter.metrics["errors_total"].labels(kind=answer.error_kind).inc()
+            await self.link.send(answer)
 
     def _on_device(self) -> AbstractAsyncContextManager[None]:
         return self.device.in_use() if self.device else nullcontext()

@@ -62,6 +62,14 @@ class Completion:
     """int32 oldest policy version in the key-value cache that each token was sampled from; None: as `versions`."""
 
 
+@dataclass(frozen=True)
+class FailedRequest:
+    """A request that could not be sampled, through a fault of its own: it gets no more completions."""
+
+    request_id: int
+    error: Exception
+
+
 def kv_versions_column(completions: Sequence[Completion]) -> np.ndarray | None:
     """[N] of all completions, or None where it would repeat their versions."""
     if all(c.kv_versions is None for c in completions):
@@ -112,8 +120,10 @@ class InferenceEngine(Protocol):
         """Raise EngineDied if the engine has died; every other call, and those that run, then raise it, too."""
         ...
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
+    def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion | FailedRequest]:
         """Admit the requests together and stream completions as they finish.
+
+        A request that cannot be sampled fails alone: the others go on. What is raised concerns them all.
 
         Which random number draws a token depends only on its request's seed, the completion's index and the token's
         position: neither the other sequences nor weight updates change it. Closing the iterator early drops what

@@ -18,7 +18,7 @@ from asyncrl.errors import BadStateError
 from asyncrl.models.lora import folder_fingerprint
 from asyncrl.models.processing import PromptProcessor
 from protocol.messages import FinishReason
-from rollout_server.engines.base import Completion, EngineUsage, GenerationRequest
+from rollout_server.engines.base import Completion, EngineUsage, FailedRequest, GenerationRequest
 
 
 class Script(BaseModel):
@@ -70,7 +70,7 @@ class ScriptedEngine:
     def check_alive(self) -> None:
         pass
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion | FailedRequest]:
         started = time.monotonic()
         tasks = [
             asyncio.create_task(self._complete(request, index))

@@ -22,7 +22,7 @@ from asyncrl.models.published import load_published, published_tensors
 from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs, truncated_logprobs
 from protocol.messages import ChatMessage, ImagePart, Prompt, Sampling, TextPart
 from rollout_server.engines import create_engine
-from rollout_server.engines.base import Completion, GenerationRequest, InferenceEngine
+from rollout_server.engines.base import Completion, FailedRequest, GenerationRequest, InferenceEngine
 from rollout_server.engines.hf.engine import HFEngine
 
 MakeConfig = Callable[..., RunConfig]
@@ -131,7 +131,7 @@ async def updated_in_flight(
     completions: list[Completion] = []
     try:
         async for completion in engine.generate(requests):
-            completions.append(completion)
+            completions.append(completed(completion))
             if later:
                 version, weights = later.pop(0)
                 await engine.update_weights(version, weights.items())
@@ -150,8 +150,15 @@ def sample_with_updates(
     return requests, done
 
 
+def completed(item: Completion | FailedRequest) -> Completion:
+    """Raise what a request failed with."""
+    if isinstance(item, FailedRequest):
+        raise item.error
+    return item
+
+
 async def complete_all(engine: InferenceEngine, requests: Sequence[GenerationRequest]) -> list[Completion]:
-    return [c async for c in engine.generate(requests)]
+    return [completed(item) async for item in engine.generate(requests)]
 
 
 async def until_running(engine: InferenceEngine) -> None:

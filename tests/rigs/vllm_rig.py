@@ -19,7 +19,7 @@ from rollout_server.engines.base import Completion, EngineDied, GenerationReques
 from rollout_server.engines.vllm.engine import VLLMEngine
 from rollout_server.weights.receiver import WeightReceiver
 from tests.conftest import small_config
-from tests.rigs.policies import Weights, encoded_prompt, gaps
+from tests.rigs.policies import Weights, complete_all, encoded_prompt, gaps
 
 MISSING = importlib.util.find_spec("vllm") is None
 NEEDS_VLLM = [
@@ -93,7 +93,7 @@ class Rig:
         )
 
     async def complete(self, requests: Sequence[GenerationRequest]) -> dict[tuple[int, int], Completion]:
-        return {(c.request_id, c.index): c async for c in self.engine.generate(requests)}
+        return {(c.request_id, c.index): c for c in await complete_all(self.engine, requests)}
 
     def sample(self, *requests: GenerationRequest) -> dict[tuple[int, int], Completion]:
         return self.run(self.complete(requests))

@@ -45,6 +45,7 @@ from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.engines.scripted import ScriptedEngine
 from rollout_server.group_producer import GroupProducer
 from tests.rigs.fuzz import content
+from tests.rigs.policies import complete_all
 from tests.rigs.two_processes import start, with_ports, write_config
 
 ROOT = Path(__file__).parents[2]
@@ -414,7 +415,7 @@ async def sample(config: RunConfig, request: GenerationRequest, processor: Promp
     engine = HFEngine(config, processor)
     await engine.start()
     try:
-        return [completion async for completion in engine.generate([request])]
+        return await complete_all(engine, [request])
     finally:
         await engine.close()
 

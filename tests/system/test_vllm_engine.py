@@ -162,6 +162,14 @@ def test_a_ticket_with_other_bans_or_over_the_length_is_refused(fresh: Rig) -> N
         fresh.sample(lax)
     with pytest.raises(UserError, match=r"row .* are more than the 512 that vLLM was started for"):
         fresh.sample(fresh.request(QUESTION, tokens=510))
+    good = fresh.request("read", tokens=3)
+
+    async def beside_it() -> list[Any]:
+        return [item async for item in fresh.engine.generate([lax, good])]
+
+    failed, done = fresh.run(beside_it())
+    assert (failed.request_id, type(failed.error)) == (lax.request_id, UserError)
+    assert (done.request_id, len(done.token_ids)) == (good.request_id, 3), "it fails alone"
 
 
 def test_a_prompt_that_vllm_expands_otherwise_names_its_row(fresh: Rig) -> None:

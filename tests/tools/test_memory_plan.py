@@ -146,7 +146,7 @@ def test_decoding_takes_what_was_planned(make_config: MakeConfig, small: Path, d
     requests = [GenerationRequest(i, image_prompt(model), GROUP, i, sampling) for i in range(2)]
     batch = DecodeBatch(model, (), torch.device("cpu"))
     with LiveBytes("cpu", known=[*model.parameters(), *model.buffers()]) as live:
-        batch.admit(requests, 0)
+        batch.join(batch.prefill(requests, 0))
         for _ in range(6):
             batch.step(0)
         cached = nbytes(tensor for layer in batch._cache.layers for tensor in (layer.keys, layer.values))

@@ -75,6 +75,18 @@ def new_rows(request: GenerationRequest, next_position: int, version: int) -> li
     ]
 
 
+@dataclass(frozen=True)
+class Joining:
+    """Prefilled rows that are not in the batch yet, each with its first token."""
+
+    rows: list[DecodeRow]
+    cache: Any
+    attention: torch.Tensor
+    """[N, P] int64, 0 on padding."""
+    position_rows: int
+    """3 for multimodal rotary positions, else 1."""
+
+
 class DecodeBatch:
     """All sequences in flight. Not thread-safe: the engine's decode thread owns it."""
 
@@ -88,13 +100,12 @@ class DecodeBatch:
         self._attention = torch.zeros((0, 0), dtype=torch.long, device=device)
 
     @torch.inference_mode()
-    def admit(self, requests: Sequence[GenerationRequest], version: int) -> list[DecodeRow]:
-        """Prefill each prompt once, share it among the group's rows, sample their first tokens.
+    def prefill(self, requests: Sequence[GenerationRequest], version: int) -> Joining:
+        """Compute each prompt once, share it among the group's rows, sample their first tokens.
 
-        Returns rows that are already finished.
+        The batch stays as it is, whatever happens, until `join`.
         """
         prefilled = prefill(self.model, [request.prompt for request in requests], self.device)
-        self._position_rows = prefilled.position_rows
         copies = torch.tensor([request.group_size for request in requests], device=self.device)
         which = torch.repeat_interleave(torch.arange(len(requests), device=self.device), copies)
         prefilled.cache.batch_select_indices(which)
@@ -104,7 +115,13 @@ class DecodeBatch:
             for row in new_rows(request, position, version)
         ]
         self._sample(prefilled.logits[which], rows, version)
-        self._merge(rows, prefilled.cache, prefilled.attention[which])
+        return Joining(rows, prefilled.cache, prefilled.attention[which], prefilled.position_rows)
+
+    @torch.inference_mode()
+    def join(self, joining: Joining) -> list[DecodeRow]:
+        """Decode these rows with the others from now on. Returns those that are finished already."""
+        self._position_rows = joining.position_rows
+        self._merge(joining.rows, joining.cache, joining.attention)
         return self._remove_finished()
 
     @torch.inference_mode()

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -18,12 +18,13 @@ from typing import TypeVar
 
 from asyncrl.config.engine_rules import PREFILL_TOKENS
 from asyncrl.errors import BadStateError
-from rollout_server.engines.base import Completion, EngineDied, EngineUsage, GenerationRequest
-from rollout_server.engines.hf.decode_batch import DecodeBatch, DecodeRow
+from rollout_server.engines.base import Completion, EngineDied, EngineUsage, FailedRequest, GenerationRequest
+from rollout_server.engines.hf.decode_batch import DecodeBatch, DecodeRow, Joining
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_Failure = tuple[GenerationRequest, Exception]
 
 
 class DecodeLoop:
@@ -38,7 +39,7 @@ class DecodeLoop:
         """Held while the model works."""
         self._thread = ThreadPoolExecutor(1, "hf-decode")
         self._queue: deque[GenerationRequest] = deque()
-        self._arrivals: dict[int, asyncio.Queue[Completion | Exception]] = {}
+        self._arrivals: dict[int, asyncio.Queue[Completion | FailedRequest | EngineDied]] = {}
         """Takers of completions by `id` of the request; a request without one is not wanted any more."""
         self._draining = 0
         self._failure: Exception | None = None
@@ -59,9 +60,9 @@ class DecodeLoop:
     async def on_thread(self, work: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[Completion | FailedRequest]:
         """Admit the requests together; closing the iterator early drops what still runs."""
-        arrived: asyncio.Queue[Completion | Exception] = asyncio.Queue()
+        arrived: asyncio.Queue[Completion | FailedRequest | EngineDied] = asyncio.Queue()
         mine = [replace(request) for request in requests]  # a ticket that is issued twice keeps its two requests apart
         try:
             async with self._turn:
@@ -69,10 +70,14 @@ class DecodeLoop:
                 self._arrivals |= {id(request): arrived for request in mine}
                 self._queue.extend(mine)
                 self._turn.notify_all()
-            for _ in range(sum(request.group_size for request in mine)):
+            unfinished = {request.request_id: request.group_size for request in mine}
+            while unfinished:
                 item = await arrived.get()
-                if isinstance(item, Exception):
+                if isinstance(item, EngineDied):
                     raise item
+                unfinished[item.request_id] -= 1
+                if isinstance(item, FailedRequest) or not unfinished[item.request_id]:
+                    del unfinished[item.request_id]
                 yield item
         finally:
             for request in mine:
@@ -114,16 +119,22 @@ class DecodeLoop:
         death.__cause__ = self._failure
         return death
 
-    def fail_running(self, error: Exception, *, for_good: bool = False) -> None:
-        """Hand the error to every caller that waits for a completion, and forget the sequences.
+    def fail_running(self, error: Exception, joining: Iterable[GenerationRequest] = ()) -> None:
+        """Fail the requests that are decoded, and those `joining` them: nobody knows whose fault it is."""
+        running = {id(request): request for request in (*(row.request for row in self.batch.rows), *joining)}
+        for request in running.values():
+            self._fail(request, error)
+        self.batch = self._make_batch()
 
-        `for_good`: they get EngineDied, and no more requests are taken.
-        """
-        if for_good:
-            self._failure = self._failure or error
-            error = self._death()
+    def _fail(self, request: GenerationRequest, error: Exception) -> None:
+        if arrived := self._arrivals.pop(id(request), None):
+            arrived.put_nowait(FailedRequest(request.request_id, error))
+
+    def end(self, error: Exception) -> None:
+        """Take no more requests: every caller that waits for a completion gets EngineDied."""
+        self._failure = self._failure or error
         for arrived in set(self._arrivals.values()):
-            arrived.put_nowait(error)
+            arrived.put_nowait(self._death())
         self._arrivals.clear()
         self._queue.clear()
         self.batch = self._make_batch()
@@ -142,7 +153,7 @@ class DecodeLoop:
         except Exception as error:
             logger.exception("decoding stops")
             reason = error
-        self.fail_running(reason, for_good=True)
+        self.end(reason)
         async with self._turn:
             self._turn.notify_all()
 
@@ -170,25 +181,40 @@ class DecodeLoop:
         """Prefill what is admitted, or else add a token to every sequence."""
         started = time.monotonic()
         try:
-            finished = await self.on_thread(self._work, admitted)
+            finished, failed = await self.on_thread(self._work, admitted)
         except Exception as error:
-            # The data of these requests, or a full device: their tickets go back to the learner with the reason, and it
-            # stops the run at the third attempt. The weights are intact, so the engine goes on.
+            # A full device, perhaps: their tickets go back to the learner with the reason, and it stops the run at the
+            # third attempt. The weights are intact, so the engine goes on.
             logger.exception("decoding failed")
-            self.fail_running(error)
+            self.fail_running(error, admitted)
             return
         finally:
             self._busy_s += time.monotonic() - started
+        for request, error in failed:
+            self._fail(request, error)
         for row in finished:
             if arrived := self._arrivals.get(id(row.request)):
                 arrived.put_nowait(row.completion())
 
-    def _work(self, admitted: list[GenerationRequest]) -> list[DecodeRow]:
-        """The thread's part of one iteration: the rows that finished."""
+    def _work(self, admitted: list[GenerationRequest]) -> tuple[list[DecodeRow], list[_Failure]]:
+        """The thread's part of one iteration: the rows that finished, and the requests that have to leave."""
         if any(id(row.request) not in self._arrivals for row in self.batch.rows):
             self.batch.keep(lambda row: id(row.request) in self._arrivals)
         if admitted:
-            self._tokens_generated += sum(request.group_size for request in admitted)
-            return self.batch.admit(admitted, self.version)
+            ready, failed = self._prefill(admitted)
+            self._tokens_generated += sum(len(joining.rows) for joining in ready)
+            return [row for joining in ready for row in self.batch.join(joining)], failed
         self._tokens_generated += len(self.batch.rows)
-        return self.batch.step(self.version) if self.batch.rows else []
+        return self.batch.step(self.version) if self.batch.rows else [], []
+
+    def _prefill(self, admitted: list[GenerationRequest]) -> tuple[list[Joining], list[_Failure]]:
+        """Compute the prompts in one pass; where that fails, one by one, to tell the bad ones from the others."""
+        try:
+            return [self.batch.prefill(admitted, self.version)], []
+        except Exception as error:
+            if len(admitted) == 1:
+                logger.exception("the prompt of ticket %d failed", admitted[0].request_id)
+                return [], [(admitted[0], error)]
+            logger.warning("the prompts of %d tickets failed together: %s", len(admitted), error)
+        each = [self._prefill([request]) for request in admitted]
+        return [joining for ready, _ in each for joining in ready], [one for _, failed in each for one in failed]

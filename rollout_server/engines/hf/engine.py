@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import architecture_fingerprint, load_published, published_parts, published_tensors
 from asyncrl.models.sleeping import Sleeper, bit_sums
 from asyncrl.models.wake_parity import check_wake_parity, fixed_prompt, fixed_tokens
-from rollout_server.engines.base import Completion, EngineUsage, GenerationRequest
+from rollout_server.engines.base import Completion, EngineUsage, FailedRequest, GenerationRequest
 from rollout_server.engines.hf.decode_batch import DecodeBatch
 from rollout_server.engines.hf.decode_loop import DecodeLoop
 from rollout_server.engines.hf.prefill import prefill
@@ -93,12 +94,20 @@ class HFEngine:
 
     # --- sampling ---------------------------------------------------------------------------
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion | FailedRequest]:
+        admitted: list[GenerationRequest] = []
         for request in requests:
-            self._check(request)
-        return self._decoding.generate(requests)
+            try:
+                self._check(request)
+                admitted.append(request)
+            except UserError as error:
+                yield FailedRequest(request.request_id, error)
+        async with aclosing(self._decoding.generate(admitted)) as completions:
+            async for completion in completions:
+                yield completion
 
     def _check(self, request: GenerationRequest) -> None:
+        """Raise UserError for a request that cannot be sampled as its ticket asks."""
         if request.group_size > self._config.rollout.max_concurrent_sequences:
             raise UserError(
                 f"a group of {request.group_size} cannot be decoded together: rollout.max_concurrent_sequences is "
@@ -124,7 +133,7 @@ class HFEngine:
                 await decoding.on_thread(self._load_weights, tensors)
             except BaseException as error:  # the model may hold tensors of two versions
                 interrupted = BadStateError("a weight update was interrupted")
-                decoding.fail_running(error if isinstance(error, Exception) else interrupted, for_good=True)
+                decoding.end(error if isinstance(error, Exception) else interrupted)
                 raise
             decoding.version = version
             decoding.asleep = self._forgets = False

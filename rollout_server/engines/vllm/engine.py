@@ -18,7 +18,7 @@ from asyncrl.errors import BadStateError
 from asyncrl.models.devices import resolve_device
 from asyncrl.models.lora import folder_fingerprint, resolve_adapter
 from asyncrl.models.processing import PromptProcessor
-from rollout_server.engines.base import Completion, EngineDied, EngineUsage, GenerationRequest
+from rollout_server.engines.base import Completion, EngineDied, EngineUsage, FailedRequest, GenerationRequest
 from rollout_server.engines.vllm.conversion import check_request, sampling_params, to_completion, to_engine_input
 from rollout_server.engines.vllm.sleep import Asleep, fall_asleep, wake_up
 from rollout_server.engines.vllm.start import DEAD, await_or_engine_death, engine_death_translated, start_vllm
@@ -115,16 +115,18 @@ class VLLMEngine:
         if self._llm.errored:  # what waits for an answer of vLLM's core then, other than a completion, waits for ever
             raise EngineDied(DEAD)
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
-        for request in requests:
-            check_request(request, self._processor.placeholder_ids, self._llm.vllm_config.model_config.max_model_len)
-        inputs = await asyncio.gather(*(to_engine_input(request, self._llm) for request in requests))
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion | FailedRequest]:
+        inputs = await asyncio.gather(*(self._input_of(request) for request in requests))
+        for failed in inputs:
+            if isinstance(failed, FailedRequest):
+                yield failed
         async with self._control:
             await self._control.wait_for(lambda: self._failure or not (self._is_asleep or self._forgets))
         self.check_alive()
         tasks = [  # in work from here on, before any of them runs: the engine may not fall asleep in between
             self._begin(request, index, engine_input)
             for request, engine_input in zip(requests, inputs, strict=True)
+            if not isinstance(engine_input, FailedRequest)
             for index in range(request.group_size)
         ]
         try:
@@ -135,12 +137,31 @@ class VLLMEngine:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)  # vLLM hears of it before we are done
 
-    def _begin(self, request: GenerationRequest, index: int, engine_input: Any) -> asyncio.Task[Completion]:
+    async def _input_of(self, request: GenerationRequest) -> Any:
+        try:
+            check_request(request, self._processor.placeholder_ids, self._llm.vllm_config.model_config.max_model_len)
+            return await to_engine_input(request, self._llm)
+        except Exception as error:
+            return FailedRequest(request.request_id, error)
+
+    def _begin(
+        self, request: GenerationRequest, index: int, engine_input: Any
+    ) -> asyncio.Task[Completion | FailedRequest]:
         number = f"{request.request_id}-{index}-{next(self._numbers)}"
         self._meter.begin(number)
-        task = asyncio.create_task(self._complete(number, request, index, engine_input))
+        task = asyncio.create_task(self._complete_or_fail(number, request, index, engine_input))
         task.add_done_callback(lambda _: self._meter.end(number))
         return task
+
+    async def _complete_or_fail(
+        self, number: str, request: GenerationRequest, index: int, engine_input: Any
+    ) -> Completion | FailedRequest:
+        try:
+            return await self._complete(number, request, index, engine_input)
+        except EngineDied:
+            raise
+        except Exception as error:
+            return FailedRequest(request.request_id, error)
 
     async def _complete(self, number: str, request: GenerationRequest, index: int, engine_input: Any) -> Completion:
         """One completion as a request of its own: a short one need not wait for the rest of its group.

@@ -111,9 +111,8 @@ def test_an_hf_engine_whose_thread_ends_has_died(
         engine.check_alive()
         monkeypatch.setattr(DecodeLoop, "_take_admissible", broken)
         message = written(config, processor, 1)
-        requests = GroupProducer(engine, RewardPool(config.reward), processor, "s")._requests(
-            message.tickets, message.blobs
-        )
+        producer = GroupProducer(engine, RewardPool(config.reward), processor, "s")
+        requests: Any = [producer._request(ticket, message.blobs) for ticket in message.tickets]
         said = "the hf engine has stopped: an error nobody foresaw"
         for _ in range(2):
             with pytest.raises(EngineDied, match=said):

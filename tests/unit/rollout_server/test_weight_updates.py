@@ -44,7 +44,7 @@ def running_batch(config: RunConfig, prompts: Sequence[EncodedPrompt]) -> Decode
     model = load_model(config.model, device=CPU)
     batch = DecodeBatch(model, PromptProcessor(config.model).placeholder_ids, CPU)
     for number, prompt in enumerate(prompts):
-        batch.admit([request_for(config, prompt, number, tokens=50)], version=0)
+        batch.join(batch.prefill([request_for(config, prompt, number, tokens=50)], version=0))
         if number < len(prompts) - 1:
             for _ in range(3 + number):
                 batch.step(version=0)
