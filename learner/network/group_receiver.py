@@ -14,7 +14,6 @@ from learner.network.servers import Servers
 from learner.network.sockets import LearnerSockets
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import ReceivedGroup
-from learner.tickets.ticket_writer import EVALUATION_IDS
 from protocol.codec import Frame
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.faults import crash_point
@@ -61,7 +60,7 @@ class GroupReceiver:
 
     def _answer_unawaited(self, server_id: str, ticket_id: int) -> None:
         """Acknowledge a duplicate again; a ticket that was never issued is another run's, or garbage."""
-        if ticket_id >= EVALUATION_IDS or self.ledger.was_issued(ticket_id):
+        if self.ledger.was_issued(ticket_id):
             self.servers.send(server_id, Ack(ticket_ids=(ticket_id,)))
             return
         self.servers.errors[str(ErrorCode.UNKNOWN_TICKET)] += 1

@@ -62,8 +62,9 @@ class ParityHandshake:
     _checks: dict[str, ParityCheck] = field(default_factory=dict)
     _passed: set[tuple[str, str]] = field(default_factory=set)
     """Server ids and sessions of accepted servers."""
-    _next_id: int = field(default_factory=lambda: PARITY_IDS + (secrets.randbits(40) << 20))
+    _first_id: int = field(default_factory=lambda: PARITY_IDS + (secrets.randbits(40) << 20))
     """Random: servers may still hold parity tickets of a learner before this one."""
+    _num_issued: int = 0
     _last_turn_at: float = field(default_factory=time.monotonic)
 
     # --- the main thread's side -----------------------------------------------------------------
@@ -128,8 +129,8 @@ class ParityHandshake:
     def _numbered(self, item: PreparedTicket) -> PreparedTicket:
         """Renumber a ticket for the newest published version."""
         assert self.servers.manifest is not None
-        number, version = self._next_id, self.servers.manifest.version
-        self._next_id += 1
+        number, version = self._first_id + self._num_issued, self.servers.manifest.version
+        self._num_issued += 1
         ticket = item.ticket.model_copy(update={"ticket_id": number, "min_version": version})
         return replace(item, ticket=ticket, slot=replace(item.slot, ticket_id=number, version=version))
 
@@ -137,6 +138,10 @@ class ParityHandshake:
         """Whether this is a parity ticket of this server that has not been answered."""
         check = self._checks.get(server_id)
         return check is not None and ticket_id in check.tickets and ticket_id not in check.groups
+
+    def was_issued(self, ticket_id: int) -> bool:
+        """Whether this learner has issued the parity ticket: its group may come again after its check has ended."""
+        return self._first_id <= ticket_id < self._first_id + self._num_issued
 
     def accept_group(self, server_id: str, group: Group) -> None:
         """Verify and keep the answer to a parity ticket; a wrong one refuses its server."""

@@ -34,6 +34,7 @@ from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import PreparedTicket, check_ticket_size
 from protocol.errors import ErrorCode
 from protocol.messages import (
+    Ack,
     ChunkRequest,
     Error,
     Goodbye,
@@ -257,6 +258,8 @@ class NetworkThread(threading.Thread):
         elif isinstance(message, Group):
             if self.parity.awaits(server_id, message.ticket_id):
                 self.parity.accept_group(server_id, message)
+            elif self.parity.was_issued(message.ticket_id):
+                self.servers.send(server_id, Ack(ticket_ids=(message.ticket_id,)))
             else:
                 self.groups.accept(server_id, message, received.frames)
         elif isinstance(message, TicketFailed):

@@ -83,6 +83,8 @@ class TicketLedger:
         """Tickets whose groups are awaited, and which server has each."""
         self._buffer: dict[int, ReceivedGroup] = {}
         self._evaluated: dict[int, ReceivedGroup] = {}
+        self._evaluation_ids: set[int] = set()
+        """Every evaluation ticket that this process has issued."""
         self._version = 0
         recorded = journal.state()
         self.last_step = recorded.last_step
@@ -118,6 +120,8 @@ class TicketLedger:
                 crash_point("tickets.journaled")
             for item in prepared:
                 self.out.add(item)
+                if not item.is_training:
+                    self._evaluation_ids.add(item.ticket.ticket_id)
 
     def _count(self, **deltas: int) -> None:
         """Add to the counters in the journal's transaction and here: an exception between the two stops the run."""
@@ -137,9 +141,10 @@ class TicketLedger:
     # --- coming back ----------------------------------------------------------------------------
 
     def was_issued(self, ticket_id: int) -> bool:
-        """Whether this run has ever issued the training ticket: its group may be a duplicate."""
+        """Whether this run has issued the training ticket, or this process the evaluation ticket: its group may be a
+        duplicate."""
         with self.changed:
-            return ticket_id < self._counters["next_id"]
+            return ticket_id < self._counters["next_id"] or ticket_id in self._evaluation_ids
 
     def receive(self, received: Sequence[ReceivedGroup]) -> None:
         """Keep verified groups, durably on return. Their tickets must still be out."""

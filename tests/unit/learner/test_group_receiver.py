@@ -1,0 +1,58 @@
+"""What the learner answers to a group, by the ticket that it names."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, cast
+
+import pytest
+
+from asyncrl.journal.writer import TicketSlot
+from learner.network.group_receiver import GroupReceiver
+from learner.network.servers import Servers
+from learner.tickets.ledger import TicketLedger
+from learner.tickets.ticket_writer import EVALUATION_IDS, PARITY_IDS
+from protocol.errors import ErrorCode
+from protocol.messages import Ack, Error, TicketKind
+from tests.rigs.fuzz import content
+from tests.unit.learner.test_tickets import issue, make_ledger, prepared, received
+
+
+class Connected:
+    """Keeps what is sent to the servers."""
+
+    version = 0
+
+    def __init__(self, *server_ids: str) -> None:
+        self.connected = dict.fromkeys(server_ids)
+        self.errors: Counter[str] = Counter()
+        self.sent: list[tuple[str, Any]] = []
+
+    def send(self, server_id: str, message: Any) -> bool:
+        self.sent.append((server_id, message))
+        return True
+
+    def acknowledged(self) -> list[tuple[str, int]]:
+        return [(to, ticket_id) for to, m in self.sent if isinstance(m, Ack) for ticket_id in m.ticket_ids]
+
+
+def receiver_of(ledger: TicketLedger, *server_ids: str) -> tuple[GroupReceiver, Connected]:
+    servers, no_sockets = Connected(*server_ids), cast(Any, None)
+    return GroupReceiver(cast(Servers, servers), no_sockets, ledger, lambda *_, **__: None), servers
+
+
+@pytest.mark.parametrize("ticket_id", [2, EVALUATION_IDS + 1, EVALUATION_IDS + 10**9, PARITY_IDS, 2**63 - 1])
+def test_a_group_for_a_ticket_that_was_never_issued_is_told_so(ticket_id: int) -> None:
+    ledger = make_ledger(2, 0, 10)
+    issued = [*issue(ledger, 0), prepared(TicketSlot(EVALUATION_IDS, 0, 0, 0), TicketKind.EVAL)]
+    ledger.issue(issued[2:])
+    groups, servers = receiver_of(ledger, "a")
+    group = content.group(0, 0, "a")
+    groups.accept("a", group.model_copy(update={"ticket_id": ticket_id}), ())
+    ((_, answer),) = servers.sent
+    assert isinstance(answer, Error)
+    assert (answer.code, answer.ticket_id) == (ErrorCode.UNKNOWN_TICKET, ticket_id)
+    for item in issued:
+        ledger.receive([received(item)])
+        groups.accept("a", group.model_copy(update={"ticket_id": item.ticket.ticket_id}), ())
+    assert servers.acknowledged() == [("a", item.ticket.ticket_id) for item in issued], "duplicates"
