@@ -91,7 +91,7 @@ class Learner:
         if start.journal is None:
             self._resources.callback(lambda: forget_run(config.run_path) if self._goodbye == COULD_NOT_START else None)
         self.journal = start.journal or open_journal(config, self._resources)
-        self.exporter = LearnerExporter(config.telemetry)
+        self.exporter = LearnerExporter(config.telemetry, run=str(config.run_path))
         self._resources.callback(self.exporter.close)  # the last but the journal: a scrape is to see how a run ended
         self.run_id = sign_journal(
             start,

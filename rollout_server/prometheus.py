@@ -18,11 +18,11 @@ from rollout_server.metric_table import METRICS
 
 
 class ServerExporter:
-    def __init__(self, config: TelemetryConfig, device: Callable[[], torch.device]):
-        """`device` is asked at each heartbeat."""
+    def __init__(self, config: TelemetryConfig, device: Callable[[], torch.device], run: str):
+        """`device` is asked at each heartbeat. `run` names the run in every series."""
         self._config = config
         self._device = device
-        self.metrics = MetricSet(METRICS, "rollout")
+        self.metrics = MetricSet(METRICS, "rollout", run)
         self.metrics.include("vllm:")
         for name in ("errors_total", "reward_errors_total"):
             self.metrics[name].labels(kind="other")  # so that there is a series before the first one

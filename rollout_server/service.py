@@ -51,7 +51,9 @@ class RolloutServer:
         """`is_over` tells whether the run is known to be finished. It is asked while no learner answers."""
         self.config = config
         self._is_over = is_over
-        self.exporter = ServerExporter(config.telemetry, lambda: resolve_device(config.rollout.device))
+        self.exporter = ServerExporter(
+            config.telemetry, lambda: resolve_device(config.rollout.device), run=str(config.run_path)
+        )
         self._started = time.monotonic()
         self._held: dict[int, Ticket] = {}
         self.device: SharedDevice | None = None

@@ -16,6 +16,7 @@ def pages() -> dict[str, str]:
     """File name -> text."""
     metrics = (
         "# Metrics\n\nBoth processes answer `GET /metrics` (`telemetry.learner_port`, `telemetry.rollout_port`). "
+        "Every series has the label `run`, the run directory as the configuration has it. "
         "A gauge is NaN as long as it has no value. Written by `scripts/make_docs.py` from the tables in code.\n\n"
         f"## Learner\n\n{document(LEARNER_METRICS).strip()}\n\n"
         f"## Rollout server\n\n{document(ROLLOUT_METRICS).strip()}\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import nan
 from typing import Any, Literal, cast
@@ -115,9 +115,12 @@ class MetricSet:
     same object: a `Counter`, `Gauge` or `Histogram`.
     """
 
-    def __init__(self, table: Sequence[Metric], service: Literal["learner", "rollout"]):
+    def __init__(self, table: Sequence[Metric], service: Literal["learner", "rollout"], run: str = ""):
+        """`run` names the run: a label of every series that the endpoint shows, so that two runs on one Prometheus
+        never blend."""
         self.registry = CollectorRegistry()
         self._service = service
+        self._run = run
         self._prefix = f"asyncrl_{service}_"
         self._endpoint: tuple[WSGIServer, threading.Thread] | None = None
         self._totals: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
@@ -171,8 +174,9 @@ class MetricSet:
     def serve(self, host: str, port: int) -> int:
         """Answer `GET /metrics` from a daemon thread; returns the port, which port 0 leaves to the system."""
         key = f"telemetry.{self._service}_port"
+        shown = _OfOneRun(self.registry, self._run) if self._run else self.registry
         try:
-            server, thread = start_http_server(port, addr=host, registry=self.registry)
+            server, thread = start_http_server(port, addr=host, registry=shown)
         except OSError as error:
             raise UserError(
                 f"cannot serve metrics on {host}:{port}: {error.strerror or error}. "
@@ -208,6 +212,25 @@ class _RefreshOnScrape(Collector):
         with self._lock:  # two scrapes at once would each raise a counter by the same
             self.call()
         return iter(())
+
+
+class _OfOneRun(CollectorRegistry):
+    """Shows a registry with the label `run` on every series, those of the process and of libraries included."""
+
+    def __init__(self, shown: Collector, run: str):
+        super().__init__()
+        self._shown, self._run = shown, run
+
+    def collect(self) -> Iterator[Family]:
+        for family in self._shown.collect():
+            labelled = Family(family.name, family.documentation, family.type, family.unit)
+            labelled.samples = [
+                sample._replace(labels={**sample.labels, "run": self._run}) for sample in family.samples
+            ]
+            yield labelled
+
+    def restricted_registry(self, names: Iterable[str]) -> Any:
+        return _OfOneRun(cast(CollectorRegistry, self._shown).restricted_registry(names), self._run)
 
 
 class _LibraryMetrics(Collector):

@@ -19,7 +19,10 @@ the limit is far above a step, an evaluation or a checkpoint; the alert NoProgre
 sooner."""
 TIMEOUT_S = 4.0
 """Longest silence of the endpoint itself."""
-_LINE = re.compile(r"^asyncrl_(?:learner|rollout)_(\w+)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
+_TEXT = r'"(?:[^"\\]|\\.)*"'
+_LINE = re.compile(rf"^asyncrl_(?:learner|rollout)_(\w+)(?:\{{((?:[^\"}}]|{_TEXT})*)\}})? (\S+)$", re.MULTILINE)
+_RUN = re.compile(rf"\brun={_TEXT},?")
+"""The label that all series of a service share."""
 
 
 def ailments(url: str) -> list[str]:
@@ -31,7 +34,7 @@ def ailments(url: str) -> list[str]:
     except (OSError, ValueError, HTTPException) as error:
         return [f"{url} does not answer: {error!r}"]
     try:
-        metrics = {(name, labels): float(value) for name, labels, value in lines}
+        metrics = {(name, _RUN.sub("", labels).strip(",")): float(value) for name, labels, value in lines}
     except ValueError:
         metrics = {}
     return list(_judge(metrics)) if metrics else [f"{url} answers, but not as a service of asyncrl"]

@@ -2,8 +2,8 @@
 
     python docker/grafana/make_dashboards.py
 
-What a panel means and what is healthy comes from the tables of metrics
-(learner/reporting/metric_table.py, rollout_server/metric_table.py).
+Each dashboard shows one run, which its variable `run` chooses. What a panel means and what is healthy comes from the
+tables of metrics (learner/reporting/metric_table.py, rollout_server/metric_table.py).
 """
 
 from __future__ import annotations
@@ -11,22 +11,37 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from grafana_foundation_sdk.builders.common import ScaleDistributionConfig, VizLegendOptions, VizTooltipOptions
-from grafana_foundation_sdk.builders.dashboard import Dashboard, Row
+from grafana_foundation_sdk.builders.common import (
+    GraphThresholdsStyleConfig,
+    ScaleDistributionConfig,
+    VizLegendOptions,
+    VizTooltipOptions,
+)
+from grafana_foundation_sdk.builders.dashboard import Dashboard, QueryVariable, Row, ThresholdsConfig
 from grafana_foundation_sdk.builders.prometheus import Dataquery
 from grafana_foundation_sdk.builders.stat import Panel as Stat
 from grafana_foundation_sdk.builders.timeseries import Panel as TimeSeries
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.common import (
     GraphDrawStyle,
+    GraphTresholdsStyleMode,
     LegendDisplayMode,
     LegendPlacement,
     ScaleDistribution,
     TooltipDisplayMode,
 )
-from grafana_foundation_sdk.models.dashboard import DashboardCursorSync, DataSourceRef
+from grafana_foundation_sdk.models.dashboard import (
+    DashboardCursorSync,
+    DataSourceRef,
+    Threshold,
+    ThresholdsMode,
+    VariableRefresh,
+    VariableSort,
+)
 
+from asyncrl.telemetry.alert_thresholds import THRESHOLDS
 from learner.reporting.metric_table import METRICS as LEARNER
 from rollout_server.metric_table import METRICS as ROLLOUT
 
@@ -40,6 +55,9 @@ STEPS = "10m"
 COLUMNS, WIDTH, HEIGHT, STAT_HEIGHT = 24, 8, 8, 4
 TABLE = {metric.name: metric for metric in (*LEARNER, *ROLLOUT)}
 _NAME = re.compile(r"asyncrl_(?:learner|rollout)_[a-z0-9_]+")
+_OF_A_RUN = re.compile(rf"({_NAME.pattern}|process_start_time_seconds)(\{{)?")
+"""A name of a metric that has the label `run`, and the beginning of its selector."""
+RUNS = 'label_values(process_start_time_seconds{run!=""}, run)'
 
 
 @dataclass(frozen=True)
@@ -52,10 +70,18 @@ class Chart:
     stat: bool = False
     """One large number instead of curves."""
     logarithmic: bool = False
+    least: float | None = None
+    """Smallest healthy value: below it is red."""
+    below: float | None = None
+    """Smallest value that is not healthy any more: from it on it is red."""
 
 
-def chart(title: str, unit: str, *queries: tuple[str, str], **options: bool) -> Chart:
+def chart(title: str, unit: str, *queries: tuple[str, str], **options: Any) -> Chart:
     return Chart(title, unit, queries, **options)
+
+
+def alert(name: str) -> float:
+    return THRESHOLDS[name].value
 
 
 def rate(metric: str, by: str = "", window: str = WINDOW) -> str:
@@ -80,6 +106,8 @@ def quantiles(metric: str, *values: float, by: str = "") -> tuple[tuple[str, str
 
 
 L, R = "asyncrl_learner_", "asyncrl_rollout_"
+FIRING = 'ALERTS{alertstate="firing", run="$run"} or ALERTS{alertstate="firing", run=""}'
+"""Alerts of the run, and those that know none."""
 
 DASHBOARDS: dict[str, tuple[str, dict[str, tuple[Chart, ...]]]] = {
     "learning": (
@@ -119,7 +147,7 @@ DASHBOARDS: dict[str, tuple[str, dict[str, tuple[Chart, ...]]]] = {
                 ),
             ),
             "Policy": (
-                chart("Entropy per token", "short", (f"{L}entropy", "nats")),
+                chart("Entropy per token", "short", (f"{L}entropy", "nats"), least=alert("EntropyCollapse")),
                 chart("KL to the reference", "short", (f"{L}reference_kl", "nats")),
                 chart("Loss", "short", (f"{L}loss", "loss")),
                 chart("Gradient norm before clipping", "short", (f"{L}grad_norm", "norm"), logarithmic=True),
@@ -137,6 +165,7 @@ DASHBOARDS: dict[str, tuple[str, dict[str, tuple[Chart, ...]]]] = {
                     "percentunit",
                     (f"{L}effective_sample_size", "all"),
                     (f"{L}effective_sample_size_by_staleness", "staleness {{staleness}}"),
+                    least=alert("EffectiveSampleSizeCollapse"),
                 ),
                 chart(
                     "KL(behaviour || learner) per token",
@@ -145,11 +174,12 @@ DASHBOARDS: dict[str, tuple[str, dict[str, tuple[Chart, ...]]]] = {
                     (f"{L}mismatch_kl_k1", "k1"),
                     (f"{L}mismatch_kl_by_staleness", "staleness {{staleness}}"),
                     logarithmic=True,
+                    below=alert("MismatchKl"),
                 ),
                 chart(
                     "Raw ratio learner/behaviour",
                     "short",
-                    (f"{L}ratio", "quantile {{quantile}}"),
+                    (f"{L}ratio", "{{percentile}}"),
                     (f"{L}ratio_max", "max"),
                     (f"{L}ratio_p99_by_staleness", "p99, staleness {{staleness}}"),
                     logarithmic=True,
@@ -191,11 +221,30 @@ DASHBOARDS: dict[str, tuple[str, dict[str, tuple[Chart, ...]]]] = {
         "Is the pipeline healthy?",
         {
             "Now": (
-                chart("Alerts", "short", ('count(ALERTS{alertstate="firing"}) or vector(0)', "firing"), stat=True),
-                chart("Since the last step", "s", (f"max({L}last_step_age_seconds)", "age"), stat=True),
-                chart("Ledger residual", "short", (f"max({L}ledger_residual_groups)", "must be 0"), stat=True),
-                chart("Rollout servers", "short", (f"max({L}servers)", "servers"), stat=True),
-                chart("Learner idle", "percentunit", (f"max({L}idle_ratio)", "idle"), stat=True),
+                chart("Alerts", "short", (f"count({FIRING}) or vector(0)", "firing"), stat=True, below=1),
+                chart(
+                    "Since the last step",
+                    "s",
+                    (f"max({L}last_step_age_seconds)", "age"),
+                    stat=True,
+                    below=alert("NoProgress"),
+                ),
+                chart(
+                    "Ledger residual",
+                    "short",
+                    (f"max({L}ledger_residual_groups)", "must be 0"),
+                    stat=True,
+                    least=0,
+                    below=1,
+                ),
+                chart("Rollout servers", "short", (f"max({L}servers)", "servers"), stat=True, least=1),
+                chart(
+                    "Learner idle",
+                    "percentunit",
+                    (f"max({L}idle_ratio)", "idle"),
+                    stat=True,
+                    below=alert("LearnerStarves"),
+                ),
                 chart("Servers idle", "percentunit", (f"avg({R}idle_ratio)", "idle"), stat=True),
                 chart("Version lag", "short", (f"max({L}policy_version) - min({R}policy_version)", "lag"), stat=True),
                 chart(
@@ -203,6 +252,7 @@ DASHBOARDS: dict[str, tuple[str, dict[str, tuple[Chart, ...]]]] = {
                     "short",
                     (f"sum(increase({L}errors_total[1h])) + sum(increase({R}errors_total[1h]))", "errors"),
                     stat=True,
+                    below=1,
                 ),
             ),
             "Ledger": (
@@ -264,6 +314,7 @@ DASHBOARDS: dict[str, tuple[str, dict[str, tuple[Chart, ...]]]] = {
                     "Pause of running sequences",
                     "percentunit",
                     (rate(f"{R}update_pause_seconds_total", "instance", STEPS), "{{instance}}"),
+                    below=0.05,
                 ),
                 chart("Size of a version", "bytes", (f"{L}publish_bytes", "published")),
             ),
@@ -272,24 +323,27 @@ DASHBOARDS: dict[str, tuple[str, dict[str, tuple[Chart, ...]]]] = {
                     "Alerts that fire",
                     "short",
                     (
-                        'count by (alertname) (ALERTS{alertstate="firing"})'
-                        ' or label_replace(vector(0), "alertname", "none", "", "")',
+                        f'count by (alertname) ({FIRING}) or label_replace(vector(0), "alertname", "none", "", "")',
                         "{{alertname}}",
                     ),
                 ),
-                chart("Since the last step", "s", (f"{L}last_step_age_seconds", "age")),
+                chart("Since the last step", "s", (f"{L}last_step_age_seconds", "age"), below=alert("NoProgress")),
                 chart(
                     "Silence",
                     "s",
                     (f"{L}pulse_age_seconds", "learner's exchange"),
                     (f"{R}pulse_age_seconds", "{{instance}}"),
                     (f"{R}learner_silence_seconds", "learner, as {{instance}} hears it"),
+                    below=alert("LearnerSilent"),
                 ),
-                chart("Up", "short", ('up{job=~"learner|rollout_server"}', "{{job}} {{instance}}")),
+                chart(
+                    "Up, of all runs", "short", ('up{job=~"learner|rollout_server"}', "{{job}} {{instance}}"), least=1
+                ),
                 chart(
                     "Restarts in an hour",
                     "short",
                     ('changes(process_start_time_seconds{job=~"learner|rollout_server"}[1h])', "{{job}} {{instance}}"),
+                    below=3,
                 ),
             ),
         },
@@ -308,7 +362,13 @@ DASHBOARDS: dict[str, tuple[str, dict[str, tuple[Chart, ...]]]] = {
                     (f"sum(rate({L}step_seconds_sum[15m])) / sum(rate({L}step_seconds_count[15m]))", "mean"),
                     stat=True,
                 ),
-                chart("Disk left", "bytes", (f"min({L}disk_free_bytes)", "free"), stat=True),
+                chart(
+                    "Disk left",
+                    "bytes",
+                    (f"min({L}disk_free_bytes)", "free"),
+                    stat=True,
+                    least=alert("DiskFilling"),
+                ),
             ),
             "Throughput": (
                 chart(
@@ -347,7 +407,7 @@ DASHBOARDS: dict[str, tuple[str, dict[str, tuple[Chart, ...]]]] = {
                 chart("Resident", "bytes", (f"{L}rss_bytes", "learner"), (f"{R}rss_bytes", "{{instance}}")),
                 chart("Device, learner", "bytes", (f"{L}device_bytes", "{{state}}, {{phase}}")),
                 chart("Device, servers", "bytes", (f"{R}device_bytes", "{{state}}, {{phase}} {{instance}}")),
-                chart("Key-value cache in use", "percentunit", (f"{R}kv_cache_ratio", "{{instance}}")),
+                chart("Key-value cache in use", "percentunit", (f"{R}kv_cache_ratio", "{{instance}}"), below=0.95),
                 chart(
                     "Shared memory",
                     "bytes",
@@ -392,7 +452,27 @@ def describe(queries: tuple[tuple[str, str], ...]) -> str:
     return "\n\n".join(found.values())
 
 
+def of_the_run(expression: str) -> str:
+    """The expression with every series of a service restricted to the run that the dashboard's variable names."""
+
+    def selected(name: re.Match[str]) -> str:
+        return f'{name[1]}{{run="$run"' + (", " if name[2] else "}")
+
+    return _OF_A_RUN.sub(selected, expression)
+
+
+def thresholds(chart: Chart) -> ThresholdsConfig:
+    """Green between the limits that are healthy, red beyond; Grafana colours what is equal or larger."""
+    steps = [Threshold(value=None, color="green" if chart.least is None else "red")]
+    if chart.least is not None:
+        steps.append(Threshold(value=chart.least, color="green"))
+    if chart.below is not None:
+        steps.append(Threshold(value=chart.below, color="red"))
+    return ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps(steps)
+
+
 def panel(chart: Chart) -> Stat | TimeSeries:
+    has_limits = chart.least is not None or chart.below is not None
     if chart.stat:
         built = Stat().height(STAT_HEIGHT).span(COLUMNS // 6)
     else:
@@ -413,9 +493,13 @@ def panel(chart: Chart) -> Stat | TimeSeries:
         )
         if chart.logarithmic:
             built = built.scale_distribution(ScaleDistributionConfig().type(ScaleDistribution.LOG).log(10))
+        if has_limits:
+            built = built.thresholds_style(GraphThresholdsStyleConfig().mode(GraphTresholdsStyleMode.DASHED))
+    if has_limits:
+        built = built.thresholds(thresholds(chart))
     built = built.title(chart.title).description(describe(chart.queries)).unit(chart.unit).datasource(PROMETHEUS)
     for number, (expression, legend) in enumerate(chart.queries):
-        query = Dataquery().expr(expression).legend_format(legend).ref_id(chr(ord("A") + number))
+        query = Dataquery().expr(of_the_run(expression)).legend_format(legend).ref_id(chr(ord("A") + number))
         built = built.with_target(query)
     return built
 
@@ -432,6 +516,14 @@ def dashboard(uid: str) -> str:
         .timezone("browser")
         .tooltip(DashboardCursorSync.CROSSHAIR)
         .readonly()
+        .with_variable(
+            QueryVariable("run")
+            .label("run")
+            .query(RUNS)
+            .datasource(PROMETHEUS)
+            .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
+            .sort(VariableSort.ALPHABETICAL_ASC)
+        )
     )
     for name, charts in rows.items():
         built = built.with_row(Row(name))

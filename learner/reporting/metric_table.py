@@ -103,7 +103,7 @@ METRICS = (
         "k1 estimate of KL(behaviour || learner) per token; may be negative.",
         "close to mismatch_kl",
     ),
-    _gauge("ratio", "ratio", "Quantiles of the raw token ratios learner/behaviour.", "near 1", "quantile"),
+    _gauge("ratio", "ratio", "Quantiles of the raw token ratios learner/behaviour.", "near 1", "percentile"),
     _gauge("ratio_max", "ratio", "Largest raw token ratio learner/behaviour.", "below 10"),
     _gauge("logprob_diff_max", "nats", "Largest |log-prob of learner - engine|.", "small at staleness 0"),
     _gauge("clip_fraction", "ratio", "Tokens whose gradient the policy loss clips.", "below 0.3"),
@@ -247,5 +247,5 @@ GAUGE_OF_RECORD = {
 GAUGE_OF_STALENESS_RECORD = {name: f"{gauge}_by_staleness" for name, gauge, *_ in _BY_STALENESS}
 """Name in metrics.jsonl after `staleness_<bucket>/` -> gauge with the label `staleness`."""
 
-QUANTILE_OF_RECORD = {f"ratio/{name}": str(quantile) for name, quantile in QUANTILES.items()}
-"""Name in metrics.jsonl -> label `quantile` of the gauge `ratio`."""
+PERCENTILE_OF_RECORD = {f"ratio/{name}": name for name in QUANTILES}
+"""Name in metrics.jsonl -> label `percentile` of the gauge `ratio`. (`quantile` is reserved for summaries.)"""

@@ -19,7 +19,7 @@ from asyncrl.models.devices import memory_by_state, peak_flops
 from asyncrl.telemetry.metric_set import MetricSet
 from asyncrl.telemetry.timeline import WaitClock
 from learner.network.thread import NetworkThread
-from learner.reporting.metric_table import GAUGE_OF_RECORD, GAUGE_OF_STALENESS_RECORD, METRICS, QUANTILE_OF_RECORD
+from learner.reporting.metric_table import GAUGE_OF_RECORD, GAUGE_OF_STALENESS_RECORD, METRICS, PERCENTILE_OF_RECORD
 from learner.tickets.ledger import TicketLedger
 from learner.training.batch import Batch
 from protocol.endpoints import SHARED_MEMORY
@@ -29,12 +29,12 @@ from protocol.messages import WeightManifest
 class LearnerExporter:
     """The learner's metrics. Methods whose names begin with `_read` run on the endpoint's thread."""
 
-    def __init__(self, config: TelemetryConfig):
-        """Raises UserError where the endpoint's port is taken."""
+    def __init__(self, config: TelemetryConfig, run: str):
+        """`run` names the run in every series. Raises UserError where the endpoint's port is taken."""
         self._linger_s = config.linger_s
         self._lingers = False
         self._best_accuracy = nan
-        self._metrics = MetricSet(METRICS, "learner")
+        self._metrics = MetricSet(METRICS, "learner", run)
         # Series exist before the first error.
         self._metrics["errors_total"].labels(kind="other")
         for number in ("loss", "grad_norm"):
@@ -98,8 +98,8 @@ class LearnerExporter:
             elif section == "reward" and part != "std":
                 m["reward"].labels(component=part).set(value)
         m["mfu"].set(record["model_flops_per_s"] / peak_flops(self._device))
-        for name, quantile in QUANTILE_OF_RECORD.items():
-            m["ratio"].labels(quantile=quantile).set(record.get(name, nan))
+        for name, percentile in PERCENTILE_OF_RECORD.items():
+            m["ratio"].labels(percentile=percentile).set(record.get(name, nan))
         for name, gauge in GAUGE_OF_STALENESS_RECORD.items():
             for bucket in STALENESS_BUCKETS:
                 m[gauge].labels(staleness=bucket).set(record.get(f"staleness_{bucket}/{name}", nan))

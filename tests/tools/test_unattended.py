@@ -100,6 +100,8 @@ WAITS = "asyncrl_rollout_policy_version NaN\nasyncrl_rollout_learner_silence_sec
         ('asyncrl_learner_stopped{kind="bad_state"} 1.0\n', ["it has stopped"]),
         (f"asyncrl_learner_pulse_age_seconds {LONGEST_PULSE_S + 1}\n", ["has not looked at its sockets for 61 s"]),
         ("asyncrl_learner_ledger_residual_groups 2.0\n", ["residual is not 0"]),
+        ('asyncrl_learner_ledger_residual_groups{run="runs/{\\"odd\\"}"} 2.0\n', ["residual is not 0"]),
+        ('asyncrl_learner_stopped{kind="finished",run="runs/demo"} 1.0\n', []),
         (f"asyncrl_learner_last_step_age_seconds {LONGEST_STEP_S - 1}\n", []),
         (f"asyncrl_learner_last_step_age_seconds {LONGEST_STEP_S + 1}\n", ["no step for 30 min"]),
         ("asyncrl_learner_last_step_age_seconds NaN\n", []),

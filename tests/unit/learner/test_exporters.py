@@ -85,7 +85,7 @@ class Rig:
     def __init__(self, config: RunConfig, folder: Path):
         network = config.network.model_copy(update={"control_port": own_port(), "weights_port": own_port()})
         self.folder = folder
-        self.exporter = LearnerExporter(config.telemetry)
+        self.exporter = LearnerExporter(config.telemetry, run="run")
         journal = Journal(folder / "journal.sqlite")
         self.ledger = TicketLedger(journal, prompts_per_step=2, bound=1, total_groups=20, on_stale="drop")
         self.network = NetworkThread(
@@ -196,7 +196,7 @@ def test_a_steps_numbers_are_in_the_gauges_of_their_names(rig: Rig, monkeypatch:
         assert by_label(values, name) == {"status=finished": 7, "status=error": 1}
     for name in ("step", "wait", "learn", "publish"):
         assert (values[f"{name}_seconds_count", ""], values[f"{name}_seconds_sum", ""]) == (1, TIMES[f"{name}_s"])
-    assert by_label(values, "ratio") == {"quantile=0.01": 0.8, "quantile=0.5": 1.01, "quantile=0.99": 1.3}
+    assert by_label(values, "ratio") == {"percentile=p01": 0.8, "percentile=p50": 1.01, "percentile=p99": 1.3}
     for name, metric in GAUGE_OF_STALENESS_RECORD.items():
         assert values[metric, "staleness=2"] == STALE[name]
         assert math.isnan(values[metric, "staleness=1"])
@@ -357,7 +357,7 @@ def test_a_servers_parity_is_shown_while_it_is_connected(rig: Rig) -> None:
 
 @pytest.fixture
 def server() -> Iterator[ServerExporter]:
-    exporter = ServerExporter(NOWHERE, lambda: CPU)
+    exporter = ServerExporter(NOWHERE, lambda: CPU, run="run")
     exporter.serve()
     yield exporter
     exporter.close()

@@ -166,7 +166,7 @@ class Server:
     def __init__(self, config: RunConfig):
         self.engine: Any = AsyncMock(usage=EngineUsage(0, 0.0, 0, 0, sleep_bytes=7))
         self.link: Any = AsyncMock(learner_is_silent=False)
-        self.exporter = ServerExporter(config.telemetry, lambda: torch.device("cpu"))
+        self.exporter = ServerExporter(config.telemetry, lambda: torch.device("cpu"), run="run")
         self.device = SharedDevice(config, self.engine, self.link, self.exporter.metrics)
         self.learner = DeviceLease(config.run_path, "learner")
 
