@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from asyncrl.launch.inputs import Side
 
 RESUME = "continue run_dir from its newest checkpoint"
+UNATTENDED = "begin, or continue what run_dir holds: what a restarted container needs. After bad state it refuses"
 DRY_RUN = "check and print what would be run, and one rendered prompt; use doctor to check this machine"
 
 
@@ -57,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     ):
         command = _command(commands, name, handler, help)
         command.add_argument("--resume", action="store_true", help=RESUME)
+        command.add_argument("--unattended", action="store_true", help=UNATTENDED)
         command.add_argument("--dry-run", action="store_true", help=DRY_RUN)
     _command(commands, "sft", _sft, "supervised warm start on data.target_key")
     rollout = _command(commands, "rollout", _rollout, "the rollout server alone")
@@ -65,11 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     learn = _command(commands, "learn", _learn, "the learner alone")
     learn.add_argument("--resume", action="store_true", help=RESUME)
-    learn.add_argument(
-        "--unattended",
-        action="store_true",
-        help="begin, or continue what run_dir holds: what a restarted container needs. After bad state it refuses",
-    )
+    learn.add_argument("--unattended", action="store_true", help=UNATTENDED)
     evaluate = _command(commands, "eval", _eval, "score a model folder on data.val_files with plain transformers")
     evaluate.add_argument("--model", type=Path, required=True, help="Hugging Face folder, or a PEFT folder")
 
@@ -149,7 +147,8 @@ def _train(arguments: argparse.Namespace) -> int:
         return _dry_run(config)
     from asyncrl.launch.train import train
 
-    return train(config, resume=arguments.resume)
+    resume = _is_to_resume(arguments, config)
+    return ExitCode.FINISHED if resume is None else train(config, resume=resume)
 
 
 def _dry_run(config: RunConfig) -> int:
@@ -182,6 +181,21 @@ def _uncollected() -> Iterator[None]:
         gc.enable()
 
 
+def _is_to_resume(arguments: argparse.Namespace, config: RunConfig) -> bool | None:
+    """None where an unattended start finds that the run is finished, and has said so."""
+    if not arguments.unattended:
+        return arguments.resume
+    if arguments.resume:
+        raise UserError("--unattended decides by itself whether to --resume: give one of the two")
+    from asyncrl.run_folder.contents import describe_finished, next_attempt
+
+    attempt = next_attempt(config)
+    if attempt == "nothing":
+        print(describe_finished(config, arguments.config))
+        return None
+    return attempt == "continue"
+
+
 def _sync(arguments: argparse.Namespace) -> int:
     arguments.overrides.append("trainer.mode=sync")
     return _train(arguments)
@@ -207,17 +221,9 @@ def _rollout(arguments: argparse.Namespace) -> int:
 
 def _learn(arguments: argparse.Namespace) -> int:
     config = _check(arguments, "learner")
-    resume = arguments.resume
-    if arguments.unattended and resume:
-        raise UserError("--unattended decides by itself whether to --resume: give one of the two")
-    if arguments.unattended:
-        from asyncrl.run_folder.contents import describe_finished, next_attempt
-
-        attempt = next_attempt(config)
-        if attempt == "nothing":
-            print(describe_finished(config, arguments.config))
-            return 0
-        resume = attempt == "continue"
+    resume = _is_to_resume(arguments, config)
+    if resume is None:
+        return ExitCode.FINISHED
     flags = [*(["--resume"] if resume else []), *(["--unattended"] if arguments.unattended else [])]
     _become("learner", "--config", str(arguments.config), *flags, *arguments.overrides)
 

@@ -74,6 +74,9 @@ if [ "$WITH_VLLM" = 1 ]; then
   fi
 fi
 
+# Without our code, as in the image's layer of dependencies, there is nothing more to do.
+[ -f asyncrl/models/torchvision_cpu.py ] || exit 0
+
 # Makes `import torchvision` work in every program of this environment, also in those that do not import asyncrl.
 SITE="$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')"
 cp asyncrl/models/torchvision_cpu.py "$SITE/_asyncrl_torchvision_cpu.py"

@@ -18,12 +18,14 @@ from tests.rigs.compose_services import COMPOSE, ROOT, resolved, seconds
 
 DOCKERFILE = ROOT / "docker" / "Dockerfile"
 OURS = {"prepare", "learner", "rollout_server", "learner_gpu", "rollout_server_gpu"}
+COPIED = r"^COPY ((?:[^\s-]\S* )+)\S+$"
+"""Instructions that copy from the repository, not from another stage."""
 needs_compose = pytest.mark.skipif(COMPOSE is None, reason="docker-compose is not installed")
 
 
 @pytest.fixture(scope="module")
 def services() -> dict[str, dict[str, Any]]:
-    return resolved("cpu", "gpu")["services"]
+    return resolved("cpu", "gpu", "sync")["services"]
 
 
 @needs_compose
@@ -117,6 +119,50 @@ def test_what_the_page_writes_into_dot_env_chooses_gpus_and_the_user_however_oft
         assert "/workspace/config.yaml" in learner["command"]
 
 
+@needs_compose
+def test_one_gpu_is_shared_by_one_container(services: dict[str, dict[str, Any]]) -> None:
+    """In two, neither would see whether the other's process lives, which its turn on the device depends on."""
+    assert set(resolved("sync")["services"]) == {"sync_gpu", "prometheus", "grafana"}
+    sync, learner = services["sync_gpu"], services["learner_gpu"]
+    program, command, file, *rest = sync["command"]
+    assert (program, command, file) == ("asyncrl", "sync", "/runs/demo/config.yaml")
+    _parser().parse_args([command, file, *(word for word in rest if word.startswith("--"))])
+    config = load_config(ROOT / "configs" / "digits_grpo.yaml", [word for word in rest if "=" in word])
+    assert config.control_endpoint.startswith("tcp://127.0.0.1:")
+    assert (config.telemetry.learner_port, config.telemetry.rollout_port) == (9101, 9102)
+    assert sync["networks"]["asyncrl"]["aliases"] == ["learner", "rollout_server"]
+    for same in ("deploy", "restart", "volumes", "healthcheck", "stop_grace_period"):
+        assert sync[same] == learner[same], same
+    assert sync["image"] == services["rollout_server_gpu"]["image"], "which has vLLM"
+
+
+def test_an_edit_of_our_code_leaves_the_layers_of_torch_and_vllm_alone() -> None:
+    """The first of two identical installations sees the versions alone, and ends before it would need our code."""
+    base, _, *stages = re.split(r"^FROM \S+ AS (?:source|learner|rollout)$", DOCKERFILE.read_text(), flags=re.MULTILINE)
+    assert set(re.findall(r"^COPY (.*) \S+$", base, re.MULTILINE)) == {"pyproject.toml", "scripts/install.sh"}
+    assert len(stages) == 2
+    for stage in stages:
+        steps = re.findall(r"^(RUN DEVICE.*|COPY .*)$", stage, re.MULTILINE)
+        assert steps[0] == steps[2]
+        assert "scripts/install.sh" in steps[0]
+        assert steps[1] == "COPY --from=source /app ./"
+
+
+def test_what_is_compiled_and_downloaded_is_kept_on_a_volume() -> None:
+    text = DOCKERFILE.read_text()
+    assert "ENV XDG_CACHE_HOME=/caches TRITON_CACHE_DIR=/caches/triton TORCHINDUCTOR_CACHE_DIR=/caches/inductor" in text
+    assert re.search(r"chmod 1777 .*/caches ", text), "for whoever Compose names as the user"
+    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+    assert "caches" in compose["volumes"]
+    for name in ("learner_gpu", "gpu_server", "sync_gpu"):
+        assert "caches:/caches" in compose["services"][name]["volumes"], name
+    for document in yaml.safe_load_all((ROOT / "examples" / "kubernetes" / "asyncrl.yaml").read_text()):
+        if document["kind"] == "Job":
+            pod = document["spec"]["template"]["spec"]
+            assert "/caches" in [mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]]
+    assert "TRITON_CACHE_DIR" in (ROOT / "examples" / "slurm" / "train.sbatch").read_text()
+
+
 def test_every_variable_is_explained_in_dot_env() -> None:
     text = re.sub(r"#.*$", "", (ROOT / "docker-compose.yml").read_text(), flags=re.MULTILINE)
     used = set(re.findall(r"\$\{([A-Z_]+)", text))
@@ -127,7 +173,7 @@ def test_every_variable_is_explained_in_dot_env() -> None:
 
 def test_the_images_are_lean_and_copy_what_is_there() -> None:
     text = DOCKERFILE.read_text()
-    for source in re.findall(r"^COPY ((?:\S+ )+)\S+$", text, re.MULTILINE):
+    for source in re.findall(COPIED, text, re.MULTILINE):
         for name in source.split():
             assert (ROOT / name).exists(), name
     learner, rollout = text.split("FROM base AS learner")[1].split("FROM base AS rollout")
@@ -143,7 +189,7 @@ def test_the_images_are_lean_and_copy_what_is_there() -> None:
 def test_builders_are_sent_what_the_images_copy_and_no_keys() -> None:
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     assert lines[0] == "*"
-    copied = re.findall(r"^COPY ((?:\S+ )+)\S+$", DOCKERFILE.read_text(), re.MULTILINE)
+    copied = re.findall(COPIED, DOCKERFILE.read_text(), re.MULTILINE)
     assert {line.removeprefix("!") for line in lines if line.startswith("!")} == set(" ".join(copied).split())
     assert {"/keys/", "/workspace/", "/models/"} <= set((ROOT / ".gitignore").read_text().splitlines())
 
