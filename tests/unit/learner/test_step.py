@@ -16,7 +16,7 @@ from asyncrl.models.loading import load_model
 from asyncrl.models.processing import EncodedPrompt, PromptProcessor
 from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs
 from asyncrl.models.wake_parity import fixed_prompt, fixed_tokens
-from learner.reporting.metric_table import GAUGE_OF_RECORD, GAUGE_OF_STALENESS_RECORD, QUANTILE_OF_RECORD
+from learner.reporting.metric_table import GAUGE_OF_RECORD, GAUGE_OF_STALENESS_RECORD, PERCENTILE_OF_RECORD
 from learner.training.batch import Batch
 from learner.training.engine import TokenOutputs, TorchEngine
 from learner.training.model_flops import ModelFlops
@@ -127,7 +127,7 @@ def test_a_step_reports_every_diagnostic_that_has_a_gauge_also_by_staleness(make
     names |= {"mask_fraction", "truncation_fraction", "clip_fraction"}
     assert names <= GAUGE_OF_RECORD.keys() & metrics.keys()
     assert {f"staleness_2/{name}" for name in GAUGE_OF_STALENESS_RECORD} <= metrics.keys()
-    assert QUANTILE_OF_RECORD.keys() <= metrics.keys()
+    assert PERCENTILE_OF_RECORD.keys() <= metrics.keys()
 
 
 def test_masked_tokens_give_no_gradient_and_keep_their_place_in_the_denominator(make_config: MakeConfig) -> None:
