@@ -115,6 +115,7 @@ def test_a_stop_id_ends_a_completion_and_belongs_to_it(fresh: Rig) -> None:
 
 def test_the_model_runner_that_cuda_gets_takes_the_ban_too(fresh: Rig) -> None:
     """vLLM's own checks and construction for Model Runner V2, which a CPU does not use."""
+    from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
     from vllm.sampling_params import SamplingParams  # pyright: ignore[reportMissingImports]
     from vllm.v1.worker.gpu.sample.logits_processor import (  # pyright: ignore[reportMissingImports]
         build_custom_logits_processors,
@@ -125,6 +126,9 @@ def test_the_model_runner_that_cuda_gets_takes_the_ban_too(fresh: Rig) -> None:
     )
 
     banned = list(fresh.processor.placeholder_ids)
+    turns = fresh.config.model_copy(update={"trainer": fresh.config.trainer.model_copy(update={"mode": "sync"})})
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    assert known >= set(engine_arguments(turns, cuda=True, text_config=None, banned=[]))
     named: Any = engine_arguments(fresh.config, cuda=True, text_config=None, banned=banned)
     build_custom_logits_processors_params_validator(named["logits_processors"])(SamplingParams())
     fields: dict[str, Any] = dict.fromkeys(f.name for f in dataclasses.fields(LogitsProcRequestState))

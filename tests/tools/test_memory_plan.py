@@ -27,6 +27,8 @@ from asyncrl.tools.memory_plan.advice import check_plan
 from asyncrl.tools.memory_plan.live_bytes import LiveBytes, nbytes
 from asyncrl.tools.memory_plan.plan import (
     CONTEXT_BYTES,
+    GRAPHS_BYTES,
+    GRAPHS_LEFT_BYTES,
     changed,
     make_plan,
     prefilled_prompts,
@@ -312,6 +314,25 @@ def test_vllm_gets_what_the_budget_leaves(make_config: MakeConfig, small: Path) 
     config = over_devices(make_config, small, "nccl", "nccl", rollout=rollout, gpu_memory=budget)
     with pytest.raises(UserError, match=r"new weights take 0.5: nothing is left .* or rollout.weights_channel=shm$"):
         vllm_memory_utilization(config, 80 * GIB)
+
+
+def test_cuda_graphs_of_a_sleeping_vllm_are_planned(make_config: MakeConfig, small: Path) -> None:
+    """They stay on the device unless vLLM takes them to the host, which keeps only what CUDA itself has of them."""
+
+    def learner_awake(**engine_args: Any) -> tuple[int, int]:
+        """Bytes on the device beside the learner's, and asleep on the host."""
+        rollout = {"device": "auto", "engine": "vllm", "engine_args": engine_args}
+        device = {"learner": {"device": "auto"}, "rollout": rollout}
+        plan = make_plan(planned(make_config, small, trainer={"mode": "sync"}, **device))
+        phase = plan.phases[0]
+        graphs = sum(line.nbytes for line in phase.lines if "graphs" in line.name)
+        awake = sum(line.nbytes for line in plan.phases[1].lines if "graphs" in line.name)
+        assert awake == (0 if engine_args.get("enforce_eager") else GRAPHS_BYTES)
+        return graphs, sum(line.nbytes for line in plan.host if "graphs" in line.name)
+
+    assert learner_awake() == (GRAPHS_LEFT_BYTES, GRAPHS_BYTES)
+    assert learner_awake(sleep_mode_offload_cudagraph=False) == (GRAPHS_BYTES, 0)
+    assert learner_awake(enforce_eager=True) == (0, 0)
 
 
 # --- what the engine keeps to --------------------------------------------------------------------

@@ -20,8 +20,12 @@ from asyncrl.tools.numbers import GIB
 
 CONTEXT_BYTES = GIB // 2
 """CUDA's context and the libraries' workspaces of a process that has used the device. An estimate."""
+GRAPHS_BYTES, GRAPHS_LEFT_BYTES = 2 * GIB, GIB // 2
+"""vLLM's CUDA graphs (1 to 3 GiB), and what CUDA itself keeps of them when vLLM takes them to the host. Estimates."""
 ALLOCATOR_SHARE = 0.05
 """Share of the tensors that come and go which torch's allocator loses to rounding and gaps. An estimate."""
+OFFLOADS_GRAPHS = "sleep_mode_offload_cudagraph"
+"""Argument of vLLM, on in sync mode unless rollout.engine_args say otherwise: graphs sleep in host memory, too."""
 SENT_VERSIONS = 2
 """Versions in the learner's device memory, over a device channel: the newest, and one that is still being sent."""
 PUBLISHED_VERSIONS = 3
@@ -94,10 +98,11 @@ def make_plan(config: RunConfig, model: ModelBytes | None = None) -> MemoryPlan:
             phases = [Phase("learner and engine at the same time", learning.lines + sampling.lines)]
         elif sharing == "apart":
             phases = [learning, sampling]
-        else:  # a process that sleeps leaves its context
+        else:  # a process that sleeps leaves its context, and vLLM some of its graphs
+            asleep = _graphs_left(config)
             phases = [
-                Phase(name, (*lines, *(line for line in contexts if line not in lines)))
-                for name, lines in ((learning.name, learning.lines), (sampling.name, sampling.lines))
+                Phase(name, (*lines, *(line for line in contexts if line not in lines), *left))
+                for name, lines, left in ((learning.name, learning.lines, asleep), (sampling.name, sampling.lines, []))
             ]
     return MemoryPlan(config, model, sharing, tuple(phases), tuple(_host_lines(config, model)))
 
@@ -120,6 +125,26 @@ def servers_per_gpu(config: RunConfig) -> int:
 def _context(device: str, process: str, copies: int = 1) -> list[Line]:
     """Context memory of a process; `auto` counts as a GPU, even where there is none."""
     return [] if device == "cpu" else [Line(f"context of the {process}", copies * CONTEXT_BYTES, "an estimate")]
+
+
+def _graphs(config: RunConfig, copies: int = 1) -> list[Line]:
+    """CUDA graphs of vLLM: it captures its decode steps unless it runs eagerly."""
+    rollout = config.rollout
+    if rollout.engine != "vllm" or rollout.device == "cpu" or rollout.engine_args.get("enforce_eager"):
+        return []
+    return [Line("CUDA graphs", copies * GRAPHS_BYTES, "an estimate; none with enforce_eager in rollout.engine_args")]
+
+
+def _offloads_graphs(config: RunConfig) -> bool:
+    return bool(_graphs(config)) and config.rollout.engine_args.get(OFFLOADS_GRAPHS, True)
+
+
+def _graphs_left(config: RunConfig) -> list[Line]:
+    """CUDA graphs that stay on the device while vLLM sleeps."""
+    what = "CUDA graphs of the sleeping engine"
+    if _offloads_graphs(config):
+        return [Line(what, GRAPHS_LEFT_BYTES, "an estimate of what CUDA keeps; the rest is in host memory")]
+    return [Line(what, line.nbytes, f"an estimate; they stay without {OFFLOADS_GRAPHS}") for line in _graphs(config)]
 
 
 def _learner_lines(model: ModelBytes, config: RunConfig) -> Iterator[Line]:
@@ -195,6 +220,7 @@ def _engine_lines(model: ModelBytes, config: RunConfig) -> Iterator[Line]:
     yield Line("KV cache", copies * sequences * tokens * model.cache_per_token // parts, why)
     yield Line("working memory", most, working)
     yield _allocator(most)
+    yield from _graphs(config, copies)
     yield from _context(rollout.device, "rollout server", copies)
 
 
@@ -223,6 +249,8 @@ def _host_lines(config: RunConfig, model: ModelBytes) -> Iterator[Line]:
             why = "the weights that are not published, pinned" if config.model.lora.rank else "forgotten"
             kept = max(0, model.weights - model.published)
             yield Line("engine asleep", kept, f"{why} (rollout.sleep_level=2)")
+        if _offloads_graphs(config):
+            yield Line("engine's CUDA graphs asleep", GRAPHS_BYTES, "an estimate, pinned")
 
 
 # --- what others need of a plan ------------------------------------------------------------------

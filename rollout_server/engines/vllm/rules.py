@@ -33,7 +33,7 @@ NOT_YOURS = {
     ),
     "enable_tower_connector_lora": "Set model.lora.vision_tower",
     "default_mm_loras": "Leave it out: requests carry the adapter that the learner trains",
-    "enable_sleep_mode": "Leave it out: it is on wherever vLLM can sleep",
+    "enable_sleep_mode": "Leave it out: it is on in sync mode, where vLLM sleeps",
     "disable_log_stats": "Leave it out: usage and metrics come from vLLM's statistics",
     "logits_processors": "Leave it out: placeholder ids are banned with one, and the learner knows of no other",
     **dict.fromkeys(

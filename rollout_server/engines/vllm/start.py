@@ -17,7 +17,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.models.folder import model_folder
 from asyncrl.models.loading import CONNECTOR_NAMES, VISION_TOWER_NAMES
-from asyncrl.tools.memory_plan.plan import vllm_memory_utilization
+from asyncrl.tools.memory_plan.plan import OFFLOADS_GRAPHS, vllm_memory_utilization
 from protocol.messages import AdapterSpec
 from rollout_server.engines.base import EngineDied
 from rollout_server.engines.vllm.engine_process import BACKEND, BANNED_KEY, LEASE_VARIABLE, OWNER_VARIABLE
@@ -62,7 +62,8 @@ def engine_arguments(config: RunConfig, *, cuda: bool, text_config: Any, banned:
         "disable_log_stats": False,
     }
     if cuda:
-        arguments["enable_sleep_mode"] = True  # vLLM's CPU platform refuses it
+        if config.trainer.mode == "sync":  # else nobody sleeps, and vLLM's allocator for it only costs memory
+            arguments |= {"enable_sleep_mode": True, OFFLOADS_GRAPHS: True}  # vLLM's CPU platform refuses both
         if config.gpu_memory.budget_gib:
             total = torch.cuda.get_device_properties(0).total_memory
             arguments["gpu_memory_utilization"] = vllm_memory_utilization(config, total)

@@ -109,8 +109,10 @@ def test_what_vllm_is_told_follows_from_the_configuration(
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
     assert "kv_cache_memory_bytes" not in start.engine_arguments(config, cuda=False, text_config=text, banned=[])
     cuda = start.engine_arguments(config, cuda=True, text_config=text, banned=[])
-    assert cuda["enable_sleep_mode"] is True
-    assert "kv_cache_memory_bytes" not in cuda
+    assert not {"enable_sleep_mode", "kv_cache_memory_bytes"} & set(cuda), "nobody sleeps beside a learner"
+    turns = make_config(trainer={"mode": "sync"}, rollout={"engine": "vllm"})
+    cuda = start.engine_arguments(turns, cuda=True, text_config=text, banned=[])
+    assert cuda["enable_sleep_mode"] is cuda["sleep_mode_offload_cudagraph"] is True
 
 
 def test_the_environment_is_the_users_and_is_put_back(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
