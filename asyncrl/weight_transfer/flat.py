@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import xxhash
@@ -11,6 +12,19 @@ from protocol.messages import CudaMemory, TensorEntry
 
 BUCKET_BYTES = 64 << 20
 """Size of one collective, and of one copy to the host to be checked."""
+
+
+@contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """Run on a CUDA stream of its own: transfers and the model's work do not wait for each other.
+
+    Every thread begins on the device's default stream, where the model's own kernels are queued.
+    """
+    if device.type == "cuda":
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+            yield
+    else:
+        yield
 
 
 def pack(

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,24 +19,38 @@ from typing import Any
 import torch
 import torch.distributed
 
-from asyncrl.weight_transfer.flat import BUCKET_BYTES
+from asyncrl.weight_transfer.flat import BUCKET_BYTES, own_stream
 
 c10d: Any = torch.distributed
 """Public names of it that are not declared for type checkers."""
 POLL_S = 0.001
 _LEARNER = 0
 """Rank of the sender; the receivers follow."""
+MOST_HUNG = 3
+"""Communicators that this process may leave unmade, each with a thread that hangs: then no more are tried."""
+_hung: list[str] = []
+"""The errors of those."""
 
 
 class TransferError(Exception):
     """Transfer failed; the next one may succeed."""
 
 
+class GroupsHangError(TransferError):
+    """Communicators have hung so often here that no more are made: another channel is needed."""
+
+
+def check_groups_work() -> None:
+    """Raises GroupsHangError."""
+    if len(_hung) >= MOST_HUNG:
+        raise GroupsHangError(f"{len(_hung)} communicators were never made, the last one: {_hung[-1]}")
+
+
 @dataclass
 class Group:
     """Rank 0 sends, all others receive; each waits at most `deadline_s` for any one thing.
 
-    It exists when all ranks have joined. Raises TransferError.
+    It exists when all ranks have joined and the communicator is made. Raises TransferError.
     """
 
     store: Any
@@ -50,8 +66,45 @@ class Group:
     def __post_init__(self) -> None:
         self._barrier("here", "to join the group")
         with _failing_with(f"no group with {self.peers}"):
-            make = _nccl if self.device.type == "cuda" else _gloo
-            self._backend = make(self.store, self.rank, self.size, self.deadline_s)
+            self._backend = self._communicator()
+
+    def _communicator(self) -> Any:
+        """Make it in a thread of its own, with a first broadcast of one byte.
+
+        NCCL makes it in the first collective, in a call of C that waits for all ranks, for ever if one has died, and
+        no deadline of torch's ends it (its watchdog would end the whole process). What hangs here is left behind.
+        """
+        check_groups_work()
+        made: Future[tuple[Any, Any]] = Future()
+        abandoned = threading.Event()
+        byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
+
+        def make() -> None:
+            try:
+                with own_stream(self.device):
+                    create = _nccl if self.device.type == "cuda" else _gloo
+                    backend = create(self.store, self.rank, self.size, self.deadline_s)
+                    made.set_result((backend, backend.broadcast([byte], _from_learner())))
+                if abandoned.is_set():
+                    backend.abort()
+            except BaseException as problem:
+                made.set_exception(problem)
+
+        threading.Thread(target=make, name="make-communicator", daemon=True).start()
+        deadline = time.monotonic() + self.deadline_s
+        while not made.done():  # also of a cancelled transfer: what is made must be aborted
+            if time.monotonic() > deadline:
+                abandoned.set()
+                _hung.append(f"waited {self.deadline_s:g} s for a communicator with {self.peers}")
+                raise TransferError(_hung[-1])
+            time.sleep(POLL_S)
+        backend, work = made.result()
+        try:
+            self._finish(work, "the first byte")
+        except BaseException:
+            backend.abort()
+            raise
+        return backend
 
     @classmethod
     def host(
@@ -116,18 +169,18 @@ class Group:
         self._backend.abort()
 
     def _one(self, bucket: torch.Tensor, start: int, total: int) -> None:
-        options = c10d.BroadcastOptions()
-        options.rootRank, options.rootTensor = _LEARNER, 0
         where = f"bytes {start:,} to {start + bucket.nbytes:,} of {total:,}"
-        deadline = time.monotonic() + self.deadline_s
         with _failing_with(f"{self.peers} did not keep up: {where}"):
-            work = self._backend.broadcast([bucket], options)
-            while not work.is_completed():
-                self._poll(deadline, f"{self.peers}: {where}")
-            # Raises the failure. Without a deadline NCCL would only have the stream wait, and say nothing.
-            work.wait(timedelta(seconds=self.deadline_s))
-            if self.device.type == "cuda":
-                torch.cuda.current_stream(self.device).synchronize()
+            self._finish(self._backend.broadcast([bucket], _from_learner()), where)
+
+    def _finish(self, work: Any, what: str) -> None:
+        deadline = time.monotonic() + self.deadline_s
+        while not work.is_completed():
+            self._poll(deadline, f"{self.peers}: {what}")
+        # Raises the failure. Without a deadline NCCL would only have the stream wait, and say nothing.
+        work.wait(timedelta(seconds=self.deadline_s))
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def _barrier(self, name: str, purpose: str) -> None:
         """Wait for all ranks: each receiver sets its own key, and the learner one for all when it has seen theirs."""
@@ -151,6 +204,12 @@ class Group:
         if time.monotonic() > deadline:
             raise TransferError(f"waited {self.deadline_s:g} s for {what}")
         time.sleep(POLL_S)
+
+
+def _from_learner() -> Any:
+    options = c10d.BroadcastOptions()
+    options.rootRank, options.rootTensor = _LEARNER, 0
+    return options
 
 
 def _gloo(store: Any, rank: int, size: int, deadline_s: float) -> Any:

@@ -8,15 +8,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from asyncrl.errors import BadStateError
-from asyncrl.weight_transfer.flat import BUCKET_BYTES, open_shared, views, wrong_tensors
-from asyncrl.weight_transfer.group import Group, TransferError
+from asyncrl.weight_transfer.flat import BUCKET_BYTES, open_shared, own_stream, views, wrong_tensors
+from asyncrl.weight_transfer.group import Group, GroupsHangError, TransferError
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.faults import crash_point
 from protocol.messages import CudaMemory, TensorEntry
@@ -91,7 +90,7 @@ class Stage:
 
         try:
             entries = [TensorEntry.model_validate(tensor) for tensor in order.tensors]
-            with self._on_device():
+            with own_stream(self._device):
                 flat = torch.empty(entries[-1].offset + entries[-1].nbytes, dtype=torch.uint8, device=self._device)
                 if self._nonce == order.nonce:
                     self._flat, self._entries = flat, entries
@@ -108,6 +107,8 @@ class Stage:
             report(replace(self.arrival, problem=reason, code=ErrorCode.WRONG_CHANNEL))
         except ProtocolError as problem:
             report(replace(self.arrival, problem=problem.reason, code=problem.code))
+        except GroupsHangError as problem:
+            report(replace(self.arrival, problem=str(problem), code=ErrorCode.WRONG_CHANNEL))
         except TransferError as problem:
             report(replace(self.arrival, problem=str(problem)))
         except Exception as problem:
@@ -132,15 +133,6 @@ class Stage:
             flat[start:end].copy_(shared[start:end])
             self._synchronize()
             moved(end)
-
-    @contextmanager
-    def _on_device(self) -> Iterator[None]:
-        """Run on a separate CUDA stream: the engine's work and the copies do not wait for each other."""
-        if self._device.type == "cuda":
-            with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
-                yield
-        else:
-            yield
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

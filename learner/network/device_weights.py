@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from asyncrl.weight_transfer.flat import pack, settle, share
-from asyncrl.weight_transfer.group import Group, TransferError
+from asyncrl.weight_transfer.flat import own_stream, pack, settle, share
+from asyncrl.weight_transfer.group import Group, GroupsHangError, TransferError, check_groups_work
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import (
     CudaMemory,
@@ -154,10 +154,15 @@ class DeviceWeights:
         data = self._publication.read(manifest.version, 0, manifest.total_bytes)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given buffer is not writable")  # and is not written
-            return torch.frombuffer(data, dtype=torch.uint8).to(self._device)
+            with own_stream(self._device):  # this is the network thread: it waits for no training
+                return torch.frombuffer(data, dtype=torch.uint8).to(self._device)
 
     def _start(self, transfer: _Transfer) -> int:
-        """Start to send; returns the port at which the group meets."""
+        """Start to send; returns the port at which the group meets. Raises ProtocolError WRONG_CHANNEL."""
+        try:
+            check_groups_work()
+        except GroupsHangError as problem:
+            raise ProtocolError(ErrorCode.WRONG_CHANNEL, f"on the learner's side {problem}") from problem
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         try:
             listener = socket.create_server((self._host, 0), family=family)
@@ -174,7 +179,10 @@ class DeviceWeights:
         request, peers = transfer.request, f"transfer {transfer.request.nonce}"
         try:
             where, deadline_s = (listener, request.nonce, 1 + request.receivers), self._deadline_s
-            with Group.host(*where, self._device, deadline_s, peers, lambda: transfer.over) as group:
+            with (
+                own_stream(self._device),  # on the default one it would wait for the training that is queued there
+                Group.host(*where, self._device, deadline_s, peers, lambda: transfer.over) as group,
+            ):
                 group.broadcast(transfer.flat)
         except TransferError as problem:
             level = logging.DEBUG if transfer.over else logging.WARNING

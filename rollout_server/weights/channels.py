@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from asyncrl.config.device_rules import NCCL_BYTES
+from asyncrl.config.device_rules import DEVICE_CHANNELS, NCCL_BYTES
 from asyncrl.errors import UserError
 from protocol.messages import Channel, DeviceSource
 from rollout_server.weights.staging import DeviceMemory
@@ -26,17 +26,25 @@ def choose_channel(
 ) -> Channel:
     """The configured channel, or with `auto` the first that works. Raises UserError with the fix.
 
-    `source` is the learner's device, `devices` are the engine's. `open_network`: traffic need not be encrypted.
+    `source` is the learner's device, `devices` are the engine's. `open_network`: traffic need not be encrypted. A
+    warning says why weights do not come from GPU to GPU where both sides have one.
     """
     obstacle = "there is no such channel"
+    obstacles: list[str] = []
     for channel in CHANNELS:
         if configured not in ("auto", channel):
             continue
         obstacle = _obstacle(channel, same_host, source, devices, open_network)
         if not obstacle:
+            if source is not None and devices and channel not in DEVICE_CHANNELS:
+                logger.warning(
+                    "weights come over %s, not from GPU to GPU: every version (%.1f GiB) is copied to the learner's "
+                    "host memory, from there %sto the engine's GPU, and sampling waits for the last part. %s",
+                    *(channel, source.total_bytes / GIB, "" if channel == "shm" else "over TCP "),
+                    "; ".join(obstacles),
+                )
             return channel
-        if source is not None:
-            logger.info("weights do not come over %s: %s", channel, obstacle)
+        obstacles.append(f"{channel}: {obstacle}")
     raise UserError(f"rollout.weights_channel is {configured}, but {obstacle}. Set rollout.weights_channel=auto")
 
 

@@ -19,6 +19,8 @@ from protocol.faults import crash_point
 from protocol.messages import WeightManifest
 
 CHECK_EVERY_S = 0.02
+SILENT = 3
+"""A receiver that says nothing for so many of its own deadlines (its peers, the group, the first bytes) is stuck."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,8 @@ class Staging:
         return [DeviceMemory(*device) for device in await self._call("device_memory") if device]
 
     async def receive(self, order: StageOrder) -> None:
-        """Wait until all receivers have a version, verified. They keep their own deadlines; one that says nothing for
-        twice as long is stuck.
+        """Wait until all receivers have a version, verified. They keep their own deadlines, one for each thing that
+        they wait for; a receiver that says nothing for `SILENT` of them is stuck.
 
         Raises TransferError, and ProtocolError where another attempt would end alike.
         """
@@ -107,11 +109,10 @@ class Staging:
                 return
             if arrivals != seen:
                 seen, since = arrivals, time.monotonic()
-            elif time.monotonic() - since > 2 * order.deadline_s:
+            elif time.monotonic() - since > SILENT * order.deadline_s:
                 done = " and ".join(f"{arrival.arrived_bytes:,}" for arrival in arrivals)
-                raise TransferError(
-                    f"waited {2 * order.deadline_s:g} s for version {order.version}: the receivers have {done} bytes"
-                )
+                waited = f"waited {SILENT * order.deadline_s:g} s for version {order.version}"
+                raise TransferError(f"{waited}: the receivers have {done} bytes")
             await asyncio.sleep(CHECK_EVERY_S)
 
     def weights(self, manifest: WeightManifest) -> ArrivedWeights:

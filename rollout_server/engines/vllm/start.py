@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,12 +13,15 @@ from typing import Any, TypeVar, cast
 import psutil
 import torch
 
+from asyncrl.config.device_rules import DEVICE_CHANNELS, NCCL_BYTES, network_is_open
 from asyncrl.config.engine_rules import LARGEST_RANK_FOR_VLLM
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.models.folder import model_folder
-from asyncrl.models.loading import CONNECTOR_NAMES, VISION_TOWER_NAMES
-from asyncrl.tools.memory_plan.plan import OFFLOADS_GRAPHS, vllm_memory_utilization
+from asyncrl.models.loading import CONNECTOR_NAMES, VISION_TOWER_NAMES, skeleton
+from asyncrl.models.published import published_tensors
+from asyncrl.tools.memory_plan.plan import CONTEXT_BYTES, OFFLOADS_GRAPHS, vllm_memory_utilization
+from asyncrl.tools.numbers import GIB
 from protocol.messages import AdapterSpec
 from rollout_server.engines.base import EngineDied
 from rollout_server.engines.vllm.engine_process import BACKEND, BANNED_KEY, LEASE_VARIABLE, OWNER_VARIABLE
@@ -30,6 +34,8 @@ CPU_BATCH_TOKENS = 4096
 """Prompt tokens of one prefill step on a CPU, unless one sequence needs more."""
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, LARGEST_RANK_FOR_VLLM)
 """Ranks that vLLM has slots for."""
+VLLM_SHARE = 0.92
+"""vLLM's own default of gpu_memory_utilization."""
 DEAD = "vLLM's engine process has died; see the end of the server's log"
 CHECK_EVERY_S = 1.0
 logger = logging.getLogger(__name__)
@@ -67,6 +73,9 @@ def engine_arguments(config: RunConfig, *, cuda: bool, text_config: Any, banned:
         if config.gpu_memory.budget_gib:
             total = torch.cuda.get_device_properties(0).total_memory
             arguments["gpu_memory_utilization"] = vllm_memory_utilization(config, total)
+        elif not set(rollout.engine_args) & {"gpu_memory_utilization", "kv_cache_memory_bytes"}:
+            total = torch.cuda.get_device_properties(0).total_memory
+            arguments["gpu_memory_utilization"] = share_beside_a_version(config, total)
     else:
         arguments |= {
             "enforce_eager": True,  # compilation costs half a minute of start for a tenth of speed
@@ -77,6 +86,34 @@ def engine_arguments(config: RunConfig, *, cuda: bool, text_config: Any, banned:
         if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
             arguments["kv_cache_memory_bytes"] = cpu_kv_bytes(text_config, config.model.dtype, config)
     return arguments | rollout.engine_args
+
+
+def share_beside_a_version(config: RunConfig, device_bytes: int) -> float:
+    """vLLM's `gpu_memory_utilization` without a budget: its own default, less a version that arrives beside the model
+    where one can (docs/decisions/013).
+
+    With rollout.weights_channel=auto the version gets at most half of what vLLM has beside its weights: else it would
+    be too little for sequences, and weights come over another channel.
+    """
+    rollout = config.rollout
+    turns = config.trainer.mode == "sync" or config.model.lora.rank > 0
+    closed = config.learner.device == "cpu" or not network_is_open(config)
+    if turns or closed or rollout.weights_channel not in ("auto", *DEVICE_CHANNELS):
+        return VLLM_SHARE
+    version = sum(tensor.nbytes for _, tensor in published_tensors(skeleton(config.model)))
+    arriving = version + (0 if rollout.weights_channel == "cuda_ipc" else NCCL_BYTES)
+    beside_weights = VLLM_SHARE * device_bytes - version / rollout.tensor_parallel_size
+    # What lies beyond vLLM's share is free already, but for the context that this process and CUDA take.
+    missing = max(0.0, arriving - (1 - VLLM_SHARE) * device_bytes + CONTEXT_BYTES)
+    if rollout.weights_channel == "auto" and missing > beside_weights / 2:
+        return VLLM_SHARE
+    share = math.floor((VLLM_SHARE - missing / device_bytes) * 1000) / 1000
+    if share <= 0:
+        raise UserError(
+            f"rollout.weights_channel is {rollout.weights_channel}, over which a version of {version / GIB:.1f} GiB "
+            f"arrives beside vLLM's model, on a GPU of {device_bytes / GIB:.1f} GiB. Set rollout.weights_channel=shm"
+        )
+    return share
 
 
 def cpu_kv_bytes(text_config: Any, dtype: str, config: RunConfig) -> int:

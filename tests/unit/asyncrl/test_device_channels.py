@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.weight_transfer import flat
+from asyncrl.weight_transfer import group as group_module
 from asyncrl.weight_transfer.group import Group, TransferError
 from asyncrl.weight_transfer.stage import Arrival, Stage, StageOrder
 from protocol.errors import ErrorCode, ProtocolError
@@ -185,7 +188,10 @@ def test_a_receiver_that_never_comes_is_waited_for_until_the_deadline(
 @pytest.mark.parametrize(
     ("arrivals", "told"),
     [
-        ([Arrival(40), Arrival(100, is_done=True)], r"waited 0.1 s for version 3: the receivers have 40 and 100 bytes"),
+        (
+            [Arrival(40), Arrival(100, is_done=True)],
+            r"waited 0.15 s for version 3: the receivers have 40 and 100 bytes",
+        ),
         ([Arrival(100, is_done=True), Arrival(problem="it died")], "version 3, receiver 1: it died"),
     ],
 )
@@ -200,6 +206,53 @@ def test_a_receiver_that_stands_still_or_fails_is_given_up(arrivals: list[Arriva
     order = StageOrder(version=3, nonce="n", host="h", port=1, size=3, deadline_s=0.05, tensors=[])
     with pytest.raises(TransferError, match=told):
         asyncio.run(Receivers(CPU).receive(order))
+
+
+@pytest.mark.parametrize("side", ["learner", "receiver"])
+def test_a_communicator_that_is_never_made_is_given_up_and_after_three_the_channel(
+    learner: LearnerHalf, monkeypatch: pytest.MonkeyPatch, side: str
+) -> None:
+    """As NCCL's call that waits for a rank that has died: nothing ends it, and it must hold no version meanwhile."""
+    make, released, hung = group_module._gloo, threading.Event(), list[str]()
+    monkeypatch.setattr(group_module, "_hung", hung)
+
+    def hangs(store: Any, rank: int, size: int, deadline_s: float) -> Any:
+        if (rank == 0) == (side == "learner"):
+            released.wait(30)
+        return make(store, rank, size, 0.1)
+
+    monkeypatch.setattr(group_module, "_gloo", hangs)
+    learner.device_weights._deadline_s = 0.2
+    manifest, staging = learner.publish(1, some_weights(1)), Staging(CPU)
+    began = time.monotonic()
+    for _ in range(3):
+        with pytest.raises(TimeoutError, match="nccl: version 1"):
+            fetch(learner, manifest, staging, timeout_s=0.2)
+        asyncio.run(staging.drop())
+    wait_until(lambda: len(hung) >= 3, "all three have been noticed")
+    assert time.monotonic() - began < 5
+    assert re.fullmatch(r"waited 0.2 s for a communicator with (the learner at .*|transfer \w+)", hung[0])
+    with pytest.raises(ProtocolError, match=r"3 communicators were never made, the last one: waited 0.2 s") as caught:
+        fetch(learner, manifest, staging, timeout_s=0.2)
+    assert caught.value.code is ErrorCode.WRONG_CHANNEL, "so that a server may choose another, or says why it ends"
+    released.set()
+
+
+def test_versions_are_sent_beside_the_training_that_is_queued(
+    learner: LearnerHalf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU that is a stream of its own; here it is seen that each side asks for one around the whole transfer."""
+    streams: list[str] = []
+
+    @contextmanager
+    def own_stream(device: torch.device) -> Iterator[None]:
+        streams.append(threading.current_thread().name)
+        yield
+
+    for module in ("asyncrl.weight_transfer.stage", "learner.network.device_weights"):
+        monkeypatch.setattr(f"{module}.own_stream", own_stream)
+    fetch(learner, learner.publish(1, some_weights(1)), Staging(CPU))
+    assert {"weights", "send-weights"} <= set(streams)
 
 
 # --- one GPU's memory -----------------------------------------------------------------------------------
@@ -284,6 +337,20 @@ def choose(configured: str = "auto", **changes: Any) -> str:
 def test_auto_takes_the_best_that_both_sides_have(facts: dict[str, Any], chosen: str) -> None:
     assert choose(**facts) == chosen
     assert choose(chosen, **facts) == chosen, "and so it is if it is asked for"
+
+
+def test_what_takes_auto_off_the_gpus_is_a_warning_with_what_it_costs(caplog: pytest.LogCaptureFixture) -> None:
+    choose(devices=on("gpu-1"))
+    choose(devices=())
+    choose(source=None)
+    assert not caplog.records, "there is nothing to mend"
+    assert choose(devices=on("gpu-1", free=3 * GIB)) == "shm"
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    told = record.getMessage()
+    assert "over shm, not from GPU to GPU: every version (4.0 GiB) is copied to the learner's host memory" in told
+    assert "cuda_ipc: the engine is on gpu-1" in told
+    assert "nccl: new weights arrive beside the engine's model, which needs 4.5 GiB, and gpu-1 has 3.0 free" in told
 
 
 @pytest.mark.parametrize(

@@ -108,11 +108,46 @@ def test_what_vllm_is_told_follows_from_the_configuration(
     assert "enable_sleep_mode" not in cpu
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
     assert "kv_cache_memory_bytes" not in start.engine_arguments(config, cuda=False, text_config=text, banned=[])
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=80 << 30))
     cuda = start.engine_arguments(config, cuda=True, text_config=text, banned=[])
+    assert cuda["gpu_memory_utilization"] == start.VLLM_SHARE, "beside it a version of this small model has room"
     assert not {"enable_sleep_mode", "kv_cache_memory_bytes"} & set(cuda), "nobody sleeps beside a learner"
     turns = make_config(trainer={"mode": "sync"}, rollout={"engine": "vllm"})
     cuda = start.engine_arguments(turns, cuda=True, text_config=text, banned=[])
     assert cuda["enable_sleep_mode"] is cuda["sleep_mode_offload_cudagraph"] is True
+
+
+@pytest.mark.parametrize(
+    ("version_gib", "device_gib", "rollout", "share"),
+    [
+        (15, 80, {}, 0.8),  # 15.5 and 0.5 of a context, of which 6.4 lie beyond vLLM's 73.6
+        (15, 80, {"weights_channel": "shm"}, 0.92),
+        (15, 80, {"weights_channel": "cuda_ipc"}, 0.806),
+        (15, 24, {}, 0.92),  # 7 GiB beside the weights: sequences come first
+        (15, 24, {"weights_channel": "nccl"}, 0.333),
+        (15, 40, {"tensor_parallel_size": 2}, 0.6),  # half of the weights, and a whole version
+        (1, 80, {}, 0.92),
+    ],
+)
+def test_vllm_leaves_room_for_a_version_that_arrives_on_its_gpu(
+    make_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    version_gib: float,
+    device_gib: int,
+    rollout: dict[str, Any],
+    share: float,
+) -> None:
+    version = torch.empty(int(version_gib * 2**30), dtype=torch.uint8, device="meta")
+    monkeypatch.setattr(start, "skeleton", lambda model: None)
+    monkeypatch.setattr(start, "published_tensors", lambda model: [("all", version)])
+    device = {"learner": {"device": "auto"}}
+    config = make_config(**device, rollout={"engine": "vllm", "device": "auto", **rollout})
+    assert start.share_beside_a_version(config, device_gib << 30) == pytest.approx(share, abs=0.0011)
+    arrives_elsewhere = [{"trainer": {"mode": "sync"}, **device}, {"model": {"lora": {"rank": 8}}, **device}]
+    for sections in [*arrives_elsewhere, {"learner": {"device": "cpu"}}]:
+        if "weights_channel" not in rollout and "tensor_parallel_size" not in rollout:
+            other = make_config(**sections, rollout={"engine": "vllm", "device": "auto"})
+            assert start.share_beside_a_version(other, device_gib << 30) == start.VLLM_SHARE
 
 
 def test_the_environment_is_the_users_and_is_put_back(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
