@@ -200,6 +200,11 @@ class Learner:
         logger.info("making steps %d to %d again, from the journal", first, last)
         while self.progress.step < last:
             self.network.check()
+            if self.schedule.is_evaluation_due:
+                self.schedule.wait_for_server()
+                self._publish()
+                self.schedule.evaluate_again()
+                self.schedule.take_device_back()
             self._status("catching up", f"step {self.progress.step + 1} of {last} from the journal")
             started = time.monotonic()
             groups = self.ledger.take_again(self.progress.step + 1, self.writer.write)
@@ -208,8 +213,8 @@ class Learner:
     def _one_step(self) -> None:
         """Receive, learn, publish, let new tickets out, report."""
         started = time.monotonic()
-        self.schedule.wait_for_batch()
-        self._learn(self.ledger.take(), started, publish=True)
+        held_up_s = self.schedule.wait_for_batch()
+        self._learn(self.ledger.take(), started + held_up_s, publish=True)
         if self.device.is_shared:
             self._save_if_due()  # while it is ours
             self.schedule.open_for_work()
@@ -219,6 +224,7 @@ class Learner:
 
     def _save_if_due(self) -> None:
         if self.saver.is_due():
+            self.schedule.finish_evaluation(before_step=self.progress.step)
             self._save()
 
     def _learn(self, groups: Sequence[ReceivedGroup], started: float, *, publish: bool) -> None:

@@ -1,6 +1,11 @@
 """Work between steps: device turns, parity checks of servers that join, evaluation, tickets.
 
-The weights do not move here, so everything that is compared and scored belongs to `progress.version`.
+The weights do not move here, so everything that is compared belongs to `progress.version`.
+
+An evaluation runs beside the steps that the staleness bound allows without newer weights on the servers
+(learner/network/evaluation_sender.py); the learner waits for it where there are none: on-policy, after the last step,
+and before the next evaluation. It also waits before a checkpoint of a later step, from which a restart could not make
+the evaluated version again: so an evaluation that a crash has cut short is made again, and recorded once.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from learner.network.device_turns import DeviceTurns
 from learner.network.logprob_parity import ParityJudge
 from learner.network.thread import NetworkThread
 from learner.reporting.reporter import Reporter
+from learner.tickets.evaluation import Evaluation
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.trainer import Progress
@@ -37,6 +43,8 @@ class StepSchedule:
     status: Callable[[str, str], None]
     """Called with the phase, and what is waited for."""
     waits: WaitClock = field(default_factory=WaitClock)
+    _waited_before_s: float = 0.0
+    """What the learner had waited for evaluations when the running one began."""
 
     @property
     def needs_server(self) -> bool:
@@ -52,18 +60,48 @@ class StepSchedule:
                 what=lambda: f"a rollout server at {self.config.control_endpoint} (network.start_timeout_s)",
             )
 
-    def wait_for_batch(self) -> None:
-        """Wait for the groups of the next step. The learner has the device on return."""
+    def wait_for_batch(self) -> float:
+        """Wait for the groups of the next step, and return the seconds in which an evaluation held it up.
+
+        The learner has the device on return.
+        """
         self.device.lend()
-        with self.waits.waiting("groups"):
-            self.network.wait_until(
-                lambda: self.ledger.ready() and not self.network.parity.holds_step,
-                timeout_s=self.config.learner.wait_timeout_s,
-                what=lambda: f"{self._describe_wait()} (learner.wait_timeout_s)",
-                judge=self._judge_servers,
-                progress=lambda: self.status("training", self._describe_wait()),
-            )
+        held_up_before_s = self._waited_for_evaluation_s
+        while not self._has_batch:
+            if self._is_held_up:
+                self._wait_for_evaluation(lambda: self._has_batch or not self._is_held_up)
+            else:
+                with self.waits.waiting("groups"):
+                    self.network.wait_until(
+                        lambda: self._has_batch or self._is_held_up or self._is_evaluated,
+                        timeout_s=self.config.learner.wait_timeout_s,
+                        what=lambda: f"{self._describe_wait()} (learner.wait_timeout_s)",
+                        judge=self._judge_servers,
+                        progress=lambda: self.status("training", self._describe_wait()),
+                    )
+            self._record_if_complete()
+        self._record_if_complete()
         self.take_device_back()
+        return self._waited_for_evaluation_s - held_up_before_s
+
+    @property
+    def _has_batch(self) -> bool:
+        return self.ledger.ready() and not self.network.parity.holds_step
+
+    @property
+    def _is_held_up(self) -> bool:
+        """True if servers may sample training tickets only when the running evaluation has ended."""
+        running = self.ledger.evaluation
+        return running is not None and not running.is_complete and self.ledger.out.await_version(running.version)
+
+    @property
+    def _is_evaluated(self) -> bool:
+        running = self.ledger.evaluation
+        return running is not None and running.is_complete
+
+    @property
+    def _waited_for_evaluation_s(self) -> float:
+        return self.waits.totals().get("evaluation", 0.0)
 
     def take_device_back(self) -> None:
         def report() -> None:
@@ -97,13 +135,12 @@ class StepSchedule:
     # --- tickets and evaluation -------------------------------------------------------------------
 
     def open_for_work(self) -> None:
-        """Evaluate if due, and send this version's tickets."""
+        """Begin an evaluation if one is due, and send this version's tickets."""
         if self.is_evaluation_due:
             self.admit_unless_evaluating()
-            self.status("evaluating", f"{self.writer.num_held_out_rows} held-out rows")
-            self.device.lend()
-            with self.waits.waiting("evaluation"), self.network.timeline.doing(LEARNER, "evaluating"):
-                self._evaluate(self.progress.version)
+            self._begin_evaluation()
+            if self.progress.is_last or not self.config.largest_staleness:
+                self.finish_evaluation()
         self._admit()
 
     def admit_unless_evaluating(self) -> None:
@@ -122,21 +159,61 @@ class StepSchedule:
             planned = plan.before_training
         else:
             planned = self.progress.is_last or bool(plan.every_steps and step % plan.every_steps == 0)
-        return planned and self.writer.num_held_out_rows > 0 and step not in self.reporter.evaluated_steps
+        if not planned or not self.writer.num_held_out_rows:
+            return False
+        running = self.ledger.evaluation
+        return (running is None or running.step != step) and step not in self.reporter.evaluated_steps
 
-    def _evaluate(self, version: int) -> None:
-        """Score every held-out row, comparing servers that join meanwhile. The deadline is for the next row."""
-        rows, arrived = self.writer.num_held_out_rows, 0
-        tickets = (self.writer.write_evaluation(index, version) for index in range(rows))
-        self.network.call_soon(self.network.tickets.prepare, tickets)
-        while arrived < rows:
-            self.network.wait_until(
-                lambda before=arrived: self.ledger.evaluation_arrived() > before,
-                timeout_s=self.config.learner.wait_timeout_s,
-                what=lambda before=arrived: f"a held-out row ({before} of {rows} have arrived; learner.wait_timeout_s)",
-                judge=self._judge_servers,
-            )
-            arrived = self.ledger.evaluation_arrived()
-        result = self.reporter.evaluated(self.progress.step, version, self.ledger.take_evaluation())
-        message = "step %d: held-out accuracy %.4f over %d rows (%d could not be scored)"
-        logger.info(message, self.progress.step, result["accuracy"], result["rows"], result["errors"])
+    def evaluate_again(self) -> None:
+        """Make the evaluation of a version that a crash cut short, before the steps after it are made again."""
+        self._begin_evaluation()
+        self.finish_evaluation()
+
+    def _begin_evaluation(self) -> None:
+        """Begin to score the held-out rows with the newest published version."""
+        self.finish_evaluation()
+        step, version, rows = self.progress.step, self.progress.version, self.writer.num_held_out_rows
+        self._waited_before_s = self._waited_for_evaluation_s
+        self.ledger.evaluation = Evaluation(step, version, rows, self.writer.write_evaluation, self.ledger.changed)
+        self.network.publication.hold(version)  # here: the next versions may be published before the thread's turn
+        self.network.call_soon(self.network.evaluations.begin, self.ledger.evaluation)
+
+    def finish_evaluation(self, before_step: int | None = None) -> None:
+        """Wait for the running evaluation, if there is one (of a step before this one), and record it."""
+        running = self.ledger.evaluation
+        if running is None or (before_step is not None and running.step >= before_step):
+            return
+        self.device.lend()
+        self._wait_for_evaluation(lambda: running.is_complete)
+        self._record_if_complete()
+
+    def _wait_for_evaluation(self, is_over: Callable[[], bool]) -> None:
+        """Wait with nothing else to do, comparing servers that join meanwhile. The deadline is for the next row."""
+        running = self.ledger.evaluation
+        assert running is not None
+
+        def describe() -> str:
+            return f"a held-out row of step {running.step} ({running.arrived} of {running.rows} have arrived)"
+
+        self.status("evaluating", describe())
+        with self.waits.waiting("evaluation"), self.network.timeline.doing(LEARNER, "evaluating"):
+            while not is_over():
+                before = running.arrived
+                self.network.wait_until(
+                    lambda before=before: running.arrived > before or is_over(),
+                    timeout_s=self.config.learner.wait_timeout_s,
+                    what=lambda: f"{describe()} (learner.wait_timeout_s)",
+                    judge=self._judge_servers,
+                    progress=lambda: self.status("evaluating", describe()),
+                )
+
+    def _record_if_complete(self) -> None:
+        running = self.ledger.evaluation
+        if running is None or not running.is_complete:
+            return
+        self.ledger.evaluation = None
+        waited_s = self._waited_for_evaluation_s - self._waited_before_s
+        result = self.reporter.evaluated(running, waited_s)
+        message = "step %d: held-out accuracy %.4f over %d rows (%d could not be scored), in %.1f s; waited %.1f s"
+        numbers = (result[name] for name in ("accuracy", "rows", "errors", "seconds", "waited_s"))
+        logger.info(message, running.step, *numbers)

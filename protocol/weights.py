@@ -1,9 +1,9 @@
 """One policy version as a file of tensors in shared memory: the learner writes it, rollout servers map it.
 
 A version's file appears complete under its name and does not change while that name or a mapping of it is there. The
-newest two versions are kept. The file of an older one is filled again, unless a server still has it mapped: that
-server keeps a consistent snapshot, since an unlinked file lives until its last mapping goes. Bytes only: which tensor
-means what is the callers' affair.
+newest two versions are kept, and one that is held for longer. The file of an older one is filled again, unless a server
+still has it mapped: that server keeps a consistent snapshot, since an unlinked file lives until its last mapping goes.
+Bytes only: which tensor means what is the callers' affair.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from protocol.messages import AdapterSpec, TensorEntry, WeightManifest
 from protocol.weight_file import PREFIX, THREADS, PublicationError, WeightFile, map_for_reading, plan_layout
 
 KEPT_VERSIONS = 2
-"""Versions that can be fetched at a time."""
+"""Newest versions that can be fetched at a time."""
 
 
 class Tensor(NamedTuple):
@@ -74,10 +74,12 @@ class Publication:
         self._lock_path = self._base.with_name(self._base.name + ".lock")
         self._lock_fd: int | None = _create_locked(self._lock_path)
         self._snapshots: dict[int, _Snapshot] = {}
+        self._held: int | None = None
+        """Version that is kept beside the newest two."""
         self._guard = threading.Lock()
 
     def publish(self, version: int, tensors: Iterable[Tensor], adapter: AdapterSpec | None = None) -> WeightManifest:
-        """Write all tensors as `version`, drop all but the newest two versions, and return the manifest.
+        """Write all tensors as `version`, drop all but the newest two versions and a held one; return the manifest.
 
         `adapter` describes them if they are adapters.
 
@@ -110,6 +112,17 @@ class Publication:
         with self._guard:
             self._snapshots[version] = _Snapshot(file, view, manifest)
         return manifest
+
+    def hold(self, version: int) -> None:
+        """Keep this version beside the newest two until `release`."""
+        with self._guard:
+            self._held = version
+
+    def release(self, version: int) -> None:
+        """Hold the version no longer; the next publication drops it. No-op if another one is held now."""
+        with self._guard:
+            if self._held == version:
+                self._held = None
 
     def check_is_meant(self, publication: str) -> None:
         """Raise ProtocolError VERSION_GONE for another publication's id: its versions have other bits."""
@@ -146,6 +159,7 @@ class Publication:
 
     def close(self) -> None:
         """Remove all files. Servers that have one mapped may go on using it."""
+        self._held = None
         for file in self._drop(0):
             file.remove()
         if self._lock_fd is not None:
@@ -172,16 +186,20 @@ class Publication:
         return snapshot
 
     def _drop(self, keep: int) -> list[WeightFile]:
-        """Forget all but the newest `keep` versions, and return their files, which still have their names."""
+        """Forget all but the newest `keep` versions and the held one.
+
+        Returns the files of the others, which still have their names.
+        """
         with self._guard:
+            old = sorted(self._snapshots)[: max(0, len(self._snapshots) - keep)]
             # The mapping goes with its last view: one may be in a chunk that is being sent.
-            return [self._snapshots.pop(min(self._snapshots)).file for _ in range(len(self._snapshots) - keep)]
+            return [self._snapshots.pop(version).file for version in old if version != self._held]
 
     def _write(self, path: Path, offsets: list[int], total_bytes: int, data: Sequence[memoryview]) -> WeightFile:
         """Write the file of a version, reusing an old file without readers."""
         file: WeightFile | None = None
         try:
-            # Room first: the oldest goes before the new one is written, so there are never more than two copies.
+            # Room first: the oldest goes before the new one is written, so there is never a copy more than are kept.
             for old in self._drop(KEPT_VERSIONS - 1):
                 if self._refill and file is None and old.take_back(path, total_bytes):
                     file = old
@@ -202,11 +220,12 @@ class Publication:
             raise PublicationError(f"cannot write weights to {path}: {problem}") from problem
 
     def _no_room(self, needed: int) -> str:
-        needed_mib, both_mib = -(-needed // MIB), -(-KEPT_VERSIONS * needed // MIB)
+        kept = KEPT_VERSIONS + (self._held is not None)
+        needed_mib, both_mib = -(-needed // MIB), -(-kept * needed // MIB)
         usage = shutil.disk_usage(self.directory)
         return (
             f"publishing weights needs {needed_mib:,} MiB in {self.directory}, which has {usage.free // MIB:,} free of "
-            f"{usage.total // MIB:,} MiB. {KEPT_VERSIONS} versions are kept: give it {both_mib:,} MiB "
+            f"{usage.total // MIB:,} MiB. {kept} versions are kept: give it {both_mib:,} MiB "
             f"(docker run --shm-size={both_mib}m), or publish in another directory"
         )
 

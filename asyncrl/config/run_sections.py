@@ -44,6 +44,9 @@ class BatchConfig(Section):
 
 
 class EvaluationConfig(Section):
+    """Scores of held-out rows, each evaluation by one policy version. Servers keep that version meanwhile, and training
+    goes on as far as `learner.max_staleness` lets it."""
+
     every_steps: int = Field(default=0, ge=0)
     """Evaluate on val_files after this many steps; 0 means only at the end (and the start)."""
     before_training: bool = True

@@ -175,6 +175,8 @@ class SimulatedNetwork:
 
     def announce(self, version: int) -> None:
         self.connections.version = version
+        for server in self.connections.connected.values():
+            server.told = version
         self.connections.send_to_all(WeightManifest(version=version, publication="p", tensors=(), total_bytes=0))
 
     def admit(self, version: int) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from asyncrl.models.processing import PromptFacts
 from protocol.errors import ErrorCode, ProtocolError
-from protocol.messages import FinishReason, Group, Ticket, printable
+from protocol.messages import FinishReason, Group, Ticket, TicketKind, printable
 
 LOGPROB_SLACK = 1e-4
 """Distance above 0 by which rounding may put the log-prob of a certain token."""
@@ -137,6 +137,8 @@ def _version_problems(group: Group, ticket: Ticket, version: int) -> Iterator[st
     if group.versions.size == 0:
         return
     oldest, newest = int(group.versions.min()), int(group.versions.max())
+    if ticket.kind is TicketKind.EVAL:  # its score is that of one policy
+        version = ticket.min_version
     if oldest < ticket.min_version or newest > version:
         yield f"token versions {oldest} to {newest}, but the ticket allows {ticket.min_version} to {version}"
     if group.kv_versions is not None:

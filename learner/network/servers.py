@@ -63,6 +63,8 @@ class ServerState:
     heard_at: float = field(default_factory=time.monotonic)
     heartbeat: ServerHeartbeat | None = None
     loaded: WeightsLoaded | None = None
+    told: int = -1
+    """Version that it was told to load last; -1: none yet."""
     idle_since: float | None = None
     """Time from which on it has reported no work while holding tickets."""
     aligned: bool = False
@@ -92,6 +94,8 @@ class Servers:
         """Newest policy version that a server may have; ahead of the learner's while it makes steps again."""
         self.manifest: WeightManifest | None = None
         """Manifest of the newest published version."""
+        self._kept: WeightManifest | None = None
+        """The version that is being evaluated: servers that have it are told of no newer one."""
         self.last_turn_at = float("inf")
         """Monotonic time of the last iteration of the network thread."""
         self._device = device
@@ -112,7 +116,11 @@ class Servers:
     @property
     def credits(self) -> int:
         """Number of groups that aligned servers would take beyond those that they hold."""
-        return sum(max(0, s.hello.max_groups - self._ledger.out.held_by(i)) for i, s in self.aligned.items())
+        out = self._ledger.out
+        return sum(
+            max(0, server.hello.max_groups - out.held_of_kind(server_id, is_training=True))
+            for server_id, server in self.aligned.items()
+        )
 
     def at(self, identity: bytes) -> str | None:
         """Server id of a connection, or None."""
@@ -148,8 +156,12 @@ class Servers:
         back = f" with {brought} of its tickets" if brought else ""
         logger.info("%s is welcome%s (%s engine, pid %d)", hello.server_id, back, hello.engine, hello.pid)
         self.connected[hello.server_id] = ServerState(hello, identity)
-        if self.send(hello.server_id, self._welcome()) and self.manifest is not None:
-            self.send(hello.server_id, self.manifest)
+        if not self.send(hello.server_id, self._welcome()):
+            return
+        evaluates = self._ledger.out.held_of_kind(hello.server_id, is_training=False) > 0  # and goes on with it
+        manifest = self._kept if evaluates and self._kept is not None else self.manifest
+        if manifest is not None:
+            self._tell(hello.server_id, manifest)
 
     def _other_than(self, hello: Hello) -> Hello | None:
         return next((s.hello for s in self.connected.values() if s.hello.server_id != hello.server_id), None)
@@ -186,9 +198,39 @@ class Servers:
             self.send(server_id, message)
 
     def announce(self, manifest: WeightManifest) -> None:
-        """Tell every server of this version, before any ticket that needs it."""
-        self.version, self.manifest = manifest.version, manifest
-        self.send_to_all(manifest)
+        """Tell every server of this version, before any ticket that needs it; those that evaluate hear of it later."""
+        self.version, self.manifest = max(self.version, manifest.version), manifest
+        keepers = self.keepers
+        for server_id in list(self.connected):
+            if server_id not in keepers:
+                self._tell(server_id, manifest)
+
+    def _tell(self, server_id: str, manifest: WeightManifest) -> None:
+        if self.send(server_id, manifest):
+            self.connected[server_id].told = manifest.version
+
+    @property
+    def keepers(self) -> dict[str, ServerState]:
+        """Aligned servers that keep the version which is being evaluated; empty where none is."""
+        version = None if self._kept is None else self._kept.version
+        return {server_id: server for server_id, server in self.aligned.items() if server.told == version}
+
+    def keep_version(self) -> None:
+        """Evaluate the newest version: servers that have it keep it until `release_version`."""
+        self._kept = self.manifest
+
+    def go_back(self) -> None:
+        """Tell every aligned server of the version that is being evaluated: none has it any more."""
+        if self._kept is not None:
+            for server_id in self.aligned:
+                self._tell(server_id, self._kept)
+
+    def release_version(self) -> None:
+        """Tell of the newest version whom it was kept from."""
+        self._kept = None
+        for server_id, server in list(self.connected.items()):
+            if self.manifest is not None and server.told != self.manifest.version:
+                self._tell(server_id, self.manifest)
 
     def keep_alive(self) -> None:
         """Send heartbeats when they are due, and disconnect servers that have been silent for too long."""

@@ -1,7 +1,8 @@
 """The network thread: one loop over the learner's two sockets.
 
 Reading order: this loop, and its parts: `servers` (connections), `parity_handshake` (may a server have work?),
-`ticket_sender` (tickets out), `group_receiver` (groups in), `device_turns` (sync mode). The parts belong to this
+`ticket_sender` and `evaluation_sender` (tickets out), `group_receiver` (groups in), `device_turns` (sync mode). The
+parts belong to this
 thread. The main thread trains and never touches a socket: it reads the parts' public attributes, asks for more with
 `call_soon`, and waits with `wait_until`. A failure here is kept in `failure` and raised by the waiting side.
 """
@@ -24,6 +25,7 @@ from asyncrl.journal.writer import TicketSlot
 from asyncrl.telemetry.timeline import Timeline
 from learner.network.device_turns import LeaseGrants
 from learner.network.device_weights import DeviceWeights
+from learner.network.evaluation_sender import EvaluationSender
 from learner.network.group_receiver import GroupReceiver
 from learner.network.group_verification import verify_group
 from learner.network.parity_handshake import ParityHandshake
@@ -122,6 +124,7 @@ class NetworkThread(threading.Thread):
         self.servers = Servers(config, run_id, self._sockets, ledger, facts, version=version, device=device)
         self.lease = LeaseGrants(self.servers)
         self.tickets = TicketSender(self.servers, ledger, write_ticket, self.control.limits)
+        self.evaluations = EvaluationSender(self.servers, ledger, self.tickets, publication)
         verify = partial(verify_group, vocabulary=facts.vocabulary, components=config.reward.component_names)
         self.groups = GroupReceiver(self.servers, self._sockets, ledger, verify)
         for item in parity_tickets:
@@ -216,6 +219,7 @@ class NetworkThread(threading.Thread):
             self._serve_weights()
             self.parity.work()
             self.tickets.work()
+            self.evaluations.work()
             self.lease.offer()
             self.servers.keep_alive()
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from asyncrl.journal.writer import TicketSlot
-from learner.network.servers import Servers
+from learner.network.servers import Servers, ServerState
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import PreparedTicket, check_ticket_size, first_that_fit
 from protocol.codec import Limits
@@ -100,16 +100,28 @@ class TicketSender:
         waiting = [item for item in self.ledger.out.waiting() if self._admitted is not None or not item.is_training]
         if not waiting:
             return
-        servers, out = self.servers.aligned, self.ledger.out
-        shares = share_tickets(
-            waiting,
-            held={server_id: out.held_by(server_id) for server_id in servers},
-            most={server_id: server.hello.max_groups for server_id, server in servers.items()},
-            may_try=lambda ticket_id, server_id: out.may_try(ticket_id, server_id, servers),
-        )
+        servers = self.servers.aligned
+        shares: dict[str, list[PreparedTicket]] = {}
+        for is_training in (True, False):
+            of_kind = [item for item in waiting if item.is_training is is_training]
+            for server_id, share in self._shares(of_kind, servers, is_training=is_training).items():
+                shares.setdefault(server_id, []).extend(share)
         for server_id, share in shares.items():
             chosen = first_that_fit(share, self.limits)
             self._send(server_id, chosen, self.ledger.batch_mates(chosen) if len(servers) == 1 else [])
+
+    def _shares(
+        self, waiting: Sequence[PreparedTicket], servers: Mapping[str, ServerState], *, is_training: bool
+    ) -> dict[str, list[PreparedTicket]]:
+        out, items = self.ledger.out, {item.ticket.ticket_id: item for item in waiting}
+        return share_tickets(
+            waiting,
+            held={server_id: out.held_of_kind(server_id, is_training=is_training) for server_id in servers},
+            most={server_id: server.hello.max_groups for server_id, server in servers.items()},
+            may_try=lambda ticket_id, server_id: (
+                _has_version_for(items[ticket_id], servers[server_id]) and out.may_try(ticket_id, server_id, servers)
+            ),
+        )
 
     def _send(self, server_id: str, chosen: Sequence[PreparedTicket], mates: Sequence[PreparedTicket]) -> None:
         sent = sorted((*chosen, *mates), key=lambda item: item.ticket.ticket_id) if mates else chosen
@@ -120,6 +132,11 @@ class TicketSender:
             self.blobs.count(sent)
             self.ledger.out.assign([item.ticket.ticket_id for item in chosen], server_id)
             crash_point("tickets.sent")
+
+
+def _has_version_for(item: PreparedTicket, server: ServerState) -> bool:
+    """True if the server was told of weights for the ticket: of its version or newer; to evaluate, of just that one."""
+    return server.told >= item.slot.version if item.is_training else server.told == item.slot.version
 
 
 def share_tickets(

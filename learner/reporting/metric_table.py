@@ -66,6 +66,13 @@ METRICS = (
     _gauge("held_out_best", "ratio", "The best held-out accuracy of the run so far.", "held_out_accuracy"),
     _gauge("held_out_rows", "rows", "Rows with a score in the last evaluation.", "constant"),
     _gauge("held_out_reward", "score", "Mean reward of the last evaluation.", "rises with reward"),
+    _gauge(
+        "held_out_seconds",
+        "seconds",
+        "Wall-clock time of the last evaluation, beside training or not; waiting_seconds_total has what the learner "
+        "waited for it.",
+        "steady; below the time between two",
+    ),
     _gauge("rows", "trajectories", "Trajectories of the last batch by status.", "finished dominates", "status"),
     _gauge("zero_variance_groups", "groups", "Groups of the last batch that teach nothing.", "below half"),
     _gauge("completion_tokens", "tokens", "Mean completion length of the last batch.", "no sudden change"),

@@ -125,14 +125,16 @@ class LearnerExporter:
 
     def evaluated(self, evaluation: Mapping[str, float | None]) -> None:
         """Set the values of an evaluation, as evaluations.jsonl has it."""
-        accuracy, reward, rows, errors = (
-            nan if (value := evaluation[key]) is None else value for key in ("accuracy", "reward", "rows", "errors")
+        keys = ("accuracy", "reward", "rows", "errors", "seconds")
+        accuracy, reward, rows, errors, seconds = (
+            nan if (value := evaluation.get(key)) is None else value for key in keys
         )
         self._best_accuracy = float(np.fmax(self._best_accuracy, accuracy))  # NaN loses
         self._metrics["held_out_accuracy"].set(accuracy)
         self._metrics["held_out_best"].set(self._best_accuracy)
         self._metrics["held_out_reward"].set(reward)
         self._metrics["held_out_rows"].set(rows - errors)
+        self._metrics["held_out_seconds"].set(seconds)
 
     def stopped(self, kind: str) -> None:
         """The run is over, or this process gives it up."""

@@ -22,6 +22,7 @@ from asyncrl.telemetry.recorder import RunRecorder
 from asyncrl.telemetry.trackers import open_trackers
 from learner.network.thread import NetworkThread
 from learner.reporting.prometheus import LearnerExporter
+from learner.tickets.evaluation import Evaluation
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.batch import Batch
@@ -178,19 +179,24 @@ class Reporter:
     def parity(self, server_id: str, largest: float, mean: float) -> None:
         self.exporter.parity[server_id] = {"largest": largest, "mean": mean}
 
-    def evaluated(self, step: int, version: int, received: Sequence[ReceivedGroup]) -> dict[str, Any]:
-        """Accuracy and reward of a whole evaluation. Rows that could not be scored are counted apart."""
-        records = [record for item in received for record in item.group.trajectories]
+    def evaluated(self, evaluation: Evaluation, waited_s: float) -> dict[str, Any]:
+        """Accuracy and reward of a whole evaluation. Rows that could not be scored are counted apart.
+
+        `waited_s`: the part of its wall-clock time in which the learner could do nothing else.
+        """
+        records = evaluation.records()
         scored = [record for record in records if record.reward is not None]
         rewards = [record.reward for record in records if record.reward is not None]
         name = self.config.reward.accuracy_component
         result = {
-            "step": step,
-            "version": version,
+            "step": evaluation.step,
+            "version": evaluation.version,
             "accuracy": float(np.mean([r.rewards[name] for r in scored])) if scored else float("nan"),
             "reward": float(np.mean(rewards)) if rewards else float("nan"),
             "rows": len(records),
             "errors": len(records) - len(scored),
+            "seconds": evaluation.seconds,
+            "waited_s": waited_s,
         }
         self.recorder.evaluation(result)
         self.exporter.evaluated(result)

@@ -69,8 +69,28 @@ class OutstandingTickets:
             return [e.prepared for e in entries if e.server_id is None and e.withheld_until <= now]
 
     def held_by(self, server_id: str) -> int:
+        """Number of all tickets that a server has."""
+        return sum(self.held_of_kind(server_id, is_training=is_training) for is_training in (True, False))
+
+    def held_of_kind(self, server_id: str, *, is_training: bool) -> int:
+        """Number of training, or of evaluation tickets that a server has: neither takes room from the other."""
         with self._lock:
-            return sum(entry.server_id == server_id for entry in self._entries.values())
+            entries = (e for e in self._entries.values() if e.prepared.is_training is is_training)
+            return sum(entry.server_id == server_id for entry in entries)
+
+    @property
+    def num_evaluation(self) -> int:
+        """Number of evaluation tickets, with a server or without."""
+        with self._lock:
+            return len(self._entries) - len(self.training())
+
+    def await_version(self, version: int) -> bool:
+        """True if training tickets are out, and all of them wait for a server that has a version after `version`."""
+        with self._lock:
+            training = self.training().values()
+            return bool(training) and all(
+                entry.server_id is None and entry.prepared.slot.version > version for entry in training
+            )
 
     def assign(self, ticket_ids: Iterable[int], server_id: str) -> None:
         with self._lock:

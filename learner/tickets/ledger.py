@@ -3,7 +3,7 @@
 A training ticket is *waiting* (issued, with no server), *in flight* (with a server), *buffered* (its group is here),
 *trained* or *dropped*; at every instant `issued = waiting + in_flight + buffered + trained + dropped`. Every change
 but the handing out is in the journal before it is visible here. Evaluation tickets travel the same way, are counted
-apart and are not journaled.
+apart (`evaluation`) and are not journaled.
 
 Admission: before version v, at most `(bound + v + 1) * prompts_per_step` tickets have been issued and not dropped. A
 ticket issued at version w is sampled by version w or newer, so its *deadline* is the step at version `w + bound`; that
@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from asyncrl.config.sections import OnStale
 from asyncrl.journal.writer import Journal, TicketSlot
 from learner.tickets.assignments import OutstandingTickets
+from learner.tickets.evaluation import Evaluation
 from learner.tickets.length_bias import LengthBias
 from learner.tickets.recorded_batch import as_journaled, batch_again, read_batch
 from learner.tickets.staleness import crowded_deadline, has_fresh_tokens, within_bound
@@ -82,7 +83,8 @@ class TicketLedger:
         self.out = OutstandingTickets(self.changed)
         """Tickets whose groups are awaited, and which server has each."""
         self._buffer: dict[int, ReceivedGroup] = {}
-        self._evaluated: dict[int, ReceivedGroup] = {}
+        self.evaluation: Evaluation | None = None
+        """The evaluation that is running."""
         self._evaluation_ids: set[int] = set()
         """Every evaluation ticket that this process has issued."""
         self._version = 0
@@ -156,8 +158,10 @@ class TicketLedger:
                         self.journal.add_group(item.group.ticket_id, item.frames or encode(item.group))
             for item in received:
                 self.out.remove(item.ticket.ticket_id)
-                shelf = self._buffer if item.prepared.is_training else self._evaluated
-                shelf[item.ticket.ticket_id] = item
+                if item.prepared.is_training:
+                    self._buffer[item.ticket.ticket_id] = item
+                elif self.evaluation is not None:
+                    self.evaluation.keep(item)
             self._drop_stale()
             self.changed.notify_all()
 
@@ -236,18 +240,6 @@ class TicketLedger:
             self.last_step = self._version + 1
         crash_point("step.consumed")
         return taken
-
-    def evaluation_arrived(self) -> int:
-        """Number of evaluation groups that have arrived and are not taken."""
-        with self.changed:
-            return len(self._evaluated)
-
-    def take_evaluation(self) -> list[ReceivedGroup]:
-        """Take all evaluation groups that have arrived, in row order."""
-        with self.changed:
-            taken = [received for _, received in sorted(self._evaluated.items())]
-            self._evaluated = {}
-            return taken
 
     # --- after a restart --------------------------------------------------------------------------
 

@@ -35,5 +35,8 @@ class Ledger:
     def held_by(self, server_id: str) -> int:
         return 0
 
+    def held_of_kind(self, server_id: str, *, is_training: bool) -> int:
+        return 0
+
     def reconcile(self, server_id: str, held: Any = ()) -> int:
         return 0

@@ -149,6 +149,9 @@ def test_off_policy_the_steps_after_a_checkpoint_are_made_again_as_they_were(
     finally:
         server.kill()
     assert "making steps 5 to 8 again, from the journal" in (run / "learner.log").read_text()
+    # One of them was running when the learner died: it is made again, of its own version, and recorded once.
+    recorded_evaluations = [json.loads(line) for line in (run / "evaluations.jsonl").read_bytes().splitlines()]
+    assert [(e["step"], e["version"], e["rows"]) for e in recorded_evaluations] == [(s, s, 16) for s in range(0, 13, 2)]
     trained_before, sampled_before, recorded_before = before
     assert batches(run)[: len(trained_before)] == trained_before
     assert sampled(run)[: len(sampled_before)] == sampled_before

@@ -99,6 +99,8 @@ def test_a_report_shows_who_did_what_and_on_what(finished_run: Path, tmp_path: P
     assert tokens >= sum(run.values("tokens"))
     page = write_report([finished_run], tmp_path / "report.html").read_text()
     assert server.name in page
+    assert all(e["seconds"] >= e["waited_s"] >= 0 for e in run.evaluations)
+    assert "2 evaluations; the learner waited" in page
     assert start["packages"]["torch"] in page
 
 

@@ -63,7 +63,17 @@ def _facts(run: RecordedRun) -> list[tuple[str, str, str]]:
         ("duration", duration(run.busy_s), count(restarts, "restart") if restarts > 0 else "of the learner"),
         ("trajectories", figure(float(run.trajectories)), f"{figure(tokens)} tokens trained on"),
         ("time of a step", duration(median(steps) if (steps := run.values("step_s")) else None), "median"),
+        ("evaluation", *_cost_of_evaluation(run)),
     ]
+
+
+def _cost_of_evaluation(run: RecordedRun) -> tuple[str, str]:
+    """Return the wall-clock time of all evaluations, and a note on what the learner waited for them."""
+    seconds = [s for e in run.evaluations if (s := number(e.get("seconds"))) is not None]
+    waited = [s for e in run.evaluations if (s := number(e.get("waited_s"))) is not None]
+    if not seconds:
+        return "-", "never evaluated" if not run.evaluations else "not recorded"
+    return duration(sum(seconds)), f"{count(len(seconds), 'evaluation')}; the learner waited {duration(sum(waited))}"
 
 
 def held_out(run: RecordedRun) -> tuple[str, str]:

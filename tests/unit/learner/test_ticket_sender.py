@@ -19,7 +19,7 @@ class ServerOfAll:
     """One server, which takes everything."""
 
     def __init__(self) -> None:
-        self.aligned = {"s": SimpleNamespace(hello=SimpleNamespace(max_groups=100))}
+        self.aligned = {"s": SimpleNamespace(hello=SimpleNamespace(max_groups=100), told=0)}
         self.sent: list[int] = []
 
     def send(self, server_id: str, message: Any) -> bool:

@@ -15,6 +15,7 @@ from asyncrl.errors import BadStateError, UserError
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.processing import PromptFacts
 from learner.tickets.assignments import MAX_ATTEMPTS
+from learner.tickets.evaluation import Evaluation
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import PreparedTicket, ReceivedGroup
 from protocol.messages import TicketKind
@@ -221,13 +222,15 @@ def test_evaluation_is_counted_apart() -> None:
     ledger = make_ledger(1, 0, 10)
     issue(ledger, 0)
     evaluation = [prepared(TicketSlot(2**40 + i, i, 0, 0), TicketKind.EVAL) for i in range(3)]
-    ledger.issue(evaluation)
-    for item in reversed(evaluation):
-        arrive(ledger, item)
-    assert ledger.evaluation_arrived() == 3
+    ledger.evaluation = Evaluation(0, 0, 3, lambda index, version: evaluation[index], ledger.changed)
+    ledger.issue(list(ledger.evaluation.tickets(3)))
+    groups = [received(item) for item in evaluation]
+    for group in reversed(groups):
+        ledger.receive([group])
     assert ledger.counts().issued == 1
-    assert [group.ticket.ticket_id for group in ledger.take_evaluation()] == [2**40, 2**40 + 1, 2**40 + 2]
-    assert ledger.evaluation_arrived() == 0
+    assert ledger.evaluation.is_complete
+    in_row_order = [record for group in groups for record in group.group.trajectories]
+    assert all(a is b for a, b in zip(ledger.evaluation.records(), in_row_order, strict=True))
     assert ids(ledger.out.waiting()) == [0]
     assert [ticket_id for ticket_id, _, _ in ledger.blockers()] == [0]
 

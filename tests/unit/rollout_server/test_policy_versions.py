@@ -145,6 +145,34 @@ def test_what_a_learner_that_has_been_replaced_announced_is_neither_counted_nor_
     asyncio.run(run())
 
 
+def test_an_older_version_is_loaded_when_what_is_sampled_is_finished(make_config: MakeConfig) -> None:
+    """For an evaluation whose servers are gone. A completion whose versions fall would be refused."""
+
+    async def run() -> None:
+        receiver = Receiver()
+        async with following(make_config(), receiver) as held:
+            for version in (3, 3, 2):
+                if version == 2:
+                    async with held.at_least(3):
+                        held.announce(manifest(2))
+                        await asyncio.sleep(A_WHILE_S)
+                        assert receiver.attempts == [3], "announced twice it is loaded once"
+                        with pytest.raises(TimeoutError):
+                            await asyncio.wait_for(has_version(held, 0), A_WHILE_S)
+                else:
+                    held.announce(manifest(version))
+                receiver.end()
+                await has_version(held, min(version, 2))
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(has_version(held, 3), A_WHILE_S)
+            held.announce(manifest(3))
+            receiver.end()
+            await has_version(held, 3)
+        assert receiver.attempts == [3, 2, 3]
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(("at", "held_until_then"), [(2, 1), (3, 2), (5, 3)])
 def test_a_learner_that_came_back_earlier_or_later_in_the_run(
     make_config: MakeConfig, at: int, held_until_then: int

@@ -1,0 +1,318 @@
+"""Evaluation beside training: bounded, on one version that servers keep, and never in the way of training tickets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.journal.writer import TicketSlot
+from learner.network.evaluation_sender import EvaluationSender
+from learner.network.group_verification import verify_group
+from learner.network.servers import ModelFacts, Servers, ServerState
+from learner.network.ticket_sender import TicketSender
+from learner.step_schedule import StepSchedule
+from learner.tickets.evaluation import Evaluation
+from learner.tickets.ledger import TicketLedger
+from learner.tickets.ticket import PreparedTicket
+from protocol.codec import Limits
+from protocol.errors import ProtocolError
+from protocol.messages import TicketKind, Tickets, WeightManifest
+from protocol.weights import Publication, Tensor
+from tests.rigs.journal_groups import throwaway_journal
+from tests.rigs.unconnected import Ports
+from tests.unit.learner.test_tickets import prepared, received
+
+MakeConfig = Callable[..., RunConfig]
+EVALUATION_IDS = 2**40
+BOUND, PER_STEP, ROOM = 2, 2, 4
+
+
+def manifest(version: int) -> WeightManifest:
+    return WeightManifest(version=version, publication="p", tensors=(), total_bytes=0)
+
+
+class Rig:
+    """The network thread's parts without sockets. `turn` is one iteration of its loop."""
+
+    def __init__(self, config: RunConfig, publication: Publication):
+        self.ports = Ports()
+        self.ledger = TicketLedger(throwaway_journal(), prompts_per_step=PER_STEP, bound=BOUND, total_groups=100)
+        facts = ModelFacts("m", "p", 100)
+        self.servers = Servers(config, "run", cast(Any, self.ports), self.ledger, facts)
+        self.tickets = TicketSender(self.servers, self.ledger, prepared, Limits())
+        self.evaluations = EvaluationSender(self.servers, self.ledger, self.tickets, publication)
+        self.written: list[int] = []
+
+    def join(self, name: str) -> None:
+        """Connect a server, as after its parity check."""
+        hello: Any = SimpleNamespace(server_id=name, max_groups=ROOM)
+        self.servers.connected[name] = ServerState(hello, name.encode(), aligned=True)
+        if self.servers.manifest is not None:
+            self.servers._tell(name, self.servers.manifest)
+
+    def write(self, index: int, version: int) -> PreparedTicket:
+        self.written.append(index)
+        return prepared(TicketSlot(EVALUATION_IDS + version * 100 + index, index, version, 0), TicketKind.EVAL)
+
+    def begin(self, version: int, rows: int) -> Evaluation:
+        self.ledger.evaluation = Evaluation(version, version, rows, self.write, self.ledger.changed)
+        self.evaluations.begin(self.ledger.evaluation)
+        return self.ledger.evaluation
+
+    def turn(self) -> None:
+        for _ in range(3):
+            self.tickets.work()
+            self.evaluations.work()
+
+    def publish(self, version: int) -> None:
+        self.servers.announce(manifest(version))
+        self.tickets.admit(version)
+        self.turn()
+
+    def sent(self, name: str) -> list[int | str]:
+        """Ids of the tickets that went to a server, and `v<version>` where it was told to load one; then forgotten."""
+        mine = [message for identity, message in self.ports.sent if identity == name.encode()]
+        self.ports.sent = [item for item in self.ports.sent if item[0] != name.encode()]
+        found: list[int | str] = []
+        for message in mine:
+            if isinstance(message, Tickets):
+                found += [ticket.ticket_id for ticket in message.tickets]
+            elif isinstance(message, WeightManifest):
+                found.append(f"v{message.version}")
+        return found
+
+    def arrive(self, *ticket_ids: int) -> None:
+        for ticket_id in ticket_ids:
+            item = self.ledger.out.get(ticket_id)
+            assert item is not None, f"{ticket_id} is not out"
+            self.ledger.receive([received(item)])
+
+    def step(self) -> int:
+        """A learner step, without its publication."""
+        self.ledger.take()
+        self.ledger.advance(self.ledger.version + 1)
+        return self.ledger.version
+
+
+@pytest.fixture
+def rig(make_config: MakeConfig, tmp_path: Path) -> Iterator[Rig]:
+    with Publication("run", tmp_path) as publication:
+        yield Rig(make_config(), publication)
+
+
+def rows(*indices: int, version: int = 0) -> list[int | str]:
+    return [EVALUATION_IDS + version * 100 + index for index in indices]
+
+
+def test_servers_keep_the_version_of_an_evaluation_while_training_goes_on_as_far_as_the_bound(rig: Rig) -> None:
+    rig.join("a")
+    rig.publish(0)
+    assert rig.sent("a") == ["v0", 0, 1, 2, 3]
+    running = rig.begin(0, rows=6)
+    rig.turn()
+    assert rig.written == [0, 1, 2, 3], "a row is prepared when there is room for it: never all of them"
+    assert rig.sent("a") == rows(0, 1, 2, 3), "beside the training tickets, whose room it does not take"
+    for version in (1, 2, 3):
+        rig.arrive(2 * version - 2, 2 * version - 1)
+        assert rig.ledger.ready(), "all that was issued before comes while the evaluation runs"
+        assert rig.step() == version
+        rig.publish(version)
+        assert [i for i in rig.sent("a") if isinstance(i, str)] == [], "the server keeps version 0"
+    assert rig.ledger.out.await_version(0), "the next training tickets want version 1 or newer"
+    rig.arrive(*cast(list[int], rows(1, 3)))
+    rig.turn()
+    assert rig.sent("a") == rows(4, 5)
+    assert not running.is_complete
+    rig.arrive(*cast(list[int], rows(0, 2, 4, 5)))
+    assert running.is_complete
+    assert len(running.records()) == 6
+    rig.turn()
+    assert rig.sent("a") == ["v3", 6, 7, 8, 9]
+    assert rig.ledger.counts().residual == 0
+
+
+def test_a_lost_server_s_rows_go_to_one_that_has_the_version_or_loads_it_again(rig: Rig) -> None:
+    rig.join("a")
+    rig.join("b")
+    rig.publish(0)
+    rig.begin(0, rows=3)
+    rig.turn()
+    rig.sent("a"), rig.sent("b")
+    rig.publish(1)
+    rig.join("c")
+    rig.turn()
+    assert rig.sent("c")[0] == "v1", "who joins has the newest, and trains"
+    rig.servers.lose("a", "killed")
+    rig.turn()
+    assert set(rows(0, 1)) <= set(rig.sent("b")), "b has version 0, and row 2 already"
+    rig.servers.lose("b", "killed")
+    rig.turn()
+    to_c = rig.sent("c")
+    assert to_c.index("v0") < min(to_c.index(row) for row in rows(0, 1, 2))
+    rig.arrive(*cast(list[int], rows(0, 1, 2)))
+    rig.turn()
+    assert "v1" in rig.sent("c")
+
+
+def test_a_row_that_another_version_sampled_is_refused() -> None:
+    """Its accuracy would be that of no policy."""
+    item = prepared(TicketSlot(EVALUATION_IDS, 0, 3, 0), TicketKind.EVAL)
+    group = received(item, 3, 4).group
+    facts: Any = {"sender": group.server_id, "version": 5, "vocabulary": 10**9, "components": ()}
+    with pytest.raises(ProtocolError, match="token versions 3 to 4, but the ticket allows 3 to 3"):
+        verify_group(group, item.ticket, item.facts, **facts)
+
+
+def test_one_evaluation_after_another(rig: Rig) -> None:
+    """The second begins before the network thread has seen that the first is complete."""
+    rig.join("a")
+    rig.publish(0)
+    first = rig.begin(0, rows=2)
+    rig.turn()
+    rig.servers.announce(manifest(1))
+    rig.arrive(*cast(list[int], rows(0, 1)))
+    assert first.is_complete
+    rig.sent("a")
+    rig.begin(1, rows=2)
+    rig.turn()
+    assert rig.sent("a") == ["v1", *rows(0, 1, version=1)]
+
+
+class Network:
+    """A network thread whose groups come when the learner waits."""
+
+    def __init__(self, rig: Rig, publication: Publication):
+        self.rig, self.publication = rig, publication
+        self.tickets, self.evaluations, self.servers = rig.tickets, rig.evaluations, rig.servers
+        self.parity: Any = SimpleNamespace(holds_step=None, has_complete=False)
+        self.timeline: Any = SimpleNamespace(doing=lambda *_: SimpleContext())
+        self.waits = 0
+
+    def call_soon(self, method: Callable[..., None], *args: Any) -> None:
+        method(*args)
+        self.rig.turn()
+
+    def wait_until(self, satisfied: Callable[[], bool], **_: Any) -> None:
+        while not satisfied():
+            self.waits += 1
+            out = sorted(i for i, entry in self.rig.ledger.out._entries.items() if entry.server_id is not None)
+            assert out, "nothing can come"
+            self.rig.arrive(out[0])  # training tickets come first: their ids are smaller
+            self.rig.turn()
+
+
+class SimpleContext:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+class Recorded:
+    """A reporter."""
+
+    def __init__(self) -> None:
+        self.evaluations: list[tuple[int, int, int]] = []
+
+    @property
+    def evaluated_steps(self) -> set[int]:
+        return {step for step, *_ in self.evaluations}
+
+    def evaluated(self, evaluation: Evaluation, waited_s: float) -> dict[str, Any]:
+        self.evaluations.append((evaluation.step, evaluation.version, len(evaluation.records())))
+        return {
+            "accuracy": 0.5,
+            "rows": evaluation.rows,
+            "errors": 0,
+            "seconds": evaluation.seconds,
+            "waited_s": waited_s,
+        }
+
+
+@pytest.fixture
+def make_schedule(rig: Rig, tmp_path: Path) -> Callable[[RunConfig, int], StepSchedule]:
+    def make(config: RunConfig, num_rows: int) -> StepSchedule:
+        writer = SimpleNamespace(num_held_out_rows=num_rows, write_evaluation=rig.write)
+        device = SimpleNamespace(lend=lambda: None, take_back=lambda _: None, is_shared=False)
+        progress = SimpleNamespace(step=0, version=0, is_last=False)
+        network = Network(rig, rig.evaluations.publication)
+        parts: Any = (progress, network, rig.ledger, device, None, writer, Recorded(), lambda *_: None)
+        return StepSchedule(config, *parts)
+
+    return make
+
+
+def steps(schedule: StepSchedule, rig: Rig, number: int) -> None:
+    """Learner steps, as learner/service.py makes them."""
+    progress: Any = schedule.progress
+    for _ in range(number):
+        schedule.wait_for_batch()
+        progress.step = progress.version = rig.step()
+        rig.servers.announce(manifest(progress.version))
+        schedule.admit_unless_evaluating()
+        schedule.open_for_work()
+
+
+def test_off_policy_the_learner_trains_beside_an_evaluation_and_records_it_once(
+    rig: Rig, make_config: MakeConfig, make_schedule: Callable[..., StepSchedule]
+) -> None:
+    config = make_config(learner={"max_staleness": BOUND}, evaluation={"before_training": True, "every_steps": 5})
+    schedule = make_schedule(config, 50)
+    reporter, network = cast(Recorded, schedule.reporter), cast(Network, schedule.network)
+    rig.join("a")
+    rig.servers.announce(manifest(0))
+    schedule.open_for_work()
+    assert network.waits == 0, "training goes on"
+    steps(schedule, rig, BOUND + 1)
+    assert reporter.evaluations == []
+    assert rig.ledger.evaluation is not None
+    assert rig.ledger.evaluation.arrived == 0, "steps within the bound waited for none of its rows"
+    schedule.wait_for_batch()
+    assert reporter.evaluations == [(0, 0, 50)], "the next step needs newer weights on the servers"
+    assert schedule.waits.totals()["evaluation"] > 0
+    steps(schedule, rig, 3)
+    assert rig.ledger.evaluation is not None, "that of step 5"
+    schedule.finish_evaluation(before_step=5)
+    assert rig.ledger.evaluation is not None, "a checkpoint of its own step does not wait for it"
+    schedule.finish_evaluation(before_step=6)
+    assert reporter.evaluations == [(0, 0, 50), (5, 5, 50)]
+    assert not schedule.is_evaluation_due
+
+
+def test_on_policy_and_after_the_last_step_the_learner_waits_for_the_evaluation(
+    rig: Rig, make_config: MakeConfig, make_schedule: Callable[..., StepSchedule]
+) -> None:
+    for staleness, is_last in ((0, False), (BOUND, True)):
+        config = make_config(learner={"max_staleness": staleness}, evaluation={"every_steps": 1})
+        schedule = make_schedule(config, 6)
+        cast(Any, schedule.progress).is_last = is_last
+        cast(Any, schedule.progress).step = 1
+        rig.servers.connected.clear()
+        rig.join("a")
+        rig.servers.announce(manifest(0))
+        schedule.open_for_work()
+        assert cast(Recorded, schedule.reporter).evaluations == [(1, 0, 6)]
+
+
+def test_the_evaluated_version_can_be_fetched_until_the_last_row_is_here(rig: Rig, tmp_path: Path) -> None:
+    publication = rig.evaluations.publication
+
+    def publish(version: int) -> None:
+        publication.publish(version, [Tensor("w", "float32", (1,), memoryview(bytes(4)))])
+
+    rig.join("a")
+    publish(0)
+    rig.publish(0)
+    publication.hold(0)
+    rig.begin(0, rows=1)
+    rig.turn()
+    for version in (1, 2, 3):
+        publish(version)
+    assert publication.versions == (0, 2, 3)
+    rig.arrive(*cast(list[int], rows(0)))
+    rig.turn()
+    publish(4)
+    assert publication.versions == (3, 4)
