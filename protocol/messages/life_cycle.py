@@ -41,7 +41,7 @@ class Hello(Wire):
     base_fingerprint: Fingerprint = ""
     """Fingerprint of the base weights' content; empty when whole models travel, not adapters."""
     max_groups: int = Field(gt=0)
-    """Groups that the server is willing to hold at once, running or queued."""
+    """Training groups that the server is willing to hold at once, running or queued, and rows of an evaluation."""
     pid: int
     mode: Literal["async", "sync"] = "async"
     """`sync`: the server touches the device only while it holds the lease that the learner grants."""
