@@ -15,6 +15,7 @@ from statistics import fmean, linear_regression
 from typing import Literal
 
 from asyncrl.telemetry.alert_thresholds import STARVES_AT_BOUND, THRESHOLDS, has_fallen, longest_step_s
+from asyncrl.tools.learning import HELD_OUT, TRAINING, courses, learned
 from asyncrl.tools.numbers import count, duration, figure, share
 from asyncrl.tools.recorded_run import ENDED, Record, RecordedRun, number
 
@@ -55,14 +56,14 @@ def warnings(run: RecordedRun) -> dict[str, str]:
 
 
 def verdict(run: RecordedRun, found: list[Finding]) -> tuple[str, str]:
-    """Return a word for the colour (critical, warning, good, none), and a sentence."""
+    """Return a word for the colour (critical, warning, good, none), and sentences: whether it learned comes first."""
     if not run.steps and not run.failure:
         return "none", "There is nothing to judge yet: there is no step that could be read."
     for level, opening in (("critical", "Not healthy"), ("warning", "Worth a look")):
         names = [finding.what[0].lower() + finding.what[1:] for finding in found if finding.level == level]
         if names:
-            return level, f"{opening}: {'; '.join(names)}."
-    return "good", f"Healthy: none of {len(CHECKS)} checks found anything that needs attention."
+            return level, f"{learned(run)} {opening}: {'; '.join(names)}.".lstrip()
+    return "good", f"{learned(run)} Healthy: none of {len(CHECKS)} checks found anything that needs attention.".lstrip()
 
 
 def _stopped(run: RecordedRun) -> Iterator[Finding]:
@@ -150,6 +151,14 @@ def _errors(run: RecordedRun) -> Iterator[Finding]:
         value = ", ".join(f"{kind} {n:,}" for kind, n in sorted(counted.items(), key=lambda item: -item[1])[:8])
         advice = "Unusable messages, refused groups or failed tickets; logs/learner.log names the first of each."
         yield Finding("info", "Errors were counted", value, advice)
+
+
+def _got_worse(run: RecordedRun) -> Iterator[Finding]:
+    for course in courses(run):
+        if course.name in (HELD_OUT, TRAINING) and course.direction == "fell":
+            value = f"{course.start} to {course.end} ({course.where})"
+            advice = "Lower learner.optim.lr or the staleness, look at the reward's samples; go back to a checkpoint."
+            yield Finding("warning", f"The {course.name} fell", value, advice)
 
 
 def _reward_hacking(run: RecordedRun) -> Iterator[Finding]:
@@ -305,6 +314,7 @@ CHECKS: dict[str, Callable[[RecordedRun], Iterator[Finding]]] = {
     "rollout servers": _no_server,
     "the ledger": _residual,
     "non-finite numbers": _not_a_number,
+    "what was learned": _got_worse,
     "reward against held-out accuracy": _reward_hacking,
     "entropy": _entropy,
     "effective sample size": _effective_sample_size,

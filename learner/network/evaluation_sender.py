@@ -43,8 +43,10 @@ class EvaluationSender:
         keepers = self.servers.keepers
         if not keepers:
             self.servers.go_back()
-        room = sum(server.hello.max_groups for server in keepers.values()) - self.ledger.out.num_evaluation
-        if room > 0 and self._running.has_more and not self.sender.is_busy:
+        most = sum(server.hello.max_groups for server in keepers.values())
+        room = most - self.ledger.out.num_evaluation
+        # Half of it at once: an engine that is given single rows interrupts what it decodes for each of them.
+        if room > 0 and 2 * room >= most and self._running.has_more and not self.sender.is_busy:
             self.sender.prepare(self._running.tickets(room))
 
     def _end(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.batch import Batch
 from protocol.device_lock import read_tenure
+from protocol.messages import TrajectoryRecord
 
 ENDINGS = ("finished", "interrupted", "failed")
 
@@ -184,7 +185,8 @@ class Reporter:
 
         `waited_s`: the part of its wall-clock time in which the learner could do nothing else.
         """
-        records = evaluation.records()
+        rows = evaluation.records()
+        records = [record for row in rows for record in row]
         scored = [record for record in records if record.reward is not None]
         rewards = [record.reward for record in records if record.reward is not None]
         name = self.config.reward.accuracy_component
@@ -192,7 +194,9 @@ class Reporter:
             "step": evaluation.step,
             "version": evaluation.version,
             "accuracy": float(np.mean([r.rewards[name] for r in scored])) if scored else float("nan"),
+            "accuracy_error": _standard_error(rows, lambda record: record.rewards[name]),
             "reward": float(np.mean(rewards)) if rewards else float("nan"),
+            "reward_error": _standard_error(rows, lambda record: record.reward),
             "rows": len(records),
             "errors": len(records) - len(scored),
             "seconds": evaluation.seconds,
@@ -232,6 +236,13 @@ class Reporter:
                 "completions": completions,
             }
             self._behind.do(self.recorder.sample, sample, shown)
+
+
+def _standard_error(rows: Sequence[Sequence[TrajectoryRecord]], score: Callable[[TrajectoryRecord], Any]) -> float:
+    """Standard error of a mean over rows, whose completions are alike; NaN for less than two rows with a score."""
+    scored = [[score(record) for record in row if record.reward is not None] for row in rows]
+    means = [np.mean(scores) for scores in scored if scores]
+    return float(np.std(means, ddof=1) / np.sqrt(len(means))) if len(means) > 1 else float("nan")
 
 
 def _device_holder(config: RunConfig) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class Evaluation:
         with self._lock:
             return (self._ended or time.monotonic()) - self._began
 
-    def records(self) -> list[TrajectoryRecord]:
-        """All trajectories that have come back, in row order."""
+    def records(self) -> list[Sequence[TrajectoryRecord]]:
+        """Trajectories of each row that has come back, in row order."""
         with self._lock:
-            return [record for _, records in sorted(self._records.items()) for record in records]
+            return [records for _, records in sorted(self._records.items())]

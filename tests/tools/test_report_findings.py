@@ -20,6 +20,7 @@ from asyncrl.telemetry.alert_thresholds import (
     USUAL_STEPS,
 )
 from asyncrl.tools.findings import findings, verdict
+from asyncrl.tools.learning import learned
 from asyncrl.tools.recorded_run import RecordedRun, read_run
 from tests.rigs import made_up_run as made
 
@@ -105,10 +106,57 @@ def test_reward_that_rises_while_held_out_accuracy_falls(tmp_path: Path) -> None
         "held-out accuracy 0.700 at step 20, 0.500 at step 40, over 50 rows"
     )
     falling = run_with(tmp_path / "b", lambda number: {"reward/mean": 1 - number / 100}, accuracy=(0.4, 0.7, 0.5))
-    assert found(falling) == {}
+    assert list(found(falling)) == ["The reward in training fell"]
     by_chance = run_with(tmp_path / "c", accuracy=(0.4, 0.7, 0.6))
     assert found(by_chance) == {}, "of 50 rows, 5 fewer are right"
     assert found(run_with(tmp_path / "d", accuracy=(0.4, 1.5, 1.2))) != {}, "an accuracy that is no share"
+
+
+def evaluated(folder: Path, accuracies: tuple[float, ...], rows: int = 400, **more: Any) -> RecordedRun:
+    run = made.make_run(folder / "run", accuracy=accuracies, **more)
+    records = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    made.lines(run / "evaluations.jsonl", [record | {"rows": rows} for record in records])
+    return read_run(run)
+
+
+def test_a_report_says_first_whether_the_run_learned(tmp_path: Path) -> None:
+    def said(run: RecordedRun) -> str:
+        return verdict(run, findings(run))[1]
+
+    rose = said(evaluated(tmp_path / "a", (0.4, 0.5, 0.6)))
+    assert rose.startswith(
+        "It learned: held-out accuracy rose from 0.400 ± 0.024 to 0.600 ± 0.024 (steps 0 and 40); "
+        "reward in training rose from 0.502 ± 0.001 to 0.538 ± 0.001 (the first and the last 4 steps). Healthy: "
+    )
+    fell = evaluated(tmp_path / "b", (0.775, 0.75, 0.7), change=lambda n: {"reward/mean": 0.8 - n / 1000})
+    assert said(fell).startswith("It got worse: held-out accuracy fell from 0.775 ± 0.021 to 0.700 ± 0.023 (steps 0 ")
+    assert "reward in training fell from" in said(fell)
+    assert "Healthy" not in said(fell)
+    assert verdict(fell, findings(fell))[0] == "warning"
+    assert found(fell)["The held-out accuracy fell"][0] == "warning"
+    few_rows = said(evaluated(tmp_path / "c", (0.775, 0.7), rows=40))
+    assert few_rows.startswith(
+        "It is not shown to have learned: held-out accuracy is within noise: 0.775 ± 0.066 to 0.7"
+    )
+    flat = said(evaluated(tmp_path / "d", (0.5, 0.51), change=lambda n: {"reward/mean": 0.5 + 0.1 * (n % 2)}))
+    assert "held-out accuracy is within noise" in flat
+    assert "reward in training is within noise" in flat
+    assert "Healthy" in flat, "nothing is wrong with it, and nothing was learned"
+    never = said(evaluated(tmp_path / "e", ()))
+    assert never.startswith("Whether it learned is not known, since held-out rows were not scored at two steps: reward")
+    assert "reward in training rose" in never
+
+
+def test_a_recorded_standard_error_counts_and_few_steps_say_nothing(tmp_path: Path) -> None:
+    run = made.make_run(tmp_path / "run", steps=4, accuracy=())
+    scores = {"rows": 10, "errors": 0, "accuracy_error": 0.01, "reward": 0.5, "reward_error": 0.2}
+    made.lines(run / "evaluations.jsonl", [{"step": s, "accuracy": a, **scores} for s, a in ((0, 0.5), (4, 0.6))])
+    assert learned(read_run(run)) == (
+        "It learned: held-out accuracy rose from 0.500 ± 0.010 to 0.600 ± 0.010 (steps 0 and 4); "
+        "held-out reward is within noise: 0.500 ± 0.200 to 0.500 ± 0.200 (steps 0 and 4)."
+    )
+    (run / "evaluations.jsonl").write_text("")
+    assert learned(read_run(run)) == "Whether it learned is not known: there are too few steps and evaluations."
 
 
 def test_a_learner_that_speaks_and_makes_no_step_is_found(tmp_path: Path) -> None:
@@ -141,7 +189,9 @@ def test_how_a_run_ended_is_a_finding(tmp_path: Path) -> None:
     assert found(live)["No rollout server is connected"][0] == "critical"
     failed = run_with(tmp_path / "c", status={"phase": "failed", "waiting_for": "waited 600 s for groups"})
     assert found(failed) == {"The learner failed": ("critical", "waited 600 s for groups")}
-    assert verdict(failed, findings(failed)) == ("critical", "Not healthy: the learner failed.")
+    level, sentence = verdict(failed, findings(failed))
+    assert level == "critical"
+    assert sentence.endswith(" Not healthy: the learner failed.")
 
 
 def test_restarts_and_errors_are_told(tmp_path: Path) -> None:

@@ -229,7 +229,7 @@ def test_evaluation_is_counted_apart() -> None:
         ledger.receive([group])
     assert ledger.counts().issued == 1
     assert ledger.evaluation.is_complete
-    in_row_order = [record for group in groups for record in group.group.trajectories]
+    in_row_order = [group.group.trajectories for group in groups]
     assert all(a is b for a, b in zip(ledger.evaluation.records(), in_row_order, strict=True))
     assert ids(ledger.out.waiting()) == [0]
     assert [ticket_id for ticket_id, _, _ in ledger.blockers()] == [0]
