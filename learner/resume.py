@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import logging
 import uuid
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
 
+from asyncrl.config.algorithm import ESTIMATOR_NAMES, LOSS_NAMES
+from asyncrl.config.keys import all_keys
 from asyncrl.config.run_sections import TrainerConfig
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
@@ -20,10 +26,13 @@ from asyncrl.journal.reader import JournalView
 from asyncrl.journal.writer import Journal
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import tensor_bytes
+from asyncrl.plugins import locate, read_source
 from asyncrl.run_folder.checkpoints import MODEL_FOLDER
 from learner.checkpoint.storage import LearnerState, newest_checkpoint, read_state
 from learner.tickets.ticket_writer import TicketWriter
 from protocol.messages import AdapterSpec
+
+logger = logging.getLogger(__name__)
 
 EXPORT = "asyncrl export {run} TARGET, then model.path=TARGET"
 """Advice that turns a checkpoint into a model to start from."""
@@ -63,7 +72,13 @@ def find_start(config: RunConfig, *, resume: bool, resources: ExitStack) -> Star
     if not file.exists():
         raise UserError(f"--resume: there is no run in {config.run_path}. Start without --resume")
     state = read_state(checkpoint) if checkpoint else None
-    return StartingPoint(open_journal(config, resources, state.step if state else 0), checkpoint, state)
+    journal = open_journal(config, resources, state.step if state else 0)
+    before, now = journal.meta("update"), update_settings(config)
+    if before is None:
+        logger.warning("%s does not say by which settings its steps were made: they are not compared", journal.path)
+    else:
+        _refuse_changes(journal, json.loads(before), now)
+    return StartingPoint(journal, checkpoint, state)
 
 
 def open_journal(config: RunConfig, resources: ExitStack, saved_step: int = 0) -> Journal:
@@ -82,37 +97,44 @@ def sign_journal(
     start: StartingPoint,
     journal: Journal,
     settings: Mapping[str, float | str],
+    update: Mapping[str, Any],
     model: Iterable[tuple[str, torch.Tensor]],
 ) -> str:
     """Return the run id, from the journal or new; raise UserError if journal, checkpoint and settings disagree.
 
     `settings` decide which ticket is which and what it samples; a resumed run must have the same, and, without a
-    checkpoint, the same initial `model`.
+    checkpoint, the same initial `model`. `update` is compared by `find_start`, before anything large is loaded.
     """
     run_id = journal.meta("run_id")
     if run_id is None:
         run_id = uuid.uuid4().hex[:12]
-        journal.set_meta(run_id=run_id, settings=json.dumps(dict(settings)), model=_digest(model))
+        journal.set_meta(
+            run_id=run_id, settings=json.dumps(dict(settings)), update=json.dumps(dict(update)), model=_digest(model)
+        )
         return run_id
     if start.state and start.state.run_id != run_id:
         raise UserError(
             f"{start.checkpoint} is a checkpoint of run {start.state.run_id}, {journal.path} is the journal of run "
             f"{run_id}. Put the run's own checkpoints back, or remove that folder"
         )
-    before = json.loads(journal.meta("settings") or "{}")
-    changed = [
-        f"{key} was {before.get(key)}, is {settings.get(key)}"
-        for key in dict(settings) | before
-        if before.get(key) != settings.get(key)
-    ]
-    if changed:
-        raise UserError(
-            f"--resume of {journal.path}: {'; '.join(changed)}. Resume with the same values, or start a new run from "
-            f"the checkpoint's model: {EXPORT.format(run=journal.path.parent)}"
-        )
+    _refuse_changes(journal, json.loads(journal.meta("settings") or "{}"), settings)
     if start.checkpoint is None:
         check_initial_model(journal, model)
     return run_id
+
+
+def _refuse_changes(journal: Journal, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    changed = [
+        f"{key} was {before.get(key)}, is {now.get(key)}"
+        for key in {**now, **before}
+        if before.get(key) != now.get(key)
+    ]
+    if changed:
+        raise UserError(
+            f"--resume of {journal.path}: {'; '.join(changed)}. All steps of a run are made by the same settings, also "
+            "those that are made again. Resume with the same values, or start a new run from the checkpoint's model: "
+            f"{EXPORT.format(run=journal.path.parent)}"
+        )
 
 
 def check_steps_ahead(journal: Journal, trainer: TrainerConfig, saved_step: int, total_steps: int) -> None:
@@ -158,6 +180,27 @@ def lasting_settings(
             "model.lora.target_modules": ", ".join(adapter.target_modules),
             "base weights": base,
         }
+    return settings
+
+
+def update_settings(config: RunConfig) -> dict[str, Any]:
+    """Settings of the update, which must not change on resume, by dotted key: steps that are made again are the same.
+
+    Whatever sorts, logs, saves or shares the work out may change, and how long the run is: unless the learning rate
+    falls over the whole of it.
+    """
+    everything = config.model_dump(mode="json")
+    names = [key for key in all_keys() if key.startswith(("algorithm.", "learner.optim.")) and ".N." not in key]
+    names += ["model.dtype", "model.freeze_vision_tower"]
+    if config.learner.max_staleness == "auto":
+        names += [key for key in all_keys() if key.startswith("learner.adaptive_staleness.")]
+    if config.learner.optim.lr_scheduler_type != "constant":
+        names += ["trainer.max_steps"] if config.trainer.max_steps else ["trainer.total_epochs"]
+    settings: dict[str, Any] = {name: reduce(getitem, name.split("."), everything) for name in names}
+    for key, builtins in (("adv_estimator", ESTIMATOR_NAMES), ("policy_loss", LOSS_NAMES)):
+        located = locate(getattr(config.algorithm, key), builtins, f"algorithm.{key}")
+        if located is not None:
+            settings[f"fingerprint of {located[0].name}"] = xxhash.xxh3_64_hexdigest(read_source(located[0]))
     return settings
 
 

@@ -32,6 +32,7 @@ from learner.resume import (
     lasting_settings,
     open_journal,
     sign_journal,
+    update_settings,
 )
 from learner.step_schedule import StepSchedule
 from learner.tickets.ledger import TicketLedger
@@ -97,6 +98,7 @@ class Learner:
             start,
             self.journal,
             lasting_settings(config, self.writer, self.processor, self.engine.adapter, self.training.base),
+            update_settings(config),
             self.engine.published_state(),
         )
         check_steps_ahead(self.journal, config.trainer, self.progress.step, self.progress.total_steps)

@@ -135,8 +135,9 @@ class TorchEngine:
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self._trained, self._optim.max_grad_norm))
         if not math.isfinite(grad_norm):
             raise BadStateError(
-                f"the gradient norm is {grad_norm}. The weights are those before this update. Lower the learning rate "
-                f"({self._optim.lr}), or look at the last samples and at logprob_diff_max in metrics.jsonl"
+                f"the gradient norm is {grad_norm}. The weights are those before this update. Look at the last samples "
+                "and at logprob_diff_max in metrics.jsonl, or start a new run from the last checkpoint's model with a "
+                f"learning rate below {self._optim.lr} (learner.optim.lr)"
             )
         lr = float(self.schedule.get_last_lr()[0])
         self.masters.take_gradients()

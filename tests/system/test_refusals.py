@@ -148,6 +148,7 @@ def test_a_finished_run_stays_finished_whatever_it_is_resumed_with(make_config: 
 
     for override, says in (
         ("batch.group_size=2", "batch.group_size was 4, is 2"),
+        ("learner.optim.lr=0.009", "learner.optim.lr was 0.001, is 0.009"),
         ("trainer.max_steps=2", f"the run is at step {STEPS}, and is to end at step 2. Raise trainer.max_steps"),
     ):
         code, printed = resume(override)
