@@ -57,10 +57,10 @@ def run_service(name: str, main: Main) -> NoReturn:
     except Exception as crash:
         sys.excepthook(type(crash), crash, crash.__traceback__)
         code = ExitCode.CRASHED
-    _leave(code)
+    leave(code)
 
 
-def _leave(code: int) -> NoReturn:
+def leave(code: int) -> NoReturn:
     """Exit after threads and atexit handlers, without unloading extension modules: those print their leaks then
     (nanobind, in triton) below the log's last line, or crash a run that is finished.
 
