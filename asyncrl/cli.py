@@ -113,6 +113,9 @@ def _parser() -> argparse.ArgumentParser:
     imported = commands.add_parser("import-config", help="a configuration of RLLaVA or EasyR1, as one of ours")
     imported.add_argument("source", type=Path, metavar="FILE", help="their YAML file, or the script that starts it")
     imported.add_argument("-o", dest="out", type=Path, metavar="OUT", help="write OUT and say what became of each key")
+    imported.add_argument(
+        "--accept-losses", action="store_true", help="exit code 0 also where an algorithm, role or precision is lost"
+    )
     imported.set_defaults(handler=_import_config)
     reference = commands.add_parser("config-reference", help="print every configuration key as Markdown")
     reference.set_defaults(handler=_config_reference)
@@ -332,7 +335,7 @@ def _keys(arguments: argparse.Namespace) -> int:
 def _import_config(arguments: argparse.Namespace) -> int:
     from asyncrl.tools.import_config.write import import_config
 
-    return import_config(arguments.source, arguments.out)
+    return import_config(arguments.source, arguments.out, accept_losses=arguments.accept_losses)
 
 
 def _config_reference(_: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from asyncrl.cli import main
 from asyncrl.config.keys import all_keys
@@ -69,6 +70,7 @@ EXPECTED = {
         "batch.tokens_per_microbatch": 4 * 1536,
         "algorithm.loss_agg_mode": "seq-mean-token-mean",
         "algorithm.clip_ratio_high": 0.3,
+        "model.dtype": "bfloat16",  # their default, which no key says
         "algorithm.kl_loss_coef": None,  # without LoRA there is no reference policy
         "model.lora.target_modules": ["q_proj", "v_proj"],
         "rollout.top_k": 0,
@@ -97,8 +99,61 @@ def test_a_configuration_keeps_its_meaning(name: str, monkeypatch: pytest.Monkey
     done = imported(IMPORTED / name)
     assert {key: done.settings.get(key) for key in EXPECTED[name]} == EXPECTED[name]
     assert any(missing.startswith(MISSING.get(name, "")) for missing in done.missing)
-    without = {"easyr1.yaml": "worker.actor.ppo_epochs", "rllava.sh": "--nproc_per_node"}.get(name, "data.min_pixels")
-    assert verdicts(done)[without] == "no counterpart"
+    without = {"easyr1.yaml": "worker.ref.fsdp.enable_full_shard", "rllava.sh": "--nproc_per_node"}
+    assert verdicts(done)[without.get(name, "actor.fsdp.use_orig_params")] == "no counterpart"
+
+
+LOSSES = {
+    "algorithm: {adv_estimator: reinforce_plus_plus}": "algorithm.adv_estimator=reinforce_plus_plus",
+    "algorithm: {online_filtering: true}": "algorithm.online_filtering=true",
+    "algorithm: {disable_kl: false, use_kl_loss: true, kl_coef: 0.01}": "algorithm.kl_coef=0.01",
+    "algorithm: {disable_kl: false}": "algorithm.kl_coef=0.001",  # their default, subtracted from the reward
+    "worker: {actor: {loss_type: gspo}}": "worker.actor.loss_type=gspo",
+    "worker: {actor: {ppo_epochs: 2}}": "worker.actor.ppo_epochs=2",
+    "worker: {actor: {fsdp: {mp_param_dtype: fp16}}}": "worker.actor.fsdp.mp_param_dtype=fp16",
+    "worker: {rollout: {dtype: float16}}": "worker.rollout.dtype=float16",
+    "worker: {rollout: {max_turns: 3}}": "worker.rollout.max_turns=3",
+    "worker: {rollout: {multi_turn: {enable: true}}}": "worker.rollout.multi_turn.enable=true",
+    "worker: {reward: {model: {enable: true}}}": "worker.reward.model.enable=true",
+}
+
+
+@pytest.mark.parametrize("given", LOSSES)
+def test_a_lost_algorithm_role_or_precision_is_an_error(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    theirs = yaml.safe_load(
+        "data: {train_files: a.jsonl}\nalgorithm: {disable_kl: true}\n"
+        "worker: {actor: {model: {model_path: model}}, rollout: {n: 4}, reward: {reward_function: 'r.py:f'}}"
+    )
+
+    def merge(into: dict, other: dict) -> None:
+        for key, value in other.items():
+            if isinstance(value, dict):
+                merge(into.setdefault(key, {}), value)
+            else:
+                into[key] = value
+
+    merge(theirs, yaml.safe_load(given))
+    Path("theirs.yaml").write_text(yaml.safe_dump(theirs))
+    assert main(["import-config", "theirs.yaml", "-o", "refused.yaml"]) == 2
+    said = capsys.readouterr()
+    assert f"this would be another run: {LOSSES[given]} is lost" in said.err
+    assert "LOST" in said.out
+    assert "it loads" not in said.out
+    assert main(["import-config", "theirs.yaml", "-o", "ours.yaml", "--accept-losses"]) == 0
+    assert "it loads" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "dtype"),
+    [({}, "bfloat16"), ({"torch_dtype": "fp32"}, "bfloat16"), ({"mp_param_dtype": "fp32"}, "float32")],
+)
+def test_the_precision_is_the_one_that_easyr1_computes_in(fsdp: dict, dtype: str, tmp_path: Path) -> None:
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump({"worker": {"actor": {"fsdp": fsdp or None}}}))
+    assert imported(tmp_path / "theirs.yaml").settings["model.dtype"] == dtype
 
 
 def test_the_written_file_loads_and_its_reward_is_called_as_there(
@@ -110,6 +165,7 @@ def test_the_written_file_loads_and_its_reward_is_called_as_there(
     source = tmp_path / "theirs.yaml"
     source.write_text(
         "data: {train_files: rows.parquet, rollout_batch_size: 8}\n"
+        "algorithm: {disable_kl: true}\n"
         "worker:\n"
         "  actor: {global_batch_size: 4, model: {model_path: models/qwen}}\n"
         "  rollout: {n: 4}\n"

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 _HUB_NAME = re.compile(r"[^/@.]+/[^/@.]+")
-Verdict = Literal["taken over", "translated", "no counterpart", "unknown"]
+Verdict = Literal["taken over", "translated", "lost", "no counterpart", "unknown"]
+"""`lost`: an algorithm, a role or a precision, without which the run is another one."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,10 @@ def no_counterpart(text: str, missing: str = "") -> Outcome:
     return Outcome("no counterpart", text=text, missing=missing)
 
 
+def lost(text: str, missing: str = "") -> Outcome:
+    return Outcome("lost", text=text, missing=missing)
+
+
 # --- kinds of rules, for the table -----------------------------------------------------------------
 
 
@@ -70,12 +75,17 @@ def off_is_zero(ours: str) -> Rule:
     return lambda value, _: becomes({ours: 0}, "off is -1 there and 0 here") if value < 0 else becomes({ours: value})
 
 
+def only_one(harmless: Any, text: str, why: str) -> Rule:
+    """Rule: one supported value, which needs no setting; others are lost."""
+    return lambda value, _: no_setting(text) if value == harmless else lost(why)
+
+
 def other_values(ours: str, values: Mapping[str, str], otherwise: str, note: str = "") -> Rule:
-    """Rule: map values by table; `otherwise` says why others have no counterpart."""
+    """Rule: map values by table; `otherwise` says why others are lost."""
 
     def rule(value: Any, _: Values) -> Outcome:
         if value not in values:
-            return no_counterpart(otherwise)
+            return lost(otherwise)
         return becomes({ours: values[value]}, note or ("" if values[value] == value else "another name"))
 
     return rule
@@ -140,7 +150,7 @@ def kl_loss(value: float, theirs: Values) -> Outcome:
     if not theirs.get("algorithm.use_kl_loss"):
         return kl_in_reward(value, theirs) if "algorithm.kl_coef" in theirs else no_setting("off there")
     if not (theirs.get("actor.model.lora.rank") or theirs.get("actor.model.use_peft")):
-        return no_counterpart(
+        return lost(
             "the reference policy here is the base model under its adapters: only with model.lora.rank above 0, "
             f"and then algorithm.kl_loss_coef={value}"
         )
@@ -153,7 +163,7 @@ def kl_in_reward(value: Any, _: Values) -> Outcome:
     if not value:
         return no_setting("off there")
     why = "it is subtracted from the reward there; here a KL term is part of the loss (algorithm.kl_loss_coef)"
-    return no_counterpart(why)
+    return lost(why)
 
 
 def lora_only(ours: str) -> Rule:
@@ -181,6 +191,37 @@ def importance_cap(value: Any, _: Values) -> Outcome:
         settings = {"algorithm.correction.kind": "token_tis", "algorithm.correction.cap": value}
         return becomes(settings, "truncated importance sampling per token")
     return becomes({"algorithm.correction.kind": "none"}, "off there")
+
+
+# --- turns and precision ----------------------------------------------------------------------------------
+
+
+def turns(value: int, _: Values) -> Outcome:
+    return no_setting("as here") if value <= 1 else lost("a completion is one turn: there are no environments or tools")
+
+
+def computed_dtype(ours: Rule) -> Rule:
+    """Rule: EasyR1 computes in mp_param_dtype, whatever the type of the weights that its optimiser updates."""
+
+    def rule(value: Any, theirs: Values) -> Outcome:
+        if "actor.fsdp.mp_param_dtype" in theirs:
+            return no_setting("mp_param_dtype decides; the weights that are updated are float32 here")
+        return ours(value, theirs)
+
+    return rule
+
+
+def engine_dtype(dtypes: Mapping[str, str]) -> Rule:
+    """Rule: the engine's dtype is the learner's here."""
+
+    def rule(value: Any, theirs: Values) -> Outcome:
+        keys = ("actor.fsdp.mp_param_dtype", "actor.model.torch_dtype", "actor.fsdp.torch_dtype")
+        learner = next((dtypes.get(theirs[key]) for key in keys if theirs.get(key)), None)
+        if value == "auto" or learner in (None, dtypes.get(value)):
+            return no_setting("model.dtype serves both sides")
+        return lost(f"model.dtype serves both sides, and it is {learner}")
+
+    return rule
 
 
 # --- files, folders and trackers --------------------------------------------------------------------------
@@ -245,7 +286,7 @@ def reward_function(value: Any, theirs: Values) -> Outcome:
 def reward_type(value: Any, _: Values) -> Outcome:
     if value in ("batch", "sequential", "function"):
         return no_setting("the adapter calls the function that way; here it gets one completion at a time")
-    return no_counterpart(
+    return lost(
         "rewards of environments do not exist here",
         "reward.functions: a function that scores a completion (docs/bring-your-own.md)",
     )

@@ -10,7 +10,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.tools.import_config import derived_rules as derived
-from asyncrl.tools.import_config.derived_rules import Rule, absent, off_is_zero, one_value, other_values, same
+from asyncrl.tools.import_config.derived_rules import (
+    Rule,
+    absent,
+    off_is_zero,
+    one_value,
+    only_one,
+    other_values,
+    same,
+)
 from asyncrl.tools.import_config.foreign_config import Framework
 
 _ONE_DEVICE = "the learner works on one device: nothing is sharded"
@@ -84,7 +92,10 @@ trainer.max_try_make_batch | groups without spread have advantage 0
 actor.micro_batch_size_per_device_for_experience | batch.tokens_per_microbatch serves every pass
 actor.log_prob_micro_batch_size | batch.tokens_per_microbatch serves every pass
 actor.clip_ratio | algorithm.clip_ratio_low and clip_ratio_high are always both set
-actor.model.tokenizer_path rollout.dtype rollout.vllm.dtype | that of model.path and model.dtype
+actor.model.tokenizer_path | that of model.path
+actor.fsdp.mp_reduce_dtype actor.fsdp.mp_buffer_dtype | one device: nothing is reduced, and sums are float32
+data.dataset_class | rows are read as docs/bring-your-own.md says: convert them first
+rollout.discount | there is one turn
 actor.use_torch_compile actor.model.attn_implementation | the learner does not compile, and packing decides
 actor.model.lora_dropout actor.model.lora_task_type actor.model.lora_modules_to_save | only adapters, no dropout
 rollout.seed rollout.vllm.seed | trainer.seed decides, through the seed of each ticket
@@ -116,7 +127,9 @@ OTHER_VALUE: dict[str, Rule] = {
     "algorithm.lam": _DISCOUNT,
     "algorithm.kl_type": _FIXED,
     "algorithm.kl_ctrl.type": _FIXED,
-    "algorithm.online_filtering": one_value(False, "off", "groups without spread have advantage 0"),
+    "algorithm.online_filtering": only_one(
+        False, "off", "groups are not sampled again until enough have spread; those without have advantage 0"
+    ),
     "actor.loss_avg_mode": other_values(
         "algorithm.loss_agg_mode", {"token": "token-mean", "seq": "seq-mean-token-mean"}, "token or seq there"
     ),
@@ -129,15 +142,20 @@ OTHER_VALUE: dict[str, Rule] = {
     "actor.loss_type": other_values("algorithm.policy_loss", {"default": "ppo"}, _PLUGIN),
     "actor.policy_loss.loss_mode": other_values("algorithm.policy_loss", {"vanilla": "ppo"}, _PLUGIN),
     "actor.model.torch_dtype": _DTYPE,
-    "actor.fsdp.torch_dtype": _DTYPE,
-    "actor.ppo_epochs": one_value(1, "a group is trained once", "a group is trained once, never again"),
-    "actor.sft_loss_coef": one_value(0.0, "off", "supervised training is a stage of its own: asyncrl sft"),
+    "actor.fsdp.torch_dtype": derived.computed_dtype(_DTYPE),
+    "actor.fsdp.mp_param_dtype": _DTYPE,
+    "rollout.dtype": derived.engine_dtype(_DTYPES),
+    "rollout.vllm.dtype": derived.engine_dtype(_DTYPES),
+    "actor.ppo_epochs": only_one(1, "a group is trained once", "a group is trained once, never again"),
+    "actor.sft_loss_coef": only_one(0.0, "off", "supervised training is a stage of its own: asyncrl sft"),
     "actor.padding_free": one_value(True, _PACKED, _PACKED),
     "actor.dynamic_batching": one_value(True, _PACKED, _PACKED),
     "actor.ulysses_size": one_value(1, _ONE_DEVICE, _ONE_DEVICE),
     "actor.ulysses_sequence_parallel_size": one_value(1, _ONE_DEVICE, _ONE_DEVICE),
     "actor.optim.strategy": one_value("adamw", "as here", "AdamW; bfloat16 weights are model.dtype=bfloat16"),
     "actor.optim.num_cycles": one_value(0.5, "cosine goes down once", "cosine goes down once"),
+    "rollout.max_turns": derived.turns,
+    "rollout.env_config_path": lambda value, _: derived.lost("there are no environments or tools"),
     "rollout.name": other_values("rollout.engine", {"vllm": "vllm", "hf": "hf"}, "engines are vllm and hf"),
     "rollout.top_k": off_is_zero("rollout.top_k"),
     "rollout.ignore_eos": one_value(False, "off", "it bans the stop token, of which the learner knows nothing"),
@@ -204,7 +222,14 @@ SECTIONS: Mapping[str, Rule] = {
     "ref.": absent("the reference policy, where there is one, is the base model under its adapters"),
     "critic": absent(_NO_CRITIC),
     "rollout.sglang.": absent("there is no sglang engine"),
-    "reward.model.": absent("a reward is a function: docs/bring-your-own.md"),
+    "rollout.multi_turn.": lambda value, _: (
+        derived.lost("a completion is one turn") if value else derived.no_setting("as here")
+    ),
+    "reward.model.": lambda value, _: (
+        derived.lost("a reward is a function, not a model: docs/bring-your-own.md")
+        if value
+        else derived.no_setting("off there")
+    ),
     "reward.reward_function_kwargs.": derived.read_with("the reward function"),
     "reward.score_function_kwargs.": derived.read_with("the reward function"),
 }
@@ -232,6 +257,7 @@ THEIR_DEFAULTS: Mapping[Framework, Mapping[str, Any]] = {
         "actor.global_batch_size": 256,
         "actor.micro_batch_size_per_device_for_update": 4,
         "actor.clip_ratio_high": 0.3,
+        "actor.fsdp.mp_param_dtype": "bf16",
         "rollout.tensor_parallel_size": 2,
         "rollout.gpu_memory_utilization": 0.6,
         "trainer.experiment_name": "demo",

@@ -34,6 +34,10 @@ class Import:
     lines: tuple[Line, ...]
     missing: tuple[str, ...]
 
+    @property
+    def lost(self) -> tuple[Line, ...]:
+        return tuple(line for line in self.lines if line.outcome.verdict == "lost")
+
 
 def translate(theirs: ForeignConfig) -> Import:
     """Applies the rules. The last of several keys for one setting decides; what is given comes before any default."""
@@ -46,7 +50,7 @@ def translate(theirs: ForeignConfig) -> Import:
         for key, value in defaults.items()
         if key not in theirs.values
         for line in [Line(theirs.spelled(key), value, _outcome(key, value, values), is_default=True)]
-        if line.outcome.settings or line.outcome.verdict == "no counterpart"
+        if line.outcome.settings or line.outcome.verdict in ("no counterpart", "lost")
         if not given_settings & {*line.outcome.settings}
     ]
     launcher = [Line(flag, value, no_counterpart(_LAUNCHER)) for flag, value in theirs.launcher.items()]

@@ -24,13 +24,15 @@ from asyncrl.tools.import_config.translation import Import, Line, translate
 _TITLES = {
     "taken over": "taken over, same meaning",
     "translated": "translated",
+    "lost": "LOST: without these the run is another one",
     "no counterpart": "no counterpart here",
     "unknown": "unknown: nothing was done with them",
 }
 
 
-def import_config(source: Path, out: Path | None) -> int:
-    """Print the configuration, or with `out` write it and print the account. Exit code 2: something is missing."""
+def import_config(source: Path, out: Path | None, *, accept_losses: bool = False) -> int:
+    """Print the configuration, or with `out` write it and print the account. Exit code 2: something is missing, or an
+    algorithm, a role or a precision is lost and that is not accepted."""
     done = translate(read_foreign_config(source))
     needed, adapter = [], {}
     if out is not None:
@@ -43,8 +45,14 @@ def import_config(source: Path, out: Path | None) -> int:
     else:
         _write({out: as_yaml(done), **adapter})
         print("\n".join([f"wrote {out}", *account(done)]))
-        if not done.missing:
+        if not done.missing and (accept_losses or not done.lost):
             print(f"it loads. Next: asyncrl doctor {out}")
+    if done.lost and not accept_losses:
+        keys = ", ".join(f"{line.key}={_short(line.value)}" for line in done.lost)
+        raise UserError(
+            f"this would be another run: {keys} {'are' if len(done.lost) > 1 else 'is'} lost, each with the reason "
+            "above. Set what can be set in its place, or say that it may go: --accept-losses"
+        )
     return ExitCode.USER_ERROR if done.missing else ExitCode.FINISHED
 
 
