@@ -74,6 +74,14 @@ if [ "$WITH_VLLM" = 1 ]; then
   fi
 fi
 
+# A GPU that torch does not see is no reason to train on the CPU: say so now, not after hours.
+if [ "$DEVICE" = cuda ] && SHOWN="$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null)" && [ -n "$SHOWN" ] \
+  && ! "$VENV/bin/python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+  echo "error: nvidia-smi shows ${SHOWN%%$'\n'*}, but torch $TORCH sees no device. Its build for CUDA 13 needs driver 580 or" \
+    "newer: update the driver. If torch is a CPU build, remove $VENV and run this again. For the CPU alone: DEVICE=cpu" >&2
+  exit 2
+fi
+
 # Without our code, as in the image's layer of dependencies, there is nothing more to do.
 [ -f asyncrl/models/torchvision_cpu.py ] || exit 0
 

@@ -133,7 +133,8 @@ def check_devices(config: RunConfig, sides: tuple[Side, ...]) -> None:
     names: dict[Side, str] = {"learner": config.learner.device, "rollout_server": config.rollout.device}
     alike = names["learner"] == names["rollout_server"]
     plain = all(name in ("auto", "cpu") for name in names.values()) and alike
-    if plain and config.rollout.weights_channel not in DEVICE_CHANNELS and not gpus_of_run(config):
+    has_driver = "auto" in names.values() and any(driver.exists() for driver in DRIVERS)
+    if plain and config.rollout.weights_channel not in DEVICE_CHANNELS and not has_driver:
         return
     import torch
 

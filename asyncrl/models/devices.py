@@ -5,7 +5,10 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import shutil
+import subprocess
 import sys
+from functools import cache
 from math import nan
 
 import psutil
@@ -28,12 +31,20 @@ PEAK_FLOPS = {
     "RTX 4090": 165e12,
 }
 """Dense bf16 FLOP/s by part of the device's name, longest first where one contains another (NVIDIA's data sheets)."""
+OLDEST_DRIVER = {12: 525, 13: 580}
+"""First major version of NVIDIA's driver by CUDA's major version (CUDA Toolkit Release Notes, table "CUDA Toolkit and
+Minimum Required Driver Version for CUDA Minor Version Compatibility")."""
+SMI_DEADLINE_S = 30.0
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def resolve_device(name: str, setting: str = "device") -> torch.device:
-    """The device that `setting`, such as learner.device, names here. Raises UserError if this machine has none."""
+    """The device that `setting`, such as learner.device, names here. Raises UserError if this machine has none, and
+    where `auto` would mean the CPU of a machine that has a GPU."""
     device = torch.device(meant_device(name, cuda=torch.cuda.is_available()))
+    if name != "cpu" and not torch.cuda.is_available() and (unseen := unseen_gpus()):
+        reason, fix = unseen
+        raise UserError(f"{setting} is {name}, but {reason}. {fix}, or set {setting}=cpu")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(
             f"{setting} is {name}, but torch {torch.__version__} sees no CUDA device. Set {setting}=cpu or auto"
@@ -44,6 +55,32 @@ def resolve_device(name: str, setting: str = "device") -> torch.device:
             f"Set {setting}=auto for the first"
         )
     return device
+
+
+@cache
+def unseen_gpus() -> tuple[str, str] | None:
+    """The reason for which torch sees none of the GPUs that nvidia-smi shows, and the fix; None where it shows none, or
+    CUDA_VISIBLE_DEVICES is there to hide them."""
+    program, visible = shutil.which("nvidia-smi"), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if program is None or (visible is not None and not listed_gpus(visible)):
+        return None
+    command = [program, "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=SMI_DEADLINE_S, check=True).stdout
+    except (subprocess.SubprocessError, OSError):
+        return None
+    gpu, _, driver = shown.partition("\n")[0].rpartition(", ")
+    if not gpu:
+        return None
+    reason = f"nvidia-smi shows {gpu} (driver {driver}), and torch {torch.__version__} sees no device"
+    built = torch.version.cuda
+    if built is None:
+        return f"{reason}: it is built without CUDA", "Remove .venv and run: DEVICE=cuda bash scripts/install.sh"
+    oldest = OLDEST_DRIVER.get(int(built.partition(".")[0]), 0)
+    number = driver.partition(".")[0]
+    if number.isdigit() and int(number) < oldest:
+        return f"{reason}: it is built for CUDA {built}, which needs driver {oldest} or newer", "Update the driver"
+    return reason, "Look at dmesg whether the GPU hangs; in a container pass --gpus all"
 
 
 def visible_gpus() -> tuple[str, ...]:

@@ -98,12 +98,16 @@ def find_devices(listing: subprocess.Popen[str]) -> Findings[tuple[Device, ...]]
         yield Finding(f"cuda:{index}", f"{device.name}, {size(device.total)}, {size(device.free)} free")
     if DRIVER.is_file():
         yield Finding("nvidia driver", DRIVER.read_text().splitlines()[0].strip())
-        if not devices:
-            value = f"there is an NVIDIA driver, but torch {facts['torch']} (built {built}) sees no device"
-            fix = (
-                "install a build of torch for the driver (bash scripts/install.sh), and in a container pass --gpus all"
-            )
-            yield Finding("devices", value, "problem", fix)
-    elif not devices:
+    if devices:
+        return devices
+    from asyncrl.models.devices import unseen_gpus  # imports torch
+
+    if unseen := unseen_gpus():
+        yield Finding("devices", unseen[0], "problem", unseen[1])
+    elif DRIVER.is_file():
+        value = f"there is an NVIDIA driver, but torch {facts['torch']} (built {built}) sees no device"
+        fix = "install a build of torch for the driver (bash scripts/install.sh), and in a container pass --gpus all"
+        yield Finding("devices", value, "problem", fix)
+    else:
         yield Finding("devices", f"the CPU alone; torch {facts['torch']} is built {built}", "note")
     return devices
