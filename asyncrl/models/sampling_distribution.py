@@ -15,13 +15,17 @@ def sampling_logprobs(logits: torch.Tensor, *, temperature: torch.Tensor | float
     """fp32 log-probabilities of the sampling distribution.
 
     logits: [N, V] of any float type. temperature: a number or [N], above 0. banned: [K] token ids.
-    Returns [N, V]; banned ids have -inf.
+    Returns [N, V]; banned ids have -inf. Holds no more than two tensors of that size beside the caller's.
     """
     scaled = logits.float()
+    del logits
     if banned.numel():
         scaled = scaled.index_fill(-1, banned, float("-inf"))
-    divisor = temperature[:, None] if isinstance(temperature, torch.Tensor) else temperature
-    return torch.log_softmax(scaled / divisor, dim=-1)
+    if isinstance(temperature, torch.Tensor):
+        scaled = scaled / temperature[:, None]
+    elif temperature != 1:
+        scaled = scaled / temperature
+    return torch.log_softmax(scaled, dim=-1)
 
 
 def draw(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
@@ -42,7 +46,7 @@ def gather_logprobs(logprobs: torch.Tensor, token_ids: torch.Tensor) -> torch.Te
 
 def entropies(logprobs: torch.Tensor) -> torch.Tensor:
     """[N, V] -> [N] entropy in nats; banned ids (probability 0) contribute nothing."""
-    return -(logprobs.exp() * logprobs.masked_fill(torch.isneginf(logprobs), 0.0)).sum(-1)
+    return -(logprobs.exp() * logprobs.clamp_min(torch.finfo(logprobs.dtype).min)).sum(-1)  # 0 * inf is not 0
 
 
 def log_kept_mass(

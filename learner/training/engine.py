@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from asyncrl.config.sampling_rules import UNTRUNCATED
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import OptimConfig
 from asyncrl.errors import BadStateError, UserError
@@ -20,9 +20,9 @@ from asyncrl.models.devices import resolve_device
 from asyncrl.models.export import export_model
 from asyncrl.models.loading import freeze_vision_tower, load_model
 from asyncrl.models.lora import add_adapter, resolve_adapter
+from asyncrl.models.output_head import Entropy, OutputHead, TokenOutputs, check_head, hidden_states
 from asyncrl.models.processing import PLACEHOLDER_ID_NAMES, special_token_ids
 from asyncrl.models.published import published_tensors
-from asyncrl.models.sampling_distribution import entropies, gather_logprobs, log_kept_mass, sampling_logprobs
 from asyncrl.models.sleeping import Sleeper
 from asyncrl.models.wake_parity import check_wake_parity, fixed_prompt, fixed_tokens
 from learner.training.master_weights import MasterWeights
@@ -31,15 +31,6 @@ from learner.training.packing import Completion, MicroBatch, TrainGroup, build_m
 OWNER = "the training engine"
 ENGINE_FILE = "engine.pt"
 """Optimiser state in a checkpoint."""
-
-
-@dataclass(frozen=True)
-class TokenOutputs:
-    """Values at a micro-batch's trainable tokens, fp32 [N]."""
-
-    logprobs: torch.Tensor
-    entropies: torch.Tensor
-    """Detached unless the engine was asked for their gradient."""
 
 
 class TorchEngine:
@@ -73,7 +64,13 @@ class TorchEngine:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.model: Any = model.train()
         banned = sorted(special_token_ids(self.model.config, PLACEHOLDER_ID_NAMES))
-        self._banned = torch.tensor(banned, dtype=torch.long, device=self.device)
+        rollout = self._config.rollout
+        self._head = OutputHead(
+            self.model,
+            temperature=rollout.temperature,
+            banned=torch.tensor(banned, dtype=torch.long, device=self.device),
+            truncation={name: getattr(rollout, name) for name in UNTRUNCATED} if rollout.truncates else None,
+        )
         self._trained = [p for p in self.model.parameters() if p.requires_grad]
         self.masters = MasterWeights(self.model)
         stepped = self.masters.stepped()
@@ -89,6 +86,7 @@ class TorchEngine:
         )
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor)
         self._fixed_tokens = fixed_tokens(self.model.get_output_embeddings().weight.shape[0], banned)
+        check_head(self.model, self._fixed_micro_batch().inputs)
 
     def _lr_factor(self, update: int) -> float:
         """Factor of the peak learning rate at the `update`-th optimiser step, from 0."""
@@ -102,24 +100,11 @@ class TorchEngine:
         shape = 1 - done if o.lr_scheduler_type == "linear" else 0.5 * (1 + math.cos(math.pi * done))
         return o.min_lr_ratio + (1 - o.min_lr_ratio) * shape
 
-    def forward(
-        self, micro_batch: MicroBatch, *, entropy_gradient: bool = False, as_sampled: bool = False
-    ) -> TokenOutputs:
+    def forward(self, micro_batch: MicroBatch, *, entropy: Entropy = "none", as_sampled: bool = False) -> TokenOutputs:
         """Log-probs of the policy; `as_sampled`: of the truncated distribution that an engine samples from."""
         self._sleeper.check_awake()
-        logits = self.model(**micro_batch.inputs, use_cache=False, logits_to_keep=micro_batch.predict_from).logits[0]
-        logprobs = sampling_logprobs(logits, temperature=self._config.rollout.temperature, banned=self._banned)
-        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            entropy = entropies(logprobs)
-        chosen = gather_logprobs(logprobs, micro_batch.targets)
-        rollout = self._config.rollout
-        if as_sampled and rollout.truncates:
-            cuts = {
-                name: torch.full((len(chosen),), getattr(rollout, name), dtype=torch.float64, device=self.device)
-                for name in ("top_k", "top_p", "min_p")
-            }
-            chosen = chosen - log_kept_mass(logprobs, micro_batch.targets, **cuts)
-        return TokenOutputs(chosen, entropy)
+        hidden = hidden_states(self.model, micro_batch.inputs)[micro_batch.predict_from]
+        return self._head(hidden, micro_batch.targets, entropy=entropy, as_sampled=as_sampled)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Accumulate the gradient of a loss that is already divided by global counts."""
@@ -216,10 +201,12 @@ class TorchEngine:
     @torch.no_grad()
     def _fixed_logprobs(self) -> torch.Tensor:
         """[T] fp32 log-probs of the fixed tokens, on the CPU."""
+        return self.forward(self._fixed_micro_batch()).logprobs.float().cpu()
+
+    def _fixed_micro_batch(self) -> MicroBatch:
         ids = self._fixed_tokens
         completion = Completion(row=0, token_ids=ids, loss_mask=np.ones_like(ids))
-        micro_batch = build_micro_batch(self.model, [TrainGroup(fixed_prompt(ids), (completion,))], self.device)
-        return self.forward(micro_batch).logprobs.float().cpu()
+        return build_micro_batch(self.model, [TrainGroup(fixed_prompt(ids), (completion,))], self.device)
 
 
 ENGINES = {"torch": TorchEngine}

@@ -160,7 +160,8 @@ class LearnerStep:
         if algorithm.kl_loss_coef:
             with self.engine.reference():
                 reference = self.engine.forward(micro_batch).logprobs
-        outputs = self.engine.forward(micro_batch, entropy_gradient=algorithm.entropy_coeff > 0)
+        outputs = self.engine.forward(micro_batch, entropy="gradient" if algorithm.entropy_coeff else "value")
+        assert outputs.entropies is not None
         behaviour = batch.behaviour_logprobs[index].to(device)
         tokens = PolicyTokens(
             logprobs=outputs.logprobs,

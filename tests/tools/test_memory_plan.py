@@ -113,10 +113,10 @@ def test_an_update_takes_what_was_planned(
     weights = [*trained.parameters(), *trained.buffers()]
     micro_batch = full_micro_batch(trained)
     for _ in range(2):
-        engine.backward(engine.forward(micro_batch).logprobs.sum())
+        engine.backward(engine.forward(micro_batch, entropy="value").logprobs.sum())
     gradients = [p.grad for p in trained.parameters() if p.grad is not None]
     with LiveBytes("cpu", known=[*weights, *gradients]) as live:
-        engine.backward(engine.forward(micro_batch).logprobs.sum())
+        engine.backward(engine.forward(micro_batch, entropy="value").logprobs.sum())
     assert live.peak <= plan.passing <= ABOVE * live.peak
     engine.optimizer_step()
     moments = [value for values in engine.optimizer.state.values() for key, value in values.items() if key != "step"]

@@ -19,9 +19,9 @@ from asyncrl.models import shared_prefix
 from asyncrl.models.folder import read_config
 from asyncrl.models.loading import freeze_vision_tower, has_vision, skeleton
 from asyncrl.models.lora import add_adapter, resolve_adapter
+from asyncrl.models.output_head import OutputHead
 from asyncrl.models.processing import PLACEHOLDER_ID_NAMES, special_token_ids
 from asyncrl.models.published import published_tensors
-from asyncrl.models.sampling_distribution import entropies, gather_logprobs, sampling_logprobs
 from asyncrl.models.shared_prefix import AttentionBatch, SharedPrefixLayout
 from asyncrl.tools.memory_plan.live_bytes import LiveBytes, cuda_kernels, nbytes
 
@@ -133,17 +133,14 @@ def train_pass(model: Any, config: RunConfig, device: torch.device) -> None:
     image_tokens = math.ceil(tokens / length) * data.max_prompt_length
     layout = _layout(tokens, length, device)  # with its mask it is there until the end, as a micro-batch is
     packed = layout.order
-    hidden = _hidden(model, layout, image_tokens)
-    logits = model.get_output_embeddings()(hidden[:, packed, :])[0]
-    del hidden
+    chosen_from = _hidden(model, layout, image_tokens)[0, packed]
     banned = sorted(special_token_ids(model.config, PLACEHOLDER_ID_NAMES))
     banned = torch.tensor(banned, dtype=torch.long, device=device)
-    logprobs = sampling_logprobs(logits, temperature=config.rollout.temperature, banned=banned)
-    with torch.set_grad_enabled(config.algorithm.entropy_coeff > 0):
-        entropy = entropies(logprobs)
-    chosen = gather_logprobs(logprobs, torch.zeros_like(packed))
-    del logits, logprobs
-    (chosen.sum() - entropy.sum()).backward()
+    head = OutputHead(model, temperature=config.rollout.temperature, banned=banned)
+    entropy = "gradient" if config.algorithm.entropy_coeff else "value"
+    outputs = head(chosen_from, torch.zeros_like(packed), entropy=entropy)
+    assert outputs.entropies is not None
+    (outputs.logprobs.sum() - outputs.entropies.sum()).backward()
 
 
 def _layout(tokens: int, length: int, device: torch.device) -> SharedPrefixLayout:

@@ -12,13 +12,15 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.models import output_head
 from asyncrl.models.loading import load_model
+from asyncrl.models.output_head import Entropy, TokenOutputs
 from asyncrl.models.processing import EncodedPrompt, PromptProcessor
 from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs
 from asyncrl.models.wake_parity import fixed_prompt, fixed_tokens
 from learner.reporting.metric_table import GAUGE_OF_RECORD, GAUGE_OF_STALENESS_RECORD, PERCENTILE_OF_RECORD
 from learner.training.batch import Batch
-from learner.training.engine import TokenOutputs, TorchEngine
+from learner.training.engine import TorchEngine
 from learner.training.model_flops import ModelFlops
 from learner.training.packing import Completion, MicroBatch, TrainGroup, build_micro_batch, plan_micro_batches
 from learner.training.step import LearnerStep, NotFiniteError
@@ -57,10 +59,13 @@ class KeepTokenGradients(KeepGradients):
 
     passes: list[bool]
     """Whether each forward pass was with gradient."""
+    with_entropy: list[bool]
+    """Whether it computed entropies."""
 
-    def forward(self, micro_batch: MicroBatch, *, entropy_gradient: bool = False) -> TokenOutputs:
-        outputs = super().forward(micro_batch, entropy_gradient=entropy_gradient)
+    def forward(self, micro_batch: MicroBatch, *, entropy: Entropy = "none") -> TokenOutputs:
+        outputs = super().forward(micro_batch, entropy=entropy)
         self.passes.append(outputs.logprobs.requires_grad)
+        self.with_entropy.append(outputs.entropies is not None)
         if outputs.logprobs.requires_grad:
             outputs.logprobs.retain_grad()
             self.logprobs = outputs.logprobs
@@ -78,7 +83,7 @@ def prepared(config: RunConfig) -> tuple[KeepTokenGradients, Batch]:
         engine.prepare()
         _PREPARED[key] = engine, made_up_batch(config, PromptProcessor(config.model))
     engine, batch = _PREPARED[key]
-    engine.passes = []
+    engine.passes, engine.with_entropy = [], []
     return engine, batch
 
 
@@ -181,6 +186,7 @@ def test_only_recomputing_costs_a_forward_pass(
     _, engine, _ = one_step(make_config(batch=WHOLE, algorithm=algorithm))
     assert engine.passes.count(False) == passes
     assert engine.passes.count(True) == updates
+    assert engine.with_entropy == engine.passes, "entropies are for the report, which reads those of the training pass"
 
 
 def test_a_batch_without_trained_tokens_makes_no_step(make_config: MakeConfig) -> None:
@@ -197,8 +203,8 @@ class BadLogprob(TorchEngine):
 
     calls = 0
 
-    def forward(self, micro_batch: MicroBatch, *, entropy_gradient: bool = False) -> TokenOutputs:
-        outputs = super().forward(micro_batch, entropy_gradient=entropy_gradient)
+    def forward(self, micro_batch: MicroBatch, *, entropy: Entropy = "none") -> TokenOutputs:
+        outputs = super().forward(micro_batch, entropy=entropy)
         self.calls += 1
         if self.calls == 2:
             outputs.logprobs[0] = float("nan")
@@ -208,8 +214,8 @@ class BadLogprob(TorchEngine):
 class BadGradient(TorchEngine):
     """Every micro-batch has a finite loss and an infinite gradient."""
 
-    def forward(self, micro_batch: MicroBatch, *, entropy_gradient: bool = False) -> TokenOutputs:
-        outputs = super().forward(micro_batch, entropy_gradient=entropy_gradient)
+    def forward(self, micro_batch: MicroBatch, *, entropy: Entropy = "none") -> TokenOutputs:
+        outputs = super().forward(micro_batch, entropy=entropy)
         outputs.logprobs.register_hook(lambda gradient: gradient / 0.0)
         return outputs
 
@@ -293,9 +299,14 @@ def test_a_group_over_the_budget_is_split_with_its_prompt() -> None:
     assert all(group.prompt is prompt for part in plan for group in part)
 
 
-def test_gradients_have_the_same_bits_however_many_threads_add_them_up(make_config: MakeConfig) -> None:
+@pytest.mark.parametrize("chunks", [1, 30])
+def test_gradients_have_the_same_bits_however_many_threads_add_them_up(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, chunks: int
+) -> None:
     """The last state of the prompt predicts the first token of each of 64 completions, which two threads share."""
     engine, _ = prepared(make_config())
+    vocabulary = engine.model.get_output_embeddings().weight.shape[0]
+    monkeypatch.setattr(output_head, "LOGITS_PER_CHUNK", 64 * 12 * vocabulary // chunks)
     ids = fixed_tokens(engine.model.get_output_embeddings().weight.shape[0], ())
     tokens = np.resize(ids, 12)
     completions = tuple(Completion(row, np.roll(tokens, row), np.ones_like(tokens)) for row in range(64))

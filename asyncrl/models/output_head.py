@@ -1,0 +1,123 @@
+"""From hidden states to log-probs of tokens, with few logits in memory at a time.
+
+The logits of all trained tokens would be the largest tensor of training: 8,192 tokens and a vocabulary of 152k are 5 GB
+in fp32, and softmax, choice and their gradients take several such. Tokens therefore pass the output head in chunks, and
+the backward pass computes each chunk again. Where the chunks begin follows from shapes alone, so that a step that is
+made again has the same bits; what fits into one chunk is computed once and kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from asyncrl.errors import UserError
+from asyncrl.models.sampling_distribution import entropies, gather_logprobs, log_kept_mass, sampling_logprobs
+
+LOGITS_PER_CHUNK = 2**26
+"""Tokens x vocabulary of one chunk: 256 MiB in fp32, 441 tokens of a vocabulary of 152k."""
+SAME_LOGPROB = 1e-3
+"""Nats by which this head's log-probs and the model's own may differ."""
+
+Entropy = Literal["none", "value", "gradient"]
+"""Whether a forward pass computes the entropy of each token's distribution, and whether it can be trained."""
+
+
+@dataclass(frozen=True)
+class TokenOutputs:
+    """Values at the chosen tokens, fp32 [N]."""
+
+    logprobs: torch.Tensor
+    entropies: torch.Tensor | None
+    """None where it was not asked for."""
+
+
+class OutputHead:
+    """The last layer of a model and the distribution that is sampled from its logits."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        temperature: float,
+        banned: torch.Tensor,
+        truncation: Mapping[str, float] | None = None,
+    ):
+        """`banned` [K] token ids are never sampled. `truncation`: top_k, top_p and min_p of `as_sampled`."""
+        self._model = model
+        self._temperature = temperature
+        self._banned = banned
+        self._truncation = truncation
+        self._vocabulary: int = model.get_output_embeddings().weight.shape[0]
+
+    def __call__(
+        self, hidden: torch.Tensor, targets: torch.Tensor, *, entropy: Entropy = "none", as_sampled: bool = False
+    ) -> TokenOutputs:
+        """Log-prob of each target [N] after each hidden state [N, D], and the entropy of its distribution.
+
+        `as_sampled`: of the truncated distribution that an engine samples from.
+        """
+        tokens = max(1, LOGITS_PER_CHUNK // self._vocabulary)
+        compute = partial(self._compute_chunk, entropy=entropy, as_sampled=as_sampled)
+        if len(hidden) > tokens and torch.is_grad_enabled():
+            compute = partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)
+        # `split` of both: slices would each have a gradient as large as all of `hidden`.
+        chunks = zip(*(values.split(tokens) for values in (hidden, targets)), strict=True)
+        logprobs, found = zip(*(compute(*chunk) for chunk in chunks), strict=True)
+        return TokenOutputs(torch.cat(logprobs), None if entropy == "none" else torch.cat(found))
+
+    def _compute_chunk(
+        self, hidden: torch.Tensor, targets: torch.Tensor, *, entropy: Entropy, as_sampled: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        logprobs = sampling_logprobs(
+            scaled_logits(self._model, hidden), temperature=self._temperature, banned=self._banned
+        )
+        chosen = gather_logprobs(logprobs, targets)
+        if as_sampled and self._truncation:
+            cuts = {
+                name: torch.full((len(chosen),), value, dtype=torch.float64, device=chosen.device)
+                for name, value in self._truncation.items()
+            }
+            chosen = chosen - log_kept_mass(logprobs, targets, **cuts)
+        if entropy == "none":
+            return chosen, None
+        with torch.set_grad_enabled(entropy == "gradient" and torch.is_grad_enabled()):
+            return chosen, entropies(logprobs)
+
+
+def scaled_logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """[N, D] -> [N, V]: the output layer, and what some families do with its logits."""
+    logits = model.get_output_embeddings()(hidden)
+    config = model.config
+    if scaling := getattr(config, "logits_scaling", None):  # Granite
+        logits = logits / scaling
+    if scale := getattr(config, "logit_scale", None):  # Cohere
+        logits = logits * scale
+    text = getattr(config, "text_config", None) or config
+    if cap := getattr(text, "final_logit_softcapping", None):  # Gemma
+        logits = torch.tanh(logits / cap) * cap
+    return logits
+
+
+def hidden_states(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+    """[T, D] of one packed sequence after the model's last layer and norm."""
+    return model.base_model(**inputs, use_cache=False)[0][0]
+
+
+@torch.no_grad()
+def check_head(model: Any, inputs: Mapping[str, Any]) -> None:
+    """Compare with the logits of the model's own forward; UserError for a family that computes them otherwise."""
+    theirs = torch.log_softmax(model(**inputs, use_cache=False).logits[0].float(), dim=-1)
+    ours = torch.log_softmax(scaled_logits(model, hidden_states(model, inputs)).float(), dim=-1)
+    difference = float((theirs - ours).abs().max())
+    if not difference <= SAME_LOGPROB:
+        raise UserError(
+            f"models of the family {model.config.model_type} compute their logits from the last hidden state in a way "
+            f"that training in chunks of tokens does not know: log-probs differ by {difference:.3g} nats. "
+            "Use a model of another family"
+        )

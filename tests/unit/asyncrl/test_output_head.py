@@ -1,0 +1,95 @@
+"""Log-probs in chunks of tokens: the same numbers, a fraction of the memory, and families whose logits are scaled."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from asyncrl.errors import UserError
+from asyncrl.models import output_head
+from asyncrl.models.output_head import Entropy, OutputHead, TokenOutputs, check_head
+from asyncrl.tools.memory_plan.live_bytes import LiveBytes
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+TOKENS, VOCABULARY, WIDTH = 250, 1000, 16
+COPIES = 4
+"""[tokens, vocabulary] tensors of one chunk that are alive at once, at most."""
+
+
+class Made:
+    """A head, hidden states and targets, and one pass through them."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.linear = torch.nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.linear.weight.grad = torch.zeros_like(self.linear.weight)
+        self.hidden = torch.randn(TOKENS, WIDTH, requires_grad=True)
+        self.targets = torch.randint(4, VOCABULARY, (TOKENS,))
+
+    def run(self, entropy: Entropy) -> TokenOutputs:
+        model = SimpleNamespace(get_output_embeddings=lambda: self.linear, config=SimpleNamespace())
+        head = OutputHead(model, temperature=0.7, banned=torch.tensor([1, 3]))
+        outputs = head(self.hidden, self.targets, entropy=entropy)
+        loss = outputs.logprobs.sum()
+        if outputs.entropies is not None and outputs.entropies.requires_grad:
+            loss = loss + outputs.entropies.sum()
+        loss.backward()
+        return outputs
+
+
+@pytest.mark.parametrize("entropy", ["none", "value", "gradient"])
+def test_chunks_change_memory_and_not_the_numbers(monkeypatch: pytest.MonkeyPatch, entropy: Entropy) -> None:
+    """A token's values and the gradient of its state have the same bits; the head's own is summed in another order."""
+    results: list[tuple[Made, TokenOutputs, int]] = []
+    for tokens_per_chunk in (TOKENS, 16):
+        monkeypatch.setattr(output_head, "LOGITS_PER_CHUNK", tokens_per_chunk * VOCABULARY)
+        made = Made()
+        with LiveBytes("cpu", known=[made.linear.weight, made.linear.weight.grad, made.hidden]) as live:
+            outputs = made.run(entropy)
+        results.append((made, outputs, live.peak))
+    (whole, expected, most), (made, outputs, peak) = results
+    assert torch.equal(outputs.logprobs, expected.logprobs)
+    assert (outputs.entropies is None) == (entropy == "none")
+    if outputs.entropies is not None and expected.entropies is not None:
+        assert torch.equal(outputs.entropies, expected.entropies)
+        assert outputs.entropies.requires_grad == (entropy == "gradient")
+    assert made.hidden.grad is not None
+    assert torch.equal(made.hidden.grad, whole.hidden.grad)
+    torch.testing.assert_close(made.linear.weight.grad, whole.linear.weight.grad)
+    assert peak < (COPIES + 1.5 * (entropy == "gradient")) * 16 * VOCABULARY * 4 + 3 * made.linear.weight.nbytes
+    assert peak < most / 5
+
+
+SCALED: dict[str, Any] = {
+    "granite": transformers.GraniteConfig(logits_scaling=8.0, tie_word_embeddings=False),
+    "cohere": transformers.CohereConfig(logit_scale=0.25, tie_word_embeddings=False),
+    "gemma2": transformers.Gemma2Config(final_logit_softcapping=2.0, tie_word_embeddings=False),
+    "qwen2": transformers.Qwen2Config(tie_word_embeddings=False),
+}
+
+
+@pytest.mark.parametrize("family", SCALED)
+def test_logits_are_those_of_the_models_own_forward(family: str) -> None:
+    config = SCALED[family]
+    size = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    for name, value in (size | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}).items():
+        setattr(config, name, value)
+    torch.manual_seed(0)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config)
+    torch.nn.init.normal_(model.get_output_embeddings().weight)
+    inputs = {"input_ids": torch.arange(4, 12)[None]}
+    check_head(model, inputs)
+    forward = model.forward
+
+    def doubled(**kwargs: Any) -> Any:
+        outputs = forward(**kwargs)
+        outputs.logits = outputs.logits * 2
+        return outputs
+
+    model.forward = doubled
+    with pytest.raises(UserError, match=rf"family {family} .* differ by \d"):
+        check_head(model, inputs)
