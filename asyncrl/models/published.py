@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from asyncrl.models.host_copies import copy_into, to_host
 from protocol.messages import AdapterSpec
 
 _ADAPTER_TENSOR = re.compile(r"(.*\.lora_[AB])\.[^.]+(\.weight)")
@@ -41,8 +42,8 @@ def published_parts(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """Raw little-endian bytes of a CPU tensor, without a copy where it is contiguous."""
-    flat = tensor.detach().to("cpu").contiguous().view(-1)
+    """Raw little-endian bytes of a tensor, without a copy where it is on the CPU and contiguous."""
+    flat = to_host(tensor.detach()).contiguous().view(-1)
     if flat.numel() == 0:
         return memoryview(b"")
     return flat.view(torch.uint8).numpy().data
@@ -60,7 +61,7 @@ def load_published(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]
             if name not in own or own[name].shape != tensor.shape or own[name].dtype != tensor.dtype:
                 have = f"{own[name].dtype}{tuple(own[name].shape)}" if name in own else "no such tensor"
                 raise ValueError(f"published {name} is {tensor.dtype}{tuple(tensor.shape)}, the model has {have}")
-            own[name].copy_(tensor)
+            copy_into(own[name], tensor)
             given.add(name)
     missing = own.keys() - given
     if missing:

@@ -58,7 +58,8 @@ class SpillFile:
 class HostMemory:
     """Host buffers for offloaded tensors, kept for the next sleep: pinning memory takes longer than filling it."""
 
-    def __init__(self, *, pinned: bool, chunk_bytes: int = CHUNK_BYTES):
+    def __init__(self, device: torch.device, *, pinned: bool, chunk_bytes: int = CHUNK_BYTES):
+        self._device = device
         self._pinned = pinned
         self._chunk_bytes = chunk_bytes
         self._chunks: list[torch.Tensor] = []
@@ -85,7 +86,7 @@ class HostMemory:
 
     def finish(self) -> None:
         if self._pinned:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self._device)  # the owner's, which need not be the current one
 
 
 @dataclass
@@ -107,7 +108,7 @@ class Sleeper:
         """`folder`: place of the spill file if the device is the CPU and no `store` is given."""
         self.owner = owner
         self.device = device
-        self._store = store or (SpillFile(folder) if device.type == "cpu" else HostMemory(pinned=True))
+        self._store = store or (SpillFile(folder) if device.type == "cpu" else HostMemory(device, pinned=True))
         self._sleeping: list[_Sleeping] = []
 
     @property

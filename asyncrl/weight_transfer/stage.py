@@ -58,7 +58,7 @@ class Stage:
 
     def __init__(self, device: torch.device):
         self.arrival = Arrival()
-        self._device = device
+        self.device = device
         self._flat: torch.Tensor | None = None
         self._entries: list[TensorEntry] = []
         self._nonce = ""
@@ -90,8 +90,8 @@ class Stage:
 
         try:
             entries = [TensorEntry.model_validate(tensor) for tensor in order.tensors]
-            with own_stream(self._device):
-                flat = torch.empty(entries[-1].offset + entries[-1].nbytes, dtype=torch.uint8, device=self._device)
+            with own_stream(self.device):
+                flat = torch.empty(entries[-1].offset + entries[-1].nbytes, dtype=torch.uint8, device=self.device)
                 if self._nonce == order.nonce:
                     self._flat, self._entries = flat, entries
                 self._fill(flat, order, rank, moved)
@@ -124,10 +124,10 @@ class Stage:
                 return self._nonce != order.nonce
 
             where = (order.host, order.port, order.nonce)
-            with Group.join(*where, rank, order.size, self._device, order.deadline_s, is_cancelled) as group:
+            with Group.join(*where, rank, order.size, self.device, order.deadline_s, is_cancelled) as group:
                 group.broadcast(flat, moved)
             return
-        shared = open_shared(CudaMemory.model_validate(order.memory), self._device)
+        shared = open_shared(CudaMemory.model_validate(order.memory), self.device)
         for start in range(0, flat.nbytes, BUCKET_BYTES):
             end = min(start + BUCKET_BYTES, flat.nbytes)
             flat[start:end].copy_(shared[start:end])
@@ -135,8 +135,8 @@ class Stage:
             moved(end)
 
     def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
 
 def device_memory(device: torch.device) -> tuple[str, int] | None:

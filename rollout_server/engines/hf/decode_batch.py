@@ -127,15 +127,20 @@ class DecodeBatch:
     @torch.inference_mode()
     def step(self, version: int) -> list[DecodeRow]:
         """One decode step: one more token for every row. Returns the rows that finished, and drops them."""
-        inputs = torch.tensor([[row.token_ids[-1]] for row in self.rows], device=self.device)
+        columns = self._to_device([[row.token_ids[-1], row.next_position] for row in self.rows])
         grown = torch.ones((len(self.rows), 1), dtype=torch.long, device=self.device)
         self._attention = torch.cat([self._attention, grown], dim=1)
-        positions = torch.tensor([[row.next_position] for row in self.rows], device=self.device)
-        logits = self._forward(inputs, positions, self._attention)
+        ids, positions = columns.long().split(1, dim=1)
+        logits = self._forward(ids, positions, self._attention)
         for row in self.rows:
             row.next_position += 1
         self._sample(logits, self.rows, version)
         return self._remove_finished()
+
+    def _to_device(self, table: list[list[float]]) -> torch.Tensor:
+        """[N, K] float64, in one copy that nothing waits for."""
+        host = torch.tensor(table, dtype=torch.float64, pin_memory=self.device.type == "cuda")
+        return host.to(self.device, non_blocking=True)
 
     @torch.inference_mode()
     def rebuild_cache(self, version: int) -> None:
@@ -197,17 +202,23 @@ class DecodeBatch:
         return output.logits[:, -1]
 
     def _sample(self, logits: torch.Tensor, rows: Sequence[DecodeRow], version: int) -> None:
-        """Append one token to each row: the inverse of the cumulative distribution at the row's random number."""
+        """Append one token to each row: the inverse of the cumulative distribution at the row's random number.
+
+        One copy brings what a step needs to the device and one copy its result back: only that one is waited for.
+        """
         sampling = [row.request.sampling for row in rows]
-        temperatures = torch.tensor([s.temperature or 1.0 for s in sampling], device=self.device)
-        logprobs = sampling_logprobs(logits, temperature=temperatures, banned=self.banned)
+        temperatures, uniforms = self._to_device(
+            [[row.request.sampling.temperature, row.uniforms[len(row.token_ids)]] for row in rows]
+        ).unbind(1)
+        greedy = temperatures == 0
+        divisors = temperatures.float().masked_fill(greedy, 1.0)
+        logprobs = sampling_logprobs(logits, temperature=divisors, banned=self.banned)
         self._truncate(logprobs, sampling)
-        uniforms = torch.tensor([row.uniforms[len(row.token_ids)] for row in rows], device=self.device)
-        greedy = torch.tensor([s.temperature == 0 for s in sampling], device=self.device)
         tokens = torch.where(greedy, logprobs.argmax(-1), draw(logprobs, uniforms))
         chosen = gather_logprobs(logprobs, tokens)
-        for row, token, logprob in zip(rows, tokens.tolist(), chosen.tolist(), strict=True):
-            row.token_ids.append(token)
+        sampled = torch.stack([tokens.double(), chosen.double()], dim=1).tolist()  # both are exact in float64
+        for row, (token, logprob) in zip(rows, sampled, strict=True):
+            row.token_ids.append(int(token))
             row.logprobs.append(logprob)
             row.versions.append(version)
             row.kv_versions.append(row.kv_version)

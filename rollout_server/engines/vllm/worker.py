@@ -89,7 +89,9 @@ class WeightTransfer(WeightTransferEngine[StageInit, WeightUpdate]):
             return mapped_tensors(update_info) if update_info.path else self.stage.tensors()
 
         expected = {name for name, _ in model.named_parameters()}
-        loaded = set(model.load_weights(tensors()))
+        # A GPU reads mapped memory slowly. vLLM keeps what it is given until it has a whole layer.
+        pins = self.stage.device.type == "cuda" and bool(update_info.path)
+        loaded = set(model.load_weights((name, t.pin_memory() if pins else t) for name, t in tensors()))
         for other, first in self._tied.items():
             # Published once, under the first name. vLLM skips the other, whose layer may keep a packed copy.
             for name, tensor in tensors():

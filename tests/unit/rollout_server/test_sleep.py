@@ -46,9 +46,16 @@ def bits(tensor: torch.Tensor) -> list[int]:
     return tensor.detach().contiguous().view(-1).view(torch.uint8).tolist()
 
 
+def test_sleep_waits_for_the_owners_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[Any] = []
+    monkeypatch.setattr("torch.cuda.synchronize", lambda device=None: waited.append(device))
+    HostMemory(torch.device("cuda:1"), pinned=True).finish()
+    assert waited == [torch.device("cuda:1")], "not for the current device, which may be another"
+
+
 @pytest.mark.parametrize("store", ["file", "memory"])
 def test_whatever_a_tensor_looks_like_it_comes_back_as_it_was(tmp_path: Path, store: str) -> None:
-    memory = HostMemory(pinned=False, chunk_bytes=1000) if store == "memory" else None
+    memory = HostMemory(CPU, pinned=False, chunk_bytes=1000) if store == "memory" else None
     sleeper = Sleeper("the test", CPU, tmp_path, memory)
     tensors = odd_tensors()
     before = [(t.dtype, t.shape, bits(t)) for t in tensors]
@@ -63,7 +70,7 @@ def test_whatever_a_tensor_looks_like_it_comes_back_as_it_was(tmp_path: Path, st
 
 
 def test_a_flipped_bit_is_found_and_named(tmp_path: Path) -> None:
-    memory = HostMemory(pinned=False)
+    memory = HostMemory(CPU, pinned=False)
     sleeper = Sleeper("the test", CPU, tmp_path, memory)
     sleeper.sleep([torch.ones(3), torch.ones(5, 2)])
     memory._chunks[0][64 + 17] ^= 4

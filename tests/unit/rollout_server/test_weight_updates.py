@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -86,6 +87,43 @@ def test_logits_on_a_rebuilt_cache_equal_a_fresh_forward_pass(
             assert (logits - fresh).abs().max() < 1e-5
             assert row.kv_versions[-1] == row.versions[-1] == 1
     assert batch._attention.shape[1] == max(int(row.sum()) for row in batch._attention), "no gap is left"
+
+
+def test_a_decode_step_waits_for_the_device_once(
+    make_config: MakeConfig, prompts: tuple[EncodedPrompt, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every other look at a value on a GPU would leave it idle until the next kernels are there."""
+    batch = running_batch(make_config(), prompts)
+    forward, looks, copies = batch._forward, list[str](), list[int]()
+    in_model = False
+
+    def model_forward(*arguments: torch.Tensor) -> torch.Tensor:
+        nonlocal in_model
+        in_model = True  # transformers' own code
+        try:
+            return forward(*arguments)
+        finally:
+            in_model = False
+
+    def counted(name: str) -> Callable[..., Any]:
+        plain = getattr(torch.Tensor, name)
+
+        def look(self: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+            if not in_model:
+                looks.append(name)
+            return plain(self, *arguments, **named)
+
+        return look
+
+    with monkeypatch.context() as patch:
+        patch.setattr(batch, "_forward", model_forward)
+        for name in ("tolist", "item", "cpu", "__bool__", "__int__", "__float__"):
+            patch.setattr(torch.Tensor, name, counted(name))
+        to_device = batch._to_device
+        patch.setattr(batch, "_to_device", lambda table: copies.append(len(table)) or to_device(table))
+        assert not batch.step(version=0), "a row that ends is one more look, at the padding"
+    assert looks == ["tolist"]
+    assert copies == [len(batch.rows)] * 2, "tokens and positions, then what sampling needs"
 
 
 # --- the engine: updates while sequences run ------------------------------------------------------------
