@@ -114,13 +114,16 @@ class TicketSender:
         self, waiting: Sequence[PreparedTicket], servers: Mapping[str, ServerState], *, is_training: bool
     ) -> dict[str, list[PreparedTicket]]:
         out, items = self.ledger.out, {item.ticket.ticket_id: item for item in waiting}
+
+        def may_try(ticket_id: int, server_id: str) -> bool:
+            able = [other for other, server in servers.items() if _has_version_for(items[ticket_id], server)]
+            return server_id in able and out.may_try(ticket_id, server_id, able)
+
         return share_tickets(
             waiting,
             held={server_id: out.held_of_kind(server_id, is_training=is_training) for server_id in servers},
             most={server_id: server.hello.max_groups for server_id, server in servers.items()},
-            may_try=lambda ticket_id, server_id: (
-                _has_version_for(items[ticket_id], servers[server_id]) and out.may_try(ticket_id, server_id, servers)
-            ),
+            may_try=may_try,
         )
 
     def _send(self, server_id: str, chosen: Sequence[PreparedTicket], mates: Sequence[PreparedTicket]) -> None:

@@ -103,7 +103,9 @@ class Rig:
 @pytest.fixture
 def rig(make_config: MakeConfig, tmp_path: Path) -> Iterator[Rig]:
     with Publication("run", tmp_path) as publication:
-        yield Rig(make_config(), publication)
+        made = Rig(make_config(), publication)
+        yield made
+        made.ledger.journal.close()
 
 
 def rows(*indices: int, version: int = 0) -> list[int | str]:
@@ -166,6 +168,20 @@ def test_a_row_that_another_version_sampled_is_refused() -> None:
     group = received(item, 3, 4).group
     assert list(_version_problems(group, item.ticket, 5)) == ["token versions 3 to 4, but the ticket allows 3 to 3"]
     assert not list(_version_problems(group, item.ticket.model_copy(update={"kind": TicketKind.TRAIN}), 5))
+
+
+def test_a_row_that_failed_is_tried_again_by_the_only_server_that_keeps_the_version(rig: Rig) -> None:
+    """One that has joined with a newer version has not failed at it, and cannot try."""
+    rig.join("a")
+    rig.publish(0)
+    rig.begin(0, rows=1)
+    rig.turn()
+    rig.publish(1)
+    rig.join("b")
+    rig.sent("a")
+    rig.servers.give_back(EVALUATION_IDS, "a", "out of memory")
+    rig.turn()
+    assert rig.sent("a") == rows(0)
 
 
 def test_one_evaluation_after_another(rig: Rig) -> None:
