@@ -109,7 +109,7 @@ class GpuMemoryConfig(Section):
     """A plan of the device's memory for both halves of a sync run, checked before anything is loaded."""
 
     budget_gib: float = Field(default=0.0, ge=0)
-    """Memory of one device; 0 means no plan."""
+    """Memory of one device. 0: whatever the learner's GPU has, and on a CPU no plan."""
 
 
 class NetworkConfig(Section):

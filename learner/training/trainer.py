@@ -11,10 +11,14 @@ from dataclasses import dataclass
 from math import nan
 from pathlib import Path
 
+import torch
+
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import architecture_fingerprint
 from asyncrl.models.weight_files import base_fingerprint
+from asyncrl.tools.memory_plan.advice import check_plan
+from asyncrl.tools.numbers import size
 from learner.checkpoint.storage import LearnerState, check_adapter, restore_engine
 from learner.tickets.adaptive_staleness import ADAPTIVE_STALENESS, AdaptiveStaleness
 from learner.tickets.ticket import ReceivedGroup
@@ -62,6 +66,7 @@ class Trainer:
         self.base = base_fingerprint(config.model) if adapter else ""
         if checkpoint and state:
             check_adapter(checkpoint, state, adapter, self.base)
+        check_room(config, self.engine.device)
         self.engine.prepare()
         self.architecture = architecture_fingerprint(self.engine.unwrap_model(), adapter)
         if checkpoint and state:
@@ -102,3 +107,12 @@ class Trainer:
             base=self.base,
             controllers={ADAPTIVE_STALENESS: self._adaptive.state()} if self._adaptive else {},
         )
+
+
+def check_room(config: RunConfig, device: torch.device) -> None:
+    """Plan the memory of a GPU without a budget too (with one, the launch has). Raises UserError where it cannot fit:
+    said in seconds, with the settings that help, instead of by CUDA in the first long batch."""
+    if device.type == "cuda" and not config.gpu_memory.budget_gib:
+        plan = check_plan(config, torch.cuda.get_device_properties(device).total_memory)
+        if plan is not None:
+            logger.info("planned: at most %s on %s", size(plan.peak), device)

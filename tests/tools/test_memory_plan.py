@@ -20,6 +20,7 @@ from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.launch.inputs import check_inputs
+from asyncrl.models import output_head
 from asyncrl.models.loading import load_model
 from asyncrl.models.processing import EncodedPrompt
 from asyncrl.models.published import published_tensors
@@ -36,10 +37,11 @@ from asyncrl.tools.memory_plan.plan import (
 )
 from asyncrl.tools.memory_plan.rehearsal import rehearse
 from asyncrl.tools.memory_plan.table import describe
-from asyncrl.tools.numbers import GIB
+from asyncrl.tools.numbers import GIB, size
 from benchmarks.random_models import make_model
 from learner.training.engine import TorchEngine
 from learner.training.packing import Completion, MicroBatch, TrainGroup, build_micro_batch
+from learner.training.trainer import Trainer
 from protocol.messages import Sampling
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.hf.decode_batch import DecodeBatch
@@ -233,6 +235,29 @@ def test_a_plan_that_cannot_fit_is_refused_with_numbers_and_levers(make_config: 
     reached = [float(left) * units[unit] for left, unit in re.findall(r" -> (\S+) (\wiB) too much", text)]
     assert reached == sorted(reached), "the one that helps most comes first"
     assert "Together" in text
+
+
+def test_the_learners_gpu_is_the_limit_where_there_is_no_budget(
+    make_config: MakeConfig, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before weights are loaded; what happens on another GPU is not counted."""
+    tokens = {"data": {"max_response_length": 512}, "batch": {"tokens_per_microbatch": 8192}}
+    devices: dict[str, dict[str, Any]] = {"learner": {"device": "cuda"}, "rollout": {"device": "cuda:1"}}
+    config = planned(make_config, small, **tokens, **devices)
+    (phase, _) = make_plan(config).phases
+    gpu = type("Properties", (), {"total_memory": phase.nbytes - 1})()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: gpu)
+    said = rf"the learner's GPU has {size(phase.nbytes - 1)}, but the learner awake needs .*\nWhat to change"
+    with pytest.raises(UserError, match=said):
+        Trainer(config, processor=None, num_rows=8)  # type: ignore[arg-type]
+    fits = check_plan(config, phase.nbytes)
+    assert fits is not None
+    assert fits.phases == (phase,)
+    assert check_plan(config) is None
+    monkeypatch.setattr(output_head, "LOGITS_PER_CHUNK", 2**16)
+    assert make_plan(config).phases[0].nbytes < phase.nbytes, "the logits of a chunk are counted, not all"
 
 
 def test_only_the_learner_needs_room_for_published_weights(

@@ -2,28 +2,47 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 
 from asyncrl.config.device_rules import DEVICE_CHANNELS
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.tools.memory_plan.plan import MemoryPlan, changed, device_sharing, longest_sequence, make_plan
+from asyncrl.tools.memory_plan.rehearsal import NoPlanError
 from asyncrl.tools.numbers import GIB, size
 from protocol.endpoints import SHARED_MEMORY
+
+logger = logging.getLogger(__name__)
 
 Change = Mapping[str, object]
 """Values of dotted keys."""
 
 
-def check_plan(config: RunConfig) -> MemoryPlan | None:
-    """The plan, or None without a budget. Raises UserError where it cannot fit, before anything is loaded."""
-    if not config.gpu_memory.budget_gib:
+def check_plan(config: RunConfig, device_bytes: int = 0) -> MemoryPlan | None:
+    """The plan, or None where nothing limits it. Raises UserError where it cannot fit, before anything is loaded.
+
+    Without a budget the limit is `device_bytes`, the memory of the learner's GPU, for all that happens on it. What
+    cannot be planned is then trained unplanned, with a warning.
+    """
+    if config.gpu_memory.budget_gib:
+        plan, limit = make_plan(config), f"gpu_memory.budget_gib is {config.gpu_memory.budget_gib:g}"
+    elif device_bytes:
+        try:
+            plan = make_plan(changed(config, {"gpu_memory.budget_gib": device_bytes / GIB}))
+        except NoPlanError as problem:
+            logger.warning("%s", problem)
+            return None
+        if plan.sharing == "apart":
+            plan = replace(plan, phases=plan.phases[:1])
+        limit = f"the learner's GPU has {size(device_bytes)}"
+    else:
         return None
-    plan = make_plan(config)
     if plan.excess:
-        raise UserError(refusal(plan))
+        raise UserError(refusal(plan, limit))
     return plan
 
 
@@ -42,14 +61,13 @@ def check_shared_memory(plan: MemoryPlan) -> str:
     return text
 
 
-def refusal(plan: MemoryPlan) -> str:
-    """Names the phases that do not fit, their largest parts, and what to change."""
+def refusal(plan: MemoryPlan, limit: str) -> str:
+    """Names the phases that do not fit within the limit, their largest parts, and what to change."""
     lines: list[str] = []
     for phase in (phase for phase in plan.phases if phase.nbytes > plan.budget):
         parts = sorted(phase.lines, key=lambda line: -line.nbytes)[:4]
         largest = ", ".join(f"{part.name} {part.nbytes / GIB:.1f}" for part in parts)
-        budget, needed = plan.config.gpu_memory.budget_gib, size(phase.nbytes)
-        lines.append(f"gpu_memory.budget_gib is {budget:g}, but the {phase.name} needs {needed} ({largest}, ...)")
+        lines.append(f"{limit}, but the {phase.name} needs {size(phase.nbytes)} ({largest}, ...)")
     return "\n".join([*lines, *advice(plan)])
 
 
@@ -76,9 +94,10 @@ def advice(plan: MemoryPlan) -> list[str]:
 
 
 def _make_other(plan: MemoryPlan, change: Change) -> MemoryPlan:
-    """Make the plan after a change, measuring the model again only where it matters."""
+    """Make the plan after a change, of the same devices, measuring the model again only where it matters."""
     same_model = all(key.startswith(("rollout.", "trainer.")) for key in change)
-    return make_plan(changed(plan.config, change), plan.model if same_model else None)
+    other = make_plan(changed(plan.config, change), plan.model if same_model else None)
+    return replace(other, phases=other.phases[: len(plan.phases)]) if other.sharing == plan.sharing else other
 
 
 def _levers(config: RunConfig) -> Iterator[Change]:

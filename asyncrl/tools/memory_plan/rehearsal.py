@@ -30,6 +30,10 @@ logger = logging.getLogger(__name__)
 META = torch.device("meta")
 
 
+class NoPlanError(UserError):
+    """A model's memory cannot be measured without its weights; it may be trained all the same."""
+
+
 @dataclass(frozen=True)
 class ModelBytes:
     """A model's parts, and what passes through it add to them. Nothing of it depends on `rollout` or `trainer`."""
@@ -66,7 +70,7 @@ class ModelBytes:
 
 
 def rehearse(config: RunConfig) -> ModelBytes:
-    """Measure a model on the meta device; raises UserError if it cannot run there. Takes seconds."""
+    """Measure a model on the meta device; raises NoPlanError if it cannot run there. Takes seconds."""
     described = read_config(config.model)  # refuses what can be planned and not trained
     try:
         return _rehearse(config)
@@ -75,7 +79,7 @@ def rehearse(config: RunConfig) -> ModelBytes:
     except Exception as problem:
         logger.debug("the rehearsal of %s failed", config.model.path, exc_info=True)
         family = described.get("model_type", "a model without model_type")
-        raise UserError(
+        raise NoPlanError(
             f"memory cannot be planned for models of the family {family} ({config.model.path}): a rehearsal without "
             f"weights failed ({type(problem).__name__}: {' '.join(str(problem).split())[:200]}). It may be trained all "
             "the same: leave gpu_memory.budget_gib at 0, and try it with a small batch.tokens_per_microbatch"
