@@ -52,7 +52,7 @@ class LoraConfig(Section):
 
 class ModelConfig(Section):
     path: str
-    """Hugging Face folder with model, tokenizer and processor."""
+    """Hugging Face folder with model, tokenizer and processor, or `org/name` (or `org/name@revision`) of its hub."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights on both sides and on the wire. bfloat16 ones are trained on float32 master weights; adapters
     are always float32."""
@@ -74,7 +74,7 @@ class ModelConfig(Section):
 
 class DataConfig(Section):
     train_files: tuple[str, ...]
-    """Parquet or JSONL files, image folders, or `org/name@split` of the `datasets` library."""
+    """Parquet, JSONL or CSV files, image folders, or `org/name@split` of the `datasets` library."""
     val_files: tuple[str, ...] = ()
     """Held-out rows, never trained on; same kinds as train_files."""
     prompt_key: str = "prompt"
@@ -82,7 +82,8 @@ class DataConfig(Section):
     answer_key: str = "answer"
     """Column with the reference answer, handed to the rewards."""
     image_key: str = "images"
-    """Column with 0 to N images per row: paths, bytes or a list of either. A missing column means text only."""
+    """Column with 0 to N images per row: paths, bytes, base64, `data:` URIs or a list of them. A missing column means
+    text only."""
     video_key: str = "videos"
     """Column with 0 to N videos per row, each a list of frames: paths or bytes of images, no video files."""
     video_fps: float = Field(default=2.0, gt=0)
@@ -111,11 +112,12 @@ class DataConfig(Section):
 
 class RewardFunctionConfig(Section):
     function: str
-    """Built-in name (see asyncrl/rewards/builtin.py) or `file.py:function`."""
+    """Built-in name (see asyncrl/rewards/builtin.py) or `file.py:function`, which takes a RewardSample or, as in TRL,
+    `completions` and columns as lists, and returns a number or a dict of them."""
     weight: float = 1.0
     """Weight of this component in the sum."""
     name: str = ""
-    """Name of the curve; empty means the function's own name."""
+    """Name of the curve, and key of the number in a returned dict; empty means the function's own name."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Extra keyword arguments of the function."""
 

@@ -12,12 +12,14 @@ from typing import Any, Literal
 
 from asyncrl.config.sections import DataConfig
 from asyncrl.config.suggest import close_names, file_hint
+from asyncrl.data.images import is_inline
 from asyncrl.data.tables import (
     HubTable,
     ParquetTable,
     RowGroupCache,
     Table,
     images_below,
+    read_csv,
     read_image_folder,
     read_json,
 )
@@ -32,8 +34,8 @@ Purpose = Literal["rl", "sft"]
 def open_dataset(source: Sequence[str], config: DataConfig, *, limit: int = 0, purpose: Purpose = "rl") -> RowSource:
     """Rows of one or several files, concatenated. `limit` keeps only the first rows; 0 means all.
 
-    A source is a Parquet, JSONL or JSON file (or a pattern such as `data/*.parquet`), an image folder, a folder
-    saved by the `datasets` library (`folder@split` if it has splits), or `org/name@split` from the hub.
+    A source is a Parquet, JSONL, JSON, CSV or TSV file (or a pattern such as `data/*.parquet`), an image folder, a
+    folder saved by the `datasets` library (`folder@split` if it has splits), or `org/name@split` from the hub.
     """
     cache = RowGroupCache()
     tables = [table for name in source if name for table in _open_tables(name, config, cache)]
@@ -106,8 +108,7 @@ class RowSource:
 def _absolute(value: Any, base: Path) -> Any:
     """The value with image paths, at any depth, made absolute below `base`."""
     if isinstance(value, str):
-        is_address = "://" in value or value.startswith("data:")
-        return value if is_address or not value else str((base / value).absolute())
+        return value if not value or "://" in value or is_inline(value) else str((base / value).absolute())
     if isinstance(value, list | tuple):
         return [_absolute(one, base) for one in value]
     if isinstance(value, dict) and value.get("bytes") is None and value.get("path"):
@@ -141,7 +142,11 @@ def _open_file(path: Path, cache: RowGroupCache) -> Table:
         return ParquetTable(path, cache)
     if suffix in (".jsonl", ".ndjson", ".json"):
         return read_json(path)
-    raise UserError(f"{path}: data files are .parquet, .jsonl or .json, not {suffix or 'without an ending'}")
+    if suffix in (".csv", ".tsv"):
+        return read_csv(path)
+    raise UserError(
+        f"{path}: data files are .parquet, .jsonl, .json, .csv or .tsv, not {suffix or 'without an ending'}"
+    )
 
 
 def _is_saved(path: Path) -> bool:

@@ -5,8 +5,10 @@ A video is a list of frames; files of moving pictures are not decoded.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
+import re
 import struct
 import zlib
 from collections.abc import Iterator
@@ -22,6 +24,9 @@ from asyncrl.errors import UserError
 MAX_PIXELS = 89_478_485
 """Larger images are refused: a small file may unpack to gigabytes. Pillow warns from the same number on."""
 
+_BASE64 = re.compile(r"[A-Za-z0-9+/\s]{64,}={0,2}\s*")
+_BASE64_STARTS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR", "Qk", "SUkq", "TU0AK")
+"""First characters of PNG, JPEG, GIF, WebP, BMP and TIFF files in base64."""
 _BROKEN = (OSError, SyntaxError, ValueError, EOFError, IndexError, TypeError, struct.error, zlib.error)
 """Errors of Pillow's decoders on damaged files."""
 VIDEO_FIX = (
@@ -88,8 +93,8 @@ def _as_rgb(image: Image.Image) -> Image.Image:
 def load_image_bytes(value: Any, base_dir: Path, where: str) -> bytes:
     """Encoded bytes of one image as data sets hold it, with a header that was read; no pixel is decoded.
 
-    Accepts a path (relative ones below `base_dir`), encoded bytes, or the `datasets` library's
-    `{"bytes": ..., "path": ...}`. Raises UserError for what is no image, or too large.
+    Accepts a path (relative ones below `base_dir`), encoded bytes, base64 text or a `data:` URI of them, or the
+    `datasets` library's `{"bytes": ..., "path": ...}`. Raises UserError for what is no image, or too large.
     """
     data = _encoded_bytes(value, base_dir, where)
     with _opened(data, where):
@@ -112,7 +117,9 @@ def _encoded_bytes(value: Any, base_dir: Path, where: str) -> bytes:
 
 
 def _read(name: str, base_dir: Path, where: str) -> bytes:
-    if "://" in name or name.startswith("data:"):
+    if is_inline(name):
+        return _decoded(name, where)
+    if "://" in name:
         raise UserError(f"{where}: {name[:80]!r} is an address, not a file. Download the images and give their paths")
     path = base_dir / name
     try:
@@ -124,6 +131,21 @@ def _read(name: str, base_dir: Path, where: str) -> bytes:
         ) from None
     except (OSError, ValueError) as error:
         raise UserError(f"{where}: cannot read the image {path}: {error}") from None
+
+
+def is_inline(text: str) -> bool:
+    """True for a `data:` URI, or for the base64 of an image, which no file is named like."""
+    return text.startswith("data:") or (text.startswith(_BASE64_STARTS) and _BASE64.fullmatch(text) is not None)
+
+
+def _decoded(text: str, where: str) -> bytes:
+    head, comma, payload = text.partition(",") if text.startswith("data:") else ("data:;base64", ",", text)
+    try:
+        if not comma or not head.endswith(";base64"):
+            raise ValueError("it is not written as data:image/png;base64,...")
+        return base64.b64decode("".join(payload.split()), validate=True)
+    except ValueError as error:
+        raise UserError(f"{where}: {text[:40]!r}... cannot be decoded: {error}. Write its bytes in base64") from None
 
 
 def load_videos(value: Any, base_dir: Path, row_id: str) -> list[list[bytes]]:

@@ -138,6 +138,26 @@ def read_json(path: Path) -> Table:
     return RowTable(rows, path.name, path.parent, columns)
 
 
+def read_csv(path: Path) -> Table:
+    """Rows of a CSV or TSV file, whose first line names the columns. A cell is text; an empty one is None.
+
+    Lists, such as several images or chat messages, need another kind of file.
+    """
+    csv.field_size_limit(2**31 - 1)  # an image in base64 is one cell
+    rows: list[dict[str, Any] | bytes] = []
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
+            for row in reader:
+                if None in row or None in row.values():
+                    names = ", ".join(reader.fieldnames or ())
+                    raise UserError(f"{path} line {reader.line_num} does not have one cell for each of: {names}")
+                rows.append({name: cell or None for name, cell in row.items()})
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"cannot read {path} as CSV: {error}") from None
+    return RowTable(rows, path.name, path.parent, reader.fieldnames or ())
+
+
 def read_image_folder(folder: Path, image_key: str, answer_key: str) -> Table:
     """One row per image, in the order of the paths: the image, and its parent folder's name as label and answer.
 

@@ -1,9 +1,11 @@
-"""Requirements on a model folder, read from its small files: no weights, and no torch."""
+"""The model folder, or its download from the hub, and the requirements on its small files: no weights, and no torch."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,22 @@ from asyncrl.errors import UserError
 
 ADAPTER_CONFIG = "adapter_config.json"
 """File that a PEFT folder has."""
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
+_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
+"""Files of a repository that are wanted: no weights in other formats, no code."""
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
 
 def model_folder(config: ModelConfig) -> Path:
-    """Return the path of `model.path`. Raises UserError if it is not a Hugging Face model folder."""
+    """Return the folder of `model.path`; one of the hub is downloaded, or found in the cache, once per process.
+
+    Raises UserError if it is not a Hugging Face model folder.
+    """
     folder = Path(config.path)
     if (folder / "config.json").is_file():
         return folder
+    if _HUB_NAME.fullmatch(config.path) and not folder.exists():
+        return _download(config.path, with_code=config.trust_remote_code)
     if (folder / ADAPTER_CONFIG).is_file():
         raise UserError(
             f"model.path is {config.path!r}, a folder with an adapter only. Name its base model, or merge the two: "
@@ -32,6 +42,29 @@ def model_folder(config: ModelConfig) -> Path:
         f"model.path is {config.path!r}: there is no config.json in it{where}. "
         f"Name a Hugging Face model folder (config.json, *.safetensors, tokenizer and processor files){elsewhere}"
     )
+
+
+@cache
+def _download(name: str, *, with_code: bool) -> Path:
+    """Folder in the hub's cache with the small files and the safetensors of `org/name` or `org/name@revision`.
+
+    HF_HUB_OFFLINE, HF_HOME, HF_ENDPOINT and HF_TOKEN are heeded, as by every program that uses huggingface_hub.
+    """
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    repository, _, revision = name.partition("@")
+    files = [*_FILES, "*.py"] if with_code else _FILES
+    try:
+        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=files))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError, ValueError) as error:
+        fix = "Check name and network, and log in for a model that asks for it (hf auth login)"
+        if constants.HF_HUB_OFFLINE:
+            fix = f"HF_HUB_OFFLINE forbids downloads: set it to 0, or run once where it is not set: hf download {name}"
+        raise UserError(
+            f"model.path is {name!r}: there is no such folder in {Path.cwd()}, and the hub at {constants.ENDPOINT} "
+            f"does not give it ({type(error).__name__}: {' '.join(str(error).split())[:200]}). {fix}"
+        ) from None
 
 
 def read_config(config: ModelConfig) -> dict[str, Any]:

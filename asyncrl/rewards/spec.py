@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from asyncrl import plugins
 from asyncrl.config.suggest import did_you_mean
 from asyncrl.errors import UserError
 from asyncrl.rewards.builtin import BUILTIN_REWARDS
+from asyncrl.rewards.sample import RewardSample
 
 if TYPE_CHECKING:
     from asyncrl.config.sections import RewardConfig
@@ -43,14 +44,42 @@ def check_rewards(config: RewardConfig) -> None:
             _check_names(*located)
 
 
+def call_reward(function: Callable[..., Any], sample: RewardSample, kwargs: Mapping[str, Any]) -> Any:
+    """`function(sample, **kwargs)`; one with a parameter `completions` is called as TRL does.
+
+    That is with lists, of one completion here: `prompts` and `completions` (texts), `images`, `answer`, and the row's
+    columns by name, as far as the function takes them. It returns a list.
+    """
+    parameters = _parameters(function)
+    if "completions" not in parameters:
+        return function(sample, **kwargs)
+    known = {"prompts": sample.prompt, "images": sample.images, "answer": sample.answer, **sample.columns}
+    lists = {name: [value] for name, value in known.items()} | {"completions": [sample.completion], **kwargs}
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    returned = function(**{name: value for name, value in lists.items() if takes_all or name in parameters})
+    if not isinstance(returned, Sequence) or len(returned) != 1:
+        raise TypeError(f"expected a list of one reward for one completion, got {returned!r:.100}")
+    return returned[0]
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some callables written in C have none
+        return {}
+
+
 def check_call(function: Callable[..., Any], name: str, kwargs: dict[str, Any]) -> None:
-    """Raise UserError if `function(sample, **kwargs)` cannot be called."""
+    """Raise UserError if `function(sample, **kwargs)` cannot be called, or for `completions` with these kwargs."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some callables written in C have none
         return
     try:
-        signature.bind(None, **kwargs)
+        if "completions" in signature.parameters:  # which columns the rows have is seen when it is called
+            signature.bind_partial(**kwargs)
+        else:
+            signature.bind(None, **kwargs)
     except TypeError as error:
         known = list(signature.parameters)[1:]
         near = "".join(did_you_mean(key, known) for key in kwargs if key not in known)

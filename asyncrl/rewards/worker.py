@@ -14,7 +14,7 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +25,7 @@ from asyncrl.plugins import function_of, load_module, one_line, shorten
 from asyncrl.rewards import channel, process_reaper
 from asyncrl.rewards.builtin import BUILTIN_REWARDS
 from asyncrl.rewards.sample import RewardSample
-from asyncrl.rewards.spec import check_call
+from asyncrl.rewards.spec import call_reward, check_call
 
 
 @dataclass(frozen=True)
@@ -125,11 +125,12 @@ def _score(request: dict[str, Any], components: list[Component], outgoing: Binar
     me = os.getpid()
     sample = RewardSample(**request["sample"])
     reply: dict[str, Any] = {"id": request["id"], "components": {}}
+    dicts: list[tuple[Component, Mapping[str, Any]]] = []
     started = time.perf_counter()
     for index, component in enumerate(components):
         _send(outgoing, {"begun": index})
         try:
-            reply["components"][component.name] = _run(component, sample)
+            reply["components"][component.name] = _run(component, sample, dicts)
         except ComponentFailed as failed:
             reply |= {"error_kind": failed.kind, "error_message": str(failed)}
             break
@@ -140,12 +141,22 @@ def _score(request: dict[str, Any], components: list[Component], outgoing: Binar
     return reply
 
 
-def _run(component: Component, sample: RewardSample) -> float:
-    """The component's finite number. Raises ComponentFailed for everything else that can happen in user code."""
+def _run(component: Component, sample: RewardSample, dicts: list[tuple[Component, Mapping[str, Any]]]) -> float:
+    """The component's finite number. Raises ComponentFailed for everything else that can happen in user code.
+
+    A function that returns a dict is called once for all its components; `dicts` are those of the sample.
+    """
+    alike = (
+        values for other, values in dicts if (other.function, other.kwargs) == (component.function, component.kwargs)
+    )
     # A reward that draws random numbers must not depend on which worker scored what before.
     random.seed(f"{sample.row_id}\0{sample.completion}".encode("utf-8", "surrogatepass"))
     try:
-        value = _number(component.function(sample, **component.kwargs))
+        returned = next(alike, None) or call_reward(component.function, sample, component.kwargs)
+        if isinstance(returned, Mapping):
+            dicts.append((component, returned))
+            returned = _of_name(returned, component.name)
+        value = _number(returned)
     except ComponentFailed:
         raise
     except MemoryError as error:
@@ -158,6 +169,14 @@ def _run(component: Component, sample: RewardSample) -> float:
     if not math.isfinite(value):
         raise ComponentFailed("reward_nan", f"returned {value}, which is not a finite number")
     return value
+
+
+def _of_name(values: Mapping[str, Any], name: str) -> Any:
+    if name not in values:
+        known = ", ".join(map(str, values))
+        fix = "Set `name` of the entry in reward.functions to one of them, and add an entry for each that counts"
+        raise ComponentFailed("reward_type", f"returned a dict of {shorten(known, 100)}, without {name!r}. {fix}")
+    return values[name]
 
 
 def _number(returned: Any) -> float:

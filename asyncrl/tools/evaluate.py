@@ -20,6 +20,7 @@ from asyncrl.data.dataset import open_validation
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.errors import UserError
 from asyncrl.models.devices import resolve_device
+from asyncrl.models.folder import model_folder
 from asyncrl.models.loading import has_vision, model_class
 from asyncrl.models.lora import is_adapter_folder, load_merged
 from asyncrl.models.model_inputs import place_text_after_videos
@@ -50,7 +51,7 @@ def evaluate(config: RunConfig, folder: Path) -> Evaluation:
     if held_out is None:
         raise UserError("data.val_files is empty: there is nothing to evaluate on")
     is_adapter = is_adapter_folder(folder)
-    whole = Path(config.model.path) if is_adapter else folder
+    whole = model_folder(config.model) if is_adapter else folder
     processor = PromptProcessor(ModelConfig(path=str(whole)))
     hf_config = AutoConfig.from_pretrained(whole)
     device = resolve_device(config.rollout.device, "rollout.device")

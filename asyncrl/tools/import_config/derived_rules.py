@@ -237,9 +237,10 @@ def run_dir(value: Any, theirs: Values) -> Outcome:
 
 
 def model_path(value: Any, _: Values) -> Outcome:
-    """Model path; one that is no folder here, such as a hub name, is reported as missing."""
-    missing = f"model.path: a folder here. {value} is none: hf download {value} --local-dir models/{Path(value).name}"
-    return becomes({"model.path": value}, missing="" if Path(value).is_dir() else missing)
+    """Model path; one that is neither a folder here nor a hub name is reported as missing."""
+    is_known = Path(value).is_dir() or _HUB_NAME.fullmatch(value.replace(".", ""))
+    missing = f"model.path: a folder here, or a name of the hub, and {value} is neither"
+    return becomes({"model.path": value}, missing="" if is_known else missing)
 
 
 def data_files(ours: str) -> Rule:

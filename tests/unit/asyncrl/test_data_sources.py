@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import csv
 import io
 import json
 from collections.abc import Callable, Sequence
@@ -118,6 +120,31 @@ def test_every_kind_gives_the_same_prompts(make: Callable[[Path], str], tmp_path
         assert prompt.row_id.endswith(f":{expected['level'] - 1}")
 
 
+@pytest.mark.parametrize("ending", [".csv", ".tsv"])
+def test_images_stand_in_the_cells_of_a_csv_file(tmp_path: Path, ending: str) -> None:
+    (tmp_path / "red.png").write_bytes(PNGS["red"])
+    noise = io.BytesIO()  # larger than a cell that Python's csv module reads by default
+    Image.effect_noise((400, 400), 100).save(noise, format="PNG")
+    encoded = {name: base64.b64encode(data).decode() for name, data in {**PNGS, "noise": noise.getvalue()}.items()}
+    assert len(encoded["noise"]) > 131_072
+    cells = ["red.png", f"data:image/png;base64,{encoded['green']}", encoded["blue"], encoded["noise"], ""]
+    path = tmp_path / f"rows{ending}"
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, delimiter="," if ending == ".csv" else "\t")
+        writer.writerows([("prompt", "images", "answer"), *(('what, "exactly"?', cell, "7") for cell in cells)])
+    config = config_for(path)
+    rendered = render_all(open_train(config), config)
+    images = [PNGS["red"], PNGS["green"], PNGS["blue"], noise.getvalue()]
+    assert [list(one.blobs.values()) for one in rendered] == [*([image] for image in images), []]
+    assert {one.prompt.answer for one in rendered} == {"7"}
+    with path.open("a") as file:
+        file.write("one cell\n")
+    with pytest.raises(
+        UserError, match=rf"rows{ending} line 7 does not have one cell for each of: prompt, images, answer"
+    ):
+        open_train(config)
+
+
 def test_a_data_set_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"cannot load org/name .* HF_HUB_OFFLINE forbids downloads: set it to 0 "):
         open_train(config_for("org/name@train"))  # the real library, which is offline in tests
@@ -219,6 +246,7 @@ def test_chat_messages_and_system_prompt() -> None:
         ({"prompt": "q", "answer": [1, b"x"]}, r"the answer in column 'answer' \(data.answer_key\)"),
         ({"prompt": "q", "images": [PNGS["red"], "red.pgn"]}, "image 1: there is no image .*did you mean .*red.png"),
         ({"prompt": "q", "images": [b"not a png"]}, "image 0: these 9 bytes are no image .* leave the row out"),
+        ({"prompt": "q", "images": "data:image/png,x"}, "image 0: 'data:image/png,x'... cannot be decoded: it is not"),
         ({"prompt": "q", "images": "https://example.com/a.png"}, "image 0: .* is an address, not a file. Download"),
         ({"prompt": "q", "images": 7}, "image 0: int '7' is no image"),
         ({"prompt": "<image><image>", "images": [PNGS["red"]]}, r"2 <image> placeholder\(s\) in the prompt, 1 image"),
@@ -287,7 +315,7 @@ def test_a_misnamed_image_column_is_not_taken_for_text(tmp_path: Path, caplog: p
         ("d.jsonl", '{"a": 1}\n{"a": \n', r"d.jsonl line 2 is not valid JSON"),
         ("d.json", "[1]", r"d.json has a int: expected one JSON object per line"),
         ("d.parquet", "PAR1 no", r"cannot read .*d.parquet as Parquet"),
-        ("d.txt", "x", r"data files are .parquet, .jsonl or .json, not .txt"),
+        ("d.txt", "x", r"data files are .parquet, .jsonl, .json, .csv or .tsv, not .txt"),
         ("e.jsonl", "", r"there is no data file .*did you mean .*e.jsonl"),
     ],
 )

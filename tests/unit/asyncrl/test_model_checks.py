@@ -19,7 +19,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_train
 from asyncrl.errors import UserError
 from asyncrl.launch.inputs import check_inputs, check_media
-from asyncrl.models.folder import describe_folder
+from asyncrl.models.folder import describe_folder, model_folder
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.weight_files import check_weights
 from asyncrl.tools.doctor.memory import find_model
@@ -53,6 +53,29 @@ def refused(
     message = capsys.readouterr().err
     assert message.startswith("error: ")
     return message
+
+
+def test_a_model_of_the_hub_is_taken_from_its_cache_and_said_to_be_missing_offline(
+    make_config: MakeConfig, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache as `hf download acme/tiny` leaves it; HF_HUB_OFFLINE is on."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    revision = "0123456789abcdef0123456789abcdef01234567"
+    stored = tmp_path / "hub" / "models--acme--tiny"
+    shutil.copytree(tiny_model, stored / "snapshots" / revision)
+    (stored / "refs").mkdir()
+    (stored / "refs" / "main").write_text(revision)
+    for name in ("acme/tiny", f"acme/tiny@{revision}"):
+        config = make_config(model={"path": name})
+        assert model_folder(config.model) == stored / "snapshots" / revision
+        check_inputs(config, "learner", "rollout_server")
+    with pytest.raises(
+        UserError, match=r"'acme/other'.*no such folder in .*HF_HUB_OFFLINE forbids downloads: set it to 0"
+    ):
+        check_inputs(make_config(model={"path": "acme/other"}), "learner")
+    with pytest.raises(UserError, match=r"'acme/tiny@v2'.*HF_HUB_OFFLINE"):
+        model_folder(make_config(model={"path": "acme/tiny@v2"}).model)
 
 
 def test_a_model_without_eyes_is_given_no_images(

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from asyncrl.config.sections import RewardConfig, RewardFunctionConfig
-from asyncrl.errors import BadStateError
+from asyncrl.errors import BadStateError, UserError
 from asyncrl.rewards.pool import RewardPool, Score
 from asyncrl.rewards.sample import RewardSample
 from tests.rigs.tiny import ROOT
@@ -55,6 +55,43 @@ def config_of(*functions: str, workers: int = 1, timeout_s: float = 5.0) -> Rewa
 
 def sample_of(fault: str, **fields: Any) -> RewardSample:
     return RewardSample(completion=fault, row_id="rows.jsonl:4", **fields)
+
+
+THEIRS = """
+calls = 0
+
+def parts(sample):
+    global calls
+    calls += 1
+    return {"right": float(sample.completion == sample.answer), "calls": calls}
+
+def trl(completions, level, answer, bonus=0, **kwargs):
+    return [len(text) + level[0] + bonus + (answer == ["4"]) for text in completions]
+
+def trl_without_columns(completions):
+    return [None]
+"""
+
+
+def test_a_dict_gives_several_components_and_trls_signature_is_called_with_lists(tmp_path: Path) -> None:
+    file = tmp_path / "theirs.py"
+    file.write_text(THEIRS)
+    sample = RewardSample(completion="four", answer="4", columns={"level": 2, "source": "mine"})
+
+    def score(*entries: dict[str, Any]) -> Score:
+        functions = [{**entry, "function": f"{file}:{entry['function']}"} for entry in entries]
+        config = RewardConfig.model_validate({"functions": functions, "workers": 1})
+        return run_pool(config, lambda pool: pool.score(sample))
+
+    parts = {"function": "parts"}
+    done = score({**parts, "name": "right"}, {**parts, "name": "calls"}, {"function": "trl", "kwargs": {"bonus": 10}})
+    assert done.components == {"right": 0.0, "calls": 1.0, "trl": 4 + 2 + 10 + 1}, "parts is called once"
+    failed = score(parts)
+    assert failed.error_kind == "reward_type"
+    assert "returned a dict of right, calls, without 'parts'. Set `name`" in failed.error_message
+    assert score({"function": "trl_without_columns"}).error_kind == "reward_type"
+    with pytest.raises(UserError, match="'bonsu'"):
+        score({"function": "trl_without_columns", "kwargs": {"bonsu": 1}})
 
 
 ERRORS = [
