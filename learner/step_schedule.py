@@ -52,11 +52,12 @@ class StepSchedule:
         return not self.progress.is_last or self.is_evaluation_due
 
     def wait_for_server(self) -> None:
-        self.status("waiting", "the first rollout server")
+        limit = f"at most {self.config.start_timeout_s:g} s, network.start_timeout_s"
+        self.status("waiting", f"the first rollout server, which loads its model ({limit}); its log says how far it is")
         with self.waits.waiting("server"):
             self.network.wait_until(
                 lambda: bool(self.network.servers.connected),
-                timeout_s=self.config.network.start_timeout_s,
+                timeout_s=self.config.start_timeout_s,
                 what=lambda: f"a rollout server at {self.config.control_endpoint} (network.start_timeout_s)",
             )
 
@@ -74,8 +75,8 @@ class StepSchedule:
                 with self.waits.waiting("groups"):
                     self.network.wait_until(
                         lambda: self._has_batch or self._is_held_up or self._is_evaluated,
-                        timeout_s=self.config.learner.wait_timeout_s,
-                        what=lambda: f"{self._describe_wait()} (learner.wait_timeout_s)",
+                        timeout_s=sum(self._patience_s.values()),
+                        what=lambda: f"{self._describe_wait()} ({' + '.join(self._patience_s)})",
                         judge=self._judge_servers,
                         progress=lambda: self.status("training", self._describe_wait()),
                     )
@@ -83,6 +84,15 @@ class StepSchedule:
         self._record_if_complete()
         self.take_device_back()
         return self._waited_for_evaluation_s - held_up_before_s
+
+    @property
+    def _patience_s(self) -> dict[str, float]:
+        """Longest wait for groups by the setting that it comes from. In sync mode a server starts its engine in its
+        first turn, after its welcome."""
+        waits = {"learner.wait_timeout_s": self.config.learner.wait_timeout_s}
+        if self.config.trainer.mode == "sync" and not self.network.servers.aligned:
+            waits["network.start_timeout_s"] = self.config.start_timeout_s
+        return waits
 
     @property
     def _has_batch(self) -> bool:
@@ -201,8 +211,8 @@ class StepSchedule:
                 before = running.arrived
                 self.network.wait_until(
                     lambda before=before: running.arrived > before or is_over(),
-                    timeout_s=self.config.learner.wait_timeout_s,
-                    what=lambda: f"{describe()} (learner.wait_timeout_s)",
+                    timeout_s=sum(self._patience_s.values()),
+                    what=lambda: f"{describe()} ({' + '.join(self._patience_s)})",
                     judge=self._judge_servers,
                     progress=lambda: self.status("evaluating", describe()),
                 )

@@ -125,7 +125,7 @@ class LearnerLink:
     async def connect(self, on_hello: Callable[[], object] = lambda: None) -> Welcome | None:
         """Say hello until the learner welcomes us, or the run is over (None). Raises UserError if it refuses,
         WaitTimeoutError if it never answers: it may still come. `on_hello` is called with every attempt."""
-        deadline = time.monotonic() + self._config.network.start_timeout_s
+        deadline = time.monotonic() + self._config.start_timeout_s
         logger.info("saying hello to the learner at %s", self._config.control_endpoint)
         while time.monotonic() < deadline:
             if self._is_over():
@@ -149,7 +149,7 @@ class LearnerLink:
                 return answer
         raise WaitTimeoutError(
             f"no learner answered at {self._config.control_endpoint} within "
-            f"{self._config.network.start_timeout_s:g} s (network.start_timeout_s). Is it running, with the same "
+            f"{self._config.start_timeout_s:g} s (network.start_timeout_s). Is it running, with the same "
             "network.host and network.control_port?"
         )
 

@@ -112,6 +112,11 @@ class GpuMemoryConfig(Section):
     """Memory of one device. 0: whatever the learner's GPU has, and on a CPU no plan."""
 
 
+USUAL_START_S, COMPILING_START_S = 300.0, 1800.0
+"""Longest start of an engine: imports and loading; and with compilation and the capture of CUDA graphs, before any
+cache has them. The latter is not measured: nothing has run on a GPU yet."""
+
+
 class NetworkConfig(Section):
     host: str = "127.0.0.1"
     """Address that the learner binds and servers dial."""
@@ -129,8 +134,9 @@ class NetworkConfig(Section):
     """Silence after which a peer counts as gone."""
     reconnect_timeout_s: float = Field(default=600.0, gt=0)
     """A rollout server works on and waits this long for a learner that has gone."""
-    start_timeout_s: float = Field(default=300.0, gt=0)
-    """Longest wait of a learner for the first server, model loading included, and of a server for its learner."""
+    start_timeout_s: float = Field(default=0.0, ge=0)
+    """Longest wait of a learner for the first server, model loading included, and of a server for its learner; 0 means
+    300, and 1800 where vLLM may be on a GPU: its first start on a machine compiles."""
     max_message_mib: int = Field(default=256, gt=0)
     """Larger messages are refused; a group, or the tickets with their images that are sent together."""
 
@@ -209,6 +215,12 @@ class RunSections(Section):
         """The staleness bound, or with `auto` the largest that it may become."""
         bound = self.learner.max_staleness
         return self.learner.adaptive_staleness.max if bound == "auto" else bound
+
+    @property
+    def start_timeout_s(self) -> float:
+        """network.start_timeout_s, or what the engine may take where that is 0."""
+        compiles = self.rollout.engine == "vllm" and self.rollout.device != "cpu"
+        return self.network.start_timeout_s or (COMPILING_START_S if compiles else USUAL_START_S)
 
     @property
     def max_logprob_difference(self) -> float:

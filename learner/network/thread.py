@@ -134,7 +134,7 @@ class NetworkThread(threading.Thread):
             ledger,
             parity_tickets,
             verify,
-            deadline_s=min(config.network.start_timeout_s, config.learner.wait_timeout_s / 2),
+            deadline_s=min(config.start_timeout_s, config.learner.wait_timeout_s / 2),
             can_answer=self.lease.is_at_work if config.trainer.mode == "sync" else lambda server: True,
         )
 

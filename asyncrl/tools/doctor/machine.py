@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import psutil
 
 from asyncrl.launch.processes import available_cores
 from asyncrl.tools.doctor.findings import Finding, Findings
+from asyncrl.tools.doctor.versions import installed
 from asyncrl.tools.numbers import size
 from protocol.endpoints import SHARED_MEMORY
 
@@ -99,6 +101,7 @@ def find_devices(listing: subprocess.Popen[str]) -> Findings[tuple[Device, ...]]
     if DRIVER.is_file():
         yield Finding("nvidia driver", DRIVER.read_text().splitlines()[0].strip())
     if devices:
+        yield from _find_compiler()
         return devices
     from asyncrl.models.devices import unseen_gpus  # imports torch
 
@@ -111,3 +114,19 @@ def find_devices(listing: subprocess.Popen[str]) -> Findings[tuple[Device, ...]]
     else:
         yield Finding("devices", f"the CPU alone; torch {facts['torch']} is built {built}", "note")
     return devices
+
+
+def _find_compiler() -> Findings[None]:
+    """Look for what Triton builds the launcher of each kernel with (triton/runtime/build.py). Nothing is found where
+    both are there."""
+    chosen, missing = os.environ.get("CC"), list[str]()
+    if not any(shutil.which(name) for name in ([chosen] if chosen else ["gcc", "clang"])):
+        missing.append("C compiler (gcc, clang or what CC names)")
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.is_file():
+        missing.append(f"header of Python ({header})")
+    if missing:
+        lacking = " and no ".join(missing)
+        value = f"there is no {lacking}: Triton cannot build its kernels, which vLLM needs on a GPU"
+        fix = "install them: apt-get install gcc libc6-dev python3-dev, or what your system calls these"
+        yield Finding("compiler", value, "problem" if installed("vllm") else "warning", fix)

@@ -37,7 +37,7 @@ LOG = "trial.log"
 
 def find_by_trial(config: RunConfig) -> Findings[None]:
     """Run the trial in a folder on the disk of run_dir; keep the folder if it fails."""
-    deadline_s = config.network.start_timeout_s + BEYOND_START_S
+    deadline_s = config.start_timeout_s + BEYOND_START_S
     yield Finding("trial", f"a real run of {STEPS} tiny steps begins, and has {deadline_s:g} s", "note")
     folder = Path(tempfile.mkdtemp(prefix="asyncrl-trial-", dir=nearest_folder(config.run_path)))
     with ExitStack() as cleanup:

@@ -21,7 +21,13 @@ from asyncrl.models.processing import PromptProcessor
 from rollout_server.engines.base import Completion, EngineDied, EngineUsage, FailedRequest, GenerationRequest
 from rollout_server.engines.vllm.conversion import check_request, sampling_params, to_completion, to_engine_input
 from rollout_server.engines.vllm.sleep import Asleep, fall_asleep, wake_up
-from rollout_server.engines.vllm.start import DEAD, await_or_engine_death, engine_death_translated, start_vllm
+from rollout_server.engines.vllm.start import (
+    DEAD,
+    await_or_engine_death,
+    engine_death_translated,
+    say_while_starting,
+    start_vllm,
+)
 from rollout_server.engines.vllm.usage import UsageMeter
 from rollout_server.engines.vllm.weights import (
     WorkerStaging,
@@ -69,6 +75,7 @@ class VLLMEngine:
 
     async def start(self) -> None:
         self._starting = asyncio.ensure_future(asyncio.to_thread(self._start_vllm))
+        await say_while_starting(self._starting, self._config.start_timeout_s)
         self._llm = await asyncio.shield(self._starting)
         with engine_death_translated():
             await await_or_engine_death(self._llm, self._take_version_0())

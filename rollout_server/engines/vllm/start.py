@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import os
+import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
@@ -38,6 +39,7 @@ VLLM_SHARE = 0.92
 """vLLM's own default of gpu_memory_utilization."""
 DEAD = "vLLM's engine process has died; see the end of the server's log"
 CHECK_EVERY_S = 1.0
+SAY_EVERY_S = 60.0
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -151,6 +153,7 @@ def engine_environment(config: RunConfig, *, cuda: bool) -> Iterator[None]:
     """
     before = dict(os.environ)
     defaults = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
+    defaults["VLLM_ENGINE_READY_TIMEOUT_S"] = str(math.ceil(config.start_timeout_s))  # its own is 600
     if not cuda:
         # Its first request with log-probs would wait seconds for a compiler, even with enforce_eager.
         defaults["TORCH_COMPILE_DISABLE"] = "1"
@@ -211,6 +214,21 @@ def start_vllm(
             )
         except (TypeError, ValueError) as problem:
             raise UserError(f"vLLM refuses its arguments, such as rollout.engine_args: {problem}") from problem
+
+
+async def say_while_starting(start: asyncio.Future[Any], limit_s: float) -> None:
+    """Return when vLLM's start has ended, in whatever way; until then log now and then that it goes on."""
+    began = time.monotonic()
+    while not start.done():
+        await asyncio.wait({start}, timeout=SAY_EVERY_S)
+        if not start.done():
+            logger.info(
+                "vLLM has been starting for %.0f s. The first start on a machine compiles for minutes, later ones find "
+                "that in %s; the learner waits %g s (network.start_timeout_s)",
+                time.monotonic() - began,
+                os.environ.get("XDG_CACHE_HOME", "~/.cache"),
+                limit_s,
+            )
 
 
 @contextmanager

@@ -282,6 +282,18 @@ def steps(schedule: StepSchedule, rig: Rig, number: int) -> None:
         schedule.open_for_work()
 
 
+def test_in_sync_mode_the_first_wait_has_room_for_the_start_of_the_engine(
+    rig: Rig, make_config: MakeConfig, make_schedule: Callable[..., StepSchedule]
+) -> None:
+    """A server starts its engine in its first turn, after its welcome."""
+    limits = {"learner": {"wait_timeout_s": 60.0}, "network": {"start_timeout_s": 500.0}}
+    schedule = make_schedule(make_config(trainer={"mode": "sync"}, **limits), 1)
+    assert sum(schedule._patience_s.values()) == 560
+    rig.join("a")
+    assert schedule._patience_s == {"learner.wait_timeout_s": 60.0}
+    assert sum(make_schedule(make_config(**limits), 1)._patience_s.values()) == 60
+
+
 def test_off_policy_the_learner_trains_beside_an_evaluation_and_records_it_once(
     rig: Rig, make_config: MakeConfig, make_schedule: Callable[..., StepSchedule]
 ) -> None:

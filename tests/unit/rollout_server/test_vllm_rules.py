@@ -33,6 +33,42 @@ from tests.rigs.tiny import ROOT
 MakeConfig = Callable[..., RunConfig]
 
 
+# --- start --------------------------------------------------------------------------------
+
+
+def test_a_start_that_compiles_may_take_longer_and_vllm_itself_waits_as_long(make_config: MakeConfig) -> None:
+    assert make_config().start_timeout_s == 300
+    assert make_config(rollout={"engine": "vllm", "device": "cpu"}).start_timeout_s == 300
+    assert make_config(rollout={"engine": "vllm"}, network={"start_timeout_s": 7.5}).start_timeout_s == 7.5
+    config = make_config(rollout={"engine": "vllm"})
+    assert config.start_timeout_s == 1800
+    with start.engine_environment(config, cuda=True):
+        assert os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] == "1800"
+    assert "VLLM_ENGINE_READY_TIMEOUT_S" not in os.environ
+
+
+def test_a_long_start_of_vllm_says_that_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(start, "SAY_EVERY_S", 0.02)
+
+    async def fail() -> None:
+        await asyncio.sleep(0.1)
+        raise RuntimeError("broken")
+
+    async def wait() -> None:
+        starting = asyncio.ensure_future(fail())
+        await start.say_while_starting(starting, 1800)
+        with pytest.raises(RuntimeError):
+            await starting
+
+    with caplog.at_level("INFO"):
+        asyncio.run(wait())
+    assert 1 <= len(caplog.records) <= 5
+    assert "has been starting for 0 s" in caplog.text
+    assert "the learner waits 1800 s (network.start_timeout_s)" in caplog.text
+
+
 # --- versions -------------------------------------------------------------------------------
 
 

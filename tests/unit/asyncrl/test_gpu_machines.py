@@ -1,9 +1,10 @@
-"""A GPU that nvidia-smi shows and torch does not see is a problem, never a silent CPU."""
+"""Machines with a GPU: one that torch does not see is never a silent CPU, and what compilers need is looked for."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.launch import inputs
 from asyncrl.models.devices import resolve_device, unseen_gpus
+from asyncrl.tools.doctor import machine
 from asyncrl.tools.doctor.machine import find_devices
 from rollout_server.engines.vllm import rules
 from tests.rigs.tiny import ROOT
@@ -98,6 +100,40 @@ def test_doctor_says_it_with_the_fix(driver: Driver, monkeypatch: pytest.MonkeyP
         (found,) = [finding for finding in find_devices(listing) if finding.verdict == "problem"]
     assert "driver 580 or newer" in found.value
     assert found.fix == "Update the driver"
+
+
+@pytest.mark.parametrize(
+    ("programs", "headers", "says"),
+    [
+        (("gcc",), True, None),
+        (("clang",), True, None),
+        ((), True, "no C compiler"),
+        (("gcc",), False, r"no header of Python \(.*Python.h\)"),
+    ],
+)
+def test_doctor_looks_for_what_triton_compiles_with(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, programs: tuple[str, ...], headers: bool, says: str | None
+) -> None:
+    device = {"name": "NVIDIA H100", "total": 80 << 30, "free": 79 << 30}
+    shown = json.dumps({"torch": "2.13.0", "cuda": "13.0", "devices": [device]})
+    with subprocess.Popen(["echo", shown], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as listing:
+        listing.wait(timeout=10)
+        (tmp_path / "bin").mkdir()
+        for program in programs:
+            script(tmp_path / "bin", program, "exit 0")
+        monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+        monkeypatch.delenv("CC", raising=False)
+        monkeypatch.setattr(machine, "installed", {"vllm": "0.32.0"}.get)
+        monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path / "include")})
+        if headers:
+            (tmp_path / "include").mkdir()
+            (tmp_path / "include" / "Python.h").touch()
+        found = [finding for finding in find_devices(listing) if finding.what == "compiler"]
+    assert len(found) == (says is not None)
+    for finding in found:
+        assert finding.verdict == "problem"
+        assert re.search(says or "", finding.value)
+        assert "python3-dev" in finding.fix
 
 
 @pytest.mark.parametrize(("device", "code"), [("", 2), ("cpu", 0)])
