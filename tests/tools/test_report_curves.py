@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import random
-from itertools import pairwise
+import re
+from itertools import combinations, pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from asyncrl.tools.panel.run_snapshot import RunSnapshot
 from asyncrl.tools.recorded_run import read_run
 from asyncrl.tools.report.activity import exclusive, lanes
 from asyncrl.tools.report.chart import MAX_POINTS, Curve, line_chart, thin
-from asyncrl.tools.report.timeline import timeline
+from asyncrl.tools.report.timeline import _labelled, timeline
 from tests.rigs import made_up_run as made
+from tests.rigs.tiny import ROOT
 
 
 def test_thinning_keeps_the_extremes_the_ends_and_a_gap() -> None:
@@ -95,3 +98,15 @@ def test_time_in_which_no_learner_ran_does_not_count(tmp_path: Path) -> None:
     snapshot = RunSnapshot(run)
     snapshot.refresh()
     assert snapshot.seconds_taken() == pytest.approx(400), "asyncrl watch says the same"
+
+
+def test_labels_of_steps_do_not_stand_on_each_other_and_activities_do_not_look_alike() -> None:
+    ends = [(200.0, "998"), (210.0, "999"), (240.0, "1000"), (272.0, "1001")]
+    assert _labelled(ends) == [(200.0, "998"), (210.0, ""), (240.0, "1000"), (272.0, "1001")]
+    css = (ROOT / "asyncrl" / "tools" / "report" / "report.css").read_text()
+    names = set(re.findall(r"\.a-[\w-]+ \{ --c: var\(--(\w+)\)", css))
+    assert {"wait", "sleep", "score"} <= names
+    for theme in zip(*(re.findall(rf"--{name}: #(\w{{6}})", css) for name in sorted(names)), strict=True):
+        colours = [np.array(list(bytes.fromhex(colour)), float) for colour in theme]
+        nearest = min(float(np.linalg.norm(a - b)) for a, b in combinations(colours, 2))
+        assert nearest > 40, "of at most 441"

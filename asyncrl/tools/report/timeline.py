@@ -25,6 +25,8 @@ MAX_SERVERS = 8
 PAUSE_SHARE = 0.05
 """A standstill of all processes longer than this share of the rest is drawn short, with its length."""
 PAUSE_WIDTH = 34
+DIGIT = 7
+"""Width of a label's digit."""
 UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
@@ -147,5 +149,15 @@ def _detail(title: str, run: RecordedRun, shown: Sequence[Lane], axis: TimeAxis)
         "pauses": axis.pauses(),
         "ticks": [],
         "window": (),
-        "ends": [(axis.px(at), f"{step:.0f}") for at, step in timed if since < at <= until + 1e-6],
+        "ends": _labelled([(axis.px(at), f"{step:.0f}") for at, step in timed if since < at <= until + 1e-6]),
     }
+
+
+def _labelled(ends: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
+    """Leave out labels that would stand on the one before; their lines stay."""
+    kept, free = [], 0.0
+    for x, label in ends:
+        shown = x - DIGIT * len(label) >= free  # it ends at x
+        kept.append((x, label if shown else ""))
+        free = x + DIGIT / 2 if shown else free
+    return kept
