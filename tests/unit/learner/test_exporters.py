@@ -229,7 +229,7 @@ def test_a_learner_that_comes_back_knows_the_evaluations_before_it(
     config = make_config()
     recorder = RunRecorder(config.run_path)
     for step, accuracy in ((0, 0.5), (2, 0.9), (4, float("nan")), (6, 0.7), (8, 0.99)):
-        counted = {"rows": 16, "errors": 1}
+        counted = {"rows": 16, "errors": 1, "seconds": step + 0.5}
         recorder.evaluation({"step": step, "version": step, "accuracy": accuracy, "reward": accuracy / 2, **counted})
     processor: Any = None
     reporter = Reporter(config, rig.network, rig.ledger, processor, rig.exporter, total_steps=50)
@@ -237,6 +237,7 @@ def test_a_learner_that_comes_back_knows_the_evaluations_before_it(
     values = rig.scrape()
     assert (values["held_out_accuracy", ""], values["held_out_reward", ""]) == (0.7, 0.35)
     assert (values["held_out_best", ""], values["held_out_rows", ""]) == (0.9, 15), "the one after step 7 was forgotten"
+    assert values["held_out_seconds", ""] == 6.5
     reporter.close()
 
 
