@@ -218,8 +218,8 @@ class NetworkThread(threading.Thread):
             self.groups.keep()
             self._serve_weights()
             self.parity.work()
+            self.evaluations.work()  # before the sender: when it has released a version, tickets of newer ones can go
             self.tickets.work()
-            self.evaluations.work()
             self.lease.offer()
             self.servers.keep_alive()
 
