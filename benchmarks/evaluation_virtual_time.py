@@ -147,7 +147,7 @@ def main() -> None:
     print("|---|---:|---:|---:|---:|---:|---:|")
     for slow, learn_s in (("servers", 1.0), ("learner", 3.0)):
         for servers, bound in ((1, 1), (1, 2), (1, 4)):
-            workload = Workload(servers=servers, bound=bound, learn_s=learn_s, steps=21, prompts_per_step=16)
+            workload = Workload(servers=servers, bound=bound, learn_s=learn_s, steps=29, prompts_per_step=16)
             none = simulated(workload, 0, arguments.every)
             waits = simulated(workload, arguments.rows, arguments.every, waits=True)
             beside = simulated(workload, arguments.rows, arguments.every)
