@@ -37,6 +37,7 @@ from learner.resume import (
 from learner.step_schedule import StepSchedule
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import ReceivedGroup
+from learner.tickets.ticket_deadline import TicketDeadline
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.model_flops import ModelFlops
 from learner.training.step import NotFiniteError
@@ -108,6 +109,10 @@ class Learner:
             bound=self.training.bound,
             total_groups=self.progress.total_steps * config.batch.prompts_per_step,
             on_stale=config.learner.on_stale,
+            deadline=TicketDeadline(
+                least_s=config.network.timeout_s,  # a server that has gone is given up after that
+                unmeasured_s=config.learner.wait_timeout_s / 2,  # another one then has as long before the run stops
+            ),
         )
         self.ledger.recover(self.writer.write, withhold_s=config.network.heartbeat_s + RECONNECTION_S)
         self.ledger.advance(self.progress.version)

@@ -79,6 +79,8 @@ class BadMessage:
     error: ProtocolError
     answer: Error | Refusal | None
     """Answer for the sender; None if it sent an error itself, because two peers must not argue forever."""
+    ticket_id: int | None = None
+    """The ticket, where it is a group whose header can be read."""
 
 
 class Delivery(StrEnum):
@@ -324,6 +326,9 @@ def _bad_message(sender: bytes, error: ProtocolError, frames: Sequence[Frame], l
     except ProtocolError:
         header = {}  # not readable at all, so not an error message of ours either
     answer: Error | Refusal | None = refuse_other_protocol(header)
+    ticket_id = header.get("ticket_id") if header.get("type") == "group" else None
+    if type(ticket_id) is not int or not 0 <= ticket_id < 2**63:
+        ticket_id = None
     if answer is None and header.get("type") != "error":
-        answer = Error(code=error.code, reason=error.reason)
-    return BadMessage(sender, error, answer)
+        answer = Error(code=error.code, reason=error.reason, ticket_id=ticket_id)
+    return BadMessage(sender, error, answer, ticket_id)

@@ -6,6 +6,7 @@ import asyncio
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from benchmarks.staleness.workload import (
 from learner.network.servers import ModelFacts
 from learner.network.thread import NetworkThread
 from learner.tickets.ledger import TicketLedger
+from learner.tickets.ticket_deadline import TicketDeadline
 from protocol.weights import Publication, Tensor
 from rollout_server.service import RolloutServer
 
@@ -41,12 +43,20 @@ class ModelFreeServer(RolloutServer):
         await self._serve(await self._fingerprint())
 
 
-def run_over_sockets(workload: Workload) -> Observation:
-    """In the workload's own seconds. `weights_s` and `latency_s` are what this machine's sockets make them."""
+def run_over_sockets(
+    workload: Workload,
+    server_types: Sequence[type[ModelFreeServer]] = (),
+    seen: Observation | None = None,
+    timeout_s: float = 10.0,
+) -> Observation:
+    """In the workload's own seconds. `weights_s` and `latency_s` are what this machine's sockets make them.
+
+    `server_types`: in place of as many good servers; `seen` is filled as the run goes on.
+    """
     assert workload.bound is not None, "the bound moves only in the simulation"
-    ports = {"control_port": free_port(), "weights_port": free_port(), "heartbeat_s": 0.5, "timeout_s": 10.0}
+    ports = {"control_port": free_port(), "weights_port": free_port(), "heartbeat_s": 0.5, "timeout_s": timeout_s}
     config = workload.config(**ports)
-    seen = Observation(workload)
+    seen = seen or Observation(workload)
     with tempfile.TemporaryDirectory() as folder:
         journal = Journal(Path(folder) / "journal.sqlite")
         ledger = TicketLedger(
@@ -55,6 +65,7 @@ def run_over_sockets(workload: Workload) -> Observation:
             bound=workload.first_bound,
             total_groups=workload.total_groups,
             on_stale=workload.on_stale,
+            deadline=TicketDeadline(least_s=timeout_s, unmeasured_s=LONGEST_WAIT_S / 2),
         )
         publication = Publication("staleness", Path(folder))
         network = NetworkThread(
@@ -66,7 +77,7 @@ def run_over_sockets(workload: Workload) -> Observation:
             facts=ModelFacts(MODEL, PROCESSOR, VOCABULARY),
             version=0,
         )
-        servers = [ModelFreeServer(config) for _ in range(workload.servers)]
+        servers = [kind(config) for kind in server_types or [ModelFreeServer] * workload.servers]
         serving = threading.Thread(target=_serve, args=(servers,), name="servers")
         try:
             network.start()

@@ -33,11 +33,15 @@ class GroupReceiver:
     """`verify_group` with those arguments that are the same for the whole run."""
     on_kept: Callable[[np.ndarray], None] = lambda lags_s: None
     """Called with the seconds from verification to acknowledgement of the groups of an iteration."""
-    _arrived: dict[int, tuple[str, ReceivedGroup]] = field(default_factory=dict)
+    _arrived: dict[int, tuple[list[str], ReceivedGroup]] = field(default_factory=dict)
+    """Groups of this iteration, each with the servers that sent it; the first one's counts."""
 
     def accept(self, server_id: str, group: Group, frames: Sequence[Frame]) -> None:
         """Verify a group; `frames` are the group as it travelled."""
         if group.ticket_id in self._arrived:
+            senders, _ = self._arrived[group.ticket_id]
+            if server_id not in senders:
+                senders.append(server_id)
             return
         prepared = self.ledger.out.get(group.ticket_id)
         if prepared is None:
@@ -49,7 +53,7 @@ class GroupReceiver:
             self._refuse(server_id, group, error)
             return
         crash_point("group.verified")
-        self._arrived[group.ticket_id] = (server_id, ReceivedGroup(prepared, group, frames))
+        self._arrived[group.ticket_id] = ([server_id], ReceivedGroup(prepared, group, frames))
 
     def _refuse(self, server_id: str, group: Group, error: ProtocolError) -> None:
         self.servers.errors[str(error.code)] += 1
@@ -61,6 +65,7 @@ class GroupReceiver:
     def _answer_unawaited(self, server_id: str, ticket_id: int) -> None:
         """Acknowledge a duplicate again; a ticket that was never issued is another run's, or garbage."""
         if self.ledger.was_issued(ticket_id):
+            self.ledger.out.take_duplicate(ticket_id, server_id)
             self.servers.send(server_id, Ack(ticket_ids=(ticket_id,)))
             return
         self.servers.errors[str(ErrorCode.UNKNOWN_TICKET)] += 1
@@ -83,8 +88,10 @@ class GroupReceiver:
         self.ledger.receive([received for _, received in self._arrived.values()])
         crash_point("group.journaled")
         owners: dict[str, list[int]] = defaultdict(list)
-        for ticket_id, (server_id, _) in self._arrived.items():
-            owners[server_id].append(ticket_id)
+        for ticket_id, (senders, _) in self._arrived.items():
+            for server_id in senders:
+                owners[server_id].append(ticket_id)
+                self.ledger.out.take_duplicate(ticket_id, server_id)
         arrived_at = np.asarray([received.arrived_at for _, received in self._arrived.values()])
         self._arrived.clear()
         for server_id, ticket_ids in owners.items():

@@ -252,6 +252,7 @@ class Servers:
         if stalled_s <= 0:
             return
         logger.warning("this learner was suspended or blocked for %.0f s", stalled_s)
+        self._ledger.out.forgive(stalled_s)
         for server in self.connected.values():
             server.heard_at += stalled_s
             if server.idle_since is not None:

@@ -241,14 +241,23 @@ class NetworkThread(threading.Thread):
             if isinstance(received, Muted):
                 self.servers.expel(received)
             elif isinstance(received, BadMessage):
-                self.servers.errors[str(received.error.code)] += 1
-                logger.warning("a message could not be used: %s", received.error)
+                self._take_bad_message(received)
             elif isinstance(received.message, Hello):
                 self.servers.greet(received.identity, received.message)
             elif (server_id := self.servers.at(received.identity)) is not None:
                 self._handle(server_id, received)
             else:
                 self.control.send(received.identity, Error(code=ErrorCode.NOT_WELCOME, reason="say hello first"))
+
+    def _take_bad_message(self, bad: BadMessage) -> None:
+        """Count it; the ticket of a group that cannot be decoded goes back, since it would come again like this."""
+        self.servers.errors[str(bad.error.code)] += 1
+        logger.warning("a message could not be used: %s", bad.error)
+        server_id = self.servers.at(bad.identity)
+        if server_id is not None and bad.ticket_id is not None:
+            reason = f"its group could not be decoded: {bad.error.reason}"
+            failed = TicketFailed(ticket_id=bad.ticket_id, error_kind=str(bad.error.code), error_message=reason)
+            self._give_back(server_id, failed)
 
     def _handle(self, server_id: str, received: Received) -> None:
         """Pass a welcomed server's message to the part that it concerns."""
@@ -281,12 +290,17 @@ class NetworkThread(threading.Thread):
     def _take_failure(self, server_id: str, identity: bytes, failed: TicketFailed) -> None:
         self.servers.count_error(failed.error_kind)
         logger.warning("ticket %d failed on %s: %s", failed.ticket_id, server_id, failed.error_message)
+        if not self._give_back(server_id, failed):
+            self.control.charge(identity)  # it held no such ticket
+
+    def _give_back(self, server_id: str, failed: TicketFailed) -> bool:
+        """Take a ticket from a server that failed at it; False if it did not hold it."""
         if self.parity.awaits(server_id, failed.ticket_id):
             self.parity.fail_ticket(server_id, failed)
-        elif not self.groups.has(failed.ticket_id):
-            reason = f"{failed.error_kind}: {failed.error_message}"
-            if not self.servers.give_back(failed.ticket_id, server_id, reason):
-                self.control.charge(identity)  # it held no such ticket
+            return True
+        if self.groups.has(failed.ticket_id):  # another server's group has just come: this one only owes it
+            self.groups.keep()
+        return self.servers.give_back(failed.ticket_id, server_id, f"{failed.error_kind}: {failed.error_message}")
 
     def _record_span(self, server_id: str, message: Message) -> None:
         """Record the durations that a server's message reports as spans of the timeline."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,6 +16,8 @@ from learner.tickets.ticket import PreparedTicket, check_ticket_size, first_that
 from protocol.codec import Limits
 from protocol.faults import crash_point
 from protocol.messages import Tickets
+
+logger = logging.getLogger(__name__)
 
 SLICE_S = 0.2
 """Longest time that writing tickets takes at a stretch."""
@@ -94,26 +97,31 @@ class TicketSender:
     def _send_waiting(self) -> None:
         """Send each server its share of the waiting tickets in one message, admitted together.
 
+        So are tickets that another server has had for too long. A server that has stalled gets none, unless all have.
         Tickets from before a restart wait until the learner has made its steps again and published: a server could only
         wait for those weights, and would give up.
         """
-        waiting = [item for item in self.ledger.out.waiting() if self._admitted is not None or not item.is_training]
+        servers, out = self.servers.aligned, self.ledger.out
+        stalled = out.stalled()
+        able = {server_id: server for server_id, server in servers.items() if server_id not in stalled}
+        late = out.overdue() if able and len(servers) > 1 else []
+        waiting = [item for item in (*late, *out.waiting()) if self._admitted is not None or not item.is_training]
         if not waiting:
             return
-        servers = self.servers.aligned
+        takers = able or servers
         shares: dict[str, list[PreparedTicket]] = {}
         for is_training in (True, False):
             of_kind = [item for item in waiting if item.is_training is is_training]
-            for server_id, share in self._shares(of_kind, servers, is_training=is_training).items():
+            for server_id, share in self._shares(of_kind, takers, is_training=is_training).items():
                 shares.setdefault(server_id, []).extend(share)
         for server_id, share in shares.items():
             chosen = first_that_fit(share, self.limits)
             self._send(server_id, chosen, self.ledger.batch_mates(chosen) if len(servers) == 1 else [])
 
     def _shares(
-        self, waiting: Sequence[PreparedTicket], servers: Mapping[str, ServerState], *, is_training: bool
+        self, waiting: Sequence[PreparedTicket], takers: Mapping[str, ServerState], *, is_training: bool
     ) -> dict[str, list[PreparedTicket]]:
-        out, items = self.ledger.out, {item.ticket.ticket_id: item for item in waiting}
+        out, items, servers = self.ledger.out, {item.ticket.ticket_id: item for item in waiting}, self.servers.aligned
 
         def may_try(ticket_id: int, server_id: str) -> bool:
             able = [other for other, server in servers.items() if _has_version_for(items[ticket_id], server)]
@@ -121,8 +129,8 @@ class TicketSender:
 
         return share_tickets(
             waiting,
-            held={server_id: out.held_of_kind(server_id, is_training=is_training) for server_id in servers},
-            most={server_id: server.hello.max_groups for server_id, server in servers.items()},
+            held={server_id: out.held_of_kind(server_id, is_training=is_training) for server_id in takers},
+            most={server_id: server.hello.max_groups for server_id, server in takers.items()},
             may_try=may_try,
         )
 
@@ -133,7 +141,10 @@ class TicketSender:
         blobs = {digest: memoryview(data) for item in sent for digest, data in item.blobs.items()}
         if self.servers.send(server_id, Tickets(tickets=tuple(item.ticket for item in sent), blobs=blobs)):
             self.blobs.count(sent)
-            self.ledger.out.assign([item.ticket.ticket_id for item in chosen], server_id)
+            before = self.ledger.out.assign([item.ticket.ticket_id for item in chosen], server_id)
+            for holders in sorted(set(before.values())):
+                late = [ticket_id for ticket_id, others in before.items() if others == holders]
+                logger.warning("%s gets tickets %s, too: %s is late with them", server_id, late, holders)
             crash_point("tickets.sent")
 
 

@@ -160,6 +160,19 @@ METRICS = (
         "below learner.max_staleness steps",
     ),
     _look(
+        "ticket_deadline_seconds",
+        "seconds",
+        "Time after which a training ticket goes to another server, too: 3 times what recent groups took, or more.",
+        "a few times what a group takes",
+    ),
+    _counter("tickets_reissued", "tickets", "Tickets that another server got, too: the first was late.", "0, or few"),
+    _counter(
+        "duplicate_groups",
+        "groups",
+        "Groups of such tickets that came second and were put aside.",
+        "at most tickets_reissued",
+    ),
+    _look(
         "credits",
         "groups",
         "Groups that the servers would take now, beyond those that they hold.",

@@ -23,7 +23,7 @@ from learner.reporting.metric_table import GAUGE_OF_RECORD, GAUGE_OF_STALENESS_R
 from learner.tickets.ledger import TicketLedger
 from learner.training.batch import Batch
 from protocol.endpoints import SHARED_MEMORY
-from protocol.messages import WeightManifest
+from protocol.messages import TicketKind, WeightManifest
 
 
 class LearnerExporter:
@@ -175,6 +175,10 @@ class LearnerExporter:
         blockers = self._ledger.blockers()
         m["oldest_ticket_seconds"].set(blockers[0][2] if blockers else 0.0)
         m["oldest_buffered_seconds"].set(self._ledger.oldest_buffered_s())
+        out = self._ledger.out
+        m["ticket_deadline_seconds"].set(out.deadline.seconds(TicketKind.TRAIN))
+        m.raise_to("tickets_reissued_total", out.reissued)
+        m.raise_to("duplicate_groups_total", out.duplicates)
 
     def _read_parity(self) -> None:
         """Show connected servers only: each process has a name of its own, and the series would grow without end."""

@@ -2,17 +2,21 @@
 
 The ledger adds and removes tickets. `learner/network/servers.py` decides which server holds one: it alone calls
 `reconcile` and `give_back`, when a server connects, is lost or fails.
+
+A ticket that is over its deadline goes to another server, too. The first group to arrive counts; the other server
+then *owes* the ticket: it still works on it, and its group will be recognised as a duplicate.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from asyncrl.errors import BadStateError
 from learner.tickets.ticket import PreparedTicket
+from learner.tickets.ticket_deadline import TicketDeadline
 
 MAX_ATTEMPTS = 3
 """Failures of one ticket after which the run stops with the last reason."""
@@ -23,7 +27,8 @@ class Outstanding:
     """A ticket whose group is awaited."""
 
     prepared: PreparedTicket
-    server_id: str | None = None
+    holders: dict[str, float] = field(default_factory=dict)
+    """Servers that have the ticket, and since when, in monotonic seconds; the first one first."""
     attempts: int = 0
     failed_on: set[str] = field(default_factory=set)
     issued_at: float = field(default_factory=time.monotonic)
@@ -39,17 +44,53 @@ class Outstanding:
 class OutstandingTickets:
     """Thread-safe under the ledger's lock: a ticket leaves when its group is in the ledger."""
 
-    def __init__(self, lock: threading.Condition):
+    def __init__(self, lock: threading.Condition, deadline: TicketDeadline):
+        self.deadline = deadline
+        self.reissued = 0
+        """Tickets that were given to another server while one had them."""
+        self.duplicates = 0
+        """Groups of such tickets that came second."""
         self._lock = lock
         self._entries: dict[int, Outstanding] = {}
+        self._owed: dict[int, Outstanding] = {}
+        """Tickets whose groups are here, and that other servers still have."""
+        self._answered_at: dict[str, float] = {}
+        """When a server last sent a group, or said that it failed at one."""
 
     def add(self, prepared: PreparedTicket, *, withheld_until: float = 0.0) -> None:
         with self._lock:
             self._entries[prepared.ticket.ticket_id] = Outstanding(prepared, withheld_until=withheld_until)
 
-    def remove(self, ticket_id: int) -> None:
+    def remove(self, ticket_id: int, server_id: str) -> None:
+        """Take a ticket out whose group has come from this server; others that have it owe it."""
         with self._lock:
-            del self._entries[ticket_id]
+            entry = self._entries.pop(ticket_id)
+            self._measure(entry, server_id)
+            if entry.holders:
+                self._owed[ticket_id] = entry
+
+    def take_duplicate(self, ticket_id: int, server_id: str) -> None:
+        """Note a server's group for a ticket that it may have owed."""
+        with self._lock:
+            entry = self._owed.get(ticket_id)
+            if entry is not None and server_id in entry.holders:
+                self.duplicates += 1
+                self._measure(entry, server_id)
+                self._forget_paid()
+
+    def _measure(self, entry: Outstanding, server_id: str) -> None:
+        now = self._answered_at[server_id] = time.monotonic()
+        since = entry.holders.pop(server_id, None)
+        if since is not None:
+            self.deadline.measure(entry.prepared.ticket.kind, now - since)
+
+    def _forget_paid(self) -> None:
+        self._owed = {ticket_id: entry for ticket_id, entry in self._owed.items() if entry.holders}
+
+    def _all(self) -> Iterator[tuple[int, Outstanding]]:
+        """Every ticket that a server may have."""
+        yield from self._entries.items()
+        yield from self._owed.items()
 
     def get(self, ticket_id: int) -> PreparedTicket | None:
         """The ticket if its group is still awaited."""
@@ -66,17 +107,44 @@ class OutstandingTickets:
         """Tickets with no server, oldest first."""
         with self._lock:
             now, entries = time.monotonic(), [entry for _, entry in sorted(self._entries.items())]
-            return [e.prepared for e in entries if e.server_id is None and e.withheld_until <= now]
+            return [e.prepared for e in entries if not e.holders and e.withheld_until <= now]
+
+    def overdue(self) -> list[PreparedTicket]:
+        """Tickets that the newest of their servers has had for longer than the deadline, oldest first."""
+        with self._lock:
+            now, entries = time.monotonic(), [entry for _, entry in sorted(self._entries.items())]
+            return [e.prepared for e in entries if e.holders and self._is_late(e, now - max(e.holders.values()))]
+
+    def stalled(self) -> set[str]:
+        """Servers that have a ticket over the deadline, and have answered nothing for as long."""
+        with self._lock:
+            now = time.monotonic()
+            return {
+                server_id
+                for _, entry in self._all()
+                for server_id, since in entry.holders.items()
+                if self._is_late(entry, now - max(since, self._answered_at.get(server_id, since)))
+            }
+
+    def _is_late(self, entry: Outstanding, seconds: float) -> bool:
+        return seconds > self.deadline.seconds(entry.prepared.ticket.kind)
+
+    def forgive(self, seconds: float) -> None:
+        """Extend all deadlines by a time in which this process was stalled."""
+        with self._lock:
+            for _, entry in self._all():
+                entry.holders = {server_id: since + seconds for server_id, since in entry.holders.items()}
+            self._answered_at = {server_id: at + seconds for server_id, at in self._answered_at.items()}
 
     def held_by(self, server_id: str) -> int:
-        """Number of all tickets that a server has."""
+        """Number of tickets that a server works on, owed ones included."""
         return sum(self.held_of_kind(server_id, is_training=is_training) for is_training in (True, False))
 
     def held_of_kind(self, server_id: str, *, is_training: bool) -> int:
         """Number of training, or of evaluation tickets that a server has: neither takes room from the other."""
         with self._lock:
-            entries = (e for e in self._entries.values() if e.prepared.is_training is is_training)
-            return sum(entry.server_id == server_id for entry in entries)
+            entries = (entry for _, entry in self._all() if entry.prepared.is_training is is_training)
+            return sum(server_id in entry.holders for entry in entries)
 
     @property
     def num_evaluation(self) -> int:
@@ -89,13 +157,20 @@ class OutstandingTickets:
         with self._lock:
             training = self.training().values()
             return bool(training) and all(
-                entry.server_id is None and entry.prepared.slot.version > version for entry in training
+                not entry.holders and entry.prepared.slot.version > version for entry in training
             )
 
-    def assign(self, ticket_ids: Iterable[int], server_id: str) -> None:
+    def assign(self, ticket_ids: Iterable[int], server_id: str) -> dict[int, str]:
+        """Note that a server gets these tickets. Returns who had some of them already, by ticket."""
         with self._lock:
+            before: dict[int, str] = {}
             for ticket_id in ticket_ids:
-                self._entries[ticket_id].server_id = server_id
+                holders = self._entries[ticket_id].holders
+                if holders:
+                    before[ticket_id] = ", ".join(holders)
+                holders[server_id] = time.monotonic()
+            self.reissued += len(before)
+            return before
 
     def reconcile(self, server_id: str, held: Iterable[int] = ()) -> int:
         """Set the tickets held by a server (none once it is lost); requeue the others.
@@ -103,27 +178,35 @@ class OutstandingTickets:
         Returns how many waiting tickets it has brought back, after a (re)connection.
         """
         with self._lock:
-            ids = set(held)
-            for ticket_id, entry in self._entries.items():
-                if entry.server_id == server_id and ticket_id not in ids:
-                    entry.server_id = None
-            brought = [i for i in ids if i in self._entries and self._entries[i].server_id is None]
-            self.assign(brought, server_id)
-            return len(brought)
+            ids, now, brought = set(held), time.monotonic(), 0
+            for ticket_id, entry in self._all():
+                if ticket_id not in ids:
+                    entry.holders.pop(server_id, None)
+                elif server_id not in entry.holders:
+                    brought += not entry.holders
+                    entry.holders[server_id] = now
+            self._forget_paid()
+            if not ids:
+                self._answered_at.pop(server_id, None)
+            return brought
 
     def give_back(self, ticket_id: int, server_id: str, reason: str, servers: Collection[str]) -> bool:
-        """Requeue a ticket after this server failed at it; False, and nothing else, if it does not hold it.
+        """Take a ticket from a server that failed at it; False, and nothing else, if it does not hold it.
 
         Raises BadStateError after MAX_ATTEMPTS, once all connected `servers` have failed at it.
         """
         with self._lock:
-            entry = self._entries.get(ticket_id)
-            if entry is None or entry.server_id != server_id:
+            entry = self._entries.get(ticket_id) or self._owed.get(ticket_id)
+            if entry is None or server_id not in entry.holders:
                 return False
+            del entry.holders[server_id]
+            self._answered_at[server_id] = time.monotonic()
+            if ticket_id in self._owed:
+                self._forget_paid()
+                return True
             entry.failed_on.add(server_id)
-            entry.server_id = None
             entry.attempts += 1
-            if entry.attempts >= MAX_ATTEMPTS and entry.failed_on.issuperset(servers):
+            if entry.attempts >= MAX_ATTEMPTS and not entry.holders and entry.failed_on.issuperset(servers):
                 row = entry.prepared.ticket.prompt.row_id
                 raise BadStateError(
                     f"ticket {ticket_id} (row {row}) failed {entry.attempts} times: {reason}. "
@@ -132,7 +215,8 @@ class OutstandingTickets:
             return True
 
     def may_try(self, ticket_id: int, server_id: str, servers: Collection[str]) -> bool:
-        """True if this server has not failed at the ticket, or all `servers` have."""
+        """True if this server does not have the ticket, and has not failed at it or all `servers` have."""
         with self._lock:
-            failed_on = self._entries[ticket_id].failed_on
-            return server_id not in failed_on or failed_on.issuperset(servers)
+            entry = self._entries[ticket_id]
+            may_again = server_id not in entry.failed_on or entry.failed_on.issuperset(servers)
+            return server_id not in entry.holders and may_again

@@ -33,6 +33,7 @@ from learner.tickets.length_bias import LengthBias
 from learner.tickets.recorded_batch import as_journaled, batch_again, read_batch
 from learner.tickets.staleness import crowded_deadline, has_fresh_tokens, within_bound
 from learner.tickets.ticket import PreparedTicket, ReceivedGroup
+from learner.tickets.ticket_deadline import TicketDeadline
 from protocol.codec import encode
 from protocol.faults import crash_point
 
@@ -72,7 +73,9 @@ class TicketLedger:
         bound: int,
         total_groups: int,
         on_stale: OnStale = "wait",
+        deadline: TicketDeadline | None = None,
     ):
+        """`deadline`: of a server for a ticket; None: with its defaults."""
         self.changed = threading.Condition()
         self.journal = journal
         self.bound = bound
@@ -80,8 +83,8 @@ class TicketLedger:
         self._per_step = prompts_per_step
         self._total = total_groups
         self._on_stale: OnStale = on_stale
-        self.out = OutstandingTickets(self.changed)
-        """Tickets whose groups are awaited, and which server has each."""
+        self.out = OutstandingTickets(self.changed, deadline or TicketDeadline())
+        """Tickets whose groups are awaited, and which servers have each."""
         self._buffer: dict[int, ReceivedGroup] = {}
         self.evaluation: Evaluation | None = None
         """The evaluation that is running."""
@@ -157,7 +160,7 @@ class TicketLedger:
                     for item in training:
                         self.journal.add_group(item.group.ticket_id, item.frames or encode(item.group))
             for item in received:
-                self.out.remove(item.ticket.ticket_id)
+                self.out.remove(item.ticket.ticket_id, item.group.server_id)
                 if item.prepared.is_training:
                     self._buffer[item.ticket.ticket_id] = item
                 elif self.evaluation is not None:
@@ -190,12 +193,12 @@ class TicketLedger:
         return [ticket_id for ticket_id, _ in by_deadline[: self._per_step]]
 
     def blockers(self) -> list[tuple[int, str | None, float]]:
-        """Tickets that the next step waits for: id, server that holds it, seconds since it was issued."""
+        """Tickets that the next step waits for: id, servers that hold it, seconds since it was issued."""
         with self.changed:
             now = time.monotonic()
             out = self.out.training()
             ids = self._late(self._earliest()) or sorted(out)
-            return [(i, out[i].server_id, now - out[i].issued_at) for i in ids]
+            return [(i, ", ".join(out[i].holders) or None, now - out[i].issued_at) for i in ids]
 
     def _late(self, earliest: list[int]) -> list[int]:
         """Tickets that must arrive before the next step, for later steps to take all that is due by then (`wait`)."""
@@ -278,7 +281,7 @@ class TicketLedger:
     def counts(self) -> LedgerCounts:
         with self.changed:
             training = self.out.training()
-            waiting = sum(entry.server_id is None for entry in training.values())
+            waiting = sum(not entry.holders for entry in training.values())
             return LedgerCounts(
                 issued=self._counters["issued"],
                 waiting=waiting,

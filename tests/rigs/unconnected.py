@@ -38,5 +38,8 @@ class Ledger:
     def held_of_kind(self, server_id: str, *, is_training: bool) -> int:
         return 0
 
+    def forgive(self, seconds: float) -> None:
+        pass
+
     def reconcile(self, server_id: str, held: Any = ()) -> int:
         return 0

@@ -17,12 +17,13 @@ import zmq
 
 from asyncrl.telemetry.logs import RepeatLimitingHandler
 from learner.network.sockets import open_sockets
+from learner.tickets.ticket_deadline import TicketDeadline
 from protocol.codec import encode
 from protocol.errors import ErrorCode
-from protocol.messages import Goodbye, TicketFailed, Tickets, Welcome
+from protocol.messages import Ack, Goodbye, TicketFailed, Tickets, Welcome
 from protocol.peers import PeerLimits
 from tests.rigs.fuzz import content
-from tests.rigs.fuzz.mutations import pack
+from tests.rigs.fuzz.mutations import frames_of, pack
 from tests.rigs.fuzz.peers import WAIT_S, Peer, good_server
 from tests.rigs.fuzz.rig import PER_STEP, LearnerRig, small_config
 
@@ -143,6 +144,37 @@ def test_a_server_that_never_reads_its_tickets_loses_them(rig: LearnerRig, peer:
 
     wait_until(rig, has_lost_them)
     check_good_server(rig, server, 100)
+
+
+def test_a_wedged_server_does_not_stop_the_run(rig: LearnerRig, peer: Peer, another: Start):
+    """It sends heartbeats, says that it works, and never finishes: another one gets its tickets, too."""
+    out = rig.ledger.out
+    out.deadline = TicketDeadline(least_s=0.5, unmeasured_s=1.0)
+    peer.send(content.hello("peer", max_groups=1000))
+    wait_until(rig, lambda: bool(out.held_by("peer")))
+    held = out.held_by("peer")
+    server = another(rig)
+
+    def steps_are_made() -> bool:
+        peer.send(content.heartbeat(running=1))
+        return len(rig.taken) >= 100
+
+    wait_until(rig, steps_are_made)
+    assert (out.reissued, out.held_by("peer"), out.duplicates) == (held, held, 0), "it gets no more"
+    peer.send(content.group(0, 0, "peer"))
+    assert peer.hear(Ack).ticket_ids == (0,), "late, and needed no more"
+    assert (out.held_by("peer"), out.duplicates) == (held - 1, 1)
+    check_good_server(rig, server, 100)
+
+
+def test_the_ticket_of_a_group_that_cannot_be_decoded_goes_back(rig: LearnerRig, peer: Peer):
+    peer.send(content.hello("peer", max_groups=1))
+    (ticket,) = peer.hear(Tickets).tickets
+    group = frames_of(content.group(ticket.ticket_id, 0, "peer"))
+    peer.send([*group[:-1], bytes(group[-1])[:-1]])
+    error = peer.hear_error(ErrorCode.MALFORMED)
+    assert error.ticket_id == ticket.ticket_id, "the server forgets it, instead of sending it for ever"
+    assert peer.hear(Tickets).tickets == (ticket,), "there is no other server"
 
 
 def test_one_connection_is_one_server_and_may_send_unknown_types(rig: LearnerRig, peer: Peer):

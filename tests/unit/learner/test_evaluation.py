@@ -91,7 +91,8 @@ class Rig:
         for ticket_id in ticket_ids:
             item = self.ledger.out.get(ticket_id)
             assert item is not None, f"{ticket_id} is not out"
-            self.ledger.receive([received(item)])
+            holder = next(iter(self.ledger.out._entries[ticket_id].holders), "s")
+            self.ledger.receive([received(item, server_id=holder)])
 
     def step(self) -> int:
         """A learner step, without its publication."""
@@ -226,7 +227,7 @@ class Network:
     def wait_until(self, satisfied: Callable[[], bool], **_: Any) -> None:
         while not satisfied():
             self.waits += 1
-            out = sorted(i for i, entry in self.rig.ledger.out._entries.items() if entry.server_id is not None)
+            out = sorted(i for i, entry in self.rig.ledger.out._entries.items() if entry.holders)
             assert out, "nothing can come"
             self.rig.arrive(out[0])  # training tickets come first: their ids are smaller
             self.rig.turn()

@@ -41,6 +41,21 @@ def receiver_of(ledger: TicketLedger, *server_ids: str) -> tuple[GroupReceiver, 
     return GroupReceiver(cast(Servers, servers), no_sockets, ledger, lambda *_, **__: None), servers
 
 
+def test_of_two_groups_that_come_at_once_the_first_counts_and_both_are_acknowledged() -> None:
+    ledger = make_ledger(1, 0, 1)
+    issue(ledger, 0)
+    for server_id in ("a", "b"):
+        ledger.out.assign([0], server_id)
+    groups, servers = receiver_of(ledger, "a", "b")
+    for server_id in ("b", "a", "b"):
+        groups.accept(server_id, content.group(0, 0, server_id), ())
+    assert servers.acknowledged() == [], "not before it is in the journal"
+    groups.keep()
+    assert servers.acknowledged() == [("b", 0), ("a", 0)]
+    assert (ledger.out.held_by("a"), ledger.out.held_by("b"), ledger.out.duplicates) == (0, 0, 1)
+    assert [taken.group.server_id for taken in ledger.take()] == ["b"]
+
+
 @pytest.mark.parametrize("ticket_id", [2, EVALUATION_IDS + 1, EVALUATION_IDS + 10**9, PARITY_IDS, 2**63 - 1])
 def test_a_group_for_a_ticket_that_was_never_issued_is_told_so(ticket_id: int) -> None:
     ledger = make_ledger(2, 0, 10)

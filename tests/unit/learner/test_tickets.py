@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,14 +20,15 @@ from learner.tickets.assignments import MAX_ATTEMPTS
 from learner.tickets.evaluation import Evaluation
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import PreparedTicket, ReceivedGroup
+from learner.tickets.ticket_deadline import TicketDeadline
 from protocol.messages import TicketKind
 from tests.rigs.fuzz import content
 from tests.rigs.journal_groups import throwaway_journal
 
 
-def make_ledger(per_step: int, bound: int, total: int, on_stale: OnStale = "wait") -> TicketLedger:
-    journal = throwaway_journal()
-    return TicketLedger(journal, prompts_per_step=per_step, bound=bound, total_groups=total, on_stale=on_stale)
+def make_ledger(per_step: int, bound: int, total: int, on_stale: OnStale = "wait", **more: Any) -> TicketLedger:
+    shape = {"prompts_per_step": per_step, "bound": bound, "total_groups": total}
+    return TicketLedger(throwaway_journal(), **shape, on_stale=on_stale, **more)
 
 
 def prepared(slot: TicketSlot, kind: TicketKind = TicketKind.TRAIN) -> PreparedTicket:
@@ -36,11 +39,12 @@ def prepared(slot: TicketSlot, kind: TicketKind = TicketKind.TRAIN) -> PreparedT
     return PreparedTicket(ticket, dict([content.image(slot.position)]), slot, facts)
 
 
-def received(item: PreparedTicket, *versions: int) -> ReceivedGroup:
+def received(item: PreparedTicket, *versions: int, server_id: str = "s") -> ReceivedGroup:
     """A group of one trajectory, its tokens sampled at these versions, or one token at the ticket's own."""
     sampled = np.asarray(versions or (item.ticket.min_version,), np.int32)
     update = {"ticket_id": item.ticket.ticket_id, "versions": sampled}
-    return ReceivedGroup(item, content.group(item.slot.position, 0, "s", [sampled.size]).model_copy(update=update))
+    group = content.group(item.slot.position, 0, server_id, [sampled.size])
+    return ReceivedGroup(item, group.model_copy(update=update))
 
 
 def issue(ledger: TicketLedger, version: int) -> list[PreparedTicket]:
@@ -49,8 +53,8 @@ def issue(ledger: TicketLedger, version: int) -> list[PreparedTicket]:
     return items
 
 
-def arrive(ledger: TicketLedger, item: PreparedTicket, *versions: int) -> None:
-    ledger.receive([received(item, *versions)])
+def arrive(ledger: TicketLedger, item: PreparedTicket, *versions: int, server_id: str = "s") -> None:
+    ledger.receive([received(item, *versions, server_id=server_id)])
 
 
 def step(ledger: TicketLedger) -> list[ReceivedGroup]:
@@ -190,8 +194,8 @@ def test_a_server_that_reconnects_keeps_what_it_holds_and_a_lost_one_keeps_nothi
     items = issue(ledger, 0)
     ledger.out.assign([0, 1], "a")
     ledger.out.assign([2], "b")
-    assert ledger.out.reconcile("a", [1, 2, 3, 99]) == 1, "3 waited for somebody; 2 is with b; 99 is not ours"
-    assert (ledger.out.held_by("a"), ledger.out.held_by("b")) == (2, 1)
+    assert ledger.out.reconcile("a", [1, 2, 3, 99]) == 1, "3 waited for somebody; 2 is with b, too; 99 is not ours"
+    assert (ledger.out.held_by("a"), ledger.out.held_by("b")) == (3, 1)
     assert ids(ledger.out.waiting()) == [0]
     arrive(ledger, items[1])
     assert ledger.out.get(1) is None
@@ -201,6 +205,63 @@ def test_a_server_that_reconnects_keeps_what_it_holds_and_a_lost_one_keeps_nothi
     assert ids(ledger.out.waiting()) == [0, 3]
     counts = ledger.counts()
     assert (counts.waiting, counts.in_flight, counts.buffered, counts.residual) == (2, 1, 1, 0)
+
+
+class AtOnce(TicketDeadline):
+    """Every ticket is late as soon as a server has it."""
+
+    def seconds(self, kind: TicketKind) -> float:
+        return -1.0
+
+
+def test_a_late_ticket_goes_to_another_server_and_the_second_group_is_a_duplicate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr("learner.tickets.assignments.time", SimpleNamespace(monotonic=lambda: now_s))
+    ledger = make_ledger(3, 0, 3, deadline=TicketDeadline(least_s=5.0, unmeasured_s=300.0))
+    out, items = ledger.out, issue(ledger, 0)
+    out.assign([0, 1], "slow")
+    out.assign([2], "good")
+    now_s += 10.0
+    assert (out.overdue(), out.stalled()) == ([], set()), "nothing is measured: it may take long"
+    arrive(ledger, items[2], server_id="good")
+    assert (out.overdue(), out.stalled()) == ([], set()), "3 times 10 s"
+    now_s += 21.0
+    out.forgive(15.0)
+    assert (out.overdue(), out.stalled()) == ([], set()), "this process stood still for most of it"
+    now_s += 15.0
+    assert ids(out.overdue()) == [0, 1]
+    assert out.stalled() == {"slow"}
+    assert not out.may_try(0, "slow", ["slow", "good"]), "it has it"
+    assert out.assign([0, 1], "good") == {0: "slow", 1: "slow"}
+    assert [holders for _, holders, _ in ledger.blockers()] == ["slow, good"] * 2
+    assert out.overdue() == [], "the other one has its time"
+    arrive(ledger, items[0], server_id="good")
+    arrive(ledger, items[1], server_id="slow")
+    assert (out.held_by("slow"), out.held_by("good")) == (1, 1), "each still works on what the other has answered"
+    assert out.stalled() == set(), "it has just answered one"
+    out.take_duplicate(0, "slow")
+    out.take_duplicate(0, "slow")
+    assert out.give_back(1, "good", "out of memory", ["slow", "good"]), "nobody needs it any more"
+    assert (out.held_by("slow"), out.held_by("good")) == (0, 0)
+    assert (out.reissued, out.duplicates) == (2, 1)
+    assert positions(step(ledger)) == [0, 1, 2]
+
+
+def test_the_deadline_follows_what_recent_groups_took_and_never_falls_below_its_floor() -> None:
+    deadline = TicketDeadline(least_s=30.0, unmeasured_s=300.0)
+    kind = TicketKind.TRAIN
+    assert deadline.seconds(kind) == 300.0
+    deadline.measure(kind, 1.0)
+    assert deadline.seconds(kind) == 30.0
+    for seconds in range(1, 101):
+        deadline.measure(kind, float(seconds))
+    assert deadline.seconds(kind) == 3 * 95.0, "three times the quantile 0.95"
+    assert deadline.seconds(TicketKind.EVAL) == 300.0, "measured apart"
+    for _ in range(256):
+        deadline.measure(kind, 20.0)
+    assert deadline.seconds(kind) == 60.0, "the long ones are forgotten"
 
 
 def test_a_ticket_that_keeps_failing_stops_the_run() -> None:
@@ -268,6 +329,12 @@ def test_tickets_of_before_a_restart_are_withheld_for_their_servers() -> None:
     assert again.counts().issued == 2, "recovering twice changes nothing"
 
 
+EVENTS = (
+    *("issue", "assign", "again", "again", "receive", "answer", "answer", "answer", "lose", "reconnect", "fail"),
+    *("restart", "step", "step"),
+)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
@@ -279,12 +346,21 @@ def test_tickets_of_before_a_restart_are_withheld_for_their_servers() -> None:
 def test_nothing_is_lost_or_doubled(
     seed: int, per_step: int, max_staleness: int, steps: int, on_stale: OnStale
 ) -> None:
-    """Random issues, assignments, arrivals, lost servers, failures and restarts: every prompt is trained once."""
+    """Random issues, assignments, arrivals, lost servers, failures and restarts: every prompt is trained once.
+
+    Late tickets are with both servers: either may answer first, fail, or be lost, and the other answers or not.
+    """
     rng = random.Random(seed)
     shape = {"prompts_per_step": per_step, "bound": max_staleness, "total_groups": steps * per_step}
-    ledger = TicketLedger(throwaway_journal(), **shape, on_stale=on_stale)
+    ledger = TicketLedger(throwaway_journal(), **shape, on_stale=on_stale, deadline=AtOnce())
     trained: list[int] = []
     failures: dict[int, int] = {}
+    holds: dict[str, set[int]] = {"a": set(), "b": set()}
+    """What each server works on, answered by the other or not."""
+    duplicates = 0
+
+    def sampled_at(item: PreparedTicket) -> list[int]:
+        return sorted(rng.choices(range(item.ticket.min_version, ledger.version + 1), k=3))
 
     def consume() -> None:
         for group in step(ledger):
@@ -295,28 +371,48 @@ def test_nothing_is_lost_or_doubled(
     for _ in range(2000):
         if ledger.version == steps:
             break
-        choice = rng.choice(["issue", "assign", "receive", "receive", "lose", "fail", "restart", "step", "step"])
-        waiting = ledger.out.waiting()
+        choice = rng.choice(EVENTS)
+        waiting, server = ledger.out.waiting(), rng.choice("ab")
+        held = sorted(holds[server])
         if choice == "issue":
             issue(ledger, ledger.version)
         elif choice == "assign" and waiting:
-            ledger.out.assign(ids(rng.sample(waiting, rng.randint(1, len(waiting)))), rng.choice("ab"))
-        elif choice == "receive" and waiting:
+            chosen = ids(rng.sample(waiting, rng.randint(1, len(waiting))))
+            ledger.out.assign(chosen, server)
+            holds[server].update(chosen)
+        elif choice == "again":
+            late = [i for i in ids(ledger.out.overdue()) if ledger.out.may_try(i, server, "ab")]
+            ledger.out.assign(late, server)
+            holds[server].update(late)
+        elif choice == "receive" and waiting:  # from a server that was lost meanwhile
             item = rng.choice(waiting)
-            versions = sorted(rng.choices(range(item.ticket.min_version, ledger.version + 1), k=3))
-            arrive(ledger, item, *versions)
+            arrive(ledger, item, *sampled_at(item))
+        elif choice == "answer" and held:
+            ticket_id = rng.choice(held)
+            holds[server].remove(ticket_id)
+            item = ledger.out.get(ticket_id)
+            if item is not None:
+                arrive(ledger, item, *sampled_at(item), server_id=server)
+            else:
+                duplicates += 1
+                ledger.out.take_duplicate(ticket_id, server)
         elif choice == "lose":
-            ledger.out.reconcile(rng.choice("ab"))
-        elif choice == "fail" and waiting:
-            ticket_id = rng.choice(waiting).ticket.ticket_id
+            ledger.out.reconcile(server)
+            holds[server].clear()
+        elif choice == "reconnect":
+            holds[server] = {*rng.sample(held, len(held) // 2), *ids(waiting[:1])}
+            ledger.out.reconcile(server, holds[server])
+        elif choice == "fail" and held:
+            ticket_id = rng.choice(held)
             failures[ticket_id] = failures.get(ticket_id, 0) + 1
             if failures[ticket_id] < MAX_ATTEMPTS:
-                ledger.out.assign([ticket_id], "a")
-                ledger.out.give_back(ticket_id, "a", "scripted", "ab")
+                holds[server].remove(ticket_id)
+                assert ledger.out.give_back(ticket_id, server, "scripted", "ab")
         elif choice == "restart" and rng.random() < 0.2:
             version = ledger.version
             counts, bias = ledger.counts(), ledger.length_bias()
-            ledger = TicketLedger(ledger.journal, **shape, on_stale=on_stale)
+            ledger = TicketLedger(ledger.journal, **shape, on_stale=on_stale, deadline=AtOnce())
+            holds, duplicates = {"a": set(), "b": set()}, 0
             ledger.recover(prepared, withhold_s=0.0)
             ledger.advance(version)
             assert ledger.last_step == version
@@ -326,6 +422,8 @@ def test_nothing_is_lost_or_doubled(
             failures = {}
         elif choice == "step" and ledger.ready():
             consume()
+        assert {name: ledger.out.held_by(name) for name in holds} == {name: len(them) for name, them in holds.items()}
+        assert ledger.out.duplicates == duplicates
         counts = ledger.counts()
         assert counts.residual == 0
         assert min(counts.waiting, counts.in_flight, counts.buffered) >= 0
