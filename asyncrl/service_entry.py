@@ -90,6 +90,7 @@ def _guarded(name: str, main: Main, arguments: argparse.Namespace) -> int:
     try:
         config = load_config(arguments.config, arguments.overrides)
         configure_logging(name, config.telemetry.log_level)
+        config = resolved(config)
         return _run(name, main, config, Start(arguments.resume, arguments.unattended), arguments.failure_file)
     except UserError as error:
         _print_error(error)
@@ -100,6 +101,16 @@ def _guarded(name: str, main: Main, arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         logger.info("interrupted")
         return ExitCode.INTERRUPTED
+
+
+def resolved(config: RunConfig) -> RunConfig:
+    """Decide model.dtype=auto once, for all that this service loads and says."""
+    from asyncrl.models.devices import resolve_dtype
+
+    decided = resolve_dtype(config)
+    if decided != config:
+        logger.info("model.dtype: auto is %s here", decided.model.dtype)
+    return decided
 
 
 def _run(name: str, main: Main, config: RunConfig, start: Start, failure_file: Path | None) -> int:

@@ -51,7 +51,7 @@ def config_of(model: Path, lora: dict[str, Any]) -> RunConfig:
     return RunConfig.model_validate(
         {
             "run_dir": "unused",
-            "model": {"path": str(model), "freeze_vision_tower": False, "lora": lora},
+            "model": {"path": str(model), "dtype": "float32", "freeze_vision_tower": False, "lora": lora},
             "data": {"train_files": ["unused.parquet"]},
             "reward": {"functions": [{"function": "exact_match"}]},
         }

@@ -19,6 +19,7 @@ from PIL import Image
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.images import content_hash
+from asyncrl.models.devices import resolve_dtype
 from asyncrl.models.processing import EncodedPrompt, PromptProcessor
 from asyncrl.tools.memory_plan.plan import MemoryPlan, make_plan
 from asyncrl.tools.numbers import GIB
@@ -92,7 +93,7 @@ def cycle_config(model_folder: Path, folder: Path, shape: dict[str, Any], **sect
     }
     for section, values in sections.items():
         base[section] = {**base.get(section, {}), **values}
-    return RunConfig.model_validate({"run_dir": str(folder / "run"), **base})
+    return resolve_dtype(RunConfig.model_validate({"run_dir": str(folder / "run"), **base}))
 
 
 async def run_cycle(config: RunConfig, shape: dict[str, Any]) -> Cycle:

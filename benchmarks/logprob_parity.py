@@ -19,6 +19,7 @@ from typing import Any
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.journal.writer import TicketSlot
+from asyncrl.models.devices import resolve_dtype
 from asyncrl.models.loading import stop_token_ids
 from asyncrl.models.processing import PromptProcessor
 from learner.network.logprob_parity import compare
@@ -58,7 +59,8 @@ def main() -> None:
     print("| engine | dtype | completions | tokens | tokens/s | max \\|engine - learner\\| | mean |")
     print("|---|---|---|---|---|---|---|")
     for engine in arguments.engines:
-        config = load_config(arguments.config, [*arguments.overrides, f"rollout.engine={engine}"])
+        overrides = [*arguments.overrides, f"rollout.engine={engine}"]
+        config = resolve_dtype(load_config(arguments.config, overrides))
         processor = PromptProcessor(config.model)
         received, seconds = asyncio.run(sample(config, processor, arguments.rows))
         trainer = create_train_engine(config, config.learner.optim, total_updates=1)

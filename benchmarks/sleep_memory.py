@@ -61,7 +61,7 @@ def config_for(model: Path, run: str, level: int) -> RunConfig:
     return RunConfig.model_validate(
         {
             "run_dir": run,
-            "model": {"path": str(model), "freeze_vision_tower": False},
+            "model": {"path": str(model), "dtype": "float32", "freeze_vision_tower": False},
             "data": {"train_files": ["none.jsonl"]},
             "batch": {"prompts_per_step": 4, "group_size": 4},
             "learner": {"device": "cpu"},

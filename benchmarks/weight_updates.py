@@ -29,6 +29,7 @@ import transformers
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.journal.writer import TicketSlot
+from asyncrl.models.devices import resolve_dtype
 from asyncrl.models.loading import stop_token_ids
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import load_published
@@ -201,7 +202,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args()
-    config = load_config(arguments.config, arguments.overrides)
+    config = resolve_dtype(load_config(arguments.config, arguments.overrides))
     if config.rollout.cpu_threads:
         torch.set_num_threads(config.rollout.cpu_threads)
     processor = PromptProcessor(config.model)

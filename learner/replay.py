@@ -24,6 +24,7 @@ from asyncrl.errors import BadStateError, ExitCode, UserError
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.reader import JournalReader
 from asyncrl.launch.broken_pipe import ends_with_its_reader
+from asyncrl.models.devices import resolve_dtype
 from asyncrl.models.loading import load_model, stop_token_ids
 from asyncrl.models.lora import read_adapter
 from asyncrl.models.processing import PromptProcessor
@@ -59,7 +60,10 @@ class ReplayableRun:
         for name in (JOURNAL_FILE, CONFIG_FILE):
             if not is_there(run_dir / name):
                 raise UserError(f"there is no {name} in {run_dir}: a step is made again in the run's own directory")
-        own, config = (load_config(run_dir / CONFIG_FILE, [*words, f"run_dir={run_dir}"]) for words in ((), overrides))
+        own, config = (
+            resolve_dtype(load_config(run_dir / CONFIG_FILE, [*words, f"run_dir={run_dir}"]))
+            for words in ((), overrides)
+        )
         lines, _ = JsonlTail(run_dir / METRICS_FILE).new_records()
         is_there(run_dir / CHECKPOINTS)  # an unreadable folder would look empty
         checkpoints = complete_checkpoints(run_dir)

@@ -30,7 +30,8 @@ def check_hello(
             code=ErrorCode.MODEL_MISMATCH,
             reason=f"{server} loaded a model with fingerprint {hello.model_fingerprint}, "
             f"the learner's is {model_fingerprint}: parameter names, shapes or dtypes differ",
-            fix="Start both with the same resolved configuration: the same model path, revision, dtype and model.lora",
+            fix="Start both with the same resolved configuration: the same model path, revision, dtype and model.lora; "
+            "name model.dtype where it is auto and not every machine has a GPU",
         )
     if hello.base_fingerprint != base_fingerprint:
         return Refusal(

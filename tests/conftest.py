@@ -55,7 +55,7 @@ def make_config(tiny_model: Path, digits_data: Path, tmp_path: Path) -> Callable
 def small_config(model: Path, data: Path, run_dir: Path, /, **sections: dict[str, Any]) -> RunConfig:
     base: dict[str, Any] = {
         "run_dir": str(run_dir),
-        "model": {"path": str(model), "freeze_vision_tower": False},
+        "model": {"path": str(model), "dtype": "float32", "freeze_vision_tower": False},
         "data": {
             "train_files": [str(data / "rl.parquet")],
             "val_files": [str(data / "eval.parquet")],

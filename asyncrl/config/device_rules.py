@@ -27,6 +27,15 @@ def meant_device(name: str, *, cuda: bool) -> str:
     return "cuda:0" if name in ("auto", "cuda") else name
 
 
+def meant_dtype(config: RunSections, *, cuda: bool) -> str:
+    """Resolve model.dtype: `auto` is bfloat16 where both sides are on GPUs, which compute it several times as fast as
+    float32 and exactly enough on fp32 master weights; few CPUs have it at all."""
+    if config.model.dtype != "auto":
+        return config.model.dtype
+    names = (config.learner.device, config.rollout.device)
+    return "float32" if "cpu" in (meant_device(name, cuda=cuda) for name in names) else "bfloat16"
+
+
 def same_device(config: RunSections, *, cuda: bool) -> bool:
     """True if learner and rollout server use the same device; any `cuda` name implies a machine with CUDA."""
     names = (config.learner.device, config.rollout.device)

@@ -26,9 +26,6 @@ _PROMPT_ID_BYTES, _IMAGE_GRID_BYTES, _LENGTH_BYTES = 4, 12, 4
 """Parts of a group on the wire. Every image has at least a placeholder in its prompt."""
 TOKEN_BYTES = 17
 """Id, log-prob, version, version of the cache, and mask of a completion's token on the wire."""
-DEFAULT_LOGPROB_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.2}
-"""Accepted difference of a token's log-prob between engine and learner, in nats: several times what rounding makes of
-it (docs/decisions/012)."""
 Durability = Literal["process", "power"]
 
 
@@ -102,7 +99,8 @@ class AlignmentConfig(Section):
     rows: int = Field(default=2, ge=0)
     """Training rows for each server, with their images; 0 turns the check off."""
     max_logprob_difference: float = Field(default=0.0, ge=0)
-    """Largest difference of one token that is accepted, in nats; 0 means 0.001 for float32 and 0.2 for bfloat16."""
+    """Largest difference of one token that is accepted, in nats; 0 means 0.2 for bfloat16, and for float32 0.001 on
+    CPUs and 0.025 where one side is on a GPU."""
 
 
 class GpuMemoryConfig(Section):
@@ -221,11 +219,6 @@ class RunSections(Section):
         """network.start_timeout_s, or what the engine may take where that is 0."""
         compiles = self.rollout.engine == "vllm" and self.rollout.device != "cpu"
         return self.network.start_timeout_s or (COMPILING_START_S if compiles else USUAL_START_S)
-
-    @property
-    def max_logprob_difference(self) -> float:
-        """Accepted difference of a token's log-prob between engine and learner, in nats."""
-        return self.alignment.max_logprob_difference or DEFAULT_LOGPROB_DIFFERENCE[self.model.dtype]
 
     def group_bytes(self, group_size: int) -> int:
         """Size of the largest group that fits its ticket, on the wire and in the journal."""

@@ -53,9 +53,9 @@ class LoraConfig(Section):
 class ModelConfig(Section):
     path: str
     """Hugging Face folder with model, tokenizer and processor, or `org/name` (or `org/name@revision`) of its hub."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights on both sides and on the wire. bfloat16 ones are trained on float32 master weights; adapters
-    are always float32."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the weights on both sides and on the wire; auto is bfloat16 where learner and rollout server are on GPUs,
+    else float32. bfloat16 weights are trained on float32 master weights; adapters are always float32."""
     freeze_vision_tower: bool = True
     """Leave the vision tower (not the connector) out of training; with lora, only adapters are trained anyway."""
     trust_remote_code: bool = False

@@ -14,7 +14,7 @@ from math import nan
 import psutil
 import torch
 
-from asyncrl.config.device_rules import DEVICE_CHANNELS, meant_device
+from asyncrl.config.device_rules import DEVICE_CHANNELS, meant_device, meant_dtype
 from asyncrl.config.gpu_assignment import GPUS_VARIABLE, listed_gpus
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
@@ -35,6 +35,12 @@ OLDEST_DRIVER = {12: 525, 13: 580}
 """First major version of NVIDIA's driver by CUDA's major version (CUDA Toolkit Release Notes, table "CUDA Toolkit and
 Minimum Required Driver Version for CUDA Minor Version Compatibility")."""
 SMI_DEADLINE_S = 30.0
+LOGPROB_DIFFERENCE = {"bfloat16": 0.2, "float32": 1e-3}
+"""Accepted difference of a token's log-prob between engine and learner by model.dtype, in nats: several times what
+rounding makes of it (docs/decisions/012)."""
+TF32_LOGPROB_DIFFERENCE = LOGPROB_DIFFERENCE["bfloat16"] / 8
+"""The same for float32 with a GPU: vLLM's attention is in Triton there, which multiplies float32 numbers in TF32. Its
+factors have three bits more than bfloat16's."""
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
@@ -91,6 +97,34 @@ def visible_gpus() -> tuple[str, ...]:
         return listed_gpus(assigned)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return tuple(map(str, range(count))) if visible is None else listed_gpus(visible)[:count]
+
+
+def resolve_dtype(config: RunConfig) -> RunConfig:
+    """The configuration with model.dtype as it is meant on this machine. A GPU older than Ampere has no bfloat16."""
+    cuda = torch.cuda.is_available()
+    dtype = meant_dtype(config, cuda=cuda)
+    if config.model.dtype == "auto" and cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
+        dtype = "float32"
+    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+
+
+def max_logprob_difference(config: RunConfig) -> float:
+    """Accepted difference of a token's log-prob between engine and learner, in nats, on this machine's devices."""
+    if config.alignment.max_logprob_difference:
+        return config.alignment.max_logprob_difference
+    cuda, dtype = torch.cuda.is_available(), resolve_dtype(config).model.dtype
+    devices = {meant_device(name, cuda=cuda) for name in (config.learner.device, config.rollout.device)}
+    return TF32_LOGPROB_DIFFERENCE if dtype == "float32" and devices != {"cpu"} else LOGPROB_DIFFERENCE[dtype]
+
+
+def compute_in_full_float32() -> None:
+    """Let float32 products be float32 ones: cuDNN's convolutions, of the vision tower, are in TF32 by torch's default.
+
+    TF32 keeps 10 bits of a factor where float32 keeps 23; learner and engine would disagree by it. bfloat16 products
+    are not concerned.
+    """
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
 
 
 def check_device_channel(config: RunConfig, key: str, device: str) -> None:

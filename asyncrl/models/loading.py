@@ -11,6 +11,7 @@ from torch import nn
 
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import UserError
+from asyncrl.models.devices import compute_in_full_float32
 from asyncrl.models.folder import model_folder
 from asyncrl.models.model_inputs import place_text_after_videos
 from asyncrl.models.shared_prefix import SHARED_PREFIX_ATTENTION
@@ -27,6 +28,7 @@ _DROPOUT = re.compile(r"^(?!summary_|classifier_|cls_).*(dropout|_pdrop$|drop_pa
 
 def load_model(config: ModelConfig, *, device: torch.device, text_attention: str = "sdpa") -> nn.Module:
     """The model of the folder with `text_attention` in its language part, in `config.dtype` on `device`."""
+    compute_in_full_float32()
     kind, _, options = _describe(config, text_attention)
     model = kind.from_pretrained(model_folder(config), **options)
     place_text_after_videos(model)
@@ -51,9 +53,15 @@ def _describe(config: ModelConfig, text_attention: str) -> tuple[Any, Any, dict[
     if text_attention == SHARED_PREFIX_ATTENTION:
         refuse_dropout(hf_config, config)
     attention = {"text_config": text_attention, "vision_config": "sdpa"} if has_vision(hf_config) else text_attention
-    dtype = getattr(torch, config.dtype)
-    options = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": remote}
+    options = {"dtype": torch_dtype(config), "attn_implementation": attention, "trust_remote_code": remote}
     return model_class(hf_config), hf_config, options
+
+
+def torch_dtype(config: ModelConfig) -> torch.dtype:
+    """Raises ValueError for `auto`, which only the whole configuration resolves (`devices.resolve_dtype`)."""
+    if config.dtype == "auto":
+        raise ValueError("model.dtype is auto: resolve_dtype(config) comes before a model is loaded")
+    return getattr(torch, config.dtype)
 
 
 @torch.no_grad()

@@ -45,7 +45,7 @@ def resolve_adapter(config: ModelConfig) -> AdapterSpec | None:
             f"model.lora.rank is {config.lora.rank}, which needs the peft package on both sides. Install it: "
             "pip install 'asyncrl[learner,rollout]'"
         )
-    model = skeleton(config)
+    model = skeleton(config.model_copy(update={"dtype": "float32"}))  # for its names, before `auto` is resolved
     if config.lora.vision_tower and not has_vision(model.config):
         raise UserError(
             f"model.lora.vision_tower is true, but {config.path} reads text only. Set model.lora.vision_tower=false"

@@ -19,9 +19,9 @@ from asyncrl.config.sections import ModelConfig
 from asyncrl.data.dataset import open_validation
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.errors import UserError
-from asyncrl.models.devices import resolve_device
+from asyncrl.models.devices import compute_in_full_float32, resolve_device, resolve_dtype
 from asyncrl.models.folder import model_folder
-from asyncrl.models.loading import has_vision, model_class
+from asyncrl.models.loading import has_vision, model_class, torch_dtype
 from asyncrl.models.lora import is_adapter_folder, load_merged
 from asyncrl.models.model_inputs import place_text_after_videos
 from asyncrl.models.processing import PLACEHOLDER_ID_NAMES, PromptProcessor, media_arguments, special_token_ids
@@ -47,6 +47,7 @@ def evaluate(config: RunConfig, folder: Path) -> Evaluation:
     """Greedy decoding of every held-out row with the model in `folder`, or with its adapter on `model.path`."""
     from transformers import AutoConfig
 
+    config = resolve_dtype(config)
     held_out = open_validation(config.data)
     if held_out is None:
         raise UserError("data.val_files is empty: there is nothing to evaluate on")
@@ -55,10 +56,11 @@ def evaluate(config: RunConfig, folder: Path) -> Evaluation:
     processor = PromptProcessor(ModelConfig(path=str(whole)))
     hf_config = AutoConfig.from_pretrained(whole)
     device = resolve_device(config.rollout.device, "rollout.device")
+    compute_in_full_float32()
     if is_adapter:
         model = load_merged(config.model, folder)
     else:
-        model = model_class(hf_config).from_pretrained(folder, dtype=getattr(torch, config.model.dtype))
+        model = model_class(hf_config).from_pretrained(folder, dtype=torch_dtype(config.model))
         place_text_after_videos(model)
     model = model.to(device).eval()
     banned = sorted(special_token_ids(hf_config, PLACEHOLDER_ID_NAMES))

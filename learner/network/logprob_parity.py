@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.models.devices import max_logprob_difference
 from asyncrl.models.processing import PromptProcessor
 from learner.network.parity_handshake import ParityCheck, ParityHandshake
 from learner.reporting.reporter import Reporter
@@ -90,7 +91,7 @@ class ParityJudge:
     def _decide(self, check: ParityCheck, received: Sequence[ReceivedGroup], version: int) -> None:
         parity = compare(self.engine, self.processor, received, self.config.batch.tokens_per_microbatch)
         self.reporter.parity(check.server_id, parity.largest, parity.mean)
-        limit = self.config.max_logprob_difference
+        limit = max_logprob_difference(self.config)
         numbers = (
             f"log-probs of engine and learner differ by at most {parity.largest:.3g} nats, {parity.mean:.3g} on "
             f"average, over {parity.tokens} tokens of {len(received)} rows at policy version {version}"
@@ -114,7 +115,7 @@ class ParityJudge:
         largest = values.get("staleness_0/logprob_diff_max", 0.0)
         if not (self.config.alignment.rows and comparable):
             return
-        if largest > max(self.config.max_logprob_difference, 2 * self._largest_warned):
+        if largest > max(max_logprob_difference(self.config), 2 * self._largest_warned):
             self._largest_warned = largest
             logger.warning(
                 "step %d: log-probs of engine and learner differ by up to %.3g nats on tokens of the learner's own "
@@ -122,6 +123,6 @@ class ParityJudge:
                 "in metrics.jsonl). %s",
                 step,
                 largest,
-                self.config.max_logprob_difference,
+                max_logprob_difference(self.config),
                 FIX,
             )

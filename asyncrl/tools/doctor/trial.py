@@ -17,6 +17,7 @@ from typing import Any
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import ExitCode
+from asyncrl.models.devices import max_logprob_difference
 from asyncrl.run_folder.failure import read_failure
 from asyncrl.telemetry.recorder import METRICS_FILE, SAMPLES_FILE, read_status
 from asyncrl.tools.doctor.disk import nearest_folder
@@ -140,7 +141,7 @@ def _parity(config: RunConfig, steps: list[Record], servers: list[Record]) -> Fi
     """Report the measured log-prob differences; one over the limit has failed the trial already."""
     measured = [server["parity"]["largest"] for server in servers if server.get("parity")]
     if measured:
-        accepted = f"{config.max_logprob_difference:g} is accepted"
+        accepted = f"{max_logprob_difference(config):g} is accepted"
         value = f"engine and learner differ by at most {max(measured):.2g} nats a token; {accepted}"
         return Finding("log-prob parity", value)
     largest = max(step.get("logprob_diff_max") or 0.0 for step in steps)

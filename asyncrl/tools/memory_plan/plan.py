@@ -14,7 +14,7 @@ from asyncrl.config.engine_rules import PREFILL_TOKENS
 from asyncrl.config.gpu_assignment import assign_gpus
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
-from asyncrl.models.devices import visible_gpus
+from asyncrl.models.devices import resolve_dtype, visible_gpus
 from asyncrl.tools.memory_plan.rehearsal import ModelBytes, rehearse
 from asyncrl.tools.numbers import GIB
 
@@ -86,7 +86,11 @@ class MemoryPlan:
 
 
 def make_plan(config: RunConfig, model: ModelBytes | None = None) -> MemoryPlan:
-    """Make the plan, reusing `model` if it was measured. Raises UserError for what is no model."""
+    """Make the plan, with model.dtype as it is meant on this machine, reusing `model` if it was measured.
+
+    Raises UserError for what is no model.
+    """
+    config = resolve_dtype(config)
     model = model or rehearse(config)
     sharing = device_sharing(config)
     learning = Phase("learner awake", tuple(_learner_lines(model, config)))

@@ -6,12 +6,13 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from asyncrl.config.device_rules import meant_dtype
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import ModelConfig
 from asyncrl.models.folder import read_config
 from asyncrl.tools.memory_plan.advice import advice
-from asyncrl.tools.memory_plan.plan import MemoryPlan, Phase, count, make_plan
+from asyncrl.tools.memory_plan.plan import MemoryPlan, Phase, changed, count, make_plan
 from asyncrl.tools.numbers import GIB, size
 
 _SHARING = {
@@ -22,19 +23,17 @@ _SHARING = {
 
 
 def memory_table(target: Path, overrides: Sequence[str]) -> str:
-    """The table of a configuration, or of a model folder with the default settings."""
-    return describe(make_plan(_planned_config(target, overrides)))
+    """The table of a configuration, or of a model folder with the default settings. `auto` is planned as a GPU."""
+    config = _planned_config(target, overrides)
+    return describe(make_plan(changed(config, {"model.dtype": meant_dtype(config, cuda=True)})))
 
 
 def _planned_config(target: Path, overrides: Sequence[str]) -> RunConfig:
     if not target.is_dir():
         return load_config(target, overrides)
-    described = read_config(ModelConfig(path=str(target)))
-    sections = (described, described.get("text_config") or {})
-    stored = [str(section.get(key)) for section in sections for key in ("dtype", "torch_dtype")]
+    read_config(ModelConfig(path=str(target)))  # refuses what is no model folder
     defaults = (
         f"model.path={target}",
-        f"model.dtype={'bfloat16' if any('16' in name for name in stored) else 'float32'}",
         "run_dir=plan",
         "data.train_files=[plan]",
         "reward.functions=[{function: exact_match}]",

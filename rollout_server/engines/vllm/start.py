@@ -19,7 +19,7 @@ from asyncrl.config.engine_rules import LARGEST_RANK_FOR_VLLM
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.models.folder import model_folder
-from asyncrl.models.loading import CONNECTOR_NAMES, VISION_TOWER_NAMES, skeleton
+from asyncrl.models.loading import CONNECTOR_NAMES, VISION_TOWER_NAMES, skeleton, torch_dtype
 from asyncrl.models.published import published_tensors
 from asyncrl.tools.memory_plan.plan import CONTEXT_BYTES, OFFLOADS_GRAPHS, vllm_memory_utilization
 from asyncrl.tools.numbers import GIB
@@ -51,7 +51,7 @@ def engine_arguments(config: RunConfig, *, cuda: bool, text_config: Any, banned:
     arguments: dict[str, Any] = {
         "model": config.model.path,
         "trust_remote_code": config.model.trust_remote_code,
-        "dtype": config.model.dtype,
+        "dtype": str(torch_dtype(config.model)).removeprefix("torch."),  # vLLM knows an `auto` of its own
         "max_model_len": tokens,
         "max_num_seqs": rollout.max_concurrent_sequences,
         "tensor_parallel_size": rollout.tensor_parallel_size,
@@ -154,6 +154,7 @@ def engine_environment(config: RunConfig, *, cuda: bool) -> Iterator[None]:
     before = dict(os.environ)
     defaults = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
     defaults["VLLM_ENGINE_READY_TIMEOUT_S"] = str(math.ceil(config.start_timeout_s))  # its own is 600
+    defaults["VLLM_FLOAT32_MATMUL_PRECISION"] = "highest"  # as the learner computes, which no TF32 product would equal
     if not cuda:
         # Its first request with log-probs would wait seconds for a compiler, even with enforce_eager.
         defaults["TORCH_COMPILE_DISABLE"] = "1"

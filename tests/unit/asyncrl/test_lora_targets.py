@@ -60,7 +60,7 @@ def test_all_linear_layers_of_the_language_model_by_default(tiny_model: Path, te
     assert ends(model(tiny_model)) == ends(model(text_model)) == ATTENTION | MLP
     assert all(".language_model." in name for name in spec.target_modules)
     assert len(spec.target_modules) == 2 * 7
-    assert resolve_adapter(ModelConfig(path=str(tiny_model))) is None
+    assert resolve_adapter(ModelConfig(path=str(tiny_model), dtype="float32")) is None
 
 
 def test_names_a_pattern_and_the_vision_tower(tiny_model: Path) -> None:
@@ -97,7 +97,7 @@ def test_without_peft_the_user_is_told_what_to_install(tiny_model: Path, monkeyp
     monkeypatch.setattr("asyncrl.models.lora.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'asyncrl\[learner,rollout\]'"):
         resolve_adapter(model(tiny_model))
-    assert resolve_adapter(ModelConfig(path=str(tiny_model))) is None
+    assert resolve_adapter(ModelConfig(path=str(tiny_model), dtype="float32")) is None
 
 
 # --- one base on both sides -------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ def test_the_fingerprint_is_of_the_content_however_it_is_sharded(tiny_model: Pat
 
     own = base_fingerprint(model(tiny_model))
     sharded = tmp_path / "sharded"
-    load_model(ModelConfig(path=str(tiny_model)), device=torch.device("cpu")).save_pretrained(  # type: ignore[operator]
+    load_model(ModelConfig(path=str(tiny_model), dtype="float32"), device=torch.device("cpu")).save_pretrained(  # type: ignore[operator]
         sharded, max_shard_size="100KB"
     )
     assert len(list(sharded.glob("model-*.safetensors"))) > 2
@@ -140,5 +140,5 @@ def test_a_folder_whose_weights_cannot_be_read_is_refused(tiny_model: Path, tmp_
 def test_the_fingerprint_of_what_travels_knows_rank_alpha_and_layers(tiny_model: Path) -> None:
     kinds = [{}, {"rank": 8, "alpha": 8}, {"alpha": 9}, {"target_modules": ["q_proj"]}]
     prints = {folder_fingerprint(model(tiny_model, **lora)) for lora in kinds}
-    prints.add(folder_fingerprint(ModelConfig(path=str(tiny_model))))
+    prints.add(folder_fingerprint(ModelConfig(path=str(tiny_model), dtype="float32")))
     assert len(prints) == len(kinds) + 1

@@ -31,7 +31,7 @@ def load_behind_header(folder: Path, longer_by: int) -> torch.nn.Module:
     weights = folder / "model.safetensors"
     tensors = {name: tensor.clone() for name, tensor in load_file(weights).items()}
     save_file(tensors, weights, metadata={"format": "pt", "padding": "x" * longer_by})
-    return load_model(ModelConfig(path=str(folder)), device=CPU).eval()
+    return load_model(ModelConfig(path=str(folder), dtype="float32"), device=CPU).eval()
 
 
 def logprobs(model: torch.nn.Module) -> torch.Tensor:

@@ -17,6 +17,7 @@ import torch
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.images import content_hash
+from asyncrl.models.devices import max_logprob_difference
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import load_published, published_tensors
 from learner.network.logprob_parity import ParityJudge, compare
@@ -59,7 +60,7 @@ def test_other_pixels_behind_an_equal_fingerprint_fail_the_parity_check(pair_con
     assert len(items) == 2
     for one in received:
         verify(one)
-    assert compare(learner_engine(pair_config), processor, received, 512).largest > pair_config.max_logprob_difference
+    assert compare(learner_engine(pair_config), processor, received, 512).largest > max_logprob_difference(pair_config)
 
 
 # --- faults: a stale encoder cache ------------------------------------------------------------------
@@ -95,7 +96,7 @@ def test_a_stale_encoder_cache_is_seen_by_the_diagnostics_of_the_first_step_and_
     pair_config: RunConfig, caplog: pytest.LogCaptureFixture, engine_class: type[HFEngine]
 ) -> None:
     stale = engine_class is KeepsOldFeatures
-    processor, limit = PromptProcessor(pair_config.model), pair_config.max_logprob_difference
+    processor, limit = PromptProcessor(pair_config.model), max_logprob_difference(pair_config)
     items = parity_tickets(pair_config, processor)
     engine, learner = engine_class(pair_config, processor), learner_engine(pair_config)
     weights = with_other_vision_tower(learner)
@@ -174,7 +175,7 @@ def test_text_that_is_tokenised_again_to_the_same_length_fails_the_parity_check(
     changed = [received[0], dataclasses.replace(received[1], group=group.model_copy(update={"token_ids": ids}))]
     verify(changed[1])
     parity = compare(learner_engine(pair_config), processor, changed, 512)
-    assert parity.largest > pair_config.max_logprob_difference
+    assert parity.largest > max_logprob_difference(pair_config)
     assert "row rows.jsonl:2 (completion 0), token" in parity.worst
 
 
