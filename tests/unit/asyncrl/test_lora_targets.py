@@ -31,7 +31,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def model(path: Path, **lora: Any) -> ModelConfig:
     free = {"freeze_vision_tower": False} if lora.get("vision_tower") else {}
-    return ModelConfig.model_validate({"path": str(path), "lora": {"rank": 4, **lora}, **free})
+    return ModelConfig.model_validate({"path": str(path), "dtype": "float32", "lora": {"rank": 4, **lora}, **free})
 
 
 @pytest.fixture
