@@ -123,7 +123,7 @@ step digits 0 900 "a small model and its data, made on the CPU" \
 short_run vllm rollout.engine=vllm model.dtype=bfloat16 "gpu_memory.budget_gib=$budget"
 step vllm-run 1 1200 "6 steps with vLLM on CUDA (Model Runner V2), its log-probs accepted at the start" "${command[@]}"
 for dtype in float32 bfloat16; do
-  limits="1e-3 at most, 1e-4 in the mean" && [ "$dtype" = float32 ] || limits="0.2 at most, 0.03 in the mean"
+  limits="1e-3 at most (vllm 0.025: attention in TF32), 1e-4 in the mean" && [ "$dtype" = float32 ] || limits="0.2 at most, 0.03 in the mean"
   step "parity-$dtype" 1 900 "to be read: log-probs of hf and vllm differ from the learner's by $limits (nats)" \
     "$python" benchmarks/logprob_parity.py "$run" --rows 16 learner.device=cuda rollout.device=cuda "model.dtype=$dtype"
 done
