@@ -113,7 +113,7 @@ def test_a_stop_id_ends_a_completion_and_belongs_to_it(fresh: Rig) -> None:
     assert stop != eos
 
 
-def test_the_model_runner_that_cuda_gets_takes_the_ban_too(fresh: Rig) -> None:
+def test_the_model_runner_that_cuda_gets_takes_the_ban_too(fresh: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's own checks and construction for Model Runner V2, which a CPU does not use."""
     from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
     from vllm.sampling_params import SamplingParams  # pyright: ignore[reportMissingImports]
@@ -126,6 +126,7 @@ def test_the_model_runner_that_cuda_gets_takes_the_ban_too(fresh: Rig) -> None:
     )
 
     banned = list(fresh.processor.placeholder_ids)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=80 << 30))
     turns = fresh.config.model_copy(update={"trainer": fresh.config.trainer.model_copy(update={"mode": "sync"})})
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     assert known >= set(engine_arguments(turns, cuda=True, text_config=None, banned=[]))
