@@ -159,17 +159,17 @@ def _dry_run(config: RunConfig) -> int:
     import asyncio
 
     from asyncrl.config.explain import explain
-    from asyncrl.data.dataset import open_train
     from asyncrl.launch.inputs import check_references
     from asyncrl.rewards.pool import try_loading
 
     with _uncollected():
         check_references(config, "learner", "rollout_server")
         asyncio.run(try_loading(config.reward))
-        from asyncrl.models.prompt_rows import preview_prompt
+        from asyncrl.models.prompt_rows import preview_rows
 
-        print(explain(config, len(open_train(config.data))))
-        print(preview_prompt(config))
+        seen, num_rows = preview_rows(config)
+        print(explain(config, num_rows))
+        print(seen)
     return 0
 
 

@@ -187,6 +187,7 @@ class Learner:
         """Start the network thread, repeat journaled steps, and publish the first weights."""
         self._held.accept()
         self.reporter.started(self.progress.step, self.engine.device)
+        self.reporter.bad_rows(self.writer.bad_rows)
         self._status("starting")
         self.network.start()
         self._make_steps_again()

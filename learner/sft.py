@@ -10,7 +10,8 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +21,8 @@ from asyncrl.data.dataset import open_train
 from asyncrl.data.order import DataOrder
 from asyncrl.data.prompts import PromptRenderer, row_target
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.models.processing import PromptProcessor, check_prompt_length
-from asyncrl.models.prompt_rows import usable_rows
+from asyncrl.models.processing import PromptProcessor
+from asyncrl.models.row_survey import usable_rows
 from asyncrl.run_folder.contents import save_config
 from asyncrl.run_folder.lock import LearnerLock
 from asyncrl.service_entry import Start, run_service
@@ -47,12 +48,15 @@ class SupervisedRun:
         self.rows = open_train(config.data, "sft")
         self.renderer = PromptRenderer(config.data)
         self.processor = PromptProcessor(config.model, cache_mib=CACHE_MIB)
-        self.usable = usable_rows(self.rows, self.renderer, self.processor, config.data)
+        survey = usable_rows(self.rows, self.renderer, self.processor, config.data, "training", self._target_ids)
+        bad_rows = [vars(row) for row in survey.bad]
+        self.usable = survey.usable
         self.order = DataOrder(len(self.usable), config.trainer.seed, config.data.shuffle)
         self.steps = config.sft.steps or math.ceil(len(self.usable) / config.sft.rows_per_step)
         self.engine = create_engine(config, config.sft.optim, self.steps)
         self.engine.prepare()
         self.recorder = RunRecorder(config.run_path, open_trackers(config, Counter()))
+        self.recorder.bad_rows(bad_rows)
 
     def run(self) -> None:
         started = time.monotonic()
@@ -86,16 +90,19 @@ class SupervisedRun:
         row_id = self.rows.row_id(index)
         rendered = self.renderer.render(self.rows[index], row_id)
         prompt = self.processor.encode(rendered.prompt, rendered.blobs)
-        check_prompt_length(prompt, self.config.data.max_prompt_length)
-        tokenizer = self.processor.tokenizer
-        text = row_target(self.rows[index], self.config.data, row_id)
-        ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        ids = self._target_ids(self.rows[index], row_id)
+        return TrainGroup(prompt, (Completion(row, np.asarray(ids, np.int32), np.ones(len(ids), np.uint8)),))
+
+    def _target_ids(self, row: Mapping[str, Any], row_id: str) -> list[int]:
+        """Token ids of the demonstration. Raises UserError where there is none, or it is too long."""
+        text = row_target(row, self.config.data, row_id)
+        ids = [*self.processor.tokenize(text), self.processor.tokenizer.eos_token_id]
         if len(ids) > self.config.data.max_response_length:
             raise UserError(
                 f"row {row_id}: the target has {len(ids)} tokens, over data.max_response_length = "
                 f"{self.config.data.max_response_length}. Raise it or shorten the target"
             )
-        return TrainGroup(prompt, (Completion(row, np.asarray(ids, np.int32), np.ones(len(ids), np.uint8)),))
+        return ids
 
 
 def main(config: RunConfig, start: Start) -> None:

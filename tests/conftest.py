@@ -23,6 +23,12 @@ from tests.rigs.two_processes import run_both
 __all__ = ["DIGITS", "ROOT", "run_script"]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What surveys of rows remember: also in the processes that tests start."""
+    os.environ["ASYNCRL_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen2-VL folder of 0.2 M parameters, with tokenizer and processor."""

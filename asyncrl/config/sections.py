@@ -97,11 +97,12 @@ class DataConfig(Section):
     system_prompt: str = ""
     """System message before the question; empty means none."""
     max_prompt_length: int = Field(default=2048, gt=0)
-    """Tokens, image tokens included. Longer prompts are refused by name or, with filter_overlong_prompts, left out."""
+    """Tokens, image tokens included. A row with a longer prompt is a bad row."""
     max_response_length: int = Field(default=512, gt=0)
     """Most tokens sampled per completion."""
-    filter_overlong_prompts: bool = False
-    """Leave out rows over max_prompt_length (counted and named) instead of stopping."""
+    on_bad_row: Literal["skip", "stop"] = "skip"
+    """Rows that cannot be read, rendered or processed, or are too long, all found before a run begins: `skip` leaves
+    them out (counted, named in bad_rows.jsonl), `stop` refuses to begin."""
     shuffle: bool = True
     """Visit the training rows in a seeded random order, fresh each epoch."""
     max_train_rows: int = Field(default=0, ge=0)

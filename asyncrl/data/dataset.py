@@ -91,6 +91,14 @@ class RowSource:
         table, place = self._find(index)
         return f"{table.name}:{place}"
 
+    @property
+    def fingerprint(self) -> str | None:
+        """Equal for the same rows, image files that they name aside; None where that cannot be told cheaply."""
+        tables = [(table.name, table.fingerprint) for table in self._tables]
+        if any(fingerprint is None for _, fingerprint in tables):
+            return None
+        return repr((tables, str(Path(self._image_dir).absolute()), self._length))
+
     def places_of(self, row_id: str) -> list[int]:
         """Indices of the rows with this id: several where files of one name lie in several folders."""
         name, _, place = row_id.rpartition(":")

@@ -6,6 +6,7 @@ A video is a list of frames; files of moving pictures are not decoded.
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import io
 import re
@@ -16,10 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from asyncrl.config.suggest import file_hint
-from asyncrl.errors import UserError
+from asyncrl.errors import BadStateError, UserError
 
 MAX_PIXELS = 89_478_485
 """Larger images are refused: a small file may unpack to gigabytes. Pillow warns from the same number on."""
@@ -29,6 +30,10 @@ _BASE64_STARTS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR", "Qk", "SUkq", "TU0AK
 """First characters of PNG, JPEG, GIF, WebP, BMP and TIFF files in base64."""
 _BROKEN = (OSError, SyntaxError, ValueError, EOFError, IndexError, TypeError, struct.error, zlib.error)
 """Errors of Pillow's decoders on damaged files."""
+_PNG_ORIENTATION = (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")
+"""Names of the chunks that may say how a PNG is turned; some follow the pixels."""
+_SIDEWAYS = (5, 6, 7, 8)
+"""EXIF orientations in which width and height change places."""
 VIDEO_FIX = (
     "A row's videos are a list of videos, each a list of frames (paths or bytes of images), such as "
     '[["clip/001.png", "clip/002.png"]]. Take frames out of a file with: ffmpeg -i clip.mp4 -vf fps=2 clip/%03d.png'
@@ -48,6 +53,18 @@ def decode_image(data: bytes, where: str) -> Image.Image:
     with _opened(data, where) as image:
         image.load()
         return _as_rgb(ImageOps.exif_transpose(image))
+
+
+def image_size(data: bytes, where: str) -> tuple[int, int]:
+    """Width and height of what `decode_image` makes, from the header alone where that tells them. Raises as it does."""
+    with _opened(data, where) as image:
+        if image.format == "PNG" and not any(mark in data for mark in _PNG_ORIENTATION):
+            return image.size
+        if image.format in ("JPEG", "WEBP"):
+            width, height = image.size
+            turned = image.getexif().get(ExifTags.Base.Orientation) in _SIDEWAYS
+            return (height, width) if turned else (width, height)
+    return decode_image(data, where).size
 
 
 @contextmanager
@@ -129,8 +146,12 @@ def _read(name: str, base_dir: Path, where: str) -> bytes:
             f"{where}: there is no image {path}: {file_hint(path)} "
             "Relative paths start at the folder of the data file, or at data.image_dir if that is set"
         ) from None
-    except (OSError, ValueError) as error:
+    except (IsADirectoryError, NotADirectoryError, PermissionError, ValueError) as error:
         raise UserError(f"{where}: cannot read the image {path}: {error}") from None
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise UserError(f"{where}: {name[:80]!r} ... is no file name") from None
+        raise BadStateError(f"{where}: cannot read the image {path}: {error}. The disk fails, not the row") from error
 
 
 def is_inline(text: str) -> bool:

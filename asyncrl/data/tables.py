@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import csv
+import hashlib
 import json
 import os
 from collections import OrderedDict
@@ -39,6 +40,11 @@ class Table:
         """Index of the first row that lacks the column; None if every row has it."""
         return None if column in self.columns else 0
 
+    @property
+    def fingerprint(self) -> str | None:
+        """Equal for the same rows, image files that they name aside; None where that cannot be told cheaply."""
+        return None
+
 
 class ParquetTable(Table):
     """A Parquet file; a row is read by decoding its row group, and recent row groups are kept."""
@@ -52,6 +58,8 @@ class ParquetTable(Table):
         except (pyarrow.ArrowInvalid, OSError) as error:
             raise UserError(f"cannot read {path} as Parquet: {error}") from None
         super().__init__(path.name, path.parent, self._file.schema_arrow.names)
+        state = path.stat()
+        self._identity = f"{path.absolute()} {state.st_size} {state.st_mtime_ns}"
         self._cache, metadata = cache, self._file.metadata
         self._ends = list(accumulate(metadata.row_group(n).num_rows for n in range(metadata.num_row_groups)))
 
@@ -62,6 +70,10 @@ class ParquetTable(Table):
         group = bisect.bisect_right(self._ends, index)
         table = self._cache.get(self._file, group)
         return table.slice(index - (self._ends[group - 1] if group else 0), 1).to_pylist()[0]
+
+    @property
+    def fingerprint(self) -> str:
+        return self._identity
 
 
 class RowGroupCache:
@@ -100,6 +112,14 @@ class RowTable(Table):
     def first_without(self, column: str) -> int | None:
         return next((index for index in range(len(self)) if column not in self.read(index)), None)
 
+    @property
+    def fingerprint(self) -> str:
+        hashed = hashlib.sha256(str(self.base_dir.absolute()).encode())
+        for row in self._rows:
+            text = row if isinstance(row, bytes) else json.dumps(row, sort_keys=True, default=repr).encode()
+            hashed.update(len(text).to_bytes(8, "little") + text)
+        return hashed.hexdigest()
+
 
 class HubTable(Table):
     """A data set of the `datasets` library, read as stored: no image is decoded."""
@@ -114,6 +134,10 @@ class HubTable(Table):
 
     def read(self, index: int) -> dict[str, Any]:
         return self._dataset[index : index + 1].to_pylist()[0]
+
+    @property
+    def fingerprint(self) -> str | None:
+        return getattr(self._dataset, "_fingerprint", None)  # the library's own, of content and transformations
 
 
 def read_json(path: Path) -> Table:

@@ -18,6 +18,7 @@ from asyncrl.run_folder.contents import CANDIDATE_FILE, check_run_dir, is_resuma
 from asyncrl.run_folder.failure import FAILURE_FILE, read_failure
 from asyncrl.run_folder.full_disk import describe_full_disk, is_disk_full, room_left
 from asyncrl.run_folder.lock import LAUNCHER_LOCK, LEARNER_LOCK, holding, refuse_busy
+from asyncrl.telemetry.recorder import BAD_ROWS_FILE
 from asyncrl.tools.panel.display import Display
 from asyncrl.tools.panel.formatting import MISSING, number
 from asyncrl.tools.panel.run_snapshot import RunSnapshot
@@ -95,6 +96,8 @@ def report(config: RunConfig, outcome: Outcome, run: RunSnapshot) -> int:
             before, after = run.evaluations[0], run.evaluations[-1]
             shown = [number(e.get("accuracy")) for e in ((before, after) if after is not before else (after,))]
             print(f"held-out accuracy {' -> '.join(shown)} over {after.get('rows', MISSING)} rows")
+        for source, count in run.status.get("bad_rows", {}).items() if run.status else ():
+            print(f"{count:,} {source} rows were left out, named in {config.run_path / BAD_ROWS_FILE}")
         print(f"model    {config.run_path / 'export'}")
         print(f"metrics  {config.run_path / 'metrics.jsonl'}")
         print(f"samples  {config.run_path / 'samples.jsonl'}")

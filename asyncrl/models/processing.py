@@ -1,7 +1,8 @@
 """Processing of a prompt (messages and image bytes) into exact token ids and pixels: the alignment contract.
 
 The model's own processor is the one source of truth. Rollout server and learner run it on the same bytes and
-the learner compares: token ids, image grids and image hashes must be equal before a group counts.
+the learner compares: token ids, image grids and image hashes must be equal before a group counts. Pixels are computed
+where a model is about to see them; everything else needs no more than the sizes of the images (`measure`).
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ import numpy as np
 import torch
 
 from asyncrl.config.sections import ModelConfig
-from asyncrl.data.images import content_hash, decode_image
-from asyncrl.errors import UserError
+from asyncrl.data.images import content_hash, decode_image, image_size
+from asyncrl.errors import BadStateError, UserError
 from asyncrl.models import torchvision_cpu
 from asyncrl.models.folder import describe_folder, model_folder
+from asyncrl.models.image_grids import ImageGrids
 from protocol.messages import Prompt, Video
 
 PLACEHOLDER_ID_NAMES = (
@@ -41,7 +43,9 @@ torchvision_cpu.install()
 
 
 @dataclass(frozen=True)
-class EncodedPrompt:
+class MeasuredPrompt:
+    """A prompt as the model will see it, without pixels."""
+
     row_id: str
     token_ids: np.ndarray
     """[P] int32, image placeholders expanded."""
@@ -51,22 +55,28 @@ class EncodedPrompt:
     """[images, 3] int32: temporal, height, width in patches."""
     image_hashes: tuple[str, ...]
     """Hashes of the bytes that were encoded here, under any name."""
-    pixel_values: torch.Tensor | None
-    """[patches, features] of all images, or None without images."""
     video_grids: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int32))
     """[videos, 3] int32: temporal, height, width in patches."""
     video_hashes: tuple[str, ...] = ()
     """Hashes of each video's frames as they were encoded here, see `Group.video_hashes`."""
     seconds_per_grid: tuple[float, ...] = ()
     """Between two temporal patches of each video; what Qwen2.5-VL spaces their positions by."""
-    video_pixel_values: torch.Tensor | None = None
-    """[patches, features] of all videos, or None without videos."""
     unexpanded_ids: np.ndarray | None = None
     """[U] int32 with one placeholder for each image and video, for an engine that expands them itself; None without."""
 
     @property
     def media_tokens(self) -> int:
         return int((self.token_types > 0).sum())
+
+
+@dataclass(frozen=True)
+class EncodedPrompt(MeasuredPrompt):
+    """A measured prompt with its pixels."""
+
+    pixel_values: torch.Tensor | None = None
+    """[patches, features] of all images, or None without images."""
+    video_pixel_values: torch.Tensor | None = None
+    """[patches, features] of all videos, or None without videos."""
 
     @property
     def nbytes(self) -> int:
@@ -97,7 +107,9 @@ class PromptProcessor:
         self.video_token_id: int | None = getattr(hf_config, "video_token_id", None)
         self.placeholder_ids = tuple(sorted(special_token_ids(hf_config, PLACEHOLDER_ID_NAMES)))
         self._placeholder_texts = tuple(self.tokenizer.convert_ids_to_tokens(list(self.placeholder_ids)))
+        self._grids = ImageGrids.of(self.processor)
         self._lock = threading.Lock()
+        """Held by the one thread that uses the tokenizer or the cache; never while pixels of images are computed."""
         self._cache: OrderedDict[str, EncodedPrompt] = OrderedDict()
         self._cache_left = cache_mib * 2**20
 
@@ -127,27 +139,85 @@ class PromptProcessor:
         hashes = {digest: content_hash(blobs[digest]) for digest in prompt.media_hashes}
         content = prompt.model_dump_json(include={"row_id", "messages", "image_hashes", "videos"})
         key = hashlib.sha256("".join([content, *hashes.values()]).encode()).hexdigest()
-        with self._lock:  # neither the cache nor a fast tokenizer may be used by two threads at once
+        with self._lock:
             cached = self._cache.get(key)
             if cached is not None:
                 self._cache.move_to_end(key)
                 return cached
-            encoded = self._encode(prompt, blobs, hashes)
+        encoded = self._encode(prompt, blobs, hashes)
+        with self._lock:
             self._remember(key, encoded)
-            return encoded
+        return encoded
+
+    def measure(self, prompt: Prompt, blobs: Mapping[str, bytes | memoryview]) -> MeasuredPrompt:
+        """Everything of `encode` but pixels, of which none is decoded where `ImageGrids` knows the processor.
+
+        Videos, and images of other processors, are encoded whole. Any thread may call it. Raises as `encode` does, but
+        not for images that are damaged behind an intact header.
+        """
+        if self._grids is None or prompt.videos or not prompt.image_hashes:
+            return self.encode(prompt, blobs)
+        hashes = {digest: content_hash(blobs[digest]) for digest in prompt.image_hashes}
+        return self._measure(self._grids, prompt, blobs, hashes)
+
+    def _measure(
+        self,
+        arithmetic: ImageGrids,
+        prompt: Prompt,
+        blobs: Mapping[str, bytes | memoryview],
+        hashes: Mapping[str, str],
+    ) -> MeasuredPrompt:
+        """Expand the image placeholders as the processor does, and tokenise."""
+        self._check_media(prompt)
+        self._check_text(prompt)
+        sizes = [image_size(bytes(blobs[digest]), f"row {prompt.row_id}") for digest in prompt.image_hashes]
+        grids = arithmetic.grids(sizes)
+        unexpanded = np.asarray(self.tokenize(self.render(prompt)), np.int32)
+        times = np.ones(len(unexpanded), np.int64)
+        places = np.flatnonzero(unexpanded == self.image_token_id)
+        if len(places) == len(grids):  # else the check below has the numbers
+            times[places] = grids.prod(axis=1) // self.processor.image_processor.merge_size**2
+        ids = np.repeat(unexpanded, times)
+        types = (ids == self.image_token_id).astype(np.int32)
+        measured = MeasuredPrompt(
+            row_id=prompt.row_id,
+            token_ids=ids,
+            token_types=types,
+            image_grids=grids,
+            image_hashes=tuple(hashes[digest] for digest in prompt.image_hashes),
+            unexpanded_ids=unexpanded,
+        )
+        self._check_placeholders(measured)
+        return measured
 
     def _encode(
         self, prompt: Prompt, blobs: Mapping[str, bytes | memoryview], hashes: Mapping[str, str]
     ) -> EncodedPrompt:
         """`hashes` are those of the bytes in `blobs`, under the same names."""
+        if self._grids is None or prompt.videos or not prompt.image_hashes:
+            with self._lock:
+                return self._encode_whole(prompt, blobs, hashes)
+        measured = self._measure(self._grids, prompt, blobs, hashes)
+        found = {digest: bytes(blobs[digest]) for digest in prompt.image_hashes}
+        out = self.processor.image_processor(**media_arguments([prompt], found), return_tensors="pt")
+        if not np.array_equal(_grids(out, "image_grid_thw"), measured.image_grids):
+            raise BadStateError(
+                f"row {prompt.row_id}: the processor makes the grids {out['image_grid_thw'].tolist()} of its images, "
+                f"their sizes say {measured.image_grids.tolist()}. asyncrl/models/image_grids.py is not right for this "
+                f"version of transformers: install the one that asyncrl is tested with"
+            )
+        return EncodedPrompt(**vars(measured), pixel_values=out["pixel_values"])
+
+    def _encode_whole(
+        self, prompt: Prompt, blobs: Mapping[str, bytes | memoryview], hashes: Mapping[str, str]
+    ) -> EncodedPrompt:
+        """Encode text, or whatever else the processor's own call is for."""
         self._check_media(prompt)
         self._check_text(prompt)
         text = self.render(prompt)
         if not prompt.media_hashes:
             ids = np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
-            encoded = EncodedPrompt(
-                prompt.row_id, ids, np.zeros_like(ids), np.zeros((0, 3), np.int32), (), pixel_values=None
-            )
+            encoded = EncodedPrompt(prompt.row_id, ids, np.zeros_like(ids), np.zeros((0, 3), np.int32), ())
         else:
             found = {digest: bytes(blobs[digest]) for digest in prompt.media_hashes}
             out = self.processor(text=[text], return_tensors="pt", **media_arguments([prompt], found))
@@ -174,6 +244,11 @@ class PromptProcessor:
             for message in messages:
                 message["content"] = "".join(part["text"] for part in message["content"])
         return self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids of plain text, without special ones around it. Any thread may call it."""
+        with self._lock:
+            return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def decode(self, token_ids: np.ndarray) -> str:
         """Completion text for rewards and people; training never re-tokenises it."""
@@ -210,7 +285,7 @@ class PromptProcessor:
                         "the text"
                     )
 
-    def _check_placeholders(self, encoded: EncodedPrompt) -> None:
+    def _check_placeholders(self, encoded: MeasuredPrompt) -> None:
         for kind, token_id, grids, part in (
             ("image", self.image_token_id, encoded.image_grids, "image_processor"),
             ("video", self.video_token_id, encoded.video_grids, "video_processor"),
@@ -283,18 +358,6 @@ def video_hash(frame_hashes: Sequence[str]) -> str:
 def _grids(out: Any, name: str) -> np.ndarray:
     """[N, 3] int32"""
     return out[name].to(torch.int32).numpy() if name in out else np.zeros((0, 3), np.int32)
-
-
-def check_prompt_length(encoded: EncodedPrompt, limit: int) -> None:
-    """Refuse a prompt over the limit. A prompt with images is never truncated: that would cut image tokens."""
-    length = len(encoded.token_ids)
-    if length > limit:
-        videos = f" and {len(encoded.video_hashes)} video(s)" if encoded.video_hashes else ""
-        raise UserError(
-            f"row {encoded.row_id}: the prompt has {length} tokens ({encoded.media_tokens} of them for "
-            f"{len(encoded.image_hashes)} image(s){videos}), over data.max_prompt_length = {limit}. Raise the limit, "
-            "use smaller images, or set data.filter_overlong_prompts=true to leave such rows out (counted and named)"
-        )
 
 
 @dataclass(frozen=True)

@@ -1,62 +1,34 @@
-"""Rows of the data as the model will see them: which are short enough, and a preview of one."""
+"""A look at the rows as the model will see them: a sample of them, and the first prompt in full."""
 
 from __future__ import annotations
 
-import logging
-
 from asyncrl.config.schema import RunConfig
-from asyncrl.config.sections import DataConfig
-from asyncrl.data.dataset import RowSource, open_train
+from asyncrl.data.dataset import open_train, open_validation
 from asyncrl.data.prompts import PromptRenderer
 from asyncrl.errors import UserError
-from asyncrl.models.processing import PromptProcessor, check_prompt_length
+from asyncrl.models.processing import PromptProcessor
+from asyncrl.models.row_survey import RowSurvey, measure_row, survey_rows
 
-logger = logging.getLogger(__name__)
+SAMPLE = 64
+"""Rows of each source that are looked at where no survey of all of them is remembered."""
 
 
-def usable_rows(rows: RowSource, renderer: PromptRenderer, processor: PromptProcessor, config: DataConfig) -> list[int]:
-    """Indices of the rows within data.max_prompt_length, with data.filter_overlong_prompts; else of all rows.
+def preview_rows(config: RunConfig) -> tuple[str, int]:
+    """Describe the rows and the first usable one: text, answer, tokens, and the grid of each image and video.
 
-    Rows that are left out are named and counted in the log. Without the filter an overlong one stops the run later.
+    Returns the number of training rows, too: the usable ones where all have been looked at, else all. Raises UserError
+    if no row is usable, or one is bad under `data.on_bad_row: stop`.
     """
-    everything = list(range(len(rows)))
-    if not config.filter_overlong_prompts:
-        return everything
-    limit = config.max_prompt_length
-    usable: list[int] = []
-    for index in everything:
-        rendered = renderer.render(rows[index], rows.row_id(index))
-        length = len(processor.encode(rendered.prompt, rendered.blobs).token_ids)
-        if length <= limit:
-            usable.append(index)
-        else:
-            logger.warning(
-                "row %s has %d tokens, over data.max_prompt_length: left out", rendered.prompt.row_id, length
-            )
-    logger.info("%d of %d rows are within data.max_prompt_length = %d", len(usable), len(everything), limit)
-    if not usable:
-        raise _all_overlong(rows, limit)
-    return usable
-
-
-def _all_overlong(rows: RowSource, limit: int) -> UserError:
-    return UserError(
-        f"all {len(rows)} prompts ({rows.row_id(0)}, ...) are over data.max_prompt_length = {limit}: raise it"
-    )
-
-
-def preview_prompt(config: RunConfig) -> str:
-    """The first row to be trained as the model sees it: text, answer, tokens, and the grid of each image and video."""
-    rows, limit = open_train(config.data), config.data.max_prompt_length
     processor, renderer = PromptProcessor(config.model), PromptRenderer(config.data)
-    for index in range(len(rows)):
-        rendered = renderer.render(rows[index], rows.row_id(index))
-        encoded = processor.encode(rendered.prompt, rendered.blobs)
-        if len(encoded.token_ids) <= limit or not config.data.filter_overlong_prompts:
-            break
-    else:
-        raise _all_overlong(rows, limit)
-    check_prompt_length(encoded, limit)
+    train, limit = open_train(config.data), config.data.max_prompt_length
+    surveys = [
+        survey_rows(rows, renderer, processor, config.data, source, sample=SAMPLE)
+        for rows, source in ((train, "training"), (open_validation(config.data), "held-out"))
+        if rows is not None
+    ]
+    found = [_describe(survey, config) for survey in surveys]
+    usable = surveys[0].usable
+    rendered, encoded = measure_row(train, usable[0], renderer, processor)
     seen = "images and videos" if encoded.video_hashes else "images"
     lines = [
         *(f"| {line}" for line in processor.render(rendered.prompt).splitlines()),
@@ -70,4 +42,16 @@ def preview_prompt(config: RunConfig) -> str:
         lines.append(f"videos: {len(encoded.video_hashes)}")
     for (t, h, w), video in zip(encoded.video_grids.tolist(), rendered.prompt.videos, strict=True):
         lines.append(f"  {len(video.frame_hashes)} frames at {video.fps:g} per second: {t} x {h} x {w} patches")
-    return "\n".join([f"first prompt ({rendered.prompt.row_id}):", *(f"  {line}" for line in lines)])
+    prompt = "\n".join([f"first prompt ({rendered.prompt.row_id}):", *(f"  {line}" for line in lines)])
+    complete = surveys[0].num_looked_at == len(train)
+    return "\n".join([*found, prompt]), len(usable) if complete else len(train)
+
+
+def _describe(survey: RowSurvey, config: RunConfig) -> str:
+    problem = survey.describe_bad()
+    if problem and (config.data.on_bad_row == "stop" or not survey.usable):
+        raise UserError(problem)
+    looked_at = f"{survey.source} rows: {survey.num_looked_at:,} of {len(survey.facts):,} were looked at"
+    return (
+        f"{looked_at}\n{problem}\nThey are left out (data.on_bad_row=skip)" if problem else f"{looked_at}, all usable"
+    )

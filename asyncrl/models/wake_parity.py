@@ -33,7 +33,6 @@ def fixed_prompt(token_ids: np.ndarray) -> EncodedPrompt:
         token_types=np.zeros_like(token_ids),
         image_grids=np.zeros((0, 3), np.int32),
         image_hashes=(),
-        pixel_values=None,
     )
 
 

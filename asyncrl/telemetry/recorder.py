@@ -24,6 +24,8 @@ EVALUATIONS_FILE = "evaluations.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 STATUS_FILE = "status.json"
 TIMELINE_FILE = "timeline.jsonl"
+BAD_ROWS_FILE = "bad_rows.jsonl"
+"""Rows that the run leaves out, and why."""
 IMAGES_FOLDER = "images"
 
 
@@ -62,6 +64,14 @@ class RunRecorder:
         self._append(SAMPLES_FILE, sample)
         if self._trackers:
             self._trackers.sample(sample, images)
+
+    def bad_rows(self, rows: Sequence[Mapping[str, str]]) -> None:
+        """Replace bad_rows.jsonl: source, row and reason of each row that is left out. No file where there are none."""
+        file = self._run_dir / BAD_ROWS_FILE
+        if rows:
+            write_atomically(file, b"".join(self._encoded(BAD_ROWS_FILE, row) + b"\n" for row in rows))
+        else:
+            file.unlink(missing_ok=True)
 
     def timeline(self, spans: Sequence[Mapping[str, Any]]) -> None:
         """Append lines of timeline.jsonl. A resumed run keeps them all: the time was spent."""

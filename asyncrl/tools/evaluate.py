@@ -25,7 +25,7 @@ from asyncrl.models.loading import has_vision, model_class, torch_dtype
 from asyncrl.models.lora import is_adapter_folder, load_merged
 from asyncrl.models.model_inputs import place_text_after_videos
 from asyncrl.models.processing import PLACEHOLDER_ID_NAMES, PromptProcessor, media_arguments, special_token_ids
-from asyncrl.models.prompt_rows import usable_rows
+from asyncrl.models.row_survey import usable_rows
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.presentation import sample_of
 from asyncrl.rewards.sample import RewardSample
@@ -65,7 +65,7 @@ def evaluate(config: RunConfig, folder: Path) -> Evaluation:
     model = model.to(device).eval()
     banned = sorted(special_token_ids(hf_config, PLACEHOLDER_ID_NAMES))
     renderer = PromptRenderer(config.data)
-    usable = usable_rows(held_out, renderer, processor, config.data)
+    usable = usable_rows(held_out, renderer, processor, config.data, "held-out").usable
     rows = [renderer.render(held_out[i], held_out.row_id(i)) for i in usable]
     samples: list[RewardSample] = []
     for start in range(0, len(rows), BATCH_ROWS):

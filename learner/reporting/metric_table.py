@@ -52,6 +52,7 @@ METRICS = (
         "Model FLOPs utilisation: model_flops over the device's peak, where that is known.",
         "steady; 0.2 to 0.5",
     ),
+    _gauge("bad_rows", "rows", "Rows of the data that the run leaves out (bad_rows.jsonl).", "0", "source"),
     # learning
     _gauge(
         "reward",

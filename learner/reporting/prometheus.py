@@ -73,6 +73,11 @@ class LearnerExporter:
         self._metrics["total_steps"].set(total_steps)
         self._metrics.before_scrape(self._read)
 
+    def bad_rows(self, counts: Mapping[str, int]) -> None:
+        """Set the number of rows that the run leaves out, by source."""
+        for source in ("training", "held-out"):
+            self._metrics["bad_rows"].labels(source=source).set(counts.get(source, 0))
+
     def step(self, step: int, version: int, record: Mapping[str, float], batch: Batch) -> None:
         """Set the values of a finished step; `version` is the one that consumed the batch."""
         m = self._metrics

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.journal.sample_index import SampleIndex, TrainedBatch
 from asyncrl.models.devices import device_name, memory_by_state
 from asyncrl.models.processing import PromptProcessor
+from asyncrl.models.row_survey import BadRow
 from asyncrl.rewards.presentation import plain_text
 from asyncrl.run_folder.contents import save_config
 from asyncrl.telemetry.background_writer import BackgroundWriter
@@ -56,6 +58,7 @@ class Reporter:
         self._process = psutil.Process()
         self._device = torch.device("cpu")
         self._began = time.monotonic()
+        self._bad_rows: dict[str, int] = {}
         self._server_usage: dict[str, tuple[float, float, int]] = {}
 
     def close(self) -> None:
@@ -95,6 +98,12 @@ class Reporter:
         save_config(self.config)
         record_start(self.config.run_path, step, device_name(device))
 
+    def bad_rows(self, rows: Sequence[BadRow]) -> None:
+        """Record the rows that the run leaves out."""
+        self.recorder.bad_rows([vars(row) for row in rows])
+        self._bad_rows = dict(Counter(row.source for row in rows))
+        self.exporter.bad_rows(self._bad_rows)
+
     def status(self, phase: str, step: int, version: int, waiting_for: str = "") -> None:
         """Write status.json; at the end of a run also what is left of the timeline."""
         counts = self._ledger.counts()
@@ -113,6 +122,7 @@ class Reporter:
                 "dropped": sum(counts.dropped.values()),
             },
             errors=dict(self._network.servers.errors),
+            bad_rows=self._bad_rows,
             device=_device_holder(self.config),
         )
         if phase in ENDINGS:

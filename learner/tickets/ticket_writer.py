@@ -13,9 +13,10 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import RowSource, open_train, open_validation
 from asyncrl.data.order import DataOrder
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
+from asyncrl.errors import UserError
 from asyncrl.journal.writer import TicketSlot
-from asyncrl.models.processing import PromptFacts, PromptProcessor, check_prompt_length
-from asyncrl.models.prompt_rows import usable_rows
+from asyncrl.models.processing import MeasuredPrompt, PromptFacts, PromptProcessor
+from asyncrl.models.row_survey import BadRow, RowSurvey, measure_row, overlong, usable_rows
 from learner.tickets.ticket import PreparedTicket
 from protocol.messages import Sampling, Ticket, TicketKind
 
@@ -41,9 +42,12 @@ class TicketWriter:
         self.train = open_train(config.data)
         self.held_out = open_validation(config.data)
         self._stop_token_ids = stop_token_ids
-        self._train_rows = usable_rows(self.train, self.renderer, processor, config.data)
-        held_out = self.held_out
-        self._held_out_rows = usable_rows(held_out, self.renderer, processor, config.data) if held_out else []
+        self.train_survey = usable_rows(self.train, self.renderer, processor, config.data, "training")
+        self.held_out_survey: RowSurvey | None = None
+        if self.held_out is not None:
+            self.held_out_survey = usable_rows(self.held_out, self.renderer, processor, config.data, "held-out")
+        self._train_rows = self.train_survey.usable
+        self._held_out_rows = self.held_out_survey.usable if self.held_out_survey else []
         self._order = DataOrder(len(self._train_rows), config.trainer.seed, config.data.shuffle)
 
     @property
@@ -54,23 +58,38 @@ class TicketWriter:
     def num_held_out_rows(self) -> int:
         return len(self._held_out_rows)
 
-    def _render(self, rows: RowSource, index: int) -> RenderedPrompt:
-        return self.renderer.render(rows[index], rows.row_id(index))
+    @property
+    def bad_rows(self) -> list[BadRow]:
+        """Rows of both sources that are left out."""
+        return [*self.train_survey.bad, *(self.held_out_survey.bad if self.held_out_survey else [])]
+
+    def _measure(self, rows: RowSource, index: int) -> tuple[RenderedPrompt, MeasuredPrompt]:
+        """Make a usable row a prompt. Raises UserError if it is not usable any more."""
+        row_id, limit = rows.row_id(index), self.config.data.max_prompt_length
+        try:
+            rendered, measured = measure_row(rows, index, self.renderer, self.processor)
+            if len(measured.token_ids) > limit:
+                raise UserError(overlong(row_id, measured, limit))
+        except UserError as error:
+            raise UserError(f"{error} (it was usable when the run began: the data must not change under it)") from error
+        return rendered, measured
 
     def data_fingerprint(self) -> str:
         """Equal for two sources whose order and prompts are the same, as far as FINGERPRINTED_ROWS rows tell."""
         hashed = xxhash.xxh3_64()
         number = min(self.num_train_rows, FINGERPRINTED_ROWS)
         for place in range(number):
-            rendered = self._render(self.train, self._train_rows[place * self.num_train_rows // number])
+            rendered, _ = self._measure(self.train, self._train_rows[place * self.num_train_rows // number])
             hashed.update(rendered.prompt.model_dump_json(include={"messages", "image_hashes"}).encode())
+        if bad := self.train_survey.bad:
+            hashed.update("\n".join(one.row_id for one in bad).encode())
         return hashed.hexdigest()
 
     def write(self, slot: TicketSlot) -> PreparedTicket:
         """Write the training ticket of a position in the data order."""
-        rendered = self._render(self.train, self._train_rows[self._order.row_at(slot.position)])
+        prompt = self._measure(self.train, self._train_rows[self._order.row_at(slot.position)])
         return self._prepare(
-            rendered, slot, slot.ticket_id, TicketKind.TRAIN, self.config.batch.group_size, self._distribution
+            prompt, slot, slot.ticket_id, TicketKind.TRAIN, self.config.batch.group_size, self._distribution
         )
 
     def write_evaluation(self, index: int, version: int) -> PreparedTicket:
@@ -78,7 +97,7 @@ class TicketWriter:
         assert self.held_out is not None
         evaluation = self.config.evaluation
         return self._prepare(
-            self._render(self.held_out, self._held_out_rows[index]),
+            self._measure(self.held_out, self._held_out_rows[index]),
             TicketSlot(EVALUATION_IDS + version * self.num_held_out_rows + index, index, version, bound=0),
             EVALUATION_IDS + index,
             TicketKind.EVAL,
@@ -91,7 +110,7 @@ class TicketWriter:
         chosen = self._most_telling(self._train_rows[:PARITY_CANDIDATES])
         return [
             self._prepare(
-                self._render(self.train, row),
+                self._measure(self.train, row),
                 TicketSlot(PARITY_IDS + number, number, version=0, bound=0),
                 PARITY_IDS + number,
                 TicketKind.PARITY,
@@ -120,7 +139,7 @@ class TicketWriter:
 
     def _prepare(
         self,
-        rendered: RenderedPrompt,
+        prompt: tuple[RenderedPrompt, MeasuredPrompt],
         slot: TicketSlot,
         seed: int,
         kind: TicketKind,
@@ -128,8 +147,7 @@ class TicketWriter:
         distribution: Mapping[str, Any],
         max_new_tokens: int | None = None,
     ) -> PreparedTicket:
-        e = self.processor.encode(rendered.prompt, rendered.blobs)
-        check_prompt_length(e, self.config.data.max_prompt_length)
+        rendered, e = prompt
         ticket = Ticket(
             ticket_id=slot.ticket_id,
             kind=kind,

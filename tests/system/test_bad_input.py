@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import logging
 import os
+import re
 import shutil
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -64,6 +64,7 @@ def write_rows(folder: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any
     """The `data` section for these rows."""
     (folder / "good.png").write_bytes(png())
     (folder / "large.png").write_bytes(png((160, 160)))
+    (folder / "thin.png").write_bytes(png((2, 2000)))
     (folder / "half.png").write_bytes(png((160, 160))[:500])
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps({"answer": "x", **row}) + "\n" for row in rows))
@@ -85,54 +86,68 @@ BAD_ROWS = {
     ),
     "truncated image": (
         {"prompt": "q", "images": ["half.png"]},
-        r"row rows.jsonl:1: the image is damaged .* Replace the file or leave the row out",
+        r"row rows.jsonl:1, image 0: the image is damaged .* Replace the file or leave the row out",
+    ),
+    "thin image": (
+        {"prompt": "q", "images": ["thin.png"]},
+        r"row rows.jsonl:1: it cannot be made a prompt \(ValueError: absolute aspect ratio must be smaller than 200",
     ),
     "long text": (
         {"prompt": "word " * 300, "images": []},
-        r"row rows.jsonl:1: the prompt has \d+ tokens \(0 of them for 0 image\(s\)\), over data.max_prompt_length = 40",
+        r"row rows.jsonl:1: the prompt has \d+ tokens \(0 of them for images and videos\), over "
+        r"data.max_prompt_length = 40",
     ),
     "large image": (
         {"prompt": "q", "images": ["large.png"]},
-        r"row rows.jsonl:1: the prompt has \d+ tokens \((?!0 )\d+ of them for 1 image\(s\)\), over .*"
-        r"data.filter_overlong_prompts=true",
+        r"row rows.jsonl:1: the prompt has \d+ tokens \((?!0 )\d+ of them for images and videos\), over .*smaller",
     ),
     "image_pad in text": (
         {"prompt": "q <|image_pad|>", "images": []},
         r"row rows.jsonl:1: .*'<\|image_pad\|>'.*<image>",
     ),
     "vision_start": ({"prompt": "<|vision_start|>?", "images": []}, r"row rows.jsonl:1: .*'<\|vision_start\|>'"),
+    "template that raises": ({"prompt": "q", "images": [], "shape": 3}, r"row rows.jsonl:1: .*'int' object is not"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_ROWS)
-def test_a_bad_row_stops_with_its_name(make_config: MakeConfig, tmp_path: Path, name: str) -> None:
+def test_a_bad_row_is_left_out_or_refused_by_name(make_config: MakeConfig, tmp_path: Path, name: str) -> None:
     row, expected = BAD_ROWS[name]
-    writer = writer_for(make_config(data=write_rows(tmp_path, [GOOD_ROW, row])))
-    assert writer.write(TicketSlot(0, 0, version=0, bound=0)).ticket.prompt.row_id == "rows.jsonl:0"
-    with pytest.raises(UserError, match=expected):
-        writer.write(TicketSlot(1, 1, version=0, bound=0))
-
-
-def test_overlong_rows_are_left_out_and_counted(
-    make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    rows = [
-        {**row, "target": "x"} for row in (GOOD_ROW, BAD_ROWS["long text"][0], GOOD_ROW, BAD_ROWS["large image"][0])
-    ]
-    data = {**write_rows(tmp_path, rows), "filter_overlong_prompts": True}
-    config = make_config(data={**data, "val_files": data["train_files"]}, sft={"rows_per_step": 2})
-    with caplog.at_level(logging.INFO):
-        writer = writer_for(config)
+    data = write_rows(tmp_path, [{**GOOD_ROW, "shape": [1]}, {"shape": [1], **row}, {**GOOD_ROW, "shape": [2]}])
+    data["format_prompt"] = str(tmp_path / "template")
+    (tmp_path / "template").write_text("{% for side in shape %}{{ content }}{% endfor %}")
+    data["val_files"] = data["train_files"]
+    writer = writer_for(make_config(data=data))
     assert (writer.num_train_rows, writer.num_held_out_rows) == (2, 2)
     visited = [writer.write(TicketSlot(i, i, version=0, bound=0)).ticket.prompt.row_id for i in range(4)]
-    assert [row_id[-1] for row_id in visited] == ["0", "2", "0", "2"]
-    assert "2 of 4 rows are within data.max_prompt_length = 40" in caplog.text
-    assert "rows.jsonl:1" in caplog.text
-    assert "rows.jsonl:3" in caplog.text
+    assert visited == ["rows.jsonl:0", "rows.jsonl:2", "rows.jsonl:0", "rows.jsonl:2"]
+    assert writer.write_evaluation(1, version=0).ticket.prompt.row_id == "rows.jsonl:2"
+    assert [(bad.source, bad.row_id) for bad in writer.bad_rows] == [
+        (s, "rows.jsonl:1") for s in ("training", "held-out")
+    ]
+    assert re.match(expected, writer.bad_rows[0].reason)
+    with pytest.raises(UserError, match=rf"^1 of 3 training rows cannot be used:\n- {expected}"):
+        writer_for(make_config(data={**data, "on_bad_row": "stop"}))
+
+
+def test_a_supervised_run_leaves_bad_rows_out(make_config: MakeConfig, tmp_path: Path) -> None:
+    good = {**GOOD_ROW, "target": "x"}
+    rows = [
+        good,
+        {**BAD_ROWS["long text"][0], "target": "x"},
+        {**good, "target": ""},
+        {**good, "target": "x" * 99},
+        good,
+    ]
+    config = make_config(data=write_rows(tmp_path, rows), sft={"rows_per_step": 2})
     supervised = SupervisedRun(config)
     assert supervised.steps == 1
     supervised.run()
     assert (config.run_path / "export" / "config.json").is_file()
+    named = [json.loads(line) for line in (config.run_path / "bad_rows.jsonl").read_text().splitlines()]
+    assert [row["row_id"] for row in named] == ["rows.jsonl:1", "rows.jsonl:2", "rows.jsonl:3"]
+    assert "data.target_key" in named[1]["reason"]
+    assert "over data.max_response_length = 8" in named[2]["reason"]
 
 
 # --- processes -------------------------------------------------------------------------------------

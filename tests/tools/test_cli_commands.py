@@ -67,19 +67,26 @@ def test_dry_run_refuses_functions_that_the_run_could_not_load(
     assert not said.out
 
 
-def test_dry_run_shows_the_first_row_that_is_short_enough(
+def test_dry_run_looks_at_a_sample_of_the_rows(
     config_file: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Prompts of the digits have 30 to 32 tokens; with the filter on, an overlong first row is no mistake."""
-    settings = ["data.filter_overlong_prompts=true", "data.max_prompt_length=31"]
-    config = str(config_file())
+    """Prompts of the digits have 30 to 32 tokens: an overlong first row is left out, and refused under `stop`."""
+    config, limit = str(config_file()), "data.max_prompt_length=31"
     rows = open_train(load_config(Path(config)).data)
-    assert main(["train", config, "--dry-run", *settings]) == 0
-    shown = re.search(r"first prompt \((\S+)\)", capsys.readouterr().out)
+    assert main(["train", config, "--dry-run", limit]) == 0
+    printed = capsys.readouterr().out
+    shown = re.search(r"first prompt \((\S+)\)", printed)
     assert shown
     assert shown[1] != rows.row_id(0)
-    assert main(["train", config, "--dry-run", *settings[:1], "data.max_prompt_length=5"]) == 2
-    assert "are over data.max_prompt_length = 5: raise it" in capsys.readouterr().err
+    counted = re.search(
+        r"(\d+) of 64 training rows cannot be used:\n- row rl.parquet:0: the prompt has 32 tokens", printed
+    )
+    assert counted
+    assert "training rows: 64 of 64 were looked at" in printed
+    assert f"{64 - int(counted[1])} training rows / prompts_per_step" in printed
+    for settings in ([limit, "data.on_bad_row=stop"], ["data.max_prompt_length=5"]):
+        assert main(["train", config, "--dry-run", *settings]) == 2
+        assert "training rows can" in capsys.readouterr().err
 
 
 def finish(*arguments: str, log: Path) -> tuple[int, str]:

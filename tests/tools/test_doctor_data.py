@@ -13,7 +13,8 @@ import pytest
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_train
 from asyncrl.data.prompts import PromptRenderer
-from asyncrl.tools.doctor.data import Look, find_prompts, find_rewards, find_twins
+from asyncrl.models.row_survey import RowSurvey
+from asyncrl.tools.doctor.data import find_prompts, find_rewards, find_twins
 from asyncrl.tools.doctor.examine import run_check
 from asyncrl.tools.doctor.findings import Finding, Report
 
@@ -27,7 +28,7 @@ def write_rows(tmp_path: Path, rows: Sequence[Mapping[str, Any]], **data: Any) -
     return {"train_files": [str(file)], "val_files": [], "max_prompt_length": 40, **data}
 
 
-def look_at(config: RunConfig, purpose: str = "training") -> tuple[dict[str, Finding], Look]:
+def look_at(config: RunConfig, purpose: str = "training") -> tuple[dict[str, Finding], RowSurvey]:
     report = Report(as_json=True)
     findings = find_prompts(config, open_train(config.data), purpose, PromptRenderer(config.data))
     look = run_check(report, "prompts", findings)
@@ -38,20 +39,22 @@ def look_at(config: RunConfig, purpose: str = "training") -> tuple[dict[str, Fin
 def test_rows_that_would_be_refused_or_are_too_long_are_counted(make_config: MakeConfig, tmp_path: Path) -> None:
     rows = [{"prompt": "q"}, {"prompt": "word " * 100}]
     rows += [{"prompt": f"<image> {i}", "images": []} for i in range(4)]
-    found, _ = look_at(make_config(data=write_rows(tmp_path, rows)))
-    refused, long = found["refused rows"], found["prompt lengths"]
-    assert refused.value.startswith("4 of 6 of 6 training rows would be refused (such as rows.jsonl:")
+    found, _ = look_at(make_config(data=write_rows(tmp_path, rows, on_bad_row="stop")))
+    assert found["training rows"].value.startswith("6 with columns answer, prompt, images; all of them looked at in")
+    refused, long = found["bad rows"], found["prompt lengths"]
+    assert refused.verdict == "problem"
+    assert refused.value.startswith("4 of 6 training rows cannot be used (such as rows.jsonl:2): ")
     assert refused.value.endswith("1 <image> placeholder(s) in the prompt, 0 image(s) in column 'images'")
     assert refused.fix == "Write one <image> per image, or none to put the images first"
-    assert (long.verdict, "1 of 6 of 6 training rows are longer (such as rows.jsonl:1)" in long.value) == (
+    assert (long.verdict, "1 of 6 training rows are longer (such as rows.jsonl:1)" in long.value) == (
         "problem",
         True,
     )
     longest = re.search(r"to (\d+) tokens", long.value)
     assert longest
-    assert long.fix.startswith(f"set data.max_prompt_length={longest[1]}, or data.filter_overlong_prompts")
-    found, _ = look_at(make_config(data=write_rows(tmp_path, rows, filter_overlong_prompts=True)))
-    assert found["prompt lengths"].verdict == "note"
+    assert long.fix.startswith(f"set data.max_prompt_length={longest[1]}, or data.on_bad_row=skip")
+    found, _ = look_at(make_config(data=write_rows(tmp_path, rows)))
+    assert (found["bad rows"].verdict, found["prompt lengths"].verdict) == ("warning", "note")
 
 
 def test_a_template_that_forgets_the_question(make_config: MakeConfig, tmp_path: Path) -> None:

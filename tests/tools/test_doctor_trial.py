@@ -22,7 +22,7 @@ MakeConfig = Callable[..., RunConfig]
 
 def test_a_trial_differs_in_size_alone(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config(
-        data={"max_response_length": 500, "filter_overlong_prompts": True},
+        data={"max_response_length": 500},
         batch={"prompts_per_step": 8, "tokens_per_microbatch": 4096},
         algorithm={"updates_per_batch": 2},
         network={"host": "192.0.2.1", "insecure": True},

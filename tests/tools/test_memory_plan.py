@@ -87,7 +87,8 @@ def image_prompt(model: Any, length: int = PROMPT) -> EncodedPrompt:
     count = length - 5
     patch = 3 * 2 * config.vision_config.patch_size**2
     grid = np.array([[1, 2, 2 * count]], np.int32)
-    return EncodedPrompt("row", ids, (ids == ids[1]).astype(np.int32), grid, ("h",), torch.zeros(4 * count, patch))
+    types, pixels = (ids == ids[1]).astype(np.int32), torch.zeros(4 * count, patch)
+    return EncodedPrompt("row", ids, types, grid, ("h",), pixel_values=pixels)
 
 
 def full_micro_batch(model: Any) -> MicroBatch:
@@ -367,7 +368,7 @@ def test_the_engine_admits_no_more_prompt_tokens_at_once_than_planned(make_confi
     config = planned(make_config, small, rollout={"max_concurrent_sequences": 4096}, trainer={"mode": "sync"})
     assert prefilled_prompts(config) == PREFILL_TOKENS // PROMPT
     sampling = Sampling(temperature=1.0, max_new_tokens=8, stop_token_ids=(), banned_token_ids=())
-    prompt = EncodedPrompt("row", np.full(PROMPT, 5, np.int32), np.zeros(PROMPT, np.int32), np.zeros((0, 3)), (), None)
+    prompt = EncodedPrompt("row", np.full(PROMPT, 5, np.int32), np.zeros(PROMPT, np.int32), np.zeros((0, 3)), ())
     loop = DecodeLoop(lambda: DecodeBatch(None, (), torch.device("cpu")), 4096)
     requests = [GenerationRequest(i, prompt, GROUP, i, sampling) for i in range(600)]
     loop._queue.extend(requests)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import re
-import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 import numpy as np
@@ -19,102 +16,93 @@ from asyncrl.data.dataset import RowSource
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.errors import UserError
 from asyncrl.models.processing import PromptProcessor
+from asyncrl.models.row_survey import RowSurvey, survey_rows
 from asyncrl.rewards.pool import RewardPool, Score
 from asyncrl.rewards.presentation import sample_of
 from asyncrl.tools.doctor.findings import Finding, Findings, split_fix
 
-LOOK_S = 10.0
-"""Spent on each data source; small ones are looked at whole."""
+COMPARED_ROWS = 64
+"""Rows whose text is looked at for a template that forgets the question."""
 _ROW = re.compile(r"^row \S+?(?=[,:] | has )(, (?:image|video) \d+)?:? ?")
 
 
-@dataclass
-class Look:
-    """Statistics of the examined rows of one source."""
-
-    lengths: dict[str, int] = field(default_factory=dict)
-    """Number of tokens of each row."""
-    refused: dict[str, list[tuple[str, str]]] = field(default_factory=lambda: defaultdict(list))
-    """Rows and messages by what they have in common."""
-    texts: set[str] = field(default_factory=set)
-    """Rendered prompts."""
-    questions: set[str] = field(default_factory=set)
-    """Questions of the rows, before any template."""
-    keys: dict[str, str] = field(default_factory=dict)
-    """Rows by hash of what the model sees of them."""
-
-
-def find_prompts(config: RunConfig, rows: RowSource, purpose: str, renderer: PromptRenderer) -> Findings[Look]:
-    """Report rows, refusals and lengths; `purpose` is training or held-out."""
+def find_prompts(config: RunConfig, rows: RowSource, purpose: str, renderer: PromptRenderer) -> Findings[RowSurvey]:
+    """Report rows, bad rows and lengths of all rows; `purpose` is training or held-out."""
     processor, data = PromptProcessor(config.model), config.data
-    look = _look_at(data, rows, renderer, processor)
-    seen = len(look.lengths) + sum(map(len, look.refused.values()))
-    counted = f"{seen:,} of {len(rows):,} {purpose} rows"
-    yield Finding(f"{purpose} rows", f"{len(rows):,} with columns {', '.join(rows.columns)}; {counted} looked at")
-    for refused in look.refused.values():
+    survey = survey_rows(rows, renderer, processor, data, purpose)
+    took = f"looked at in {survey.seconds:.0f} s" if survey.seconds else "looked at before"
+    columns = ", ".join(rows.columns)
+    yield Finding(f"{purpose} rows", f"{len(rows):,} with columns {columns}; all of them {took}")
+    counted = f"{len(rows):,} {purpose} rows"
+    left_out = data.on_bad_row == "skip" and bool(survey.usable)
+    for refused in _alike(survey):
         reason, fix = split_fix(refused[0][1])
-        value = f"{len(refused):,} of {counted} would be refused (such as {refused[0][0]}): {reason}"
-        yield Finding("refused rows", value, "problem", fix or "mend these rows or leave them out")
-    if look.lengths:
-        yield _judge_lengths(look, data, counted)
-    if len(look.texts) == 1 and len(look.questions) > 1:
-        value = f"all of {counted} become one and the same prompt, though they ask different things"
+        value = f"{len(refused):,} of {counted} cannot be used (such as {refused[0][0]}): {reason}"
+        fix = fix or "mend these rows or leave them out"
+        if left_out:
+            yield Finding("bad rows", f"{value}; they are left out (data.on_bad_row=skip)", "warning", fix)
+        else:
+            yield Finding("bad rows", value, "problem", fix)
+    if any(survey.facts):
+        yield _judge_lengths(survey, data, counted, left_out=left_out)
+    texts, questions = _compare(data, rows, survey.usable[:COMPARED_ROWS], renderer, processor)
+    if len(texts) == 1 and len(questions) > 1:
+        number = min(COMPARED_ROWS, len(survey.usable))
+        value = f"all of {number} {purpose} rows become one and the same prompt, though they ask different things"
         fix = "the template (data.format_prompt, or the model's chat template) has to print `content`"
         yield Finding("template", value, "problem", fix)
-    return look
+    return survey
 
 
-def find_twins(train: Look, held_out: Look) -> Findings[None]:
+def find_twins(train: RowSurvey, held_out: RowSurvey) -> Findings[None]:
     """Report held-out prompts that are also in the training data."""
-    twins = [(row, train.keys[key]) for key, row in held_out.keys.items() if key in train.keys]
-    value = f"{len(twins):,} of {len(held_out.keys):,} held-out prompts are trained on, too"
+    trained = {facts.digest: index for index, facts in enumerate(train.facts) if facts}
+    asked = {facts.digest: index for index, facts in enumerate(held_out.facts) if facts}
+    twins = [(index, trained[digest]) for digest, index in asked.items() if digest in trained]
+    value = f"{len(twins):,} of {len(asked):,} held-out prompts are trained on, too"
     if twins:
+        held, same = held_out.row_ids(twins[0][0]), train.row_ids(twins[0][1])
         fix = "take them out of one of data.train_files and data.val_files"
-        yield Finding("held-out is apart", f"{value}: {twins[0][0]} is {twins[0][1]}", "warning", fix)
+        yield Finding("held-out is apart", f"{value}: {held} is {same}", "warning", fix)
     else:
         yield Finding("held-out is apart", value)
 
 
-def _look_at(config: DataConfig, rows: RowSource, renderer: PromptRenderer, processor: PromptProcessor) -> Look:
-    """Render the first row, then random rows until LOOK_S is over."""
-    look = Look()
-    until = time.monotonic() + LOOK_S
-    others = np.random.default_rng(0).permutation(len(rows)).tolist()
-    for index in dict.fromkeys((0, *others)):
-        if time.monotonic() > until:
-            break
-        row_id = rows.row_id(index)
-        try:
-            row = rows[index]
-            rendered = renderer.render(row, row_id)
-            encoded = processor.encode(rendered.prompt, rendered.blobs)
-        except UserError as error:
-            message = _ROW.sub("", str(error))
-            look.refused[re.sub(r"\d+|'[^']*'|\S*/\S*", "#", message)].append((row_id, message))
-            continue
-        look.lengths[row_id] = len(encoded.token_ids)
-        text = processor.render(rendered.prompt)
-        look.texts.add(text)
-        look.questions.add(str(row.get(config.prompt_key)))
-        seen = "\n".join((text, *encoded.image_hashes, *encoded.video_hashes))
-        look.keys[hashlib.sha256(seen.encode()).hexdigest()] = row_id
-    return look
+def _alike(survey: RowSurvey) -> Iterable[list[tuple[str, str]]]:
+    """Rows that were refused and their messages, those together that have the same wrong with them."""
+    alike: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for index, error in sorted(survey.refused.items()):
+        message = _ROW.sub("", error)
+        alike[re.sub(r"\d+|'[^']*'|\S*/\S*", "#", message)].append((survey.row_ids(index), message))
+    return alike.values()
 
 
-def _judge_lengths(look: Look, config: DataConfig, counted: str) -> Finding:
-    """Report min, median and max length; a problem if rows over the limit are not filtered out."""
-    lengths, limit = np.array(list(look.lengths.values())), config.max_prompt_length
+def _compare(
+    config: DataConfig, rows: RowSource, indices: Sequence[int], renderer: PromptRenderer, processor: PromptProcessor
+) -> tuple[set[str], set[str]]:
+    """Prompts of some rows, and their questions before any template."""
+    texts, questions = set[str](), set[str]()
+    for index in indices:
+        row = rows[index]
+        texts.add(processor.render(renderer.render(row, rows.row_id(index)).prompt))
+        questions.add(str(row.get(config.prompt_key)))
+    return texts, questions
+
+
+def _judge_lengths(survey: RowSurvey, config: DataConfig, counted: str, *, left_out: bool) -> Finding:
+    """Report min, median and max length; a problem if rows over the limit are not left out."""
+    lengths, limit = np.array([facts.tokens for facts in survey.facts if facts]), config.max_prompt_length
     value = (
         f"{lengths.min()} to {lengths.max()} tokens, median {int(np.median(lengths))}; data.max_prompt_length={limit}"
     )
-    over = [row_id for row_id, length in look.lengths.items() if length > limit]
+    over = survey.overlong
     if not over:
         return Finding("prompt lengths", value)
-    value = f"{len(over):,} of {counted} are longer (such as {over[0]}): {value}"
-    if config.filter_overlong_prompts and len(over) < len(lengths):
+    value = f"{len(over):,} of {counted} are longer (such as {survey.row_ids(over[0])}): {value}"
+    if left_out:
         return Finding("prompt lengths", f"{value}; they are left out", "note")
-    fix = f"set data.max_prompt_length={lengths.max()}, or data.filter_overlong_prompts=true to leave such rows out"
-    return Finding("prompt lengths", value, "problem", fix)
+    leave = ", or data.on_bad_row=skip to leave such rows out" if survey.usable else ""
+    return Finding("prompt lengths", value, "problem", f"set data.max_prompt_length={lengths.max()}{leave}")
 
 
 # --- rewards ---------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ def only_one(harmless: Any, text: str, why: str) -> Rule:
     return lambda value, _: no_setting(text) if value == harmless else lost(why)
 
 
-def other_values(ours: str, values: Mapping[str, str], otherwise: str, note: str = "") -> Rule:
+def other_values(ours: str, values: Mapping[Any, str], otherwise: str, note: str = "") -> Rule:
     """Rule: map values by table; `otherwise` says why others are lost."""
 
     def rule(value: Any, _: Values) -> Outcome:

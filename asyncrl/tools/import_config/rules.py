@@ -33,7 +33,7 @@ _FIXED = one_value("fixed", "as here", "the coefficient is fixed")
 
 SAME_NAME = """
 data.prompt_key data.answer_key data.image_key data.video_key data.image_dir data.video_fps data.max_prompt_length
-data.max_response_length data.format_prompt data.system_prompt data.shuffle data.filter_overlong_prompts
+data.max_response_length data.format_prompt data.system_prompt data.shuffle
 rollout.temperature rollout.top_p rollout.tensor_parallel_size trainer.total_epochs trainer.max_steps
 """
 """Keys with our name and meaning."""
@@ -83,7 +83,7 @@ data.mini_rollout_batch_size | groups are sampled one by one as they are needed
 data.val_batch_size | all held-out rows are scored, as many at a time as the server takes
 data.override_chat_template | put it into the model folder as chat_template.jinja
 data.min_pixels data.max_pixels | image sizes are those of the model folder's preprocessor_config.json
-data.num_workers data.filter_overlong_prompts_workers | one process reads and measures rows
+data.num_workers data.filter_overlong_prompts_workers | rows are measured once, by as many threads as there are cores
 algorithm.kl_horizon algorithm.kl_target algorithm.kl_ctrl.horizon | the coefficient is fixed
 algorithm.kl_ctrl.target_kl | the coefficient is fixed
 algorithm.kl_ctrl.kl_coef | of a KL term in the reward
@@ -122,6 +122,9 @@ reward.reward_function_kwargs reward.score_function_kwargs | the reward function
 """
 """Keys that are read together with another one."""
 OTHER_VALUE: dict[str, Rule] = {
+    "data.filter_overlong_prompts": other_values(
+        "data.on_bad_row", {True: "skip", False: "stop"}, "true or false", note="all rows that cannot be used"
+    ),
     "algorithm.adv_estimator": other_values("algorithm.adv_estimator", {"grpo": "grpo", "rloo": "rloo"}, _ESTIMATOR),
     "algorithm.gamma": _DISCOUNT,
     "algorithm.lam": _DISCOUNT,

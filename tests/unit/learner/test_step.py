@@ -292,7 +292,7 @@ def test_packing_with_shared_prompts_equals_separate_passes(make_config: MakeCon
 
 
 def test_a_group_over_the_budget_is_split_with_its_prompt() -> None:
-    prompt = EncodedPrompt("d:0", np.arange(10), np.zeros(10, int), np.zeros((0, 3), int), (), None)
+    prompt = EncodedPrompt("d:0", np.arange(10), np.zeros(10, int), np.zeros((0, 3), int), ())
     completions = tuple(Completion(row, np.arange(6), np.ones(6)) for row in range(5))
     plan = plan_micro_batches([TrainGroup(prompt, completions)], 20)
     assert [[len(group.completions) for group in part] for part in plan] == [[2], [2], [1]]

@@ -243,7 +243,7 @@ def test_vllms_spans_become_the_column_or_are_refused() -> None:
 
 def encoded(types: list[int], grids: np.ndarray) -> EncodedPrompt:
     ids = np.asarray([9 if kind else 100 + place for place, kind in enumerate(types)], np.int32)
-    return EncodedPrompt("rows:3", ids, np.asarray(types, np.int32), grids, (), None)
+    return EncodedPrompt("rows:3", ids, np.asarray(types, np.int32), grids, ())
 
 
 @pytest.mark.parametrize("kind", ["image", "video"])

@@ -1,0 +1,232 @@
+"""The survey of a data source: each row is read, rendered and measured once, before a run begins.
+
+Whatever reading, the template or the processor raises about a row makes it a *bad row*, and so does a prompt over
+data.max_prompt_length. Which rows are bad depends on nothing but the rows and the settings: a run that resumes or is
+replayed has the same rows, in the same order.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from asyncrl.config.sections import DataConfig
+from asyncrl.data.dataset import RowSource
+from asyncrl.data.images import decode_image
+from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
+from asyncrl.errors import BadStateError, UserError
+from asyncrl.models.processing import MeasuredPrompt, PromptProcessor
+from asyncrl.models.survey_cache import RowFacts, SurveyCache
+
+logger = logging.getLogger(__name__)
+
+ROWS_AT_ONCE = 64
+"""Rows in memory at a time, with their encoded images."""
+MOST_THREADS = 16
+PROGRESS_S = 10.0
+MOST_NAMED = 5
+"""Bad rows in one message; bad_rows.jsonl has all of them."""
+RowCheck = Callable[[Mapping[str, Any], str], object]
+"""Called with a row and its id; raises UserError where the row cannot be used."""
+
+
+@dataclass(frozen=True)
+class BadRow:
+    source: str
+    """`training` or `held-out`"""
+    row_id: str
+    """`<file or data set>:<index in it>`"""
+    reason: str
+    """The error, which names the row and says what is wrong."""
+
+
+@dataclass(frozen=True)
+class RowSurvey:
+    """What was found in the rows of one source."""
+
+    source: str
+    row_ids: Callable[[int], str] = field(repr=False)
+    facts: Sequence[RowFacts | None]
+    """Facts of each row; None for one that was refused, or not looked at."""
+    refused: Mapping[int, str]
+    """Errors by index of row, of those that could not be read, rendered or measured."""
+    max_prompt_length: int
+    seconds: float
+    """Time that it took; 0 where all of it was remembered."""
+
+    @property
+    def usable(self) -> list[int]:
+        return [i for i, facts in enumerate(self.facts) if facts and facts.tokens <= self.max_prompt_length]
+
+    @property
+    def overlong(self) -> list[int]:
+        return [i for i, facts in enumerate(self.facts) if facts and facts.tokens > self.max_prompt_length]
+
+    @property
+    def num_looked_at(self) -> int:
+        """Number of rows that were looked at: all, or a sample."""
+        return sum(facts is not None for facts in self.facts) + len(self.refused)
+
+    def describe_bad(self) -> str:
+        """Count the bad rows and name the first; empty if there are none."""
+        bad, looked_at = self.bad, self.num_looked_at
+        if not bad:
+            return ""
+        counted = f"{len(bad):,} of " if len(bad) < looked_at else "none of "
+        verb = "cannot" if len(bad) < looked_at else "can"
+        whole = "" if looked_at == len(self.facts) else f" of {len(self.facts):,} (a sample)"
+        named = [f"- {one.reason}" for one in bad[:MOST_NAMED]]
+        more = [f"and {len(bad) - MOST_NAMED:,} more"] if len(bad) > MOST_NAMED else []
+        return "\n".join([f"{counted}{looked_at:,} {self.source} rows{whole} {verb} be used:", *named, *more])
+
+    @property
+    def bad(self) -> list[BadRow]:
+        """Bad rows in their order."""
+        reasons = {i: overlong(self.row_ids(i), self.facts[i], self.max_prompt_length) for i in self.overlong}
+        return [
+            BadRow(self.source, self.row_ids(i), reason) for i, reason in sorted({**self.refused, **reasons}.items())
+        ]
+
+
+def overlong(row_id: str, prompt: RowFacts | MeasuredPrompt | None, limit: int) -> str:
+    """Describe a prompt over the limit. A prompt with images is never cut: that would cut image tokens."""
+    assert prompt is not None
+    tokens = prompt.tokens if isinstance(prompt, RowFacts) else len(prompt.token_ids)
+    return (
+        f"row {row_id}: the prompt has {tokens} tokens ({prompt.media_tokens} of them for images and videos), over "
+        f"data.max_prompt_length = {limit}. Raise the limit or use smaller images"
+    )
+
+
+@contextmanager
+def named_errors(row_id: str) -> Iterator[None]:
+    """Raise whatever is raised about a row as a UserError that names it, and a disk that fails as BadStateError."""
+    try:
+        yield
+    except (UserError, BadStateError, MemoryError):
+        raise
+    except Exception as error:  # a template, a decoder and a processor may raise anything
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        if isinstance(error, OSError) and error.errno:
+            raise BadStateError(f"row {row_id} cannot be read: {what}. The disk fails, not the row") from error
+        raise UserError(f"row {row_id}: it cannot be made a prompt ({what}). Mend the row or leave it out") from error
+
+
+def measure_row(
+    rows: RowSource, index: int, renderer: PromptRenderer, processor: PromptProcessor
+) -> tuple[RenderedPrompt, MeasuredPrompt]:
+    """Read, render and measure a row. Raises UserError naming it, whatever is wrong but the pixels of an image."""
+    row_id = rows.row_id(index)
+    with named_errors(row_id):
+        rendered = renderer.render(rows[index], row_id)
+        return rendered, processor.measure(rendered.prompt, rendered.blobs)
+
+
+def usable_rows(
+    rows: RowSource,
+    renderer: PromptRenderer,
+    processor: PromptProcessor,
+    config: DataConfig,
+    source: str,
+    check: RowCheck | None = None,
+) -> RowSurvey:
+    """Survey all rows for a run. Raises UserError naming rows if none is usable, or one is bad under `stop`."""
+    survey = survey_rows(rows, renderer, processor, config, source, check)
+    if problem := survey.describe_bad():
+        if config.on_bad_row == "stop" or not survey.usable:
+            raise UserError(problem)
+        logger.warning("left out (data.on_bad_row=skip): %s", problem)
+    return survey
+
+
+def survey_rows(
+    rows: RowSource,
+    renderer: PromptRenderer,
+    processor: PromptProcessor,
+    config: DataConfig,
+    source: str,
+    check: RowCheck | None = None,
+    *,
+    sample: int = 0,
+) -> RowSurvey:
+    """Look at every row, several at a time, or take what is remembered of an earlier survey.
+
+    `source` is `training` or `held-out`. `check` may refuse further rows. With a `sample`, where nothing is remembered,
+    look at so many rows alone, spread evenly.
+    Rows that were refused are looked at again each time: what is wrong may be a file that lies elsewhere. Their images
+    are decoded, so that a damaged one is found here and not by a rollout server.
+    """
+    began = time.monotonic()
+    cache = SurveyCache.of(rows, processor, config, checked=check is not None)
+    remembered = cache.load()
+    facts: list[RowFacts | None] = remembered or [None] * len(rows)
+    missing = [index for index, known in enumerate(facts) if known is None]
+    if sample and remembered is None:
+        missing = missing[:: -(-len(missing) // sample)]
+    refused: dict[int, str] = {}
+
+    def examine(item: tuple[int, Mapping[str, Any] | UserError]) -> RowFacts | UserError:
+        index, row = item
+        try:
+            return _examine(row, rows.row_id(index), renderer, processor, check)
+        except UserError as error:
+            return error
+
+    reported = began
+    with ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0))), "survey") as pool:
+        for first in range(0, len(missing), ROWS_AT_ONCE):
+            indices = missing[first : first + ROWS_AT_ONCE]
+            read = [_read(rows, index) for index in indices]
+            for index, row, found in zip(
+                indices, read, pool.map(examine, zip(indices, read, strict=True)), strict=True
+            ):
+                if isinstance(found, UserError):
+                    refused[index] = str(found)
+                else:
+                    facts[index] = found
+                    cache.note_files(row)
+            if time.monotonic() - reported > PROGRESS_S:
+                reported = time.monotonic()
+                done = first + len(indices)
+                left = (reported - began) / done * (len(missing) - done)
+                logger.info("%d of %d rows are measured, about %.0f s are left", done, len(missing), left)
+    seconds = time.monotonic() - began if missing else 0.0
+    cache.save(facts, seconds)
+    return RowSurvey(source, rows.row_id, facts, refused, config.max_prompt_length, seconds)
+
+
+def _read(rows: RowSource, index: int) -> Mapping[str, Any] | UserError:
+    try:
+        with named_errors(rows.row_id(index)):
+            return rows[index]
+    except UserError as error:
+        return error
+
+
+def _examine(
+    row: Mapping[str, Any] | UserError,
+    row_id: str,
+    renderer: PromptRenderer,
+    processor: PromptProcessor,
+    check: RowCheck | None,
+) -> RowFacts:
+    if isinstance(row, UserError):
+        raise row
+    with named_errors(row_id):
+        rendered = renderer.render(row, row_id)
+        measured = processor.measure(rendered.prompt, rendered.blobs)
+        for number, digest in enumerate(rendered.prompt.image_hashes):
+            decode_image(rendered.blobs[digest], f"row {row_id}, image {number}")
+        if check is not None:
+            check(row, row_id)
+    seen = xxhash.xxh3_64(measured.token_ids.tobytes())
+    seen.update("\0".join((*measured.image_hashes, *measured.video_hashes)).encode())
+    return RowFacts(len(measured.token_ids), measured.media_tokens, seen.hexdigest())

@@ -1,0 +1,110 @@
+"""A prompt measured without pixels is the prompt that the model's processor makes."""
+
+from __future__ import annotations
+
+import io
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+from PIL import ExifTags, Image
+
+from asyncrl.config.sections import ModelConfig
+from asyncrl.data.images import content_hash, decode_image, image_size
+from asyncrl.models.processing import PromptProcessor
+from protocol.messages import ChatMessage, ImagePart, Prompt, TextPart
+from tests.rigs.tiny_families import Family, make_family
+
+
+def picture(width: int, height: int, kind: str = "PNG", **options: object) -> bytes:
+    pixels = np.random.default_rng(width).integers(0, 255, (height, width, 3), np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, format=kind, **options)
+    return buffer.getvalue()
+
+
+def prompt_of(*images: bytes) -> tuple[Prompt, dict[str, bytes]]:
+    parts = [part for _ in images for part in (TextPart(text="Look: "), ImagePart())]
+    hashes = tuple(map(content_hash, images))
+    message = ChatMessage(role="user", content=(*parts, TextPart(text="What is it?")))
+    prompt = Prompt(row_id="rows:0", messages=(message,), image_hashes=hashes, answer="x")
+    return prompt, dict(zip(hashes, images, strict=True))
+
+
+@pytest.fixture(scope="module", params=get_args(Family))
+def processor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PromptProcessor:
+    folder = make_family(request.param, tmp_path_factory.mktemp(request.param))
+    return PromptProcessor(ModelConfig(path=str(folder)), cache_mib=0)
+
+
+def test_measuring_equals_the_processors_own_call(processor: PromptProcessor) -> None:
+    draw = np.random.default_rng(0)
+    sizes = [(1, 1), (1, 150), (3, 3), (14, 14), (200, 150), *map(tuple, draw.integers(1, 160, (12, 2)).tolist())]
+    for number in range(len(sizes)):
+        prompt, blobs = prompt_of(*(picture(*size) for size in sizes[number : number + 3]))
+        hashes = {name: name for name in blobs}
+        whole = processor._encode_whole(prompt, blobs, hashes)
+        measured, encoded = processor.measure(prompt, blobs), processor.encode(prompt, blobs)
+        for one in (measured, encoded):
+            for field in ("token_ids", "token_types", "image_grids", "unexpanded_ids"):
+                theirs, ours = getattr(whole, field), getattr(one, field)
+                assert (theirs.dtype, theirs.tolist()) == (ours.dtype, ours.tolist()), f"{field} of {sizes[number]}"
+            assert one.image_hashes == whole.image_hashes
+        assert whole.pixel_values is not None
+        assert encoded.pixel_values is not None
+        assert torch.equal(encoded.pixel_values, whole.pixel_values)
+        assert not hasattr(measured, "pixel_values")
+
+
+def test_grids_are_those_of_the_image_processor_at_any_size_and_setting(processor: PromptProcessor) -> None:
+    real, arithmetic = processor.processor.image_processor, processor._grids
+    assert arithmetic is not None
+    draw, before = np.random.default_rng(1), (real.patch_size, real.merge_size, real.size)
+    try:
+        for number in range(60):
+            real.patch_size, real.merge_size = [(14, 2), (16, 2), (7, 2), (14, 1)][number % 4]
+            least = int(draw.integers(1, 400_000))
+            real.size = type(real.size)(shortest_edge=least, longest_edge=int(least * draw.uniform(1.5, 40)))
+            width, height = np.exp(draw.uniform(0, np.log(6000), 2)).astype(int).tolist()
+            image = torch.empty((3, height, width), dtype=torch.uint8, device="meta")  # shapes alone
+            try:
+                expected = real([image], return_tensors="pt", input_data_format="channels_first")
+            except ValueError as refusal:
+                with pytest.raises(ValueError, match=str(refusal)[:30]):
+                    arithmetic.grids([(width, height)])
+            else:
+                assert arithmetic.grids([(width, height)]).tolist() == expected["image_grid_thw"].tolist()
+    finally:
+        real.patch_size, real.merge_size, real.size = before
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "TIFF", "GIF", "BMP"])
+def test_a_header_tells_the_size_of_the_decoded_image(kind: str) -> None:
+    for orientation in range(9):
+        exif = Image.Exif()
+        exif[ExifTags.Base.Orientation] = orientation
+        data = picture(30, 20, kind, **({"exif": exif} if orientation and kind not in ("GIF", "BMP") else {}))
+        assert image_size(data, "row") == decode_image(data, "row").size, f"orientation {orientation}"
+
+
+def test_a_damaged_image_with_an_intact_header_is_measured(processor: PromptProcessor) -> None:
+    """No pixel is decoded: that is the survey's work, once, and not the network thread's for every ticket."""
+    whole = picture(100, 80)
+    prompt, blobs = prompt_of(whole[: len(whole) // 2])
+    intact, its_blobs = prompt_of(whole)
+    assert (
+        processor.measure(prompt, blobs).token_ids.tolist() == processor.measure(intact, its_blobs).token_ids.tolist()
+    )
+
+
+def test_no_lock_is_held_while_pixels_are_computed(processor: PromptProcessor, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, held = type(processor.processor.image_processor).__call__, []
+
+    def spy(self: object, *args: object, **kwargs: object) -> object:
+        held.append(processor._lock.locked())
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(processor.processor.image_processor), "__call__", spy)
+    processor.encode(*prompt_of(picture(50, 40)))
+    assert held == [False]

@@ -1,0 +1,144 @@
+"""A survey looks at every row once: what it remembers is what it found, and counts only for the same data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.data.dataset import RowSource, open_train
+from asyncrl.data.prompts import PromptRenderer
+from asyncrl.errors import BadStateError, UserError
+from asyncrl.models import row_survey, survey_cache
+from asyncrl.models.processing import PromptProcessor
+from asyncrl.models.row_survey import RowSurvey, survey_rows, usable_rows
+from learner.tickets.ticket_writer import TicketWriter
+
+MakeConfig = Callable[..., RunConfig]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(survey_cache.FOLDER_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(survey_cache, "WORTHWHILE_S", 0.0)
+
+
+@pytest.fixture
+def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Ids of the rows that surveys look at."""
+    seen: list[str] = []
+    original = row_survey._examine
+
+    def examine(row: Any, row_id: str, *rest: Any) -> Any:
+        seen.append(row_id)
+        return original(row, row_id, *rest)
+
+    monkeypatch.setattr(row_survey, "_examine", examine)
+    return seen
+
+
+def configured(make_config: MakeConfig, folder: Path, rows: int = 6, **data: Any) -> RunConfig:
+    """Rows with one image each; the one of row 2 is missing."""
+    Image.new("RGB", (30, 30)).save(folder / "there.png")
+    (folder / "broken.png").write_bytes((folder / "there.png").read_bytes()[:-30])
+    lines = [
+        {"prompt": f"q {i}", "answer": "x", "images": ["gone.png" if i == 2 else "there.png"]} for i in range(rows)
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return make_config(data={"train_files": [str(folder / "rows.jsonl")], "val_files": [], **data})
+
+
+def survey(config: RunConfig, sample: int = 0) -> RowSurvey:
+    rows, renderer = open_train(config.data), PromptRenderer(config.data)
+    return survey_rows(rows, renderer, PromptProcessor(config.model), config.data, "training", sample=sample)
+
+
+def test_rows_are_looked_at_once_and_bad_ones_again(
+    make_config: MakeConfig, tmp_path: Path, looked_at: list[str]
+) -> None:
+    config = configured(make_config, tmp_path)
+    first = survey(config)
+    assert (len(looked_at), first.usable, [bad.row_id for bad in first.bad]) == (6, [0, 1, 3, 4, 5], ["rows.jsonl:2"])
+    looked_at.clear()
+    shorter = config.data.model_copy(update={"max_prompt_length": 10})
+    again = survey(config.model_copy(update={"data": shorter}))
+    assert again.facts == first.facts
+    assert looked_at == ["rows.jsonl:2"], "an image may have been put there; the limit needs no second look"
+    assert len(again.overlong) == 5
+    Image.new("RGB", (30, 30)).save(tmp_path / "gone.png")
+    assert survey(config).usable == [*range(6)]
+
+
+def test_changed_data_or_settings_are_looked_at_again(
+    make_config: MakeConfig, tmp_path: Path, looked_at: list[str]
+) -> None:
+    config = configured(make_config, tmp_path)
+    survey(config)
+    changes: list[Callable[[], RunConfig]] = [
+        lambda: config.model_copy(update={"data": config.data.model_copy(update={"system_prompt": "Be brief."})}),
+        lambda: configured(make_config, tmp_path, rows=7),
+    ]
+    for change in changes:
+        looked_at.clear()
+        changed = change()
+        assert survey(changed).num_looked_at == len(looked_at) > 1
+    looked_at.clear()
+    Image.new("RGB", (300, 300)).save(tmp_path / "there.png")
+    assert survey(changed).usable == []
+    assert len(looked_at) == 7, "an image that rows name has changed"
+
+
+def test_a_sample_is_no_survey(make_config: MakeConfig, tmp_path: Path, looked_at: list[str]) -> None:
+    config = configured(make_config, tmp_path, rows=50)
+    assert survey(config, sample=10).num_looked_at == len(looked_at) == 10
+    assert survey(config).num_looked_at == 50
+    looked_at.clear()
+    assert survey(config, sample=10).num_looked_at == 50
+    assert looked_at == ["rows.jsonl:2"]
+
+
+def test_nothing_usable_stops_with_the_reasons(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = configured(make_config, tmp_path, image_dir=str(tmp_path / "elsewhere"))
+    rows, renderer = open_train(config.data), PromptRenderer(config.data)
+    with pytest.raises(
+        UserError, match=r"^none of 6 training rows can be used:\n- row rows.jsonl:0, image 0: there is no"
+    ):
+        usable_rows(rows, renderer, PromptProcessor(config.model), config.data, "training")
+
+
+def test_a_disk_that_fails_is_no_bad_row(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row must not be left out in one attempt and be there in the next."""
+
+    def fail(self: RowSource, index: int) -> dict[str, Any]:
+        raise OSError(5, "Input/output error")
+
+    config = configured(make_config, tmp_path)
+    monkeypatch.setattr(RowSource, "__getitem__", fail)
+    with pytest.raises(BadStateError, match=r"row rows.jsonl:0 cannot be read: .*Input/output error"):
+        survey(config)
+
+
+def test_a_run_with_other_bad_rows_is_another_run(make_config: MakeConfig, tmp_path: Path) -> None:
+    """The order of the rows, by which a run resumes, is that of the usable ones: the journal's settings tell them."""
+    config = configured(make_config, tmp_path)
+    processor = PromptProcessor(config.model)
+    before = TicketWriter(config, processor, (1,))
+    first = before.data_fingerprint()
+    assert first == TicketWriter(config, processor, (1,)).data_fingerprint()
+    (tmp_path / "there.png").rename(tmp_path / "gone.png")
+    lines = (tmp_path / "rows.jsonl").read_text().replace("there.png", "other.png").splitlines()
+    lines[5] = lines[5].replace("other.png", "broken.png")  # row 5 is bad in place of row 2
+    (tmp_path / "gone.png").rename(tmp_path / "other.png")
+    lines[2] = lines[2].replace("gone.png", "other.png")
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    after = TicketWriter(config, processor, (1,))
+    assert [bad.row_id for bad in (*before.bad_rows, *after.bad_rows)] == ["rows.jsonl:2", "rows.jsonl:5"]
+    assert before.num_train_rows == after.num_train_rows
+    assert first != after.data_fingerprint()
