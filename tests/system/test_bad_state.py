@@ -36,10 +36,12 @@ pytestmark = pytest.mark.slow
 SAVED = {"max_steps": STEPS, "samples_per_step": PER_STEP, "save_freq": 2}
 
 BAD_LOSSES = '''
+from pathlib import Path
 import torch
 from asyncrl.algorithms.losses import PolicyLoss
 
 calls = 0
+MARK = Path("MARK_PATH")
 
 def _good(tokens):
     return -tokens.advantages * (tokens.logprobs - tokens.proximal_logprobs)
@@ -48,7 +50,7 @@ def nan_at_step_two(tokens, config):
     global calls
     calls += 1
     loss = _good(tokens)
-    if calls == 2:
+    if calls == 2 and MARK.exists():
         loss = torch.where(tokens.row == tokens.row.max(), float("nan"), loss)
     return PolicyLoss(loss, {})
 
@@ -57,7 +59,7 @@ def infinite_gradient_at_step_two(tokens, config):
     global calls
     calls += 1
     loss = _good(tokens)
-    if calls >= 2:
+    if calls >= 2 and MARK.exists():
         loss = loss + (tokens.logprobs - tokens.logprobs.detach()).sqrt()
     return PolicyLoss(loss, {})
 '''
@@ -80,11 +82,12 @@ def resume_both(run: Path, *overrides: str) -> tuple[int, int]:
         ("infinite_gradient_at_step_two", ("the gradient norm is",)),
     ],
 )
-def test_a_loss_or_gradient_that_is_not_finite_stops_the_run_and_another_loss_continues_it(
+def test_a_loss_or_gradient_that_is_not_finite_stops_the_run_and_another_loss_is_refused_on_resume(
     make_config: Callable[..., RunConfig], tmp_path: Path, loss: str, says: tuple[str, ...]
 ) -> None:
-    run, file = tmp_path / "run", tmp_path / "losses.py"
-    file.write_text(BAD_LOSSES)
+    run, file, mark = tmp_path / "run", tmp_path / "losses.py", tmp_path / "is bad"
+    file.write_text(BAD_LOSSES.replace("MARK_PATH", str(mark)))
+    mark.touch()
     config = small(make_config, algorithm={"policy_loss": f"{file}:{loss}"})
     assert run_both(config, run) == (3, 4), logs(run)
     failure = failure_of(run)
@@ -93,7 +96,11 @@ def test_a_loss_or_gradient_that_is_not_finite_stops_the_run_and_another_loss_co
     assert all(part in failure.reason for part in says), failure.reason
     assert "the learner failed" in (run / "rollout_server.log").read_text()
 
-    assert resume_both(run, "algorithm.policy_loss=ppo") == (0, 0), logs(run)
+    learner = start("learner", run / "config.yaml", "--resume", "algorithm.policy_loss=ppo")
+    assert exit_codes([learner]) == [2], "the steps that are made again would not be the same"
+    assert "algorithm.policy_loss" in (run / "learner.log").read_text()
+    mark.unlink()
+    assert resume_both(run) == (0, 0), logs(run)
     assert_every_prompt_trained_once(run)
     assert read_failure(run) is None
 

@@ -53,7 +53,7 @@ def test_asynchronous_training_raises_the_reward_and_exports_a_folder(
     assert all((run / "images" / f"{digest}.png").is_file() for s in samples for digest in s["images"])
 
 
-def test_a_bad_row_stops_the_run_with_its_name_and_the_server_is_told(
+def test_a_bad_row_is_left_out_by_name_and_the_others_are_trained(
     make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
     rows = tmp_path / "rows.jsonl"
@@ -61,9 +61,12 @@ def test_a_bad_row_stops_the_run_with_its_name_and_the_server_is_told(
     bad[5]["prompt"] = "word " * 500
     rows.write_text("".join(json.dumps(row) + "\n" for row in bad))
     config = make_config(data={"train_files": [str(rows)], "val_files": [], "shuffle": False})
-    codes = run_both(config, tmp_path / "run")
-    assert codes == (2, 4), logs(tmp_path / "run")
-    learner = (tmp_path / "run" / "learner.log").read_text()
-    assert "error: row rows.jsonl:5" in learner
-    assert "data.max_prompt_length" in learner
-    assert "the learner says goodbye" in (tmp_path / "run" / "rollout_server.log").read_text()
+    run = tmp_path / "run"
+    assert run_both(config, run) == (0, 0), logs(run)
+    (left_out,) = lines(run / "bad_rows.jsonl")
+    assert left_out["row_id"] == "rows.jsonl:5"
+    assert "data.max_prompt_length" in left_out["reason"]
+    assert "rows.jsonl:5" in (run / "learner.log").read_text()
+    trained = {sample["row_id"] for sample in lines(run / "samples.jsonl")}
+    assert trained
+    assert "rows.jsonl:5" not in trained

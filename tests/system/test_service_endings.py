@@ -16,7 +16,7 @@ from asyncrl.run_folder.failure import FAILURE_FILE, RESERVED_FILE, read_failure
 
 CONFIG = """\
 run_dir: {run_dir}
-model: {{path: nowhere}}
+model: {{path: nowhere, dtype: float32}}
 data: {{train_files: [rows.parquet]}}
 reward: {{functions: [{{function: exact_match}}]}}
 """

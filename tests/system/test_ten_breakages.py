@@ -97,8 +97,8 @@ def test_3_template_without_image_placeholder(examined: Callable[..., str], tiny
     assert blind != template.read_text()
     template.write_text(blind)
     line = examined(model={"path": str(folder)})
-    value = r"64 of 64 of 64 training rows .* has 0 image tokens, but its 1 image\(s\) need \d+"
-    assert_says(line, "refused rows", value, "one image placeholder per image")
+    value = r"64 of 64 training rows .* has 0 image tokens, but its 1 image\(s\) need \d+"
+    assert_says(line, "bad rows", value, "one image placeholder per image")
 
 
 def test_4_wrong_torchvision(
