@@ -167,13 +167,14 @@ class _Hostile:
             for _ in range(FLOOD):
                 peer.send(mutate(rng, self._message(name)))
             self.flooded += FLOOD
+        if where == "weights":  # first: a peer that is muted gets no answer any more
+            for later in range(4):  # the learner has gone on since the tickets that name the version
+                which = {"version": self._newest_version + later, "publication": self._publication}
+                peer.send(ChunkRequest(**which, offset=0, nbytes=1 << 16))
         for _ in range(min(PER_CONNECTION, most)):
             kind, frames = self._damage(where, name, held)
             peer.send(frames)
             self.sent[kind] += 1
-        if where == "weights":
-            which = {"version": self._newest_version, "publication": self._publication}
-            peer.send(ChunkRequest(**which, offset=0, nbytes=1 << 16))
         self._probe(peer)
         if rng.random() < 0.8:
             peer.send(Goodbye(reason="enough"))
