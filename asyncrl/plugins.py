@@ -6,11 +6,12 @@ import inspect
 import sys
 import traceback
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from asyncrl.config.algorithm import ESTIMATOR_NAMES, LOSS_NAMES, AlgorithmConfig
 from asyncrl.config.suggest import did_you_mean, file_hint
 from asyncrl.errors import UserError
 
@@ -43,6 +44,14 @@ def locate(name: str, builtins: Collection[str], setting: str) -> tuple[Path, st
     if not path.is_file():
         raise UserError(f"{setting} is {name!r}, but there is no file {path}: {file_hint(path)}")
     return path, function
+
+
+def own_functions(config: AlgorithmConfig) -> Iterator[tuple[Path, str]]:
+    """Yield file and name of the user's own estimator and loss, as `locate` does; nothing for built-ins."""
+    for key, builtins in (("adv_estimator", ESTIMATOR_NAMES), ("policy_loss", LOSS_NAMES)):
+        located = locate(getattr(config, key), builtins, f"algorithm.{key}")
+        if located is not None:
+            yield located
 
 
 def read_source(path: Path) -> bytes:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import xxhash
 
-from asyncrl.config.algorithm import ESTIMATOR_NAMES, LOSS_NAMES
 from asyncrl.config.keys import all_keys
 from asyncrl.config.run_sections import TrainerConfig
 from asyncrl.config.schema import RunConfig
@@ -26,7 +25,7 @@ from asyncrl.journal.reader import JournalView
 from asyncrl.journal.writer import Journal
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import tensor_bytes
-from asyncrl.plugins import locate, read_source
+from asyncrl.plugins import own_functions, read_source
 from asyncrl.run_folder.checkpoints import MODEL_FOLDER
 from learner.checkpoint.storage import LearnerState, newest_checkpoint, read_state
 from learner.tickets.ticket_writer import TicketWriter
@@ -197,10 +196,8 @@ def update_settings(config: RunConfig) -> dict[str, Any]:
     if config.learner.optim.lr_scheduler_type != "constant":
         names += ["trainer.max_steps"] if config.trainer.max_steps else ["trainer.total_epochs"]
     settings: dict[str, Any] = {name: reduce(getitem, name.split("."), everything) for name in names}
-    for key, builtins in (("adv_estimator", ESTIMATOR_NAMES), ("policy_loss", LOSS_NAMES)):
-        located = locate(getattr(config.algorithm, key), builtins, f"algorithm.{key}")
-        if located is not None:
-            settings[f"fingerprint of {located[0].name}"] = xxhash.xxh3_64_hexdigest(read_source(located[0]))
+    for path, _ in own_functions(config.algorithm):
+        settings[f"fingerprint of {path.name}"] = xxhash.xxh3_64_hexdigest(read_source(path))
     return settings
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from asyncrl.config.algorithm import ESTIMATOR_NAMES, LOSS_NAMES, AlgorithmConfig
+from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.device_rules import DEVICE_CHANNELS, same_device, two_devices
 from asyncrl.config.gpu_assignment import check_assignment
 from asyncrl.config.schema import RunConfig
@@ -16,7 +16,7 @@ from asyncrl.data.dataset import Purpose, RowSource, open_train, open_validation
 from asyncrl.errors import UserError
 from asyncrl.models.folder import describe_folder, has_eyes
 from asyncrl.models.weight_files import check_weights
-from asyncrl.plugins import load, locate
+from asyncrl.plugins import load, own_functions
 from asyncrl.rewards.spec import check_rewards
 from asyncrl.telemetry.trackers import check_trackers
 
@@ -60,10 +60,8 @@ def check_references(config: RunConfig, *sides: Side) -> None:
 
 def check_algorithm(config: AlgorithmConfig) -> None:
     """Refuse an estimator or a loss that is not there. The user's own are loaded, as the learner will load them."""
-    for key, builtins in (("adv_estimator", ESTIMATOR_NAMES), ("policy_loss", LOSS_NAMES)):
-        located = locate(getattr(config, key), builtins, f"algorithm.{key}")
-        if located is not None:
-            load(*located)
+    for path, function in own_functions(config):
+        load(path, function)
 
 
 def check_sft_inputs(config: RunConfig) -> None:

@@ -49,7 +49,7 @@ def preview_rows(config: RunConfig) -> tuple[str, int]:
 
 def _describe(survey: RowSurvey, config: RunConfig) -> str:
     problem = survey.describe_bad()
-    if problem and (config.data.on_bad_row == "stop" or not survey.usable):
+    if problem and not survey.leaves_out(config.data):
         raise UserError(problem)
     looked_at = f"{survey.source} rows: {survey.num_looked_at:,} of {len(survey.facts):,} were looked at"
     return (

@@ -75,6 +75,10 @@ class RowSurvey:
         """Number of rows that were looked at: all, or a sample."""
         return sum(facts is not None for facts in self.facts) + len(self.refused)
 
+    def leaves_out(self, config: DataConfig) -> bool:
+        """True if bad rows are left out; False if they keep a run from beginning, as `stop` and no usable row do."""
+        return config.on_bad_row == "skip" and bool(self.usable)
+
     def describe_bad(self) -> str:
         """Count the bad rows and name the first; empty if there are none."""
         bad, looked_at = self.bad, self.num_looked_at
@@ -141,7 +145,7 @@ def usable_rows(
     """Survey all rows for a run. Raises UserError naming rows if none is usable, or one is bad under `stop`."""
     survey = survey_rows(rows, renderer, processor, config, source, check)
     if problem := survey.describe_bad():
-        if config.on_bad_row == "stop" or not survey.usable:
+        if not survey.leaves_out(config):
             raise UserError(problem)
         logger.warning("left out (data.on_bad_row=skip): %s", problem)
     return survey

@@ -34,7 +34,7 @@ def find_prompts(config: RunConfig, rows: RowSource, purpose: str, renderer: Pro
     columns = ", ".join(rows.columns)
     yield Finding(f"{purpose} rows", f"{len(rows):,} with columns {columns}; all of them {took}")
     counted = f"{len(rows):,} {purpose} rows"
-    left_out = data.on_bad_row == "skip" and bool(survey.usable)
+    left_out = survey.leaves_out(data)
     for refused in _alike(survey):
         reason, fix = split_fix(refused[0][1])
         value = f"{len(refused):,} of {counted} cannot be used (such as {refused[0][0]}): {reason}"
