@@ -6,12 +6,11 @@ import inspect
 import sys
 import traceback
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from asyncrl.config.algorithm import ESTIMATOR_NAMES, LOSS_NAMES, AlgorithmConfig
 from asyncrl.config.suggest import did_you_mean, file_hint
 from asyncrl.errors import UserError
 
@@ -46,10 +45,13 @@ def locate(name: str, builtins: Collection[str], setting: str) -> tuple[Path, st
     return path, function
 
 
-def own_functions(config: AlgorithmConfig) -> Iterator[tuple[Path, str]]:
-    """Yield file and name of the user's own estimator and loss, as `locate` does; nothing for built-ins."""
-    for key, builtins in (("adv_estimator", ESTIMATOR_NAMES), ("policy_loss", LOSS_NAMES)):
-        located = locate(getattr(config, key), builtins, f"algorithm.{key}")
+def own_functions(choices: Iterable[tuple[str, str, Collection[str]]]) -> Iterator[tuple[Path, str]]:
+    """Yield file and name of each function that is the user's own, as `locate` does.
+
+    `choices` are setting, value and names of the built-ins, as `AlgorithmConfig.functions` has them.
+    """
+    for setting, name, builtins in choices:
+        located = locate(name, builtins, setting)
         if located is not None:
             yield located
 

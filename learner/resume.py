@@ -196,7 +196,7 @@ def update_settings(config: RunConfig) -> dict[str, Any]:
     if config.learner.optim.lr_scheduler_type != "constant":
         names += ["trainer.max_steps"] if config.trainer.max_steps else ["trainer.total_epochs"]
     settings: dict[str, Any] = {name: reduce(getitem, name.split("."), everything) for name in names}
-    for path, _ in own_functions(config.algorithm):
+    for path, _ in own_functions(config.algorithm.functions):
         settings[f"fingerprint of {path.name}"] = xxhash.xxh3_64_hexdigest(read_source(path))
     return settings
 

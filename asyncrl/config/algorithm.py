@@ -188,6 +188,14 @@ class AlgorithmConfig(Section):
     with the correction's weights)."""
     correction: CorrectionConfig = CorrectionConfig()
 
+    @property
+    def functions(self) -> tuple[tuple[str, str, tuple[str, ...]], ...]:
+        """Setting, value and names of the built-ins of each function that may be the user's own."""
+        return (
+            ("algorithm.adv_estimator", self.adv_estimator, ESTIMATOR_NAMES),
+            ("algorithm.policy_loss", self.policy_loss, LOSS_NAMES),
+        )
+
     @model_validator(mode="after")
     def _proximal_fits(self) -> AlgorithmConfig:
         correction, kinds = self.correction, {mask.kind for mask in self.correction.masks}

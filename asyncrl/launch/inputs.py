@@ -60,7 +60,7 @@ def check_references(config: RunConfig, *sides: Side) -> None:
 
 def check_algorithm(config: AlgorithmConfig) -> None:
     """Refuse an estimator or a loss that is not there. The user's own are loaded, as the learner will load them."""
-    for path, function in own_functions(config):
+    for path, function in own_functions(config.functions):
         load(path, function)
 
 
