@@ -1,9 +1,11 @@
-"""The demo with several seeds and one setting: the table of docs/results.md.
+"""The demo with several seeds and settings, each setting from the same warm start: the tables of docs/results.md.
 
-python benchmarks/demo_seeds.py [--seeds 1 2 3] [--folder KEPT] [--quick] [key=value ...]
+python benchmarks/demo_seeds.py [--seeds 1 2 3] [--each key=value ...] [--folder KEPT] [--quick] [key=value ...]
 
-Overrides are those of the GRPO runs. With model.dtype=bfloat16 a second table says how far the fp32 master weights and
-the published weights are apart at the end, and how far each have moved from the weights that GRPO began with.
+Each seed makes data, model and warm start once (or takes those that an earlier call left in KEPT), then trains by GRPO
+once for each override in `--each`; the other overrides hold for all GRPO runs. Runs whose weights are not fp32 get a
+second table: how far the fp32 master weights and the published weights are apart at the end, and how far each have
+moved from the weights that GRPO began with.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -26,50 +29,63 @@ from learner.checkpoint.storage import newest_checkpoint
 from learner.training.engine import ENGINE_FILE
 
 CPU = torch.device("cpu")
-DEMO = Path(__file__).parent.parent / "examples" / "digits" / "demo.py"
+PREPARE = Path(__file__).parent.parent / "examples" / "digits" / "prepare.py"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--each", nargs="+", default=[""], metavar="key=value", help="one GRPO run for each of these")
     parser.add_argument("--folder", type=Path, default=None, help="keep the runs here")
     parser.add_argument("--quick", action="store_true", help="small and fast, and learns little")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the GRPO runs' configuration")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of all GRPO runs' configuration")
     arguments = parser.parse_intermixed_args()
     root = arguments.folder or Path(tempfile.mkdtemp(prefix="asyncrl-demo-"))
-    rows = []
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    runs: dict[tuple[int, str], Path] = {}
+    seconds: dict[Path, float] = {}
     for seed in arguments.seeds:
         folder = root / f"seed-{seed}"
-        command = [
-            sys.executable,
-            str(DEMO),
-            "--seed",
-            str(seed),
-            "--folder",
-            str(folder),
-            *["--quick"] * arguments.quick,
-        ]
-        subprocess.run([*command, *arguments.overrides], check=True)
-        rows.append(json.loads((folder / "summary.json").read_text()))
-    print(f"\n{len(os.sched_getaffinity(0))} cores, {rows[0]['held_out_rows']} held-out rows\n")
-    print("| seed | held-out before | held-out after | gain | reward first 10 | reward last 10 | total s |")
-    print("|---|---|---|---|---|---|---|")
-    gains = [row["accuracy_after"] - row["accuracy_before"] for row in rows]
-    for row, gain in zip(rows, gains, strict=True):
+        if not (folder / "config.yaml").exists():
+            call(str(PREPARE), "--folder", str(folder), "--seed", str(seed), *["--quick"] * arguments.quick)
+        for each in arguments.each:
+            run = runs[seed, each] = folder / f"grpo-{each.partition('=')[2].replace('/', '-') or 'default'}"
+            changes = [f"run_dir={run}", *([each] if each else []), *arguments.overrides]
+            started = time.monotonic()
+            call("-m", "asyncrl", "train", str(folder / "config.yaml"), *changes)
+            seconds[run] = time.monotonic() - started
+    print(f"\n{len(os.sched_getaffinity(0))} cores, {evaluations(next(iter(seconds)))[0]['rows']} held-out rows\n")
+    print("| seed | setting | held-out before | halfway | after | gain | reward first 10 | last 10 | GRPO s |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    gains: dict[str, list[float]] = {each: [] for each in arguments.each}
+    for (seed, each), run in runs.items():
+        accuracy = [evaluation["accuracy"] for evaluation in evaluations(run)]
+        gains[each].append(accuracy[-1] - accuracy[0])
+        rewards = [json.loads(line)["reward/mean"] for line in (run / "metrics.jsonl").read_text().splitlines()]
         print(
-            f"| {row['seed']} | {row['accuracy_before']:.3f} | {row['accuracy_after']:.3f} | {gain:+.3f} "
-            f"| {row['reward_first_10_steps']:.3f} | {row['reward_last_10_steps']:.3f} "
-            f"| {sum(row['seconds'].values()):.0f} |"
+            f"| {seed} | {each} | {accuracy[0]:.3f} | {accuracy[len(accuracy) // 2]:.3f} | {accuracy[-1]:.3f} "
+            f"| {gains[each][-1]:+.3f} | {mean(rewards[:10]):.3f} | {mean(rewards[-10:]):.3f} | {seconds[run]:.0f} |"
         )
-    spread = f" (standard deviation {stdev(gains):.3f})" if len(gains) > 1 else ""
-    print(f"\nmean gain {mean(gains):+.3f}{spread}")
-    distances = {seed: master_distances(root / f"seed-{seed}" / "grpo") for seed in arguments.seeds}
+    print()
+    for each, values in gains.items():
+        spread = f" (standard deviation {stdev(values):.3f})" if len(values) > 1 else ""
+        print(f"{each or 'as configured'}: mean gain {mean(values):+.3f}{spread}")
+    distances = {key: master_distances(run) for key, run in runs.items()}
     if any(distances.values()):
-        print("\n| seed | master - published | masters moved | published moved | published weights that changed |")
-        print("|---|---|---|---|---|")
-        for seed, values in distances.items():
-            apart, masters, published, changed = values
-            print(f"| {seed} | {apart:.2e} | {masters:.2e} | {published:.2e} | {changed:.1%} |")
+        print("\n| seed | setting | master - published | masters moved | published moved | published that changed |")
+        print("|---|---|---|---|---|---|")
+        for (seed, each), values in distances.items():
+            if values:
+                apart, masters, published, changed = values
+                print(f"| {seed} | {each} | {apart:.2e} | {masters:.2e} | {published:.2e} | {changed:.1%} |")
+
+
+def call(*command: str) -> None:
+    subprocess.run([sys.executable, *command], check=True)
+
+
+def evaluations(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
 
 
 def master_distances(run: Path) -> tuple[float, ...]:
