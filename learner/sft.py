@@ -48,7 +48,7 @@ class SupervisedRun:
         self.rows = open_train(config.data, "sft")
         self.renderer = PromptRenderer(config.data)
         self.processor = PromptProcessor(config.model, cache_mib=CACHE_MIB)
-        survey = usable_rows(self.rows, self.renderer, self.processor, config.data, "training", self._target_ids)
+        survey = usable_rows(self.rows, self.renderer, self.processor, config, "training", self._target_ids)
         bad_rows = [vars(row) for row in survey.bad]
         self.usable = survey.usable
         self.order = DataOrder(len(self.usable), config.trainer.seed, config.data.shuffle)

@@ -101,8 +101,8 @@ class DataConfig(Section):
     max_response_length: int = Field(default=512, gt=0)
     """Most tokens sampled per completion."""
     on_bad_row: Literal["skip", "stop"] = "skip"
-    """Rows that cannot be read, rendered or processed, or are too long, all found before a run begins: `skip` leaves
-    them out (counted, named in bad_rows.jsonl), `stop` refuses to begin."""
+    """Rows that cannot be read, rendered, processed or sent, are too long, or have no answer where others have one, all
+    found before a run begins: `skip` leaves them out (counted, named in bad_rows.jsonl), `stop` refuses to begin."""
     shuffle: bool = True
     """Visit the training rows in a seeded random order, fresh each epoch."""
     max_train_rows: int = Field(default=0, ge=0)

@@ -28,7 +28,7 @@ from asyncrl.errors import UserError
 logger = logging.getLogger(__name__)
 
 Purpose = Literal["rl", "sft"]
-"""`rl` needs an answer in every row, `sft` a target."""
+"""`rl` needs a column of answers in every file, `sft` one of targets. A row without a value is a bad row."""
 
 
 def open_dataset(source: Sequence[str], config: DataConfig, *, limit: int = 0, purpose: Purpose = "rl") -> RowSource:
@@ -196,11 +196,9 @@ def _check_columns(tables: Sequence[Table], config: DataConfig, purpose: Purpose
     for table in tables:
         for key in needed:
             column = getattr(config, key)
-            row = table.first_without(column)
-            if row is not None:
-                where = f"row {table.name}:{row}" if column in table.columns else table.name
+            if column not in table.columns:
                 problems.append(
-                    f"{where} has no column {column!r} (data.{key}). {_columns(table.columns, column, key)}"
+                    f"{table.name} has no column {column!r} (data.{key}). {_columns(table.columns, column, key)}"
                 )
     columns = sorted({column for table in tables for column in table.columns})
     for key in ("image_key", "video_key"):

@@ -36,10 +36,6 @@ class Table:
     def read(self, index: int) -> dict[str, Any]:
         raise NotImplementedError
 
-    def first_without(self, column: str) -> int | None:
-        """Index of the first row that lacks the column; None if every row has it."""
-        return None if column in self.columns else 0
-
     @property
     def fingerprint(self) -> str | None:
         """Equal for the same rows, image files that they name aside; None where that cannot be told cheaply."""
@@ -108,9 +104,6 @@ class RowTable(Table):
     def read(self, index: int) -> dict[str, Any]:
         row = self._rows[index]
         return json.loads(row) if isinstance(row, bytes) else dict(row)
-
-    def first_without(self, column: str) -> int | None:
-        return next((index for index in range(len(self)) if column not in self.read(index)), None)
 
     @property
     def fingerprint(self) -> str:

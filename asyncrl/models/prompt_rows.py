@@ -22,13 +22,13 @@ def preview_rows(config: RunConfig) -> tuple[str, int]:
     processor, renderer = PromptProcessor(config.model), PromptRenderer(config.data)
     train, limit = open_train(config.data), config.data.max_prompt_length
     surveys = [
-        survey_rows(rows, renderer, processor, config.data, source, sample=SAMPLE)
+        survey_rows(rows, renderer, processor, config, source, sample=SAMPLE)
         for rows, source in ((train, "training"), (open_validation(config.data), "held-out"))
         if rows is not None
     ]
     found = [_describe(survey, config) for survey in surveys]
     usable = surveys[0].usable
-    rendered, encoded = measure_row(train, usable[0], renderer, processor)
+    rendered, encoded = measure_row(train, usable[0], renderer, processor, config)
     seen = "images and videos" if encoded.video_hashes else "images"
     lines = [
         *(f"| {line}" for line in processor.render(rendered.prompt).splitlines()),

@@ -1,7 +1,8 @@
 """The survey of a data source: each row is read, rendered and measured once, before a run begins.
 
-Whatever reading, the template or the processor raises about a row makes it a *bad row*, and so does a prompt over
-data.max_prompt_length. Which rows are bad depends on nothing but the rows and the settings: a run that resumes or is
+Whatever reading, the template or the processor raises about a row makes it a *bad row*; so do a prompt over
+data.max_prompt_length, a missing answer where other rows have one, and what no message to a rollout server can
+hold. Which rows are bad depends on nothing but the rows and the settings: a run that resumes or is
 replayed has the same rows, in the same order.
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 
 import xxhash
 
+from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import DataConfig
 from asyncrl.data.dataset import RowSource
 from asyncrl.data.images import decode_image
@@ -25,6 +27,9 @@ from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models.processing import MeasuredPrompt, PromptProcessor
 from asyncrl.models.survey_cache import RowFacts, SurveyCache
+from protocol.codec import MIB, Limits, decode, encode
+from protocol.errors import ErrorCode, ProtocolError
+from protocol.messages import Sampling, Ticket, TicketKind, Tickets
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +40,9 @@ PROGRESS_S = 10.0
 MOST_NAMED = 5
 """Bad rows in one message; bad_rows.jsonl has all of them."""
 RowCheck = Callable[[Mapping[str, Any], str], object]
-"""Called with a row and its id; raises UserError where the row cannot be used."""
+"""Called with a row and its id; raises UserError where the row has no demonstration that can be used."""
+_SAMPLING_BYTES = 4096
+"""Header bytes kept for a ticket's stop ids and banned ids, which a survey does not know."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,7 @@ class RowSurvey:
     facts: Sequence[RowFacts | None]
     """Facts of each row; None for one that was refused, or not looked at."""
     refused: Mapping[int, str]
-    """Errors by index of row, of those that could not be read, rendered or measured."""
+    """Errors by index of row, of those that cannot be used whatever the limit is."""
     max_prompt_length: int
     seconds: float
     """Time that it took; 0 where all of it was remembered."""
@@ -125,27 +132,66 @@ def named_errors(row_id: str) -> Iterator[None]:
 
 
 def measure_row(
-    rows: RowSource, index: int, renderer: PromptRenderer, processor: PromptProcessor
+    rows: RowSource, index: int, renderer: PromptRenderer, processor: PromptProcessor, config: RunConfig
 ) -> tuple[RenderedPrompt, MeasuredPrompt]:
     """Read, render and measure a row. Raises UserError naming it, whatever is wrong but the pixels of an image."""
     row_id = rows.row_id(index)
     with named_errors(row_id):
         rendered = renderer.render(rows[index], row_id)
-        return rendered, processor.measure(rendered.prompt, rendered.blobs)
+        measured = processor.measure(rendered.prompt, rendered.blobs)
+        check_message(rendered, config.network.max_message_mib)
+        return rendered, measured
+
+
+def check_message(rendered: RenderedPrompt, most_mib: int) -> None:
+    """Raise UserError naming the row unless a message of at most so many MiB brings it to a rollout server.
+
+    A message is encoded, and decoded as the server will: so nothing can be refused there.
+    """
+    limits = Limits(max_message_bytes=most_mib * MIB)
+    room = Limits(limits.max_message_bytes - _SAMPLING_BYTES, limits.max_header_bytes - _SAMPLING_BYTES)
+    prompt, images = rendered.prompt, sum(map(len, rendered.blobs.values()))
+    ticket = Ticket(
+        ticket_id=0,
+        kind=TicketKind.TRAIN,
+        prompt=prompt,
+        group_size=1,
+        seed=0,
+        min_version=0,
+        sampling=Sampling(max_new_tokens=1, stop_token_ids=()),
+    )
+    blobs = {digest: memoryview(data) for digest, data in rendered.blobs.items()}
+    header_bytes = 0
+    try:
+        frames = encode(Tickets(tickets=(ticket,), blobs=blobs))
+        header_bytes = len(frames[0])
+        decode(frames, Tickets, room)
+    except ProtocolError as problem:
+        if problem.code is not ErrorCode.TOO_LARGE:
+            raise UserError(
+                f"row {prompt.row_id} cannot be sent to a rollout server: {problem.reason}. Leave out what the reward "
+                "does not need"
+            ) from problem
+        raise UserError(
+            f"row {prompt.row_id} is too large to be sent to a rollout server: {len(blobs)} images, "
+            f"{images / MIB:.1f} MiB, and {header_bytes / MIB:.1f} MiB of text and columns; a message takes "
+            f"{limits.max_frames - 1:,} images, {most_mib} MiB (network.max_message_mib), and "
+            f"{limits.max_header_bytes / MIB:.0f} MiB of text and columns. Leave out what the reward does not need"
+        ) from problem
 
 
 def usable_rows(
     rows: RowSource,
     renderer: PromptRenderer,
     processor: PromptProcessor,
-    config: DataConfig,
+    config: RunConfig,
     source: str,
     check: RowCheck | None = None,
 ) -> RowSurvey:
     """Survey all rows for a run. Raises UserError naming rows if none is usable, or one is bad under `stop`."""
     survey = survey_rows(rows, renderer, processor, config, source, check)
     if problem := survey.describe_bad():
-        if not survey.leaves_out(config):
+        if not survey.leaves_out(config.data):
             raise UserError(problem)
         logger.warning("left out (data.on_bad_row=skip): %s", problem)
     return survey
@@ -155,7 +201,7 @@ def survey_rows(
     rows: RowSource,
     renderer: PromptRenderer,
     processor: PromptProcessor,
-    config: DataConfig,
+    config: RunConfig,
     source: str,
     check: RowCheck | None = None,
     *,
@@ -163,8 +209,9 @@ def survey_rows(
 ) -> RowSurvey:
     """Look at every row, several at a time, or take what is remembered of an earlier survey.
 
-    `source` is `training` or `held-out`. `check` may refuse further rows. With a `sample`, where nothing is remembered,
-    look at so many rows alone, spread evenly.
+    `source` is `training` or `held-out`. `check` is given for supervised training, where rows need demonstrations, but
+    no answers, and are sent to nobody. With a `sample`, where nothing is remembered, look at so many rows alone, spread
+    evenly.
     Rows that were refused are looked at again each time: what is wrong may be a file that lies elsewhere. Their images
     are decoded, so that a damaged one is found here and not by a rollout server.
     """
@@ -180,7 +227,7 @@ def survey_rows(
     def examine(item: tuple[int, Mapping[str, Any] | UserError]) -> RowFacts | UserError:
         index, row = item
         try:
-            return _examine(row, rows.row_id(index), renderer, processor, check)
+            return _examine(row, rows.row_id(index), renderer, processor, config, check)
         except UserError as error:
             return error
 
@@ -204,7 +251,18 @@ def survey_rows(
                 logger.info("%d of %d rows are measured, about %.0f s are left", done, len(missing), left)
     seconds = time.monotonic() - began if missing else 0.0
     cache.save(facts, seconds)
-    return RowSurvey(source, rows.row_id, facts, refused, config.max_prompt_length, seconds)
+    if check is None and any(known and known.has_answer for known in facts):
+        for index, known in enumerate(facts):
+            if known and not known.has_answer:
+                refused[index], facts[index] = _unanswered(rows.row_id(index), config.data), None
+    return RowSurvey(source, rows.row_id, facts, refused, config.data.max_prompt_length, seconds)
+
+
+def _unanswered(row_id: str, config: DataConfig) -> str:
+    return (
+        f"row {row_id}: there is no answer in column {config.answer_key!r} (data.answer_key), and other rows have one. "
+        "Give it one or leave it out"
+    )
 
 
 def _read(rows: RowSource, index: int) -> Mapping[str, Any] | UserError:
@@ -220,6 +278,7 @@ def _examine(
     row_id: str,
     renderer: PromptRenderer,
     processor: PromptProcessor,
+    config: RunConfig,
     check: RowCheck | None,
 ) -> RowFacts:
     if isinstance(row, UserError):
@@ -229,8 +288,12 @@ def _examine(
         measured = processor.measure(rendered.prompt, rendered.blobs)
         for number, digest in enumerate(rendered.prompt.image_hashes):
             decode_image(rendered.blobs[digest], f"row {row_id}, image {number}")
-        if check is not None:
+        if check is None:
+            check_message(rendered, config.network.max_message_mib)
+        else:
             check(row, row_id)
     seen = xxhash.xxh3_64(measured.token_ids.tobytes())
     seen.update("\0".join((*measured.image_hashes, *measured.video_hashes)).encode())
-    return RowFacts(len(measured.token_ids), measured.media_tokens, seen.hexdigest())
+    return RowFacts(
+        len(measured.token_ids), measured.media_tokens, seen.hexdigest(), has_answer=rendered.prompt.answer is not None
+    )

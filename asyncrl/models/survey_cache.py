@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from asyncrl.config.sections import DataConfig
+from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import RowSource
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.telemetry.jsonl import write_atomically
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 FOLDER_VARIABLE = "ASYNCRL_CACHE"
 WORTHWHILE_S = 1.0
 """A survey that took less is not kept."""
-_FORMAT = 1
+_FORMAT = 2
 _OF_THE_RUN = (
     *("train_files", "val_files", "max_train_rows", "max_val_rows"),  # of the rows themselves
     *("shuffle", "on_bad_row", "max_prompt_length", "max_response_length", "target_key"),
@@ -42,6 +42,8 @@ class RowFacts(NamedTuple):
     media_tokens: int
     digest: str
     """Equal for two rows whose prompts, images included, are the same to the model."""
+    has_answer: bool
+    """False where the answer is missing or null."""
 
 
 @dataclass
@@ -53,8 +55,9 @@ class SurveyCache:
     """Size in bytes and time of change in ns of the image files that rows name."""
 
     @classmethod
-    def of(cls, rows: RowSource, processor: PromptProcessor, config: DataConfig, *, checked: bool) -> SurveyCache:
-        """`checked`: whether the survey looks at targets, too."""
+    def of(cls, rows: RowSource, processor: PromptProcessor, run: RunConfig, *, checked: bool) -> SurveyCache:
+        """`checked`: whether the survey looks at targets; else it looks whether a message can hold a row."""
+        config = run.data
         media_keys = (config.image_key, config.video_key)
         source = rows.fingerprint
         if source is None:
@@ -69,6 +72,7 @@ class SurveyCache:
             "processor": [processor.fingerprint, processor.family, processor.placeholder_ids, processor.sees_images],
             "versions": [version(name) for name in ("transformers", "tokenizers", "pillow")],
             "targets": checked,
+            "message": None if checked else run.network.max_message_mib,
         }
         name = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]
         return cls(cache_folder() / "rows" / f"{name}.json", media_keys)

@@ -65,7 +65,7 @@ def evaluate(config: RunConfig, folder: Path) -> Evaluation:
     model = model.to(device).eval()
     banned = sorted(special_token_ids(hf_config, PLACEHOLDER_ID_NAMES))
     renderer = PromptRenderer(config.data)
-    usable = usable_rows(held_out, renderer, processor, config.data, "held-out").usable
+    usable = usable_rows(held_out, renderer, processor, config, "held-out").usable
     rows = [renderer.render(held_out[i], held_out.row_id(i)) for i in usable]
     samples: list[RewardSample] = []
     for start in range(0, len(rows), BATCH_ROWS):

@@ -33,7 +33,7 @@ from learner.network.servers import ModelFacts, Servers
 from learner.network.sockets import open_sockets
 from learner.network.ticket_sender import TicketSender
 from learner.tickets.ledger import TicketLedger
-from learner.tickets.ticket import PreparedTicket, check_ticket_size
+from learner.tickets.ticket import PreparedTicket
 from protocol.errors import ErrorCode
 from protocol.messages import (
     Ack,
@@ -127,8 +127,6 @@ class NetworkThread(threading.Thread):
         self.evaluations = EvaluationSender(self.servers, ledger, self.tickets, publication)
         verify = partial(verify_group, vocabulary=facts.vocabulary, components=config.reward.component_names)
         self.groups = GroupReceiver(self.servers, self._sockets, ledger, verify)
-        for item in parity_tickets:
-            check_ticket_size(item, self.control.limits)
         self.parity = ParityHandshake(
             self.servers,
             ledger,

@@ -12,7 +12,7 @@ from itertools import islice
 from asyncrl.journal.writer import TicketSlot
 from learner.network.servers import Servers, ServerState
 from learner.tickets.ledger import TicketLedger
-from learner.tickets.ticket import PreparedTicket, check_ticket_size, first_that_fit
+from learner.tickets.ticket import PreparedTicket, first_that_fit
 from protocol.codec import Limits
 from protocol.faults import crash_point
 from protocol.messages import Tickets
@@ -91,7 +91,6 @@ class TicketSender:
                 self.ledger.issue(written)
                 self._preparing.popleft()
             else:
-                check_ticket_size(item, self.limits)
                 written.append(item)
 
     def _send_waiting(self) -> None:

@@ -8,11 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from asyncrl.errors import UserError
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.processing import PromptFacts
-from protocol.codec import MIB, Frame, Limits, encode
-from protocol.errors import ProtocolError
+from protocol.codec import Frame, Limits, encode
 from protocol.messages import Group, Ticket, TicketKind
 
 _ENVELOPE_BYTES = 256
@@ -33,7 +31,7 @@ class PreparedTicket:
 
     @cached_property
     def header_bytes(self) -> int:
-        """Upper bound of what the ticket adds to a message's header. Raises ProtocolError for what cannot travel."""
+        """Upper bound of what the ticket adds to a message's header."""
         return len(encode(self.ticket)[0]) + len(self.blobs) * _BLOB_ENTRY_BYTES
 
     @cached_property
@@ -80,7 +78,8 @@ class ReceivedGroup:
 
 
 def first_that_fit(tickets: Sequence[PreparedTicket], limits: Limits) -> Sequence[PreparedTicket]:
-    """The longest prefix that one message may carry; at least one ticket, see `check_ticket_size`.
+    """The longest prefix that one message may carry; at least one ticket, of which the
+    survey of rows has found that it fits (`check_message`).
 
     Several tickets use only half of a message's bytes, so that assembling a message never takes long.
     """
@@ -88,23 +87,6 @@ def first_that_fit(tickets: Sequence[PreparedTicket], limits: Limits) -> Sequenc
     counts = range(2, len(tickets) + 1)
     too_many = bisect_left(counts, True, key=lambda count: not _fit(tickets[:count], limits, half))
     return tickets[: too_many + 1]
-
-
-def check_ticket_size(item: PreparedTicket, limits: Limits) -> None:
-    """Raise UserError naming the row when it fits into no message."""
-    row = item.ticket.prompt.row_id
-    try:
-        fits = _fit([item], limits, limits.max_message_bytes)
-    except ProtocolError as problem:
-        raise UserError(f"row {row} cannot be sent to a rollout server: {problem.reason}") from problem
-    if not fits:
-        raise UserError(
-            f"row {row} is too large to be sent to a rollout server: {len(item.blobs)} images, "
-            f"{item.blob_bytes / MIB:.1f} MiB, and {item.header_bytes / MIB:.1f} MiB of text and columns; a message "
-            f"takes {limits.max_frames - 1:,} images, {limits.max_message_bytes / MIB:.0f} MiB "
-            f"(network.max_message_mib), and {limits.max_header_bytes / MIB:.0f} MiB of text and columns. Leave out "
-            "what the reward does not need"
-        )
 
 
 def _fit(tickets: Sequence[PreparedTicket], limits: Limits, most_bytes: int) -> bool:

@@ -42,10 +42,10 @@ class TicketWriter:
         self.train = open_train(config.data)
         self.held_out = open_validation(config.data)
         self._stop_token_ids = stop_token_ids
-        self.train_survey = usable_rows(self.train, self.renderer, processor, config.data, "training")
+        self.train_survey = usable_rows(self.train, self.renderer, processor, config, "training")
         self.held_out_survey: RowSurvey | None = None
         if self.held_out is not None:
-            self.held_out_survey = usable_rows(self.held_out, self.renderer, processor, config.data, "held-out")
+            self.held_out_survey = usable_rows(self.held_out, self.renderer, processor, config, "held-out")
         self._train_rows = self.train_survey.usable
         self._held_out_rows = self.held_out_survey.usable if self.held_out_survey else []
         self._order = DataOrder(len(self._train_rows), config.trainer.seed, config.data.shuffle)
@@ -67,7 +67,7 @@ class TicketWriter:
         """Make a usable row a prompt. Raises UserError if it is not usable any more."""
         row_id, limit = rows.row_id(index), self.config.data.max_prompt_length
         try:
-            rendered, measured = measure_row(rows, index, self.renderer, self.processor)
+            rendered, measured = measure_row(rows, index, self.renderer, self.processor, self.config)
             if len(measured.token_ids) > limit:
                 raise UserError(overlong(row_id, measured, limit))
         except UserError as error:

@@ -29,7 +29,7 @@ _ROW = re.compile(r"^row \S+?(?=[,:] | has )(, (?:image|video) \d+)?:? ?")
 def find_prompts(config: RunConfig, rows: RowSource, purpose: str, renderer: PromptRenderer) -> Findings[RowSurvey]:
     """Report rows, bad rows and lengths of all rows; `purpose` is training or held-out."""
     processor, data = PromptProcessor(config.model), config.data
-    survey = survey_rows(rows, renderer, processor, data, purpose)
+    survey = survey_rows(rows, renderer, processor, config, purpose)
     took = f"looked at in {survey.seconds:.0f} s" if survey.seconds else "looked at before"
     columns = ", ".join(rows.columns)
     yield Finding(f"{purpose} rows", f"{len(rows):,} with columns {columns}; all of them {took}")

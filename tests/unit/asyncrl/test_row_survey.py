@@ -55,7 +55,7 @@ def configured(make_config: MakeConfig, folder: Path, rows: int = 6, **data: Any
 
 def survey(config: RunConfig, sample: int = 0) -> RowSurvey:
     rows, renderer = open_train(config.data), PromptRenderer(config.data)
-    return survey_rows(rows, renderer, PromptProcessor(config.model), config.data, "training", sample=sample)
+    return survey_rows(rows, renderer, PromptProcessor(config.model), config, "training", sample=sample)
 
 
 def test_rows_are_looked_at_once_and_bad_ones_again(
@@ -102,13 +102,60 @@ def test_a_sample_is_no_survey(make_config: MakeConfig, tmp_path: Path, looked_a
     assert looked_at == ["rows.jsonl:2"]
 
 
+def test_rows_without_question_or_answer_and_what_no_message_holds_are_bad(
+    make_config: MakeConfig, tmp_path: Path, looked_at: list[str]
+) -> None:
+    """A server would refuse a list of over 65,536 elements, which it must not do in the middle of a run."""
+    good = {"prompt": "q", "answer": "x"}
+    rows = [
+        *(good, {"prompt": "q"}, {**good, "answer": None}, {"answer": "x"}),
+        *({**good, "solution": "x" * 9 * 2**20}, {**good, "steps": [1] * 70_000}, {**good, "text": "\ud800"}, good),
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = make_config(data={"train_files": [str(file)], "val_files": []})
+    found = survey(config)
+    assert found.usable == [0, 7]
+    unanswered = "there is no answer in column 'answer' (data.answer_key), and other rows have one"
+    for bad, number, said in zip(
+        found.bad,
+        range(1, 7),
+        (
+            f": {unanswered}",
+            f": {unanswered}",
+            ": column 'prompt' (data.prompt_key) is empty",
+            " is too large to be sent to a rollout server: 0 images, 0.0 MiB, and 9.0 MiB of text and columns",
+            " cannot be sent to a rollout server: the header is not MessagePack: 70000 exceeds",
+            " cannot be sent to a rollout server: Tickets holds a value that cannot travel: 'utf-8' codec can't",
+        ),
+        strict=True,
+    ):
+        assert bad.reason.startswith(f"row rows.jsonl:{number}{said}")
+    looked_at.clear()
+    assert survey(config).bad == found.bad
+    assert "rows.jsonl:1" not in looked_at, "what is wrong with it is remembered"
+
+
+def test_answers_may_be_null_everywhere_and_a_missing_column_is_one_refusal(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """A reward may need none, but a column that no row has is a wrong name."""
+    file = tmp_path / "rows.jsonl"
+    config = make_config(data={"train_files": [str(file)], "val_files": []})
+    file.write_text('{"prompt": "q", "answer": null}\n' * 3)
+    assert survey(config).usable == [0, 1, 2]
+    file.write_text('{"prompt": "q", "response": "x"}\n' * 3)
+    with pytest.raises(UserError, match=r"^rows.jsonl has no column 'answer' \(data.answer_key\). .*prompt, response$"):
+        survey(config)
+
+
 def test_nothing_usable_stops_with_the_reasons(make_config: MakeConfig, tmp_path: Path) -> None:
     config = configured(make_config, tmp_path, image_dir=str(tmp_path / "elsewhere"))
     rows, renderer = open_train(config.data), PromptRenderer(config.data)
     with pytest.raises(
         UserError, match=r"^none of 6 training rows can be used:\n- row rows.jsonl:0, image 0: there is no"
     ):
-        usable_rows(rows, renderer, PromptProcessor(config.model), config.data, "training")
+        usable_rows(rows, renderer, PromptProcessor(config.model), config, "training")
 
 
 def test_a_disk_that_fails_is_no_bad_row(

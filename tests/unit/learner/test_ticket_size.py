@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.errors import UserError
 from asyncrl.journal.writer import TicketSlot
-from learner.tickets.ticket import PreparedTicket, check_ticket_size, first_that_fit
+from learner.tickets.ticket import PreparedTicket, first_that_fit
 from protocol.codec import Limits, encode
+from protocol.errors import ProtocolError
 from protocol.messages import ChatMessage, ImagePart, Prompt, TextPart, Tickets
 from tests.unit.learner.test_tickets import prepared
 
@@ -49,23 +48,7 @@ def test_what_is_said_to_fit_can_be_sent(rows: list[tuple[Any, tuple[int, ...]]]
         chosen = first_that_fit(waiting, LIMITS)
         assert chosen
         try:
-            check_ticket_size(chosen[0], LIMITS)
-        except UserError:
-            assert len(chosen) == 1
-        else:
             encode(message(chosen), LIMITS)
+        except ProtocolError:
+            assert len(chosen) == 1
         waiting = waiting[len(chosen) :]
-
-
-@pytest.mark.parametrize(
-    ("row", "says"),
-    [
-        (make(7, "x" * 9_000), "row rows:7 is too large .* 0 images, 0.0 MiB, and 0.0 MiB of text and columns"),
-        (make(7, None, (70_000,)), "row rows:7 is too large .* 1 images, 0.1 MiB"),
-        (make(7, None, (1,) * 12), "row rows:7 is too large .* a message takes 11 images"),
-        (make(7, {"a": object()}), "row rows:7 cannot be sent to a rollout server: Ticket holds a value"),
-    ],
-)
-def test_a_row_that_fits_into_no_message_is_named(row: PreparedTicket, says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        check_ticket_size(row, LIMITS)
