@@ -15,6 +15,14 @@ PREFILL_TOKENS = 16_384
 """Most padded prompt tokens that the hf engine admits in one forward pass (a single prompt may be longer)."""
 
 
+def cache_columns(tokens: int) -> int:
+    """Columns of a key-value cache for which the hf engine takes memory when it needs some for `tokens`.
+
+    A cache that is full grows by an eighth: the more it holds, the less often it is copied.
+    """
+    return tokens + tokens // 8 + 16
+
+
 def engine_problems(config: RunSections) -> Iterator[str]:
     """Name each setting that the chosen engine would have to ignore, with its fix."""
     rollout = config.rollout

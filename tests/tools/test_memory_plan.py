@@ -15,7 +15,7 @@ import torch
 
 from asyncrl.cli import main as asyncrl
 from asyncrl.config.device_rules import NCCL_BYTES
-from asyncrl.config.engine_rules import PREFILL_TOKENS
+from asyncrl.config.engine_rules import PREFILL_TOKENS, cache_columns
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
@@ -155,9 +155,9 @@ def test_decoding_takes_what_was_planned(make_config: MakeConfig, small: Path, d
         for _ in range(6):
             batch.step(0)
         cached = nbytes(tensor for layer in batch._cache.layers for tensor in (layer.keys, layer.values))
-    assert cached == 8 * (PROMPT + 6) * plan.model.cache_per_token
+    assert cached == 8 * cache_columns(PROMPT) * plan.model.cache_per_token
     lines = {line.name: line.nbytes for line in plan.phases[1].lines}
-    assert lines["KV cache"] == 8 * (PROMPT + 8) * plan.model.cache_per_token
+    assert lines["KV cache"] == 8 * cache_columns(PROMPT + 8) * plan.model.cache_per_token
     assert live.peak <= lines["KV cache"] + lines["working memory"] <= 2 * live.peak
 
 

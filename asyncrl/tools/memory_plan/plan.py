@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from asyncrl.config.device_rules import DEVICE_CHANNELS, NCCL_BYTES, same_device
-from asyncrl.config.engine_rules import PREFILL_TOKENS
+from asyncrl.config.engine_rules import PREFILL_TOKENS, cache_columns
 from asyncrl.config.gpu_assignment import assign_gpus
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
@@ -206,6 +206,7 @@ def _engine_lines(model: ModelBytes, config: RunConfig) -> Iterator[Line]:
     rollout, copies, parts = config.rollout, servers_per_gpu(config), 1
     tokens, sequences = longest_sequence(config), rollout.max_concurrent_sequences
     prompts, decode = prefilled_prompts(config), sequences * tokens * model.decode_per_token
+    columns = tokens
     if rollout.engine == "vllm":
         scheduled = int(rollout.engine_args.get("max_num_batched_tokens", 8192))
         prefill, decode = math.ceil(scheduled / config.data.max_prompt_length) * model.prefill, 0
@@ -215,13 +216,14 @@ def _engine_lines(model: ModelBytes, config: RunConfig) -> Iterator[Line]:
     else:  # it takes prompts while at most three quarters of its sequences run
         prefill = prompts * (model.prefill + config.data.max_prompt_length * model.cache_per_token)
         prefill -= sequences * tokens * model.cache_per_token // 4
-        why = f"{sequences} sequences (rollout.max_concurrent_sequences) of {tokens} tokens"
+        columns = cache_columns(tokens)
+        why = f"{sequences} sequences (rollout.max_concurrent_sequences) of {tokens} tokens, with room to grow"
         working = f"prefill of {prompts} prompts, or sampling"
     per_logit = TRUNCATION_BYTES if rollout.top_p < 1 or rollout.top_k or rollout.min_p else SAMPLING_BYTES
     sampling = rollout.max_concurrent_sequences * model.vocabulary * per_logit
     most = copies * max(prefill, decode, sampling)
     yield Line("weights", copies * model.weights // parts, config.model.dtype + _servers(copies))
-    yield Line("KV cache", copies * sequences * tokens * model.cache_per_token // parts, why)
+    yield Line("KV cache", copies * sequences * columns * model.cache_per_token // parts, why)
     yield Line("working memory", most, working)
     yield _allocator(most)
     yield from _graphs(config, copies)

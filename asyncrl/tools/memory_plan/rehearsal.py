@@ -55,7 +55,7 @@ class ModelBytes:
     cache_per_token: int
     """Keys and values of every layer."""
     decode_per_token: int
-    """Copies of a layer's keys and values to append to them, and again for every head that shares them."""
+    """Copies of a layer's keys and values for every head that shares them; more than one of them that grows."""
     vocabulary: int
 
     @property
@@ -122,7 +122,7 @@ def _rehearse(config: RunConfig) -> ModelBytes:
         published=nbytes(trained if config.model.lora.rank else (t for _, t in published_tensors(model))),
         prefill=prefill.peak,
         cache_per_token=text.num_hidden_layers * layer_cache,
-        decode_per_token=(1 + text.num_attention_heads // key_heads) * layer_cache,
+        decode_per_token=text.num_attention_heads // key_heads * layer_cache,
         vocabulary=text.vocab_size,
     )
 

@@ -16,7 +16,8 @@ import torch
 from asyncrl.models.sampling_distribution import draw, gather_logprobs, sampling_logprobs, truncated_logprobs
 from protocol.messages import FinishReason, Sampling
 from rollout_server.engines.base import Completion, GenerationRequest
-from rollout_server.engines.hf.prefill import prefill
+from rollout_server.engines.hf.growing_cache import GrowingCache
+from rollout_server.engines.hf.prefill import Prefilled, prefill
 
 REBUILD_TOKENS = 8192
 """Largest number of tokens in one forward pass of a rebuild: it bounds the memory."""
@@ -80,11 +81,9 @@ class Joining:
     """Prefilled rows that are not in the batch yet, each with its first token."""
 
     rows: list[DecodeRow]
-    cache: Any
-    attention: torch.Tensor
-    """[N, P] int64, 0 on padding."""
-    position_rows: int
-    """3 for multimodal rotary positions, else 1."""
+    prefilled: Prefilled
+    which: torch.Tensor
+    """[N] each row's prompt in `prefilled`."""
 
 
 class DecodeBatch:
@@ -96,7 +95,7 @@ class DecodeBatch:
         self.banned = torch.tensor(sorted(banned_token_ids), dtype=torch.long, device=device)
         self.rows: list[DecodeRow] = []
         self._position_rows = 1
-        self._cache: Any = None
+        self._cache = GrowingCache()
         self._attention = torch.zeros((0, 0), dtype=torch.long, device=device)
 
     @torch.inference_mode()
@@ -108,21 +107,28 @@ class DecodeBatch:
         prefilled = prefill(self.model, [request.prompt for request in requests], self.device)
         copies = torch.tensor([request.group_size for request in requests], device=self.device)
         which = torch.repeat_interleave(torch.arange(len(requests), device=self.device), copies)
-        prefilled.cache.batch_select_indices(which)
         rows = [
             row
             for request, position in zip(requests, prefilled.next_positions, strict=True)
             for row in new_rows(request, position, version)
         ]
         self._sample(prefilled.logits[which], rows, version)
-        return Joining(rows, prefilled.cache, prefilled.attention[which], prefilled.position_rows)
+        return Joining(rows, prefilled, which)
 
     @torch.inference_mode()
     def join(self, joining: Joining) -> list[DecodeRow]:
         """Decode these rows with the others from now on. Returns those that are finished already."""
-        self._position_rows = joining.position_rows
-        self._merge(joining.rows, joining.cache, joining.attention)
+        self._add(joining.prefilled, joining.which)
+        self.rows = self.rows + joining.rows
         return self._remove_finished()
+
+    def _add(self, prefilled: Prefilled, which: torch.Tensor) -> None:
+        """Add attention and cache of prefilled prompts; `which` [N] of them, one for each row."""
+        self._position_rows = prefilled.position_rows
+        attention = prefilled.attention[which]
+        width = max(self._attention.shape[1], attention.shape[1])
+        self._attention = torch.cat([_pad_left(self._attention, width), _pad_left(attention, width)])
+        self._cache.join(prefilled.cache, which, width)
 
     @torch.inference_mode()
     def step(self, version: int) -> list[DecodeRow]:
@@ -151,11 +157,10 @@ class DecodeBatch:
         """
         requests = list({id(row.request): row.request for row in self.rows}.values())
         place = {id(request): index for index, request in enumerate(requests)}
-        self._cache = None  # two caches would not fit where one just does
+        self._clear()  # two caches would not fit where one just does
         prefilled = prefill(self.model, [request.prompt for request in requests], self.device)
         which = torch.tensor([place[id(row.request)] for row in self.rows], device=self.device)
-        prefilled.cache.batch_select_indices(which)
-        self._cache, self._attention = prefilled.cache, prefilled.attention[which]
+        self._add(prefilled, which)
         self._feed_sampled()
         for row in self.rows:
             row.kv_version = version
@@ -185,9 +190,9 @@ class DecodeBatch:
     def _close_gaps(self) -> None:
         """Move the padding between a prompt and its sampled tokens to the left of the prompt."""
         order = self._attention.argsort(dim=1, stable=True)  # zeros first; the real columns keep their order
+        order = order[:, self._unused(self._attention.gather(1, order)) :]
         self._attention = self._attention.gather(1, order)
-        self._each_layer(lambda kept: kept.gather(2, order[:, None, :, None].expand_as(kept)))
-        self._trim()
+        self._cache.reorder(order)
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
         """[N, M] tokens and positions on top of the cache, [N, W + M] attention -> [N, V] logits of the last token."""
@@ -235,17 +240,6 @@ class DecodeBatch:
         top_k, top_p, min_p = (torch.tensor(c, dtype=torch.float64, device=self.device) for c in columns)
         logprobs[rows] = truncated_logprobs(logprobs[rows], top_k=top_k, top_p=top_p, min_p=min_p)
 
-    def _merge(self, rows: list[DecodeRow], cache: Any, attention: torch.Tensor) -> None:
-        if not self.rows:
-            self.rows, self._cache, self._attention = rows, cache, attention
-            return
-        width = max(self._attention.shape[1], attention.shape[1])
-        self._attention = torch.cat([_pad_left(self._attention, width, 1), _pad_left(attention, width, 1)])
-        for mine, theirs in zip(self._cache.layers, cache.layers, strict=True):
-            mine.keys = torch.cat([_pad_left(mine.keys, width, 2), _pad_left(theirs.keys, width, 2)])
-            mine.values = torch.cat([_pad_left(mine.values, width, 2), _pad_left(theirs.values, width, 2)])
-        self.rows = self.rows + rows
-
     def _remove_finished(self) -> list[DecodeRow]:
         done = [row for row in self.rows if row.finish_reason]
         if done:
@@ -257,29 +251,22 @@ class DecodeBatch:
         kept = [number for number, row in enumerate(self.rows) if wanted(row)]
         self.rows = [self.rows[number] for number in kept]
         if not kept:
-            self._cache, self._attention = None, self._attention[:0, :0]
+            self._clear()
             return
         index = torch.tensor(kept, device=self.device)
-        self._attention = self._attention[index]
-        self._each_layer(lambda tensor: tensor[index])
-        self._trim()
+        unused = self._unused(self._attention[index])
+        self._attention = self._attention[index, unused:]
+        self._cache.keep(index, unused)
 
-    def _trim(self) -> None:
-        """Cut off the columns left of every row's first token."""
-        unused = int(self._attention.argmax(dim=1).min())
-        self._attention = self._attention[:, unused:]
-        self._each_layer(lambda tensor: tensor[:, :, unused:])
+    def _clear(self) -> None:
+        """Free the cache."""
+        self._cache, self._attention = GrowingCache(), self._attention[:0, :0]
 
-    def _each_layer(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        for layer in self._cache.layers:
-            layer.keys, layer.values = change(layer.keys), change(layer.values)
+    def _unused(self, attention: torch.Tensor) -> int:
+        """Number of columns left of every row's first token."""
+        return int(attention.argmax(dim=1).min())
 
 
-def _pad_left(tensor: torch.Tensor, width: int, dim: int) -> torch.Tensor:
-    """Zeros on the left of dimension `dim` until it is `width` long."""
-    missing = width - tensor.shape[dim]
-    if missing == 0:
-        return tensor
-    shape = list(tensor.shape)
-    shape[dim] = missing
-    return torch.cat([tensor.new_zeros(shape), tensor], dim=dim)
+def _pad_left(attention: torch.Tensor, width: int) -> torch.Tensor:
+    """[N, W] with zeros on the left until it is [N, width]."""
+    return torch.nn.functional.pad(attention, (width - attention.shape[1], 0))
