@@ -259,11 +259,9 @@ class LearnerLink:
         except SendTimeout as problem:
             logger.warning("%s; it is sent again after reconnection", problem)
 
-    async def goodbye(self, reason: str, *, expected: bool, unfinished: tuple[int, ...]) -> None:
+    async def goodbye(self, reason: str, *, expected: bool) -> None:
         try:
-            await self.socket.send(
-                Goodbye(reason=reason, expected=expected, unfinished_ticket_ids=unfinished), timeout_s=1.0
-            )
+            await self.socket.send(Goodbye(reason=reason, expected=expected), timeout_s=1.0)
         except SendTimeout:
             logger.info("the learner has gone before our goodbye")
 

@@ -134,7 +134,7 @@ class RolloutServer:
                 raise LearnerLeftError(farewell.reason)
         finally:
             self.exporter.stopped(ended)
-            await self.link.goodbye(reason, expected=expected, unfinished=tuple(self._held))
+            await self.link.goodbye(reason, expected=expected)
             self.link.close()
             if hasattr(self, "receiver"):
                 self.receiver.close()
@@ -237,7 +237,7 @@ class RolloutServer:
         while True:
             if self._is_started:
                 self.engine.check_alive()
-            usage = self.engine.usage if self._is_started else EngineUsage(0, 0.0, 0, 0)
+            usage = self.engine.usage if self._is_started else EngineUsage(0, 0.0, 0)
             running = min(len(self._held), -(-usage.sequences_running // self.config.batch.group_size))
             beat = ServerHeartbeat(
                 version=self.engine.version if self._is_started else 0,

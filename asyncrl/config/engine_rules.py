@@ -31,11 +31,6 @@ def engine_problems(config: RunSections) -> Iterator[str]:
             f"rollout.tensor_parallel_size is {rollout.tensor_parallel_size}, but the {rollout.engine} engine runs on "
             "one device. Set rollout.engine=vllm or rollout.tensor_parallel_size=1"
         )
-    if rollout.engine != "scripted" and rollout.logprobs == "raw":
-        yield (
-            f"rollout.logprobs is raw, but the {rollout.engine} engine returns those of the distribution it samples "
-            "from. Set rollout.logprobs=processed"
-        )
     yield from {"hf": _hf_problems, "vllm": _vllm_problems, "scripted": _scripted_problems}[rollout.engine](config)
 
 

@@ -1,7 +1,7 @@
 """Refuses sampling that would make pi_learner / pi_behaviour something else than an importance ratio.
 
 The learner computes log-probs of the full softmax at `rollout.temperature`. The engine's log-probs are those of the
-distribution that it samples from, truncation included (*processed*). A truncated distribution gives a kept token
+distribution that it samples from, truncation included. A truncated distribution gives a kept token
 `1 / Z` of its probability, where `Z` is the mass of the kept tokens. Then:
 
 - `pi_learner / pi_behaviour` is the importance ratio on the kept tokens, and `Z <= 1` even on-policy. Weighing each
@@ -10,7 +10,6 @@ distribution that it samples from, truncation included (*processed*). A truncate
 - Whatever asks of that ratio how far the policies have drifted apart is wrong: products over a sequence vanish
   like `Z^T`, geometric means leave any narrow band, and a clip around the behaviour policy cuts tokens whose policy
   has not moved.
-- With log-probs before truncation (*raw*) the ratio is 1 on-policy, but it is not that of the sampled tokens.
 """
 
 from __future__ import annotations
@@ -19,14 +18,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from asyncrl.config.run_sections import RunSections
-from asyncrl.config.sections import RolloutConfig
 
 _FIXES = {
     "temperature": "Set rollout.temperature, which the learner reads, too",
     "top_p typical_p": "Set rollout.top_p",
     "top_k": "Set rollout.top_k",
     "min_p": "Set rollout.min_p",
-    "logprobs_mode": "Set rollout.logprobs",
+    "logprobs_mode": "Leave it out: log-probs are those of the distribution that is sampled from",
     "logprobs": "Leave it out: the log-prob of each sampled token is always returned",
     "n": "Set batch.group_size",
     "seed": "Set trainer.seed",
@@ -60,24 +58,14 @@ def sampling_problems(config: RunSections) -> Iterator[str]:
     for place, fix in _sampling_arguments(rollout.engine_args):
         yield f"rollout.engine_args has {place}, which would change what is sampled without the learner knowing. {fix}"
     cut = [name for name, off in UNTRUNCATED.items() if getattr(rollout, name) != off]
-    if rollout.logprobs == "raw" and (cut or rollout.temperature != 1):
-        changed = [*cut, *(["temperature"] if rollout.temperature != 1 else [])]
-        yield (
-            f"rollout.logprobs is raw and {_given(rollout, changed)}: log-probs before temperature and truncation are "
-            "not those of the sampled distribution, and every importance ratio would be wrong. Set "
-            "rollout.logprobs=processed"
-        )
+    given = ", ".join(f"rollout.{name}={getattr(rollout, name):g}" for name in cut)
     untruncated = ", ".join(f"rollout.{name}={UNTRUNCATED[name]}" for name in cut)
     for setting, fix in _drift_measures(config) if cut else ():
         yield (
-            f"{setting} and {_given(rollout, cut)}: with truncated sampling pi_learner / pi_behaviour is below 1 by "
+            f"{setting} and {given}: with truncated sampling pi_learner / pi_behaviour is below 1 by "
             f"the mass that was cut off, which this takes for a policy that has drifted. {fix}, or sample untruncated "
             f"({untruncated})"
         )
-
-
-def _given(rollout: RolloutConfig, names: list[str]) -> str:
-    return ", ".join(f"rollout.{name}={getattr(rollout, name):g}" for name in names)
 
 
 def _drift_measures(config: RunSections) -> Iterator[tuple[str, str]]:

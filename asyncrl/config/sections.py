@@ -178,9 +178,6 @@ class RolloutConfig(Section):
     """Sample training completions from so many most probable tokens; 0 is off."""
     min_p: float = Field(default=0.0, ge=0, le=1)
     """Leave out tokens below this fraction of the most probable one's probability; 0 is off."""
-    logprobs: Literal["processed", "raw"] = "processed"
-    """Log-probs that the engine returns: of the distribution it samples from; `raw`: before temperature and
-    truncation."""
     max_concurrent_sequences: int = Field(default=256, gt=0)
     """Completions decoded together; more of them wait for their turn."""
     device: str = "auto"

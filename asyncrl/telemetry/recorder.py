@@ -8,10 +8,11 @@ import math
 import re
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncrl.telemetry.background_writer import LatestFile
+from asyncrl.telemetry.background_writer import BackgroundWriter
 from asyncrl.telemetry.jsonl import JsonlTail, drop_unfinished_line, keep_steps, write_atomically
 from asyncrl.telemetry.trackers import Trackers
 
@@ -40,7 +41,7 @@ class RunRecorder:
         self._trackers = trackers
         self._run_dir.mkdir(parents=True, exist_ok=True)
         self._status: dict[str, Any] = {}
-        self._status_file = LatestFile(self._run_dir / STATUS_FILE)
+        self._status_writer = BackgroundWriter(STATUS_FILE)
         self._warned: set[str] = set()
         for name in (METRICS_FILE, EVALUATIONS_FILE, SAMPLES_FILE, TIMELINE_FILE):
             drop_unfinished_line(self._run_dir / name)
@@ -85,10 +86,9 @@ class RunRecorder:
         before = self._status.get("phase")
         self._status.update(fields, time=time.time())
         data = self._encoded(STATUS_FILE, self._status)
-        if before is None or self._status.get("phase") != before:
-            self._status_file.write(data)
-        else:
-            self._status_file.write_soon(data)
+        self._status_writer.do(partial(write_atomically, self._run_dir / STATUS_FILE, data, durable=False))
+        if self._status.get("phase") != before:
+            self._status_writer.wait()
 
     def truncate_after(self, step: int, *, evaluations_after: int) -> None:
         """Cut back what was written past the step that a run resumes from. Images stay: they are named by content.

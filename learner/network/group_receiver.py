@@ -76,11 +76,6 @@ class GroupReceiver:
         """Whether this ticket's group was verified in this iteration."""
         return ticket_id in self._arrived
 
-    @property
-    def num_arrived(self) -> int:
-        """Number of groups that are verified and not yet durable."""
-        return len(self._arrived)
-
     def keep(self) -> None:
         """Journal the groups of this iteration, and then acknowledge them."""
         if not self._arrived:

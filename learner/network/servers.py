@@ -1,7 +1,7 @@
 """The connected rollout servers: hello and welcome, heartbeats of both sides, and how a server is lost.
 
 The one place that takes tickets from a server: when it is lost, fails at one, or comes back with fewer. Used by the
-network thread alone; other threads may read `connected`, `aligned`, `errors`, `credits` and `last_turn_at`.
+network thread alone; other threads may read `connected`, `aligned`, `errors` and `last_turn_at`.
 """
 
 from __future__ import annotations
@@ -112,15 +112,6 @@ class Servers:
     def aligned(self) -> dict[str, ServerState]:
         """Servers that may have work."""
         return {server_id: server for server_id, server in self.connected.copy().items() if server.aligned}
-
-    @property
-    def credits(self) -> int:
-        """Number of groups that aligned servers would take beyond those that they hold."""
-        out = self._ledger.out
-        return sum(
-            max(0, server.hello.max_groups - out.held_of_kind(server_id, is_training=True))
-            for server_id, server in self.aligned.items()
-        )
 
     def at(self, identity: bytes) -> str | None:
         """Server id of a connection, or None."""
@@ -239,7 +230,7 @@ class Servers:
         if now - self._beat_at >= self._network.heartbeat_s:
             self._beat_at = now
             self.errors.update(self._sockets.take_rejections())
-            self.send_to_all(LearnerHeartbeat(version=self.version, step=self.version))
+            self.send_to_all(LearnerHeartbeat(version=self.version))
         for server_id, server in list(self.connected.items()):
             silent_s = now - server.heard_at
             if silent_s > self._network.timeout_s:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -24,37 +24,13 @@ SLICE_S = 0.2
 
 
 @dataclass
-class BlobTraffic:
-    """Image bytes that went out; each image travels once per message. Other threads may read."""
-
-    sent_bytes: int = 0
-    hits: int = 0
-    """Images of trajectories whose bytes were in the message already."""
-    saved_bytes: int = 0
-    """Bytes that these would have taken."""
-
-    def count(self, message: Sequence[PreparedTicket]) -> None:
-        """Count tickets that went out together."""
-        uses: Counter[str] = Counter()
-        sizes: dict[str, int] = {}
-        for item in message:
-            sizes |= {digest: len(data) for digest, data in item.blobs.items()}
-            for digest in item.ticket.prompt.media_hashes:
-                uses[digest] += item.ticket.group_size
-        self.sent_bytes += sum(sizes.values())
-        self.hits += sum(count - 1 for count in uses.values())
-        self.saved_bytes += sum((count - 1) * sizes[digest] for digest, count in uses.items())
-
-
-@dataclass
 class TicketSender:
-    """Used by the network thread alone; other threads may read `blobs`."""
+    """Used by the network thread alone."""
 
     servers: Servers
     ledger: TicketLedger
     write_ticket: Callable[[TicketSlot], PreparedTicket]
     limits: Limits
-    blobs: BlobTraffic = field(default_factory=BlobTraffic)
     _admitted: int | None = None
     """Version for which the ledger is asked for training tickets."""
     _preparing: deque[tuple[Iterator[PreparedTicket], list[PreparedTicket]]] = field(default_factory=deque)
@@ -139,7 +115,6 @@ class TicketSender:
             sent = chosen
         blobs = {digest: memoryview(data) for item in sent for digest, data in item.blobs.items()}
         if self.servers.send(server_id, Tickets(tickets=tuple(item.ticket for item in sent), blobs=blobs)):
-            self.blobs.count(sent)
             before = self.ledger.out.assign([item.ticket.ticket_id for item in chosen], server_id)
             for holders in sorted(set(before.values())):
                 late = [ticket_id for ticket_id, others in before.items() if others == holders]

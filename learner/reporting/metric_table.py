@@ -13,10 +13,7 @@ _BY_STALENESS = (
     ("tokens", "tokens", "tokens", "the bound is not always reached"),
     ("ess", "effective_sample_size", "ratio", "falls slowly with staleness"),
     ("mismatch_kl_k3", "mismatch_kl", "nats", "rises slowly with staleness"),
-    ("mismatch_kl_k1", "mismatch_kl_k1", "nats", "close to mismatch_kl"),
     ("ratio/p99", "ratio_p99", "ratio", "rises slowly with staleness"),
-    ("ratio_max", "ratio_max", "ratio", "below 10"),
-    ("logprob_diff_max", "logprob_diff_max", "nats", "small at staleness 0"),
     ("clip_fraction", "clip_fraction", "ratio", "below 0.3"),
     ("mask_fraction", "mask_fraction", "ratio", "below 0.1"),
     ("truncation_fraction", "truncation_fraction", "ratio", "below 0.05"),
@@ -61,7 +58,6 @@ METRICS = (
         "rises",
         "component",
     ),
-    _gauge("reward_std", "score", "Standard deviation of the weighted sum in the last batch.", "above 0"),
     _gauge("accuracy", "ratio", "Mean of the accuracy component in the last batch.", "rises"),
     _gauge("held_out_accuracy", "ratio", "Accuracy in the last evaluation.", "rises with accuracy"),
     _gauge("held_out_best", "ratio", "The best held-out accuracy of the run so far.", "held_out_accuracy"),
@@ -90,12 +86,6 @@ METRICS = (
     ),
     _versions(
         "group_staleness", "Staleness of each trained group's oldest token.", "never above learner.max_staleness"
-    ),
-    _versions(
-        "kv_staleness",
-        "Staleness of each trained token's key-value cache: the learner's version when consumed minus the oldest in "
-        "the cache that it was sampled from.",
-        "as token_staleness_versions; above it where rollout.weight_update keeps the cache",
     ),
     _gauge("staleness_bound", "versions", "Bound that tickets are issued under.", "constant, or moving slowly"),
     _gauge(
@@ -149,17 +139,10 @@ METRICS = (
         "buffered above 0",
         "state",
     ),
-    _counter("drops", "groups", "Groups dropped in the run so far, by reason.", "0, or few", "reason"),
     _look("ledger_residual_groups", "groups", "Issued groups that are in no state.", "0, always"),
     _gauge("mean_length", "tokens", "Mean trajectory length of groups by state.", "equal", "state"),
     _gauge("length_bias", "ratio", "Mean trained length over that of all trained or dropped, minus 1.", "near 0"),
     _look("oldest_ticket_seconds", "seconds", "Age of the oldest group that a step waits for.", "below a step or two"),
-    _look(
-        "oldest_buffered_seconds",
-        "seconds",
-        "Time since the arrival of the group that has been buffered longest; 0 without one.",
-        "below learner.max_staleness steps",
-    ),
     _look(
         "ticket_deadline_seconds",
         "seconds",
@@ -173,32 +156,11 @@ METRICS = (
         "Groups of such tickets that came second and were put aside.",
         "at most tickets_reissued",
     ),
-    _look(
-        "credits",
-        "groups",
-        "Groups that the servers would take now, beyond those that they hold.",
-        "0 most of the time",
-    ),
-    _look("journal_lag_groups", "groups", "Verified groups that are not yet durable.", "near 0"),
     _seconds(
         "journal_lag",
         "Time from the verification of a group until it is durable and acknowledged.",
         "below 0.1",
         SHORT_SECONDS,
-    ),
-    # images on the wire
-    _counter("image_blob_bytes", "bytes", "Images and frames of videos sent with tickets.", "rises with images"),
-    _counter(
-        "image_blob_hits",
-        "images",
-        "Images and frames that did not have to be sent: one goes out once for all trajectories of a message.",
-        "group_size - 1 for each image",
-    ),
-    _counter(
-        "image_blob_bytes_saved",
-        "bytes",
-        "Bytes of images and frames that did not have to be sent.",
-        "group_size - 1 times what is sent",
     ),
     # weights
     _seconds("publish", "Time to write one policy version for the servers.", "small against a step"),
@@ -243,7 +205,6 @@ METRICS = (
 )
 
 GAUGE_OF_RECORD = {
-    "reward/std": "reward_std",
     "response_length/mean": "completion_tokens",
     "lr": "learning_rate",
     "ess": "effective_sample_size",

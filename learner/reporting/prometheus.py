@@ -114,8 +114,6 @@ class LearnerExporter:
         m, groups = self._metrics, [item.group for item in batch.received]
         sampled = np.concatenate([group.loss_mask for group in groups]).astype(bool)
         m["token_staleness_versions"].observe_counts(version - batch.versions[sampled])
-        cached = np.concatenate([g.versions if g.kv_versions is None else g.kv_versions for g in groups])
-        m["kv_staleness_versions"].observe_counts(version - cached[sampled])
         oldest = [group.versions.min() for group in groups if group.versions.size]
         m["group_staleness_versions"].observe_counts(version - np.asarray(oldest))
 
@@ -153,12 +151,6 @@ class LearnerExporter:
         m = self._metrics
         m["last_step_age_seconds"].set(time.monotonic() - self._step_at)
         m["servers"].set(len(self._network.servers.connected))
-        m["credits"].set(self._network.servers.credits)
-        m["journal_lag_groups"].set(self._network.groups.num_arrived)
-        blobs = self._network.tickets.blobs
-        m.raise_to("image_blob_bytes_total", blobs.sent_bytes)
-        m.raise_to("image_blob_hits_total", blobs.hits)
-        m.raise_to("image_blob_bytes_saved_total", blobs.saved_bytes)
         m["pulse_age_seconds"].set(max(0.0, time.monotonic() - self._network.servers.last_turn_at))
         for what, seconds in self._waits.totals().items():
             m.raise_to("waiting_seconds_total", seconds, **{"for": what})
@@ -171,7 +163,6 @@ class LearnerExporter:
             m["groups"].labels(state=state).set(getattr(counts, state))
         for reason, dropped in counts.dropped.items():
             m["groups"].labels(state=f"dropped_{reason}").set(dropped)
-            m.raise_to("drops_total", dropped, reason=reason)
         m["ledger_residual_groups"].set(counts.residual)
         bias = self._ledger.length_bias()
         for state in ("trained", "dropped", "buffered"):
@@ -179,7 +170,6 @@ class LearnerExporter:
         m["length_bias"].set(bias.get("length_bias", nan))
         blockers = self._ledger.blockers()
         m["oldest_ticket_seconds"].set(blockers[0][2] if blockers else 0.0)
-        m["oldest_buffered_seconds"].set(self._ledger.oldest_buffered_s())
         out = self._ledger.out
         m["ticket_deadline_seconds"].set(out.deadline.seconds(TicketKind.TRAIN))
         m.raise_to("tickets_reissued_total", out.reissued)

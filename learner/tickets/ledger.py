@@ -291,12 +291,6 @@ class TicketLedger:
                 dropped={"stale": self._counters[STALE]},
             )
 
-    def oldest_buffered_s(self) -> float:
-        """Seconds since the arrival of the group that has been buffered longest; 0 without one."""
-        with self.changed:
-            now = time.monotonic()
-            return max((now - item.arrived_at for item in self._buffer.values()), default=0.0)
-
     def length_bias(self) -> dict[str, float]:
         """See learner/tickets/length_bias.py."""
         with self.changed:

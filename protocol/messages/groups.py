@@ -29,7 +29,6 @@ class FinishReason(StrEnum):
 
     STOP = "stop"
     LENGTH = "length"
-    ABORT = "abort"
 
 
 class Turn(Wire):

@@ -99,7 +99,6 @@ class LearnerHeartbeat(Wire):
 
     type: Literal["learner_heartbeat"] = "learner_heartbeat"
     version: Version
-    step: int
 
 
 class Goodbye(Wire):
@@ -108,7 +107,6 @@ class Goodbye(Wire):
     type: Literal["goodbye"] = "goodbye"
     reason: Text
     expected: bool = True
-    unfinished_ticket_ids: Many[TicketId] = ()
 
 
 class Error(Wire):

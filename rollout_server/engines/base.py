@@ -84,7 +84,6 @@ class EngineUsage:
     tokens_generated: int
     busy_s: float
     sequences_running: int
-    sequences_queued: int
     update_pause_s: float = 0.0
     """Time for which weight updates paused running sequences."""
     sleep_bytes: int = 0

@@ -65,7 +65,7 @@ class ScriptedEngine:
 
     @property
     def usage(self) -> EngineUsage:
-        return EngineUsage(self._tokens, self._busy, self._sequences, 0)
+        return EngineUsage(self._tokens, self._busy, self._sequences)
 
     def check_alive(self) -> None:
         pass

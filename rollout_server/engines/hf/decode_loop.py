@@ -105,7 +105,6 @@ class DecodeLoop:
             tokens_generated=self._tokens_generated,
             busy_s=self._busy_s,
             sequences_running=len(self.batch.rows),
-            sequences_queued=sum(request.group_size for request in self._queue),
             update_pause_s=self.update_pause_s,
             sleep_bytes=self.sleep_bytes,
         )

@@ -13,7 +13,7 @@ class UsageMeter:
     """Registered with vLLM as a stat logger: `record` is called after every engine step, on the event loop."""
 
     def __init__(self) -> None:
-        self._tokens = self._running = self._waiting = 0
+        self._tokens = self._running = 0
         self._busy_s = self._update_pause_s = self._kv_cache_ratio = 0.0
         self._busy_since = 0.0
         self._paused_at: float | None = None
@@ -32,7 +32,6 @@ class UsageMeter:
             self._tokens,
             busy_s,
             self._running,
-            self._waiting,
             self._update_pause_s,
             self.sleep_bytes,
             self._kv_cache_ratio,
@@ -49,7 +48,7 @@ class UsageMeter:
         self.in_work.remove(number)
         if not self.in_work:
             self._busy_s += time.monotonic() - self._busy_since
-            self._running = self._waiting = 0
+            self._running = 0
             self._paused_at = None  # dropped before they went on
             self.idle.set()
 
@@ -69,7 +68,6 @@ class UsageMeter:
     ) -> None:
         if scheduler_stats is not None and self.in_work:  # a step may be reported after its requests were dropped
             self._running = scheduler_stats.num_running_reqs
-            self._waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
         if scheduler_stats is not None:
             self._kv_cache_ratio = scheduler_stats.kv_cache_usage
         if iteration_stats is None:

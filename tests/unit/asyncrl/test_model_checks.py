@@ -178,10 +178,6 @@ NO_ENGINE_CAN: dict[str, tuple[Sections, str]] = {
         {"rollout": {"tensor_parallel_size": 2}},
         "rollout.tensor_parallel_size is 2, but the hf engine runs on one device. Set rollout.engine=vllm",
     ),
-    "log-probs that hf does not have": (
-        {"rollout": {"logprobs": "raw"}},
-        "rollout.logprobs is raw, but the hf engine returns .* Set rollout.logprobs=processed",
-    ),
     "too cold": (
         {"rollout": {"engine": "vllm", "temperature": 0.001}},
         "rollout.temperature is 0.001; vllm samples no colder than 0.01 .* Set it to 0.01 or more",

@@ -159,9 +159,6 @@ def refused(make_config: MakeConfig, expected: str, **sections: dict[str, Any]) 
 
 
 def test_sampling_that_makes_the_ratio_wrong_is_refused(make_config: MakeConfig) -> None:
-    for cut in ({"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}, {"temperature": 0.7}):
-        expected = r"rollout.logprobs is raw and rollout.\w+=.*: .*Set rollout.logprobs=processed"
-        refused(make_config, expected, rollout={**cut, "logprobs": "raw", "engine": "scripted"})
     nested = {"engine": {"sampling": {"top_p": 0.7}}}
     refused(make_config, r"has engine.sampling.top_p, .* Set rollout.top_p", rollout={"engine_args": nested})
     for key, fix in ENGINE_SAMPLING_KEYS.items():

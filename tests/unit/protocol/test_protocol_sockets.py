@@ -145,7 +145,7 @@ def test_check_hello():
 
 
 def test_sending_to_a_peer_that_has_gone_is_reported(learner: LearnerSocket, peer: Peer):
-    assert learner.send(b"nobody", LearnerHeartbeat(version=0, step=0)) is Delivery.UNREACHABLE
+    assert learner.send(b"nobody", LearnerHeartbeat(version=0)) is Delivery.UNREACHABLE
     received = heard(peer, learner)
     peer.socket.close()
     wait_until(lambda: learner.send(received.identity, WELCOME) is Delivery.UNREACHABLE, "its end", timeout_s=WAIT_S)
@@ -186,15 +186,15 @@ def test_cancelled_receives_lose_no_message(learner: LearnerSocket):
         assert isinstance(received, Received)
         steps = []
         for step in range(50):
-            learner.send(received.identity, LearnerHeartbeat(version=0, step=step))
+            learner.send(received.identity, LearnerHeartbeat(version=step))
             impatient = asyncio.create_task(sock.recv(WAIT_S))
             await asyncio.sleep(0.0005 * (step % 4))
             impatient.cancel()
             result = (await asyncio.gather(impatient, return_exceptions=True))[0]
             if isinstance(result, LearnerHeartbeat):
-                steps.append(result.step)
+                steps.append(result.version)
         while isinstance(message := await sock.recv(0.2), LearnerHeartbeat):
-            steps.append(message.step)
+            steps.append(message.version)
         sock.close()
         return steps
 

@@ -164,7 +164,7 @@ class Server:
     """A shared device with nothing real around it but the lease."""
 
     def __init__(self, config: RunConfig):
-        self.engine: Any = AsyncMock(usage=EngineUsage(0, 0.0, 0, 0, sleep_bytes=7))
+        self.engine: Any = AsyncMock(usage=EngineUsage(0, 0.0, 0, sleep_bytes=7))
         self.link: Any = AsyncMock(learner_is_silent=False)
         self.exporter = ServerExporter(config.telemetry, lambda: torch.device("cpu"), run="run")
         self.device = SharedDevice(config, self.engine, self.link, self.exporter.metrics)
