@@ -12,6 +12,8 @@ from asyncrl.journal.database import SCHEMA, SLOT, WAY_OUT, TicketSlot, explain_
 from asyncrl.journal.segments import PLACE, Place, read_place, segment_path, unpack_group
 from protocol.messages import Group
 
+_KEPT = "JOIN groups USING (ticket_id)"
+
 
 class JournalView:
     """Reads an open journal. Every method raises BadStateError where the file is damaged."""
@@ -52,10 +54,13 @@ class JournalView:
         rows = self._rows("SELECT segment FROM groups WHERE ticket_id = ?", (ticket_id,))
         return segment_path(self.path, rows[0][0]) if rows else None
 
+    def kept(self) -> dict[int, int]:
+        """Ticket -> step of the kept groups that a step has taken."""
+        return dict(self._rows(f"SELECT ticket_id, step FROM consumption {_KEPT}"))
+
     def kept_steps(self) -> dict[int, int]:
         """Step -> number of its groups that are kept."""
-        kept = "consumption JOIN groups USING (ticket_id)"
-        return dict(self._rows(f"SELECT step, COUNT(*) FROM {kept} GROUP BY step ORDER BY step"))
+        return dict(self._rows(f"SELECT step, COUNT(*) FROM consumption {_KEPT} GROUP BY step ORDER BY step"))
 
     def last_step(self) -> int:
         """The newest step whose groups have been taken; 0 if none."""
@@ -83,6 +88,11 @@ class JournalReader(JournalView):
         schema = self._rows("PRAGMA user_version")[0][0]
         if schema != SCHEMA:
             raise BadStateError(f"{path} has schema {schema}, and this version of asyncrl reads schema {SCHEMA}")
+
+    @property
+    def changes(self) -> int:
+        """A number that changes with every write of the journal."""
+        return self._rows("PRAGMA data_version")[0][0]
 
     def close(self) -> None:
         self._db.close()

@@ -121,13 +121,16 @@ def insert_group(
     *,
     step: int,
     version: int,
-    trained: TrainedBatch,
+    trained: TrainedBatch | None = None,
 ) -> None:
-    """Write a group that `version` consumed at `step`, in place of what its ticket had, in the caller's transaction."""
+    """Write a group that `version` consumed at `step`, in place of what its ticket had, in the caller's transaction.
+
+    `trained` is None where it is not known.
+    """
     ticket_id, prompt_row = group.ticket_id, prompt.row()
-    differences = trained.logprobs - group.logprobs
+    differences = None if trained is None else trained.logprobs - group.logprobs
     staleness, largest = _extremes(group, version, differences)
-    advantages = _or_none(trained.advantages)
+    advantages = [None] * len(group.trajectories) if trained is None else _or_none(trained.advantages)
     rows = [
         (
             ticket_id,
@@ -148,10 +151,11 @@ def insert_group(
     db.execute(f"INSERT OR IGNORE INTO prompts VALUES ({_marks(7)})", prompt_row)
     db.execute(f"INSERT OR REPLACE INTO groups VALUES ({_marks(4)})", (ticket_id, step, prompt_row[0], group.server_id))
     db.executemany(f"INSERT OR REPLACE INTO trajectories VALUES ({_marks(12)})", rows)
-    masked = np.packbits(trained.masked).tobytes() if trained.masked.any() else None
-    with np.errstate(over="ignore"):  # a difference too large for fp16 is stored as infinite
-        tokens = (ticket_id, differences.astype(np.float16).tobytes(), masked)
-    db.execute(f"INSERT OR REPLACE INTO trained_tokens VALUES ({_marks(3)})", tokens)
+    if trained is not None and differences is not None:
+        masked = np.packbits(trained.masked).tobytes() if trained.masked.any() else None
+        with np.errstate(over="ignore"):  # a difference too large for fp16 is stored as infinite
+            tokens = (ticket_id, differences.astype(np.float16).tobytes(), masked)
+        db.execute(f"INSERT OR REPLACE INTO trained_tokens VALUES ({_marks(3)})", tokens)
 
 
 def read_trained_tokens(db: sqlite3.Connection, group: Group) -> tuple[np.ndarray | None, np.ndarray]:
@@ -175,7 +179,7 @@ def _error(record: TrajectoryRecord) -> str:
     return _storable(": ".join(filter(None, (record.error_kind, record.error_message)))) if record.error_kind else ""
 
 
-def _extremes(group: Group, version: int, differences: np.ndarray) -> tuple[list[int], list[float | None]]:
+def _extremes(group: Group, version: int, differences: np.ndarray | None) -> tuple[list[int], list[float | None]]:
     """Compute, for each trajectory, the staleness of its oldest sampled token and the largest absolute difference."""
     size = len(group.trajectories)
     oldest, largest = np.full(size, version, np.int64), np.full(size, np.nan)
@@ -183,7 +187,8 @@ def _extremes(group: Group, version: int, differences: np.ndarray) -> tuple[list
     if some.size:
         starts = (np.cumsum(group.lengths) - group.lengths)[some]
         oldest[some] = np.minimum.reduceat(np.where(group.loss_mask == 1, group.versions, version), starts)
-        largest[some] = np.fmax.reduceat(np.abs(differences), starts)
+        if differences is not None:
+            largest[some] = np.fmax.reduceat(np.abs(differences), starts)
     return (version - oldest).tolist(), _or_none(largest)
 
 

@@ -279,13 +279,20 @@ def test_a_learners_index_that_finds_no_room_is_a_full_disk(run: MadeUpRun) -> N
     assert is_disk_full(caught.value)
 
 
-def test_a_missing_index_is_said_to_be_missing(run: MadeUpRun) -> None:
+def test_without_an_index_the_journal_is_shown(run: MadeUpRun) -> None:
+    with closing(SampleStore(run.folder)) as store:
+        before = everything(store)
     run.index.close()
     (run.folder / INDEX_FILE).unlink()
     with closing(SampleStore(run.folder)) as store:
-        with pytest.raises(UserError, match=f"there is no {INDEX_FILE}"):
-            everything(store)
+        found = everything(store)
+        assert [(row.step, row.ticket_id, row.trajectory, row.reward) for row in found] == [
+            (row.step, row.ticket_id, row.trajectory, row.reward) for row in before
+        ]
+        assert "What is" in found[0].prompt, "decoded from its tokens"
+        assert store.detail(1).trajectories[0].learner_logprobs is None
         run.consume(5, 3)
+        assert everything(store)[0].step == 5
         run.report(5, 3)
         assert {row.ticket_id for row in everything(store)} == {3}, "the index, from the moment that there is one"
 

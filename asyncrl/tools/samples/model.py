@@ -35,6 +35,7 @@ class SampleRow:
     step: int
     """The step that trained on it."""
     row_id: str
+    """Empty where only the journal knows the sample: the index is missing."""
     prompt: str
     """The beginning of the last message's text."""
     answer: str

@@ -20,6 +20,7 @@ from asyncrl.run_folder.checkpoints import MODEL_FOLDER, checkpoint_folders
 from asyncrl.telemetry.reading import is_there
 from asyncrl.telemetry.recorder import CONFIG_FILE, IMAGES_FOLDER
 from asyncrl.tools.samples.model import SampleImage
+from protocol.messages import Group
 
 if TYPE_CHECKING:
     from asyncrl.data.dataset import RowSource
@@ -110,11 +111,12 @@ class RunRows:
         """Read a prompt's images and its videos' first frames: from the run's directory, else from the data set."""
         wanted = [*((digest, 0) for digest in prompt.images), *prompt.videos]
         blobs = {digest: data for digest, _ in wanted if (data := self._stored(digest)) is not None}
-        if any(digest not in blobs for digest, _ in wanted) and self._opened is not None:
+        if prompt.row_id and any(digest not in blobs for digest, _ in wanted) and self._opened is not None:
             for row in self._opened[0].places_of(prompt.row_id):
                 rendered = self.prompt(row)
                 blobs |= rendered.blobs if rendered else {}
-        missing = self.problem or f"row {prompt.row_id} has other images now: the data set has changed"
+        changed = f"row {prompt.row_id} has other images now: the data set has changed"
+        missing = self.problem or (changed if prompt.row_id else "it is not known which row it belongs to")
         return tuple(
             SampleImage(digest, blobs.get(digest), "" if digest in blobs else missing, frames)
             for digest, frames in wanted
@@ -138,3 +140,10 @@ class RunRows:
         except (UserError, OSError) as problem:
             self.problem = f"the data set of config.yaml cannot be opened in {Path.cwd()}: {problem}"
             return None
+
+
+def prompt_of_tokens(group: Group, texts: TokenTexts) -> PromptText:
+    """Decode a group's prompt tokens: one text, without row, answer and roles. It needs no data set."""
+    text = texts.plain(group.prompt_ids).strip()
+    videos = () if group.video_grids is None else tuple(("", int(grid[0])) for grid in group.video_grids)
+    return PromptText("", ({"role": "prompt", "content": text},), "", group.image_hashes, videos)

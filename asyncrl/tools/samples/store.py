@@ -1,6 +1,7 @@
 """Look at a run's samples, while it trains or after it. Loads no torch; reads only.
 
-Lists come from the index (`samples.sqlite`), a group in full from the journal, as long as it is kept.
+Lists come from the index (`samples.sqlite`), a group in full from the journal, as long as it is kept. A missing index
+is made in memory, of the groups that the journal keeps.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import numpy as np
 from asyncrl.errors import UserError
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.reader import JournalReader, read_only_uri
-from asyncrl.journal.sample_index import INDEX_FILE, SCHEMA, TABLES, PromptText, read_trained_tokens
+from asyncrl.journal.sample_index import INDEX_FILE, SCHEMA, TABLES, PromptText, insert_group, read_trained_tokens
 from asyncrl.telemetry.reading import is_there
 from asyncrl.tools.samples import query as queries
 from asyncrl.tools.samples.model import Page, SampleDetail, SampleQuery, SampleRow, TrajectoryDetail
-from asyncrl.tools.samples.sources import RunRows, TokenTexts, read_run_config
+from asyncrl.tools.samples.sources import RunRows, TokenTexts, prompt_of_tokens, read_run_config
 from protocol.messages import Group
 
 BEGINNING = 64
@@ -45,7 +46,10 @@ class SampleStore:
         self._texts = TokenTexts(self.run_dir, config)
         self._rows = RunRows(self.run_dir, config)
         self._file = self.run_dir / INDEX_FILE
-        self._index: sqlite3.Connection | None = None
+        self._index = sqlite3.connect(":memory:", check_same_thread=False)
+        self._is_file = False
+        self._seen = 0
+        """State of the journal of which the index in memory is made; 0 for none."""
 
     def find(self, query: SampleQuery, *, limit: int = 50, offset: int = 0) -> Page:
         """Return a page of the samples that match, and their number."""
@@ -61,8 +65,7 @@ class SampleStore:
 
     def close(self) -> None:
         with self._lock:
-            if self._index is not None:
-                self._index.close()
+            self._index.close()
             self._journal.close()
 
     @contextmanager
@@ -72,20 +75,27 @@ class SampleStore:
                 yield self._open_index()
             except sqlite3.DatabaseError as problem:
                 raise UserError(
-                    f"{self._file} cannot be read: {problem}. Move it away: a learner that goes on writes another"
+                    f"{self._file} cannot be read: {problem}. Move it away; inspect then reads the journal"
                 ) from problem
 
     def _open_index(self) -> sqlite3.Connection:
-        """Open the index file; an empty one where the learner has not come to its first write."""
-        if self._index is None:
-            self._index = _open(self._file)
-        if self._index is not None:
+        """Open the index file; until the learner has made it, an index in memory follows the journal."""
+        if self._is_file:
             return self._index
-        if self._journal.last_step() > 1:
-            raise UserError(f"there is no {INDEX_FILE} in {self.run_dir}, which lists the samples. Copy the run again")
-        empty = sqlite3.connect(":memory:")
-        empty.executescript(TABLES)
-        return empty
+        written, seen = _open(self._file), self._journal.changes
+        if written is not None or seen != self._seen:
+            self._index.close()
+            self._index = written or self._index_in_memory()
+            self._is_file, self._seen = written is not None, seen
+        return self._index
+
+    def _index_in_memory(self) -> sqlite3.Connection:
+        db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+        db.executescript(TABLES)
+        for ticket_id, step in self._journal.kept().items():
+            if (group := self._journal.find_group(ticket_id)) is not None:
+                insert_group(db, group, prompt_of_tokens(group, self._texts), step=step, version=step - 1)
+        return db
 
     def _rows_of(self, db: sqlite3.Connection, ticket_id: int) -> tuple[SampleRow, ...]:
         """Read the rows of a group, with the first words of each completion."""
