@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 # On a GPU one: they would measure each other's memory.
 JOBS ?= $(if $(shell command -v nvidia-smi),0,3)
 
+# Tests start many processes: each would compile the code again.
+test test-fast: export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: help install install-vllm demo test test-fast check bench chaos fuzz clean
 
 help:
@@ -33,10 +36,10 @@ demo: install
 	$(BIN)/python examples/digits/demo.py
 
 test: install-vllm
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+	$(BIN)/python -m pytest -n $(JOBS)
 
 test-fast: install
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/unit
+	$(BIN)/python -m pytest -n $(JOBS) tests/unit
 
 check: install
 	$(BIN)/ruff check .

@@ -22,6 +22,37 @@ from tests.rigs.two_processes import run_both
 
 __all__ = ["DIGITS", "ROOT", "run_script"]
 
+LONGEST = (
+    "test_vllm_end_to_end test_lora_runs test_compose_run test_sync test_resume test_time_and_peers test_docs_commands "
+    "test_demo test_sync_kills test_vllm_device_channel test_vllm_engine test_full_disk test_fuzz_wire test_vllm_lora "
+    "test_vllm_video test_cli_commands test_end_to_end test_refusals test_dashboards test_chaos"
+)
+"""Files that take longest, which begin first: no worker ends alone with one of them."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {stem: place for place, stem in enumerate(LONGEST.split())}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each file to one worker, in the order above, and the next file to the first worker that is free."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            """Tests of two files share one started vLLM, which the last of them kills."""
+            return nodeid.partition("::")[0].replace("test_vllm_device_channel", "test_vllm_engine")
+
+        def _reschedule(self, node: Any) -> None:
+            """A worker begins a test when it knows the one after: it needs two, where xdist sends it a third."""
+            if not self.workqueue or self._pending_of(self.assigned_work[node]) < 2:
+                super()._reschedule(node)
+
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
+
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
