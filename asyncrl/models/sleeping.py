@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ PIECE_WORDS = MIB
 
 
 class SpillFile:
-    """Unnamed temporary file in `folder`; the kernel frees it when the process ends, however that happens."""
+    """Unnamed temporary file in `folder`; closed with this object, and freed when the process ends, however it does."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -37,6 +38,7 @@ class SpillFile:
         if self._file is None:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 (it stays open)
+            weakref.finalize(self, self._file.close)
         if nbytes:
             os.posix_fallocate(self._file.fileno(), 0, nbytes)  # without room this fails before anything has moved
 

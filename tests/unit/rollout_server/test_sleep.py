@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,6 +69,16 @@ def test_whatever_a_tensor_looks_like_it_comes_back_as_it_was(tmp_path: Path, st
         assert [(t.dtype, t.shape, bits(t)) for t in tensors] == before
     assert tensors[1].stride() == (1, 5), "the order in memory is kept where it is dense"
     assert list(tmp_path.iterdir()) == [], "the file has no name"
+
+
+def test_the_file_is_closed_with_its_owner(tmp_path: Path) -> None:
+    sleeper = Sleeper("the test", CPU, tmp_path)
+    sleeper.sleep([torch.ones(3)])
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        del sleeper
+        gc.collect()
+    assert [str(warning.message) for warning in seen] == []
 
 
 def test_a_flipped_bit_is_found_and_named(tmp_path: Path) -> None:
