@@ -16,7 +16,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from multiprocessing import forkserver
+from multiprocessing.connection import wait
 from pathlib import Path
+from threading import Lock
 from types import SimpleNamespace
 from typing import IO, Any
 from unittest.mock import patch
@@ -38,6 +40,8 @@ PRELOADED = [
     "transformers.models.qwen2_vl.video_processing_qwen2_vl",
 ]
 ROOT = Path(__file__).parents[2]
+RUN_FIRST = "TESTS_RUN_FIRST"
+"""Variable of a file that a forked service runs before it begins, as Python does with sitecustomize.py."""
 
 
 class ForkedProcess:
@@ -45,22 +49,25 @@ class ForkedProcess:
 
     def __init__(self, context: Any, target: Callable[..., None], *arguments: object):
         self._process = context.Process(target=target, args=arguments, daemon=True)  # killed with the test process
+        self._lock = Lock()
         self._process.start()
         self.pid: int = self._process.pid
 
     @property
     def returncode(self) -> int | None:
-        return self._process.exitcode
+        return self.poll()
 
     def poll(self) -> int | None:
-        return self._process.exitcode
+        """An exit code is read once: threads that look at the same time must not both read it."""
+        with self._lock:
+            return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
         """Raises subprocess.TimeoutExpired."""
-        self._process.join(timeout)
-        if self._process.exitcode is None:
+        wait([self._process.sentinel], timeout)
+        if (code := self.poll()) is None:
             raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
-        return self._process.exitcode
+        return code
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -77,9 +84,11 @@ Service = subprocess.Popen[str] | ForkedProcess
 """A started service, as tests use it."""
 
 
-def fork_module(module: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> ForkedProcess:
-    """`python -m MODULE ARGUMENTS` in this folder; it appends what it prints to `log`."""
-    return ForkedProcess(_context(), _become, module, arguments, str(log), dict(environment), os.getcwd())
+def fork_module(
+    module: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str], folder: str = ""
+) -> ForkedProcess:
+    """`python -m MODULE ARGUMENTS` in the folder, or this one; it appends what it prints to `log`."""
+    return ForkedProcess(_context(), _become, module, arguments, str(log), dict(environment), folder or os.getcwd())
 
 
 @cache
@@ -110,6 +119,8 @@ def _become(
         faults: Any = sys.modules.get("protocol.faults")
         if faults:
             faults._left = faults._armed()  # the process that forks read its own environment
+        if RUN_FIRST in environment:
+            runpy.run_path(environment[RUN_FIRST])
         code = _run_module(module, arguments)
     finally:
         os._exit(code)

@@ -18,7 +18,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.run_folder.failure import FAILURE_FILE, RESERVED_FILE
 from asyncrl.run_folder.lock import LEARNER_LOCK
-from tests.rigs.prefork import Service
+from tests.rigs.prefork import RUN_FIRST, Service
 from tests.rigs.small_runs import assert_every_prompt_trained_once, failure_of, logs, small
 from tests.rigs.two_processes import start, start_command, with_ports, write_config
 from tests.rigs.waiting import wait_until
@@ -61,13 +61,17 @@ def steps_of(run: Path) -> int:
     return len(file.read_bytes().splitlines()) if file.exists() else 0
 
 
-def test_a_wall_clock_that_jumps_by_days_changes_nothing(make_config: Callable[..., RunConfig], tmp_path: Path) -> None:
-    (tmp_path / "clock").mkdir()
-    (tmp_path / "clock" / "sitecustomize.py").write_text(JUMPING_CLOCK)
-    run, under = tmp_path / "run", ["env", f"PYTHONPATH={tmp_path / 'clock'}:{ROOT}"]
+def test_a_wall_clock_that_jumps_by_days_changes_nothing(
+    make_config: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, clock = tmp_path / "run", tmp_path / "clock" / "sitecustomize.py"
+    clock.parent.mkdir()
+    clock.write_text(JUMPING_CLOCK)
+    monkeypatch.setenv(RUN_FIRST, str(clock))
+    monkeypatch.setenv("PYTHONPATH", f"{clock.parent}:{ROOT}")  # of the processes that services start
     config = with_ports(scripted(make_config, learner={"max_staleness": 1}, trainer={"max_steps": 5}))
     file = write_config(config, run)
-    services = [start("learner", file, under=under), start("rollout_server", file, under=under)]
+    services = [start("learner", file), start("rollout_server", file)]
     with running(*services):
         assert [service.wait(timeout=120) for service in services] == [0, 0], logs(run)
     assert_every_prompt_trained_once(run, 5)

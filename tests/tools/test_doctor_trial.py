@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any
 
 import pytest
 
@@ -15,6 +18,7 @@ from asyncrl.cli import main as asyncrl
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.tools.doctor import trial
+from tests.rigs.prefork import ForkedProcess, fork_module
 from tests.rigs.two_processes import write_config
 
 MakeConfig = Callable[..., RunConfig]
@@ -37,8 +41,13 @@ def test_a_trial_differs_in_size_alone(make_config: MakeConfig, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_trial_runs_the_real_thing_and_leaves_nothing(
-    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def forked(command: list[str], *, stdout: IO[bytes], **_: Any) -> ForkedProcess:
+        return fork_module("asyncrl", command[3:], Path(stdout.name), os.environ)
+
+    names = {name: getattr(subprocess, name) for name in ("DEVNULL", "STDOUT", "TimeoutExpired")}
+    monkeypatch.setattr(trial, "subprocess", SimpleNamespace(Popen=forked, **names))
     file = write_config(make_config(trainer={"mode": "sync"}), tmp_path / "config")
     before = sorted(tmp_path.rglob("*"))
     assert asyncrl(["doctor", str(file), "--json"]) == 0
