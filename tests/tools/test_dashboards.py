@@ -127,5 +127,5 @@ def test_each_alert_fires_when_it_should_and_is_quiet_in_a_healthy_run() -> None
         ["check", "config", str(DOCKER / "prometheus" / "prometheus.yml")],
         ["test", "rules", str(RULE_TESTS)],
     ):
-        done = subprocess.run([str(PROMTOOL), *what], capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run([str(PROMTOOL), *what], capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
