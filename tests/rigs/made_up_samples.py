@@ -12,7 +12,7 @@ from asyncrl.errors import UserError
 from asyncrl.tools.samples.model import Page, SampleDetail, SampleImage, SampleQuery, SampleRow, TrajectoryDetail
 
 GROUPS, GROUP_SIZE = 60, 4
-HOSTILE_TICKET, FORGOTTEN_TICKET, LONG_TICKET = 3, 4, 5
+HOSTILE_TICKET, FORGOTTEN_TICKET, LONG_TICKET, AGREED_TICKET = 3, 4, 5, 6
 HOSTILE = "<script>window.hacked=1</script><img src=x onerror=window.hacked=1>\x1b[31mred\x1b[0m\x07\u202eevil"
 LONG = 9000
 
@@ -84,6 +84,8 @@ def _trajectory(ticket_id: int, number: int, prompt: str) -> TrajectoryDetail:
     )  # fmt: skip
     engine = np.linspace(-0.001, -6.0, size, dtype=np.float32)
     gaps = np.resize(np.float32([0, 0.05, -0.05, 0.2, -0.2, 0.5, -2.0]), size)
+    if ticket_id == AGREED_TICKET:  # engine and learner agree to the noise
+        gaps *= 0.005
     loss_mask, masked = np.ones(size, np.uint8), np.zeros(size, bool)
     loss_mask[1:2] = 0
     masked[2:3] = True

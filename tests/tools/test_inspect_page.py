@@ -10,7 +10,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from asyncrl.tools.inspect.server import InspectServer
-from tests.rigs.made_up_samples import GROUP_SIZE, HOSTILE_TICKET, LONG, LONG_TICKET
+from tests.rigs.made_up_samples import AGREED_TICKET, GROUP_SIZE, HOSTILE_TICKET, LONG, LONG_TICKET
 
 PATIENCE_MS = 10_000
 
@@ -142,6 +142,27 @@ def test_switching_the_colouring_repaints_the_tokens(page: Any, server: InspectS
     page.check("[value=diff]", force=True)
     assert painted() == seen["diff"]
     assert len(set(seen["diff"])) == 7, "noise, not sampled, and a colour for each of five sizes"
+
+
+def test_a_group_opens_with_a_colouring_that_colours_it(page: Any, server: InspectServer) -> None:
+    """By difference where learner and engine differ, else by probability, until somebody chooses."""
+
+    def shown() -> tuple[str, int]:
+        script = "spans => spans.filter(s => getComputedStyle(s).backgroundColor !== 'rgba(0, 0, 0, 0)').length"
+        sampled = page.eval_on_selector_all(".completion:first-of-type .tokens span:not([data-mask=u])", script)
+        return page.get_attribute("[name=colour]:checked", "value"), sampled
+
+    open_at(page, server, "?sample=58.0")
+    assert shown() == ("diff", 5)
+    open_at(page, server, f"?sample={AGREED_TICKET}.0")
+    assert shown() == ("logprob", 5)
+    assert "colour" not in words(page)
+    page.keyboard.press("1")
+    page.wait_for_selector(".tokens[data-colour=diff]")
+    assert shown() == ("diff", 0)
+    page.reload()
+    page.wait_for_selector(".completion")
+    assert shown() == ("diff", 0), "what was chosen stays"
 
 
 def test_hostile_text_stays_text(page: Any, server: InspectServer) -> None:

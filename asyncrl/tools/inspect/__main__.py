@@ -62,7 +62,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="ID",
         help="a group such as 7, or (not with --web) one completion of it such as 7.3: prompt, images, and every token",
     )
-    shown.add_argument("--colour", choices=COLOURINGS, default=COLOURINGS[0], help="what the tokens' colours tell")
+    shown.add_argument(
+        "--colour",
+        choices=COLOURINGS,
+        help="what the tokens' colours tell; default: diff where learner and engine differ, else logprob",
+    )
     shown.add_argument("--json", action="store_true", help="one JSON object per line")
     web = parser.add_argument_group("in a browser")
     web.add_argument("--web", type=int, nargs="?", const=WEB_PORT, metavar="PORT", help=f"default port: {WEB_PORT}")
@@ -80,7 +84,8 @@ def _inspect(arguments: argparse.Namespace) -> int:
             from asyncrl.tools.inspect.server import serve
 
             ticket_id = arguments.ticket[0] if arguments.ticket else None
-            serve(store, arguments.run_dir, arguments.host, arguments.web, words, ticket_id)
+            opened = words | {"colour": arguments.colour}
+            serve(store, arguments.run_dir, arguments.host, arguments.web, opened, ticket_id)
         elif arguments.ticket is not None:
             code = _show_group(arguments, store)
         else:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.tools.inspect.pictures import image_facts
-from asyncrl.tools.inspect.token_levels import token_levels
+from asyncrl.tools.inspect.token_levels import telling_colouring, token_levels
 from asyncrl.tools.samples.model import SampleDetail, SampleRow, TrajectoryDetail
 
 
@@ -20,12 +20,14 @@ def row_record(row: SampleRow) -> dict[str, Any]:
 
 def detail_record(detail: SampleDetail) -> dict[str, Any]:
     """Convert a group: its prompt, images (without bytes) and completions, with a value of every column per token."""
+    trajectories = [_trajectory(trajectory) for trajectory in detail.trajectories]
     return {
         **{name: getattr(detail, name) for name in ("ticket_id", "step", "server_id", "row_id", "messages", "answer")},
         "prompt": detail.messages[-1]["content"],
         "problem": detail.problem,
         "images": [asdict(image_facts(image)) for image in detail.images],
-        "trajectories": [_trajectory(trajectory) for trajectory in detail.trajectories],
+        "colouring": telling_colouring(trajectory["levels"] for trajectory in trajectories),
+        "trajectories": trajectories,
     }
 
 

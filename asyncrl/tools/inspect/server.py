@@ -189,14 +189,14 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def serve(
-    store: SampleStore, run_dir: Path, host: str, port: int, filters: Mapping[str, str], ticket_id: int | None
+    store: SampleStore, run_dir: Path, host: str, port: int, opened: Mapping[str, str | None], ticket_id: int | None
 ) -> None:
-    """Serve the page until it is interrupted."""
+    """Serve the page until it is interrupted. `opened` has the words of the address: filters and colouring."""
     with InspectServer(store, run_dir, host, port) as server:
-        opened = {name: value for name, value in filters.items() if value}
+        words = {name: value for name, value in opened.items() if value}
         if ticket_id is not None:
-            opened["sample"] = str(ticket_id)
-        print(f"{server.url}{'?' if opened else ''}{urlencode(opened)}   (Ctrl-C ends it)", flush=True)
+            words["sample"] = str(ticket_id)
+        print(f"{server.url}{'?' if words else ''}{urlencode(words)}   (Ctrl-C ends it)", flush=True)
         if not _is_loopback(host):
             print(f"warning: anyone who reaches {host} can read any sample of {run_dir}", file=sys.stderr, flush=True)
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # a process in the background ends in order, too

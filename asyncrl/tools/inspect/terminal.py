@@ -25,6 +25,7 @@ from asyncrl.tools.inspect.token_levels import (
     UNKNOWN,
     UNSAMPLED,
     Colouring,
+    telling_colouring,
     token_levels,
 )
 from asyncrl.tools.samples.model import Page, SampleDetail, SampleImage, SampleQuery, SampleRow, TrajectoryDetail
@@ -140,12 +141,15 @@ def _table(rows: Sequence[SampleRow], width: int) -> Table:
 # --- a group in full -------------------------------------------------------------------------------
 
 
-def print_group(console: Console, detail: SampleDetail, colouring: Colouring) -> None:
+def print_group(console: Console, detail: SampleDetail, colouring: Colouring | None) -> None:
+    """Print a group, without a colouring in the one that tells most about it."""
+    levels = [token_levels(trajectory) for trajectory in detail.trajectories]
+    colouring = colouring or telling_colouring(levels)
     console.print(*_heading(detail, console), sep="\n")
     if detail.problem:
         console.print(Text(detail.problem, "yellow"))
-    for trajectory in detail.trajectories:
-        parts = (Padding(part, (0, 0, 0, 2)) for part in _completion(trajectory, colouring))
+    for trajectory, its_levels in zip(detail.trajectories, levels, strict=True):
+        parts = (Padding(part, (0, 0, 0, 2)) for part in _completion(trajectory, colouring, its_levels[colouring]))
         console.print(Rule(style="dim"), _title(trajectory), *parts)
     entries = [Text(meaning, TOKEN_STYLES[colouring].get(level, "")) for level, meaning in LEGENDS[colouring]]
     console.print(Text(""), Text.assemble((f"{TITLES[colouring]}:  ", "dim"), Text("   ").join(entries)), sep="\n")
@@ -189,14 +193,14 @@ def _title(trajectory: TrajectoryDetail) -> Text:
     return Text("   ").join(parts)
 
 
-def _completion(trajectory: TrajectoryDetail, colouring: Colouring) -> Iterator[Text]:
+def _completion(trajectory: TrajectoryDetail, colouring: Colouring, levels: str) -> Iterator[Text]:
     if trajectory.row.error:
         yield Text(visible(trajectory.row.error, lines=True), "red")
     if not trajectory.tokens:
         yield Text("(its tokens are no longer kept)" if trajectory.row.length else "(empty)", "dim")
         return
     text = Text(overflow="fold")
-    for token, level in zip(trajectory.tokens, token_levels(trajectory)[colouring], strict=True):
+    for token, level in zip(trajectory.tokens, levels, strict=True):
         text.append(visible(token, lines=True), TOKEN_STYLES[colouring].get(level, ""))
     yield text
     if colouring == "version":

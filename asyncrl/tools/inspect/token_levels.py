@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Iterable, Mapping
 from typing import Literal, get_args
 
 from asyncrl.tools.samples.model import TrajectoryDetail
@@ -65,6 +66,15 @@ def token_levels(trajectory: TrajectoryDetail) -> dict[Colouring, str]:
         name: "".join(level if is_sampled else UNSAMPLED for level, is_sampled in zip(column, sampled, strict=True))
         for name, column in levels.items()
     }
+
+
+def telling_colouring(trajectories: Iterable[Mapping[Colouring, str]]) -> Colouring:
+    """Return the colouring to open a group with: differences where one is beyond noise, else probabilities.
+
+    At staleness 0 engine and learner agree to the noise, and nothing would be coloured by what they differ in.
+    """
+    seen = set("".join(levels["diff"] for levels in trajectories))
+    return "diff" if seen & {*LESS, *MORE} else "logprob"
 
 
 def _difference(value: float) -> str:

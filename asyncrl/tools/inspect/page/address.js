@@ -3,7 +3,7 @@ const Address = (() => {
   "use strict";
   const words = () => new URLSearchParams(location.search);
   const pageNumber = () => Math.max(1, Number.parseInt(words().get("page"), 10) || 1);
-  const colouring = () => (Tokens.COLOURINGS.includes(words().get("colour")) ? words().get("colour") : "diff");
+  const colouring = (unsaid) => (Tokens.COLOURINGS.includes(words().get("colour")) ? words().get("colour") : unsaid);
   const chosen = () => {
     const [ticket, trajectory] = (words().get("sample") ?? "").split(".");
     return ticket === "" ? null : { ticket, trajectory: trajectory === undefined ? null : Number(trajectory) };

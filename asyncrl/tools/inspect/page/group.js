@@ -4,6 +4,8 @@ const Group = (() => {
   const { element, visible, number, render, legend } = Tokens;
   const SMALL_PIXELS = 160; // pictures below this width are enlarged, pixel by pixel
 
+  // Until somebody chooses one, each group opens with the colouring that tells most about it.
+  const colouring = () => Address.colouring(group.colouring);
   const place = () => document.getElementById("group");
   let group = null, colourings = [], choose = () => {};
 
@@ -47,13 +49,13 @@ const Group = (() => {
         element("span", { class: one.status === "finished" ? "soft" : `chip ${style}` }, one.status.replace("_", " ")),
         element("span", { class: "facts" }, ...facts.map((fact) => element("span", {}, fact)))));
     if (one.error) card.append(element("p", { class: "problem" }, visible(one.error)));
-    card.append(one.tokens.length ? render(one, Address.colouring(), `Completion ${one.trajectory}`)
+    card.append(one.tokens.length ? render(one, colouring(), `Completion ${one.trajectory}`)
       : element("p", { class: "nothing" }, one.length ? "its tokens are no longer kept" : "(empty)"));
     return card;
   }
 
   function colourBar() {
-    const now = colourings.find((one) => one.name === Address.colouring());
+    const now = colourings.find((one) => one.name === colouring());
     const titles = { diff: "Difference", version: "Version", mask: "Mask", logprob: "Probability" };
     const choices = colourings.map((one) => element("label", { title: one.title }, element("input", { type: "radio", name: "colour",
       value: one.name, checked: one.name === now.name }), element("span", {}, titles[one.name])));
@@ -119,7 +121,7 @@ const Group = (() => {
     const had = document.activeElement?.name === "colour";
     place().querySelector(".bar").replaceWith(colourBar());
     if (had) place().querySelector("input[name=colour]:checked").focus();
-    for (const box of place().querySelectorAll(".tokens")) box.dataset.colour = Address.colouring();
+    for (const box of place().querySelectorAll(".tokens")) box.dataset.colour = colouring();
   }
 
   return { draw, say, mark, repaint, rewardClass, ticket: () => (group === null ? null : String(group.ticket_id)) };

@@ -168,7 +168,7 @@
   }
 
   function recolour(name) {
-    go({ colour: name === Tokens.COLOURINGS[0] ? null : name }, true);
+    go({ colour: name }, true);
     Group.repaint();
   }
 
