@@ -51,14 +51,13 @@ def _download(name: str, *, with_code: bool) -> Path:
     HF_HUB_OFFLINE, HF_HOME, HF_ENDPOINT and HF_TOKEN are heeded, as by every program that uses huggingface_hub.
     """
     from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
     repository, _, revision = name.partition("@")
     files = [*_FILES, "*.py"] if with_code else _FILES
     try:
         return Path(snapshot_download(repository, revision=revision or None, allow_patterns=files))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError, ValueError) as error:
-        fix = "Check name and network, and log in for a model that asks for it (hf auth login)"
+    except Exception as error:  # of the hub's client, or of the HTTP library below it: not all have a base of their own
+        fix = "Check name and network, and log in for a private or gated model (hf auth login, or HF_TOKEN)"
         if constants.HF_HUB_OFFLINE:
             fix = f"HF_HUB_OFFLINE forbids downloads: set it to 0, or run once where it is not set: hf download {name}"
         raise UserError(
