@@ -138,15 +138,20 @@ class DecodeBatch:
         self._attention = torch.cat([self._attention, grown], dim=1)
         ids, positions = columns.long().split(1, dim=1)
         logits = self._forward(ids, positions, self._attention)
+        self._sample(logits, self.rows, version)
         for row in self.rows:
             row.next_position += 1
-        self._sample(logits, self.rows, version)
         return self._remove_finished()
 
     def _to_device(self, table: list[list[float]]) -> torch.Tensor:
         """[N, K] float64, in one copy that nothing waits for."""
         host = torch.tensor(table, dtype=torch.float64, pin_memory=self.device.type == "cuda")
         return host.to(self.device, non_blocking=True)
+
+    def resume(self, rows: list[DecodeRow], version: int) -> None:
+        """Decode rows of a batch in which a step failed, instead of those of this one."""
+        self.rows = rows
+        self.rebuild_cache(version)
 
     @torch.inference_mode()
     def rebuild_cache(self, version: int) -> None:
@@ -249,14 +254,14 @@ class DecodeBatch:
     def keep(self, wanted: Callable[[DecodeRow], bool]) -> None:
         """Drop the other rows and their part of the cache."""
         kept = [number for number, row in enumerate(self.rows) if wanted(row)]
-        self.rows = [self.rows[number] for number in kept]
-        if not kept:
+        if kept:
+            index = torch.tensor(kept, device=self.device)
+            unused = self._unused(self._attention[index])
+            self._attention = self._attention[index, unused:]
+            self._cache.keep(index, unused)
+        else:
             self._clear()
-            return
-        index = torch.tensor(kept, device=self.device)
-        unused = self._unused(self._attention[index])
-        self._attention = self._attention[index, unused:]
-        self._cache.keep(index, unused)
+        self.rows = [self.rows[number] for number in kept]  # last: should this fail, none is lost
 
     def _clear(self) -> None:
         """Free the cache."""

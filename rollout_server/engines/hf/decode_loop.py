@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _Failure = tuple[GenerationRequest, Exception]
+_Suspect = tuple[GenerationRequest, list[DecodeRow]]
+"""A request and its unfinished rows, none if it had not joined."""
 
 
 class DecodeLoop:
@@ -41,6 +43,8 @@ class DecodeLoop:
         self._queue: deque[GenerationRequest] = deque()
         self._arrivals: dict[int, asyncio.Queue[Completion | FailedRequest | EngineDied]] = {}
         """Takers of completions by `id` of the request; a request without one is not wanted any more."""
+        self._suspects: deque[_Suspect] = deque()
+        """Requests of which one made a shared step fail. They go on one after another, before any other is admitted."""
         self._draining = 0
         self._failure: Exception | None = None
         """The reason for which this engine can sample no more."""
@@ -83,6 +87,7 @@ class DecodeLoop:
             for request in mine:
                 self._arrivals.pop(id(request), None)
             self._queue = deque(request for request in self._queue if id(request) in self._arrivals)
+            self._suspects = deque(suspect for suspect in self._suspects if id(suspect[0]) in self._arrivals)
 
     @asynccontextmanager
     async def between_steps(self, *, drains: bool) -> AsyncIterator[None]:
@@ -90,7 +95,7 @@ class DecodeLoop:
         async with self._turn:
             self._draining += drains
             try:
-                await self._turn.wait_for(lambda: not (drains and self.batch.rows))
+                await self._turn.wait_for(lambda: not (drains and (self.batch.rows or self._suspects)))
             finally:
                 self._draining -= drains
             self.check_alive()
@@ -118,12 +123,25 @@ class DecodeLoop:
         death.__cause__ = self._failure
         return death
 
-    def fail_running(self, error: Exception, joining: Iterable[GenerationRequest] = ()) -> None:
-        """Fail the requests that are decoded, and those `joining` them: nobody knows whose fault it is."""
-        running = {id(request): request for request in (*(row.request for row in self.batch.rows), *joining)}
-        for request in running.values():
-            self._fail(request, error)
+    def fail_running(self, error: Exception, joining: Sequence[GenerationRequest] = ()) -> None:
+        """Fail the request that is decoded or joining. Of several it may be any one's fault: they become suspects.
+
+        Those `joining` begin anew: none of their completions has been delivered.
+        """
+        begin_anew = {id(request) for request in joining}
+        running = [row for row in self.batch.rows if id(row.request) not in begin_anew]
         self.batch = self._make_batch()
+        self._deliver(row for row in running if row.finish_reason)
+        suspects: dict[int, _Suspect] = {id(request): (request, []) for request in joining}
+        for row in running:
+            if not row.finish_reason:
+                suspects.setdefault(id(row.request), (row.request, []))[1].append(row)
+        if len(suspects) > 1:
+            logger.warning("%d tickets failed together and go on one by one: %s", len(suspects), error)
+            self._suspects.extend(suspects.values())
+        else:
+            for request, _ in suspects.values():
+                self._fail(request, error)
 
     def _fail(self, request: GenerationRequest, error: Exception) -> None:
         if arrived := self._arrivals.pop(id(request), None):
@@ -136,6 +154,7 @@ class DecodeLoop:
             arrived.put_nowait(self._death())
         self._arrivals.clear()
         self._queue.clear()
+        self._suspects.clear()
         self.batch = self._make_batch()
 
     async def _decode_until_closed(self) -> None:
@@ -144,7 +163,9 @@ class DecodeLoop:
         try:
             while True:
                 async with self._turn:
-                    await self._turn.wait_for(lambda: not self.asleep and (self._admissible() or self.batch.rows))
+                    await self._turn.wait_for(
+                        lambda: not self.asleep and (self._admissible() or self.batch.rows or self._suspects)
+                    )
                     await self._advance(self._take_admissible())
                     self._turn.notify_all()
         except asyncio.CancelledError:
@@ -158,7 +179,7 @@ class DecodeLoop:
 
     def _admissible(self) -> bool:
         """True if enough slots are free to prefill in bulk: a quarter of them, or enough for all that waits."""
-        if self._draining or not self._queue:
+        if self._draining or self._suspects or not self._queue:
             return False
         room = self._max_sequences - len(self.batch.rows)
         waiting = sum(request.group_size for request in self._queue)
@@ -179,11 +200,15 @@ class DecodeLoop:
     async def _advance(self, admitted: list[GenerationRequest]) -> None:
         """Prefill what is admitted, or else add a token to every sequence."""
         started = time.monotonic()
+        resumed: list[DecodeRow] = []
+        if self._suspects and not self.batch.rows:
+            request, resumed = self._suspects.popleft()
+            admitted = [] if resumed else [request]
         try:
-            finished, failed = await self.on_thread(self._work, admitted)
+            finished, failed = await self.on_thread(self._work, admitted, resumed)
         except Exception as error:
-            # A full device, perhaps: their tickets go back to the learner with the reason, and it stops the run at the
-            # third attempt. The weights are intact, so the engine goes on.
+            # A full device, perhaps: the ticket at fault goes back to the learner with the reason, and it stops the run
+            # at the third attempt. The weights are intact, so the engine goes on.
             logger.exception("decoding failed")
             self.fail_running(error, admitted)
             return
@@ -191,12 +216,19 @@ class DecodeLoop:
             self._busy_s += time.monotonic() - started
         for request, error in failed:
             self._fail(request, error)
+        self._deliver(finished)
+
+    def _deliver(self, finished: Iterable[DecodeRow]) -> None:
         for row in finished:
             if arrived := self._arrivals.get(id(row.request)):
                 arrived.put_nowait(row.completion())
 
-    def _work(self, admitted: list[GenerationRequest]) -> tuple[list[DecodeRow], list[_Failure]]:
+    def _work(
+        self, admitted: list[GenerationRequest], resumed: list[DecodeRow]
+    ) -> tuple[list[DecodeRow], list[_Failure]]:
         """The thread's part of one iteration: the rows that finished, and the requests that have to leave."""
+        if resumed:
+            self.batch.resume(resumed, self.version)
         if any(id(row.request) not in self._arrivals for row in self.batch.rows):
             self.batch.keep(lambda row: id(row.request) in self._arrivals)
         if admitted:

@@ -15,7 +15,7 @@ from asyncrl.models.loading import load_model
 from asyncrl.models.processing import EncodedPrompt, PromptProcessor
 from asyncrl.models.published import load_published
 from rollout_server.engines import create_engine
-from rollout_server.engines.base import Completion, EngineDied, kv_versions_column
+from rollout_server.engines.base import Completion, EngineDied, FailedRequest, kv_versions_column
 from rollout_server.engines.hf.decode_batch import DecodeBatch, DecodeRow
 from rollout_server.engines.hf.engine import HFEngine
 from tests.rigs.policies import (
@@ -252,6 +252,50 @@ def test_a_failed_step_returns_its_requests_and_the_engine_goes_on(
             assert len(await complete_all(engine, [request_for(config, prompts[0], 0, tokens=5)])) == 2
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+@pytest.mark.parametrize("where", ["join", "_forward", "_sample", "keep"])
+def test_of_tickets_that_fail_together_only_the_one_at_fault_fails(
+    make_config: MakeConfig, prompts: tuple[EncodedPrompt, ...], monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """The others sample the same tokens as beside one that does not fail, each of them once."""
+    config = make_config()
+    tokens = (12, 30, 21, 30)
+    _, undisturbed = sample_with_updates(config, prompts, [initial_weights(config)], tokens)
+    work, attempts = getattr(DecodeBatch, where), list[int]()
+
+    def fail(self: DecodeBatch, *arguments: Any) -> Any:
+        joining = arguments[0].rows if where == "join" else []
+        guilty = [row for row in (*self.rows, *joining) if row.request.request_id == 1]
+        if guilty and (where == "join" or len(guilty[0].token_ids) >= 12):
+            attempts.append(len({row.request.request_id for row in (*self.rows, *joining)}))
+            raise RuntimeError("out of memory")
+        return work(self, *arguments)
+
+    async def scenario() -> list[Completion | FailedRequest]:
+        engine = HFEngine(config, PromptProcessor(config.model))
+        await engine.start()
+        await engine.update_weights(0, initial_weights(config).items())
+        monkeypatch.setattr(DecodeBatch, where, fail)
+        requests = [request_for(config, prompts[i], i, tokens=tokens[i]) for i in range(4)]
+        items = [item async for item in engine.generate(requests)]
+        assert not engine.usage.sequences_running
+        await engine.close()
+        return items
+
+    items = asyncio.run(asyncio.wait_for(scenario(), 60))
+    failed = [item for item in items if isinstance(item, FailedRequest)]
+    assert [item.request_id for item in failed] == ([1] if where != "keep" else []), "its rows were finished"
+    assert attempts[0] > 1
+    assert attempts[-1] == 1
+    done = {(item.request_id, item.index): item for item in items if isinstance(item, Completion)}
+    assert len(done) + len(failed) == len(items)
+    assert {key for key in done if key[0] != 1} == {(number, index) for number in (0, 2, 3) for index in (0, 1)}
+    for same in undisturbed:
+        if same.request_id != 1:
+            completion = done[same.request_id, same.index]
+            np.testing.assert_array_equal(completion.token_ids, same.token_ids)
+            np.testing.assert_allclose(completion.logprobs, same.logprobs, atol=1e-5)
 
 
 def test_closing_ends_every_wait(make_config: MakeConfig, prompts: tuple[EncodedPrompt, ...]) -> None:
