@@ -14,13 +14,13 @@ LARGEST_RANK_FOR_VLLM = 512
 PREFILL_TOKENS = 16_384
 """Most padded prompt tokens that the hf engine admits in one forward pass (a single prompt may be longer)."""
 
+CACHE_BLOCK = 32
+"""Columns by which the hf engine's key-value cache grows: one step in so many copies it."""
+
 
 def cache_columns(tokens: int) -> int:
-    """Columns of a key-value cache for which the hf engine takes memory when it needs some for `tokens`.
-
-    A cache that is full grows by an eighth: the more it holds, the less often it is copied.
-    """
-    return tokens + tokens // 8 + 16
+    """Columns of the hf engine's key-value cache that have room for `tokens`, in whole blocks."""
+    return -(-tokens // CACHE_BLOCK) * CACHE_BLOCK
 
 
 def engine_problems(config: RunSections) -> Iterator[str]:

@@ -155,7 +155,7 @@ def test_decoding_takes_what_was_planned(make_config: MakeConfig, small: Path, d
         for _ in range(6):
             batch.step(0)
         cached = nbytes(tensor for layer in batch._cache.layers for tensor in (layer.keys, layer.values))
-    assert cached == 8 * cache_columns(PROMPT) * plan.model.cache_per_token
+    assert cached == 8 * cache_columns(PROMPT + 6) * plan.model.cache_per_token
     lines = {line.name: line.nbytes for line in plan.phases[1].lines}
     assert lines["KV cache"] == 8 * cache_columns(PROMPT + 8) * plan.model.cache_per_token
     assert live.peak <= lines["KV cache"] + lines["working memory"] <= 2 * live.peak

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from asyncrl.config.device_rules import DEVICE_CHANNELS, NCCL_BYTES, same_device
-from asyncrl.config.engine_rules import PREFILL_TOKENS, cache_columns
+from asyncrl.config.engine_rules import CACHE_BLOCK, PREFILL_TOKENS, cache_columns
 from asyncrl.config.gpu_assignment import assign_gpus
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
@@ -217,7 +217,7 @@ def _engine_lines(model: ModelBytes, config: RunConfig) -> Iterator[Line]:
         prefill = prompts * (model.prefill + config.data.max_prompt_length * model.cache_per_token)
         prefill -= sequences * tokens * model.cache_per_token // 4
         columns = cache_columns(tokens)
-        why = f"{sequences} sequences (rollout.max_concurrent_sequences) of {tokens} tokens, with room to grow"
+        why = f"{sequences} sequences (rollout.max_concurrent_sequences) of {tokens} tokens, in blocks of {CACHE_BLOCK}"
         working = f"prefill of {prompts} prompts, or sampling"
     per_logit = TRUNCATION_BYTES if rollout.top_p < 1 or rollout.top_k or rollout.min_p else SAMPLING_BYTES
     sampling = rollout.max_concurrent_sequences * model.vocabulary * per_logit
