@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.config.load import load_config
 from asyncrl.launch.ports import free_port
+from tests.rigs.prefork import fork_module
 from tests.rigs.small_runs import logs
 from tests.rigs.two_processes import start, with_ports, write_config
 from tests.rigs.waiting import exit_codes
@@ -44,6 +49,14 @@ TOO_LONG = 124
 _FENCE = re.compile(r"(?:^<!-- needs: (?P<needs>[\w ]+) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
 _SHELL = re.compile(r"^\s*(?:\$ )?(?:\.venv/bin/)?(?:asyncrl|make|docker|python3?|pip|sbatch|kubectl) ", re.M)
 _DEMO_STEPS = 3
+FORKED = f"""#!{sys.executable} -ES
+import json, os, socket, sys
+with socket.socket(socket.AF_UNIX) as forks:
+    forks.connect(os.environ["FORKS"])
+    forks.sendall(json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode())
+    forks.shutdown(socket.SHUT_WR)
+    sys.exit(int(forks.recv(8)))"""
+"""The command `asyncrl` of the blocks: asks `forks` to run it."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +96,12 @@ def prepare(folder: Path, model: Path, data: Path) -> None:
     """What a user has after `make demo`, smaller: `runs/demo-1` with data, a model and a run that has ended."""
     for name in ("configs", "examples", "scripts"):
         (folder / name).symlink_to(ROOT / name)
-    for name, target in (("asyncrl", "-m asyncrl"), ("python", "")):
-        for place in (folder / "bin" / name, folder / ".venv" / "bin" / name):
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_text(f'#!/bin/sh\nexec "{sys.executable}" {target} "$@"\n')
-            place.chmod(0o755)
+    commands = {"asyncrl": f"{FORKED}\n", "python": f'#!/bin/sh\nexec "{sys.executable}" "$@"\n'}
+    for place in (folder / "bin", folder / ".venv" / "bin"):
+        place.mkdir(parents=True)
+        for name, text in commands.items():
+            (place / name).write_text(text)
+            (place / name).chmod(0o755)
     demo = folder / "runs" / "demo-1"
     shutil.copytree(data, demo / "data")
     shutil.copytree(model, demo / "sft" / "export")
@@ -106,6 +120,29 @@ def prepare(folder: Path, model: Path, data: Path) -> None:
     assert codes == [0, 0], logs(folder / "logs")
 
 
+@contextlib.contextmanager
+def forks(output: Path) -> Iterator[str]:
+    """Socket on which a thread takes commands, forks each (see tests/rigs/prefork.py) and answers its exit code."""
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listening.accept()
+                with connection, connection.makefile("rb") as file:
+                    words, place, environment = json.loads(file.read())
+                    command = fork_module("asyncrl", words, output, environment, place)
+                    connection.sendall(str(command.wait(BLOCK_TIMEOUT_S)).encode())
+
+    with tempfile.TemporaryDirectory() as short, socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(f"{short}/forks")
+        listening.listen()
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"{short}/forks"
+        listening.shutdown(socket.SHUT_RDWR)
+        thread.join(timeout=10)
+
+
 def run(folder: Path, text: str) -> tuple[int, str]:
     """A block as bash runs it: it ends at the first command that fails. Returns its exit code and what it printed.
 
@@ -120,7 +157,8 @@ def run(folder: Path, text: str) -> tuple[int, str]:
         "COLUMNS": "100",
     }
     output = folder / "output.txt"
-    with output.open("w") as file:
+    output.unlink(missing_ok=True)
+    with output.open("a") as file, forks(output) as environment["FORKS"]:
         process = subprocess.Popen(
             ["bash", "-euo", "pipefail", "-c", text],
             cwd=folder,
