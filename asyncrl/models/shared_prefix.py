@@ -24,6 +24,8 @@ SHARED_PREFIX_ATTENTION = "asyncrl_shared_prefix"
 
 WASTE = 1.3
 """Groups are attended to together if padding them to one length costs at most this factor of the shorter one's."""
+ALIGNMENT = 16
+"""Rows of a bias begin at multiples of so many elements: CUDA's memory-efficient kernel asks for 8, else it copies."""
 
 
 @dataclass(frozen=True)
@@ -32,47 +34,57 @@ class AttentionBatch:
 
     gather: torch.Tensor
     """[G, L] place in the packed sequence of each padded token; padding points at the group's first token."""
-    scatter: torch.Tensor
-    """[T] place among the G*L padded tokens of each real token, group after group."""
-    mask: torch.Tensor
-    """[G, 1, L, L] bool: True where the row's token attends to the column's."""
+    bias: torch.Tensor
+    """[G, 1, L, L] in the model's dtype, added to the scores: 0 where the row's token attends to the column's, else
+    -inf. Every layer takes this one as it is, where torch would make one of a bool mask in each."""
 
 
 @dataclass(frozen=True)
 class SharedPrefixLayout:
-    """Attention pattern of a packed sequence."""
+    """Attention pattern of a packed sequence of T tokens."""
 
     batches: tuple[AttentionBatch, ...]
-    order: torch.Tensor
-    """[packed] where each packed token is found in the batches' outputs, one after another."""
+    places: torch.Tensor
+    """[T] where each packed token is found among the padded tokens of all batches, one batch after another."""
 
 
-def make_layout(groups: Sequence[tuple[int, Sequence[int]]], device: torch.device) -> SharedPrefixLayout:
-    """Layout of packed groups, each given as (prompt length, completion lengths), in their packed order."""
+def make_layout(
+    groups: Sequence[tuple[int, Sequence[int]]], device: torch.device, dtype: torch.dtype
+) -> SharedPrefixLayout:
+    """Layout of packed groups, each given as (prompt length, completion lengths), for a model of `dtype`."""
     lengths = [prompt + sum(completions) for prompt, completions in groups]
-    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
+    starts = np.cumsum([0, *lengths[:-1]])
+    places = np.empty(sum(lengths), np.int64)
     batches: list[AttentionBatch] = []
-    packed: list[np.ndarray] = []
+    padded = 0
     for members in _similar(lengths):
         longest = max(lengths[i] for i in members)
         gather = np.repeat(starts[members][:, None], longest, axis=1)
-        mask = np.zeros((len(members), longest, longest), bool)
-        scatter: list[np.ndarray] = []
-        for place, i in enumerate(members):
-            gather[place, : lengths[i]] = np.arange(starts[i], starts[i] + lengths[i])
-            mask[place, : lengths[i], : lengths[i]] = group_mask(*groups[i])
-            mask[place, lengths[i] :, 0] = True  # padding sees something, or its softmax would be NaN
-            scatter.append(place * longest + np.arange(lengths[i]))
-            packed.append(gather[place, : lengths[i]])
-        batches.append(
-            AttentionBatch(
-                gather=torch.from_numpy(gather).to(device),
-                scatter=torch.from_numpy(np.concatenate(scatter)).to(device),
-                mask=torch.from_numpy(mask[:, None]).to(device),
-            )
-        )
-    order = np.argsort(np.concatenate(packed))
-    return SharedPrefixLayout(tuple(batches), torch.from_numpy(order).to(device))
+        for row, i in enumerate(members):
+            own = np.arange(lengths[i])
+            gather[row, : lengths[i]] += own
+            places[starts[i] + own] = padded + row * longest + own
+        padded += gather.size
+        bias = attention_bias([groups[i] for i in members], longest, device, dtype)
+        batches.append(AttentionBatch(torch.from_numpy(gather).to(device), bias))
+    return SharedPrefixLayout(tuple(batches), torch.from_numpy(places).to(device))
+
+
+def attention_bias(
+    groups: Sequence[tuple[int, Sequence[int]]], length: int, device: torch.device, dtype: torch.dtype
+) -> torch.Tensor:
+    """[G, 1, L, L], see `AttentionBatch.bias`, of groups padded to L tokens.
+
+    It is made on the device and in place. Padding attends to what is before it, so that its softmax is defined.
+    """
+    width = -(-length // ALIGNMENT) * ALIGNMENT
+    bias = torch.full((len(groups), 1, length, width), -torch.inf, dtype=dtype, device=device).triu_(1)
+    for rows, (prompt, completions) in zip(bias[:, 0], groups, strict=True):
+        end = prompt
+        for completion in completions:
+            start, end = end, end + completion
+            rows[end:, start:end].fill_(-torch.inf)  # later completions do not see this one
+    return bias[..., :length]
 
 
 def _similar(lengths: Sequence[int]) -> list[list[int]]:
@@ -86,11 +98,47 @@ def _similar(lengths: Sequence[int]) -> list[list[int]]:
     return parts
 
 
-def group_mask(prompt_length: int, completion_lengths: Sequence[int]) -> np.ndarray:
-    """[L, L] bool with L = prompt_length + sum(completion_lengths)."""
-    segment = np.repeat(np.arange(len(completion_lengths) + 1), [prompt_length, *completion_lengths])
-    visible = (segment[None, :] == 0) | (segment[None, :] == segment[:, None])
-    return np.tril(visible)
+class _Pad(torch.autograd.Function):
+    """Copies packed tokens [T, ...] into each batch's groups, [G, L, ...].
+
+    A token is read once besides the padding, to which nothing that counts attends: its gradient is at one place. Torch
+    cannot know, and would add up by sorting all indices.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, layout: SharedPrefixLayout, packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.layout = layout
+        return tuple(
+            packed.index_select(0, batch.gather.flatten()).unflatten(0, batch.gather.shape) for batch in layout.batches
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, _joined(grad_outputs).index_select(0, ctx.layout.places)
+
+
+class _Unpad(torch.autograd.Function):
+    """Puts the tokens of all batches' groups, [G, L, ...] each, back into their packed order, [T, ...]."""
+
+    @staticmethod
+    def forward(ctx: Any, layout: SharedPrefixLayout, *groups: torch.Tensor) -> torch.Tensor:
+        ctx.layout = layout
+        return _joined(groups).index_select(0, layout.places)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = grad_outputs
+        shapes = [batch.gather.shape for batch in ctx.layout.batches]
+        padded = gradient.new_zeros((sum(shape.numel() for shape in shapes), *gradient.shape[1:]))
+        padded.index_copy_(0, ctx.layout.places, gradient)
+        parts = padded.split([shape.numel() for shape in shapes])
+        return None, *(part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True))
+
+
+def _joined(groups: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[G, L, ...] each -> all of their tokens."""
+    flat = [each.flatten(0, 1) for each in groups]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
 def shared_prefix_attention(
@@ -119,22 +167,22 @@ def shared_prefix_attention(
             f"this model's attention uses sliding_window={sliding_window}, softcap={softcap}, which packed training "
             "does not support: its log-probs would be wrong. Use a model with full attention"
         )
-    grouped = query.shape[1] != key.shape[1]
-    if grouped and query.device.type != "cpu":
-        # No CUDA kernel takes both a mask and shared key heads: torch would fall back to whole score matrices.
-        repeats = query.shape[1] // key.shape[1]
-        key, value, grouped = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1), False
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, H, D]
+    # No CUDA kernel takes both a bias and shared key heads: torch would fall back to whole score matrices.
+    repeats = 1 if query.device.type == "cpu" else query.shape[1] // key.shape[1]
+    packed = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, H, D]
+    padded = zip(shared_prefix.batches, *(_Pad.apply(shared_prefix, tensor) for tensor in packed), strict=True)
     outputs: list[torch.Tensor] = []
-    for batch in shared_prefix.batches:
+    for batch, q, k, v in padded:
+        if repeats > 1:
+            k, v = k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)
         attended = F.scaled_dot_product_attention(
-            *(tensor[batch.gather].transpose(1, 2) for tensor in (q, k, v)),
-            attn_mask=batch.mask,
+            *(tensor.transpose(1, 2) for tensor in (q, k, v)),
+            attn_mask=batch.bias,
             scale=scaling,
-            enable_gqa=grouped,
+            enable_gqa=q.shape[2] != k.shape[2],
         )
-        outputs.append(attended.transpose(1, 2).flatten(0, 1)[batch.scatter])
-    return torch.cat(outputs)[shared_prefix.order][None], None
+        outputs.append(attended.transpose(1, 2))
+    return _Unpad.apply(shared_prefix, *outputs)[None], None
 
 
 def register() -> None:

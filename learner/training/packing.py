@@ -126,7 +126,7 @@ def build_micro_batch(model: Any, groups: Sequence[TrainGroup], device: torch.de
             # [3, 1, L] for multimodal rotary positions, else [1, L]
             "position_ids": position_ids[:, None] if position_ids.shape[0] == 3 else position_ids,
             **{name: tensor.to(device) for name, tensor in media.items()},
-            "shared_prefix": make_layout(lengths, device),
+            "shared_prefix": make_layout(lengths, device, model.dtype),
         },
         predict_from=_int64(predict_from).to(device),
         targets=_int64(targets).to(device),

@@ -89,7 +89,10 @@ def cuda_kernels() -> Iterator[None]:
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, **_: Any
 ) -> torch.Tensor:
-    """CUDA's memory-efficient kernel takes a mask in the inputs' dtype, and no key heads that queries share."""
+    """CUDA's memory-efficient kernel takes a mask in the inputs' dtype, and no key heads that queries share.
+
+    Packed attention brings its own; a vision tower's bool mask is made into one in each layer.
+    """
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
     if query.shape[-3] != key.shape[-3]:

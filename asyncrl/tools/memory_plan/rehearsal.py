@@ -22,7 +22,7 @@ from asyncrl.models.lora import add_adapter, resolve_adapter
 from asyncrl.models.output_head import OutputHead
 from asyncrl.models.processing import PLACEHOLDER_ID_NAMES, special_token_ids
 from asyncrl.models.published import published_tensors
-from asyncrl.models.shared_prefix import AttentionBatch, SharedPrefixLayout
+from asyncrl.models.shared_prefix import SharedPrefixLayout, make_layout
 from asyncrl.tools.memory_plan.live_bytes import LiveBytes, cuda_kernels, nbytes
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ def _rehearse(config: RunConfig) -> ModelBytes:
         train_pass(model.train(), config, META)
     prompt = config.data.max_prompt_length
     with torch.no_grad(), LiveBytes("meta", known=weights) as prefill, cuda_kernels():
-        _hidden(model.eval(), _layout(prompt, prompt, META), prompt)
+        _hidden(model.eval(), make_layout([(prompt, ())], META, model.dtype), prompt)
     text = getattr(model.config, "text_config", None) or model.config
     key_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -135,8 +135,10 @@ def train_pass(model: Any, config: RunConfig, device: torch.device) -> None:
     tokens, data = config.batch.tokens_per_microbatch, config.data
     length = min(tokens, data.max_prompt_length + config.batch.group_size * data.max_response_length)
     image_tokens = math.ceil(tokens / length) * data.max_prompt_length
-    layout = _layout(tokens, length, device)  # with its mask it is there until the end, as a micro-batch is
-    packed = layout.order
+    full, rest = divmod(tokens, length)
+    groups = [(each, ()) for each in (*[length] * full, rest) if each]
+    layout = make_layout(groups, device, model.dtype)  # with its bias it is there until the end, as a micro-batch is
+    packed = layout.places
     chosen_from = _hidden(model, layout, image_tokens)[0, packed]
     banned = sorted(special_token_ids(model.config, PLACEHOLDER_ID_NAMES))
     banned = torch.tensor(banned, dtype=torch.long, device=device)
@@ -147,20 +149,9 @@ def train_pass(model: Any, config: RunConfig, device: torch.device) -> None:
     (outputs.logprobs.sum() - outputs.entropies.sum()).backward()
 
 
-def _layout(tokens: int, length: int, device: torch.device) -> SharedPrefixLayout:
-    """Packed tokens in groups of `length`; the last group may be shorter, as shared_prefix.make_layout makes it."""
-    groups = math.ceil(tokens / length)
-    batch = AttentionBatch(
-        gather=torch.zeros((groups, length), dtype=torch.long, device=device),
-        scatter=torch.zeros(tokens, dtype=torch.long, device=device),
-        mask=torch.ones((groups, 1, length, length), dtype=torch.bool, device=device),
-    )
-    return SharedPrefixLayout((batch,), torch.zeros(tokens, dtype=torch.long, device=device))
-
-
 def _hidden(model: Any, layout: SharedPrefixLayout, image_tokens: int) -> torch.Tensor:
     """[1, T, D] of packed tokens after the text layers, with images in the place of as many of them."""
-    tokens, device = len(layout.order), layout.order.device
+    tokens, device = len(layout.places), layout.places.device
     embedded = model.get_input_embeddings()(torch.zeros((1, tokens), dtype=torch.long, device=device))
     if has_vision(model.config):
         places = torch.zeros(embedded.shape, dtype=torch.bool, device=device)

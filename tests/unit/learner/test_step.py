@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from asyncrl.config.schema import RunConfig
@@ -323,6 +324,33 @@ def test_gradients_have_the_same_bits_however_many_threads_add_them_up(
     first = gradients()
     for _ in range(3):
         assert all(torch.equal(a, b) for a, b in zip(first, gradients(), strict=True))
+
+
+class Operations(TorchDispatchMode):
+    """Keeps the name and the shape of the result of each operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, tuple[int, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.seen.append((func.overloadpacket.__name__, tuple(getattr(result, "shape", ()))))
+        return result
+
+
+def test_layers_share_one_mask_and_sort_no_indices(make_config: MakeConfig) -> None:
+    """Torch would make a bias of a bool mask in every layer, and add up gathered gradients by sorting all indices."""
+    engine, batch = prepared(make_config())
+    micro_batch = build_micro_batch(engine.model, batch.train_groups, engine.device)
+    with Operations() as operations:
+        engine.backward(engine.forward(micro_batch).logprobs.sum())
+    engine.optimizer.zero_grad(set_to_none=True)
+    shapes = [batch.gather.shape for batch in micro_batch.inputs["shared_prefix"].batches]
+    masks = {(groups, 1, length, length) for groups, length in shapes}
+    assert [name for name, shape in operations.seen if shape in masks] == []
+    # The one is that of the states which predict a trained token: a prompt's last one predicts several.
+    assert sum("index_put" in name for name, _ in operations.seen) == 1
 
 
 # --- floating-point operations ------------------------------------------------------------------------

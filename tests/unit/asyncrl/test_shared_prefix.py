@@ -1,0 +1,66 @@
+"""Attention of packed groups: who sees whom, the gradient of gathering, and one bias for all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from asyncrl.models.shared_prefix import ALIGNMENT, make_layout, shared_prefix_attention
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+GROUPS: Sequence[tuple[int, Sequence[int]]] = [(5, (3, 0, 4)), (2, (2,)), (6, (4, 5)), (5, ()), (3, (9, 2))]
+"""12, 4, 15, 5 and 14 tokens: two batches with padding, and a completion of one token, which is no input."""
+CPU = torch.device("cpu")
+
+
+def visible(groups: Sequence[tuple[int, Sequence[int]]]) -> torch.Tensor:
+    """[T, T] bool by the definition, token by token: True where the row's sees the column's."""
+    tokens = [
+        (group, part)
+        for group, (prompt, completions) in enumerate(groups)
+        for part, length in enumerate((prompt, *completions))
+        for _ in range(length)
+    ]
+    rows = [[g == h and (q == 0 or q == p) for h, q in tokens] for g, p in tokens]
+    return torch.tensor(rows).tril()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_bias_hides_what_a_token_does_not_see_and_is_taken_without_a_copy(dtype: torch.dtype) -> None:
+    layout = make_layout(GROUPS, CPU, dtype)
+    assert len(layout.batches) == 2
+    wanted = visible(GROUPS)
+    for batch in layout.batches:
+        for gather, bias in zip(batch.gather, batch.bias[:, 0], strict=True):
+            length = int((gather.diff() > 0).sum()) + 1  # padding points at the first token
+            seen = wanted[gather[:length]][:, gather[:length]]
+            assert torch.equal(bias[:length, :length] == 0, seen)
+            assert torch.equal(bias.isneginf(), bias != 0)
+            assert bool((bias == 0).any(-1).all()), "the softmax of padding is defined"
+            assert bool(bias[:length, length:].isneginf().all()), "padding is seen by padding alone"
+        assert batch.bias.dtype == dtype
+        assert batch.bias.stride(-1) == 1
+        assert all(stride % ALIGNMENT == 0 for stride in batch.bias.stride()[:-1])
+    everything = torch.cat([batch.gather.flatten() for batch in layout.batches])
+    assert torch.equal(everything[layout.places], torch.arange(len(wanted)))
+
+
+@pytest.mark.parametrize("groups", [GROUPS, GROUPS[:1]], ids=["several batches", "one batch"])
+def test_packed_attention_and_its_gradients_are_those_of_one_whole_score_matrix(
+    groups: Sequence[tuple[int, Sequence[int]]],
+) -> None:
+    layout, mask = make_layout(groups, CPU, torch.float32), visible(groups)
+    torch.manual_seed(0)
+    query, key, value = inputs = [torch.randn(1, heads, len(mask), 8, requires_grad=True) for heads in (4, 2, 2)]
+    packed, _ = shared_prefix_attention(nn.Module(), query, key, value, None, shared_prefix=layout)
+    whole = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+    torch.testing.assert_close(packed, whole)
+    direction = torch.randn_like(whole)
+    for ours, theirs in zip(
+        torch.autograd.grad(packed, inputs, direction), torch.autograd.grad(whole, inputs, direction), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
