@@ -152,7 +152,9 @@ def _run(component: Component, sample: RewardSample, dicts: list[tuple[Component
     # A reward that draws random numbers must not depend on which worker scored what before.
     random.seed(f"{sample.row_id}\0{sample.completion}".encode("utf-8", "surrogatepass"))
     try:
-        returned = next(alike, None) or call_reward(component.function, sample, component.kwargs)
+        returned = next(alike, None)
+        if returned is None:
+            returned = call_reward(component.function, sample, component.kwargs)
         if isinstance(returned, Mapping):
             dicts.append((component, returned))
             returned = _of_name(returned, component.name)
@@ -172,6 +174,9 @@ def _run(component: Component, sample: RewardSample, dicts: list[tuple[Component
 
 
 def _of_name(values: Mapping[str, Any], name: str) -> Any:
+    if not values:
+        fix = "Return a number under every component's name, or raise what keeps this completion from a score"
+        raise ComponentFailed("reward_type", f"returned an empty dict, without {name!r}. {fix}")
     if name not in values:
         known = ", ".join(map(str, values))
         fix = "Set `name` of the entry in reward.functions to one of them, and add an entry for each that counts"

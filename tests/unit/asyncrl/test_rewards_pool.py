@@ -65,6 +65,10 @@ def parts(sample):
     calls += 1
     return {"right": float(sample.completion == sample.answer), "calls": calls}
 
+def empty(sample, log):
+    print("called", file=open(log, "a"))
+    return {}
+
 def trl(completions, level, answer, bonus=0, **kwargs):
     return [len(text) + level[0] + bonus + (answer == ["4"]) for text in completions]
 
@@ -89,6 +93,12 @@ def test_a_dict_gives_several_components_and_trls_signature_is_called_with_lists
     failed = score(parts)
     assert failed.error_kind == "reward_type"
     assert "returned a dict of right, calls, without 'parts'. Set `name`" in failed.error_message
+    log = tmp_path / "calls"
+    nothing = {"function": "empty", "kwargs": {"log": str(log)}}
+    failed = score({**nothing, "name": "a"}, {**nothing, "name": "b"})
+    assert (failed.status, failed.error_kind, failed.components) == ("error", "reward_type", {})
+    assert "returned an empty dict, without 'a'. Return a number under" in failed.error_message
+    assert log.read_text() == "called\n", "once for all its components"
     assert score({"function": "trl_without_columns"}).error_kind == "reward_type"
     with pytest.raises(UserError, match="'bonsu'"):
         score({"function": "trl_without_columns", "kwargs": {"bonsu": 1}})
