@@ -45,7 +45,7 @@ def check_hello(
             code=ErrorCode.PROCESSOR_MISMATCH,
             reason=f"{server} has a processor with fingerprint {hello.processor_fingerprint}, "
             f"the learner's is {processor_fingerprint}: tokenizer, image processor or chat template differ",
-            fix="Use the same model files, image size limits and transformers version on both sides",
+            fix="Use the same model files, model.min_pixels, model.max_pixels and transformers version on both sides",
         )
     session = live_server_ids.get(hello.server_id)
     if session is not None and session != hello.session:

@@ -60,6 +60,12 @@ class ModelConfig(Section):
     """Leave the vision tower (not the connector) out of training; with lora, only adapters are trained anyway."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model folder."""
+    min_pixels: int = Field(default=0, ge=0)
+    """Pixels that a smaller image is enlarged to; 0 is what the model folder says. Images of the Qwen-VL families, no
+    videos."""
+    max_pixels: int = Field(default=0, ge=0)
+    """Pixels that a larger image is reduced to; 0 is what the model folder says. Each (2 × patch size)² of them are a
+    token."""
     lora: LoraConfig = LoraConfig()
 
     @model_validator(mode="after")

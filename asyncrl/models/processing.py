@@ -23,7 +23,7 @@ from asyncrl.data.images import content_hash, decode_image, image_size
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.models import torchvision_cpu
 from asyncrl.models.folder import describe_folder, model_folder
-from asyncrl.models.image_grids import ImageGrids
+from asyncrl.models.image_grids import ImageGrids, limit_pixels
 from protocol.messages import Prompt, Video
 
 PLACEHOLDER_ID_NAMES = (
@@ -100,6 +100,8 @@ class PromptProcessor:
                 f"the processor in {folder} cannot be loaded ({type(problem).__name__}: {problem}). Copy tokenizer*, "
                 "processor_config.json and preprocessor_config.json from the original model again"
             ) from problem
+        limit_pixels(self.processor, config)
+        self._pixel_limits = (config.min_pixels, config.max_pixels)
         self.tokenizer: Any = getattr(self.processor, "tokenizer", self.processor)
         self.sees_images = getattr(self.processor, "image_processor", None) is not None
         self.family: str = hf_config.model_type
@@ -118,7 +120,8 @@ class PromptProcessor:
         """Equal for two processors that turn every prompt into the same ids and pixels.
 
         Of every setting of the tokenizer (added and special tokens, normaliser), of the image and video processors
-        (sizes, patches, resampling, rescaling, normalisation, frames), and of the chat template.
+        (sizes, patches, resampling, rescaling, normalisation, frames), and of the chat template. Limits of this
+        configuration can be read in it.
         """
         described: dict[str, Any] = {
             "tokenizer": self.tokenizer.backend_tokenizer.to_str(),
@@ -127,7 +130,9 @@ class PromptProcessor:
         }
         if self.sees_images:
             described["processor"] = self.processor.to_dict()
-        return hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()[:32]
+        digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()[:32]
+        names = ("model.min_pixels", "model.max_pixels")
+        return " ".join([digest, *(f"{name}={n}" for name, n in zip(names, self._pixel_limits, strict=True) if n)])
 
     def encode(self, prompt: Prompt, blobs: Mapping[str, bytes | memoryview]) -> EncodedPrompt:
         """Run the processor on a prompt; `blobs` has the encoded bytes of images and frames by content hash.

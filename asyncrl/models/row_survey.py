@@ -113,7 +113,7 @@ def overlong(row_id: str, prompt: RowFacts | MeasuredPrompt | None, limit: int) 
     tokens = prompt.tokens if isinstance(prompt, RowFacts) else len(prompt.token_ids)
     return (
         f"row {row_id}: the prompt has {tokens} tokens ({prompt.media_tokens} of them for images and videos), over "
-        f"data.max_prompt_length = {limit}. Raise the limit or use smaller images"
+        f"data.max_prompt_length = {limit}. Raise the limit, or lower model.max_pixels for smaller images"
     )
 
 

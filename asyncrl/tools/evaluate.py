@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.config.sections import ModelConfig
 from asyncrl.data.dataset import open_validation
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.errors import UserError
@@ -53,7 +52,7 @@ def evaluate(config: RunConfig, folder: Path) -> Evaluation:
         raise UserError("data.val_files is empty: there is nothing to evaluate on")
     is_adapter = is_adapter_folder(folder)
     whole = model_folder(config.model) if is_adapter else folder
-    processor = PromptProcessor(ModelConfig(path=str(whole)))
+    processor = PromptProcessor(config.model.model_copy(update={"path": str(whole)}))
     hf_config = AutoConfig.from_pretrained(whole)
     device = resolve_device(config.rollout.device, "rollout.device")
     compute_in_full_float32()

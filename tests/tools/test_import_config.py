@@ -54,6 +54,8 @@ EXPECTED = {
     "rllava.yaml": {
         "batch.prompts_per_step": 16,
         "batch.group_size": 5,
+        "model.min_pixels": 3136,
+        "model.max_pixels": 4194304,
         "batch.tokens_per_microbatch": 2 * (512 + 256),
         "algorithm.updates_per_batch": 4,
         "learner.optim.lr_warmup_steps": 5 * 4,  # 5 % of 100 batches, four optimiser steps each

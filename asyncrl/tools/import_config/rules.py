@@ -43,6 +43,8 @@ OTHER_NAME = {
     "data.train_batch_size": "batch.prompts_per_step",
     "data.format_prompt_path": "data.format_prompt",
     "data.seed": "trainer.seed",
+    "data.min_pixels": "model.min_pixels",
+    "data.max_pixels": "model.max_pixels",
     "algorithm.norm_adv_by_std_in_grpo": "algorithm.norm_adv_by_std",
     "actor.max_grad_norm": "learner.optim.max_grad_norm",
     "actor.clip_ratio_low": "algorithm.clip_ratio_low",
@@ -82,7 +84,6 @@ actor.strategy | the learner works on one device: nothing is sharded
 data.mini_rollout_batch_size | groups are sampled one by one as they are needed
 data.val_batch_size | all held-out rows are scored, as many at a time as the server takes
 data.override_chat_template | put it into the model folder as chat_template.jinja
-data.min_pixels data.max_pixels | image sizes are those of the model folder's preprocessor_config.json
 data.num_workers data.filter_overlong_prompts_workers | rows are measured once, by as many threads as there are cores
 algorithm.kl_horizon algorithm.kl_target algorithm.kl_ctrl.horizon | the coefficient is fixed
 algorithm.kl_ctrl.target_kl | the coefficient is fixed

@@ -154,7 +154,7 @@ def check_alignment(prompt: EncodedPrompt, engine_input: Any) -> None:
     for what, from_vllm, ours in _differences(prompt, engine_input):
         raise UserError(
             f"row {prompt.row_id}: vLLM and the processor make different {what}: {from_vllm} and {ours}. Keep "
-            "processor settings out of rollout.engine_args, and the model folder as it is on both sides"
+            "the model folder as it is on both sides, and set sizes of images as model.min_pixels and model.max_pixels"
         )
 
 

@@ -53,7 +53,7 @@ NOT_YOURS = {
     "weight_transfer_config": "Set rollout.weights_channel",
     "additional_config": "Leave it out: the engine uses it",
     "generation_config": "Leave it out: the learner's tickets say how to sample",
-    "mm_processor_kwargs": "Leave it out: the learner makes its pixels with the model folder's processor",
+    "mm_processor_kwargs": "Set model.min_pixels and model.max_pixels, which the learner reads, too",
     "mm_processor_cache_gb": "Leave it out: a prompt is processed once here and submitted for every completion, "
     "which vLLM's two-sided cache does not expect",
     "mm_device_do_normalize": "Leave it out: the learner makes its pixels with the model folder's processor",

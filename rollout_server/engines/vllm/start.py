@@ -48,6 +48,8 @@ def engine_arguments(config: RunConfig, *, cuda: bool, text_config: Any, banned:
     """Keyword arguments of vLLM's AsyncEngineArgs, without weight transfer; `rollout.engine_args` come last."""
     rollout = config.rollout
     tokens = config.data.max_prompt_length + config.data.max_response_length
+    asked = {"min_pixels": config.model.min_pixels, "max_pixels": config.model.max_pixels}
+    pixel_limits = {name: pixels for name, pixels in asked.items() if pixels}
     arguments: dict[str, Any] = {
         "model": config.model.path,
         "trust_remote_code": config.model.trust_remote_code,
@@ -61,6 +63,8 @@ def engine_arguments(config: RunConfig, *, cuda: bool, text_config: Any, banned:
         "generation_config": "vllm",
         "enable_prefix_caching": True,
         "mm_processor_cache_gb": 0,
+        # For images alone: a flat limit would be one for videos, too.
+        "mm_processor_kwargs": {"images_kwargs": pixel_limits} if pixel_limits else None,
         # On the device vLLM normalises videos as images, whatever the video processor says.
         "mm_device_do_normalize": False,
         "worker_extension_cls": f"{WORKER}.WorkerExtension",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
 from typing import get_args
 
 import numpy as np
@@ -12,6 +13,8 @@ from PIL import ExifTags, Image
 
 from asyncrl.config.sections import ModelConfig
 from asyncrl.data.images import content_hash, decode_image, image_size
+from asyncrl.errors import UserError
+from asyncrl.models.image_grids import limit_pixels
 from asyncrl.models.processing import PromptProcessor
 from protocol.messages import ChatMessage, ImagePart, Prompt, TextPart
 from tests.rigs.tiny_families import Family, make_family
@@ -108,3 +111,42 @@ def test_no_lock_is_held_while_pixels_are_computed(processor: PromptProcessor, m
     monkeypatch.setattr(type(processor.processor.image_processor), "__call__", spy)
     processor.encode(*prompt_of(picture(50, 40)))
     assert held == [False]
+
+
+def limited(processor: PromptProcessor, **limits: int) -> PromptProcessor:
+    return PromptProcessor(ModelConfig(path=processor.tokenizer.name_or_path, **limits), cache_mib=0)
+
+
+def test_limits_of_the_configuration_are_those_of_the_image_processor_and_of_measuring(
+    processor: PromptProcessor,
+) -> None:
+    large, small = picture(100, 80), picture(9, 9)
+    before = processor.measure(*prompt_of(large, small)).image_grids
+    one = limited(processor, min_pixels=1000, max_pixels=2000)
+    prompt, blobs = prompt_of(large, small)
+    whole, measured = one._encode_whole(prompt, blobs, {name: name for name in blobs}), one.measure(prompt, blobs)
+    assert measured.token_ids.tolist() == whole.token_ids.tolist()
+    assert measured.image_grids.tolist() == whole.image_grids.tolist() == [[1, 4, 6], [1, 6, 6]]  # patches of 7 x 7
+    assert before.tolist() == [[1, 12, 14], [1, 4, 4]]
+    assert one.encode(prompt, blobs).image_grids.tolist() == whole.image_grids.tolist()
+    assert limited(processor, max_pixels=2000).measure(prompt, blobs).image_grids.tolist() == [[1, 4, 6], [1, 4, 4]]
+    theirs, ours = processor.processor.video_processor, one.processor.video_processor
+    assert ours.to_dict() == theirs.to_dict(), "videos are sized by the model folder"
+
+
+def test_limits_within_which_no_image_can_be_are_refused(processor: PromptProcessor) -> None:
+    with pytest.raises(UserError, match=r"^model.max_pixels = 700: .* 784 to 700 pixels.* model.max_pixels=784 or"):
+        limited(processor, max_pixels=700)
+    with pytest.raises(UserError, match=r"a token stands for 196. Set model.max_pixels=196 or more"):
+        limited(processor, min_pixels=1, max_pixels=100)
+    with pytest.raises(UserError, match=r"^model.min_pixels = 20000: .* would have 20000 to 12544 pixels"):
+        limited(processor, min_pixels=20_000)
+
+
+@pytest.mark.parametrize("part", [None, "LlavaImageProcessor"])
+def test_limits_for_another_image_processor_are_refused(part: str | None) -> None:
+    processor = SimpleNamespace(image_processor=type(part, (), {})() if part else None)
+    found = f"a {part} that does not resize by them" if part else "no image processor"
+    with pytest.raises(UserError, match=f"^model.max_pixels = 900: .*/m has {found}. Leave model.min_"):
+        limit_pixels(processor, ModelConfig(path="/m", max_pixels=900))
+    limit_pixels(processor, ModelConfig(path="/m"))

@@ -85,3 +85,16 @@ def test_tokenizer_and_template_are_in_the_fingerprint(pair_config: RunConfig, t
         file.write_text(change(before))
         assert refuses(mine, PromptProcessor(other)), name
         file.write_text(before)
+
+
+def test_another_limit_of_pixels_is_refused_by_name(pair_config: RunConfig) -> None:
+    limited = PromptProcessor(pair_config.model.model_copy(update={"max_pixels": 1600}))
+    mine = PromptProcessor(pair_config.model)
+    hello = content.hello("s").model_copy(update={"processor_fingerprint": limited.fingerprint})
+    refusal = check_hello(
+        hello, model_fingerprint=content.MODEL, processor_fingerprint=mine.fingerprint, live_server_ids={}
+    )
+    assert refusal is not None
+    assert f"fingerprint {limited.fingerprint}, the learner's is {mine.fingerprint}: " in refusal.reason
+    assert limited.fingerprint.endswith(" model.max_pixels=1600")
+    assert "model.max_pixels" in refusal.fix
