@@ -12,6 +12,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,6 +114,8 @@ class PromptProcessor:
         self._lock = threading.Lock()
         """Held by the one thread that uses the tokenizer or the cache; never while pixels of images are computed."""
         self._cache: OrderedDict[str, EncodedPrompt] = OrderedDict()
+        self._begun: dict[str, Future[EncodedPrompt]] = {}
+        """Prompts that a thread encodes just now: another one that asks for the same waits for it."""
         self._cache_left = cache_mib * 2**20
 
     @property
@@ -149,9 +152,22 @@ class PromptProcessor:
             if cached is not None:
                 self._cache.move_to_end(key)
                 return cached
-        encoded = self._encode(prompt, blobs, hashes)
+            begun, mine = self._begun.get(key), Future[EncodedPrompt]()
+            if begun is None:
+                self._begun[key] = mine
+        if begun is not None:
+            return begun.result()
+        try:
+            encoded = self._encode(prompt, blobs, hashes)
+        except BaseException as error:
+            with self._lock:
+                del self._begun[key]
+            mine.set_exception(error)
+            raise
         with self._lock:
+            del self._begun[key]
             self._remember(key, encoded)
+        mine.set_result(encoded)
         return encoded
 
     def measure(self, prompt: Prompt, blobs: Mapping[str, bytes | memoryview]) -> MeasuredPrompt:

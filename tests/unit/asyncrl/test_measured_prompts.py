@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import time
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from types import SimpleNamespace
 from typing import get_args
 
@@ -111,6 +114,39 @@ def test_no_lock_is_held_while_pixels_are_computed(processor: PromptProcessor, m
     monkeypatch.setattr(type(processor.processor.image_processor), "__call__", spy)
     processor.encode(*prompt_of(picture(50, 40)))
     assert held == [False]
+
+
+def test_threads_that_ask_for_one_prompt_at_once_get_one_encoding(
+    processor: PromptProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, calls, begun, may_end = type(processor.processor.image_processor).__call__, [], Event(), Event()
+
+    def slow(self: object, *args: object, **kwargs: object) -> object:
+        calls.append(args)
+        begun.set()
+        assert may_end.wait(10)
+        if damaged:
+            raise ValueError("damaged")
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(processor.processor.image_processor), "__call__", slow)
+    for damaged in (False, True):
+        asked = prompt_of(picture(51 + damaged, 40))
+        with ThreadPoolExecutor(2) as threads:
+            first = threads.submit(processor.encode, *asked)
+            assert begun.wait(10)
+            second = threads.submit(processor.encode, *asked)
+            time.sleep(0.05)  # it would have begun by now
+            may_end.set()
+            if damaged:
+                assert first.exception() is second.exception() is not None
+            else:
+                assert first.result() is second.result()
+        assert len(calls) == 1
+        calls.clear()
+        begun.clear()
+        may_end.clear()
+    assert not processor._begun
 
 
 def limited(processor: PromptProcessor, **limits: int) -> PromptProcessor:
