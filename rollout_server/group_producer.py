@@ -101,10 +101,11 @@ class GroupProducer:
                 task.cancel()
 
     def _request(self, ticket: Ticket, blobs: Mapping[str, memoryview]) -> GenerationRequest | TicketFailed:
+        prepare = self._processor.encode if self._engine.takes_pixels else self._processor.measure
         try:
             return GenerationRequest(
                 request_id=ticket.ticket_id,
-                prompt=self._processor.encode(ticket.prompt, blobs),
+                prompt=prepare(ticket.prompt, blobs),
                 group_size=ticket.group_size,
                 seed=ticket.seed,
                 sampling=ticket.sampling,

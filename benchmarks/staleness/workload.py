@@ -11,7 +11,7 @@ import numpy as np
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import OnStale
 from asyncrl.journal.writer import TicketSlot
-from asyncrl.models.processing import EncodedPrompt, PromptFacts
+from asyncrl.models.processing import MeasuredPrompt, PromptFacts
 from asyncrl.models.published import fingerprint_of
 from asyncrl.rewards.pool import Score
 from learner.tickets.ticket import PreparedTicket
@@ -126,9 +126,8 @@ class TextlessProcessor:
     placeholder_ids = ()
     fingerprint = PROCESSOR
 
-    def encode(self, prompt: Prompt, blobs: Any) -> EncodedPrompt:
-        types = np.zeros_like(PROMPT_IDS)
-        return EncodedPrompt(prompt.row_id, PROMPT_IDS, types, FACTS.image_grids, (), pixel_values=None)
+    def measure(self, prompt: Prompt, blobs: Any) -> MeasuredPrompt:
+        return MeasuredPrompt(prompt.row_id, PROMPT_IDS, np.zeros_like(PROMPT_IDS), FACTS.image_grids, ())
 
     def decode(self, token_ids: np.ndarray) -> str:
         return ""

@@ -9,7 +9,8 @@ from typing import Protocol
 
 import numpy as np
 
-from asyncrl.models.processing import EncodedPrompt
+from asyncrl.errors import BadStateError
+from asyncrl.models.processing import EncodedPrompt, MeasuredPrompt
 from protocol.messages import FinishReason, Sampling
 from rollout_server.weights.staging import ArrivedWeights, Staging
 
@@ -34,7 +35,8 @@ class GenerationRequest:
     """Sample `group_size` completions of one prompt."""
 
     request_id: int
-    prompt: EncodedPrompt
+    prompt: MeasuredPrompt
+    """Encoded, with its pixels, where the engine takes them."""
     group_size: int
     seed: int
     sampling: Sampling
@@ -42,6 +44,13 @@ class GenerationRequest:
     """Encoded images of the prompt, in order: for an engine that makes its pixels itself."""
     videos: tuple[VideoFrames, ...] = ()
     """Videos of the prompt, in order, for such an engine, too."""
+
+    @property
+    def encoded_prompt(self) -> EncodedPrompt:
+        """The prompt with its pixels. Raises BadStateError where it was only measured."""
+        if not isinstance(self.prompt, EncodedPrompt):
+            raise BadStateError(f"ticket {self.request_id} came without pixels to an engine that takes them")
+        return self.prompt
 
 
 @dataclass(frozen=True)
@@ -99,6 +108,8 @@ class InferenceEngine(Protocol):
     """
 
     name: str
+    takes_pixels: bool
+    """True if it computes from the pixels of its requests; else it makes them itself, or none, and nobody need."""
     staging: Staging | None
     """Receivers of weights from device memory, once started; None: the engine has none."""
 

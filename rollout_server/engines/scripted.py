@@ -35,6 +35,7 @@ class Script(BaseModel):
 
 class ScriptedEngine:
     name = "scripted"
+    takes_pixels = False
     staging = None
 
     def __init__(self, config: RunConfig, processor: PromptProcessor):

@@ -104,7 +104,7 @@ class DecodeBatch:
 
         The batch stays as it is, whatever happens, until `join`.
         """
-        prefilled = prefill(self.model, [request.prompt for request in requests], self.device)
+        prefilled = prefill(self.model, [request.encoded_prompt for request in requests], self.device)
         copies = torch.tensor([request.group_size for request in requests], device=self.device)
         which = torch.repeat_interleave(torch.arange(len(requests), device=self.device), copies)
         rows = [
@@ -163,7 +163,7 @@ class DecodeBatch:
         requests = list({id(row.request): row.request for row in self.rows}.values())
         place = {id(request): index for index, request in enumerate(requests)}
         self._clear()  # two caches would not fit where one just does
-        prefilled = prefill(self.model, [request.prompt for request in requests], self.device)
+        prefilled = prefill(self.model, [request.encoded_prompt for request in requests], self.device)
         which = torch.tensor([place[id(row.request)] for row in self.rows], device=self.device)
         self._add(prefilled, which)
         self._feed_sampled()

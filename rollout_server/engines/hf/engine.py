@@ -37,6 +37,7 @@ OWNER = "the hf engine"
 
 class HFEngine:
     name = "hf"
+    takes_pixels = True
 
     def __init__(self, config: RunConfig, processor: PromptProcessor):
         self._config = config

@@ -12,7 +12,7 @@ import numpy as np
 from asyncrl.config.engine_rules import too_cold
 from asyncrl.data.images import decode_image
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.models.processing import EncodedPrompt
+from asyncrl.models.processing import MeasuredPrompt
 from protocol.messages import FinishReason
 from rollout_server.engines.base import Completion, GenerationRequest, VideoFrames
 
@@ -146,7 +146,7 @@ def version_column(spans: Sequence[Any], length: int) -> np.ndarray:
     return column
 
 
-def check_alignment(prompt: EncodedPrompt, engine_input: Any) -> None:
+def check_alignment(prompt: MeasuredPrompt, engine_input: Any) -> None:
     """vLLM's processor must have made the ids, grids and times that ours made: the learner trains on ours.
 
     Raises UserError naming the row.
@@ -158,7 +158,7 @@ def check_alignment(prompt: EncodedPrompt, engine_input: Any) -> None:
         )
 
 
-def _differences(prompt: EncodedPrompt, engine_input: Any) -> Iterator[tuple[str, Any, Any]]:
+def _differences(prompt: MeasuredPrompt, engine_input: Any) -> Iterator[tuple[str, Any, Any]]:
     from_vllm, ours = list(engine_input["prompt_token_ids"]), prompt.token_ids.tolist()
     if from_vllm != ours:
         pairs = enumerate(zip_longest(from_vllm, ours))

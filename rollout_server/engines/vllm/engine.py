@@ -45,6 +45,7 @@ SHUTDOWN_S = 10.0
 
 class VLLMEngine:
     name = "vllm"
+    takes_pixels = False
 
     def __init__(self, config: RunConfig, processor: PromptProcessor):
         self._cuda = resolve_device(config.rollout.device, "rollout.device").type == "cuda"

@@ -59,6 +59,25 @@ def test_a_group_leaves_when_it_is_finished_whatever_else_runs(make_config: Make
     assert asyncio.run(scenario()) == [ticket.ticket_id for ticket in tickets.tickets]
 
 
+def test_an_engine_that_makes_its_own_pixels_gets_prompts_without(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(rollout={"engine": "scripted"})
+    processor = PromptProcessor(config.model)
+    tickets = written(config, processor, 2)
+    assert all(ticket.prompt.image_hashes for ticket in tickets.tickets)
+    pixels: list[object] = []
+    monkeypatch.setattr(type(processor.processor.image_processor), "__call__", lambda *a, **_: pixels.append(a))
+
+    async def scenario() -> list[Group | TicketFailed]:
+        producer = GroupProducer(ScriptedEngine(config, processor), OneForAll(), processor, "s")  # type: ignore[arg-type]
+        return [group async for group in producer.produce(tickets.tickets, tickets.blobs)]
+
+    groups = asyncio.run(scenario())
+    assert pixels == []
+    assert all(isinstance(group, Group) and len(group.image_grids) for group in groups)
+
+
 class ChoosyEngine(ScriptedEngine):
     """Fails at its second request, after one completion of it."""
 
