@@ -63,7 +63,8 @@ def engine_arguments(config: RunConfig, *, cuda: bool, text_config: Any, banned:
         "generation_config": "vllm",
         "enable_prefix_caching": True,
         "mm_processor_cache_gb": 0,
-        # For images alone: a flat limit would be one for videos, too.
+        # For images alone: a flat limit would be one for videos, too. By names that transformers drops in 5.23: vLLM
+        # caches processors by their arguments, and could not hash a `size` in this mapping.
         "mm_processor_kwargs": {"images_kwargs": pixel_limits} if pixel_limits else None,
         # On the device vLLM normalises videos as images, whatever the video processor says.
         "mm_device_do_normalize": False,

@@ -7,7 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from types import SimpleNamespace
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -149,7 +149,7 @@ def test_threads_that_ask_for_one_prompt_at_once_get_one_encoding(
     assert not processor._begun
 
 
-def limited(processor: PromptProcessor, **limits: int) -> PromptProcessor:
+def limited(processor: PromptProcessor, **limits: Any) -> PromptProcessor:
     return PromptProcessor(ModelConfig(path=processor.tokenizer.name_or_path, **limits), cache_mib=0)
 
 
