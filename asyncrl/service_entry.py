@@ -134,7 +134,9 @@ def _run(name: str, main: Main, config: RunConfig, start: Start, failure_file: P
 
 
 def _print_error(reason: object) -> None:
+    """Say why the service ends, as the last line of its log."""
     with suppress(OSError):  # of a log on a full disk; the exit code says enough
+        logging.shutdown()  # what was counted and not said comes before
         print(f"error: {reason}", file=sys.stderr, flush=True)
 
 

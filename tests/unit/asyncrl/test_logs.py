@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -61,6 +63,25 @@ def test_the_count_is_said_at_the_end_of_the_process(logger: logging.Logger, sai
     complain(logger, LINES_PER_WINDOW + 1)
     logger.handlers[0].close()
     assert "repeated 1 time in" in said.getvalue()
+
+
+SERVICE = """
+import logging
+from asyncrl import service_entry
+service_entry.configure_logging("learner")
+for number in range(1000):
+    logging.warning("peer %d is refused", number)
+service_entry._print_error("the disk is full")
+service_entry.leave(3)
+"""
+
+
+def test_a_service_limits_its_log_and_says_last_why_it_ended() -> None:
+    done = subprocess.run([sys.executable, "-c", SERVICE], capture_output=True, text=True, timeout=30)
+    *said, counted, last = done.stderr.splitlines()
+    assert (done.returncode, len(said)) == (3, LINES_PER_WINDOW)
+    assert f"repeated {1000 - LINES_PER_WINDOW} times in" in counted
+    assert last == "error: the disk is full", "which a launcher looks for at the end"
 
 
 def test_who_asks_for_debug_gets_all(logger: logging.Logger, said: io.StringIO) -> None:

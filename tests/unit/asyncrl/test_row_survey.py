@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,20 @@ def test_rows_are_looked_at_once_and_bad_ones_again(
     assert len(again.overlong) == 5
     Image.new("RGB", (30, 30)).save(tmp_path / "gone.png")
     assert survey(config).usable == [*range(6)]
+
+
+def test_several_rows_are_looked_at_at_once(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, both, examine = configured(make_config, tmp_path), threading.Barrier(2), row_survey._examine
+
+    def examine_with_another(*row: Any) -> Any:
+        both.wait(timeout=5)
+        return examine(*row)
+
+    monkeypatch.setattr(row_survey, "_examine", examine_with_another)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    assert survey(config).num_looked_at == 6
 
 
 def test_changed_data_or_settings_are_looked_at_again(
