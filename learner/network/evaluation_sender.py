@@ -3,7 +3,8 @@
 Servers that have the version when the evaluation begins are not told of newer ones before its last row is here; they
 sample training tickets of that version or before beside it, and the learner goes on training as far as the staleness
 bound lets it. A server that joins has the newest version, and trains. Where none is left that keeps the evaluated one,
-all load it again: they finish what they sample first (rollout_server/weights/policy_versions.py).
+or all that do have stalled, the others load it again: they finish what they sample first
+(rollout_server/weights/policy_versions.py).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class EvaluationSender:
             self._end()
             return
         keepers = self.servers.keepers
-        if not keepers:
+        if keepers.keys() <= self.ledger.out.stalled():
             self.servers.go_back()
         most = sum(server.hello.max_groups for server in keepers.values())
         room = most - self.ledger.out.num_evaluation

@@ -211,9 +211,9 @@ class Servers:
         self._kept = self.manifest
 
     def go_back(self) -> None:
-        """Tell every aligned server of the version that is being evaluated: none has it any more."""
+        """Tell the aligned servers that have another version of the one that is being evaluated."""
         if self._kept is not None:
-            for server_id in self.aligned:
+            for server_id in [name for name in self.aligned if name not in self.keepers]:
                 self._tell(server_id, self._kept)
 
     def release_version(self) -> None:

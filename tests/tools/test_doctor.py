@@ -45,7 +45,8 @@ def test_a_good_configuration_has_no_problem(
     assert printed["problems"] == 0
     found = {finding["what"]: finding for finding in printed["findings"]}
     machine = {"python", "asyncrl", "packages", "libzmq", "cores", "memory", "shared memory", "disk", "devices"}
-    assert machine | {"ports", "run_dir", "model", "algorithm", "host memory", "room to publish", "disk of run_dir"} <= set(found)
+    run = {"ports", "run_dir", "model", "algorithm", "host memory", "room to publish", "disk of run_dir"}
+    assert machine | run <= set(found)
     assert "all of them looked at" in found["training rows"]["value"]
     assert found["prompt lengths"]["value"].startswith("30 to 32 tokens, median 31")
     assert found["trial"]["value"] == "not made (--quick)"

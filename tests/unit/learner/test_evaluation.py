@@ -21,6 +21,7 @@ from learner.step_schedule import StepSchedule
 from learner.tickets.evaluation import Evaluation
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import PreparedTicket
+from learner.tickets.ticket_deadline import TicketDeadline
 from protocol.codec import Limits
 from protocol.messages import TicketKind, Tickets, WeightManifest
 from protocol.weights import Publication, Tensor
@@ -161,6 +162,32 @@ def test_a_lost_server_s_rows_go_to_one_that_has_the_version_or_loads_it_again(r
     rig.arrive(*cast(list[int], rows(0, 1, 2)))
     rig.turn()
     assert "v1" in rig.sent("c")
+
+
+def test_rows_of_the_only_keeper_which_has_stalled_go_to_one_that_loads_the_version_again(rig: Rig) -> None:
+    rig.join("a")
+    rig.publish(0)
+    running = rig.begin(0, rows=1)
+    rig.turn()
+    rig.publish(1)
+    rig.join("b")
+    rig.turn()
+    to_b = rig.sent("b")
+    assert to_b[0] == "v1"
+    assert not {"v0", *rows(0)} & set(to_b), "a may still answer"
+    for entry in rig.ledger.out._entries.values():
+        if "a" in entry.holders:
+            entry.holders["a"] -= 2 * TicketDeadline().seconds(TicketKind.EVAL)
+    rig.turn()
+    to_b = rig.sent("b")
+    assert to_b.count("v0") == 1
+    assert to_b.index("v0") < to_b.index(EVALUATION_IDS)
+    row = rig.ledger.out.get(EVALUATION_IDS)
+    assert row is not None
+    rig.ledger.receive([received(row, server_id="b")])
+    assert running.is_complete
+    rig.turn()
+    assert "v1" in rig.sent("b")
 
 
 def test_a_row_that_another_version_sampled_is_refused() -> None:
