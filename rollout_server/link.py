@@ -16,6 +16,7 @@ import zmq.asyncio
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError, WaitTimeoutError
+from asyncrl.run_folder.lock import is_starting
 from protocol.codec import MIB, Expected, Limits
 from protocol.curve import KeyFileError, read_server_keys
 from protocol.curve_auth import HandshakeRejected
@@ -124,10 +125,17 @@ class LearnerLink:
 
     async def connect(self, on_hello: Callable[[], object] = lambda: None) -> Welcome | None:
         """Say hello until the learner welcomes us, or the run is over (None). Raises UserError if it refuses,
-        WaitTimeoutError if it never answers: it may still come. `on_hello` is called with every attempt."""
+        WaitTimeoutError if it never answers: it may still come. `on_hello` is called with every attempt.
+
+        A learner that looks at its rows, or loads its model, is waited for as long as that takes: it ends by an answer
+        or with its process.
+        """
         deadline = time.monotonic() + self._config.start_timeout_s
         logger.info("saying hello to the learner at %s", self._config.control_endpoint)
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline or is_starting(self._config.run_path):
+            if time.monotonic() >= deadline:
+                deadline = time.monotonic() + self._config.start_timeout_s
+                logger.info("the learner is starting (it looks at its rows, or loads its model): waiting on")
             if self._is_over():
                 logger.info(OVER)
                 return None

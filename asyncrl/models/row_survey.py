@@ -37,6 +37,7 @@ ROWS_AT_ONCE = 64
 """Rows in memory at a time, with their encoded images."""
 MOST_THREADS = 16
 PROGRESS_S = 10.0
+KEEP_EVERY_S = 60.0
 MOST_NAMED = 5
 """Bad rows in one message; bad_rows.jsonl has all of them."""
 RowCheck = Callable[[Mapping[str, Any], str], object]
@@ -210,17 +211,17 @@ def survey_rows(
     """Look at every row, several at a time, or take what is remembered of an earlier survey.
 
     `source` is `training` or `held-out`. `check` is given for supervised training, where rows need demonstrations, but
-    no answers, and are sent to nobody. With a `sample`, where nothing is remembered, look at so many rows alone, spread
-    evenly.
+    no answers, and are sent to nobody. With a `sample`, where not all is remembered, look at so many of the other rows
+    alone, spread evenly. What is found is kept now and then: a survey that is broken off goes on where it was.
     Rows that were refused are looked at again each time: what is wrong may be a file that lies elsewhere. Their images
     are decoded, so that a damaged one is found here and not by a rollout server.
     """
     began = time.monotonic()
     cache = SurveyCache.of(rows, processor, config, checked=check is not None)
-    remembered = cache.load()
-    facts: list[RowFacts | None] = remembered or [None] * len(rows)
+    facts: list[RowFacts | None] = cache.load() or [None] * len(rows)
     missing = [index for index, known in enumerate(facts) if known is None]
-    if sample and remembered is None:
+    is_sample = sample > 0 and not cache.is_complete
+    if is_sample:
         missing = missing[:: -(-len(missing) // sample)]
     refused: dict[int, str] = {}
 
@@ -231,7 +232,7 @@ def survey_rows(
         except UserError as error:
             return error
 
-    reported = began
+    reported = kept = began
     with ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0))), "survey") as pool:
         for first in range(0, len(missing), ROWS_AT_ONCE):
             indices = missing[first : first + ROWS_AT_ONCE]
@@ -249,8 +250,11 @@ def survey_rows(
                 done = first + len(indices)
                 left = (reported - began) / done * (len(missing) - done)
                 logger.info("%d of %d rows are measured, about %.0f s are left", done, len(missing), left)
+            if time.monotonic() - kept > KEEP_EVERY_S:
+                kept = time.monotonic()
+                cache.save(facts, kept - began, is_complete=False)
     seconds = time.monotonic() - began if missing else 0.0
-    cache.save(facts, seconds)
+    cache.save(facts, seconds, is_complete=not is_sample)
     if check is None and any(known and known.has_answer for known in facts):
         for index, known in enumerate(facts):
             if known and not known.has_answer:

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 FOLDER_VARIABLE = "ASYNCRL_CACHE"
 WORTHWHILE_S = 1.0
 """A survey that took less is not kept."""
-_FORMAT = 2
+_FORMAT = 3
 _OF_THE_RUN = (
     *("train_files", "val_files", "max_train_rows", "max_val_rows"),  # of the rows themselves
     *("shuffle", "on_bad_row", "max_prompt_length", "max_response_length", "target_key"),
@@ -53,6 +53,8 @@ class SurveyCache:
     media_keys: tuple[str, str] = ("images", "videos")
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Size in bytes and time of change in ns of the image files that rows name."""
+    is_complete: bool = False
+    """True where what was loaded is of a survey that looked at every row."""
 
     @classmethod
     def of(cls, rows: RowSource, processor: PromptProcessor, run: RunConfig, *, checked: bool) -> SurveyCache:
@@ -85,6 +87,7 @@ class SurveyCache:
             kept = json.loads(self.file.read_bytes())
             self.files = {path: (size, changed) for path, (size, changed) in kept["files"].items()}
             facts = [None if row is None else RowFacts(*row) for row in kept["rows"]]
+            is_complete = bool(kept["is_complete"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             logger.warning("%s cannot be used (%s): the rows are measured again", self.file, error)
             self.files = {}
@@ -93,7 +96,8 @@ class SurveyCache:
             logger.info("image files have changed since the rows were measured: they are measured again")
             self.files = {}
             return None
-        logger.info("the rows were measured before: %s", self.file)
+        self.is_complete = is_complete
+        logger.info("%s rows were measured before: %s", "the" if is_complete else "some of the", self.file)
         return facts
 
     def note_files(self, row: Any) -> None:
@@ -105,13 +109,14 @@ class SurveyCache:
                 if path not in self.files and (state := _state(path)) is not None:
                     self.files[path] = state
 
-    def save(self, facts: Sequence[RowFacts | None], seconds: float) -> None:
+    def save(self, facts: Sequence[RowFacts | None], seconds: float, *, is_complete: bool) -> None:
         """Remember a survey that took so long. A folder that cannot be written costs the next start that time."""
         if self.file is None or seconds < WORTHWHILE_S:
             return
+        kept = {"is_complete": is_complete, "files": self.files, "rows": facts}
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.file, json.dumps({"files": self.files, "rows": facts}).encode(), durable=False)
+            write_atomically(self.file, json.dumps(kept).encode(), durable=False)
         except OSError as error:
             logger.warning(
                 "what was measured of the rows cannot be kept: %s (another folder: %s)", error, FOLDER_VARIABLE

@@ -14,7 +14,7 @@ from typing import Self
 from asyncrl.errors import RunTakenError, UserError
 from asyncrl.run_folder.failure import FAILURE_FILE, ReservedFailureFile, failure_of, refuse_bad_state
 from asyncrl.run_folder.full_disk import is_disk_full
-from asyncrl.telemetry.recorder import is_finished
+from asyncrl.telemetry.recorder import is_finished, read_status
 
 LEARNER_LOCK = "learner.lock"
 LAUNCHER_LOCK = "launcher.lock"
@@ -93,6 +93,17 @@ def is_over(run_path: Path) -> bool:
         return not holder(run_path, LEARNER_LOCK)
     except UserError:
         return True
+
+
+def is_starting(run_path: Path) -> bool:
+    """True if a learner on this machine holds the directory and has said nothing in its status.json yet, as far as this
+    user may see: it looks at its rows, or loads its model."""
+    try:
+        taken_at = os.stat(run_path / LEARNER_LOCK).st_mtime  # its pid was written into it then
+        said_at = read_status(run_path).get("time") or 0.0
+        return said_at < taken_at and bool(holder(run_path, LEARNER_LOCK))
+    except (OSError, UserError):
+        return False
 
 
 def refuse_busy(run_path: Path, *files: str) -> None:

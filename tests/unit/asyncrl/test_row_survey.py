@@ -111,6 +111,9 @@ def test_changed_data_or_settings_are_looked_at_again(
 def test_a_sample_is_no_survey(make_config: MakeConfig, tmp_path: Path, looked_at: list[str]) -> None:
     config = configured(make_config, tmp_path, rows=50)
     assert survey(config, sample=10).num_looked_at == len(looked_at) == 10
+    looked_at.clear()
+    assert survey(config, sample=10).num_looked_at == 20
+    assert len(looked_at) == 10, "what is remembered of a sample is no survey either"
     assert survey(config).num_looked_at == 50
     looked_at.clear()
     assert survey(config, sample=10).num_looked_at == 50
@@ -162,6 +165,29 @@ def test_answers_may_be_null_everywhere_and_a_missing_column_is_one_refusal(
     file.write_text('{"prompt": "q", "response": "x"}\n' * 3)
     with pytest.raises(UserError, match=r"^rows.jsonl has no column 'answer' \(data.answer_key\). .*prompt, response$"):
         survey(config)
+
+
+def test_a_survey_that_is_broken_off_goes_on_where_it_was(
+    make_config: MakeConfig, tmp_path: Path, looked_at: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large data set would else never begin where a machine gives it an hour at a time."""
+    monkeypatch.setattr(row_survey, "ROWS_AT_ONCE", 4)
+    monkeypatch.setattr(row_survey, "KEEP_EVERY_S", 0.0)
+    config = configured(make_config, tmp_path, rows=12)
+    read = RowSource.__getitem__
+
+    def until_killed(self: RowSource, index: int) -> Any:
+        if index == 9:
+            raise KeyboardInterrupt
+        return read(self, index)
+
+    monkeypatch.setattr(RowSource, "__getitem__", until_killed)
+    with pytest.raises(KeyboardInterrupt):
+        survey(config)
+    monkeypatch.setattr(RowSource, "__getitem__", read)
+    looked_at.clear()
+    assert survey(config).num_looked_at == 12
+    assert sorted(looked_at) == sorted(f"rows.jsonl:{index}" for index in (2, 8, 9, 10, 11))
 
 
 def test_nothing_usable_stops_with_the_reasons(make_config: MakeConfig, tmp_path: Path) -> None:

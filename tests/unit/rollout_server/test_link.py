@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
 from pydantic import ValidationError
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.errors import WaitTimeoutError
+from asyncrl.run_folder.lock import LearnerLock
+from asyncrl.telemetry.recorder import STATUS_FILE
 from protocol.errors import ProtocolError
 from protocol.messages import FinishReason, Group, GroupTimings, TrajectoryRecord, TrajectoryStatus
+from rollout_server import link as link_module
 from rollout_server.link import LearnerLink
 from tests.rigs.two_processes import with_ports
 
@@ -49,6 +56,36 @@ def test_a_group_that_cannot_travel_is_not_kept_for_sending_again(make_config: C
             link.close()
 
     asyncio.run(send())
+
+
+@pytest.mark.parametrize("is_at_work", [False, True])
+def test_a_learner_that_starts_is_waited_for_as_long_as_its_process_lives(
+    make_config: Callable[..., RunConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    is_at_work: bool,
+) -> None:
+    """Looking at a million rows takes longer than a server waits for a learner that is not there."""
+    monkeypatch.setattr(link_module, "HELLO_EVERY_S", 0.02)
+    config = with_ports(make_config(network={"start_timeout_s": 0.1}))
+
+    async def wait() -> float:
+        link, began = LearnerLink(config, engine="hf", fingerprints=("m", "p"), in_work=tuple), time.monotonic()
+        try:
+            with ExitStack() as learner:
+                learner.enter_context(LearnerLock(config.run_path))
+                if is_at_work:  # then it does not answer because this server asks at another address
+                    (config.run_path / STATUS_FILE).write_text(json.dumps({"time": time.time() + 1}))
+                asyncio.get_running_loop().call_later(0.5, learner.pop_all().close)
+                with pytest.raises(WaitTimeoutError, match="no learner answered"):
+                    await link.connect()
+            return time.monotonic() - began
+        finally:
+            link.close()
+
+    with caplog.at_level("INFO"):
+        assert (asyncio.run(wait()) < 0.5) == is_at_work
+    assert ("it looks at its rows, or loads its model" in caplog.text) != is_at_work
 
 
 def test_groups_that_would_not_fit_a_message_are_refused_at_the_start(make_config: Callable[..., RunConfig]) -> None:
