@@ -76,9 +76,13 @@ def _buckets(device: torch.device) -> PinnedBuckets:
     return PinnedBuckets(device)
 
 
+def _is_on_gpu(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cuda"
+
+
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself if it is on the CPU, else a contiguous copy."""
-    if tensor.device.type != "cuda":
+    if not _is_on_gpu(tensor):
         return tensor.to("cpu")
     host = torch.empty(tensor.shape, dtype=tensor.dtype)
     _buckets(tensor.device).to_host(flat_bytes(tensor.contiguous()), flat_bytes(host))
@@ -87,7 +91,7 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 def copy_into(own: torch.Tensor, given: torch.Tensor) -> None:
     """`own` becomes `given`, of the same shape and dtype; on a GPU in the order of its current stream."""
-    if own.device.type == "cuda" and given.device.type == "cpu" and own.is_contiguous():
+    if _is_on_gpu(own) and not _is_on_gpu(given) and own.is_contiguous():
         _buckets(own.device).to_device(flat_bytes(given.contiguous()), flat_bytes(own))
     else:
         own.copy_(given)

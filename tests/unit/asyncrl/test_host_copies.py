@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from asyncrl.models import host_copies
 from asyncrl.models.host_copies import PinnedBuckets, flat_bytes, to_host
+from asyncrl.models.published import load_published, published_tensors, tensor_bytes
 
 CPU = torch.device("cpu")
 
@@ -53,6 +55,21 @@ def test_a_bucket_is_on_its_way_while_the_other_is_emptied() -> None:
     buckets, source = LateBuckets(), torch.arange(250, dtype=torch.uint8)
     buckets.to_host(source, torch.empty_like(source))
     assert buckets.events == ["begun 0", "begun 1", "waited 0", "begun 0", "waited 1", "waited 0"]
+
+
+def test_published_weights_pass_the_buckets_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    buckets, model = LateBuckets(), torch.nn.Linear(10, 10)
+    on_gpu = {parameter.data_ptr() for parameter in model.parameters()}
+    monkeypatch.setattr(host_copies, "_is_on_gpu", lambda tensor: tensor.data_ptr() in on_gpu)
+    monkeypatch.setattr(host_copies, "_buckets", lambda device: buckets)
+    version = {"weight": torch.randn(10, 10), "bias": torch.randn(10)}
+    load_published(model, version.items())
+    buckets.synchronize()
+    assert buckets.events.count("begun 0") + buckets.events.count("begun 1") == 5
+    buckets.events.clear()
+    for name, tensor in published_tensors(model):
+        assert bytes(tensor_bytes(tensor)) == version[name].numpy().tobytes()
+    assert buckets.events.count("begun 0") + buckets.events.count("begun 1") == 5
 
 
 def test_what_is_on_the_cpu_is_not_copied() -> None:
