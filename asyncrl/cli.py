@@ -12,8 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from asyncrl.errors import BadStateError, ExitCode, UserError
-from asyncrl.launch.broken_pipe import ends_with_its_reader
+from asyncrl.errors import ExitCode, UserError
+from asyncrl.launch.command import command
 from asyncrl.run_folder.checkpoints import CHECKPOINTS, checkpoint_folders
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ UNATTENDED = "begin, or continue what run_dir holds: what a restarted container 
 DRY_RUN = "check and print what would be run, and one rendered prompt; use doctor to check this machine"
 
 
-@ends_with_its_reader
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Exit codes: 0 done, 1 crashed, 2 a mistake that the message says how to mend, 3 bad state,
     130 interrupted, 141 the reader of its output has gone."""
@@ -36,13 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         arguments.overrides += rest
-    try:
-        return arguments.handler(arguments)
-    except (UserError, BadStateError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return ExitCode.USER_ERROR if isinstance(error, UserError) else ExitCode.BAD_STATE
-    except KeyboardInterrupt:
-        return ExitCode.INTERRUPTED
+    return arguments.handler(arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -56,10 +50,10 @@ def _parser() -> argparse.ArgumentParser:
         ("train", _train, "run a rollout server and a learner on this machine, and watch them"),
         ("sync", _sync, "train, with learner and rollout server taking turns on one device"),
     ):
-        command = _command(commands, name, handler, help)
-        command.add_argument("--resume", action="store_true", help=RESUME)
-        command.add_argument("--unattended", action="store_true", help=UNATTENDED)
-        command.add_argument("--dry-run", action="store_true", help=DRY_RUN)
+        train = _command(commands, name, handler, help)
+        train.add_argument("--resume", action="store_true", help=RESUME)
+        train.add_argument("--unattended", action="store_true", help=UNATTENDED)
+        train.add_argument("--dry-run", action="store_true", help=DRY_RUN)
     _command(commands, "sft", _sft, "supervised warm start on data.target_key")
     rollout = _command(commands, "rollout", _rollout, "the rollout server alone")
     rollout.add_argument(
@@ -213,13 +207,13 @@ def _sft(arguments: argparse.Namespace) -> int:
     refuse_busy(config.run_path)
     check_run_dir(config, resume=False)
     check_sft_inputs(config)
-    _become("learner.sft", "--config", str(arguments.config), *arguments.overrides)
+    _exec_module("learner.sft", "--config", str(arguments.config), *arguments.overrides)
 
 
 def _rollout(arguments: argparse.Namespace) -> int:
     _check(arguments, "rollout_server")
     flags = ["--unattended"] if arguments.unattended else []
-    _become("rollout_server", "--config", str(arguments.config), *flags, *arguments.overrides)
+    _exec_module("rollout_server", "--config", str(arguments.config), *flags, *arguments.overrides)
 
 
 def _learn(arguments: argparse.Namespace) -> int:
@@ -228,7 +222,7 @@ def _learn(arguments: argparse.Namespace) -> int:
     if resume is None:
         return ExitCode.FINISHED
     flags = [*(["--resume"] if resume else []), *(["--unattended"] if arguments.unattended else [])]
-    _become("learner", "--config", str(arguments.config), *flags, *arguments.overrides)
+    _exec_module("learner", "--config", str(arguments.config), *flags, *arguments.overrides)
 
 
 def _check(arguments: argparse.Namespace, side: Side) -> RunConfig:
@@ -240,7 +234,7 @@ def _check(arguments: argparse.Namespace, side: Side) -> RunConfig:
     return config
 
 
-def _become(module: str, *arguments: str) -> NoReturn:
+def _exec_module(module: str, *arguments: str) -> NoReturn:
     """Replace this process: signals and the exit code are the service's own."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     sys.stdout.flush()
@@ -273,7 +267,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    _become("asyncrl.tools.inspect", *arguments.words)
+    _exec_module("asyncrl.tools.inspect", *arguments.words)
 
 
 def _report(arguments: argparse.Namespace) -> int:
@@ -284,7 +278,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
-    _become("learner.replay", str(arguments.run_dir), "--step", str(arguments.step), *arguments.overrides)
+    _exec_module("learner.replay", str(arguments.run_dir), "--step", str(arguments.step), *arguments.overrides)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -306,9 +300,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _health(arguments: argparse.Namespace) -> int:
-    from asyncrl.tools.health import ailments
+    from asyncrl.tools.health import find_problems
 
-    found = ailments(arguments.url)
+    found = find_problems(arguments.url)
     print("\n".join(found) or "well")
     return 1 if found else 0
 

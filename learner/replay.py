@@ -20,10 +20,10 @@ import torch
 
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
-from asyncrl.errors import BadStateError, ExitCode, UserError
+from asyncrl.errors import UserError
 from asyncrl.journal import JOURNAL_FILE
 from asyncrl.journal.reader import JournalReader
-from asyncrl.launch.broken_pipe import ends_with_its_reader
+from asyncrl.launch.command import command
 from asyncrl.models.devices import resolve_dtype
 from asyncrl.models.loading import load_model, stop_token_ids
 from asyncrl.models.lora import read_adapter
@@ -154,7 +154,7 @@ def _saved_weights(config: RunConfig, checkpoint: Path, device: torch.device) ->
     return dict(published_tensors(load_model(model, device=device)))
 
 
-@ends_with_its_reader
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0 if the step is equal and 1 if it differs; 2 and 3 as every service does."""
     parser = argparse.ArgumentParser(prog="asyncrl replay", description="Make a learner step again, and compare.")
@@ -163,14 +163,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="to see what another setting would change")
     parsed = parser.parse_intermixed_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
-    try:
-        with unreadable_as_user_error():
-            run = ReplayableRun.open(parsed.run_dir, parsed.overrides)
-            with closing(run.journal):
-                compared = list(replay(run, parsed.step))
-    except (UserError, BadStateError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return ExitCode.USER_ERROR if isinstance(error, UserError) else ExitCode.BAD_STATE
+    with unreadable_as_user_error():
+        run = ReplayableRun.open(parsed.run_dir, parsed.overrides)
+        with closing(run.journal):
+            compared = list(replay(run, parsed.step))
     *before, last = compared
     start = run.begin_before(parsed.step)
     beginning = f"the checkpoint of step {start}" if start else "the initial model"

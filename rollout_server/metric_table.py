@@ -9,7 +9,7 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 _server = ServiceMetrics("asyncrl_rollout_")
-_gauge, _look, _counter = _server.gauge, _server.gauge_set_on_scrape, _server.counter
+_gauge, _read, _counter = _server.gauge, _server.gauge_set_on_scrape, _server.counter
 
 
 def _seconds(name: str, help: str, healthy: str, *labels: str) -> Metric:
@@ -76,7 +76,7 @@ WEIGHTS = (
 )
 
 MEMORY = (
-    _look("rss_bytes", "bytes", "Resident memory of the server and its children.", "flat after the first steps"),
+    _read("rss_bytes", "bytes", "Resident memory of the server and its children.", "flat after the first steps"),
     _server.device_memory(),
     _gauge("kv_cache_ratio", "ratio", "Share of the key-value cache in use, where the engine says it.", "below 0.95"),
 )

@@ -36,7 +36,7 @@ class ServerExporter:
 
     def serve(self) -> None:
         """Raises UserError where the endpoint's port is taken."""
-        self.metrics.before_scrape(self._look)
+        self.metrics.before_scrape(self._read)
         self.metrics.serve(self._config.host, self._config.rollout_port)
 
     # --- as it happens -------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ class ServerExporter:
 
     # --- at a scrape ---------------------------------------------------------------------------------
 
-    def _look(self) -> None:
+    def _read(self) -> None:
         """Refresh gauges at a scrape; runs on the endpoint's thread."""
         now = time.monotonic()
         if self._beat_at is not None:

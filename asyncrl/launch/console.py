@@ -1,4 +1,4 @@
-"""Rich's console for commands whose reader may go away (`broken_pipe.py`)."""
+"""Rich's console for commands whose reader may go away (`command.py`)."""
 
 from __future__ import annotations
 

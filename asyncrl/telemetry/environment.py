@@ -57,12 +57,18 @@ def describe_environment() -> dict[str, Any]:
     }
 
 
-def _version(package: str) -> str:
+def installed_version(distribution: str) -> str | None:
+    """Version of a distribution; None where it is not installed."""
     try:
-        return version(package)
+        return version(distribution)
     except PackageNotFoundError:
-        other = _OTHER_DISTRIBUTIONS.get(package)
-        return f"{found} ({other})" if other and (found := _version(other)) else ""
+        return None
+
+
+def _version(package: str) -> str:
+    other = _OTHER_DISTRIBUTIONS.get(package, "")
+    found = installed_version(package)
+    return found or (f"{also} ({other})" if other and (also := installed_version(other)) else "")
 
 
 def _cpu() -> str:

@@ -25,7 +25,7 @@ _RUN = re.compile(rf"\brun={_TEXT},?")
 """The label that all series of a service share."""
 
 
-def ailments(url: str) -> list[str]:
+def find_problems(url: str) -> list[str]:
     """List the problems of the service behind a metrics endpoint; a URL without a scheme is HTTP."""
     url = url if "://" in url else f"http://{url}"
     try:

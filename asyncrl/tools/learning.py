@@ -47,6 +47,10 @@ class Course:
             return "is within noise"
         return "rose" if difference > 0 else "fell"
 
+    @property
+    def ends(self) -> str:
+        return f"{self.start.value:.3f} → {self.end.value:.3f}"
+
     def __str__(self) -> str:
         figures = f"{self.start} to {self.end} ({self.where})"
         return f"{self.name} {self.direction}{': ' if self.direction == 'is within noise' else ' from '}{figures}"

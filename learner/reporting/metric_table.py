@@ -22,7 +22,7 @@ _BY_STALENESS = (
 
 
 _learner = ServiceMetrics("asyncrl_learner_")
-_gauge, _look, _counter = _learner.gauge, _learner.gauge_set_on_scrape, _learner.counter
+_gauge, _read, _counter = _learner.gauge, _learner.gauge_set_on_scrape, _learner.counter
 
 
 def _seconds(name: str, help: str, healthy: str, buckets: tuple[float, ...] = SECONDS) -> Metric:
@@ -124,7 +124,7 @@ METRICS = (
     _seconds("wait", "Part of a step spent waiting for groups.", "small when rollout keeps up"),
     _seconds("learn", "Part of a step from the batch to the new weights.", "most of a step"),
     _counter("waiting_seconds", "seconds", "Time that the main thread stood still, by reason.", "groups least", "for"),
-    _look(
+    _read(
         "last_step_age_seconds",
         "seconds",
         "Time since the end of the last step; before the first, since this process was ready to make one.",
@@ -139,11 +139,11 @@ METRICS = (
         "buffered above 0",
         "state",
     ),
-    _look("ledger_residual_groups", "groups", "Issued groups that are in no state.", "0, always"),
+    _read("ledger_residual_groups", "groups", "Issued groups that are in no state.", "0, always"),
     _gauge("mean_length", "tokens", "Mean trajectory length of groups by state.", "equal", "state"),
     _gauge("length_bias", "ratio", "Mean trained length over that of all trained or dropped, minus 1.", "near 0"),
-    _look("oldest_ticket_seconds", "seconds", "Age of the oldest group that a step waits for.", "below a step or two"),
-    _look(
+    _read("oldest_ticket_seconds", "seconds", "Age of the oldest group that a step waits for.", "below a step or two"),
+    _read(
         "ticket_deadline_seconds",
         "seconds",
         "Time after which a training ticket goes to another server, too: 3 times what recent groups took, or more.",
@@ -166,18 +166,18 @@ METRICS = (
     _seconds("publish", "Time to write one policy version for the servers.", "small against a step"),
     _gauge("publish_bytes", "bytes", "Size of one published version.", "constant"),
     # memory and disks
-    _look("rss_bytes", "bytes", "Resident memory of the learner process.", "flat after the first steps"),
+    _read("rss_bytes", "bytes", "Resident memory of the learner process.", "flat after the first steps"),
     _learner.device_memory(),
-    _look("shared_memory_bytes", "bytes", "Published versions in shared memory.", "two versions"),
-    _look("shared_memory_free_bytes", "bytes", "Free bytes in /dev/shm.", "above one version"),
-    _look(
+    _read("shared_memory_bytes", "bytes", "Published versions in shared memory.", "two versions"),
+    _read("shared_memory_free_bytes", "bytes", "Free bytes in /dev/shm.", "above one version"),
+    _read(
         "journal_bytes",
         "bytes",
         "Size of the journal, its write-ahead log and its groups, kept samples included.",
         "bounded",
     ),
-    _look("disk_free_bytes", "bytes", "Free bytes on the file system of the run directory.", "above a few checkpoints"),
-    _look("disk_size_bytes", "bytes", "Size of the file system of the run directory.", "constant"),
+    _read("disk_free_bytes", "bytes", "Free bytes on the file system of the run directory.", "above a few checkpoints"),
+    _read("disk_size_bytes", "bytes", "Size of the file system of the run directory.", "constant"),
     # turns on a shared device
     _gauge(
         "lease_fence",
@@ -190,8 +190,8 @@ METRICS = (
     _gauge("wake_seconds", "seconds", "Part of the last step spent waking up.", "small against a step"),
     _gauge("sleep_bytes", "bytes", "Bytes that left the device at the newest falling asleep.", "constant"),
     # health
-    _look("servers", "servers", "Welcomed rollout servers.", "as many as were started"),
-    _look("pulse_age_seconds", "seconds", "Time since the network thread last looked at its sockets.", "below 5"),
+    _read("servers", "servers", "Welcomed rollout servers.", "as many as were started"),
+    _read("pulse_age_seconds", "seconds", "Time since the network thread last looked at its sockets.", "below 5"),
     _gauge("stopped", "runs", "1 once the run has stopped, by kind (finished, bad_state, ...).", "finished", "kind"),
     _counter(
         "not_finite",

@@ -134,7 +134,7 @@ def _run_module(module: str, arguments: Sequence[str]) -> int:
         launcher: Any = importlib.import_module("asyncrl.launch.processes")
         launcher.subprocess = SimpleNamespace(Popen=_launch, DEVNULL=None, STDOUT=None)
         command: Any = importlib.import_module("asyncrl.cli")
-        command._become = lambda module, *words: os._exit(_run_module(module, words))
+        command._exec_module = lambda module, *words: os._exit(_run_module(module, words))
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:

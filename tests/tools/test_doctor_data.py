@@ -14,7 +14,7 @@ from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_train
 from asyncrl.data.prompts import PromptRenderer
 from asyncrl.models.row_survey import RowSurvey
-from asyncrl.tools.doctor.data import find_prompts, find_rewards, find_twins
+from asyncrl.tools.doctor.data import find_overlap, find_prompts, find_rewards
 from asyncrl.tools.doctor.examine import run_check
 from asyncrl.tools.doctor.findings import Finding, Report
 
@@ -69,11 +69,11 @@ def test_a_template_that_forgets_the_question(make_config: MakeConfig, tmp_path:
 def test_held_out_rows_that_are_trained_on(make_config: MakeConfig, tmp_path: Path) -> None:
     _, train = look_at(make_config(data=write_rows(tmp_path, [{"prompt": "a"}, {"prompt": "b"}])))
     _, twin = look_at(make_config(data=write_rows(tmp_path, [{"prompt": "b"}, {"prompt": "c"}])), "held-out")
-    (found,) = list(find_twins(train, twin))
+    (found,) = list(find_overlap(train, twin))
     assert found.value == "1 of 2 held-out prompts are trained on, too: rows.jsonl:0 is rows.jsonl:1"
     assert found.verdict == "warning"
     _, other = look_at(make_config(data=write_rows(tmp_path, [{"prompt": "c"}])), "held-out")
-    assert [finding.verdict for finding in list(find_twins(train, other))] == ["ok"]
+    assert [finding.verdict for finding in list(find_overlap(train, other))] == ["ok"]
 
 
 def rewards_of(make_config: MakeConfig, tmp_path: Path, body: str, **reward: Any) -> list[Finding]:

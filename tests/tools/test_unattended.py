@@ -21,7 +21,7 @@ from asyncrl.run_folder.contents import next_attempt
 from asyncrl.run_folder.failure import FAILURE_FILE, Kind
 from asyncrl.telemetry.recorder import RunRecorder
 from asyncrl.telemetry.timeline import WaitClock
-from asyncrl.tools.health import LONGEST_PULSE_S, LONGEST_START_S, LONGEST_STEP_S, ailments
+from asyncrl.tools.health import LONGEST_PULSE_S, LONGEST_START_S, LONGEST_STEP_S, find_problems
 from tests.rigs.small_runs import save_failure
 
 
@@ -58,7 +58,7 @@ def test_its_learner_knows_that_nobody_watches_it(
     file.write_text(dump_config(config))
     if begun:
         _begun(config)
-    monkeypatch.setattr(cli, "_become", lambda *arguments: became.extend(arguments))
+    monkeypatch.setattr(cli, "_exec_module", lambda *arguments: became.extend(arguments))
     asyncrl(["learn", str(file), "--unattended"])
     assert became == ["learner", "--config", str(file), *(["--resume"] if begun else []), "--unattended"]
 
@@ -113,7 +113,7 @@ WAITS = "asyncrl_rollout_policy_version NaN\nasyncrl_rollout_learner_silence_sec
 )
 def test_health_names_what_is_wrong(more: str, says: list[str]) -> None:
     with _endpoint(OK + WELL + more) as url:
-        found = ailments(url)
+        found = find_problems(url)
     assert len(found) == len(says)
     assert all(text in ailment for text, ailment in zip(says, found, strict=True)), found
 
@@ -121,7 +121,7 @@ def test_health_names_what_is_wrong(more: str, says: list[str]) -> None:
 def test_health_of_a_service_that_is_well_is_exit_code_0() -> None:
     with _endpoint(OK + WELL) as url:
         assert asyncrl(["health", url]) == 0
-    assert f"{url} does not answer" in ailments(url)[0]
+    assert f"{url} does not answer" in find_problems(url)[0]
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_health_of_a_service_that_is_well_is_exit_code_0() -> None:
 )
 def test_health_of_a_broken_answer_is_words(answer: str, says: str) -> None:
     with _endpoint(answer) as url:
-        (found,) = ailments(url)
+        (found,) = find_problems(url)
     assert says in found
 
 

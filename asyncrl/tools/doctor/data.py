@@ -54,14 +54,14 @@ def find_prompts(config: RunConfig, rows: RowSource, purpose: str, renderer: Pro
     return survey
 
 
-def find_twins(train: RowSurvey, held_out: RowSurvey) -> Findings[None]:
+def find_overlap(train: RowSurvey, held_out: RowSurvey) -> Findings[None]:
     """Report held-out prompts that are also in the training data."""
     trained = {facts.digest: index for index, facts in enumerate(train.facts) if facts}
     asked = {facts.digest: index for index, facts in enumerate(held_out.facts) if facts}
-    twins = [(index, trained[digest]) for digest, index in asked.items() if digest in trained]
-    value = f"{len(twins):,} of {len(asked):,} held-out prompts are trained on, too"
-    if twins:
-        held, same = held_out.row_ids(twins[0][0]), train.row_ids(twins[0][1])
+    shared = [(index, trained[digest]) for digest, index in asked.items() if digest in trained]
+    value = f"{len(shared):,} of {len(asked):,} held-out prompts are trained on, too"
+    if shared:
+        held, same = held_out.row_ids(shared[0][0]), train.row_ids(shared[0][1])
         fix = "take them out of one of data.train_files and data.val_files"
         yield Finding("held-out is apart", f"{value}: {held} is {same}", "warning", fix)
     else:

@@ -57,7 +57,7 @@ def examine(file: Path | None, overrides: Sequence[str], *, quick: bool, as_json
 
 
 def _examine_run(report: Report, config: RunConfig, devices: Sequence[Device]) -> None:
-    from asyncrl.tools.doctor.data import find_prompts, find_rewards, find_twins
+    from asyncrl.tools.doctor.data import find_overlap, find_prompts, find_rewards
     from asyncrl.tools.doctor.disk import find_disk, find_run_dir
     from asyncrl.tools.doctor.memory import find_memory, find_model
     from asyncrl.tools.doctor.network import find_network, find_ports
@@ -75,13 +75,13 @@ def _examine_run(report: Report, config: RunConfig, devices: Sequence[Device]) -
     renderer = run_check(report, "template", _load_renderer(config))
     if rows is None or renderer is None:
         return
-    looks = [
+    surveys = [
         run_check(report, "prompts", find_prompts(config, source, purpose, renderer))
         for source, purpose in ((rows, "training"), (held_out, "held-out"))
         if source is not None and model is not None
     ]
-    if len(looks) == 2 and looks[0] and looks[1]:
-        run_check(report, "held-out is apart", find_twins(looks[0], looks[1]))
+    if len(surveys) == 2 and surveys[0] and surveys[1]:
+        run_check(report, "held-out is apart", find_overlap(surveys[0], surveys[1]))
     run_check(report, "reward", find_rewards(config, rows, renderer))
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 
 from asyncrl.launch.processes import available_cores
+from asyncrl.telemetry.environment import installed_version
 from asyncrl.tools.doctor.findings import Finding, Findings
-from asyncrl.tools.doctor.versions import installed
 from asyncrl.tools.numbers import size
 from protocol.endpoints import SHARED_MEMORY
 
@@ -129,4 +129,4 @@ def _find_compiler() -> Findings[None]:
         lacking = " and no ".join(missing)
         value = f"there is no {lacking}: Triton cannot build its kernels, which vLLM needs on a GPU"
         fix = "install them: apt-get install gcc libc6-dev python3-dev, or what your system calls these"
-        yield Finding("compiler", value, "problem" if installed("vllm") else "warning", fix)
+        yield Finding("compiler", value, "problem" if installed_version("vllm") else "warning", fix)

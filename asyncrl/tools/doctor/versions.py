@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import requires
 
 import zmq
 from packaging.requirements import Requirement
 
+from asyncrl.telemetry.environment import installed_version
 from asyncrl.tools.doctor.findings import Finding, Findings
 from protocol.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR
 
@@ -21,7 +22,9 @@ INSTALL = "bash scripts/install.sh"
 
 def find_versions() -> Findings[None]:
     yield Finding("python", f"{platform.python_version()} on {platform.platform(terse=True)}")
-    yield Finding("asyncrl", f"{installed('asyncrl') or 'not installed'}, protocol {PROTOCOL_MAJOR}.{PROTOCOL_MINOR}")
+    yield Finding(
+        "asyncrl", f"{installed_version('asyncrl') or 'not installed'}, protocol {PROTOCOL_MAJOR}.{PROTOCOL_MINOR}"
+    )
     versions = {package: _version(package) for package in PACKAGES}
     missing = [name for name, found in versions.items() if not found]
     yield Finding("packages", ", ".join(f"{name} {found}" for name, found in versions.items() if found))
@@ -37,16 +40,9 @@ def find_versions() -> Findings[None]:
     yield Finding("libzmq", f"{zmq.zmq_version()} {curve} CURVE, which network.keys_dir needs")
 
 
-def installed(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
-
-
 def _version(package: str) -> str | None:
     """Version of the distribution that provides the package, if one is installed."""
-    return next(filter(None, map(installed, PROVIDED_BY.get(package, (package,)))), None)
+    return next(filter(None, map(installed_version, PROVIDED_BY.get(package, (package,)))), None)
 
 
 def _compare(package: str, found: str) -> Findings[None]:
@@ -67,7 +63,7 @@ def _compare(package: str, found: str) -> Findings[None]:
 
 def _requirements(distribution: str, extra: str = "") -> Iterator[Requirement]:
     """Requirements whose markers apply to this machine."""
-    if installed(distribution) is None:
+    if installed_version(distribution) is None:
         return
     for line in requires(distribution) or ():
         requirement = Requirement(line)
@@ -81,7 +77,7 @@ def _torchvision() -> Findings[None]:
 
     from asyncrl.models import torchvision_cpu
 
-    vision, audio = installed("torchvision") or "", installed("torchaudio") or "cpu"
+    vision, audio = installed_version("torchvision") or "", installed_version("torchaudio") or "cpu"
     cpu_torch = torch.version.cuda is None and torch.version.hip is None
     torchvision_cpu.install()  # the two operators that it needs beside a CPU torch
     try:

@@ -10,8 +10,8 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from asyncrl.errors import BadStateError, ExitCode, UserError
-from asyncrl.launch.broken_pipe import ends_with_its_reader
+from asyncrl.errors import ExitCode, UserError
+from asyncrl.launch.command import command
 from asyncrl.launch.console import Console
 from asyncrl.telemetry.reading import unreadable_as_user_error
 from asyncrl.tools.inspect.filters import FILTERS, ORDERS, STATUSES, read_query
@@ -26,17 +26,10 @@ FILE_COLUMNS = 160
 """Width of output that goes to no terminal."""
 
 
-@ends_with_its_reader
+@command
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
-    try:
-        with unreadable_as_user_error():
-            return _inspect(arguments)
-    except (UserError, BadStateError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return ExitCode.USER_ERROR if isinstance(error, UserError) else ExitCode.BAD_STATE
-    except KeyboardInterrupt:
-        return ExitCode.INTERRUPTED
+    with unreadable_as_user_error():
+        return _inspect(_parser().parse_args(argv))
 
 
 def _parser() -> argparse.ArgumentParser:

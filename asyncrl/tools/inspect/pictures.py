@@ -10,6 +10,8 @@ from rich.color import Color
 from rich.style import Style
 from rich.text import Text
 
+from asyncrl.data.images import decode_image
+from asyncrl.errors import UserError
 from asyncrl.tools.samples.model import SampleImage
 
 SHOWN_BY_BROWSERS = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
@@ -78,16 +80,13 @@ def half_blocks(image: SampleImage, columns: int, lines: int) -> Text | None:
 
 
 def _pixels(image: SampleImage) -> Image.Image | None:
-    """Decode to RGB over white; None where it cannot be shown."""
+    """Decode to what a model sees; None where it cannot be shown."""
     if image.data is None or image_facts(image).problem:
         return None
     try:
-        with Image.open(io.BytesIO(image.data)) as picture:
-            coloured = picture.convert("RGBA")
-    except _UNREADABLE:
+        return decode_image(image.data, image.hash)
+    except UserError:
         return None
-    ground = Image.new("RGBA", coloured.size, "white")
-    return Image.alpha_composite(ground, coloured).convert("RGB")
 
 
 def _colour(picture: Image.Image, x: int, y: int) -> Color:

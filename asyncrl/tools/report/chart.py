@@ -44,16 +44,14 @@ class Axes:
 
     x: tuple[float, float]
     y: tuple[float, float]
-    logarithmic: bool = False
 
     def px(self, x: float) -> float:
         low, high = self.x
         return LEFT + (x - low) / ((high - low) or 1.0) * (WIDTH - LEFT - RIGHT)
 
     def py(self, y: float) -> float:
-        low, high = (math.log10(v) for v in self.y) if self.logarithmic else self.y
-        value = math.log10(max(y, self.y[0])) if self.logarithmic else y
-        return HEIGHT - BOTTOM - (value - low) / ((high - low) or 1.0) * (HEIGHT - TOP - BOTTOM)
+        low, high = self.y
+        return HEIGHT - BOTTOM - (y - low) / ((high - low) or 1.0) * (HEIGHT - TOP - BOTTOM)
 
     def point(self, x: float, y: float) -> str:
         return f"{self.px(x):.1f},{self.py(y):.1f}"
@@ -64,7 +62,6 @@ def line_chart(
     curves: Sequence[Curve],
     *,
     unit: str = "",
-    logarithmic: bool = False,
     floor: float | None = None,
     ceiling: float | None = None,
     limit: float | None = None,
@@ -79,13 +76,10 @@ def line_chart(
     if not drawn:
         return None
     numbers = [y for curve in drawn for _, y in curve.points if y is not None]
-    positive = [y for y in numbers if y > 0]
-    logarithmic = logarithmic and bool(positive)
-    low, high = (min(positive), max(positive)) if logarithmic else (min(numbers), max(numbers))
-    if not logarithmic:
-        low, high = min(low, floor if floor is not None else low), max(high, ceiling if ceiling is not None else high)
+    low = min([*numbers, floor] if floor is not None else numbers)
+    high = max([*numbers, ceiling] if ceiling is not None else numbers)
     xs = [x for curve in drawn for x, _ in curve.points]
-    axes = Axes((min(xs), max(xs)), _padded(low, high, logarithmic, floor), logarithmic)
+    axes = Axes((min(xs), max(xs)), _padded(low, high, floor))
     marks = [mark for curve in drawn for mark in _marks(axes, curve)]
     limit = limit if limit is not None and axes.y[0] < limit < axes.y[1] else None
     return _drawing(title, unit, drawn, marks, axes, show, x_name, limit)
@@ -137,9 +131,7 @@ def _marks(axes: Axes, curve: Curve) -> list[Mark]:
     return [*(("polyline", line, " ".join(part)) for part in parts if len(part) > 1), *dots]
 
 
-def _padded(low: float, high: float, logarithmic: bool, floor: float | None) -> tuple[float, float]:
-    if logarithmic:
-        return (low / 1.3, high * 1.3) if high / low > 1.001 else (low / 3, high * 3)
+def _padded(low: float, high: float, floor: float | None) -> tuple[float, float]:
     if high - low <= 1e-9 * abs(high):  # equal but for rounding
         margin = abs(high) * 0.1 or 1.0
         return (low if floor == low else low - margin, high + margin)
@@ -157,11 +149,6 @@ def ticks(low: float, high: float, wanted: int) -> list[float]:
     step = next(magnitude * m for m in (1, 2, 5, 10) if magnitude * m >= raw * 0.999)
     first = math.ceil(low / step - 1e-9)
     return [round(i * step, 12) for i in range(first, math.floor(high / step + 1e-9) + 1)][: 4 * wanted]
-
-
-def _log_ticks(low: float, high: float) -> list[float]:
-    powers = range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)
-    return [10.0**power for power in powers[:: math.ceil(len(powers) / 4)]] if len(powers) > 1 else ticks(low, high, 4)
 
 
 def _drawing(
@@ -188,7 +175,7 @@ def _drawing(
         "data": json.dumps(data, separators=(",", ":")),
         "marks": marks,
         "x_ticks": [(axes.px(x), f"{x:,g}") for x in ticks(*axes.x, 5)],
-        "y_ticks": [(axes.py(y), show(y)) for y in (_log_ticks(*axes.y) if axes.logarithmic else ticks(*axes.y, 4))],
+        "y_ticks": [(axes.py(y), show(y)) for y in ticks(*axes.y, 4)],
     }
 
 

@@ -21,8 +21,6 @@ NOISY_FROM = 60
 """Points from which on a noisy curve gets a moving mean."""
 NOISE = 6.0
 """A curve is noisy if it goes so many times as far up and down as its range is wide."""
-DECADES = 30.0
-"""Quotient of the largest value and the median from which on a linear axis would hide most of a curve."""
 MAX_CURVES = 8
 COLOURS = {"finished": "good", "truncated": "truncated", "timed_out": "timed", "error": "bad"} | {
     name: name for name in ("waiting", "learning", "publishing")
@@ -176,10 +174,7 @@ def _overlaid(title: str, points: Mapping[str, Points], **axes: Any) -> Drawing 
 
 def _axes(chart: Chart, *runs: RecordedRun) -> dict[str, Any]:
     limit = THRESHOLDS[chart.limit].value if chart.limit in THRESHOLDS else number(runs[0].setting(chart.limit))
-    columns = [sorted(run.values(key)) for run in runs for key in chart.names(run)]
-    spans_decades = any(len(v) > 4 and v[0] > 0 and v[-1] > DECADES * v[len(v) // 2] for v in columns)
-    axes = {"floor": chart.floor, "ceiling": chart.ceiling, "limit": limit, "show": chart.show}
-    return axes | {"logarithmic": spans_decades}
+    return {"floor": chart.floor, "ceiling": chart.ceiling, "limit": limit, "show": chart.show}
 
 
 def _with_mean(name: str, points: Points, is_smooth: bool = True, colour: int | str = -1) -> list[Curve]:

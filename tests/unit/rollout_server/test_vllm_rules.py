@@ -89,7 +89,7 @@ def test_a_missing_or_other_vllm_is_refused_with_what_to_install(
 ) -> None:
     """These packages and no others, beside the torch and transformers that are pinned."""
     installed = {"transformers": rules.VERSIONS["transformers"], "torch": "2.13.0+cpu", **packages}
-    monkeypatch.setattr(rules, "_installed", installed.get)
+    monkeypatch.setattr(rules, "installed_version", installed.get)
     found = rules.installation_problems(cuda=cuda)
     assert len(found) == (problem is not None)
     assert not found or re.search(problem or "", found[0]), found

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.launch.broken_pipe import READER_GONE, ends_with_its_reader
+from asyncrl.launch.command import READER_GONE, command
 from tests.tools.test_panel import write_run
 
 CHANGES_WHAT_IS_PRINTED = ("PYTHONUNBUFFERED", "COLUMNS")
@@ -39,7 +39,7 @@ def test_a_command_ends_with_who_reads_it(tmp_path: Path) -> None:
 
 
 def test_another_broken_pipe_is_an_error() -> None:
-    @ends_with_its_reader
+    @command
     def main() -> int:
         ours, theirs = socket.socketpair()
         theirs.close()

@@ -1,4 +1,4 @@
-"""Exit quietly when the pipe that reads a command's output closes (`| head`)."""
+"""The frame of a command: errors as a line and an exit code, and a quiet end where its reader has gone (`| head`)."""
 
 from __future__ import annotations
 
@@ -10,19 +10,27 @@ from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec
 
+from asyncrl.errors import BadStateError, ExitCode, UserError
+
 P = ParamSpec("P")
 READER_GONE = 128 + signal.SIGPIPE
 """Exit code, as a shell has it of a program that the signal ended."""
 
 
-def ends_with_its_reader(main: Callable[P, int]) -> Callable[P, int]:
-    """Decorate a command to return READER_GONE on a broken stdout. Other broken pipes are raised."""
+def command(main: Callable[P, int]) -> Callable[P, int]:
+    """Decorate a command: UserError and BadStateError become a line on stderr and their exit codes, an interruption
+    130, and a broken stdout READER_GONE. Other broken pipes are raised."""
 
     @wraps(main)
-    def ended(*arguments: P.args, **named: P.kwargs) -> int:
+    def framed(*arguments: P.args, **named: P.kwargs) -> int:
         try:
             try:
                 return main(*arguments, **named)
+            except (UserError, BadStateError) as error:
+                print(f"error: {error}", file=sys.stderr)
+                return ExitCode.USER_ERROR if isinstance(error, UserError) else ExitCode.BAD_STATE
+            except KeyboardInterrupt:
+                return ExitCode.INTERRUPTED
             finally:
                 print(end="", flush=True)  # also after argparse has printed its help and raised SystemExit
         except BrokenPipeError:
@@ -33,4 +41,4 @@ def ends_with_its_reader(main: Callable[P, int]) -> Callable[P, int]:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
             return READER_GONE
 
-    return ended
+    return framed
