@@ -18,6 +18,8 @@ from typing import Any
 
 import yaml
 
+from tests.rigs.prefork import Service, fork_module
+
 ROOT = Path(__file__).parents[2]
 COMPOSE = shutil.which("docker-compose")
 
@@ -64,7 +66,7 @@ class Container:
     """Folder with the image's own commands; first in PATH."""
     log: Path
     exits: list[int] = field(default_factory=list)
-    process: subprocess.Popen[bytes] | None = None
+    process: Service | None = None
     _is_wanted: bool = False
 
     def words(self, command: list[str]) -> list[str]:
@@ -84,13 +86,13 @@ class Container:
         threading.Thread(target=self._restart_on_failure, daemon=True).start()
 
     def _spawn(self) -> None:
+        words = self.words(self.service["command"])
+        if words[0] == "asyncrl":
+            self.process = fork_module("asyncrl", words[1:], self.log, self.environment, str(ROOT))
+            return
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                self.words(self.service["command"]),
-                cwd=ROOT,
-                env=self.environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
+                words, cwd=ROOT, env=self.environment, stdout=log, stderr=subprocess.STDOUT, text=True
             )
 
     def _restart_on_failure(self) -> None:
@@ -116,13 +118,16 @@ class Container:
         time.sleep(0.5)  # a check is a process: many in a row would slow the service's start
         check = self.service["healthcheck"]
         assert check["test"][0] == "CMD"
-        done = subprocess.run(
-            self.words(check["test"][1:]),
-            env=self.environment,
-            capture_output=True,
-            timeout=seconds(check["timeout"]),
-            check=False,
-        )
+        try:
+            done = subprocess.run(
+                self.words(check["test"][1:]),
+                env=self.environment,
+                capture_output=True,
+                timeout=seconds(check["timeout"]),
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return False
         return done.returncode == 0
 
     def stop(self) -> float:

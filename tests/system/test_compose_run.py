@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(PROMETHEUS is None, reason="prometheus is not installed"),
 ]
 DASHBOARDS = ROOT / "docker" / "grafana" / "dashboards"
-STEPS = 150
+STEPS = 90
 NOT_OURS = 1e30
 """Value of a neighbour's gauges on the same Prometheus, which no panel of ours may show."""
 GRACE_S = 30.0
@@ -49,6 +49,7 @@ class Stack:
             "/run/secrets/keys": str(folder / "keys"),
             "network.host=learner": "network.host=127.0.0.1",
             "telemetry.host=0.0.0.0": "telemetry.host=127.0.0.1",
+            "telemetry.linger_s=15": "telemetry.linger_s=7",  # two scrapes of this Prometheus
             **{number: str(ports[number]) for number in ("7601", "7602", "9101")},
         }
         self.run = folder / "runs" / "demo" / "grpo"
@@ -94,7 +95,7 @@ def _write_demo(folder: Path, model: Path, data: Path) -> None:
         *(f"run_dir={folder}/grpo", f"model.path={model}"),
         *(f"data.train_files=[{data}/rl.parquet]", f"data.val_files=[{data}/eval.parquet]", "data.max_val_rows=4"),
         *("data.max_response_length=8", "batch.prompts_per_step=4", "batch.group_size=4"),
-        *(f"trainer.max_steps={STEPS}", "trainer.save_freq=20", "evaluation.every_steps=50"),
+        *(f"trainer.max_steps={STEPS}", "trainer.save_freq=20", "evaluation.every_steps=30"),
     ]
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(dump_config(load_config(ROOT / "configs" / "digits_grpo.yaml", small)))
@@ -114,9 +115,9 @@ def test_the_whole_stack_through_crash_stop_and_end(stack: Stack, tmp_path: Path
     assert stack.prepare.run(timeout_s=60) == 0, (tmp_path / "prepare.log").read_text()[-3000:]
     assert (tmp_path / "runs" / "demo" / "config.yaml").stat().st_mtime_ns == made, "a prepared demo is kept"
 
+    assert not any(container.is_healthy() for container in stack.containers), "their endpoints are not there yet"
     for container in (*stack.servers, stack.learner):  # in any order
         container.start()
-    assert not any(container.is_healthy() for container in stack.containers), "their endpoints are not there yet"
     for container in (stack.learner, *stack.servers):
         wait_until(container.is_healthy, "health", tmp_path, timeout_s=120)
     wait_until(stack.prometheus.is_ready, "Prometheus", tmp_path / "prometheus")
