@@ -111,6 +111,7 @@ def test_a_server_that_dies_within_a_batch_changes_no_bit(
 ) -> None:
     run = tmp_path / "killed"
     config = resume_config(make_config, run)
+    config = config.model_copy(update={"network": config.network.model_copy(update={"timeout_s": 2.0})})
     file = write_config(with_ports(config), run)
     learner = start("learner", file)
     try:

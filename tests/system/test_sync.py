@@ -6,7 +6,7 @@ import json
 import re
 import resource
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -14,10 +14,10 @@ import pytest
 
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
-from benchmarks.sleep_memory import make_model
 from protocol.device_lock import read_tenure
-from tests.rigs.prefork import Service
+from tests.rigs.prefork import RUN_FIRST, Service
 from tests.rigs.small_runs import assert_every_prompt_trained_once, failure_of, logs, small
+from tests.rigs.tiny import make_tiny_model
 from tests.rigs.two_processes import run_both, start, start_command, with_ports, write_config
 from tests.rigs.waiting import wait_until
 from tests.system.test_resume import assert_same_run, resume_config
@@ -44,10 +44,10 @@ def test_a_sync_run_is_the_on_policy_run_on_two_devices_bit_for_bit(
 class Pair:
     """Learner and rollout server of a sync run, and their lease."""
 
-    def __init__(self, config: RunConfig, folder: Path, under: Sequence[str] = ()):
+    def __init__(self, config: RunConfig, folder: Path):
         self.run = folder
         self.file = write_config(with_ports(config), folder)
-        self.learner, self.server = (start(name, self.file, under=under) for name in ("learner", "rollout_server"))
+        self.learner, self.server = (start(name, self.file) for name in ("learner", "rollout_server"))
 
     def __enter__(self) -> Pair:
         return self
@@ -141,8 +141,8 @@ def test_ctrl_c_while_the_learner_sleeps_and_then_resume(make_config: Callable[.
 
 @pytest.fixture(scope="module")
 def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """145 MB: much more than what an allocator may have kept."""
-    return make_model(tmp_path_factory.mktemp("large") / "model")
+    """80 MB: much more than what an allocator may have kept."""
+    return make_tiny_model(tmp_path_factory.mktemp("large") / "model", intermediate=50_000)
 
 
 @pytest.mark.parametrize("victim", ["learner", "rollout_server"])
@@ -151,12 +151,14 @@ def test_a_side_that_finds_no_room_to_wake_up_ends_the_run_with_the_numbers(
     tmp_path: Path,
     large_model: Path,
     victim: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Memory that was freed is gone, whatever the C library would keep: it reads this when a program is executed.
-    under = ("env", "MALLOC_MMAP_THRESHOLD_=65536")
-    run = tmp_path / "run"
+    run, keep_nothing = tmp_path / "run", tmp_path / "keep_nothing.py"
+    # Memory that was freed is gone, whatever the C library would keep (M_MMAP_THRESHOLD in malloc.h is -3).
+    keep_nothing.write_text("import ctypes\nassert ctypes.CDLL(None).mallopt(-3, 65536) == 1\n")
+    monkeypatch.setenv(RUN_FIRST, str(keep_nothing))
     config = small(make_config, model={"path": str(large_model)}, trainer={"mode": "sync"})
-    with Pair(config.model_copy(update={"run_dir": str(run)}), run, under) as pair:
+    with Pair(config.model_copy(update={"run_dir": str(run)}), run) as pair:
         sleeper, holder = pair.learner, pair.server
         if victim == "rollout_server":
             sleeper, holder = holder, sleeper

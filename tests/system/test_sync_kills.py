@@ -1,4 +1,4 @@
-"""Two dozen cycles and ten deaths: learner and rollout server never have the device together, and nothing is lost.
+"""A dozen cycles and six deaths: learner and rollout server never have the device together, and nothing is lost.
 
 Two accounts that know nothing of each other must agree: the lease's own trace, and what the engines did when
 (tests/rigs/device_witness.py). Both are in seconds of the machine's one monotonic clock.
@@ -31,7 +31,7 @@ from tests.rigs.waiting import wait_until
 from tests.system.test_resume import assert_same_run
 
 pytestmark = pytest.mark.slow
-CYCLES, KILLS, SEED = 24, 10, 4
+CYCLES, KILLS, SEED = 14, 6, 4
 STOPPED_S = 0.2
 """Half of the victims stand still for so long before they die: a holder that does nothing is a holder all the same."""
 RUN_S = 240.0
@@ -137,12 +137,12 @@ class Rig:
         ]
 
 
-def test_ten_kills_in_24_cycles_and_the_two_sides_never_have_the_device_together(
+def test_six_kills_in_14_cycles_and_the_two_sides_never_have_the_device_together(
     make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
     config = small(
         make_config,
-        trainer={"mode": "sync", "max_steps": CYCLES, "save_freq": 7},
+        trainer={"mode": "sync", "max_steps": CYCLES, "save_freq": 5},
         network={"timeout_s": 1.5},
     )
     rig = Rig(write_config(with_ports(config), tmp_path / "run"), random.Random(SEED))
@@ -157,7 +157,7 @@ def test_ten_kills_in_24_cycles_and_the_two_sides_never_have_the_device_together
     for before, after in pairwise(turns):
         assert before.ended <= after.taken, (before, after)
     died_with_it = Counter(turn.side for turn in turns if turn.ended == rig.deaths.get(turn.pid))
-    assert min(died_with_it["learner"], died_with_it["rollout_server"]) >= 2, died_with_it
+    assert min(died_with_it["learner"], died_with_it["rollout_server"]) >= 1, died_with_it
 
     # The engines' account: none used the device without the lease, so no two at once.
     uses = read_uses(rig.run / USES_FILE)
