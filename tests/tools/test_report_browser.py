@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +89,29 @@ def test_the_timeline_tells_who_did_what(opened: Any, tmp_path: Path) -> None:
     assert re.search(r"learning  \d+ %", told)
     detail.locator("rect.a-generating").first.hover()
     assert page.locator("#tip").inner_text() == "generating 6 s"
+
+
+def test_labels_of_the_timeline_keep_their_places(opened: Any, tmp_path: Path) -> None:
+    """A standstill of 83 minutes in the middle of short steps."""
+    away = 5000.0
+    run = made.make_run(tmp_path / "run", change=lambda n: {"time": made.BEGAN + 10 * n + (away if n > 20 else 0)})
+    spans = [made.span("host-1", "generating", since, since + 200) for since in (0, away + 200)]
+    made.lines(run / "timeline.jsonl", spans)
+    starts = [{"time": made.BEGAN, "step": 0}, {"time": made.BEGAN + away + 200, "step": 20}]
+    (run / "environment.json").write_text(json.dumps({"starts": starts}))
+    page = opened(write_report([run]))
+    for picture in page.locator("svg.lanes").all():
+        boxes = [(text.text_content(), text.bounding_box()) for text in picture.locator("text").all()]
+        boxes = [(name, box) for name, box in boxes if name]
+        drawn = picture.bounding_box()
+        lanes_end = drawn["y"] + 74 * drawn["width"] / 1180  # two of 30, with 10 between them, after 4
+        (stopped,) = [box for name, box in boxes if name.endswith("1 h 23 min")]
+        assert drawn["y"] <= stopped["y"]
+        assert stopped["y"] + stopped["height"] <= lanes_end
+        for (one, a), (other, b) in combinations(boxes, 2):
+            apart = a["x"] + a["width"] <= b["x"] or b["x"] + b["width"] <= a["x"]
+            below = a["y"] + a["height"] <= b["y"] + 1 or b["y"] + b["height"] <= a["y"] + 1
+            assert apart or below, f"{one} and {other}"
 
 
 def test_samples_are_filtered_by_why_they_are_shown(opened: Any, tmp_path: Path) -> None:

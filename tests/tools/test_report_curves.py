@@ -69,7 +69,7 @@ def test_lanes_say_who_did_what(tmp_path: Path) -> None:
         "saving": 3.0,
     }
     assert seconds(server.parts["generating"]) == pytest.approx(60.0)
-    assert seconds(server.parts["idle"]) == pytest.approx(40.0)
+    assert seconds(server.parts["waiting"]) == pytest.approx(40.0)
 
 
 def test_a_pause_between_two_learners_is_drawn_short(tmp_path: Path) -> None:

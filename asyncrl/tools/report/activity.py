@@ -14,7 +14,7 @@ from asyncrl.tools.recorded_run import RecordedRun, number
 Spans = list[tuple[float, float]]
 
 LEARNER_ACTIVITIES = ("saving", "evaluating", "learning", "publishing", "asleep", "waiting")
-SERVER_ACTIVITIES = ("waking", "loading", "generating", "scoring", "asleep", "idle")
+SERVER_ACTIVITIES = ("waking", "loading", "generating", "scoring", "asleep", "waiting")
 DEVICE_TURNS = ("handing over", "server's turn", "learner's turn")
 """Activities of each lane. Where two overlap, the one named first is shown."""
 USAGE_GAP_S = 5.0
@@ -40,9 +40,9 @@ def lanes(run: RecordedRun) -> list[Lane]:
     handed_over: Spans = []
     turns = merge(learner["asleep"]) if run.setting("trainer.mode") == "sync" else []
     for name, server in recorded.items():
-        server["idle"] = merge(server.pop("usage", []), USAGE_GAP_S)
+        server["waiting"] = merge(server.pop("usage", []), USAGE_GAP_S)
         if run.setting("trainer.mode") == "sync":
-            server["asleep"] = exclusive({"awake": turns, "asleep": server["idle"]}, ("awake", "asleep"))["asleep"]
+            server["asleep"] = exclusive({"awake": turns, "asleep": server["waiting"]}, ("awake", "asleep"))["asleep"]
             server["waking"] = [*_wakings(run, name, turns), *server.pop("falling asleep", [])]
             handed_over += server["waking"]
         lanes.append(Lane(name, exclusive(server, SERVER_ACTIVITIES)))
