@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import uuid
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -30,8 +29,6 @@ from asyncrl.run_folder.checkpoints import MODEL_FOLDER
 from learner.checkpoint.storage import LearnerState, newest_checkpoint, read_state
 from learner.tickets.ticket_writer import TicketWriter
 from protocol.messages import AdapterSpec
-
-logger = logging.getLogger(__name__)
 
 EXPORT = "asyncrl export {run} TARGET, then model.path=TARGET"
 """Advice that turns a checkpoint into a model to start from."""
@@ -72,11 +69,8 @@ def find_start(config: RunConfig, *, resume: bool, resources: ExitStack) -> Star
         raise UserError(f"--resume: there is no run in {config.run_path}. Start without --resume")
     state = read_state(checkpoint) if checkpoint else None
     journal = open_journal(config, resources, state.step if state else 0)
-    before, now = journal.meta("update"), update_settings(config)
-    if before is None:
-        logger.warning("%s does not say by which settings its steps were made: they are not compared", journal.path)
-    else:
-        _refuse_changes(journal, json.loads(before), now)
+    if (before := journal.meta("update")) is not None:  # else its learner died before it had begun
+        _refuse_changes(journal, json.loads(before), update_settings(config))
     return StartingPoint(journal, checkpoint, state)
 
 

@@ -60,15 +60,11 @@ class RewardPool:
         self._idle: asyncio.Queue[WorkerProcess | Exception] = asyncio.Queue()
         self._workers: set[WorkerProcess] = set()
         self._replacing: set[asyncio.Task[None]] = set()
-        self._errors: Counter[str] = Counter()
+        self.errors: Counter[str] = Counter()
+        """Failed samples so far by error kind."""
         self.output_dropped_bytes = 0
         """Bytes that rewards printed beyond SHOWN_BYTES per sample, which no log has."""
         self._closed = False
-
-    @property
-    def errors(self) -> dict[str, int]:
-        """Failed samples so far by error kind."""
-        return dict(self._errors)
 
     async def start(self) -> None:
         """Start the workers, each with all functions loaded. Raises UserError where they cannot be."""
@@ -89,8 +85,8 @@ class RewardPool:
         frame = channel.pack({"id": sample_id, "sample": vars(sample)})
         score = await self._score_on(await self._idle_worker(), sample_id, frame)
         if score.status != "ok":
-            self._errors[score.error_kind] += 1
-            level = logging.WARNING if self._errors[score.error_kind] == 1 else logging.DEBUG
+            self.errors[score.error_kind] += 1
+            level = logging.WARNING if self.errors[score.error_kind] == 1 else logging.DEBUG
             logger.log(level, "row %s, %s: %s", sample.row_id, score.error_kind, score.error_message)
         return score
 

@@ -111,8 +111,8 @@ class Histogram(prometheus_client.Histogram):
 class MetricSet:
     """Prometheus objects of one service, in a registry of their own.
 
-    `metrics.steps_total`, `metrics["steps_total"]` and `metrics["asyncrl_learner_steps_total"]` are the
-    same object: a `Counter`, `Gauge` or `Histogram`.
+    `metrics["steps_total"]` and `metrics["asyncrl_learner_steps_total"]` are the same `Counter`, `Gauge` or
+    `Histogram`.
     """
 
     def __init__(self, table: Sequence[Metric], service: Literal["learner", "rollout"], run: str = ""):
@@ -144,11 +144,6 @@ class MetricSet:
 
     def __getitem__(self, name: str) -> Any:
         return self._metrics[name.removeprefix(self._prefix)]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name not in self._metrics:
-            raise AttributeError(f"no metric {name}")
-        return self._metrics[name]
 
     def raise_to(self, name: str, total: float, **labels: str) -> None:
         """Raise a counter to an external total; a smaller total than before has restarted from 0 and is added."""

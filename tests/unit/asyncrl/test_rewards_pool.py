@@ -225,7 +225,7 @@ def test_a_worker_keeps_its_state_until_it_is_lost_and_an_idle_death_costs_no_sa
     async def scenario(pool: RewardPool) -> None:
         words = ["count", "count", "raise", "count", "os_exit", "count", "memory", "count"]
         assert [(await pool.score(sample_of(word))).reward for word in words] == [1, 2, None, 3, None, 1, None, 1]
-        before = pool.errors
+        before = dict(pool.errors)
         assert (await pool.score(sample_of("die_later"))).status == "ok"
         await asyncio.sleep(0.4)
         assert (await pool.score(sample_of("fine"))).status == "ok"

@@ -34,7 +34,7 @@ def scrape(metrics: MetricSet) -> dict[tuple[str, tuple[tuple[str, str], ...]], 
 
 def test_what_was_counted_is_what_a_scrape_reads() -> None:
     metrics, other = MetricSet(TABLE, "learner"), MetricSet(TABLE, "learner")
-    metrics.steps_total.inc(3)
+    metrics["steps_total"].inc(3)
     metrics["asyncrl_learner_rows_total"].labels(status="finished").inc(5)
     metrics["staleness"].observe_counts(np.array([0, 0, 1, 7]))
     values = scrape(metrics)
