@@ -107,7 +107,7 @@ def group(kind: int, version: int = 0, ticket_id: int = MARK) -> Group:
         logprobs=-random.random(total, np.float32),
         versions=np.full(total, version, np.int32),
         trajectories=(record,) * GROUP_SIZE,
-        timings=GroupTimings(queued_s=0.1, generate_s=20.0, reward_s=0.2),
+        timings=GroupTimings(generate_s=20.0, reward_s=0.2),
     )
 
 

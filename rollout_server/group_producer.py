@@ -50,7 +50,6 @@ class _GroupInProgress:
     request: GenerationRequest
     blobs: Mapping[str, bytes]
     """Encoded media of its prompt by content hash."""
-    queued_s: float
     started_at: float
     completions: dict[int, Completion] = field(default_factory=dict)
     scores: list[asyncio.Task[tuple[int, Score]]] = field(default_factory=list)
@@ -71,7 +70,6 @@ class GroupProducer:
         self, tickets: Sequence[Ticket], blobs: Mapping[str, memoryview]
     ) -> AsyncIterator[Group | TicketFailed]:
         """Groups and failures, each when it is there, whatever else runs. All tickets enter the engine together."""
-        queued_at = time.monotonic()
         requests = await asyncio.to_thread(lambda: [self._request(ticket, blobs) for ticket in tickets])
         started_at = time.monotonic()
         progress: dict[int, _GroupInProgress] = {}
@@ -81,7 +79,6 @@ class GroupProducer:
                     ticket=ticket,
                     request=request,
                     blobs={digest: bytes(blobs[digest]) for digest in ticket.prompt.media_hashes},
-                    queued_s=started_at - queued_at,
                     started_at=started_at,
                 )
         tasks: list[asyncio.Task[Group | TicketFailed | None]] = [
@@ -173,7 +170,6 @@ class GroupProducer:
             kv_versions=kv_versions_column(ordered),
             trajectories=tuple(records),
             timings=GroupTimings(
-                queued_s=group.queued_s,
                 generate_s=generated_at - group.started_at,
                 reward_s=time.monotonic() - generated_at,
             ),

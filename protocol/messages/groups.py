@@ -56,7 +56,6 @@ class TrajectoryRecord(Wire):
 class GroupTimings(Wire):
     """Seconds, measured on the server."""
 
-    queued_s: Seconds
     generate_s: Seconds
     reward_s: Seconds
 

@@ -52,7 +52,7 @@ def made_up_batch(config: RunConfig, processor: PromptProcessor) -> Batch:
             logprobs=(-6 + rng.normal(0, 0.3, total)).astype(np.float32),
             versions=np.full(total, number % 3, np.int32),
             trajectories=tuple(records),
-            timings=GroupTimings(queued_s=0, generate_s=0, reward_s=0),
+            timings=GroupTimings(generate_s=0, reward_s=0),
         )
         received.append(ReceivedGroup(item, group))
     return make_batch(received, processor)

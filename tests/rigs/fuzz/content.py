@@ -122,7 +122,7 @@ def group(ticket_id: int, version: int, server_id: str, lengths: Sequence[int] |
         logprobs=-random.random(total, np.float32),
         versions=np.full(total, version, np.int32),
         trajectories=records,
-        timings=GroupTimings(queued_s=0.0, generate_s=0.1, reward_s=0.0),
+        timings=GroupTimings(generate_s=0.1, reward_s=0.0),
     )
 
 

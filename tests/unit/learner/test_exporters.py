@@ -393,7 +393,7 @@ def test_a_server_without_a_welcome_yet_shows_how_long_it_waits_and_that_it_live
 def test_what_the_server_produced_and_loaded(server: ServerExporter) -> None:
     slot = TicketLedger(throwaway_journal(), prompts_per_step=1, bound=0, total_groups=1).admissible(0)[0]
     group = received(prepared(slot)).group
-    timings = GroupTimings(queued_s=9, generate_s=2, reward_s=0.5)
+    timings = GroupTimings(generate_s=2, reward_s=0.5)
     records = tuple(
         TrajectoryRecord(status=status, finish_reason=FinishReason.STOP, error_kind=kind, turns=())
         for status, kind in ((TrajectoryStatus.FINISHED, ""), (TrajectoryStatus.TIMED_OUT, "reward_timeout"))

@@ -37,7 +37,7 @@ def large_group(tokens: int) -> Group:
         logprobs=np.zeros(tokens, np.float32),
         versions=np.zeros(tokens, np.int32),
         trajectories=(record,),
-        timings=GroupTimings(queued_s=0, generate_s=0, reward_s=0),
+        timings=GroupTimings(generate_s=0, reward_s=0),
     )
 
 
