@@ -159,6 +159,9 @@ def _dry_run(config: RunConfig) -> int:
     with _uncollected():
         check_references(config, "learner", "rollout_server")
         asyncio.run(try_loading(config.reward))
+        from asyncrl.models.lean_imports import import_processors
+
+        import_processors()
         from asyncrl.models.prompt_rows import preview_rows
 
         seen, num_rows = preview_rows(config)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +17,10 @@ from asyncrl.cli import main
 from asyncrl.config.load import dump_config, load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_train
+from asyncrl.data.prompts import PromptRenderer
+from asyncrl.models.processing import PromptProcessor
 from asyncrl.run_folder.lock import LEARNER_LOCK
+from tests.rigs.tiny import ROOT
 from tests.rigs.two_processes import start_command
 from tests.rigs.waiting import wait_until
 
@@ -45,6 +51,48 @@ def test_dry_run_shows_what_would_run_and_writes_nothing(
     assert "first prompt" in printed
     assert "<|vision_start|>" in printed, "as the chat template writes it"
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+NEVER_LOADED = {
+    "sklearn",
+    "scipy",
+    "pandas",
+    "accelerate",
+    "sympy",
+    "triton",
+    "torch._dynamo",
+    "transformers.modeling_utils",
+}
+LOOK_AND_ENCODE = """
+import sys
+from asyncrl.cli import main
+config, *never_loaded = sys.argv[1:]
+code = main(["train", config, "--dry-run"])
+print(code, sorted(set(never_loaded) & set(sys.modules)))
+from tests.tools.test_cli_commands import first_encoded
+print(*first_encoded(config))
+"""
+
+
+def first_encoded(config_file: str) -> tuple[str, str]:
+    """Fingerprint of the processor, and hash of the first row's token ids and pixels."""
+    config = load_config(Path(config_file))
+    rows, processor = open_train(config.data), PromptProcessor(config.model)
+    rendered = PromptRenderer(config.data).render(rows[0], rows.row_id(0))
+    encoded = processor.encode(rendered.prompt, rendered.blobs)
+    assert encoded.pixel_values is not None
+    pixels = encoded.pixel_values.numpy().tobytes()
+    return processor.fingerprint, hashlib.sha256(encoded.token_ids.tobytes() + pixels).hexdigest()
+
+
+def test_dry_run_imports_half_of_what_a_run_does_and_encodes_the_same(config_file: Callable[..., Path]) -> None:
+    """Those packages took half of its time; without them tokens and pixels must be those of the run."""
+    config = str(config_file())
+    command = [sys.executable, "-c", LOOK_AND_ENCODE, config, *NEVER_LOADED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    looked, encoded = done.stdout.splitlines()[-2:]
+    assert looked == "0 []", done.stderr
+    assert encoded == " ".join(first_encoded(config))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from asyncrl.data.dataset import RowSource, open_train, open_validation
 from asyncrl.data.prompts import PromptRenderer
 from asyncrl.errors import ExitCode, UserError
 from asyncrl.launch.inputs import check_algorithm, check_media
+from asyncrl.models.lean_imports import import_transformers
 from asyncrl.tools.doctor.findings import Finding, Findings, Report, problem
 from asyncrl.tools.doctor.machine import Device, find_devices, find_machine, listed_devices
 from asyncrl.tools.doctor.versions import find_versions
@@ -57,6 +58,7 @@ def examine(file: Path | None, overrides: Sequence[str], *, quick: bool, as_json
 
 
 def _examine_run(report: Report, config: RunConfig, devices: Sequence[Device]) -> None:
+    import_transformers()
     from asyncrl.tools.doctor.data import find_overlap, find_prompts, find_rewards
     from asyncrl.tools.doctor.disk import find_disk, find_run_dir
     from asyncrl.tools.doctor.memory import find_memory, find_model

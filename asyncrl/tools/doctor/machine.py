@@ -13,9 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
+from asyncrl.launch.inputs import DRIVERS
 from asyncrl.launch.processes import available_cores
 from asyncrl.telemetry.environment import installed_version
 from asyncrl.tools.doctor.findings import Finding, Findings
@@ -71,9 +73,12 @@ class Device:
 
 
 @contextmanager
-def listed_devices() -> Iterator[subprocess.Popen[str]]:
+def listed_devices() -> Iterator[subprocess.Popen[str] | None]:
     """A process that lists the CUDA devices, begun here and ended after: CUDA takes half a GiB of each device, which a
-    trial needs. It imports torch while this process does."""
+    trial needs. It imports torch while this process does. None where there is no driver, and so no device."""
+    if not any(driver.exists() for driver in DRIVERS):
+        yield None
+        return
     command, pipe = [sys.executable, "-c", LIST_DEVICES], subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, stdin=subprocess.DEVNULL, text=True) as listing:
         try:
@@ -82,18 +87,15 @@ def listed_devices() -> Iterator[subprocess.Popen[str]]:
             listing.kill()
 
 
-def find_devices(listing: subprocess.Popen[str]) -> Findings[tuple[Device, ...]]:
+def find_devices(listing: subprocess.Popen[str] | None) -> Findings[tuple[Device, ...]]:
     """The CUDA devices by index, as the process lists them."""
     try:
-        listed, complaint = listing.communicate(timeout=DEVICES_DEADLINE_S)
-        if listing.returncode:
-            raise subprocess.CalledProcessError(listing.returncode, "python", listed, complaint)
+        facts = _listed(listing)
     except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
         last = str(error.stderr or error).strip().splitlines()[-1]
         fix = "look at nvidia-smi and dmesg whether a GPU or its driver hangs, else: bash scripts/install.sh"
         yield Finding("devices", f"torch cannot look at them: {last}", "problem", fix)
         return ()
-    facts = json.loads(listed.splitlines()[-1])
     built = f"for CUDA {facts['cuda']}" if facts["cuda"] else "without CUDA"
     devices = tuple(Device(**device) for device in facts["devices"])
     for index, device in enumerate(devices):
@@ -114,6 +116,17 @@ def find_devices(listing: subprocess.Popen[str]) -> Findings[tuple[Device, ...]]
     else:
         yield Finding("devices", f"the CPU alone; torch {facts['torch']} is built {built}", "note")
     return devices
+
+
+def _listed(listing: subprocess.Popen[str] | None) -> dict[str, Any]:
+    if listing is None:
+        import torch
+
+        return {"torch": torch.__version__, "cuda": torch.version.cuda, "devices": []}
+    listed, complaint = listing.communicate(timeout=DEVICES_DEADLINE_S)
+    if listing.returncode:
+        raise subprocess.CalledProcessError(listing.returncode, "python", listed, complaint)
+    return json.loads(listed.splitlines()[-1])
 
 
 def _find_compiler() -> Findings[None]:

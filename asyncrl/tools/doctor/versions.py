@@ -75,13 +75,12 @@ def _torchvision() -> Findings[None]:
     """Check that torchvision and torchaudio fit torch: the registry's CUDA wheels fail beside a CPU torch."""
     import torch
 
-    from asyncrl.models import torchvision_cpu
+    from asyncrl.models.lean_imports import import_torchvision
 
     vision, audio = installed_version("torchvision") or "", installed_version("torchaudio") or "cpu"
     cpu_torch = torch.version.cuda is None and torch.version.hip is None
-    torchvision_cpu.install()  # the two operators that it needs beside a CPU torch
     try:
-        import torchvision.transforms  # noqa: F401
+        import_torchvision()
     except (ImportError, RuntimeError, OSError) as error:
         value = f"{vision} cannot be imported beside torch {torch.__version__}: {error}"
         yield Finding("torchvision", value, "problem", f"{INSTALL} (it takes the build of torchvision for this torch)")

@@ -102,6 +102,20 @@ def test_doctor_says_it_with_the_fix(driver: Driver, monkeypatch: pytest.MonkeyP
     assert found.fix == "Update the driver"
 
 
+def test_doctor_asks_torch_about_devices_only_where_there_is_a_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does so in another process, which imports torch for two seconds."""
+    monkeypatch.setattr(machine, "LIST_DEVICES", "print('asked')")
+    for drivers, asked in (((tmp_path / "nvidiactl",), False), ((tmp_path,), True)):
+        monkeypatch.setattr(machine, "DRIVERS", drivers)
+        with machine.listed_devices() as listing:
+            assert (listing is not None) == asked
+            if listing is None:
+                (found,) = find_devices(None)
+                assert found.value.startswith("the CPU alone")
+
+
 @pytest.mark.parametrize(
     ("programs", "headers", "says"),
     [

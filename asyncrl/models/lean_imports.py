@@ -1,0 +1,94 @@
+"""Imports of torchvision and transformers for commands that look at prompts and end: without what the two load, too,
+for work that such a command never does, which costs as much as all the rest. A process that trains or samples has no
+use of them. What has been imported already stays as it is.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, TypeVar
+
+from asyncrl.models import torchvision_cpu
+
+T = TypeVar("T")
+LEFT_OUT = ("sklearn", "scipy", "accelerate")
+"""What transformers takes for assisted generation, losses of object detection, and models over several devices.
+None of it decides which tokenizer or image processor a folder gets, or what these make of a prompt."""
+
+
+def import_torchvision() -> None:
+    """Import torchvision without torch's compiler, of which it takes two functions: one that an operator calls, which
+    it still gets then, and one that keeps the compiler away from a function."""
+    torchvision_cpu.install()
+    compiler = {
+        "torch._dynamo": {"disable": _left_as_it_is},
+        "torch._dynamo.utils": {"is_compile_supported": _is_compile_supported},
+    }
+    with _stand_ins(compiler):
+        import torchvision.transforms.v2  # noqa: F401
+
+
+def import_transformers() -> None:
+    """Import transformers and let it remember that the packages of LEFT_OUT are not there. Everything else in this
+    process, such as the user's own functions, can import them before and after."""
+    import_torchvision()
+    with _not_installed(LEFT_OUT):
+        from transformers.utils import import_utils
+
+        for package in LEFT_OUT:
+            getattr(import_utils, f"is_{package}_available")()
+
+
+def import_processors() -> None:
+    """Import transformers' processors without its models, for a process that makes no model. Processors need of those a
+    class to know tokenizers of sound by, a base class of automatic models, and the names of activations, which no
+    setting of a processor has."""
+    import_transformers()
+    models = {
+        "transformers.activations": {"ACT2FN": {}},
+        "transformers.generation.utils": {"GenerationMixin": type("GenerationMixin", (), {})},
+        "transformers.modeling_utils": {"PreTrainedAudioTokenizerBase": type("PreTrainedAudioTokenizerBase", (), {})},
+    }
+    with _stand_ins(models):
+        import transformers.models.auto.auto_factory
+        import transformers.processing_utils  # noqa: F401
+
+
+@contextmanager
+def _stand_ins(modules: dict[str, dict[str, Any]]) -> Iterator[None]:
+    """Let modules that have not been imported have stand-ins with these names in them."""
+    missing = {name: names for name, names in modules.items() if name not in sys.modules}
+    for name, names in missing.items():
+        sys.modules[name] = ModuleType(name)
+        sys.modules[name].__dict__.update(names)
+    try:
+        yield
+    finally:
+        for name in missing:
+            del sys.modules[name]
+
+
+@contextmanager
+def _not_installed(packages: tuple[str, ...]) -> Iterator[None]:
+    """Let packages that have not been imported look as if they were not installed."""
+    hidden = [package for package in packages if package not in sys.modules]
+    for package in hidden:
+        sys.modules[package] = None  # pyright: ignore[reportArgumentType]  # Python's own sign for it
+    try:
+        yield
+    finally:
+        for package in hidden:
+            del sys.modules[package]
+
+
+def _is_compile_supported(device_type: str) -> bool:
+    from torch._dynamo.utils import is_compile_supported
+
+    return is_compile_supported(device_type)
+
+
+def _left_as_it_is(function: T, *_: Any, **__: Any) -> T:
+    return function
