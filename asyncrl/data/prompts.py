@@ -39,7 +39,8 @@ class PromptRenderer:
         messages = _placed(messages, "image", len(images), self._config.image_key, row_id)
         blobs = {content_hash(data): data for data in (*images, *(frame for video in videos for frame in video))}
         config = self._config
-        keys = {config.prompt_key, config.image_key, config.video_key, config.answer_key}
+        # A function written for TRL takes the answer by the name of its column.
+        keys = {config.prompt_key, config.image_key, config.video_key} | ({"answer"} & {config.answer_key})
         prompt = Prompt(
             row_id=row_id,
             messages=tuple(messages),
@@ -108,6 +109,11 @@ class PromptRenderer:
         try:
             return self._template.render(known)
         except jinja2.UndefinedError as error:
+            if content is None and error.message == "'content' is undefined":
+                raise UserError(
+                    f"row {row_id}: there is nothing in column {self._config.prompt_key!r} (data.prompt_key), and the "
+                    f"template {self._config.format_prompt} asks for it as `content`. Give the row one or leave it out"
+                ) from error
             raise UserError(
                 f"row {row_id}: the template {self._config.format_prompt} asks for a column that is not there: "
                 f"{error.message}. Columns: {', '.join(sorted(row))}"

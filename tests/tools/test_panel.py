@@ -237,5 +237,6 @@ def test_watch_follows_a_run_of_another_process_to_its_end(tmp_path: Path, capsy
     assert "step 40 of 100: reward 0.400" in capsys.readouterr().out
     (tmp_path / "status.json").write_text(json.dumps({"phase": "failed", "time": time.time() - 3600}))
     assert main(["watch", str(tmp_path)]) == 1
+    assert f"train {tmp_path}/config.yaml --resume" in capsys.readouterr().out, "what has become of it, and what to do"
     assert main(["watch", str(tmp_path / "nothing")]) == 2
     assert "there is no run in" in capsys.readouterr().err

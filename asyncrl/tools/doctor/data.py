@@ -102,7 +102,11 @@ def _judge_lengths(survey: RowSurvey, config: DataConfig, counted: str, *, left_
     if left_out:
         return Finding("prompt lengths", f"{value}; they are left out", "note")
     leave = ", or data.on_bad_row=skip to leave such rows out" if survey.usable else ""
-    return Finding("prompt lengths", value, "problem", f"set data.max_prompt_length={lengths.max()}{leave}")
+    most = int(np.percentile(lengths, 99, method="lower"))  # one odd row decides neither memory nor speed of all
+    fix = f"set data.max_prompt_length={lengths.max()}{leave}"
+    if limit < most < lengths.max():
+        fix = f"set data.max_prompt_length={most} for 99 of 100 rows, {lengths.max()} for all{leave}"
+    return Finding("prompt lengths", value, "problem", fix)
 
 
 # --- rewards ---------------------------------------------------------------------------------------

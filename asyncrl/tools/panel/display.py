@@ -13,6 +13,7 @@ from rich.live import Live
 
 from asyncrl.errors import ExitCode, UserError
 from asyncrl.launch.console import Console
+from asyncrl.run_folder.failure import read_failure
 from asyncrl.telemetry.reading import is_there, unreadable_as_user_error
 from asyncrl.telemetry.recorder import METRICS_FILE, STATUS_FILE
 from asyncrl.tools.panel.formatting import MISSING, number, one_line, time_left
@@ -133,7 +134,13 @@ def watch(run_dir: Path) -> int:
             display.tick()
             is_there(run_dir / STATUS_FILE)  # raises where it has become another user's: its last words would stay
             time.sleep(REFRESH_S / 4)
-    return ExitCode.FINISHED if display.run.phase == "finished" else ExitCode.CRASHED
+    if display.run.phase == "finished":
+        return ExitCode.FINISHED
+    failure = read_failure(run_dir)
+    why = f" ({failure.kind}): {failure.reason}" if failure else ""
+    step = display.run.status.get("step", 0)
+    print(f"{run_dir} ended at step {step}{why}. To go on: asyncrl train {run_dir}/config.yaml --resume")
+    return ExitCode.CRASHED
 
 
 def _is_over(run: RunSnapshot) -> bool:
@@ -155,9 +162,9 @@ def _evaluation_line(evaluation: dict[str, Any]) -> str:
 
 
 def _step_line(run: RunSnapshot) -> str:
-    step = run.latest
+    step, total = run.latest, run.status.get("total_steps")
     return (
-        f"step {step['step']} of {run.status.get('total_steps', '?')}: "
+        f"step {step['step']}{f' of {total}' if total else ''}: "
         f"reward {number(step.get('reward/mean'))}, staleness {number(step.get('staleness/mean'), 1)}, "
         f"entropy {number(step.get('entropy'))}, {number(step.get('step_s'), 2)} s per step, "
         f"idle learner {number(run.last('idle/learner'), 2)} rollout {number(run.last('idle/rollout'), 2)}, "

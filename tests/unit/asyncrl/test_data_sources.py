@@ -21,6 +21,8 @@ from asyncrl.data.dataset import RowSource, open_train, open_validation
 from asyncrl.data.images import content_hash, decode_image
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
 from asyncrl.errors import UserError
+from asyncrl.rewards.presentation import sample_of
+from asyncrl.rewards.spec import call_reward
 
 COLOURS = ("red", "green", "blue", "white", "black")
 
@@ -295,6 +297,26 @@ def test_a_template_sees_content_and_columns_and_a_bad_one_is_named(tmp_path: Pa
             PromptRenderer(config).render({"prompt": "q", "level": 3}, "d:0")
     with pytest.raises(UserError, match=r"data.format_prompt is 'nope.jinja', but there is no such file"):
         PromptRenderer(DataConfig(train_files=("x",), format_prompt="nope.jinja"))
+
+
+def test_a_row_without_a_question_is_told_from_a_template_with_a_wrong_name(tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text("{{ content }} Be brief.")
+    config = DataConfig(train_files=("x",), prompt_key="query", format_prompt=str(tmp_path / "t.jinja"))
+    for row in ({"query": None}, {"level": 3}):
+        with pytest.raises(UserError, match=r"row d:0: there is nothing in column 'query' \(data.prompt_key\)"):
+            PromptRenderer(config).render(row, "d:0")
+
+
+def test_an_answer_reaches_the_reward_by_the_name_of_its_column_too() -> None:
+    """Functions that were written for TRL take it so: `def accuracy(completions, solution, **kwargs)`."""
+    config = DataConfig(train_files=("x",), answer_key="solution")
+    prompt = PromptRenderer(config).render({"prompt": "q", "solution": "4", "level": 3}, "d:0").prompt
+    assert prompt.answer == "4"
+    assert prompt.columns == {"solution": "4", "level": 3}
+    sample = sample_of(prompt, "4", {}, "stop")
+    assert call_reward(lambda completions, solution: [float(completions == solution)], sample, {}) == 1.0
+    prompt = PromptRenderer(DataConfig(train_files=("x",))).render({"prompt": "q", "answer": "4"}, "d:0").prompt
+    assert prompt.columns == {}, "not twice under one name"
 
 
 def test_a_misnamed_image_column_is_not_taken_for_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
