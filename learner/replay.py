@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from asyncrl.config.keys import all_keys
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
@@ -35,7 +36,7 @@ from asyncrl.telemetry.reading import is_there, unreadable_as_user_error
 from asyncrl.telemetry.recorder import CONFIG_FILE, METRICS_FILE
 from asyncrl.tools.step_comparison import TOLERANCE, Comparison, compare_numbers, compare_weights
 from learner.checkpoint.storage import complete_checkpoints, read_state
-from learner.resume import check_initial_model
+from learner.resume import check_initial_model, recorded_updates, update_settings
 from learner.tickets.recorded_batch import batch_again, read_batch
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.trainer import Trainer
@@ -55,29 +56,27 @@ class ReplayableRun:
     checkpoints: dict[int, Path]
 
     @classmethod
-    def open(cls, run_dir: Path, overrides: Sequence[str]) -> ReplayableRun:
-        """Open a run. Raises UserError where there is none, or it cannot be read."""
+    def open(cls, run_dir: Path, step: int, overrides: Sequence[str]) -> ReplayableRun:
+        """Open a run for a step, with the settings that it was made by and then `overrides`.
+
+        Raises UserError where there is none, or it cannot be read.
+        """
         for name in (JOURNAL_FILE, CONFIG_FILE):
             if not is_there(run_dir / name):
                 raise UserError(f"there is no {name} in {run_dir}: a step is made again in the run's own directory")
-        own, config = (
-            resolve_dtype(load_config(run_dir / CONFIG_FILE, [*words, f"run_dir={run_dir}"]))
-            for words in ((), overrides)
-        )
         lines, _ = JsonlTail(run_dir / METRICS_FILE).new_records()
         is_there(run_dir / CHECKPOINTS)  # an unreadable folder would look empty
         checkpoints = complete_checkpoints(run_dir)
         journal = JournalReader(run_dir / JOURNAL_FILE, untouched=True)
         try:
+            begin = begin_before(step, checkpoints)
+            words = _settings_of(journal, _load(run_dir, ()), begin, step)
+            own, config = _load(run_dir, words), _load(run_dir, [*words, *overrides])
             _check_overrides(own, config, json.loads(journal.meta("settings") or "{}"))
         except UserError:
             journal.close()
             raise
         return cls(run_dir, journal, config, {int(line["step"]): line for line in lines}, checkpoints)
-
-    def begin_before(self, step: int) -> int:
-        """Return the step of the checkpoint that `step` is made from; 0 for the initial model."""
-        return max((number for number in self.checkpoints if number < step), default=0)
 
     def check(self, step: int) -> None:
         """Raise UserError unless the run has everything that the step needs."""
@@ -86,14 +85,47 @@ class ReplayableRun:
             newest = next((number for number in sorted(kept, reverse=True) if self._has(number, kept)), "none")
             raise UserError(
                 f"step {step} of {self.run_dir} cannot be made again: the run has not trained it, {METRICS_FILE} has "
-                f"no line of it, or groups of a step since step {self.begin_before(step)} are not kept any more "
-                f"(trainer.keep_samples_gib). The newest that can is {newest}"
+                f"no line of it, or groups of a step since step {begin_before(step, self.checkpoints)} are not kept "
+                f"any more (trainer.keep_samples_gib). The newest that can is {newest}"
             )
 
     def _has(self, step: int, kept: Mapping[int, int]) -> bool:
         """Return whether the step is recorded, and all groups from its beginning to it are `kept` (number by step)."""
-        steps = range(self.begin_before(step) + 1, step + 1)
+        steps = range(begin_before(step, self.checkpoints) + 1, step + 1)
         return step in self.metrics and all(kept.get(n) == self.config.batch.prompts_per_step for n in steps)
+
+
+def begin_before(step: int, checkpoints: Iterable[int]) -> int:
+    """Return the step of the checkpoint that `step` is made from; 0 for the initial model."""
+    return max((number for number in checkpoints if number < step), default=0)
+
+
+def _load(run_dir: Path, overrides: Sequence[str]) -> RunConfig:
+    return resolve_dtype(load_config(run_dir / CONFIG_FILE, [*overrides, f"run_dir={run_dir}"]))
+
+
+def _settings_of(journal: JournalReader, newest: RunConfig, begin: int, step: int) -> list[str]:
+    """Return overrides that turn the run's `newest` settings into those of the steps after `begin`, up to `step`.
+
+    Raises UserError where they have changed between.
+    """
+    recorded = [update for update in recorded_updates(journal) if update.after_step < step]
+    if not recorded:
+        return []
+    if recorded[-1].after_step > begin:
+        raise UserError(
+            f"step {step} of {journal.path.parent} cannot be made again: settings have changed after step "
+            f"{recorded[-1].after_step}, whose checkpoint is not there any more. Restore it from a backup"
+        )
+    now, words = update_settings(newest), list[str]()
+    for key, value in recorded[-1].settings.items():
+        if now.get(key) == value:
+            continue
+        if key in all_keys():
+            words.append(f"{key}={value if isinstance(value, str) else json.dumps(value)}")
+        else:
+            logger.warning("%s: it was %s at step %d, and is %s", key, value, step, now.get(key))
+    return words
 
 
 def _check_overrides(own: RunConfig, config: RunConfig, settings: Iterable[str]) -> None:
@@ -116,7 +148,7 @@ def _check_overrides(own: RunConfig, config: RunConfig, settings: Iterable[str])
 def replay(run: ReplayableRun, step: int) -> Iterator[Comparison]:
     """Make each step from the checkpoint to `step` again, and compare it. Raises UserError where groups are missing."""
     run.check(step)
-    start = run.begin_before(step)
+    start = begin_before(step, run.checkpoints)
     torch.manual_seed(run.config.trainer.seed)  # as a learner does at its start
     checkpoint = run.checkpoints.get(start)
     state = read_state(checkpoint) if checkpoint else None
@@ -164,11 +196,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_intermixed_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     with unreadable_as_user_error():
-        run = ReplayableRun.open(parsed.run_dir, parsed.overrides)
+        run = ReplayableRun.open(parsed.run_dir, parsed.step, parsed.overrides)
         with closing(run.journal):
             compared = list(replay(run, parsed.step))
     *before, last = compared
-    start = run.begin_before(parsed.step)
+    start = begin_before(parsed.step, run.checkpoints)
     beginning = f"the checkpoint of step {start}" if start else "the initial model"
     print(f"step {parsed.step} of {parsed.run_dir}, from {beginning}")
     differing = [c.step for c in before if not c.is_equal]

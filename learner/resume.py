@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import uuid
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -30,6 +31,12 @@ from learner.checkpoint.storage import LearnerState, newest_checkpoint, read_sta
 from learner.tickets.ticket_writer import TicketWriter
 from protocol.messages import AdapterSpec
 
+logger = logging.getLogger(__name__)
+
+MAY_CHANGE = ("algorithm.", "learner.optim.", "trainer.", "fingerprint of ")
+"""Settings of the update that may change after a checkpoint, if no step after it has to be made again."""
+FIXED = ("algorithm.updates_per_batch",)
+"""Settings among these that may not: the learning rate is scheduled by the number of updates."""
 EXPORT = "asyncrl export {run} TARGET, then model.path=TARGET"
 """Advice that turns a checkpoint into a model to start from."""
 
@@ -69,8 +76,8 @@ def find_start(config: RunConfig, *, resume: bool, resources: ExitStack) -> Star
         raise UserError(f"--resume: there is no run in {config.run_path}. Start without --resume")
     state = read_state(checkpoint) if checkpoint else None
     journal = open_journal(config, resources, state.step if state else 0)
-    if (before := journal.meta("update")) is not None:  # else its learner died before it had begun
-        _refuse_changes(journal, json.loads(before), update_settings(config))
+    if recorded := recorded_updates(journal):  # else its learner died before it had begun
+        _check_update(journal, recorded[-1], update_settings(config), state.step if state else 0)
     return StartingPoint(journal, checkpoint, state)
 
 
@@ -96,7 +103,8 @@ def sign_journal(
     """Return the run id, from the journal or new; raise UserError if journal, checkpoint and settings disagree.
 
     `settings` decide which ticket is which and what it samples; a resumed run must have the same, and, without a
-    checkpoint, the same initial `model`. `update` is compared by `find_start`, before anything large is loaded.
+    checkpoint, the same initial `model`. `find_start` has compared `update`; a change is recorded, with the step after
+    which it holds.
     """
     run_id = journal.meta("run_id")
     if run_id is None:
@@ -110,24 +118,74 @@ def sign_journal(
             f"{start.checkpoint} is a checkpoint of run {start.state.run_id}, {journal.path} is the journal of run "
             f"{run_id}. Put the run's own checkpoints back, or remove that folder"
         )
-    _refuse_changes(journal, json.loads(journal.meta("settings") or "{}"), settings)
+    if changed := _changes(json.loads(journal.meta("settings") or "{}"), settings):
+        raise UserError(
+            f"--resume of {journal.path}: {'; '.join(changed.values())}. All groups of a run are handed out and "
+            f"sampled by the same settings. {_same_or_new(journal)}"
+        )
     if start.checkpoint is None:
         check_initial_model(journal, model)
+    recorded = recorded_updates(journal)
+    if recorded and (changed := _changes(recorded[-1].settings, update)):
+        step = start.state.step if start.state else 0
+        journal.set_meta(**{f"update.{len(recorded)}": json.dumps([step, dict(update)])})
+        logger.warning("steps after %d are made by other settings: %s", step, "; ".join(changed.values()))
     return run_id
 
 
-def _refuse_changes(journal: Journal, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    changed = [
-        f"{key} was {before.get(key)}, is {now.get(key)}"
+@dataclass(frozen=True)
+class RecordedUpdate:
+    """Settings of the update, and the step after which they hold."""
+
+    after_step: int
+    settings: Mapping[str, Any]
+
+
+def recorded_updates(journal: JournalView) -> list[RecordedUpdate]:
+    """Settings that the run began with, and each change since. Of two after the same step, the later one holds."""
+    first = journal.meta("update")
+    found = [] if first is None else [RecordedUpdate(0, json.loads(first))]
+    while found and (text := journal.meta(f"update.{len(found)}")):
+        found.append(RecordedUpdate(*json.loads(text)))
+    return found
+
+
+def _check_update(journal: Journal, recorded: RecordedUpdate, now: Mapping[str, Any], saved_step: int) -> None:
+    """Raise UserError where steps after the checkpoint would be made by other settings than before."""
+    where, last = f"--resume of {journal.path}", journal.last_step()
+    if saved_step < recorded.after_step:
+        raise UserError(
+            f"{where}: settings have changed after step {recorded.after_step}, and the newest checkpoint is of step "
+            f"{saved_step}: the steps between cannot be made again. Restore the checkpoint of step "
+            f"{recorded.after_step} from a backup"
+        )
+    changed = _changes(recorded.settings, now)
+    fixed = [said for key, said in changed.items() if not key.startswith(MAY_CHANGE) or key in FIXED]
+    if fixed:
+        said = "; ".join(fixed)
+        raise UserError(f"{where}: {said}. All steps of a run are made by the same. {_same_or_new(journal)}")
+    if changed and last > saved_step:
+        raise UserError(
+            f"{where}: {'; '.join(changed.values())}. Steps {saved_step + 1} to {last} have no checkpoint, and are "
+            "made again by the settings that they were made with; these may change where a checkpoint holds the last "
+            f"step, as at the end of a run. {_same_or_new(journal)}"
+        )
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+    """Describe the settings that differ, by key."""
+    return {
+        key: f"{key} was {before.get(key)}, is {now.get(key)}"
         for key in {**now, **before}
         if before.get(key) != now.get(key)
-    ]
-    if changed:
-        raise UserError(
-            f"--resume of {journal.path}: {'; '.join(changed)}. All steps of a run are made by the same settings, also "
-            "those that are made again. Resume with the same values, or start a new run from the checkpoint's model: "
-            f"{EXPORT.format(run=journal.path.parent)}"
-        )
+    }
+
+
+def _same_or_new(journal: Journal) -> str:
+    return (
+        "Resume with the same values, or start a new run from the checkpoint's model: "
+        f"{EXPORT.format(run=journal.path.parent)}"
+    )
 
 
 def check_steps_ahead(journal: Journal, trainer: TrainerConfig, saved_step: int, total_steps: int) -> None:
@@ -177,7 +235,7 @@ def lasting_settings(
 
 
 def update_settings(config: RunConfig) -> dict[str, Any]:
-    """Settings of the update, which must not change on resume, by dotted key: steps that are made again are the same.
+    """Settings of the update, by dotted key, which must not change between a step and its repetition.
 
     Whatever sorts, logs, saves or shares the work out may change, and how long the run is: unless the learning rate
     falls over the whole of it.

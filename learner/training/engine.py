@@ -166,11 +166,17 @@ class TorchEngine:
         torch.save(state, folder / ENGINE_FILE)
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote. Raises UserError where the checkpoint's weights had another dtype."""
+        """Restore masters, moments and the number of updates; learning rate, decay and betas are those of our settings.
+
+        Raises UserError where the checkpoint's weights had another dtype.
+        """
         state = torch.load(folder / ENGINE_FILE, map_location=self.device, weights_only=True)
         self.masters.load_state_dict(state.get("masters", {}), folder)
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.schedule.load_state_dict({**state["schedule"], "lr_lambdas": [None] * len(self.optimizer.param_groups)})
+        # torch would restore the saved settings with the moments, and a resume may have changed them.
+        ours = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({**state["optimizer"], "param_groups": ours})
+        updates = state["schedule"]["last_epoch"]
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor, last_epoch=updates - 1)
 
     def sleep(self) -> int:
         """Take parameters, gradients, masters and optimiser state off the device. Returns the bytes that left it."""

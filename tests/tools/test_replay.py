@@ -14,9 +14,12 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl.config.load import dump_config, load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.journal import JOURNAL_FILE
+from asyncrl.journal.writer import Journal
 from learner import replay
+from learner.resume import recorded_updates
 from tests.rigs.small_runs import logs
 from tests.rigs.two_processes import run_both
 from tests.system.test_end_to_end import lines
@@ -78,6 +81,27 @@ def test_a_difference_of_a_setting_is_found(run: Path, capsys: pytest.CaptureFix
     (loss,) = [line for line in said.splitlines() if line.startswith("loss ")]
     assert loss.endswith("differs")
     assert "largest difference" in said
+
+
+def test_each_step_is_made_by_the_settings_that_were_recorded_for_it(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Settings have changed after the checkpoint of step 4: config.yaml has the new ones."""
+    copy = shutil.copytree(run, tmp_path / "copy")
+    with closing(Journal(copy / JOURNAL_FILE, saved_step=5)) as journal:
+        began = recorded_updates(journal)[0].settings
+        changed = {**began, "learner.optim.lr": 0.002, "algorithm.clip_ratio_high": 0.5}
+        journal.set_meta(**{"update.1": json.dumps([4, changed])})
+    text = (copy / "config.yaml").read_text()
+    own = load_config(copy / "config.yaml", ["learner.optim.lr=0.002", "algorithm.clip_ratio_high=0.5"])
+    (copy / "config.yaml").write_text(dump_config(own))
+    check_equal(copy, 4, "the initial model", capsys)
+    (copy / "config.yaml").write_text(text)
+    assert replay.main([str(copy), "--step", "5"]) == 1, "it was not made by what is recorded here"
+    assert "largest difference" in capsys.readouterr().out
+    shutil.rmtree(copy / "checkpoints" / "step-000004")
+    assert replay.main([str(copy), "--step", "5"]) == 2
+    assert "settings have changed after step 4, whose checkpoint is not there any more" in capsys.readouterr().err
 
 
 def test_a_difference_of_a_recorded_number_is_found(

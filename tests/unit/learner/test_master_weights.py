@@ -110,3 +110,27 @@ def test_adapters_on_bf16_weights_are_their_own_masters(make_config: MakeConfig)
     assert {p.dtype for p in trained(engine).values()} == {torch.float32}
     assert engine.masters.copies() == []
     assert all(a is b for a, b in zip(engine.masters.stepped(), trained(engine).values(), strict=True))
+
+
+def test_a_checkpoint_is_continued_by_the_settings_of_now(make_config: MakeConfig, tmp_path: Path) -> None:
+    """torch's load_state_dict would bring back the learning rate, betas and decay that were saved."""
+
+    def engine(**optim: Any) -> TorchEngine:
+        config = make_config(learner={"optim": {"lr_warmup_steps": 4, **optim}})
+        made = TorchEngine(config, config.learner.optim, 100)
+        made.prepare()
+        return made
+
+    saved = engine(lr=1e-3)
+    take_step(saved, 0)
+    saved.save(tmp_path)
+    for optim in ({"lr": 1e-3}, {"lr": 4e-3, "betas": [0.8, 0.9], "weight_decay": 0.5}):
+        loaded = engine(**optim)
+        loaded.load(tmp_path)
+        groups, moments = loaded.optimizer.param_groups, loaded.optimizer.state_dict()["state"]
+        assert loaded.schedule.get_last_lr() == [group["lr"] for group in groups] == [optim["lr"] / 2] * 2
+        if len(optim) > 1:
+            assert (groups[0]["betas"], groups[0]["weight_decay"]) == ((0.8, 0.9), 0.5)
+        for key, state in saved.optimizer.state_dict()["state"].items():
+            assert all(torch.equal(value, moments[key][name]) for name, value in state.items())
+        assert loaded.optimizer_step()["lr"] == optim["lr"] / 2
