@@ -9,6 +9,7 @@ or all that do have stalled, the others load it again: they finish what they sam
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from learner.network.servers import Servers
@@ -16,6 +17,8 @@ from learner.network.ticket_sender import TicketSender
 from learner.tickets.evaluation import Evaluation
 from learner.tickets.ledger import TicketLedger
 from protocol.weights import Publication
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -38,6 +41,9 @@ class EvaluationSender:
         """Run one iteration: as many tickets as there is room for, and the end when the last row is here."""
         if self._running is None:
             return
+        for item, reason in self.ledger.out.take_given_up():
+            logger.warning("the evaluation of step %d goes on without a score: %s", self._running.step, reason)
+            self._running.give_up(item)
         if self._running.is_complete:
             self._end()
             return

@@ -270,7 +270,9 @@ class Servers:
 
     def give_back(self, ticket_id: int, server_id: str, reason: str) -> bool:
         """Take a ticket from a server that failed at it; see `OutstandingTickets.give_back`."""
-        return self._ledger.out.give_back(ticket_id, server_id, reason, self.connected)
+        item = self._ledger.out.get(ticket_id)
+        could_try = self.connected if item is None or item.is_training else self.keepers
+        return self._ledger.out.give_back(ticket_id, server_id, reason, could_try)
 
     def expel(self, muted: Muted) -> None:
         """Disconnect a peer over its message budget; it may say hello again later."""

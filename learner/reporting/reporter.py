@@ -191,7 +191,7 @@ class Reporter:
         self.exporter.parity[server_id] = {"largest": largest, "mean": mean}
 
     def evaluated(self, evaluation: Evaluation, waited_s: float) -> dict[str, Any]:
-        """Accuracy and reward of a whole evaluation. Rows that could not be scored are counted apart.
+        """Accuracy and reward of a whole evaluation. Completions that could not be made or scored are counted apart.
 
         `waited_s`: the part of its wall-clock time in which the learner could do nothing else.
         """
@@ -199,6 +199,7 @@ class Reporter:
         records = [record for row in rows for record in row]
         scored = [record for record in records if record.reward is not None]
         rewards = [record.reward for record in records if record.reward is not None]
+        not_made = sum(not row for row in rows) * self.config.evaluation.group_size
         name = self.config.reward.accuracy_component
         result = {
             "step": evaluation.step,
@@ -207,8 +208,8 @@ class Reporter:
             "accuracy_error": _standard_error(rows, lambda record: record.rewards[name]),
             "reward": float(np.mean(rewards)) if rewards else float("nan"),
             "reward_error": _standard_error(rows, lambda record: record.reward),
-            "rows": len(records),
-            "errors": len(records) - len(scored),
+            "rows": len(records) + not_made,
+            "errors": len(records) + not_made - len(scored),
             "seconds": evaluation.seconds,
             "waited_s": waited_s,
         }

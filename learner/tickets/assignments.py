@@ -19,7 +19,7 @@ from learner.tickets.ticket import PreparedTicket
 from learner.tickets.ticket_deadline import TicketDeadline
 
 MAX_ATTEMPTS = 3
-"""Failures of one ticket after which the run stops with the last reason."""
+"""Failures of one ticket after which the run stops with the last reason, or an evaluation goes on without its row."""
 
 
 @dataclass
@@ -54,6 +54,8 @@ class OutstandingTickets:
         self._entries: dict[int, Outstanding] = {}
         self._owed: dict[int, Outstanding] = {}
         """Tickets whose groups are here, and that other servers still have."""
+        self._given_up: list[tuple[PreparedTicket, str]] = []
+        """Evaluation tickets that have failed for good, and why."""
         self._answered_at: dict[str, float] = {}
         """When a server last sent a group, or said that it failed at one."""
 
@@ -193,7 +195,8 @@ class OutstandingTickets:
     def give_back(self, ticket_id: int, server_id: str, reason: str, servers: Collection[str]) -> bool:
         """Take a ticket from a server that failed at it; False, and nothing else, if it does not hold it.
 
-        Raises BadStateError after MAX_ATTEMPTS, once all connected `servers` have failed at it.
+        After MAX_ATTEMPTS, once all `servers` that could try have failed at it, an evaluation ticket is given up; for a
+        training ticket, which the run cannot do without, raises BadStateError.
         """
         with self._lock:
             entry = self._entries.get(ticket_id) or self._owed.get(ticket_id)
@@ -208,11 +211,18 @@ class OutstandingTickets:
             entry.attempts += 1
             if entry.attempts >= MAX_ATTEMPTS and not entry.holders and entry.failed_on.issuperset(servers):
                 row = entry.prepared.ticket.prompt.row_id
-                raise BadStateError(
-                    f"ticket {ticket_id} (row {row}) failed {entry.attempts} times: {reason}. "
-                    "See the logs of the rollout servers"
-                )
+                failed = f"ticket {ticket_id} (row {row}) failed {entry.attempts} times: {reason}"
+                if entry.prepared.is_training:
+                    raise BadStateError(f"{failed}. See the logs of the rollout servers")
+                del self._entries[ticket_id]
+                self._given_up.append((entry.prepared, failed))
             return True
+
+    def take_given_up(self) -> list[tuple[PreparedTicket, str]]:
+        """Evaluation tickets that have been given up since the last call, each with the reason."""
+        with self._lock:
+            given_up, self._given_up = self._given_up, []
+            return given_up
 
     def may_try(self, ticket_id: int, server_id: str, servers: Collection[str]) -> bool:
         """True if this server does not have the ticket, and has not failed at it or all `servers` have."""

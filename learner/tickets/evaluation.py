@@ -51,14 +51,22 @@ class Evaluation:
 
     def keep(self, received: ReceivedGroup) -> None:
         """Keep the scores of a row's verified group."""
+        self._finish(received.slot.ticket_id, received.group.trajectories)
+
+    def give_up(self, item: PreparedTicket) -> None:
+        """Go on without a score for a row whose ticket has failed for good."""
+        self._finish(item.slot.ticket_id, ())
+
+    def _finish(self, ticket_id: int, records: Sequence[TrajectoryRecord]) -> None:
         with self._lock:
-            self._records[received.slot.ticket_id] = received.group.trajectories
+            self._records[ticket_id] = records
             if self.is_complete:
                 self._ended = time.monotonic()
+            self._lock.notify_all()
 
     @property
     def arrived(self) -> int:
-        """Number of rows that have come back."""
+        """Number of rows that have come back, or were given up."""
         with self._lock:
             return len(self._records)
 
@@ -73,6 +81,6 @@ class Evaluation:
             return (self._ended or time.monotonic()) - self._began
 
     def records(self) -> list[Sequence[TrajectoryRecord]]:
-        """Trajectories of each row that has come back, in row order."""
+        """Trajectories of each row that has come back, in row order; none for a row that was given up."""
         with self._lock:
             return [records for _, records in sorted(self._records.items())]

@@ -18,6 +18,7 @@ from learner.network.servers import ModelFacts, Servers, ServerState
 from learner.network.ticket_sender import TicketSender
 from learner.reporting.reporter import _standard_error
 from learner.step_schedule import StepSchedule
+from learner.tickets.assignments import MAX_ATTEMPTS
 from learner.tickets.evaluation import Evaluation
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import PreparedTicket
@@ -25,6 +26,7 @@ from learner.tickets.ticket_deadline import TicketDeadline
 from protocol.codec import Limits
 from protocol.messages import TicketKind, Tickets, WeightManifest
 from protocol.weights import Publication, Tensor
+from tests.rigs.fuzz import content
 from tests.rigs.journal_groups import throwaway_journal
 from tests.rigs.unconnected import Ports
 from tests.unit.learner.test_tickets import prepared, received
@@ -210,6 +212,31 @@ def test_a_row_that_failed_is_tried_again_by_the_only_server_that_keeps_the_vers
     rig.servers.give_back(EVALUATION_IDS, "a", "out of memory")
     rig.turn()
     assert rig.sent("a") == rows(0)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_an_evaluation_goes_on_without_a_row_whose_ticket_always_fails(
+    rig: Rig, caplog: pytest.LogCaptureFixture, others: int
+) -> None:
+    """The run does not end, nor wait until its deadline, for a score; `others` are servers with a newer version."""
+    rig.join("a")
+    rig.publish(0)
+    running = rig.begin(0, rows=3)
+    rig.turn()
+    rig.publish(1)
+    for _ in range(others):
+        rig.join("b")
+    for _ in range(MAX_ATTEMPTS):
+        assert not caplog.text
+        rig.servers.give_back(EVALUATION_IDS + 1, "a", "the image is odd")
+        rig.turn()
+    assert "the evaluation of step 0 goes on without a score: ticket" in caplog.text
+    assert f"(row {content.ticket(1, 0).prompt.row_id}) failed 3 times: the image is odd" in caplog.text
+    rig.arrive(*cast(list[int], rows(0, 2)))
+    rig.turn()
+    assert running.is_complete
+    assert [len(records) for records in running.records()] == [1, 0, 1]
+    assert rig.sent("a")[-1] == "v1", "and the servers go on to newer weights"
 
 
 def test_one_evaluation_after_another(rig: Rig) -> None:
