@@ -30,6 +30,7 @@ from asyncrl.tools.memory_plan.plan import (
     CONTEXT_BYTES,
     GRAPHS_BYTES,
     GRAPHS_LEFT_BYTES,
+    PIXELS,
     changed,
     make_plan,
     prefilled_prompts,
@@ -398,3 +399,23 @@ def test_doctor_prints_the_table_of_a_folder_and_of_a_configuration(
         "Fits gpu_memory.budget_gib=4, with",
     ):
         assert line in table
+
+
+def test_a_version_that_is_evaluated_and_the_pixels_of_its_rows_are_counted(
+    make_config: MakeConfig, small: Path
+) -> None:
+    """Beside training: servers keep it, and hold held-out rows besides their training tickets."""
+    base = {"data": {"max_prompt_length": PROMPT, "val_files": ["held_out.parquet"]}, "evaluation": {"every_steps": 5}}
+    on_policy, beside = (
+        make_plan(planned(make_config, small, **base, learner={"device": "cpu", "max_staleness": bound}))
+        for bound in (0, 1)
+    )
+    assert on_policy.publications == 3 * on_policy.model.published
+    assert beside.publications == 4 * beside.model.published
+    pixels = [line.nbytes for plan in (on_policy, beside) for line in plan.host if line.name == PIXELS]
+    prompts = on_policy.config.batch.prompts_per_step
+    one = on_policy.model.pixels
+    full = image_prompt(load_model(on_policy.config.model, device=torch.device("cpu")), PROMPT)
+    assert full.pixel_values is not None
+    assert one == full.pixel_values.nbytes * PROMPT // (PROMPT - 5), "all but five tokens of that one are an image"
+    assert pixels == [prompts * one, 2 * 2 * prompts * one]

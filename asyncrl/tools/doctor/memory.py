@@ -17,7 +17,7 @@ from asyncrl.models.weight_files import check_weights
 from asyncrl.tools.doctor.findings import Finding, Findings, problem
 from asyncrl.tools.doctor.machine import Device, memory_limit
 from asyncrl.tools.memory_plan.advice import advice, check_shared_memory
-from asyncrl.tools.memory_plan.plan import MemoryPlan, changed, make_plan
+from asyncrl.tools.memory_plan.plan import PIXELS, MemoryPlan, changed, make_plan
 from asyncrl.tools.numbers import GIB, size
 
 
@@ -63,12 +63,17 @@ def find_memory(config: RunConfig, devices: Sequence[Device]) -> Findings[Memory
         else:
             yield Finding(what, value)
     asleep = sum(line.nbytes for line in plan.host)
+    pixels = sum(line.nbytes for line in plan.host if line.name == PIXELS)
     needed = asleep + (sum(on_host) if plan.sharing == "apart" else max(on_host))
     available = psutil.virtual_memory().available
     free = min(available, memory_limit() or available)
     value = f"a run needs {size(needed)} beside its processes' own, {size(free)} are available"
-    if needed > free:
+    if needed - pixels > free:
         yield _too_large(plan, "host memory", value, free - asleep)
+    elif needed > free:
+        value += f". {size(pixels)} of it are pixels, if all prompts of data.max_prompt_length were images"
+        fix = "lower data.max_prompt_length or batch.prompts_per_step if most of your prompts are images"
+        yield Finding("host memory", value, "warning", fix)
     else:
         yield Finding("host memory", value)
     yield _budget(plan)

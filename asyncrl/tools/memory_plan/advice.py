@@ -11,7 +11,14 @@ from dataclasses import replace
 from asyncrl.config.device_rules import DEVICE_CHANNELS
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
-from asyncrl.tools.memory_plan.plan import MemoryPlan, changed, device_sharing, longest_sequence, make_plan
+from asyncrl.tools.memory_plan.plan import (
+    MemoryPlan,
+    changed,
+    device_sharing,
+    longest_sequence,
+    make_plan,
+    published_versions,
+)
 from asyncrl.tools.memory_plan.rehearsal import NoPlanError
 from asyncrl.tools.numbers import GIB, size
 from protocol.endpoints import SHARED_MEMORY
@@ -49,7 +56,7 @@ def check_plan(config: RunConfig, device_bytes: int = 0) -> MemoryPlan | None:
 def check_shared_memory(plan: MemoryPlan) -> str:
     """Describe the room for published weights in /dev/shm; UserError if there is too little, as in containers."""
     if not SHARED_MEMORY.is_dir():
-        return f"no {SHARED_MEMORY}: three versions of the weights go to a disk"
+        return f"no {SHARED_MEMORY}: {published_versions(plan.config)} versions of the weights go to a disk"
     free = shutil.disk_usage(SHARED_MEMORY).free
     text = f"published weights need {size(plan.publications)} in {SHARED_MEMORY}, which has {size(free)} free"
     if free < plan.publications:

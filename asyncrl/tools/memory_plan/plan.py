@@ -29,7 +29,10 @@ OFFLOADS_GRAPHS = "sleep_mode_offload_cudagraph"
 SENT_VERSIONS = 2
 """Versions in the learner's device memory, over a device channel: the newest, and one that is still being sent."""
 PUBLISHED_VERSIONS = 3
-"""Versions in shared memory (protocol/weights.py): the newest two, and one that a slow server may have mapped."""
+"""Versions in shared memory (protocol/weights.py): the newest two, and one that a slow server may have mapped. One
+that is evaluated beside training comes to them."""
+PIXELS = "pixels of prompts"
+"""Name of a line of host memory that is reached where all prompts are images."""
 SAMPLING_BYTES, TRUNCATION_BYTES = 28, 60
 """Per logit while tokens are drawn (fp32 log-probs, fp64 cumulative distribution), and with top-k, top-p or min-p."""
 
@@ -82,7 +85,7 @@ class MemoryPlan:
     @property
     def publications(self) -> int:
         """Bytes of published versions in shared memory."""
-        return PUBLISHED_VERSIONS * self.model.published
+        return published_versions(self.config) * self.model.published
 
 
 def make_plan(config: RunConfig, model: ModelBytes | None = None) -> MemoryPlan:
@@ -230,6 +233,18 @@ def _engine_lines(model: ModelBytes, config: RunConfig) -> Iterator[Line]:
     yield from _context(rollout.device, "rollout server", copies)
 
 
+def evaluates_beside_training(config: RunConfig) -> bool:
+    """True if servers keep a version to evaluate it while newer ones are published (learner/step_schedule.py)."""
+    plan = config.evaluation
+    planned = bool(config.data.val_files) and (plan.before_training or plan.every_steps > 0)
+    return planned and config.trainer.mode == "async" and config.largest_staleness > 0
+
+
+def published_versions(config: RunConfig) -> int:
+    """Most versions in shared memory at a time."""
+    return PUBLISHED_VERSIONS + evaluates_beside_training(config)
+
+
 def longest_sequence(config: RunConfig) -> int:
     return config.data.max_prompt_length + config.data.max_response_length
 
@@ -243,8 +258,17 @@ def prefilled_prompts(config: RunConfig) -> int:
 
 
 def _host_lines(config: RunConfig, model: ModelBytes) -> Iterator[Line]:
-    why = "the newest two versions, and one that a server may still load"
-    yield Line("published weights, in /dev/shm", PUBLISHED_VERSIONS * model.published, why)
+    beside = evaluates_beside_training(config)
+    why = f"the newest two versions, {'one that is evaluated, ' if beside else ''}and one that a server may still load"
+    yield Line("published weights, in /dev/shm", published_versions(config) * model.published, why)
+    if model.pixels and config.rollout.engine != "scripted":  # a server makes the pixels of a ticket when it comes
+        prompts, servers = config.groups_in_flight * (2 if beside else 1), config.rollout.servers
+        yield Line(
+            PIXELS,
+            servers * prompts * model.pixels,
+            f"at most: {prompts} prompts all of images, of tickets that a server may hold"
+            f"{', half of them held-out rows' if beside else ''}{_servers(servers)}",
+        )
     if config.trainer.mode == "sync":
         asleep = model.weights + model.masters + model.moments
         yield Line("learner asleep", asleep, "weights and optimiser state, pinned")

@@ -57,6 +57,8 @@ class ModelBytes:
     decode_per_token: int
     """Copies of a layer's keys and values for every head that shares them; more than one of them that grows."""
     vocabulary: int
+    pixels: int
+    """fp32 pixels of a prompt of the greatest length that is all images; 0 without a vision tower."""
 
     @property
     def moments(self) -> int:
@@ -124,6 +126,7 @@ def _rehearse(config: RunConfig) -> ModelBytes:
         cache_per_token=text.num_hidden_layers * layer_cache,
         decode_per_token=text.num_attention_heads // key_heads * layer_cache,
         vocabulary=text.vocab_size,
+        pixels=pixel_bytes(model, config.data.max_prompt_length, META) if has_vision(model.config) else 0,
     )
 
 
@@ -167,6 +170,18 @@ def _hidden(model: Any, layout: SharedPrefixLayout, image_tokens: int) -> torch.
         use_cache=False,
         shared_prefix=layout,
     ).last_hidden_state
+
+
+def pixel_bytes(model: Any, image_tokens: int, device: torch.device) -> int:
+    """Bytes of the fp32 pixels that become so many tokens."""
+    vision = model.config.vision_config
+    if hasattr(vision, "temporal_patch_size"):
+        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        return 4 * image_tokens * vision.spatial_merge_size**2 * width
+    height, width = vision.image_size if not isinstance(vision.image_size, int) else [vision.image_size] * 2
+    with torch.no_grad():
+        tokens_per_image = len(image_features(model, 1, device))
+    return 4 * -(-image_tokens // tokens_per_image) * vision.num_channels * height * width
 
 
 def image_features(model: Any, image_tokens: int, device: torch.device) -> torch.Tensor:
