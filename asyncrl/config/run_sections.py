@@ -215,6 +215,11 @@ class RunSections(Section):
         return self.learner.adaptive_staleness.max if bound == "auto" else bound
 
     @property
+    def first_meeting_s(self) -> float:
+        """Longest time for what a server and the learner do together once: the log-prob check, NCCL's first group."""
+        return min(self.start_timeout_s, self.learner.wait_timeout_s / 2)  # the learner's own wait is to go on after it
+
+    @property
     def start_timeout_s(self) -> float:
         """network.start_timeout_s, or what the engine may take where that is 0."""
         compiles = self.rollout.engine == "vllm" and self.rollout.device != "cpu"

@@ -269,7 +269,8 @@ class LearnerConfig(Section):
     """Keep each layer's input only and compute the layer again in the backward pass: less memory, a third more time."""
     optim: OptimConfig = OptimConfig()
     wait_timeout_s: float = Field(default=600.0, gt=0)
-    """Longest wait for the groups of one step before the run stops with a reason."""
+    """Longest wait for the groups of one step before the run stops with a reason. Until a first group has arrived in a
+    process, half of it is the time after which a ticket goes to another server, too."""
 
     @field_validator("max_staleness", mode="before")
     @classmethod

@@ -48,7 +48,9 @@ def check_groups_work() -> None:
 
 @dataclass
 class Group:
-    """Rank 0 sends, all others receive; each waits at most `deadline_s` for any one thing.
+    """Rank 0 sends, all others receive; each waits at most `deadline_s` for any one thing, and `making_s`, if that is
+    longer, for the communicator. A process's first one takes long: NCCL loads its kernels and looks at the machine's
+    links, for which torch's own groups have 600 s and vLLM's have no limit.
 
     It exists when all ranks have joined and the communicator is made. Raises TransferError.
     """
@@ -62,6 +64,7 @@ class Group:
     """Names the others in errors."""
     is_cancelled: Callable[[], bool]
     """Ends every wait once it is true."""
+    making_s: float = 0.0
 
     def __post_init__(self) -> None:
         self._barrier("here", "to join the group")
@@ -91,16 +94,17 @@ class Group:
                 made.set_exception(problem)
 
         threading.Thread(target=make, name="make-communicator", daemon=True).start()
-        deadline = time.monotonic() + self.deadline_s
+        limit_s = max(self.deadline_s, self.making_s)
+        deadline = time.monotonic() + limit_s
         while not made.done():  # also of a cancelled transfer: what is made must be aborted
             if time.monotonic() > deadline:
                 abandoned.set()
-                _hung.append(f"waited {self.deadline_s:g} s for a communicator with {self.peers}")
+                _hung.append(f"waited {limit_s:g} s for a communicator with {self.peers}")
                 raise TransferError(_hung[-1])
             time.sleep(POLL_S)
         backend, work = made.result()
         try:
-            self._finish(work, "the first byte")
+            self._finish(work, "the first byte", deadline)
         except BaseException:
             backend.abort()
             raise
@@ -116,6 +120,7 @@ class Group:
         deadline_s: float,
         peers: str,
         is_cancelled: Callable[[], bool] = lambda: False,
+        making_s: float = 0.0,
     ) -> Group:
         """The learner's side. `listener` is bound, and belongs to the group from now on."""
         address, port = listener.getsockname()[:2]
@@ -128,7 +133,8 @@ class Group:
                 wait_for_workers=False,
                 master_listen_fd=listener.detach(),
             )
-        return cls(c10d.PrefixStore(nonce, store), _LEARNER, size, device, deadline_s, peers, is_cancelled)
+        prefixed = c10d.PrefixStore(nonce, store)
+        return cls(prefixed, _LEARNER, size, device, deadline_s, peers, is_cancelled, making_s)
 
     @classmethod
     def join(
@@ -141,6 +147,7 @@ class Group:
         device: torch.device,
         deadline_s: float,
         is_cancelled: Callable[[], bool] = lambda: False,
+        making_s: float = 0.0,
     ) -> Group:
         """A receiver's side."""
         peers = f"the learner at {host} port {port}"
@@ -148,7 +155,7 @@ class Group:
             socket.create_connection((host, port), deadline_s).close()  # the store would try again for long
             deadline = timedelta(seconds=deadline_s)
             store = c10d.TCPStore(host, port, is_master=False, timeout=deadline, wait_for_workers=False)
-        return cls(c10d.PrefixStore(nonce, store), rank, size, device, deadline_s, peers, is_cancelled)
+        return cls(c10d.PrefixStore(nonce, store), rank, size, device, deadline_s, peers, is_cancelled, making_s)
 
     def broadcast(self, flat: torch.Tensor, moved: Callable[[int], None] = lambda nbytes: None) -> None:
         """Send all bytes from rank 0 into every rank's `flat`, bucket by bucket.
@@ -173,8 +180,8 @@ class Group:
         with _failing_with(f"{self.peers} did not keep up: {where}"):
             self._finish(self._backend.broadcast([bucket], _from_learner()), where)
 
-    def _finish(self, work: Any, what: str) -> None:
-        deadline = time.monotonic() + self.deadline_s
+    def _finish(self, work: Any, what: str, deadline: float = 0.0) -> None:
+        deadline = max(deadline, time.monotonic() + self.deadline_s)
         while not work.is_completed():
             self._poll(deadline, f"{self.peers}: {what}")
         # Raises the failure. Without a deadline NCCL would only have the stream wait, and say nothing.

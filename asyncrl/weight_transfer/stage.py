@@ -39,6 +39,8 @@ class StageOrder:
     """Fields of each `TensorEntry`."""
     memory: dict[str, Any] = field(default_factory=dict)
     """Fields of `CudaMemory`."""
+    first_s: float = 0.0
+    """Deadline of a receiver's first communicator, if that is longer."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Stage:
 
     def __init__(self, device: torch.device):
         self.arrival = Arrival()
+        self._has_met = False
         self.device = device
         self._flat: torch.Tensor | None = None
         self._entries: list[TensorEntry] = []
@@ -124,7 +127,9 @@ class Stage:
                 return self._nonce != order.nonce
 
             where = (order.host, order.port, order.nonce)
-            with Group.join(*where, rank, order.size, self.device, order.deadline_s, is_cancelled) as group:
+            making_s, self._has_met = 0.0 if self._has_met else order.first_s, True
+            deadlines = (order.deadline_s, is_cancelled, making_s)
+            with Group.join(*where, rank, order.size, self.device, *deadlines) as group:
                 group.broadcast(flat, moved)
             return
         shared = open_shared(CudaMemory.model_validate(order.memory), self.device)

@@ -60,13 +60,15 @@ class DeviceWeights:
         *,
         host: str,
         deadline_s: float,
+        first_s: float = 0.0,
         required: bool = False,
     ):
-        """`required`: rollout.weights_channel names a channel between devices: versions are kept from the first on."""
+        """`first_s`: the deadline of a communicator, which may be a server's first. `required`:
+        rollout.weights_channel names a channel between devices: versions are kept from the first on."""
         self._publication = publication
         self._device = device
         self._host = host
-        self._deadline_s = deadline_s
+        self._deadline_s, self._first_s = deadline_s, first_s
         self._guard = threading.Lock()
         self._wanted = required
         """True if each version is kept as it is published; else this begins with the first request."""
@@ -181,7 +183,7 @@ class DeviceWeights:
             where, deadline_s = (listener, request.nonce, 1 + request.receivers), self._deadline_s
             with (
                 own_stream(self._device),  # on the default one it would wait for the training that is queued there
-                Group.host(*where, self._device, deadline_s, peers, lambda: transfer.over) as group,
+                Group.host(*where, self._device, deadline_s, peers, lambda: transfer.over, self._first_s) as group,
             ):
                 group.broadcast(transfer.flat)
         except TransferError as problem:
@@ -193,7 +195,7 @@ class DeviceWeights:
     def _expire(self) -> None:
         """End transfers of receivers that were killed. One that is only late sees wrong bytes by their checksums."""
         for identity, transfer in list(self._transfers.items()):
-            if time.monotonic() - transfer.began > 4 * self._deadline_s:
+            if time.monotonic() - transfer.began > 4 * self._deadline_s + self._first_s:
                 logger.warning("transfer %s was never ended", transfer.request.nonce)
                 self._end(identity)
 

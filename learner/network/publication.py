@@ -43,6 +43,7 @@ def open_device_weights(config: RunConfig, publication: Publication, engine: Tor
         total_bytes,
         host="0.0.0.0" if network.host == "*" else network.host,
         deadline_s=network.timeout_s,
+        first_s=config.first_meeting_s,
         required=required,
     )
 

@@ -132,7 +132,7 @@ class NetworkThread(threading.Thread):
             ledger,
             parity_tickets,
             verify,
-            deadline_s=min(config.start_timeout_s, config.learner.wait_timeout_s / 2),
+            deadline_s=config.first_meeting_s,
             can_answer=self.lease.is_at_work if config.trainer.mode == "sync" else lambda server: True,
         )
 

@@ -28,8 +28,9 @@ async def receive(
     *,
     host: str,
     timeout_s: float,
+    first_s: float = 0.0,
 ) -> None:
-    """Returns when every receiver has the version, verified.
+    """Returns when every receiver has the version, verified. `first_s` is the deadline of the first communicator.
 
     Raises TimeoutError when a transfer fails although another attempt may succeed, and ProtocolError: VERSION_GONE if
     the learner has moved on, WRONG_CHANNEL if it sends nothing over this one or one of the two has no room, MALFORMED
@@ -50,6 +51,7 @@ async def receive(
         port=start.port,
         size=1 + request.receivers,
         deadline_s=timeout_s,
+        first_s=first_s,
         tensors=[tensor.model_dump() for tensor in manifest.tensors],
         memory=start.memory.model_dump() if start.memory else {},
     )

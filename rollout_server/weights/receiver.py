@@ -123,10 +123,11 @@ class WeightReceiver:
         assert staging is not None, "choose_channel has asked"
         assert self._socket is not None
         assert self.channel in ("nccl", "cuda_ipc")
-        host, timeout_s = self._config.network.host, self._config.network.timeout_s
+        settings = {"timeout_s": self._config.network.timeout_s, "first_s": self._config.first_meeting_s}
         try:
             try:
-                await receive(self._socket, manifest, self.channel, staging, host=host, timeout_s=timeout_s)
+                host = self._config.network.host
+                await receive(self._socket, manifest, self.channel, staging, host=host, **settings)
             except TimeoutError as problem:
                 self._fail(str(problem), None)
                 raise

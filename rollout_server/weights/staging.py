@@ -73,6 +73,7 @@ class Staging:
         self.receivers = 1
         self.stage: Stage | None = Stage(device)
         self._device = device
+        self._has_begun = False
 
     async def _begin(self, order: StageOrder) -> None:
         assert self.stage is not None
@@ -91,12 +92,15 @@ class Staging:
 
     async def receive(self, order: StageOrder) -> None:
         """Wait until all receivers have a version, verified. They keep their own deadlines, one for each thing that
-        they wait for; a receiver that says nothing for `SILENT` of them is stuck.
+        they wait for; a receiver that says nothing for `SILENT` of them, and the first time for that of its
+        first communicator, is stuck.
 
         Raises TransferError, and ProtocolError where another attempt would end alike.
         """
         await self._begin(order)
         seen, since = [Arrival()], time.monotonic()
+        limit_s = SILENT * order.deadline_s + (0.0 if self._has_begun else order.first_s)
+        self._has_begun = True
         while True:
             arrivals = [Arrival(*fields) for fields in await self._call("weights_arrival")]
             for number, arrival in enumerate(arrivals):
@@ -109,9 +113,9 @@ class Staging:
                 return
             if arrivals != seen:
                 seen, since = arrivals, time.monotonic()
-            elif time.monotonic() - since > SILENT * order.deadline_s:
+            elif time.monotonic() - since > limit_s:
                 done = " and ".join(f"{arrival.arrived_bytes:,}" for arrival in arrivals)
-                waited = f"waited {SILENT * order.deadline_s:g} s for version {order.version}"
+                waited = f"waited {limit_s:g} s for version {order.version}"
                 raise TransferError(f"{waited}: the receivers have {done} bytes")
             await asyncio.sleep(CHECK_EVERY_S)
 

@@ -10,10 +10,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed
 
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.weight_transfer import flat
@@ -206,6 +208,40 @@ def test_a_receiver_that_stands_still_or_fails_is_given_up(arrivals: list[Arriva
     order = StageOrder(version=3, nonce="n", host="h", port=1, size=3, deadline_s=0.05, tensors=[])
     with pytest.raises(TransferError, match=told):
         asyncio.run(Receivers(CPU).receive(order))
+
+
+def test_making_a_communicator_may_have_more_time_than_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL loads its kernels for a process's first one."""
+    done: Any = SimpleNamespace(is_completed=lambda: True, wait=lambda timeout: None)
+    backend: Any = SimpleNamespace(broadcast=lambda tensors, options: done, abort=lambda: None)
+
+    def slow(*_: object) -> Any:
+        time.sleep(0.3)
+        return backend
+
+    monkeypatch.setattr(group_module, "_gloo", slow)
+    monkeypatch.setattr(group_module, "_hung", [])
+    alone: Any = (torch.distributed.HashStore(), 0, 1, CPU, 0.05, "nobody", lambda: False)
+    assert Group(*alone, making_s=60.0)._backend is backend
+    with pytest.raises(TransferError, match=r"waited 0.05 s for a communicator with nobody"):
+        Group(*alone)
+
+
+def test_a_receiver_s_first_communicator_has_the_time_of_a_first_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    def join(*arguments: Any) -> Any:
+        given.append(arguments[-1])
+        raise TransferError("no learner")
+
+    monkeypatch.setattr(Group, "join", join)
+    staging = Staging(CPU)
+    tensor = {"name": "w", "dtype": "float32", "shape": (1,), "offset": 0, "nbytes": 4, "xxh3": 0}
+    order = StageOrder(1, "n", "h", 1, 2, deadline_s=5.0, tensors=[tensor], first_s=60.0)
+    for _ in range(2):
+        with pytest.raises(TransferError, match="no learner"):
+            asyncio.run(staging.receive(order))
+    assert given == [60.0, 0.0]
 
 
 @pytest.mark.parametrize("side", ["learner", "receiver"])
