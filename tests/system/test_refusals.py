@@ -148,7 +148,7 @@ def test_a_finished_run_stays_finished_whatever_it_is_resumed_with(make_config: 
 
     for override, says in (
         ("batch.group_size=2", "batch.group_size was 4, is 2"),
-        ("learner.optim.lr=0.009", "learner.optim.lr was 0.001, is 0.009"),
+        ("algorithm.updates_per_batch=2", "algorithm.updates_per_batch was 1, is 2"),
         ("trainer.max_steps=2", f"the run is at step {STEPS}, and is to end at step 2. Raise trainer.max_steps"),
     ):
         code, printed = resume(override)
@@ -167,7 +167,7 @@ def test_a_finished_run_stays_finished_whatever_it_is_resumed_with(make_config: 
     assert exit_codes(alone, timeout_s=60) == [0], "no server is there, and none is needed"
     assert time.monotonic() - began < 30
     assert "nothing is left to do for a server" in (tmp_path / "learner.log").read_text()
-    code, printed = resume()
+    code, printed = resume("learner.optim.lr=0.009")
     assert code == 0, printed
     assert read_status(run)["phase"] == "finished"
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -137,7 +137,7 @@ def test_doctor_looks_for_what_triton_compiles_with(
             script(tmp_path / "bin", program, "exit 0")
         monkeypatch.setenv("PATH", str(tmp_path / "bin"))
         monkeypatch.delenv("CC", raising=False)
-        monkeypatch.setattr(machine, "installed", {"vllm": "0.32.0"}.get)
+        monkeypatch.setattr(machine, "installed_version", {"vllm": "0.32.0"}.get)
         monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path / "include")})
         if headers:
             (tmp_path / "include").mkdir()
