@@ -45,7 +45,7 @@ def prepare(folder: Path, seed: int, *, quick: bool = False) -> dict[str, float]
         *("-m", "asyncrl", "sft", str(CONFIGS / "digits_sft.yaml")),
         *(f"run_dir={folder}/sft", f"model.path={folder}/model", f"trainer.seed={seed}"),
         *(f"data.train_files=[{folder}/data/sft.parquet]", f"data.val_files=[{folder}/data/eval.parquet]"),
-        *(("sft.steps=60",) if quick else ()),
+        *(("sft.steps=30",) if quick else ()),
     )
     config = load_config(
         CONFIGS / "digits_grpo.yaml",
