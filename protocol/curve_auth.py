@@ -6,6 +6,7 @@ connection whether its public key may enter; pyzmq's authenticator thread answer
 
 from __future__ import annotations
 
+import itertools
 import logging
 import struct
 import time
@@ -30,6 +31,8 @@ _FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH,
 )
 
+_NUMBERS = itertools.count()
+
 
 class HandshakeRejected(ConnectionError):
     """One side refuses this connection for good; the message names the keys to change."""
@@ -46,7 +49,8 @@ class HandshakeEvents:
 
     def __init__(self, sock: zmq.Socket):
         self._sock = sock
-        address = f"inproc://handshakes-{id(self):x}"
+        # Never the same twice: ZeroMQ gives an address back some time after its socket is closed.
+        address = f"inproc://handshakes-{next(_NUMBERS)}"
         sock.monitor(address, zmq.EVENT_HANDSHAKE_SUCCEEDED | sum(_FAILURES))
         # A plain socket, also where `sock` belongs to asyncio: these reads never wait.
         self._events: zmq.Socket[bytes] = zmq.Context(sock.context).socket(zmq.PAIR)

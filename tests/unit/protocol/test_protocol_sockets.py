@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import zmq
 
 from asyncrl.launch.ports import free_port
 from protocol.codec import Limits
+from protocol.curve_auth import HandshakeEvents
 from protocol.endpoints import BindError, PortInUseError, host_id
 from protocol.errors import ErrorCode
 from protocol.handshake import check_hello
@@ -248,3 +250,13 @@ def test_accounts_are_bounded():
     for number in range(3 * MAX_ACCOUNTS):
         budget.count(number.to_bytes(4, "big"))
     assert len(budget._accounts) == MAX_ACCOUNTS
+
+
+def test_sockets_follow_each_other_as_fast_as_they_like() -> None:
+    """ZeroMQ gives a monitor's address back late: a server that dialled again ended with `Address already in use`."""
+    for _ in range(200):
+        sock = zmq.Context.instance().socket(zmq.DEALER)
+        events = HandshakeEvents(sock)
+        events.close()
+        sock.close()
+        del events  # the next one takes its place in memory
