@@ -69,11 +69,12 @@ class Staging:
     An engine with its model in other processes has its own `_begin` and `_call`.
     """
 
+    _has_begun = False
+
     def __init__(self, device: torch.device):
         self.receivers = 1
         self.stage: Stage | None = Stage(device)
         self._device = device
-        self._has_begun = False
 
     async def _begin(self, order: StageOrder) -> None:
         assert self.stage is not None

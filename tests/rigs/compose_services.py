@@ -68,6 +68,7 @@ class Container:
     exits: list[int] = field(default_factory=list)
     process: Service | None = None
     _is_wanted: bool = False
+    _watcher: threading.Thread | None = None
 
     def words(self, command: list[str]) -> list[str]:
         for before, after in self.replaced.items():
@@ -83,7 +84,8 @@ class Container:
         """Start, and start again after failures as the restart policy says."""
         self._is_wanted = True
         self._spawn()
-        threading.Thread(target=self._restart_on_failure, daemon=True).start()
+        self._watcher = threading.Thread(target=self._restart_on_failure, daemon=True)
+        self._watcher.start()
 
     def _spawn(self) -> None:
         words = self.words(self.service["command"])
@@ -137,6 +139,8 @@ class Container:
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(getattr(signal, self.service.get("stop_signal", "SIGTERM")))
             self.process.wait(timeout=seconds(self.service["stop_grace_period"]))
+        if self._watcher is not None:
+            self._watcher.join(timeout=30)  # one that is late would see a later start as its own, and start a second
         return time.monotonic() - began
 
     def kill(self) -> None:

@@ -13,6 +13,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from multiprocessing import forkserver
@@ -40,6 +41,8 @@ PRELOADED = [
     "transformers.models.qwen2_vl.video_processing_qwen2_vl",
 ]
 ROOT = Path(__file__).parents[2]
+DYING_S = 30.0
+"""Longest time between a process's last closed file and its exit code."""
 RUN_FIRST = "TESTS_RUN_FIRST"
 """Variable of a file that a forked service runs before it begins, as Python does with sitecustomize.py."""
 
@@ -64,9 +67,11 @@ class ForkedProcess:
 
     def wait(self, timeout: float | None = None) -> int:
         """Raises subprocess.TimeoutExpired."""
-        wait([self._process.sentinel], timeout)
-        if (code := self.poll()) is None:
-            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+        deadline = time.monotonic() + (DYING_S if wait([self._process.sentinel], timeout) else 0.0)
+        while (code := self.poll()) is None:  # a process that ends closes its files before it can be reaped
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or DYING_S)
+            time.sleep(0.01)
         return code
 
     def send_signal(self, number: int) -> None:
