@@ -40,7 +40,7 @@ class StageOrder:
     memory: dict[str, Any] = field(default_factory=dict)
     """Fields of `CudaMemory`."""
     first_s: float = 0.0
-    """Deadline of a receiver's first communicator, if that is longer."""
+    """Deadline of the communicator, if that is longer: in an order for a receiver's first transfer."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,6 @@ class Stage:
 
     def __init__(self, device: torch.device):
         self.arrival = Arrival()
-        self._has_met = False
         self.device = device
         self._flat: torch.Tensor | None = None
         self._entries: list[TensorEntry] = []
@@ -127,8 +126,7 @@ class Stage:
                 return self._nonce != order.nonce
 
             where = (order.host, order.port, order.nonce)
-            making_s, self._has_met = 0.0 if self._has_met else order.first_s, True
-            deadlines = (order.deadline_s, is_cancelled, making_s)
+            deadlines = (order.deadline_s, is_cancelled, order.first_s)
             with Group.join(*where, rank, order.size, self.device, *deadlines) as group:
                 group.broadcast(flat, moved)
             return

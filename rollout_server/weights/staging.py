@@ -6,7 +6,7 @@ import asyncio
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -70,6 +70,7 @@ class Staging:
     """
 
     _has_begun = False
+    """True after the first transfer, whose communicator may take longer."""
 
     def __init__(self, device: torch.device):
         self.receivers = 1
@@ -98,10 +99,12 @@ class Staging:
 
         Raises TransferError, and ProtocolError where another attempt would end alike.
         """
+        if self._has_begun:
+            order = replace(order, first_s=0.0)
+        self._has_begun = True
         await self._begin(order)
         seen, since = [Arrival()], time.monotonic()
-        limit_s = SILENT * order.deadline_s + (0.0 if self._has_begun else order.first_s)
-        self._has_begun = True
+        limit_s = SILENT * order.deadline_s + order.first_s
         while True:
             arrivals = [Arrival(*fields) for fields in await self._call("weights_arrival")]
             for number, arrival in enumerate(arrivals):
