@@ -68,6 +68,12 @@ class ModelConfig(Section):
     token."""
     lora: LoraConfig = LoraConfig()
 
+    @property
+    def pixel_limits(self) -> dict[str, int]:
+        """`min_pixels` and `max_pixels`, where they are set."""
+        limits = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
+        return {name: pixels for name, pixels in limits.items() if pixels}
+
     @model_validator(mode="after")
     def _vision_tower_is_free(self) -> ModelConfig:
         if self.lora.rank and self.lora.vision_tower and self.freeze_vision_tower:

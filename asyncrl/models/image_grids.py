@@ -55,8 +55,7 @@ def limit_pixels(processor: Any, config: ModelConfig) -> None:
     transformers keeps both in `size`, as edges, but they are numbers of pixels. Raises UserError for a processor that
     does not resize by numbers of pixels, and for limits that no image is within.
     """
-    asked = {"model.min_pixels": config.min_pixels, "model.max_pixels": config.max_pixels}
-    given = " and ".join(f"{name} = {value}" for name, value in asked.items() if value)
+    given = " and ".join(f"model.{name} = {value}" for name, value in config.pixel_limits.items())
     if not given:
         return
     part: Any = getattr(processor, "image_processor", None)

@@ -102,7 +102,7 @@ class PromptProcessor:
                 "processor_config.json and preprocessor_config.json from the original model again"
             ) from problem
         limit_pixels(self.processor, config)
-        self._pixel_limits = (config.min_pixels, config.max_pixels)
+        self._pixel_limits = config.pixel_limits
         self.tokenizer: Any = getattr(self.processor, "tokenizer", self.processor)
         self.sees_images = getattr(self.processor, "image_processor", None) is not None
         self.family: str = hf_config.model_type
@@ -134,8 +134,7 @@ class PromptProcessor:
         if self.sees_images:
             described["processor"] = self.processor.to_dict()
         digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()[:32]
-        names = ("model.min_pixels", "model.max_pixels")
-        return " ".join([digest, *(f"{name}={n}" for name, n in zip(names, self._pixel_limits, strict=True) if n)])
+        return " ".join([digest, *(f"model.{name}={pixels}" for name, pixels in self._pixel_limits.items())])
 
     def encode(self, prompt: Prompt, blobs: Mapping[str, bytes | memoryview]) -> EncodedPrompt:
         """Run the processor on a prompt; `blobs` has the encoded bytes of images and frames by content hash.

@@ -48,8 +48,7 @@ def engine_arguments(config: RunConfig, *, cuda: bool, text_config: Any, banned:
     """Keyword arguments of vLLM's AsyncEngineArgs, without weight transfer; `rollout.engine_args` come last."""
     rollout = config.rollout
     tokens = config.data.max_prompt_length + config.data.max_response_length
-    asked = {"min_pixels": config.model.min_pixels, "max_pixels": config.model.max_pixels}
-    pixel_limits = {name: pixels for name, pixels in asked.items() if pixels}
+    pixel_limits = config.model.pixel_limits
     arguments: dict[str, Any] = {
         "model": config.model.path,
         "trust_remote_code": config.model.trust_remote_code,
