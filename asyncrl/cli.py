@@ -64,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     learn.add_argument("--unattended", action="store_true", help=UNATTENDED)
     evaluate = _command(commands, "eval", _eval, "score a model folder on data.val_files with plain transformers")
     evaluate.add_argument("--model", type=Path, required=True, help="Hugging Face folder, or a PEFT folder")
+    evaluate.add_argument("--prefix", default="", metavar="TEXT", help="what every completion is made to begin with")
 
     export = commands.add_parser("export", help="write a checkpoint's model as a Hugging Face folder, adapter merged")
     export.add_argument("run_dir", type=Path)
@@ -247,8 +248,11 @@ def _exec_module(module: str, *arguments: str) -> NoReturn:
 def _eval(arguments: argparse.Namespace) -> int:
     from asyncrl.tools.evaluate import evaluate
 
-    result = evaluate(_load(arguments), arguments.model)
-    print(f"accuracy {result.accuracy:.4f}   reward {result.reward:.4f}   rows {result.rows}   errors {result.errors}")
+    config = _load(arguments)
+    scores, size = evaluate(config, arguments.model, prefix=arguments.prefix), config.evaluation.group_size
+    found = [f"pass@1 {scores.accuracy:.4f} ± {scores.accuracy_error:.4f} (standard error)"]
+    found += [f"pass@{size} {scores.best:.4f}"] if size > 1 else []
+    print("   ".join([*found, f"reward {scores.reward:.4f}", f"rows {scores.rows}", f"errors {scores.errors}"]))
     return 0
 
 

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from asyncrl.config.schema import RunConfig
@@ -25,25 +23,20 @@ from asyncrl.models.lora import is_adapter_folder, load_merged
 from asyncrl.models.model_inputs import place_text_after_videos
 from asyncrl.models.processing import PLACEHOLDER_ID_NAMES, PromptProcessor, media_arguments, special_token_ids
 from asyncrl.models.row_survey import usable_rows
+from asyncrl.rewards.evaluation_scores import EvaluationScores, evaluation_scores
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.presentation import sample_of
 from asyncrl.rewards.sample import RewardSample
 
-BATCH_ROWS = 64
+BATCH_COMPLETIONS = 64
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    accuracy: float
-    """Mean of the accuracy component over scored rows."""
-    reward: float
-    rows: int
-    errors: int
-    """Number of rows that could not be scored."""
+def evaluate(config: RunConfig, folder: Path, *, prefix: str = "") -> EvaluationScores:
+    """Score every held-out row with the model in `folder`, or with its adapter on `model.path`.
 
-
-def evaluate(config: RunConfig, folder: Path) -> Evaluation:
-    """Greedy decoding of every held-out row with the model in `folder`, or with its adapter on `model.path`."""
+    `evaluation.group_size` completions a row at `evaluation.temperature`, 0 being greedy, from the whole distribution.
+    `prefix`: text that every completion is made to begin with, as part of it.
+    """
     from transformers import AutoConfig
 
     config = resolve_dtype(config)
@@ -66,10 +59,20 @@ def evaluate(config: RunConfig, folder: Path) -> Evaluation:
     renderer = PromptRenderer(config.data)
     usable = usable_rows(held_out, renderer, processor, config, "held-out").usable
     rows = [renderer.render(held_out[i], held_out.row_id(i)) for i in usable]
+    size, temperature = config.evaluation.group_size, config.evaluation.temperature
+    sampling = {
+        "max_new_tokens": config.data.max_response_length,
+        "suppress_tokens": banned or None,
+        # The folder's generation_config.json may cut the distribution: a top_k of 50 is transformers' own default.
+        **({"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}),
+        **({} if temperature else {"do_sample": False}),
+    }
+    torch.manual_seed(config.trainer.seed)
     samples: list[RewardSample] = []
-    for start in range(0, len(rows), BATCH_ROWS):
-        chunk = rows[start : start + BATCH_ROWS]
-        texts = _generate(model, processor, chunk, banned, config.data.max_response_length, has_vision(hf_config))
+    per_batch = max(1, BATCH_COMPLETIONS // size)
+    for start in range(0, len(rows), per_batch):
+        chunk = [rendered for rendered in rows[start : start + per_batch] for _ in range(size)]
+        texts = _generate(model, processor, chunk, prefix, sampling, has_vision(hf_config))
         samples += [
             sample_of(rendered.prompt, text, rendered.blobs, reason)
             for rendered, (text, reason) in zip(chunk, texts, strict=True)
@@ -79,37 +82,38 @@ def evaluate(config: RunConfig, folder: Path) -> Evaluation:
 
 @torch.inference_mode()
 def _generate(
-    model: Any, processor: PromptProcessor, rows: Sequence[RenderedPrompt], banned: list[int], limit: int, vision: bool
+    model: Any,
+    processor: PromptProcessor,
+    rows: Sequence[RenderedPrompt],
+    prefix: str,
+    sampling: dict[str, Any],
+    vision: bool,
 ) -> list[tuple[str, Literal["stop", "length"]]]:
     """Text of each completion, and whether it ended by itself."""
-    texts = [processor.render(rendered.prompt) for rendered in rows]
+    texts = [processor.render(rendered.prompt) + prefix for rendered in rows]
     blobs = {digest: data for rendered in rows for digest, data in rendered.blobs.items()}
     arguments = media_arguments([rendered.prompt for rendered in rows], blobs) if vision else {}
     processor.tokenizer.padding_side = "left"
     inputs = processor.processor(
         text=texts, padding=True, return_tensors="pt", add_special_tokens=False, **arguments
     ).to(model.device)
-    output = model.generate(**inputs, max_new_tokens=limit, do_sample=False, suppress_tokens=banned or None)
+    output = model.generate(**inputs, **sampling)
     tokenizer, completions = processor.tokenizer, output[:, inputs["input_ids"].shape[1] :]
     ended = (completions == tokenizer.eos_token_id).any(dim=1).tolist()
     decoded = tokenizer.batch_decode(completions, skip_special_tokens=True)
-    return [(text, "stop" if stop else "length") for text, stop in zip(decoded, ended, strict=True)]
+    return [(prefix + text, "stop" if stop else "length") for text, stop in zip(decoded, ended, strict=True)]
 
 
-async def _score(config: RunConfig, samples: Sequence[RewardSample]) -> Evaluation:
+async def _score(config: RunConfig, samples: Sequence[RewardSample]) -> EvaluationScores:
+    """`samples`: those of a row one after the other."""
     pool = RewardPool(config.reward)
     await pool.start()
     try:
         scores = await asyncio.gather(*(pool.score(sample) for sample in samples))
     finally:
         await pool.close()
-    rewards = [score.reward for score in scores if score.reward is not None]
-    if not rewards:
-        raise UserError(f"none of {len(scores)} rows could be scored: {scores[0].error_message}")
-    name = config.reward.accuracy_component
-    return Evaluation(
-        accuracy=float(np.mean([score.components[name] for score in scores if score.reward is not None])),
-        reward=float(np.mean(rewards)),
-        rows=len(scores),
-        errors=len(scores) - len(rewards),
-    )
+    if all(score.reward is None for score in scores):
+        raise UserError(f"none of {len(scores)} completions could be scored: {scores[0].error_message}")
+    size, name = config.evaluation.group_size, config.reward.accuracy_component
+    known = [None if score.reward is None else (score.components[name], score.reward) for score in scores]
+    return evaluation_scores([known[start : start + size] for start in range(0, len(known), size)])

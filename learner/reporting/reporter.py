@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from asyncrl.journal.sample_index import SampleIndex, TrainedBatch
 from asyncrl.models.devices import device_name, memory_by_state
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.row_survey import BadRow
+from asyncrl.rewards.evaluation_scores import evaluation_scores
 from asyncrl.rewards.presentation import plain_text
 from asyncrl.run_folder.contents import save_config
 from asyncrl.telemetry.background_writer import BackgroundWriter
@@ -29,7 +31,6 @@ from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.batch import Batch
 from protocol.device_lock import read_tenure
-from protocol.messages import TrajectoryRecord
 
 ENDINGS = ("finished", "interrupted", "failed")
 
@@ -191,25 +192,21 @@ class Reporter:
         self.exporter.parity[server_id] = {"largest": largest, "mean": mean}
 
     def evaluated(self, evaluation: Evaluation, waited_s: float) -> dict[str, Any]:
-        """Accuracy and reward of a whole evaluation. Completions that could not be made or scored are counted apart.
+        """Scores of a whole evaluation. Completions that could not be made or scored are counted apart.
 
         `waited_s`: the part of its wall-clock time in which the learner could do nothing else.
         """
-        rows = evaluation.records()
-        records = [record for row in rows for record in row]
-        scored = [record for record in records if record.reward is not None]
-        rewards = [record.reward for record in records if record.reward is not None]
-        not_made = sum(not row for row in rows) * self.config.evaluation.group_size
-        name = self.config.reward.accuracy_component
+        name, size = self.config.reward.accuracy_component, self.config.evaluation.group_size
+        rows = [
+            [None if record.reward is None else (record.rewards[name], record.reward) for record in row]
+            or [None] * size
+            for row in evaluation.records()
+        ]
         result = {
             "step": evaluation.step,
             "version": evaluation.version,
-            "accuracy": float(np.mean([r.rewards[name] for r in scored])) if scored else float("nan"),
-            "accuracy_error": _standard_error(rows, lambda record: record.rewards[name]),
-            "reward": float(np.mean(rewards)) if rewards else float("nan"),
-            "reward_error": _standard_error(rows, lambda record: record.reward),
-            "rows": len(records) + not_made,
-            "errors": len(records) + not_made - len(scored),
+            **asdict(evaluation_scores(rows)),
+            "group_size": size,
             "seconds": evaluation.seconds,
             "waited_s": waited_s,
         }
@@ -247,13 +244,6 @@ class Reporter:
                 "completions": completions,
             }
             self._behind.do(self.recorder.sample, sample, shown)
-
-
-def _standard_error(rows: Sequence[Sequence[TrajectoryRecord]], score: Callable[[TrajectoryRecord], Any]) -> float:
-    """Standard error of a mean over rows, whose completions are alike; NaN for less than two rows with a score."""
-    scored = [[score(record) for record in row if record.reward is not None] for row in rows]
-    means = [np.mean(scores) for scores in scored if scores]
-    return float(np.std(means, ddof=1) / np.sqrt(len(means))) if len(means) > 1 else float("nan")
 
 
 def _device_holder(config: RunConfig) -> dict[str, Any]:

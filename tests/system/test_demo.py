@@ -34,7 +34,7 @@ def test_the_demo_from_nothing_to_a_checked_export(tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "demo" / "summary.json").read_text())
     assert set(summary["seconds"]) == {"data", "model", "sft", "grpo", "check"}
     assert summary["held_out_rows"] == 32
-    (checked,) = re.findall(r"^accuracy ([\d.]+) .* rows 32 .* errors 0$", ran.stdout, re.M)
+    (checked,) = re.findall(r"^pass@1 ([\d.]+) .* rows 32 .* errors 0$", ran.stdout, re.M)
     assert checked == f"{summary['accuracy_after']:.4f}", "plain transformers agrees"
     assert f"held-out accuracy {summary['accuracy_before']:.3f} -> {summary['accuracy_after']:.3f}" in ran.stdout
     assert (tmp_path / "demo" / "grpo" / "export" / "model.safetensors").is_file()

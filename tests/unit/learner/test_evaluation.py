@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,6 @@ from learner.network.evaluation_sender import EvaluationSender
 from learner.network.group_verification import _version_problems
 from learner.network.servers import ModelFacts, Servers, ServerState
 from learner.network.ticket_sender import TicketSender
-from learner.reporting.reporter import _standard_error
 from learner.step_schedule import StepSchedule
 from learner.tickets.assignments import MAX_ATTEMPTS
 from learner.tickets.evaluation import Evaluation
@@ -252,16 +250,6 @@ def test_one_evaluation_after_another(rig: Rig) -> None:
     rig.begin(1, rows=2)
     rig.turn()
     assert rig.sent("a") == ["v1", *rows(0, 1, version=1)]
-
-
-def test_completions_of_a_row_are_alike() -> None:
-    """The standard error is that over rows: four completions of a row are no four rows."""
-
-    def row(*scores: float | None) -> list[Any]:
-        return [SimpleNamespace(reward=score) for score in scores]
-
-    assert _standard_error([row(1, 1, None), row(0, 0, 0), row(None)], lambda record: record.reward) == 0.5
-    assert math.isnan(_standard_error([row(1), row(None)], lambda record: record.reward))
 
 
 class Network:

@@ -1,0 +1,52 @@
+"""`asyncrl eval`: the configured decoding, and its scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.rewards.evaluation_scores import evaluation_scores
+from asyncrl.rewards.sample import RewardSample
+from asyncrl.tools import evaluate as module
+from asyncrl.tools.evaluate import evaluate
+
+
+def test_completions_of_a_row_are_one_observation_and_those_without_a_score_are_counted() -> None:
+    rows = [[(1.0, 2.0), (0.0, 1.0)], [(0.0, 0.0), None], [None, None], [(1.0, 3.0), (1.0, 3.0)]]
+    scores = evaluation_scores(rows)
+    assert scores.accuracy == pytest.approx(3 / 5)
+    assert scores.best == pytest.approx(2 / 3), "rows with a right completion, of rows with a score"
+    assert scores.reward == pytest.approx(9 / 5)
+    assert scores.accuracy_error == pytest.approx(0.5 / math.sqrt(3)), "standard deviation of 0.5, 0, 1 over three rows"
+    assert (scores.rows, scores.errors) == (4, 3)
+    assert math.isnan(evaluation_scores([[None]]).accuracy)
+    assert math.isnan(evaluation_scores([[(1.0, 1.0)], [None]]).accuracy_error), "one row has no spread"
+
+
+def test_the_configured_temperature_and_group_size_are_used(
+    make_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = {"max_val_rows": 4, "max_response_length": 8}
+    config = make_config(data=data)
+    sampled = make_config(data=data, evaluation={"temperature": 1.0, "group_size": 3})
+    score = module._score
+    seen: list[list[str]] = []
+
+    async def watched(config: RunConfig, samples: Sequence[RewardSample]) -> object:
+        seen.append([sample.completion for sample in samples])
+        return await score(config, samples)
+
+    monkeypatch.setattr(module, "_score", watched)
+    evaluate(config, Path(config.model.path))
+    evaluate(sampled, Path(config.model.path), prefix="answer")
+    evaluate(sampled, Path(config.model.path), prefix="answer")
+    greedy, first, again = seen
+    assert len(greedy) == 4
+    assert len(first) == 12
+    assert len(set(first[:3])) > 1, "three different completions of the first row"
+    assert first == again, "the same seed"
+    assert all(text.startswith("answer") for text in first)
