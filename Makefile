@@ -33,7 +33,7 @@ $(VENV)/installed-vllm: $(VENV)/installed
 	@touch $@
 
 demo: install
-	$(BIN)/python examples/digits/demo.py
+	$(BIN)/asyncrl demo
 
 test: install-vllm
 	$(BIN)/python -m pytest -n $(JOBS)

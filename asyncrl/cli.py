@@ -66,6 +66,13 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--model", type=Path, required=True, help="Hugging Face folder, or a PEFT folder")
     evaluate.add_argument("--prefix", default="", metavar="TEXT", help="what every completion is made to begin with")
 
+    demo = commands.add_parser("demo", help="train a small vision-language model on this machine, in one new folder")
+    demo.add_argument("overrides", nargs="*", metavar="key=value", help="of the GRPO run's configuration")
+    demo.add_argument("--seed", type=int, default=1, help="of data, model, order and sampling")
+    demo.add_argument("--folder", type=Path, metavar="DIR", help="new folder; default: the next free runs/demo-N")
+    demo.add_argument("--steps", type=int, metavar="N", help="GRPO steps; default: the configuration's")
+    demo.add_argument("--quick", action="store_true", help="small and fast, and learns little")
+    demo.set_defaults(handler=_demo)
     export = commands.add_parser("export", help="write a checkpoint's model as a Hugging Face folder, adapter merged")
     export.add_argument("run_dir", type=Path)
     export.add_argument("target", type=Path)
@@ -253,6 +260,14 @@ def _eval(arguments: argparse.Namespace) -> int:
     found = [f"pass@1 {scores.accuracy:.4f} ± {scores.accuracy_error:.4f} (standard error)"]
     found += [f"pass@{size} {scores.best:.4f}"] if size > 1 else []
     print("   ".join([*found, f"reward {scores.reward:.4f}", f"rows {scores.rows}", f"errors {scores.errors}"]))
+    return 0
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from asyncrl.demo.command import demo
+
+    steps = [] if arguments.steps is None else [f"trainer.max_steps={arguments.steps}"]
+    demo(arguments.folder, arguments.seed, [*steps, *arguments.overrides], quick=arguments.quick)
     return 0
 
 

@@ -1,52 +1,106 @@
-"""Functions of the user: `path/to/file.py:function`, where a setting also takes the name of a built-in."""
+"""Functions of the user, where a setting also takes the name of a built-in.
+
+`path/to/file.py:function`, or `package.module:function` of what is installed.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
+import pkgutil
+import re
 import sys
 import traceback
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from asyncrl.config.suggest import did_you_mean, file_hint
 from asyncrl.errors import UserError
 
 F = TypeVar("F", bound=Callable[..., object])
 MAX_MESSAGE_CHARS = 300
+MODULE = re.compile(r"(?!.*[.]py$)[A-Za-z_]\w*([.][A-Za-z_]\w*)*")
+
+
+class UserFunction(NamedTuple):
+    path: Path
+    """Absolute."""
+    name: str
+    package: str = ""
+    """Where `from . import` begins in a file that was named as a module; empty for one that was named by its path."""
 
 
 def resolve(name: str, builtins: Mapping[str, F], setting: str) -> F:
     """The built-in of this name, or the user's function, whose file is run. UserErrors name the `setting`."""
     located = locate(name, builtins, setting)
-    return builtins[name] if located is None else load(*located)
+    return builtins[name] if located is None else load(located)
 
 
-def load(path: Path, function: str) -> Any:
-    """The function of this name in the user's file, which is run."""
-    return function_of(load_module(path, read_source(path)), function)
+def load(function: UserFunction) -> Any:
+    """The function itself. Runs its file."""
+    module = load_module(function.path, read_source(function.path), function.package)
+    return function_of(module, function.name)
 
 
-def locate(name: str, builtins: Collection[str], setting: str) -> tuple[Path, str] | None:
-    """Absolute file and function name, or None for a built-in."""
+def locate(name: str, builtins: Collection[str], setting: str) -> UserFunction | None:
+    """File and name of the user's function, or None for a built-in."""
     if name in builtins:
         return None
     file, colon, function = name.rpartition(":")
     if not colon:
         raise UserError(
             f"{setting} is {name!r}, which is no built-in.{did_you_mean(name, builtins)} "
-            f"Built-in are {', '.join(builtins)}; your own is path/to/file.py:function"
+            f"Built-in are {', '.join(builtins)}; your own is path/to/file.py:function or package.module:function"
         )
     path = Path(file).expanduser().absolute()
+    if MODULE.fullmatch(file) and not path.exists():
+        source = _module_file(file, function, f"{setting} is {name!r}, but")
+        return UserFunction(source, function, package=file.rpartition(".")[0])
     if not path.is_file():
         raise UserError(f"{setting} is {name!r}, but there is no file {path}: {file_hint(path)}")
-    return path, function
+    return UserFunction(path, function)
 
 
-def own_functions(choices: Iterable[tuple[str, str, Collection[str]]]) -> Iterator[tuple[Path, str]]:
-    """Yield file and name of each function that is the user's own, as `locate` does.
+def _module_file(module: str, function: str, but: str) -> Path:
+    """Source of a module that Python finds, which is not run; the packages that it lies in are."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise UserError(f"{but} a package of it cannot be imported: {one_line(error)}") from error
+        spec = None
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{but} a package of it cannot be imported: {one_line(error)}") from error
+    if spec is None:
+        path = Path(f"{module.replace('.', '/')}.py")
+        example = path if path.is_file() else "path/to/file.py"
+        raise UserError(
+            f"{but} Python finds no module {module}.{_similar_module(module)} "
+            f"A file that is not installed is named by its path: {example}:{function}"
+        )
+    if spec.submodule_search_locations is not None:
+        raise UserError(f"{but} {module} is a package: name the module in it that has {function!r}")
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        raise UserError(f"{but} {module} is no Python source that could be loaded ({spec.origin})")
+    return Path(spec.origin).absolute()
+
+
+def _similar_module(module: str) -> str:
+    """A sentence with the most similar module of the package, after a space; empty if there is none."""
+    package, _, name = module.rpartition(".")
+    try:
+        spec = importlib.util.find_spec(package) if package else None
+    except (Exception, SystemExit):  # it has no such package either
+        return ""
+    places = spec.submodule_search_locations if spec else None
+    return did_you_mean(name, [found.name for found in pkgutil.iter_modules(places)]) if places else ""
+
+
+def own_functions(choices: Iterable[tuple[str, str, Collection[str]]]) -> Iterator[UserFunction]:
+    """Yield each function that is the user's own, as `locate` does.
 
     `choices` are setting, value and names of the built-ins, as `AlgorithmConfig.functions` has them.
     """
@@ -63,11 +117,11 @@ def read_source(path: Path) -> bytes:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def load_module(path: Path, source: bytes) -> ModuleType:
-    """Run the file's source as a module, with its folder importable as for a script."""
+def load_module(path: Path, source: bytes, package: str = "") -> ModuleType:
+    """Run the file's source as a module: of its `package`, or with its folder importable as for a script."""
     module = ModuleType(f"plugin_{path.stem}_{zlib.crc32(str(path).encode()):08x}")
-    module.__file__ = str(path)
-    if str(path.parent) not in sys.path:
+    module.__file__, module.__package__ = str(path), package or None
+    if not package and str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     sys.modules[module.__name__] = module  # dataclasses and typing look their module up
     try:

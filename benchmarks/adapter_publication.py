@@ -2,7 +2,7 @@
 
     python benchmarks/adapter_publication.py [--model FOLDER] [--repeats 50]
 
-Without a folder, the model of examples/digits is made. A version is written to shared memory by the training engine
+Without a folder, the demo's model is made. A version is written to shared memory by the training engine
 and taken up by the `hf` engine, in one process; times are medians. Checksums are computed and verified as in a run.
 """
 
@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import runpy
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -19,6 +17,7 @@ from statistics import median
 from typing import Any
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.demo.model import main as make_model
 from asyncrl.models.processing import PromptProcessor
 from learner.network.publication import publish
 from learner.training.engine import create_engine as create_train_engine
@@ -27,7 +26,6 @@ from protocol.weights import Publication
 from rollout_server.engines import create_engine
 from rollout_server.weights.receiver import WeightReceiver
 
-ROOT = Path(__file__).parent.parent
 KINDS: dict[str, dict[str, Any]] = {
     "whole model": {},
     "rank 4": {"rank": 4},
@@ -38,12 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def make_demo_model(folder: Path) -> Path:
-    argv = sys.argv
-    sys.argv = ["make_model.py", "--out", str(folder)]
-    try:
-        runpy.run_path(str(ROOT / "examples" / "digits" / "make_model.py"), run_name="__main__")
-    finally:
-        sys.argv = argv
+    make_model(["--out", str(folder)])
     return folder
 
 

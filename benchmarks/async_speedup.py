@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-CONFIG = Path(__file__).parent.parent / "configs" / "digits_grpo.yaml"
+CONFIG = Path(__file__).parent.parent / "asyncrl" / "demo" / "grpo.yaml"
 WARM_UP_STEPS = 5
 """Left out of every median: engines warm up, the pipeline fills."""
 

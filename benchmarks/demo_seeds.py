@@ -29,7 +29,6 @@ from learner.checkpoint.storage import newest_checkpoint
 from learner.training.engine import ENGINE_FILE
 
 CPU = torch.device("cpu")
-PREPARE = Path(__file__).parent.parent / "examples" / "digits" / "prepare.py"
 
 
 def main() -> None:
@@ -47,7 +46,8 @@ def main() -> None:
     for seed in arguments.seeds:
         folder = root / f"seed-{seed}"
         if not (folder / "config.yaml").exists():
-            call(str(PREPARE), "--folder", str(folder), "--seed", str(seed), *["--quick"] * arguments.quick)
+            quick = ["--quick"] * arguments.quick
+            call("-m", "asyncrl.demo.prepare", "--folder", str(folder), "--seed", str(seed), *quick)
         for each in arguments.each:
             run = runs[seed, each] = folder / f"grpo-{each.partition('=')[2].replace('/', '-') or 'default'}"
             changes = [f"run_dir={run}", *([each] if each else []), *arguments.overrides]

@@ -26,7 +26,7 @@ from statistics import mean, stdev
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-DIGITS = ROOT / "examples" / "digits"
+DEMO = ROOT / "asyncrl" / "demo"
 STEPS = 80
 UPDATES = 4
 LEARNING_RATE = 2e-4
@@ -85,9 +85,9 @@ class Table:
         folder = self.warm_starts / f"seed-{seed}"
         if (folder / "sft" / "export" / "config.json").is_file():
             return
-        for script, out in (("make_data.py", "data"), ("make_model.py", "model")):
-            _call([str(DIGITS / script), "--out", str(folder / out), "--seed", str(seed)], folder / f"{out}.log")
-        sft = [str(ROOT / "configs" / "digits_sft.yaml"), f"run_dir={folder}/sft", f"model.path={folder}/model"]
+        for out in ("data", "model"):
+            _call(["-m", f"asyncrl.demo.{out}", "--out", str(folder / out), "--seed", str(seed)], folder / f"{out}.log")
+        sft = [str(DEMO / "sft.yaml"), f"run_dir={folder}/sft", f"model.path={folder}/model"]
         files = [f"data.train_files=[{folder}/data/sft.parquet]", f"data.val_files=[{folder}/data/eval.parquet]"]
         _call(["-m", "asyncrl", "sft", *sft, *files, f"trainer.seed={seed}"], folder / "sft.log")
 
@@ -114,7 +114,7 @@ class Table:
             *(f"{port}=0" for port in ("telemetry.learner_port", "telemetry.rollout_port")),
             *self.overrides,
         ]
-        command = ["-m", "asyncrl", "train", str(ROOT / "configs" / "digits_grpo.yaml"), *overrides]
+        command = ["-m", "asyncrl", "train", str(DEMO / "grpo.yaml"), *overrides]
         began = time.monotonic()
         _call(command, self.folder / f"{run.name}.log")
         line = {"arm": run.arm, "staleness": run.staleness, "seed": run.seed, "wall_s": time.monotonic() - began}

@@ -6,13 +6,11 @@ python -m benchmarks.random_models --size 4b --out runs/random-4b [--device cuda
 from __future__ import annotations
 
 import argparse
-import runpy
 from pathlib import Path
 from typing import Any
 
 import torch
 
-DIGITS = Path(__file__).parent.parent / "examples" / "digits"
 PATCH_SIZE = 7
 """Patch size of the digits' processor, which the models share."""
 SIZES: dict[str, dict[str, dict[str, int]]] = {
@@ -36,8 +34,9 @@ def make_model(folder: Path, size: str, *, dtype: str = "float32", device: str =
     """Write config, weights, tokenizer and processor. `device` only draws the weights faster."""
     from transformers import Qwen2_5_VLForConditionalGeneration
 
-    digits = runpy.run_path(str(DIGITS / "make_model.py"))
-    tokenizer = digits["build_tokenizer"]()
+    from asyncrl.demo.model import build_processor, build_tokenizer
+
+    tokenizer = build_tokenizer()
     config = build_config(size, tokenizer)
     torch.manual_seed(seed)
     default = torch.get_default_dtype()
@@ -50,7 +49,7 @@ def make_model(folder: Path, size: str, *, dtype: str = "float32", device: str =
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(folder)
-    digits["build_processor"](tokenizer).save_pretrained(folder)
+    build_processor(tokenizer).save_pretrained(folder)
     return folder
 
 

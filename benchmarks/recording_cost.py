@@ -1,6 +1,6 @@
 """What it costs to watch a run: recording, panel and scrapes, each as a ratio within one real run of the demo.
 
-    python examples/digits/demo.py --steps 1 --folder runs/demo       # data and warm start, once
+    asyncrl demo --steps 1 --folder runs/demo                         # data and warm start, once
     python benchmarks/recording_cost.py --demo runs/demo [--steps 150] [key=value ...]
 
 Both services run as `asyncrl train` starts them, under its panel in a terminal of 110 x 40, scraped every 5 s by
@@ -293,7 +293,7 @@ def main() -> None:
             *(f"telemetry.{side}_port={free_port('127.0.0.1')}" for side in ("learner", "rollout")),
             *("network.control_port=0", "network.weights_port=0", *arguments.overrides),
         ]
-        run(load_config(ROOT / "configs" / "digits_grpo.yaml", overrides), folder)
+        run(load_config(ROOT / "asyncrl" / "demo" / "grpo.yaml", overrides), folder)
         text, met = table(folder)
     print(text)
     sys.exit(0 if met else 1)

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-DIGITS = ROOT / "examples" / "digits"
+GRPO = "asyncrl/demo/grpo.yaml"
 
 
 def run(*command: str) -> None:
@@ -25,16 +25,16 @@ def main() -> None:
     folder: Path = parser.parse_args().folder or Path(tempfile.mkdtemp(prefix="asyncrl-bench-"))
     data, model = folder / "data", folder / "model"
     if not (model / "config.json").is_file():
-        run(str(DIGITS / "make_data.py"), "--out", str(data), "--sft-rows", "64")
-        run(str(DIGITS / "make_model.py"), "--out", str(model))
+        run("-m", "asyncrl.demo.data", "--out", str(data), "--sft-rows", "64")
+        run("-m", "asyncrl.demo.model", "--out", str(model))
     files = [f"data.train_files=[{data}/rl.parquet]", f"data.val_files=[{data}/eval.parquet]", f"model.path={model}"]
     print("\n## Log-probs of engine and learner\n", flush=True)
-    run("benchmarks/logprob_parity.py", "configs/digits_grpo.yaml", *files)
+    run("benchmarks/logprob_parity.py", GRPO, *files)
     print("\n## Weight updates while sequences run\n", flush=True)
     for length in (12, 96):
         run(
             "benchmarks/weight_updates.py",
-            "configs/digits_grpo.yaml",
+            GRPO,
             f"--median-length={length}",
             *files,
             "rollout.max_concurrent_sequences=64",

@@ -32,8 +32,7 @@ SIZE = ("--hidden", "512", "--intermediate", "2048", "--vision-dim", "64", "--vi
 
 
 def make_model(folder: Path) -> Path:
-    script, size = str(ROOT / "examples/digits/make_model.py"), [*SIZE, "--layers", "9"]
-    command = [sys.executable, script, "--out", str(folder), *size]
+    command = [sys.executable, "-m", "asyncrl.demo.model", "--out", str(folder), *SIZE, "--layers", "9"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return folder
 

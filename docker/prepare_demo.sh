@@ -12,7 +12,7 @@ if [ ! -f "$FOLDER/config.yaml" ]; then # written last
   if [ "$SIZE" = quick ]; then OPTIONS=--quick; else OPTIONS=; fi
   mkdir -p "$FOLDER"
   echo "$SIZE" > "$FOLDER/size"
-  exec python examples/digits/prepare.py --folder "$FOLDER" $OPTIONS
+  exec python -m asyncrl.demo.prepare --folder "$FOLDER" $OPTIONS
 fi
 KEPT="$(cat "$FOLDER/size" 2>/dev/null || echo "unknown size")"
 echo "the demo in $FOLDER is kept as it was prepared: $KEPT"

@@ -248,8 +248,8 @@ def update_settings(config: RunConfig) -> dict[str, Any]:
     if config.learner.optim.lr_scheduler_type != "constant":
         names += ["trainer.max_steps"] if config.trainer.max_steps else ["trainer.total_epochs"]
     settings: dict[str, Any] = {name: reduce(getitem, name.split("."), everything) for name in names}
-    for path, _ in own_functions(config.algorithm.functions):
-        settings[f"fingerprint of {path.name}"] = xxhash.xxh3_64_hexdigest(read_source(path))
+    for function in own_functions(config.algorithm.functions):
+        settings[f"fingerprint of {function.path.name}"] = xxhash.xxh3_64_hexdigest(read_source(function.path))
     return settings
 
 

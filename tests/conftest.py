@@ -17,10 +17,10 @@ import pytest
 
 from asyncrl.config.schema import RunConfig
 from tests.rigs.small_runs import logs
-from tests.rigs.tiny import DIGITS, ROOT, make_digits, make_tiny_model, run_script
+from tests.rigs.tiny import ROOT, make_digits, make_tiny_model
 from tests.rigs.two_processes import run_both
 
-__all__ = ["DIGITS", "ROOT", "run_script"]
+__all__ = ["ROOT"]
 
 LONGEST = (
     "test_vllm_end_to_end test_lora_runs test_compose_run test_sync test_resume test_time_and_peers test_docs_commands "

@@ -159,11 +159,11 @@ class DppoConfig(Section):
 
 class AlgorithmConfig(Section):
     adv_estimator: str = "grpo"
-    """Name of a built-in (see asyncrl/algorithms/advantages.py) or `file.py:function`."""
+    """Name of a built-in (see asyncrl/algorithms/advantages.py) or `file.py:function` or `package.module:function`."""
     norm_adv_by_std: bool = True
     """Divide by the group's standard deviation (False gives Dr. GRPO's advantage)."""
     policy_loss: str = "ppo"
-    """Name of a built-in (see asyncrl/algorithms/losses.py) or `file.py:function`."""
+    """Name of a built-in (see asyncrl/algorithms/losses.py) or `file.py:function` or `package.module:function`."""
     clip_ratio_low: float = Field(default=0.2, gt=0)
     """PPO clip range below 1."""
     clip_ratio_high: float = Field(default=0.28, gt=0)

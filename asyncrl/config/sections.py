@@ -125,8 +125,8 @@ class DataConfig(Section):
 
 class RewardFunctionConfig(Section):
     function: str
-    """Built-in name (see asyncrl/rewards/builtin.py) or `file.py:function`, which takes a RewardSample or, as in TRL,
-    `completions` and columns as lists, and returns a number or a dict of them."""
+    """Built-in name (see asyncrl/rewards/builtin.py), `file.py:function` or `package.module:function`, which takes a
+    RewardSample or, as in TRL, `completions` and columns as lists, and returns a number or a dict of them."""
     weight: float = 1.0
     """Weight of this component in the sum."""
     name: str = ""

@@ -60,8 +60,8 @@ def check_references(config: RunConfig, *sides: Side) -> None:
 
 def check_algorithm(config: AlgorithmConfig) -> None:
     """Refuse an estimator or a loss that is not there. The user's own are loaded, as the learner will load them."""
-    for path, function in own_functions(config.functions):
-        load(path, function)
+    for function in own_functions(config.functions):
+        load(function)
 
 
 def check_sft_inputs(config: RunConfig) -> None:

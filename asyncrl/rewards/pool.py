@@ -197,10 +197,13 @@ def _setup_message(config: RewardConfig) -> bytes:
     check_rewards(config)
     components = []
     for component in config.functions:
-        path, function = locate(component.function) or ("", component.function)
-        source = read_source(path) if path else b""
-        entry = {"name": component_name(component), "kwargs": component.kwargs, "function": function}
-        components.append(entry | {"path": str(path), "source": source})
+        located = locate(component.function)
+        entry = {"name": component_name(component), "kwargs": component.kwargs, "function": component.function}
+        entry |= {"path": "", "package": "", "source": b""}
+        if located is not None:
+            source = read_source(located.path)
+            entry |= {"function": located.name, "path": str(located.path), "package": located.package, "source": source}
+        components.append(entry)
     return channel.pack({"memory_limit_mib": config.memory_limit_mib, "components": components})
 
 

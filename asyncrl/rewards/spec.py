@@ -22,12 +22,12 @@ SETTING = "a function in reward.functions"
 
 
 def load_reward(function: str) -> Callable[..., Any]:
-    """The function of a built-in name or `path/file.py:function`. Runs the file: use it in workers."""
+    """The function of a built-in name, or the user's. Runs the file: use it in workers."""
     return plugins.resolve(function, BUILTIN_REWARDS, SETTING)
 
 
-def locate(function: str) -> tuple[Path, str] | None:
-    """Absolute file and function name, or None for a known built-in."""
+def locate(function: str) -> plugins.UserFunction | None:
+    """File and name of the user's function, or None for a known built-in."""
     return plugins.locate(function, BUILTIN_REWARDS, SETTING)
 
 
@@ -41,7 +41,7 @@ def check_rewards(config: RewardConfig) -> None:
         if located is None:
             check_call(BUILTIN_REWARDS[component.function], component.function, component.kwargs)
         else:
-            _check_names(*located)
+            _check_names(located.path, located.name)
 
 
 def call_reward(function: Callable[..., Any], sample: RewardSample, kwargs: Mapping[str, Any]) -> Any:

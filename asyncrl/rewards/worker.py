@@ -105,7 +105,7 @@ def _load(setup: dict[str, Any]) -> list[Component]:
             function = BUILTIN_REWARDS[entry["function"]]
         else:
             if path not in modules:
-                modules[path] = load_module(Path(path), entry["source"])
+                modules[path] = load_module(Path(path), entry["source"], entry["package"])
             function = function_of(modules[path], entry["function"])
         check_call(function, entry["function"], entry["kwargs"])
         components.append(Component(entry["name"], function, entry["kwargs"], path))

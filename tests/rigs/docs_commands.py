@@ -22,6 +22,7 @@ from asyncrl.config.load import load_config
 from asyncrl.launch.ports import free_port
 from tests.rigs.prefork import fork_module
 from tests.rigs.small_runs import logs
+from tests.rigs.tiny import GRPO
 from tests.rigs.two_processes import start, with_ports, write_config
 from tests.rigs.waiting import exit_codes
 
@@ -113,9 +114,7 @@ def prepare(folder: Path, model: Path, data: Path) -> None:
         *("learner.cpu_threads=1", "rollout.cpu_threads=1", "network.heartbeat_s=0.2", "data.max_val_rows=4"),
     ]
     with contextlib.chdir(folder):
-        file = write_config(
-            with_ports(load_config(Path("configs/digits_grpo.yaml"), small), free_port), folder / "logs"
-        )
+        file = write_config(with_ports(load_config(GRPO, small), free_port), folder / "logs")
         codes = exit_codes([start("learner", file), start("rollout_server", file)])
     assert codes == [0, 0], logs(folder / "logs")
 

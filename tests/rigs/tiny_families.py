@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +10,7 @@ import transformers
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
-from tests.rigs.tiny import DIGITS
+from asyncrl.demo.model import CHAT_TEMPLATE, build_tokenizer
 
 Family = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 HIDDEN, VISION, PATCH = 64, 32, 7
@@ -25,8 +24,7 @@ IDS = {
 
 def make_family(family: Family, folder: Path) -> Path:
     """A Hugging Face folder: model, tokenizer, processor with image and video parts."""
-    digits = runpy.run_path(str(DIGITS / "make_model.py"))
-    tokenizer = digits["build_tokenizer"]()
+    tokenizer = build_tokenizer()
     common: dict[str, Any] = {name: tokenizer.convert_tokens_to_ids(text) for name, text in IDS.items()}
     common |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     vision: dict[str, Any] = {"depth": 2, "num_heads": 2, "patch_size": PATCH, "initializer_range": 0.1}
@@ -56,7 +54,7 @@ def make_family(family: Family, folder: Path) -> Path:
         image_processor=Qwen2VLImageProcessor(patch_size=PATCH, size=size),
         tokenizer=tokenizer,
         video_processor=video(patch_size=PATCH, size=size),
-        chat_template=digits["CHAT_TEMPLATE"],
+        chat_template=CHAT_TEMPLATE,
     )
     processor.save_pretrained(folder)
     return folder

@@ -18,7 +18,7 @@ from learner.reporting.metric_table import METRICS as LEARNER
 from tests.rigs.compose_services import COMPOSE, Container, image_commands, resolved
 from tests.rigs.ports import own_port
 from tests.rigs.prometheus_server import PROMETHEUS, Prometheus
-from tests.rigs.tiny import ROOT
+from tests.rigs.tiny import GRPO, ROOT
 from tests.rigs.waiting import wait_until
 
 pytestmark = [
@@ -90,7 +90,7 @@ class Stack:
 
 
 def _write_demo(folder: Path, model: Path, data: Path) -> None:
-    """The configuration that prepare.py would write, for a smaller model. tests/system/test_demo.py runs prepare.py."""
+    """What asyncrl.demo.prepare would write, for a smaller model; tests/system/test_demo.py runs that."""
     small = [
         *(f"run_dir={folder}/grpo", f"model.path={model}"),
         *(f"data.train_files=[{data}/rl.parquet]", f"data.val_files=[{data}/eval.parquet]", "data.max_val_rows=4"),
@@ -98,7 +98,7 @@ def _write_demo(folder: Path, model: Path, data: Path) -> None:
         *(f"trainer.max_steps={STEPS}", "trainer.save_freq=20", "evaluation.every_steps=30"),
     ]
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(dump_config(load_config(ROOT / "configs" / "digits_grpo.yaml", small)))
+    (folder / "config.yaml").write_text(dump_config(load_config(GRPO, small)))
 
 
 @pytest.fixture

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from asyncrl.cli import main
 from tests.rigs.docs_commands import ROOT
-from tests.rigs.tiny import DIGITS
 
 DRAWN_PORTS = (
     "network.control_port=0",
@@ -24,11 +23,15 @@ DRAWN_PORTS = (
 
 @pytest.mark.slow
 def test_the_demo_from_nothing_to_a_checked_export(tmp_path: Path) -> None:
-    demo = re.search(r"^demo: install\n\t\$\(BIN\)/python (.+)$", (ROOT / "Makefile").read_text(), re.M)
+    demo = re.search(r"^demo: install\n\t\$\(BIN\)/asyncrl (.+)$", (ROOT / "Makefile").read_text(), re.M)
     assert demo
     small = ["--quick", "--steps", "3", "--folder", str(tmp_path / "demo")]
     ran = subprocess.run(
-        [sys.executable, *demo[1].split(), *small, *DRAWN_PORTS], cwd=ROOT, capture_output=True, text=True, timeout=600
+        [sys.executable, "-m", "asyncrl", *demo[1].split(), *small, *DRAWN_PORTS],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     summary = json.loads((tmp_path / "demo" / "summary.json").read_text())
@@ -43,10 +46,8 @@ def test_the_demo_from_nothing_to_a_checked_export(tmp_path: Path) -> None:
 def test_a_mistake_is_told_before_anything_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    demo = str(DIGITS / "demo.py")
-    monkeypatch.syspath_prepend(DIGITS)  # as Python does with the folder of a script
-    monkeypatch.setattr(sys, "argv", [demo, "--folder", str(tmp_path / "demo"), "--steps=-3"])
-    with pytest.raises(SystemExit, match="2"):
-        runpy.run_path(demo, run_name="__main__")
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo", "--folder", "demo", "--steps=-3"]) == 2
     assert "trainer.max_steps is -3" in capsys.readouterr().err
-    assert not (tmp_path / "demo").exists()
+    assert main(["demo", "run_dir=elsewhere"]) == 2
+    assert not list(tmp_path.iterdir())

@@ -20,6 +20,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from rollout_server.engines.vllm.rules import device_problem
 from tests.rigs.docs_commands import NEEDS, NOT_RUN, PAGES, ROOT, Block, blocks, prepare, run_pages
+from tests.rigs.tiny import GRPO
 
 COMMANDS = {
     name for action in _parser()._actions if isinstance(action, argparse._SubParsersAction) for name in action.choices
@@ -68,7 +69,7 @@ def test_commands_are_bash_and_name_what_exists(block: Block) -> None:
             name = word.partition("=")[0]
             assert name in all_keys() or name.startswith(("reward.functions", *FREE_MAPPINGS)), word
         if block.needs and command in ("train", "sync", "learn", "rollout"):
-            mine = ROOT / "configs" / "digits_grpo.yaml"  # README tells to start from it
+            mine = GRPO  # README tells to start from it
             config = load_config(mine, [*overrides, *(["trainer.mode=sync"] if command == "sync" else [])])
             assert command == "learn" or device_problem(config) == ""
 

@@ -15,6 +15,7 @@ import yaml
 from asyncrl.cli import _parser
 from asyncrl.config.load import load_config
 from tests.rigs.compose_services import COMPOSE, ROOT, resolved, seconds
+from tests.rigs.tiny import GRPO
 
 DOCKERFILE = ROOT / "docker" / "Dockerfile"
 OURS = {"prepare", "learner", "rollout_server", "learner_gpu", "rollout_server_gpu"}
@@ -76,7 +77,7 @@ def test_commands_are_of_the_cli_and_agree_with_each_other(services: dict[str, d
         assert flags == ["--unattended"]
         _parser().parse_args([command, file, *flags])
         overrides = [word for word in rest if "=" in word]
-        config = load_config(ROOT / "configs" / "digits_grpo.yaml", overrides)
+        config = load_config(GRPO, overrides)
         networks.add((config.control_endpoint, config.weights_endpoint, config.network.keys_dir))
     assert networks == {("tcp://learner:7601", "tcp://learner:7602", "/run/secrets/keys")}
 
@@ -127,7 +128,7 @@ def test_one_gpu_is_shared_by_one_container(services: dict[str, dict[str, Any]])
     program, command, file, *rest = sync["command"]
     assert (program, command, file) == ("asyncrl", "sync", "/runs/demo/config.yaml")
     _parser().parse_args([command, file, *(word for word in rest if word.startswith("--"))])
-    config = load_config(ROOT / "configs" / "digits_grpo.yaml", [word for word in rest if "=" in word])
+    config = load_config(GRPO, [word for word in rest if "=" in word])
     assert config.control_endpoint.startswith("tcp://127.0.0.1:")
     assert (config.telemetry.learner_port, config.telemetry.rollout_port) == (9101, 9102)
     assert sync["networks"]["asyncrl"]["aliases"] == ["learner", "rollout_server"]

@@ -26,6 +26,8 @@ TORCH_FREE = (
     "protocol/",
     "asyncrl/config/",
     "asyncrl/data/",
+    "asyncrl/demo/data.py",
+    "asyncrl/demo/reward.py",
     "asyncrl/rewards/",
     "asyncrl/telemetry/",
     "asyncrl/tools/inspect/",
@@ -80,6 +82,17 @@ def test_layers(package: str) -> None:
 def test_no_file_imports_itself_through_others() -> None:
     found = cycles(import_graph(ROOT))
     assert not found, "\n".join(" <-> ".join(group) for group in found)
+
+
+def test_only_its_command_knows_the_demo() -> None:
+    importers = {
+        file.as_posix()
+        for file in FILES
+        if not file.as_posix().startswith("asyncrl/demo/")
+        for name, _ in imported(parse(file))
+        if name.startswith("asyncrl.demo")
+    }
+    assert importers == {"asyncrl/cli.py"}
 
 
 def test_light_parts_never_import_torch() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,53 @@ def test_functions_are_loaded_by_name_and_by_path(rewards_file: Path):
     assert load_reward("exact_match")(sample) == 1
     assert load_reward(f"{rewards_file}:length")(sample, scale=2) == 6.5
     assert load_reward(f"{rewards_file}:made")(sample) == 2
+
+
+@pytest.fixture
+def rewards_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Name of an installed package whose module imports its neighbour."""
+    folder = tmp_path / "site" / "prizes"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").touch()
+    (folder / "random.py").write_text("from .numbers_of_it import bonus\ndef lucky(sample): return bonus\n")
+    (folder / "numbers_of_it.py").write_text("bonus = 7\n")
+    (folder / "compiled.so").touch()
+    monkeypatch.syspath_prepend(folder.parent)
+    return "prizes"
+
+
+def test_functions_are_loaded_from_an_installed_package_which_shadows_nothing(rewards_package: str):
+    assert load_reward(f"{rewards_package}.random:lucky")(RewardSample(completion="")) == 7
+    assert not any(place.endswith(rewards_package) for place in sys.path), "the package has a module `random`"
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("prizes.rando:lucky", "no module prizes.rando. Did you mean 'random'\\? A file .* path/to/file.py:lucky"),
+        ("prizes.random:luck", "random.py has no function 'luck'. Did you mean 'lucky'\\?"),
+        ("prizes:lucky", "prizes is a package: name the module in it that has 'lucky'"),
+        ("prises.random:lucky", "no module prises.random. A file"),
+        ("tests.unit.asyncrl:f", "is a package"),
+        ("_struct:unpack", "_struct is no Python source"),
+    ],
+)
+def test_a_wrong_module_is_refused_with_the_fix(rewards_package: str, function: str, message: str):
+    for check in (lambda: check_rewards(config_of(function)), lambda: load_reward(function)):
+        with pytest.raises(UserError, match=message):
+            check()
+
+
+def test_a_module_in_the_working_directory_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "mine.py").write_text("def good(sample): return 1\n")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "__init__.py").write_text("import nothing_there\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"named by its path: mine\.py:good"):
+        load_reward("mine:good")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=r"a package of it cannot be imported: .*nothing_there"):
+        load_reward("broken.rewards:good")
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from asyncrl.config.sections import ModelConfig
+from asyncrl.demo import model as demo_model
 from asyncrl.models.loading import ALIGNMENT_BYTES, load_model
 from asyncrl.models.sleeping import Sleeper
 from asyncrl.models.wake_parity import fixed_prompt, fixed_tokens
 from rollout_server.engines.hf.prefill import prefill
-from tests.conftest import DIGITS, run_script
 
 CPU = torch.device("cpu")
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Layers of the demo's width: the products of narrower ones round alike anywhere."""
     folder = tmp_path_factory.mktemp("model") / "model"
-    run_script(DIGITS / "make_model.py", "--out", str(folder), "--layers", "2", "--vision-depth", "1")
+    demo_model.main(["--out", str(folder), "--layers", "2", "--vision-depth", "1"])
     return folder
 
 

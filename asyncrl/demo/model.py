@@ -1,12 +1,14 @@
 """Build a small Qwen2-VL model with random weights, its tokenizer and its processor, and save one Hugging Face folder.
 
-python make_model.py --out model --seed 0
+python -m asyncrl.demo.model --out model --seed 0
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -138,7 +140,8 @@ def build_config(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -
             "vision_end_token_id": "<|vision_end|>",
         }.items()
     }
-    return Qwen2VLConfig(
+    make: Any = Qwen2VLConfig
+    return make(
         text_config=text,
         vision_config=vision,
         eos_token_id=tokenizer.eos_token_id,
@@ -148,7 +151,7 @@ def build_config(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -
     )
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
@@ -161,11 +164,11 @@ def main() -> None:
     parser.add_argument("--vision-mlp-ratio", type=int, default=2)
     parser.add_argument("--rope-theta", type=float, default=10000.0)
     parser.add_argument("--init-std", type=float, default=0.06)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
 
     tokenizer = build_tokenizer()
     torch.manual_seed(args.seed)
-    model = Qwen2VLForConditionalGeneration(build_config(tokenizer, args)).to(torch.float32)
+    model = Qwen2VLForConditionalGeneration(build_config(tokenizer, args)).float()
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(args.out)

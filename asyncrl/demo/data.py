@@ -8,15 +8,17 @@ never shows a scan that any training image shows.
 Columns: images (list of PNG bytes), prompt, answer, target (a demonstration for supervised training), digits ("3 7 2"),
 kind (which question).
 
-    python make_data.py --out data --seed 0
+    python -m asyncrl.demo.data --out data --seed 0
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -52,11 +54,10 @@ class Layout:
 
 def load_scans() -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
     """Return ((training scans, labels), (held-out scans, labels)); scans are uint8 arrays of 8x8."""
-    bunch = load_digits()
+    bunch: Any = load_digits()
     scans = np.clip(bunch.images * (255.0 / 16.0), 0, 255).astype(np.uint8)
-    train_x, held_x, train_y, held_y = train_test_split(
-        scans, bunch.target, test_size=0.3, random_state=SPLIT_SEED, stratify=bunch.target
-    )
+    split: Any = train_test_split(scans, bunch.target, test_size=0.3, random_state=SPLIT_SEED, stratify=bunch.target)
+    train_x, held_x, train_y, held_y = split
     return (train_x, train_y), (held_x, held_y)
 
 
@@ -155,7 +156,7 @@ def make_rows(
     return rows
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
@@ -165,7 +166,7 @@ def main() -> None:
     parser.add_argument(
         "--direct-fraction", type=float, default=0.6, help="share of demonstrations that answer at once"
     )
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
 
     train, held_out = load_scans()
     layout = Layout()

@@ -1,6 +1,6 @@
 """The main job, end to end: data, model, warm start, asynchronous GRPO, and a check of the exported folder.
 
-    python examples/digits/demo.py [--seed 1] [--folder runs/demo-1] [--steps 200] [--quick] [key=value ...]
+    asyncrl demo [--seed 1] [--folder runs/demo-1] [--steps 200] [--quick] [key=value ...]
 
 Everything is written to one new folder. The last lines compare held-out accuracy before and after, and score the
 export again with nothing but transformers. `--quick` makes everything small, and learns little.
@@ -8,14 +8,13 @@ export again with nothing but transformers. `--quick` makes everything small, an
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
-from prepare import CONFIGS, prepare, run
-
 from asyncrl.config.load import load_config
+from asyncrl.demo.prepare import GRPO, prepare, run
 from asyncrl.errors import UserError
 
 
@@ -30,31 +29,23 @@ def evaluations(run_dir: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
 
 
-def check(parser: argparse.ArgumentParser, changes: list[str]) -> None:
+def check(changes: Sequence[str]) -> None:
     """Before minutes are spent on data and warm start."""
-    try:
-        config = load_config(CONFIGS / "digits_grpo.yaml", changes)
-    except UserError as error:
-        parser.error(str(error))
+    config = load_config(GRPO, changes)
     if any(change.startswith("run_dir=") for change in changes) or not config.evaluation.before_training:
-        parser.error("what the demo compares is in --folder: leave run_dir and evaluation.before_training as they are")
+        raise UserError(
+            "what the demo compares is in --folder: leave run_dir and evaluation.before_training as they are"
+        )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=1, help="of data, model, order and sampling")
-    parser.add_argument("--folder", type=Path, default=None, help="new folder; default: the next free runs/demo-N")
-    parser.add_argument("--steps", type=int, default=0, help="GRPO steps; default: the configuration's")
-    parser.add_argument("--quick", action="store_true", help="small and fast, and learns little")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the GRPO run's configuration")
-    arguments = parser.parse_intermixed_args()
-    changes = [*([f"trainer.max_steps={arguments.steps}"] if arguments.steps else []), *arguments.overrides]
-    check(parser, changes)
-    folder: Path = arguments.folder or next_folder()
+def demo(folder: Path | None, seed: int, changes: Sequence[str], *, quick: bool = False) -> None:
+    """Run all stages in a new folder, by default the next free one of runs. `changes`: of the GRPO run."""
+    check(changes)
+    folder = folder or next_folder()
     grpo = folder / "grpo"
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-    seconds = prepare(folder, arguments.seed, quick=arguments.quick)
+    seconds = prepare(folder, seed, quick=quick)
     train = ["-m", "asyncrl", "train", str(folder / "config.yaml")]
     seconds["grpo"] = run("asynchronous GRPO (asyncrl train)", *train, *changes)
     score = ["-m", "asyncrl", "eval", str(grpo / "config.yaml"), "--model", str(grpo / "export")]
@@ -63,7 +54,7 @@ def main() -> None:
     metrics = [json.loads(line) for line in (grpo / "metrics.jsonl").read_text().splitlines()]
     first, last = metrics[:10], metrics[-10:]
     summary = {
-        "seed": arguments.seed,
+        "seed": seed,
         "held_out_rows": before["rows"],
         "accuracy_before": before["accuracy"],
         "accuracy_after": after["accuracy"],
@@ -78,7 +69,3 @@ def main() -> None:
     )
     print(f"training reward   {summary['reward_first_10_steps']:.3f} -> {summary['reward_last_10_steps']:.3f}")
     print(f"model             {grpo / 'export'}")
-
-
-if __name__ == "__main__":
-    main()
