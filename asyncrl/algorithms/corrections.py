@@ -23,6 +23,8 @@ from asyncrl.algorithms.ratios import (
 )
 from asyncrl.config.algorithm import CorrectionConfig, MaskConfig
 
+NOTHING: Mapping[str, torch.Tensor] = {}
+
 
 @dataclass(frozen=True)
 class Correction:
@@ -35,22 +37,24 @@ class Correction:
     masked: torch.Tensor
     """bool: the token takes no part in the loss."""
     masked_by: Mapping[str, torch.Tensor]
-    """The same for the correction itself (under its kind) and each of its masks; they may overlap."""
+    """The same for the correction itself (under its kind), each mask and each selection; they may overlap."""
 
 
 @torch.no_grad()
-def correct(tokens: PolicyTokens, config: CorrectionConfig, outliers: torch.Tensor | None = None) -> Correction:
-    """The weight of each token: that of `config.kind`, 0 where any of `config.masks` drops it.
+def correct(
+    tokens: PolicyTokens, config: CorrectionConfig, selected: Mapping[str, torch.Tensor] = NOTHING
+) -> Correction:
+    """The weight of each token: that of `config.kind`, 0 where a selection or any of `config.masks` drops it.
 
-    `outliers` [N] bool: what `m2po` drops, decided over the whole batch. With pi_proximal / pi_behaviour as token
-    ratio, its product over the trajectory, or its geometric mean: `*_tis` is min(ratio, cap) (truncated importance
-    sampling, as in decoupled PPO, arXiv 2505.24298), `*_mis` and `icepop` are the ratio within [lower, upper] and 0
-    elsewhere (IcePop: arXiv 2510.18855).
+    `selected` [N] bool each: what the selections drop, which look at the whole batch. With pi_proximal / pi_behaviour
+    as token ratio, its product over the trajectory, or its geometric mean: `*_tis` is min(ratio, cap) (truncated
+    importance sampling, as in decoupled PPO, arXiv 2505.24298), `*_mis` and `icepop` are the ratio within [lower,
+    upper] and 0 elsewhere (IcePop: arXiv 2510.18855).
     """
     differences = tokens.proximal_logprobs - tokens.behaviour_logprobs
     weights, truncated, rejected = _weigh(differences, tokens.row, config)
     masked_by = {} if rejected is None else {config.kind: rejected}
-    masked_by |= {mask.kind: _masked(mask, tokens, differences, outliers) for mask in config.masks}
+    masked_by |= {mask.kind: _masked(mask, tokens, differences) for mask in config.masks} | dict(selected)
     masked = torch.zeros_like(truncated)
     for dropped in masked_by.values():
         masked = masked | dropped
@@ -78,14 +82,8 @@ def _weigh(
     return ratios, nowhere, (ratios < lower) | (ratios > upper)
 
 
-def _masked(
-    mask: MaskConfig, tokens: PolicyTokens, differences: torch.Tensor, outliers: torch.Tensor | None
-) -> torch.Tensor:
+def _masked(mask: MaskConfig, tokens: PolicyTokens, differences: torch.Tensor) -> torch.Tensor:
     """Tokens dropped by one mask: [N] bool."""
-    if mask.kind == "m2po":
-        if outliers is None:
-            raise ValueError("m2po is decided over the whole batch: call m2po_outliers first")
-        return outliers
     if mask.kind == "opsm":
         # Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): bad samples that the target policy has left.
         left = row_mean(tokens.behaviour_logprobs - tokens.logprobs.detach(), tokens.row) > mask.effective_threshold
@@ -105,16 +103,3 @@ def total_variation_exceeded(tokens: PolicyTokens, lower: float, upper: float) -
     advantage asks for (DPPO-TV, arXiv 2602.04879): [N] bool."""
     moved = tokens.logprobs.detach().exp() - tokens.behaviour_logprobs.exp()
     return ((tokens.advantages > 0) & (moved > upper)) | ((tokens.advantages < 0) & (-moved > lower))
-
-
-def m2po_outliers(proximal_logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, threshold: float) -> torch.Tensor:
-    """[N] bool over all trainable tokens of a batch: the fewest tokens, largest squared log-ratio first, without
-    which the mean squared log-ratio is below the threshold (M2PO, arXiv 2510.01161). One token always stays.
-    """
-    squares = (proximal_logprobs - behaviour_logprobs).double() ** 2
-    ascending, order = torch.sort(squares, stable=True)
-    means = ascending.cumsum(0) / torch.arange(1, len(squares) + 1, device=squares.device)
-    kept = max(int((means < threshold).sum()), 1)  # the running mean of ascending values never falls
-    outliers = torch.zeros_like(squares, dtype=torch.bool)
-    outliers[order[kept:]] = True
-    return outliers

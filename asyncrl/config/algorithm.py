@@ -32,7 +32,7 @@ MASK_BOUNDS: Mapping[str, Bounds] = {
     "dppo_tv": (0.2, 0.2),
 }
 """Default lower and upper bound of each mask that has them."""
-MASK_THRESHOLDS: Mapping[str, float] = {"m2po": 0.04, "opsm": 0.5}
+MASK_THRESHOLDS: Mapping[str, float] = {"opsm": 0.5}
 """Default threshold of each mask that has one."""
 TRAJECTORY_LEVELS = ("sequence", "geometric")
 """First words of the correction kinds that weigh a token by its whole trajectory."""
@@ -43,12 +43,11 @@ TRAJECTORY_MASKS = ("sequence", "geometric", "veto", "opsm")
 class MaskConfig(Section):
     """Tokens or whole trajectories that leave the loss (policy loss, entropy bonus and KL), on top of the weight."""
 
-    kind: Literal["sequence", "geometric", "veto", "dppo_tv", "m2po", "opsm"]
+    kind: Literal["sequence", "geometric", "veto", "dppo_tv", "opsm"]
     """`sequence`, `geometric`: trajectories whose ratio pi_proximal / pi_behaviour (product or geometric mean of its
     tokens') is out of bounds. `veto`: trajectories with any token's ratio out of bounds. `dppo_tv`: tokens whose
-    probability has already moved too far in the advantage's direction. `m2po`: the fewest tokens without which the
-    batch's mean squared log-ratio is below the threshold. `opsm`: trajectories of negative advantage whose mean log
-    pi_behaviour / pi_target is above the threshold."""
+    probability has already moved too far in the advantage's direction. `opsm`: trajectories of negative advantage whose
+    mean log pi_behaviour / pi_target is above the threshold."""
     lower: float | None = Field(default=None, ge=0)
     """Smallest ratio that is kept; for dppo_tv the largest fall of a probability. Nothing means 0.5 (sequence), 0.99
     (geometric), 1e-4 (veto), 0.2 (dppo_tv)."""
@@ -56,7 +55,7 @@ class MaskConfig(Section):
     """Largest ratio that is kept; for dppo_tv the largest rise of a probability. Nothing means 2 (sequence), 1.01
     (geometric), no bound (veto), 0.2 (dppo_tv)."""
     threshold: float | None = Field(default=None, gt=0)
-    """Nothing means 0.04 (m2po), 0.5 (opsm)."""
+    """Nothing means 0.5 (opsm)."""
 
     @property
     def bounds(self) -> Bounds:
@@ -146,6 +145,15 @@ class CorrectionConfig(Section):
         return self
 
 
+class SelectionConfig(Section):
+    """Tokens that leave the loss because of what the whole batch looks like, decided before its first update."""
+
+    kind: Literal["m2po"]
+    """`m2po`: the fewest tokens without which the batch's mean squared log-ratio is below the threshold."""
+    threshold: float = Field(default=0.04, gt=0)
+    """Largest mean squared log-ratio of proximal and behaviour policy that m2po leaves."""
+
+
 class DppoConfig(Section):
     """`policy_loss: dppo` (arXiv 2602.04879)."""
 
@@ -187,6 +195,8 @@ class AlgorithmConfig(Section):
     log-probs, without a correction. `target`: the policy being optimised, so that nothing is clipped (policy gradient
     with the correction's weights)."""
     correction: CorrectionConfig = CorrectionConfig()
+    selections: tuple[SelectionConfig, ...] = ()
+    """Any of them together, such as `[{kind: m2po}]`."""
 
     @property
     def functions(self) -> tuple[tuple[str, str, tuple[str, ...]], ...]:
@@ -199,17 +209,18 @@ class AlgorithmConfig(Section):
     @model_validator(mode="after")
     def _proximal_fits(self) -> AlgorithmConfig:
         correction, kinds = self.correction, {mask.kind for mask in self.correction.masks}
-        idle = sorted(kinds & {"sequence", "geometric", "veto", "m2po"})
+        idle = sorted(kinds & {"sequence", "geometric", "veto"})
         if self.proximal == "behaviour" and (correction.kind != "none" or idle):
             raise ValueError(
                 "algorithm.proximal is behaviour, so pi_proximal / pi_behaviour is 1 and these would do nothing: "
                 f"algorithm.correction.kind {correction.kind}, masks {', '.join(idle) or 'none'}. "
                 "Set algorithm.proximal=recompute, or algorithm.correction.kind=none without such masks"
             )
-        if "m2po" in kinds and self.proximal != "recompute":
+        if self.selections and self.proximal != "recompute":
             raise ValueError(
-                "the m2po mask needs the proximal log-probs of the whole batch before training, but algorithm.proximal "
-                f"is {self.proximal}. Set algorithm.proximal=recompute or leave m2po out"
+                f"the {self.selections[0].kind} selection needs the proximal log-probs of the whole batch before "
+                f"training, but algorithm.proximal is {self.proximal}. Set algorithm.proximal=recompute, or leave "
+                f"{self.selections[0].kind} out of algorithm.selections"
             )
         if self.policy_loss == "dppo" and (correction.kind != "none" or "dppo_tv" in kinds):
             raise ValueError(

@@ -48,6 +48,7 @@ MASKS_OF_TRUNCATED_SAMPLES = ("veto",)
 """Masks whose bound is far below any kept mass."""
 PROXIMAL_OF_TRUNCATED_SAMPLES = ("recompute", "target")
 """Values of algorithm.proximal that are policies over the whole vocabulary."""
+DRIFT_SELECTIONS = ("m2po",)
 UNTRUNCATED = {"top_p": 1, "top_k": 0, "min_p": 0}
 """Keys of `rollout` that cut off a part of the distribution, and the values at which they do not."""
 
@@ -78,6 +79,9 @@ def _drift_measures(config: RunSections) -> Iterator[tuple[str, str]]:
     for mask in algorithm.correction.masks:
         if mask.kind not in MASKS_OF_TRUNCATED_SAMPLES:
             yield f"algorithm.correction.masks has {mask.kind}", "Leave that mask out"
+    for selection in algorithm.selections:
+        if selection.kind in DRIFT_SELECTIONS:
+            yield f"algorithm.selections has {selection.kind}", "Leave that selection out"
     if algorithm.proximal not in PROXIMAL_OF_TRUNCATED_SAMPLES:
         yield f"algorithm.proximal is {algorithm.proximal}", "Set algorithm.proximal=recompute"
     if config.learner.max_staleness == "auto":

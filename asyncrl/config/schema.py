@@ -81,5 +81,5 @@ def staleness_problems(config: RunSections) -> Iterator[str]:
         yield (
             "learner.on_stale is mask, which takes a trajectory's old tokens away, but this is computed from all of "
             f"them: {', '.join(parts)}. Set learner.on_stale=drop or wait, or correct token by token "
-            "(algorithm.correction.kind=token_tis, masks dppo_tv or m2po)"
+            "(algorithm.correction.kind=token_tis, mask dppo_tv, selection m2po)"
         )

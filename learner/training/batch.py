@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,10 +14,21 @@ import torch
 from asyncrl.models.processing import PromptProcessor
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.packing import Completion, TrainGroup
-from protocol.messages import TrajectoryStatus
+from protocol.messages import TrajectoryRecord, TrajectoryStatus
 
 MOST_NAMED = 3
 """Number of rows named in one message."""
+
+
+class TrainedTokens(NamedTuple):
+    """The `N` tokens of a batch that are trained on, row after row."""
+
+    row: torch.Tensor
+    """[N]"""
+    flat: torch.Tensor
+    """[N] their places in the [M] columns."""
+    place: torch.Tensor
+    """[M] the place of each token among the N; -1 where it is not trained."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +42,8 @@ class Batch:
     train_groups: tuple[TrainGroup, ...]
     scores: torch.Tensor
     """[B] fp32 reward of each row, NaN where there is none."""
+    components: Mapping[str, torch.Tensor]
+    """[B] fp32 each: the values that the reward is the weighted sum of."""
     groups: torch.Tensor
     """[B] int64 group of each row."""
     row_start: np.ndarray
@@ -42,14 +57,28 @@ class Batch:
         """[N], [N] -> [N] places in the [M] columns."""
         return torch.from_numpy(self.row_start)[row] + column
 
-    def trained_tokens(self, groups: Sequence[TrainGroup]) -> tuple[torch.Tensor, torch.Tensor]:
-        """[N], [N]: row, and place in the [M] columns, of each trainable token of these groups."""
-        completions = [c for group in groups for c in group.completions]
+    @cached_property
+    def trained(self) -> TrainedTokens:
+        """The `N` tokens of all training groups that a loss mask selects."""
+        completions = [completion for group in self.train_groups for completion in group.completions]
         columns = [torch.from_numpy(np.flatnonzero(c.loss_mask)) for c in completions]
         rows = [torch.full((len(column),), c.row) for c, column in zip(completions, columns, strict=True)]
         nothing = torch.zeros(0, dtype=torch.long)
         row = torch.cat([nothing, *rows])
-        return row, self.flat_index(row, torch.cat([nothing, *columns]))
+        flat = self.flat_index(row, torch.cat([nothing, *columns]))
+        place = torch.full_like(self.behaviour_logprobs, -1, dtype=torch.long)
+        place[flat] = torch.arange(len(flat))
+        return TrainedTokens(row, flat, place)
+
+    def places(self, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+        """Places among the `N` trained tokens of those of a micro-batch."""
+        return self.trained.place[self.flat_index(row, column)]
+
+    def places_of(self, groups: Sequence[TrainGroup]) -> torch.Tensor:
+        """Places among the `N` trained tokens of those of these training groups."""
+        rows = torch.zeros(len(self.scores), dtype=torch.bool)
+        rows[[completion.row for group in groups for completion in group.completions]] = True
+        return rows[self.trained.row].nonzero()[:, 0]
 
     def name_rows(self, rows: Iterable[int]) -> str:
         """Name rows as the user knows them: the prompt's row id and which of its completions."""
@@ -87,11 +116,21 @@ def make_batch(received: Sequence[ReceivedGroup], processor: PromptProcessor) ->
         received=tuple(received),
         train_groups=tuple(train_groups),
         scores=torch.tensor(scores, dtype=torch.float32),
+        components=_components([record for item in received for record in item.group.trajectories]),
         groups=torch.tensor(group_of_row, dtype=torch.long),
         row_start=np.cumsum(lengths) - lengths,
         behaviour_logprobs=torch.from_numpy(np.concatenate([item.group.logprobs for item in received])),
         versions=np.concatenate([item.group.versions for item in received]),
     )
+
+
+def _components(records: Sequence[TrajectoryRecord]) -> dict[str, torch.Tensor]:
+    names = sorted({name for record in records if record.reward is not None for name in record.rewards})
+    nan = float("nan")
+    return {
+        name: torch.tensor([r.rewards.get(name, nan) if r.reward is not None else nan for r in records])
+        for name in names
+    }
 
 
 def describe_batch(batch: Batch, version: int, accuracy_component: str) -> dict[str, float]:

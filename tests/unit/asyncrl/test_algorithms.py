@@ -12,7 +12,7 @@ import torch
 from pydantic import ValidationError
 
 from asyncrl.algorithms.advantages import ADVANTAGE_ESTIMATORS, grpo, rloo
-from asyncrl.algorithms.corrections import Correction, correct, m2po_outliers
+from asyncrl.algorithms.corrections import Correction, correct
 from asyncrl.algorithms.diagnostics import STALENESS_BUCKETS, off_policy_diagnostics, off_policy_report
 from asyncrl.algorithms.losses import POLICY_LOSSES, dppo, ppo, token_weights
 from asyncrl.algorithms.ratios import (
@@ -22,7 +22,9 @@ from asyncrl.algorithms.ratios import (
     ratio,
     sequence_ratio,
 )
-from asyncrl.config.algorithm import ESTIMATOR_NAMES, LOSS_NAMES, AlgorithmConfig, CorrectionConfig
+from asyncrl.algorithms.selections import m2po
+from asyncrl.algorithms.trajectories import Credit, Trajectories
+from asyncrl.config.algorithm import ESTIMATOR_NAMES, LOSS_NAMES, AlgorithmConfig, CorrectionConfig, SelectionConfig
 from tests.rigs.tiny import ROOT
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -49,6 +51,11 @@ def close(got: torch.Tensor, expected: Any, tolerance: float = 2e-6) -> None:
     torch.testing.assert_close(got, torch.as_tensor(expected), atol=tolerance, rtol=tolerance)
 
 
+def scored(scores: torch.Tensor, groups: torch.Tensor) -> Trajectories:
+    """Trajectories of one token each."""
+    return Trajectories(scores=scores, group=groups, row=torch.arange(len(scores)), behaviour_logprobs=scores * 0)
+
+
 # --- advantages ------------------------------------------------------------------------------------
 
 
@@ -67,19 +74,20 @@ def test_published_advantages(estimator: Any) -> None:
     scores = torch.tensor(VECTORS["scores"]["s"])
     groups = torch.tensor([ord(uid) for uid in VECTORS["scores"]["uid"]])
     for order in (torch.arange(6), torch.tensor([4, 0, 5, 2, 1, 3])):
-        close(estimate(scores[order], groups[order], config), expected[order])
+        close(estimate(scored(scores[order], groups[order]), config).advantages, expected[order])
 
 
 def test_no_spread_is_exactly_no_advantage_and_an_unscored_row_takes_no_part(estimator: Any) -> None:
     estimate, config, _ = estimator
     nan = float("nan")
     for scores in ([3.0], [0.1, 0.1, 0.1], [1e6 + 0.1] * 7, [-0.7] * 11, [0.0, 0.0]):
-        advantages = estimate(torch.tensor(scores), torch.zeros(len(scores), dtype=torch.long), config)
+        group = torch.zeros(len(scores), dtype=torch.long)
+        advantages = estimate(scored(torch.tensor(scores), group), config).advantages
         assert advantages.tolist() == [0.0] * len(scores)
-    scores = torch.tensor([1.0, nan, 0.0, 0.0, nan, 5.0, nan])
-    advantages = estimate(scores, torch.tensor([0, 0, 0, 0, 1, 1, 2]), config)
+    scores_of_rows = torch.tensor([1.0, nan, 0.0, 0.0, nan, 5.0, nan])
+    advantages = estimate(scored(scores_of_rows, torch.tensor([0, 0, 0, 0, 1, 1, 2])), config).advantages
     assert advantages[[1, 4, 5, 6]].tolist() == [0.0] * 4
-    alone = estimate(torch.tensor([1.0, 0.0, 0.0]), torch.zeros(3, dtype=torch.long), config)
+    alone = estimate(scored(torch.tensor([1.0, 0.0, 0.0]), torch.zeros(3, dtype=torch.long)), config).advantages
     assert advantages[[0, 2, 3]].tolist() == alone.tolist()
 
 
@@ -284,14 +292,19 @@ def test_total_variation_mask() -> None:
 def test_m2po_drops_the_fewest_tokens() -> None:
     given = VECTORS["m2po"]
     delta = torch.tensor(given["delta"])
-    outliers = m2po_outliers(delta, torch.zeros(4), given["threshold"])
+
+    def dropped(differences: torch.Tensor, threshold: float) -> torch.Tensor:
+        n = len(differences)
+        nothing, one_each = torch.zeros(n), torch.arange(n)
+        t = Trajectories(nothing, one_each, one_each, nothing, proximal_logprobs=differences)
+        return m2po(t, Credit(nothing), SelectionConfig(kind="m2po", threshold=threshold))
+
+    outliers = dropped(delta, given["threshold"])
     assert int(outliers.sum()) == given["num_dropped"]
     assert outliers.tolist() == [False, False, True, False]
-    assert int(m2po_outliers(delta, torch.zeros(4), given["threshold2"]).sum()) == given["num_dropped2"]
-    assert m2po_outliers(torch.tensor([2.0, 3.0]), torch.zeros(2), 0.01).tolist() == [False, True], "one token stays"
-    correction = correct(
-        off_policy(delta, torch.arange(4)), CorrectionConfig.model_validate({"masks": [{"kind": "m2po"}]}), outliers
-    )
+    assert int(dropped(delta, given["threshold2"]).sum()) == given["num_dropped2"]
+    assert dropped(torch.tensor([2.0, 3.0]), 0.01).tolist() == [False, True], "one token stays"
+    correction = correct(off_policy(delta, torch.arange(4)), CorrectionConfig(), {"m2po": outliers})
     close(correction.weights, torch.where(outliers, 0.0, delta.exp()))
 
 
@@ -325,7 +338,7 @@ MASKS_AND_KINDS: list[tuple[dict[str, Any], str]] = [
     ({"kind": "token_tis", "upper": 2.0}, r"no lower and upper. Set algorithm.correction.cap"),
     ({"kind": "token_mis", "upper": 0.9}, r"\[0.5, 0.9\], which leaves out 1"),
     ({"masks": [{"kind": "veto", "threshold": 0.1}]}, "veto mask has no threshold"),
-    ({"masks": [{"kind": "m2po", "upper": 0.1}]}, "m2po mask has no lower and upper"),
+    ({"masks": [{"kind": "opsm", "upper": 0.1}]}, "opsm mask has no lower and upper"),
     ({"masks": [{"kind": "geometric", "lower": 1.5}]}, r"\[1.5, 1.01\], which leaves out 1"),
     ({"masks": [{"kind": "veto"}, {"kind": "veto"}]}, "names veto twice"),
     ({"kind": "sequence_mis", "masks": [{"kind": "sequence"}]}, "both reject by the sequence ratio"),
@@ -334,7 +347,7 @@ SENSELESS: list[tuple[dict[str, Any], str]] = [
     *(({"correction": correction}, message) for correction, message in MASKS_AND_KINDS),
     ({"proximal": "behaviour"}, r"kind token_tis, .*Set algorithm.proximal=recompute, or"),
     ({"proximal": "behaviour", "correction": {"kind": "none", "masks": [{"kind": "veto"}]}}, "masks veto"),
-    ({"proximal": "linear", "correction": {"masks": [{"kind": "m2po"}]}}, "m2po .*Set algorithm.proximal=recompute"),
+    ({"proximal": "linear", "selections": [{"kind": "m2po"}]}, "m2po .*Set algorithm.proximal=recompute"),
     ({"policy_loss": "dppo"}, "already weighs by pi_target / pi_behaviour"),
     ({"policy_loss": "dppo", "correction": {"kind": "none", "masks": [{"kind": "dppo_tv"}]}}, "masks by dppo_tv"),
 ]

@@ -156,7 +156,7 @@ def test_numbers_that_do_not_fit_each_other(minimal: Path) -> None:
 
 def test_a_trajectory_that_loses_its_old_tokens_is_not_judged_as_a_whole(minimal: Path) -> None:
     stale, kind = "learner.on_stale=mask", "algorithm.correction.kind=sequence_tis"
-    message = refusal(minimal, stale, kind, "algorithm.correction.masks=[{kind: veto}, {kind: m2po}]")
+    message = refusal(minimal, stale, kind, "algorithm.correction.masks=[{kind: veto}, {kind: dppo_tv}]")
     assert "computed from all of them: algorithm.correction.kind sequence_tis, the veto mask. Set" in message
     for fine in ((stale, "algorithm.correction.masks=[{kind: dppo_tv}]"), ("learner.on_stale=drop", kind)):
         load_config(minimal, fine)

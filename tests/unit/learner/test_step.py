@@ -30,12 +30,16 @@ from tests.rigs.made_up_batch import KeepGradients, made_up_batch
 pytestmark = pytest.mark.usefixtures("one_thread")
 MakeConfig = Callable[..., RunConfig]
 KINDS = ("none", "token_tis", "sequence_tis", "geometric_tis", "token_mis", "sequence_mis", "geometric_mis", "icepop")
-MASKS = ("sequence", "geometric", "veto", "dppo_tv", "m2po", "opsm")
+MASKS = ("sequence", "geometric", "veto", "dppo_tv", "opsm")
 SETTINGS: dict[str, dict[str, Any]] = {
     **{kind: {"correction": {"kind": kind}} for kind in KINDS},
     **{mask: {"correction": {"kind": "none", "masks": [{"kind": mask}]}} for mask in MASKS},
     **{mode: {"loss_agg_mode": mode} for mode in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")},
-    "all masks": {"correction": {"kind": "token_tis", "masks": [{"kind": mask} for mask in MASKS]}},
+    "m2po": {"correction": {"kind": "none"}, "selections": [{"kind": "m2po"}]},
+    "all masks": {
+        "correction": {"kind": "token_tis", "masks": [{"kind": mask} for mask in MASKS]},
+        "selections": [{"kind": "m2po"}],
+    },
     "loglinear": {"proximal": "loglinear"},
     "linear": {"proximal": "linear"},
     "behaviour": {"proximal": "behaviour", "correction": {"kind": "none"}},
@@ -117,7 +121,7 @@ def test_micro_batching_changes_nothing(make_config: MakeConfig, name: str) -> N
     assert many_metrics.keys() == metrics.keys()
     assert many_metrics["loss"] == pytest.approx(metrics["loss"], rel=1e-5, abs=1e-8)
     assert many_metrics["mask_fraction"] == metrics["mask_fraction"]
-    if name in MASKS or name.endswith("mis") or name == "icepop":
+    if name in (*MASKS, "m2po") or name.endswith("mis") or name == "icepop":
         assert 0 < metrics["mask_fraction"] < 1, "the bounds of this test should split the tokens"
     norm = torch.stack([g.norm() for g in one.values()]).norm()
     assert norm > 0
@@ -170,7 +174,7 @@ def test_a_masked_token_trains_through_neither_entropy_nor_kl(make_config: MakeC
 
 
 @pytest.mark.parametrize(
-    ("proximal", "updates", "mask", "passes"),
+    ("proximal", "updates", "selections", "passes"),
     [
         ("recompute", 1, (), 0),
         ("recompute", 2, (), 1),
@@ -181,9 +185,9 @@ def test_a_masked_token_trains_through_neither_entropy_nor_kl(make_config: MakeC
     ],
 )
 def test_only_recomputing_costs_a_forward_pass(
-    make_config: MakeConfig, proximal: str, updates: int, mask: Any, passes: int
+    make_config: MakeConfig, proximal: str, updates: int, selections: Any, passes: int
 ) -> None:
-    algorithm = {"updates_per_batch": updates, "proximal": proximal, "correction": {"masks": mask}}
+    algorithm = {"updates_per_batch": updates, "proximal": proximal, "selections": selections}
     _, engine, _ = one_step(make_config(batch=WHOLE, algorithm=algorithm))
     assert engine.passes.count(False) == passes
     assert engine.passes.count(True) == updates
@@ -191,7 +195,7 @@ def test_only_recomputing_costs_a_forward_pass(
 
 
 def test_a_batch_without_trained_tokens_makes_no_step(make_config: MakeConfig) -> None:
-    config = make_config(algorithm={"correction": {"masks": [{"kind": "m2po"}]}})
+    config = make_config(algorithm={"selections": [{"kind": "m2po"}]})
     engine, batch = prepared(config)
     assert LearnerStep(engine, config)(replace(batch, train_groups=()), 3) == {}
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from asyncrl.algorithms.losses import reference_kl
+from asyncrl.algorithms.trajectories import Credit
 from asyncrl.errors import UserError
 from asyncrl.models.processing import EncodedPrompt, PromptProcessor
 from asyncrl.models.published import load_published
@@ -130,7 +131,7 @@ def test_the_kl_term_is_its_coefficient_times_k3(make_config: MakeConfig) -> Non
         load_published(engine.unwrap_model(), made_up_adapter(config, 1).items())
         batch = made_up_batch(config, PromptProcessor(config.model))
         step = LearnerStep(engine, config)
-        step.estimator = lambda scores, groups, algorithm: torch.zeros_like(scores)
+        step.estimator = lambda trajectories, algorithm: Credit(torch.zeros(len(trajectories.row)))
         metrics[coefficient] = step(batch, 3), engine.gradients
     (without, no_gradient), (with_kl, gradient) = metrics[0.0], metrics[0.5]
     assert "reference_kl" not in without

@@ -1,0 +1,32 @@
+"""Selections: which trained tokens of a whole batch leave the loss, decided before its first update.
+
+A selection is `f(trajectories, credit, config) -> [N] bool`, true where a token is dropped. Like a mask of the
+correction it takes a token out of the policy loss, entropy bonus and KL, and leaves every denominator as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from asyncrl.algorithms.trajectories import Credit, Trajectories
+from asyncrl.config.algorithm import SelectionConfig
+
+Selection = Callable[[Trajectories, Credit, SelectionConfig], torch.Tensor]
+
+
+def m2po(t: Trajectories, credit: Credit, config: SelectionConfig) -> torch.Tensor:
+    """The fewest tokens, largest squared log-ratio of proximal to behaviour policy first, without which the mean
+    squared log-ratio is below the threshold (M2PO, arXiv 2510.01161). One token always stays."""
+    assert t.proximal_logprobs is not None
+    squares = (t.proximal_logprobs - t.behaviour_logprobs).double() ** 2
+    ascending, order = torch.sort(squares, stable=True)
+    means = ascending.cumsum(0) / torch.arange(1, len(squares) + 1)
+    kept = max(int((means < config.threshold).sum()), 1)  # the running mean of ascending values never falls
+    dropped = torch.zeros_like(squares, dtype=torch.bool)
+    dropped[order[kept:]] = True
+    return dropped
+
+
+SELECTIONS: dict[str, Selection] = {"m2po": m2po}

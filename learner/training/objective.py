@@ -1,0 +1,123 @@
+"""The objective: the loss of one micro-batch, from the policy's forward pass and what the step has decided before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from asyncrl.algorithms.corrections import Correction, correct
+from asyncrl.algorithms.losses import POLICY_LOSSES, LossFunction, PolicyLoss, reference_kl
+from asyncrl.algorithms.ratios import PolicyTokens, approximate_proximal
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.plugins import resolve
+from learner.training.batch import Batch
+from learner.training.engine import TorchEngine
+from learner.training.packing import MicroBatch
+from learner.training.roles import Scored
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What is fixed for a batch before its first update. `N` runs over its trained tokens."""
+
+    batch: Batch
+    version: int
+    """The policy's as it takes the batch."""
+    scored: Scored
+    advantages: torch.Tensor
+    """[N]"""
+    dropped: Mapping[str, torch.Tensor]
+    """[N] bool each: tokens that the selections drop, by their kinds."""
+
+    def versions(self, place: torch.Tensor) -> torch.Tensor:
+        """Policy versions that sampled these tokens. [n] -> [n]"""
+        return torch.from_numpy(self.batch.versions)[self.batch.trained.flat[place]]
+
+
+@dataclass(frozen=True)
+class MicroLoss:
+    """The contribution of one micro-batch of `n` tokens to an update."""
+
+    loss: torch.Tensor
+    place: torch.Tensor
+    """[n] places of its tokens among the batch's trained ones."""
+    tokens: PolicyTokens
+    entropies: torch.Tensor
+    policy: PolicyLoss
+    correction: Correction
+    reference_kl: torch.Tensor | None
+    """[n], where algorithm.kl_loss_coef asks for it."""
+
+    def describe_bad_tokens(self, batch: Batch) -> str:
+        """Name the first value, in the order in which they are computed, that is not finite, and its rows."""
+        values = {
+            "the learner's log-prob": self.tokens.logprobs,
+            "the entropy": self.entropies,
+            "the engine's log-prob": self.tokens.behaviour_logprobs,
+            "the proximal log-prob": self.tokens.proximal_logprobs,
+            "the advantage": self.tokens.advantages,
+            "the correction weight": self.correction.weights,
+            "the policy loss": self.policy.token_loss,
+        }
+        if self.reference_kl is not None:
+            values["the KL to the reference"] = self.reference_kl
+        row = self.tokens.row.cpu()
+        for name, value in values.items():
+            bad = ~torch.isfinite(value.detach()).cpu()
+            if bad.any():
+                rows = batch.name_rows(row[bad].unique().tolist())
+                return f"{name} is not finite at {int(bad.sum())} of {len(bad)} tokens, in {rows}"
+        return f"every token's value is finite, but their sum is not, over {batch.name_rows(row.unique().tolist())}"
+
+
+class Objective:
+    """Policy loss times correction, entropy bonus and KL to the reference, summed with fixed weights."""
+
+    def __init__(self, algorithm: AlgorithmConfig):
+        self._algorithm = algorithm
+        self._loss: LossFunction = resolve(algorithm.policy_loss, POLICY_LOSSES, "algorithm.policy_loss")
+
+    def __call__(
+        self, actor: TorchEngine, micro_batch: MicroBatch, decided: Decided, weights: torch.Tensor
+    ) -> MicroLoss:
+        """`weights` [N]: of each of the batch's trained tokens in this update, already divided by its denominators."""
+        algorithm, device = self._algorithm, actor.device
+        outputs = actor.forward(micro_batch, entropy="gradient" if algorithm.entropy_coeff else "value")
+        assert outputs.entropies is not None
+        place = decided.batch.places(micro_batch.row, micro_batch.column)
+        behaviour = decided.batch.behaviour_logprobs[decided.batch.trained.flat[place]].to(device)
+        tokens = PolicyTokens(
+            logprobs=outputs.logprobs,
+            proximal_logprobs=self._proximal(outputs.logprobs, behaviour, place, decided),
+            behaviour_logprobs=behaviour,
+            advantages=decided.advantages[place].to(device),
+            row=micro_batch.row.to(device),
+        )
+        policy = self._loss(tokens, algorithm)
+        dropped = {kind: tokens_dropped[place].to(device) for kind, tokens_dropped in decided.dropped.items()}
+        correction = correct(tokens, algorithm.correction, dropped)
+        token_loss = correction.weights * policy.token_loss
+        if algorithm.entropy_coeff:
+            token_loss = token_loss - algorithm.entropy_coeff * outputs.entropies
+        kl = None
+        if decided.scored.reference_logprobs is not None:
+            kl = reference_kl(outputs.logprobs, decided.scored.reference_logprobs[place].to(device))
+            token_loss = token_loss + algorithm.kl_loss_coef * kl
+        # `where`, because 0 * inf is not 0: nothing of a masked token may reach the sum or the gradient, neither its
+        # policy loss nor entropy and KL, which are taken at a state that the policy would not have come to.
+        loss = (weights[place].to(device) * torch.where(correction.masked, 0.0, token_loss)).sum()
+        return MicroLoss(loss, place, tokens, outputs.entropies, policy, correction, kl)
+
+    def _proximal(
+        self, logprobs: torch.Tensor, behaviour: torch.Tensor, place: torch.Tensor, decided: Decided
+    ) -> torch.Tensor:
+        """[n] detached proximal log-probs of a micro-batch."""
+        if decided.scored.proximal_logprobs is not None:
+            return decided.scored.proximal_logprobs[place].to(logprobs.device)
+        kind = self._algorithm.proximal
+        if kind == "recompute":  # a single update: the policy has not moved since the step began
+            return logprobs.detach()
+        versions = decided.versions(place).to(logprobs.device)
+        return approximate_proximal(kind, logprobs, behaviour, versions, decided.version)

@@ -1,0 +1,53 @@
+"""Roles of a step: the models whose log-probs or values a batch is scored with before its first update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from asyncrl.config.schema import RunConfig
+from learner.training.batch import Batch
+from learner.training.engine import TorchEngine
+from learner.training.packing import MicroBatch, TrainGroup, build_micro_batch, plan_micro_batches
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A batch as the roles see it: [N] over its trained tokens, detached, on the CPU; None where nothing asks."""
+
+    proximal_logprobs: torch.Tensor | None = None
+    """Of the learner's policy at the start of the step."""
+    reference_logprobs: torch.Tensor | None = None
+    """Of the reference policy."""
+
+
+class Roles:
+    """The actor, which is trained, and the roles that only score."""
+
+    def __init__(self, actor: TorchEngine, config: RunConfig):
+        self.actor = actor
+        self._budget = config.batch.tokens_per_microbatch
+
+    @torch.no_grad()
+    def score(self, batch: Batch, *, proximal: bool, reference: bool) -> Scored:
+        """Run the forward passes that are asked for, each micro-batch built once."""
+        passes: dict[str, Callable[[], AbstractContextManager[None]]] = {}
+        if proximal:
+            passes["proximal_logprobs"] = nullcontext
+        if reference:
+            passes["reference_logprobs"] = self.actor.reference
+        columns = {name: torch.zeros(len(batch.trained.row)) for name in passes}
+        for micro_batch in self.micro_batches(batch.train_groups) if passes else ():
+            place = batch.places(micro_batch.row, micro_batch.column)
+            for name, role in passes.items():
+                with role():
+                    columns[name][place] = self.actor.forward(micro_batch).logprobs.cpu()
+        return Scored(**columns)
+
+    def micro_batches(self, groups: Sequence[TrainGroup]) -> Iterator[MicroBatch]:
+        """Build one at a time: only one micro-batch's pixels are on the device."""
+        for part in plan_micro_batches(groups, self._budget):
+            yield build_micro_batch(self.actor.unwrap_model(), part, self.actor.device)
