@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from asyncrl.algorithms.registration import advantage
 from asyncrl.algorithms.trajectories import Credit, Trajectories, group_statistics
 from asyncrl.config.algorithm import AlgorithmConfig
 
@@ -20,6 +21,7 @@ NO_SPREAD = 1e-6
 EPSILON = 1e-6
 
 
+@advantage(formula="(s - mean_group) / (std_group + 1e-6)", paper="2402.03300")
 def grpo(t: Trajectories, config: AlgorithmConfig) -> Credit:
     """(s - mean) / (std + 1e-6) within the group, std unbiased (GRPO, arXiv 2402.03300, section 4.1.2).
 
@@ -30,11 +32,9 @@ def grpo(t: Trajectories, config: AlgorithmConfig) -> Credit:
     return t.share(torch.where((g.count > 1) & (g.std >= NO_SPREAD), advantages, 0.0))
 
 
+@advantage(formula="s - mean of the others in the group", paper="2402.14740")
 def rloo(t: Trajectories, config: AlgorithmConfig) -> Credit:
     """Score minus the mean of the others in the group: n/(n-1) (s - mean) (RLOO, arXiv 2402.14740)."""
     g = group_statistics(t.scores, t.group)
     advantages = g.centred * g.count / (g.count - 1).clamp_min(1)
     return t.share(torch.where((g.count > 1) & (g.std >= NO_SPREAD), advantages, 0.0))
-
-
-ADVANTAGE_ESTIMATORS: dict[str, AdvantageEstimator] = {"grpo": grpo, "rloo": rloo}

@@ -13,6 +13,7 @@ import torch
 
 from asyncrl.algorithms.corrections import total_variation_exceeded
 from asyncrl.algorithms.ratios import PolicyTokens, log_ratio, ratio
+from asyncrl.algorithms.registration import policy_loss
 from asyncrl.config.algorithm import AlgorithmConfig
 
 LARGEST_KL = 10.0
@@ -30,6 +31,7 @@ class PolicyLoss:
 LossFunction = Callable[[PolicyTokens, AlgorithmConfig], PolicyLoss]
 
 
+@policy_loss(formula="max(-A r, -A clip(r, 1 - low, 1 + high)), at most -A c where A < 0", paper="1707.06347")
 def ppo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
     """Clipped surrogate around the proximal policy (PPO, arXiv 1707.06347), clip-higher (DAPO, arXiv 2503.14476)
     and dual clip (arXiv 1912.09729).
@@ -51,6 +53,7 @@ def ppo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
     )
 
 
+@policy_loss(formula="-r A where |p_target - p_behaviour| is small, + tau (log r)^2", paper="2602.04879")
 def dppo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
     """-r A without a clip, r = pi_target / pi_behaviour, where the token's probability has not moved too far (DPPO with
     total variation, arXiv 2602.04879), and kl_tau (log r)^2 at every token: where it is dropped, that term alone leads
@@ -59,9 +62,6 @@ def dppo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
     dropped = total_variation_exceeded(tokens, config.dppo.delta_low, config.dppo.delta_high)
     surrogate = torch.where(dropped, 0.0, -tokens.advantages * log_r.exp())
     return PolicyLoss(surrogate + config.dppo.kl_tau * log_r**2, {"clip_fraction_dppo": dropped})
-
-
-POLICY_LOSSES: dict[str, LossFunction] = {"ppo": ppo, "dppo": dppo}
 
 
 def reference_kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:

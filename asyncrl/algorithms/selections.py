@@ -10,12 +10,18 @@ from collections.abc import Callable
 
 import torch
 
+from asyncrl.algorithms.registration import selection
 from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import SelectionConfig
 
 Selection = Callable[[Trajectories, Credit, SelectionConfig], torch.Tensor]
 
 
+@selection(
+    formula="fewest tokens without which mean (log proximal - log behaviour)^2 < threshold",
+    paper="2510.01161",
+    needs=("proximal",),
+)
 def m2po(t: Trajectories, credit: Credit, config: SelectionConfig) -> torch.Tensor:
     """The fewest tokens, largest squared log-ratio of proximal to behaviour policy first, without which the mean
     squared log-ratio is below the threshold (M2PO, arXiv 2510.01161). One token always stays."""
@@ -27,6 +33,3 @@ def m2po(t: Trajectories, credit: Credit, config: SelectionConfig) -> torch.Tens
     dropped = torch.zeros_like(squares, dtype=torch.bool)
     dropped[order[kept:]] = True
     return dropped
-
-
-SELECTIONS: dict[str, Selection] = {"m2po": m2po}

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from asyncrl.config.methods import methods
 from asyncrl.config.sections import Section
+from asyncrl.config.suggest import did_you_mean
 
 Bounds = tuple[float, float]
-
-ESTIMATOR_NAMES = ("grpo", "rloo")
-"""Built-in values of `adv_estimator`; the functions are in asyncrl/algorithms/advantages.py, which needs torch."""
-LOSS_NAMES = ("ppo", "dppo")
-"""Built-in values of `policy_loss`; the functions are in asyncrl/algorithms/losses.py."""
 
 CAPS: Mapping[str, float] = {"token_tis": 2.0, "sequence_tis": 2.0, "geometric_tis": 2.0}
 """Default cap of each truncated kind."""
@@ -148,10 +145,18 @@ class CorrectionConfig(Section):
 class SelectionConfig(Section):
     """Tokens that leave the loss because of what the whole batch looks like, decided before its first update."""
 
-    kind: Literal["m2po"]
+    kind: str
     """`m2po`: the fewest tokens without which the batch's mean squared log-ratio is below the threshold."""
     threshold: float = Field(default=0.04, gt=0)
     """Largest mean squared log-ratio of proximal and behaviour policy that m2po leaves."""
+
+    @field_validator("kind")
+    @classmethod
+    def _is_built_in(cls, kind: str) -> str:
+        known = methods("selection")
+        if kind not in known:
+            raise ValueError(f"there is no such selection.{did_you_mean(kind, known)} There are {', '.join(known)}")
+        return kind
 
 
 class DppoConfig(Section):
@@ -199,12 +204,22 @@ class AlgorithmConfig(Section):
     """Any of them together, such as `[{kind: m2po}]`."""
 
     @property
-    def functions(self) -> tuple[tuple[str, str, tuple[str, ...]], ...]:
+    def functions(self) -> tuple[tuple[str, str, Collection[str]], ...]:
         """Setting, value and names of the built-ins of each function that may be the user's own."""
         return (
-            ("algorithm.adv_estimator", self.adv_estimator, ESTIMATOR_NAMES),
-            ("algorithm.policy_loss", self.policy_loss, LOSS_NAMES),
+            ("algorithm.adv_estimator", self.adv_estimator, methods("advantage")),
+            ("algorithm.policy_loss", self.policy_loss, methods("policy_loss")),
         )
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What the built-in methods that are chosen need, of asyncrl.config.methods.NEEDS."""
+        chosen = [
+            methods("advantage").get(self.adv_estimator),
+            methods("policy_loss").get(self.policy_loss),
+            *(methods("selection")[chosen.kind] for chosen in self.selections),
+        ]
+        return frozenset(need for method in chosen if method for need in method.needs)
 
     @model_validator(mode="after")
     def _proximal_fits(self) -> AlgorithmConfig:

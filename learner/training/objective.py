@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from asyncrl.algorithms.corrections import Correction, correct
-from asyncrl.algorithms.losses import POLICY_LOSSES, LossFunction, PolicyLoss, reference_kl
+from asyncrl.algorithms.losses import LossFunction, PolicyLoss, reference_kl
 from asyncrl.algorithms.ratios import PolicyTokens, approximate_proximal
+from asyncrl.algorithms.registration import load_method
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.plugins import resolve
 from learner.training.batch import Batch
 from learner.training.engine import TorchEngine
 from learner.training.packing import MicroBatch
@@ -77,7 +77,7 @@ class Objective:
 
     def __init__(self, algorithm: AlgorithmConfig):
         self._algorithm = algorithm
-        self._loss: LossFunction = resolve(algorithm.policy_loss, POLICY_LOSSES, "algorithm.policy_loss")
+        self._loss: LossFunction = load_method("policy_loss", algorithm.policy_loss, "algorithm.policy_loss")
 
     def __call__(
         self, actor: TorchEngine, micro_batch: MicroBatch, decided: Decided, weights: torch.Tensor

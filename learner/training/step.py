@@ -14,15 +14,16 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from asyncrl.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageEstimator
+from asyncrl.algorithms.advantages import AdvantageEstimator
 from asyncrl.algorithms.diagnostics import FRACTIONS, off_policy_report
 from asyncrl.algorithms.losses import token_weights
-from asyncrl.algorithms.selections import SELECTIONS
+from asyncrl.algorithms.registration import load_method
+from asyncrl.algorithms.selections import Selection
 from asyncrl.algorithms.trajectories import Trajectories
+from asyncrl.config.algorithm import SelectionConfig
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError
 from asyncrl.journal.sample_index import TrainedBatch
-from asyncrl.plugins import resolve
 from learner.training.batch import Batch
 from learner.training.engine import TorchEngine
 from learner.training.objective import Decided, MicroLoss, Objective
@@ -49,7 +50,10 @@ class LearnerStep:
         self.roles = Roles(actor, config)
         self.config = config
         a = config.algorithm
-        self.estimator: AdvantageEstimator = resolve(a.adv_estimator, ADVANTAGE_ESTIMATORS, "algorithm.adv_estimator")
+        self.estimator: AdvantageEstimator = load_method("advantage", a.adv_estimator, "algorithm.adv_estimator")
+        self.selections: list[tuple[SelectionConfig, Selection]] = [
+            (chosen, load_method("selection", chosen.kind, "algorithm.selections.N.kind")) for chosen in a.selections
+        ]
         self.objective = Objective(a)
 
     def __call__(self, batch: Batch, version: int) -> dict[str, float]:
@@ -81,7 +85,7 @@ class LearnerStep:
         # log-probs are then the detached ones of the training pass itself, unless the whole batch needs them.
         moves = algorithm.proximal == "recompute" and num_updates > 1
         scored = self.roles.score(
-            batch, proximal=moves or bool(algorithm.selections), reference=bool(algorithm.kl_loss_coef)
+            batch, proximal=moves or "proximal" in algorithm.needs, reference=bool(algorithm.kl_loss_coef)
         )
         trajectories = Trajectories(
             scores=batch.scores,
@@ -92,7 +96,7 @@ class LearnerStep:
             proximal_logprobs=scored.proximal_logprobs,
         )
         credit = self.estimator(trajectories, algorithm)
-        dropped = {s.kind: SELECTIONS[s.kind](trajectories, credit, s) for s in algorithm.selections}
+        dropped = {chosen.kind: select(trajectories, credit, chosen) for chosen, select in self.selections}
         return Decided(batch, version, scored, credit.advantages.detach(), dropped)
 
     def _accumulate(

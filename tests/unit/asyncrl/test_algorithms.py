@@ -11,10 +11,10 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from asyncrl.algorithms.advantages import ADVANTAGE_ESTIMATORS, grpo, rloo
+from asyncrl.algorithms.advantages import grpo, rloo
 from asyncrl.algorithms.corrections import Correction, correct
 from asyncrl.algorithms.diagnostics import STALENESS_BUCKETS, off_policy_diagnostics, off_policy_report
-from asyncrl.algorithms.losses import POLICY_LOSSES, dppo, ppo, token_weights
+from asyncrl.algorithms.losses import dppo, ppo, token_weights
 from asyncrl.algorithms.ratios import (
     PolicyTokens,
     approximate_proximal,
@@ -22,9 +22,12 @@ from asyncrl.algorithms.ratios import (
     ratio,
     sequence_ratio,
 )
+from asyncrl.algorithms.registration import load_method
 from asyncrl.algorithms.selections import m2po
 from asyncrl.algorithms.trajectories import Credit, Trajectories
-from asyncrl.config.algorithm import ESTIMATOR_NAMES, LOSS_NAMES, AlgorithmConfig, CorrectionConfig, SelectionConfig
+from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig, SelectionConfig
+from asyncrl.config.methods import KINDS as METHOD_KINDS
+from asyncrl.config.methods import NEEDS, methods
 from tests.rigs.tiny import ROOT
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -65,8 +68,15 @@ def estimator(request: pytest.FixtureRequest) -> Any:
     return *ESTIMATORS[request.param], torch.tensor(VECTORS[request.param]["adv"])
 
 
-def test_configurations_are_checked_against_the_names_that_are_built_in() -> None:
-    assert (tuple(ADVANTAGE_ESTIMATORS), tuple(POLICY_LOSSES)) == (ESTIMATOR_NAMES, LOSS_NAMES)
+def test_methods_are_found_by_their_decorators_and_say_what_they_are() -> None:
+    for kind in METHOD_KINDS:
+        assert methods(kind)
+        for name, method in methods(kind).items():
+            function = load_method(kind, name, kind)
+            assert function.__name__ == name
+            assert method.formula, name
+            assert method.summary, name
+            assert method.needs <= NEEDS.keys(), name
 
 
 def test_published_advantages(estimator: Any) -> None:

@@ -1,0 +1,36 @@
+"""Decorators of built-in methods. What they say is read from the source (asyncrl/config/methods.py), for configurations
+are checked where there is no torch; here a name becomes its function."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from asyncrl import plugins
+from asyncrl.config.methods import Kind, methods
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def advantage(*, formula: str, paper: str = "", needs: tuple[str, ...] = ()) -> Callable[[F], F]:
+    """Make `f(trajectories, config) -> Credit` a value of `algorithm.adv_estimator`."""
+    return lambda function: function
+
+
+def policy_loss(*, formula: str, paper: str = "", needs: tuple[str, ...] = ()) -> Callable[[F], F]:
+    """Make `f(tokens, config) -> PolicyLoss` a value of `algorithm.policy_loss`."""
+    return lambda function: function
+
+
+def selection(*, formula: str, paper: str = "", needs: tuple[str, ...] = ()) -> Callable[[F], F]:
+    """Make `f(trajectories, credit, config) -> [N] bool` a kind of `algorithm.selections`."""
+    return lambda function: function
+
+
+def load_method(kind: Kind, name: str, setting: str) -> Any:
+    """The built-in of this name, or the user's function, whose file is run. UserErrors name the `setting`."""
+    located = plugins.locate(name, methods(kind), setting)
+    if located is not None:
+        return plugins.load(located)
+    return getattr(importlib.import_module(methods(kind)[name].module), name)
