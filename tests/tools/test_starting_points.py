@@ -1,0 +1,95 @@
+"""The configurations in configs/, for real models on real GPUs: what can be known of them without either."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from asyncrl.cli import main
+from asyncrl.config.load import load_config
+from asyncrl.rewards.builtin import BUILTIN_REWARDS
+from asyncrl.rewards.sample import RewardSample
+from asyncrl.tools.memory_plan.plan import changed, make_plan
+from rollout_server.engines.vllm.rules import device_problem
+from tests.rigs.tiny import ROOT
+
+FILES = sorted((ROOT / "configs").glob("*.yaml"))
+QWEN2_5_VL_3B = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "model_type": "qwen2_5_vl",
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128000,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "rope_theta": 1e6,
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "vision_config": {
+        "depth": 32,
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "out_hidden_size": 2048,
+        "patch_size": 14,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+    },
+}
+"""The published config.json, as far as it decides sizes."""
+GOOD = "<think>The angles of a triangle add up to 180.</think> So it is \\boxed{60}."
+
+
+def test_there_is_one_for_a_whole_model_and_one_for_adapters() -> None:
+    assert [file.stem for file in FILES] == ["qwen2_5_vl_3b_grpo", "qwen2_5_vl_3b_grpo_lora"]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_starting_point_loads_and_takes_turns_within_the_device_that_it_names(file: Path) -> None:
+    config = load_config(file)
+    assert device_problem(config) == ""
+    assert config.learner.max_staleness == 0
+    longest = config.data.max_prompt_length + config.batch.group_size * config.data.max_response_length
+    assert config.batch.tokens_per_microbatch >= longest, "a group at its longest is a micro-batch"
+    (stated,) = map(int, re.findall(r"^# .* one GPU of (\d+) GB", file.read_text(), re.MULTILINE))
+    assert config.gpu_memory.budget_gib <= 0.96 * stated, "GB on the box, less what a driver and a desktop take"
+
+
+def test_adapters_fit_24_gb(tmp_path: Path) -> None:
+    """The plan of the other takes as many seconds; a run makes its own, and refuses to begin where it does not fit."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN2_5_VL_3B))
+    plan = make_plan(changed(load_config(FILES[1]), {"model.path": str(tmp_path)}))
+    assert plan.model.parameters == pytest.approx(3.81e9, rel=0.01)
+    assert plan.budget / 2 < plan.peak < plan.budget
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_its_rewards_and_columns_are_of_rows_like_geometry3k(
+    file: Path, tmp_path: Path, tiny_model: Path, digits_data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load_config(file)
+    sample = RewardSample(completion=GOOD, answer="60")
+    assert sum(BUILTIN_REWARDS[one.function](sample) * one.weight for one in config.reward.functions) == 1
+    images = pq.read_table(digits_data / "rl.parquet").to_pylist()[0]["images"]
+    row = {"images": images, "problem": "<image>Find x.", "answer": "60"}
+    pq.write_table(pa.Table.from_pylist([row] * 64), tmp_path / "rows.parquet")
+    place = [
+        f"run_dir={tmp_path / 'run'}",
+        f"model.path={tiny_model}",
+        "model.max_pixels=0",
+        "data.max_response_length=512",
+    ]
+    files = [f"data.{split}_files=[{tmp_path}/rows.parquet]" for split in ("train", "val")]
+    assert main(["train", str(file), "--dry-run", *place, *files]) == 0
+    seen = capsys.readouterr().out
+    assert "Find x." in seen
+    assert config.data.system_prompt in seen
