@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
 from protocol.faults import VARIABLE
 from tests.rigs.ports import own_port
-from tests.rigs.prefork import Service, fork_module
+from tests.rigs.prefork import RUN_FIRST, Service, fork_module
 from tests.rigs.waiting import exit_codes
 
 
@@ -23,17 +21,14 @@ def with_ports(config: RunConfig, port: Callable[[], int] = own_port) -> RunConf
     return config.model_copy(update={"network": network, "telemetry": telemetry})
 
 
-def start(module: str, config_file: Path, *arguments: str, crash_at: str = "", under: Sequence[str] = ()) -> Service:
-    """A service; with `crash_at` it dies by SIGKILL at that place (see protocol/faults.py). `under` is a command that
-    runs the command that follows it."""
+def start(module: str, config_file: Path, *arguments: str, crash_at: str = "", first: str = "") -> Service:
+    """A service; with `crash_at` it dies by SIGKILL at that place (see protocol/faults.py). `first` is a file that it
+    runs before it begins."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", VARIABLE: crash_at}
+    if first:
+        environment[RUN_FIRST] = first
     log = config_file.parent / f"{module}.log"
-    words = ["--config", str(config_file), *arguments]
-    if not under:
-        return fork_module(module, words, log, environment)
-    with log.open("a") as file:
-        command = [*under, sys.executable, "-m", module, *words]
-        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, text=True, env=environment)
+    return fork_module(module, ["--config", str(config_file), *arguments], log, environment)
 
 
 def start_command(*arguments: str, log: Path) -> Service:

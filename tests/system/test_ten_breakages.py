@@ -10,8 +10,6 @@ import resource
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,15 +28,13 @@ from protocol.messages import PROTOCOL_MAJOR
 from rollout_server.link import LearnerLink
 from tests.rigs.fuzz import content
 from tests.rigs.fuzz.rig import LearnerRig, small_config
+from tests.rigs.prefork import RUN_FIRST
+from tests.rigs.small_disks import needs_mount, small_disks
 from tests.rigs.small_runs import small
-from tests.rigs.tiny import ROOT
 from tests.rigs.two_processes import start_command, write_config
 from tests.rigs.waiting import wait_until
-from tests.system.test_full_disk import OWN_MOUNTS, needs_mount
 
 MakeConfig = Callable[..., RunConfig]
-ON_SMALL_DISK = 'mkdir -p "$1"; mount -t tmpfs -o size="$2" tmpfs "$1" || exit 99; shift 2; exec "$@"'
-"""A shell script: folder to put a small disk on, its size, and the command that sees it."""
 
 
 @pytest.fixture
@@ -118,20 +114,19 @@ def test_4_wrong_torchvision(
 
 @pytest.mark.slow
 @needs_mount
-def test_5_tiny_disk_and_6_shm_too_small(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_5_tiny_disk_and_6_shm_too_small(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     disk = tmp_path / "disk"
     config = small(make_config, trainer={"journal_limit_mib": 1}).model_copy(update={"run_dir": str(disk / "run")})
-    on_small_disks = [*OWN_MOUNTS]
-    for folder, size in ((disk, "3m"), ("/dev/shm", "600k")):
-        on_small_disks += ["sh", "-c", ON_SMALL_DISK, "sh", str(folder), size]
-    file = write_config(config, tmp_path / "config")
-    command = [*on_small_disks, sys.executable, "-m", "asyncrl", "doctor", str(file), "--quick"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    printed = done.stdout + done.stderr
-    line = the_problem(printed, done.returncode, besides=("room to publish",))
+    monkeypatch.setenv(RUN_FIRST, small_disks(tmp_path, {str(disk): "3m", "/dev/shm": "600k"}))
+    file, log = write_config(config, tmp_path / "config"), tmp_path / "doctor.log"
+    code = start_command("doctor", str(file), "--quick", log=log).wait(timeout=120)
+    printed = log.read_text()
+    line = the_problem(printed, code, besides=("room to publish",))
     value = rf"3.0 MiB free in {disk}; the run writes up to \d+\.\d MiB: 1 checkpoint of "
     assert_says(line, "disk of run_dir", value, "set run_dir on a larger disk")
-    line = the_problem(printed, done.returncode, besides=("disk of run_dir",))
+    line = the_problem(printed, code, besides=("disk of run_dir",))
     value = r"published weights need \d\.\d MiB in /dev/shm, which has 0.6 MiB free"
     assert_says(line, "room to publish", value, "--shm-size=2g")
 

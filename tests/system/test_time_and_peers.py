@@ -19,10 +19,10 @@ from asyncrl.journal import JOURNAL_FILE
 from asyncrl.run_folder.failure import FAILURE_FILE, RESERVED_FILE
 from asyncrl.run_folder.lock import LEARNER_LOCK
 from tests.rigs.prefork import RUN_FIRST, Service
+from tests.rigs.small_disks import needs_mount, small_disks
 from tests.rigs.small_runs import assert_every_prompt_trained_once, failure_of, logs, small
 from tests.rigs.two_processes import start, start_command, with_ports, write_config
 from tests.rigs.waiting import wait_until
-from tests.system.test_full_disk import OWN_MOUNTS, needs_mount
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -210,14 +210,13 @@ def test_a_learner_that_comes_back_with_other_shared_memory_is_followed_over_zmq
     run = tmp_path / "run"
     config = with_ports(scripted(make_config, trainer={"max_steps": 60}))
     file = write_config(config, run)
-    elsewhere = [*OWN_MOUNTS, "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh"]
     learner, server = start("learner", file), start("rollout_server", file)
     with running(learner, server):
         wait_until(lambda: steps_of(run) >= 2, "two steps", run)
         learner.kill()
         learner.wait()
         before = steps_of(run)
-        again = start("learner", file, "--resume", "trainer.max_steps=60", under=elsewhere)
+        again = start("learner", file, "--resume", "trainer.max_steps=60", first=small_disks(run, {"/dev/shm": "50%"}))
         with running(again):
             wait_until(lambda: steps_of(run) > before, "a step of the learner that came back", run, timeout_s=90)
             assert server.poll() is None
