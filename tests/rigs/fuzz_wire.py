@@ -36,18 +36,21 @@ def fuzz_learner_side(messages: int, seed: int, folder: Path, *, curve: bool) ->
     keys = str(folder / "keys") if curve else ""
     if curve:
         make_keys(Path(keys))
-    rig = LearnerRig(small_config(keys_dir=keys), folder)
+    config = small_config(keys_dir=keys)
+    endpoints = (config.control_endpoint, config.weights_endpoint)
     started = time.monotonic()
-    rss_mib, slowest_probe_s, flooded = [memory_mib()], 0.0, 0
+    slowest_probe_s, flooded = 0.0, 0
     sent: Counter[str] = Counter()
     answers: Counter[str] = Counter()
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as processes:
+    with ProcessPoolExecutor(2, mp_context=get_context("fork")) as processes:
+        good = processes.submit(good_server, *endpoints, keys)  # forks both, while this process has no threads
+        rig = LearnerRig(config, folder)
+        rss_mib = [memory_mib()]
         rig.start()
-        good = processes.submit(good_server, *rig.endpoints, keys)
         try:
             rig.take(WARM_UP_TAKEN)
             for part, share in enumerate((messages // 5, messages - messages // 5)):
-                hostile = processes.submit(hostile_servers, *rig.endpoints, share, seed + part, keys)
+                hostile = processes.submit(hostile_servers, *endpoints, share, seed + part, keys)
                 while not hostile.done():
                     rig.turn()
                 rss_mib.append(memory_mib())

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
+from pathlib import Path
 
 import pytest
 
-from tests.rigs.tiny import ROOT
+from tests.rigs.prefork import fork_module
 
 
 @pytest.mark.parametrize("arguments", [("--seed", "1"), ("--seed", "2", "--curve")])
-def test_both_ends_survive_hostile_peers(arguments: tuple[str, ...]):
-    command = [sys.executable, "-m", "tests.rigs.fuzz_wire", "--messages", "1000", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    report = json.loads(done.stdout.partition("Problems:")[0])
+def test_both_ends_survive_hostile_peers(arguments: tuple[str, ...], tmp_path: Path):
+    output = tmp_path / "output"
+    fuzzing = fork_module("tests.rigs.fuzz_wire", ["--messages", "1000", *arguments], output, os.environ)
+    code, printed = fuzzing.wait(timeout=300), output.read_text()
+    assert code == 0, printed[-4000:]
+    report = json.loads(printed.partition("Problems:")[0])
     learner, server = report["learner's side"], report["server's side"]
     assert sum(learner["sent"].values()) == 1000
     assert learner["answers"]["malformed"] > 50
