@@ -6,6 +6,7 @@ one: its own pid, sockets, signals and exit code, and `kill -9` kills it. Tests 
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -24,22 +25,6 @@ from types import SimpleNamespace
 from typing import IO, Any
 from unittest.mock import patch
 
-PRELOADED = [
-    __name__,
-    "asyncrl.launch.train",
-    "learner.service",
-    "learner.sft",
-    "learner.training.engine",
-    "rollout_server.service",
-    "rollout_server.engines.hf.engine",
-    "rollout_server.engines.scripted",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.auto.processing_auto",
-    "transformers.models.qwen2_vl.image_processing_qwen2_vl",
-    "transformers.models.qwen2_vl.modeling_qwen2_vl",
-    "transformers.models.qwen2_vl.processing_qwen2_vl",
-    "transformers.models.qwen2_vl.video_processing_qwen2_vl",
-]
 ROOT = Path(__file__).parents[2]
 DYING_S = 30.0
 """Longest time between a process's last closed file and its exit code."""
@@ -100,7 +85,7 @@ def fork_module(
 def _context() -> Any:
     """The process that forks is started with the first service."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload([__name__, "tests.rigs.preloaded"])
     settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with patch.dict(os.environ, {**settings, "PYTHONPATH": str(ROOT)}):
         forkserver.ensure_running()
@@ -112,6 +97,7 @@ def _become(
 ) -> None:
     """Run the module as `python -m` does, printing to a file or descriptor; does not return."""
     code = 1
+    gc.freeze()  # a collection would look at all that was imported, and so copy it
     try:
         if isinstance(output, str):
             output = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
