@@ -1,0 +1,1 @@
+"""Parts of `benchmarks/against_trl.py`: length laws, a run of TRL, a bare loop."""
