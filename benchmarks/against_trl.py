@@ -5,8 +5,9 @@
 Both sides train from the same weights on the same rows in the same order, in turn, one after the other on the same
 cores; the side that begins changes from round to round. Ours is `asyncrl train` as it is: two processes, the hf engine,
 at most 2 versions of staleness, verified and journaled. TRL's is its trainer with transformers' generation, which
-takes turns with training in one process. Three profiles of lengths: the model's own (`demo`), and two laws that it is
-taught first (`64 tokens`, `heavy tails`; benchmarks/peer/length_laws.py), so that neither side has to be made to end.
+takes turns with training in one process. Three profiles of lengths: the model's own (`demo`), and two laws that its
+weights are set to (`64 tokens`, `heavy tails`; benchmarks/peer/length_laws.py), so that neither side has to be made to
+end.
 
 Time is from the end of one step to the end of the next; start-up, the first steps, and our last ones, for which nothing
 is generated any more, are left out on both sides. Every round is kept in --folder: a later call adds rounds to it, and
@@ -31,13 +32,14 @@ from typing import Any
 import pyarrow.parquet as pq
 import yaml
 
+import asyncrl.demo
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.devices import resolve_dtype
 from benchmarks.peer.length_laws import LAWS, REWARD, make_model
 
 ROOT = Path(__file__).parent.parent
-CONFIG = ROOT / "configs" / "digits_grpo.yaml"
+CONFIG = Path(asyncrl.demo.__file__).parent / "grpo.yaml"
 DEMO = "demo"
 PROFILES = (DEMO, *LAWS)
 OURS, THEIRS = "asyncrl", "TRL"
@@ -74,7 +76,7 @@ def prepare(profile: str, arguments: argparse.Namespace) -> RunConfig:
         law = LAWS[profile]
         settings |= {"data.max_response_length": law.longest, "reward.functions": [REWARD]}
         if not (model / "config.json").is_file():
-            make_model(resolved(settings, folder / "law"), law, model, arguments.law_steps)
+            make_model(arguments.model, law, model)
         settings["model.path"] = str(model)
     changed = dict(change.split("=", 1) for change in arguments.overrides)
     return resolved(settings | changed, folder)
@@ -221,7 +223,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--cores", type=int, default=2)
     parser.add_argument("--rows-at-once", type=int, default=0, help="of TRL; default: the best found for the profile")
-    parser.add_argument("--law-steps", type=int, default=200, help="steps in which a model is taught a law of lengths")
     parser.add_argument("--no-bare-loop", action="store_true")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of our configuration")
     arguments = parser.parse_intermixed_args()
