@@ -23,20 +23,33 @@ SHARED_PREFIX_ATTENTION = "asyncrl_shared_prefix"
 
 
 WASTE = 1.3
-"""Groups are attended to together if padding them to one length costs at most this factor of the shorter one's."""
+"""Sequences are attended to together if padding them to one length costs at most this factor of the shorter one's."""
+SLACK = 8
+"""Tokens added to a completion's length where lengths are compared: many calls cost more than short padding."""
+SPLIT_GAIN = 3
+"""Completions are attended to apart from each other where that leaves at most one of so many scores. Below it a whole
+group in one call is as fast (benchmarks/packed_attention.py)."""
 ALIGNMENT = 16
 """Rows of a bias begin at multiples of so many elements: CUDA's memory-efficient kernel asks for 8, else it copies."""
+
+Group = tuple[int, Sequence[int]]
+"""Prompt length, completion lengths."""
 
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """Groups of similar length, attended to in one call."""
+    """Sequences of similar length, attended to in one call: whole groups, or their prompts, or completions apart."""
 
     gather: torch.Tensor
-    """[G, L] place in the packed sequence of each padded token; padding points at the group's first token."""
+    """[S, L] place in the packed sequence of each padded token; padding points at the sequence's first token."""
     bias: torch.Tensor
-    """[G, 1, L, L] in the model's dtype, added to the scores: 0 where the row's token attends to the column's, else
-    -inf. Every layer takes this one as it is, where torch would make one of a bool mask in each."""
+    """[S, 1, L, K] in the model's dtype, added to the scores: 0 where the row's token attends to the column's, else
+    -inf. Every layer takes this one as it is, where torch would make one of a bool mask in each. K is L, or for
+    completions the length of the padded prompts and L."""
+    prompts: int | None = None
+    """For completions: place of the batch with their prompts, whose keys come before their own."""
+    prompt_row: torch.Tensor | None = None
+    """[S] each completion's prompt in that batch."""
 
 
 @dataclass(frozen=True)
@@ -48,50 +61,118 @@ class SharedPrefixLayout:
     """[T] where each packed token is found among the padded tokens of all batches, one batch after another."""
 
 
-def make_layout(
-    groups: Sequence[tuple[int, Sequence[int]]], device: torch.device, dtype: torch.dtype
-) -> SharedPrefixLayout:
-    """Layout of packed groups, each given as (prompt length, completion lengths), for a model of `dtype`."""
+def make_layout(groups: Sequence[Group], device: torch.device, dtype: torch.dtype) -> SharedPrefixLayout:
+    """Layout of packed groups for a model of `dtype`.
+
+    On a CPU completions are attended to apart where this saves most of the scores. On a GPU each group is one sequence:
+    there it has not been measured, and memory is planned for that.
+    """
     lengths = [prompt + sum(completions) for prompt, completions in groups]
+    maker = _LayoutMaker(sum(lengths), device, dtype)
     starts = np.cumsum([0, *lengths[:-1]])
-    places = np.empty(sum(lengths), np.int64)
-    batches: list[AttentionBatch] = []
-    padded = 0
-    for members in _similar(lengths):
-        longest = max(lengths[i] for i in members)
-        gather = np.repeat(starts[members][:, None], longest, axis=1)
-        for row, i in enumerate(members):
-            own = np.arange(lengths[i])
-            gather[row, : lengths[i]] += own
-            places[starts[i] + own] = padded + row * longest + own
-        padded += gather.size
-        bias = attention_bias([groups[i] for i in members], longest, device, dtype)
-        batches.append(AttentionBatch(torch.from_numpy(gather).to(device), bias))
-    return SharedPrefixLayout(tuple(batches), torch.from_numpy(places).to(device))
+    if device.type == "cpu" and _scores_apart(groups) * SPLIT_GAIN <= sum(length**2 for length in lengths):
+        maker.add_apart(groups, starts)
+    else:
+        for members in _similar(lengths):
+            longest = max(lengths[i] for i in members)
+            bias = attention_bias([groups[i] for i in members], longest, device, dtype)
+            maker.add(starts[members], [lengths[i] for i in members], bias)
+    return SharedPrefixLayout(tuple(maker.batches), torch.from_numpy(maker.places).to(device))
 
 
-def attention_bias(
-    groups: Sequence[tuple[int, Sequence[int]]], length: int, device: torch.device, dtype: torch.dtype
-) -> torch.Tensor:
+def _scores_apart(groups: Sequence[Group]) -> int:
+    """Scores of prompts with themselves, and of completions with their prompt and themselves."""
+    return sum(prompt**2 + sum(each * (prompt + each) for each in completions) for prompt, completions in groups)
+
+
+class _LayoutMaker:
+    """Collects the batches of a layout, and where their padded tokens are."""
+
+    def __init__(self, tokens: int, device: torch.device, dtype: torch.dtype):
+        self.batches: list[AttentionBatch] = []
+        self.places = np.empty(tokens, np.int64)
+        self._device, self._dtype = device, dtype
+        self._padded = 0
+
+    def add(
+        self,
+        starts: np.ndarray,
+        lengths: Sequence[int],
+        bias: torch.Tensor,
+        prompts: int | None = None,
+        prompt_row: torch.Tensor | None = None,
+    ) -> None:
+        """Add the sequences that begin at `starts` [S] in the packed one."""
+        longest = max(lengths)
+        gather = np.repeat(starts[:, None], longest, axis=1)
+        for row, length in enumerate(lengths):
+            own = np.arange(length)
+            gather[row, :length] += own
+            self.places[starts[row] + own] = self._padded + row * longest + own
+        self._padded += gather.size
+        self.batches.append(AttentionBatch(torch.from_numpy(gather).to(self._device), bias, prompts, prompt_row))
+
+    def add_apart(self, groups: Sequence[Group], starts: np.ndarray) -> None:
+        """Add prompts of similar length, and after each such batch its groups' completions."""
+        for members in _similar([prompt for prompt, _ in groups], SLACK):
+            prompts = [groups[i][0] for i in members]
+            self.add(starts[members], prompts, attention_bias([(p, ()) for p in prompts], max(prompts), *self._kind))
+            place = len(self.batches) - 1
+            rows = [
+                (number, start, length)
+                for number, i in enumerate(members)
+                for start, length in zip(_starts(groups[i], int(starts[i])), groups[i][1], strict=True)
+                if length
+            ]
+            for similar in _similar([length for *_, length in rows], SLACK):
+                number, start, length = (list(column) for column in zip(*(rows[i] for i in similar), strict=True))
+                bias = self._completion_bias([prompts[i] for i in number], max(prompts), max(length))
+                self.add(np.asarray(start), length, bias, place, torch.tensor(number, device=self._device))
+
+    @property
+    def _kind(self) -> tuple[torch.device, torch.dtype]:
+        return self._device, self._dtype
+
+    def _completion_bias(self, prompts: Sequence[int], longest_prompt: int, length: int) -> torch.Tensor:
+        """[S, 1, L, K] of completions whose prompts are so long. A padded token attends to those before it."""
+        bias = _empty_bias(len(prompts), length, longest_prompt + length, *self._kind)
+        bias[..., longest_prompt:].triu_(1)
+        ends = torch.tensor(prompts, device=self._device)[:, None, None, None]
+        bias[..., :longest_prompt].masked_fill_(torch.arange(longest_prompt, device=self._device) < ends, 0.0)
+        return bias
+
+
+def _starts(group: Group, start: int) -> list[int]:
+    """Places of a group's completions in the packed sequence, in which the group begins at `start`."""
+    prompt, completions = group
+    return [start + prompt + before for before in np.cumsum([0, *completions])[:-1].tolist()]
+
+
+def _empty_bias(rows: int, length: int, width: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """[S, 1, L, K] of -inf, whose rows are aligned."""
+    aligned = -(-width // ALIGNMENT) * ALIGNMENT
+    return torch.full((rows, 1, length, aligned), -torch.inf, dtype=dtype, device=device)[..., :width]
+
+
+def attention_bias(groups: Sequence[Group], length: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """[G, 1, L, L], see `AttentionBatch.bias`, of groups padded to L tokens.
 
     It is made on the device and in place. Padding attends to what is before it, so that its softmax is defined.
     """
-    width = -(-length // ALIGNMENT) * ALIGNMENT
-    bias = torch.full((len(groups), 1, length, width), -torch.inf, dtype=dtype, device=device).triu_(1)
+    bias = _empty_bias(len(groups), length, length, device, dtype).triu_(1)
     for rows, (prompt, completions) in zip(bias[:, 0], groups, strict=True):
         end = prompt
         for completion in completions:
             start, end = end, end + completion
             rows[end:, start:end].fill_(-torch.inf)  # later completions do not see this one
-    return bias[..., :length]
+    return bias
 
 
-def _similar(lengths: Sequence[int]) -> list[list[int]]:
-    """Batch groups of similar length, by their indices, shortest first."""
+def _similar(lengths: Sequence[int], slack: int = 0) -> list[list[int]]:
+    """Batch sequences of similar length, by their indices, shortest first."""
     parts: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
-        if parts and lengths[i] <= WASTE * lengths[parts[-1][0]]:
+        if parts and lengths[i] + slack <= WASTE * (lengths[parts[-1][0]] + slack):
             parts[-1].append(i)
         else:
             parts.append([i])
@@ -99,7 +180,7 @@ def _similar(lengths: Sequence[int]) -> list[list[int]]:
 
 
 class _Pad(torch.autograd.Function):
-    """Copies packed tokens [T, ...] into each batch's groups, [G, L, ...].
+    """Copies packed tokens [T, ...] into each batch's sequences, [S, L, ...].
 
     A token is read once besides the padding, to which nothing that counts attends: its gradient is at one place. Torch
     cannot know, and would add up by sorting all indices.
@@ -118,12 +199,12 @@ class _Pad(torch.autograd.Function):
 
 
 class _Unpad(torch.autograd.Function):
-    """Puts the tokens of all batches' groups, [G, L, ...] each, back into their packed order, [T, ...]."""
+    """Puts the tokens of all batches' sequences, [S, L, ...] each, back into their packed order, [T, ...]."""
 
     @staticmethod
-    def forward(ctx: Any, layout: SharedPrefixLayout, *groups: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, layout: SharedPrefixLayout, *sequences: torch.Tensor) -> torch.Tensor:
         ctx.layout = layout
-        return _joined(groups).index_select(0, layout.places)
+        return _joined(sequences).index_select(0, layout.places)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -135,9 +216,9 @@ class _Unpad(torch.autograd.Function):
         return None, *(part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True))
 
 
-def _joined(groups: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[G, L, ...] each -> all of their tokens."""
-    flat = [each.flatten(0, 1) for each in groups]
+def _joined(sequences: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[S, L, ...] each -> all of their tokens."""
+    flat = [each.flatten(0, 1) for each in sequences]
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
@@ -170,9 +251,14 @@ def shared_prefix_attention(
     # No CUDA kernel takes both a bias and shared key heads: torch would fall back to whole score matrices.
     repeats = 1 if query.device.type == "cpu" else query.shape[1] // key.shape[1]
     packed = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, H, D]
-    padded = zip(shared_prefix.batches, *(_Pad.apply(shared_prefix, tensor) for tensor in packed), strict=True)
+    queries, keys, values = (_Pad.apply(shared_prefix, tensor) for tensor in packed)
     outputs: list[torch.Tensor] = []
-    for batch, q, k, v in padded:
+    for batch, q, k, v in zip(shared_prefix.batches, queries, keys, values, strict=True):
+        if batch.prompts is not None:
+            k, v = (
+                torch.cat([of_all[batch.prompts].index_select(0, batch.prompt_row), own], dim=1)
+                for of_all, own in ((keys, k), (values, v))
+            )
         if repeats > 1:
             k, v = k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)
         attended = F.scaled_dot_product_attention(

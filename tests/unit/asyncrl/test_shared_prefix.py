@@ -14,6 +14,13 @@ from asyncrl.models.shared_prefix import ALIGNMENT, make_layout, shared_prefix_a
 pytestmark = pytest.mark.usefixtures("one_thread")
 GROUPS: Sequence[tuple[int, Sequence[int]]] = [(5, (3, 0, 4)), (2, (2,)), (6, (4, 5)), (5, ()), (3, (9, 2))]
 """12, 4, 15, 5 and 14 tokens: two batches with padding, and a completion of one token, which is no input."""
+APART: Sequence[tuple[int, Sequence[int]]] = [
+    (2, (9, 8, 1, 9, 30, 9)),
+    (3, (0, 7, 30, 12, 13)),
+    (9, (11, 10, 2, 24, 25, 9, 8)),
+    (2, (0,)),
+]
+"""Long beside their prompts: completions are attended to apart, in batches of several lengths."""
 CPU = torch.device("cpu")
 
 
@@ -49,11 +56,16 @@ def test_a_bias_hides_what_a_token_does_not_see_and_is_taken_without_a_copy(dtyp
     assert torch.equal(everything[layout.places], torch.arange(len(wanted)))
 
 
-@pytest.mark.parametrize("groups", [GROUPS, GROUPS[:1]], ids=["several batches", "one batch"])
+@pytest.mark.parametrize(
+    ("groups", "batches"),
+    [(GROUPS, 2), (GROUPS[:1], 1), (APART, 9)],
+    ids=["several batches", "one batch", "completions apart"],
+)
 def test_packed_attention_and_its_gradients_are_those_of_one_whole_score_matrix(
-    groups: Sequence[tuple[int, Sequence[int]]],
+    groups: Sequence[tuple[int, Sequence[int]]], batches: int
 ) -> None:
     layout, mask = make_layout(groups, CPU, torch.float32), visible(groups)
+    assert len(layout.batches) == batches
     torch.manual_seed(0)
     query, key, value = inputs = [torch.randn(1, heads, len(mask), 8, requires_grad=True) for heads in (4, 2, 2)]
     packed, _ = shared_prefix_attention(nn.Module(), query, key, value, None, shared_prefix=layout)
@@ -64,3 +76,13 @@ def test_packed_attention_and_its_gradients_are_those_of_one_whole_score_matrix(
         torch.autograd.grad(packed, inputs, direction), torch.autograd.grad(whole, inputs, direction), strict=True
     ):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_completions_apart_have_few_scores_and_aligned_biases() -> None:
+    groups = [(31, (63,) * 8)] * 4
+    layout = make_layout(groups, CPU, torch.float32)
+    assert [tuple(batch.bias.shape) for batch in layout.batches] == [(4, 1, 31, 31), (32, 1, 63, 94)]
+    for batch in layout.batches:
+        assert all(stride % ALIGNMENT == 0 for stride in batch.bias.stride()[:-1])
+    everything = torch.cat([batch.gather.flatten() for batch in layout.batches])
+    assert torch.equal(everything[layout.places], torch.arange(4 * (31 + 8 * 63)))
