@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, UserError
@@ -40,6 +40,7 @@ from learner.tickets.ticket import ReceivedGroup
 from learner.tickets.ticket_deadline import TicketDeadline
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.model_flops import ModelFlops
+from learner.training.prompts_ahead import PromptsAhead
 from learner.training.step import NotFiniteError
 from learner.training.trainer import Trainer
 from protocol.device_lock import DeviceLease
@@ -116,6 +117,7 @@ class Learner:
         )
         self.ledger.recover(self.writer.write, withhold_s=config.network.heartbeat_s + RECONNECTION_S)
         self.ledger.advance(self.progress.version)
+        self._resources.enter_context(closing(PromptsAhead(self.ledger, self.processor)))
         self.publication = self._resources.enter_context(open_publication(self.run_id))
         self.device_weights = open_device_weights(config, self.publication, self.engine)
         if self.device_weights:

@@ -192,6 +192,11 @@ class TicketLedger:
         by_deadline = sorted(self._buffer.items(), key=lambda item: (item[1].deadline, item[0]))
         return [ticket_id for ticket_id, _ in by_deadline[: self._per_step]]
 
+    def coming(self) -> list[ReceivedGroup]:
+        """The groups here that the next step will take, unless others arrive that are due before them."""
+        with self.changed:
+            return [self._buffer[i] for i in self._earliest()]
+
     def blockers(self) -> list[tuple[int, str | None, float]]:
         """Tickets that the next step waits for: id, servers that hold it, seconds since it was issued."""
         with self.changed:

@@ -83,6 +83,7 @@ class TorchEngine:
             ],
             lr=self._optim.lr,
             betas=self._optim.betas,
+            fused=self.device.type == "cpu",  # one pass over memory; GPUs keep torch's choice
         )
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor)
         self._fixed_tokens = fixed_tokens(self.model.get_output_embeddings().weight.shape[0], banned)

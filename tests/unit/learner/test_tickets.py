@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import time
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +24,7 @@ from learner.tickets.evaluation import Evaluation
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import PreparedTicket, ReceivedGroup
 from learner.tickets.ticket_deadline import TicketDeadline
+from learner.training.prompts_ahead import MOST_BYTES, PromptsAhead
 from protocol.messages import TicketKind
 from tests.rigs.fuzz import content
 from tests.rigs.journal_groups import throwaway_journal
@@ -439,3 +443,52 @@ def test_nothing_is_lost_or_doubled(
         if ledger.ready():
             consume()
     assert sorted(trained) == list(range(steps * per_step))
+
+
+# --- prompts of the next step -----------------------------------------------------------------------
+
+
+class CountingProcessor:
+    """Encodes nothing, and keeps the rows that it is asked for; every prompt has so many bytes of pixels."""
+
+    def __init__(self, nbytes: int):
+        self.rows: list[str] = []
+        self._nbytes = nbytes
+
+    def encode(self, prompt: Any, blobs: Any) -> SimpleNamespace:
+        assert set(prompt.image_hashes) <= set(blobs)
+        self.rows.append(prompt.row_id)
+        return SimpleNamespace(nbytes=self._nbytes)
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert condition()
+
+
+def test_prompts_of_the_next_step_are_encoded_as_their_groups_arrive_and_none_after_it() -> None:
+    ledger = make_ledger(per_step=2, bound=2, total=6)
+    items = issue(ledger, 0)
+    processor: Any = CountingProcessor(nbytes=8)
+    with closing(PromptsAhead(ledger, processor)):
+        for item in items[:3]:
+            arrive(ledger, item)
+        first = [item.ticket.prompt.row_id for item in items]
+        eventually(lambda: sorted(processor.rows) == sorted(first[:2]))
+        ledger.take()
+        ledger.advance(1)
+        eventually(lambda: first[2] in processor.rows)
+    assert len(processor.rows) == 3
+
+
+def test_no_more_prompts_are_encoded_ahead_than_the_cache_keeps() -> None:
+    ledger = make_ledger(per_step=3, bound=0, total=3)
+    processor: Any = CountingProcessor(nbytes=MOST_BYTES)
+    with closing(PromptsAhead(ledger, processor)):
+        for item in issue(ledger, 0):
+            arrive(ledger, item)
+        eventually(lambda: len(processor.rows) == 1)
+        time.sleep(0.05)
+    assert len(processor.rows) == 1
