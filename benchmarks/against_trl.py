@@ -9,10 +9,10 @@ takes turns with training in one process. Three profiles of lengths: the model's
 weights are set to (`64 tokens`, `heavy tails`; benchmarks/peer/length_laws.py), so that neither side has to be made to
 end.
 
-Time is from the end of one step to the end of the next; start-up, the first steps, and our last ones, for which nothing
-is generated any more, are left out on both sides. Every round is kept in --folder: a later call adds rounds to it, and
-the tables are of all. TRL has to be beside asyncrl: pip install 'asyncrl[trl]', here or in an environment whose Python
-is --trl-python.
+Time is from the end of one step to the end of the next, without start-up and the first steps. Our runs are a few steps
+longer, which do not count: in a run's last steps nothing is generated any more. Every round is kept in --folder: a
+later call adds rounds to it, and the tables are of all. TRL has to be beside asyncrl: pip install 'asyncrl[trl]', here
+or in an environment whose Python is --trl-python.
 """
 
 from __future__ import annotations
@@ -43,8 +43,10 @@ CONFIG = Path(asyncrl.demo.__file__).parent / "grpo.yaml"
 DEMO = "demo"
 PROFILES = (DEMO, *LAWS)
 OURS, THEIRS = "asyncrl", "TRL"
-WARM_UP = 5
+WARM_UP = 3
 """Steps left out at the beginning: engines warm up, the pipeline fills."""
+LAW_LR = 1e-5
+"""Learning rate of both sides for the laws of lengths: at the demo's 1e-4 they would be forgotten within ten steps."""
 ROWS_AT_ONCE = {DEMO: 64, "64 tokens": 32, "heavy tails": 16}
 """Completions in one of TRL's forward and backward passes, the best of 16 to 256 for it."""
 
@@ -55,9 +57,9 @@ def prepare(profile: str, arguments: argparse.Namespace) -> RunConfig:
     folder.mkdir(parents=True, exist_ok=True)
     rows, model = folder / "rows.parquet", folder / "model"
     base = load_config(CONFIG, [])
-    needed = base.batch.prompts_per_step * arguments.steps
+    steps = arguments.steps + base.largest_staleness + 1
     if not rows.is_file():
-        pq.write_table(pq.read_table(arguments.data).slice(0, needed), rows)
+        pq.write_table(pq.read_table(arguments.data).slice(0, steps * base.batch.prompts_per_step), rows)
     settings: dict[str, Any] = {
         "model.path": str(arguments.model),
         "data.train_files": [str(rows)],
@@ -65,7 +67,7 @@ def prepare(profile: str, arguments: argparse.Namespace) -> RunConfig:
         "data.shuffle": False,
         "evaluation.every_steps": 0,
         "evaluation.before_training": False,
-        "trainer.max_steps": arguments.steps,
+        "trainer.max_steps": steps,
         "trainer.save_freq": 0,
         "network.control_port": 0,
         "network.weights_port": 0,
@@ -75,6 +77,7 @@ def prepare(profile: str, arguments: argparse.Namespace) -> RunConfig:
     if profile != DEMO:
         law = LAWS[profile]
         settings |= {"data.max_response_length": law.longest, "reward.functions": [REWARD]}
+        settings["learner.optim.lr"] = LAW_LR
         if not (model / "config.json").is_file():
             make_model(arguments.model, law, model)
         settings["model.path"] = str(model)
@@ -102,12 +105,12 @@ def run_ours(config: RunConfig, folder: Path) -> dict[str, list[float]]:
     }
 
 
-def run_theirs(config: RunConfig, folder: Path, python: str, rows_at_once: int) -> dict[str, list[float]]:
+def run_theirs(config: RunConfig, folder: Path, python: str, steps: int, rows_at_once: int) -> dict[str, list[float]]:
     """Run TRL's trainer. Returns the same of each step."""
     folder.mkdir(parents=True)
     record = folder / "record.json"
     module = [python, "-W", "ignore", "-m", "benchmarks.peer.trl_run", str(write(config, folder))]
-    options = ["--steps", str(config.trainer.max_steps), "--rows-at-once", str(rows_at_once), "--out", str(record)]
+    options = ["--steps", str(steps), "--rows-at-once", str(rows_at_once), "--out", str(record)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with (folder / "log.txt").open("w") as log:
         done = subprocess.run([*module, *options], cwd=ROOT, env=environment, stdout=log, stderr=log)
@@ -129,7 +132,7 @@ def one_round(profile: str, number: int, config: RunConfig, arguments: argparse.
     sides = {
         OURS: lambda: run_ours(config, folder / f"ours-{number}"),
         THEIRS: lambda: run_theirs(
-            config, folder / f"trl-{number}", arguments.trl_python, rows_at_once(profile, arguments)
+            config, folder / f"trl-{number}", arguments.trl_python, arguments.steps, rows_at_once(profile, arguments)
         ),
     }
     order = list(sides) if number % 2 else list(reversed(sides))
@@ -142,14 +145,14 @@ def rows_at_once(profile: str, arguments: argparse.Namespace) -> int:
     return arguments.rows_at_once or ROWS_AT_ONCE[profile]
 
 
-def rate(side: dict[str, list[float]], config: RunConfig) -> float:
-    """Samples per second between warm-up and the steps for which nothing is generated any more."""
-    seconds = timed(side["seconds"], config)
+def rate(side: dict[str, list[float]], config: RunConfig, steps: int) -> float:
+    """Samples per second after the warm-up."""
+    seconds = timed(side["seconds"], steps)
     return len(seconds) * config.batch.prompts_per_step * config.batch.group_size / sum(seconds)
 
 
-def timed(values: Sequence[float], config: RunConfig) -> Sequence[float]:
-    return values[WARM_UP : len(values) - config.largest_staleness - 1]
+def timed(values: Sequence[float], steps: int) -> Sequence[float]:
+    return values[WARM_UP:steps]
 
 
 def report(rounds: list[dict[str, Any]], configs: dict[str, RunConfig]) -> None:
@@ -162,16 +165,17 @@ def report(rounds: list[dict[str, Any]], configs: dict[str, RunConfig]) -> None:
         table: list[list[float]] = []
         for one in mine:
             ours, theirs = one[OURS], one[THEIRS]
-            rates = rate(ours, config), rate(theirs, config)
-            tokens = [sum(kept) / len(kept) for kept in (timed(side["tokens"], config) for side in (ours, theirs))]
+            steps = len(theirs["seconds"])
+            rates = rate(ours, config, steps), rate(theirs, config, steps)
+            tokens = [sum(kept) / len(kept) for kept in (timed(side["tokens"], steps) for side in (ours, theirs))]
             table.append([*tokens, *rates, rates[0] / rates[1]])
             print(f"| {profile} | {one['round']} | {cells(table[-1])} | {one['load']:.1f} |")
         if mine:
             print(f"| {profile} | **median** | {cells([median(column) for column in zip(*table, strict=True)])} | |")
-    for profile, config in configs.items():
+    for profile in configs:
         mine = [one for one in rounds if one["profile"] == profile]
         if mine:
-            curves(profile, mine, config)
+            curves(profile, mine)
 
 
 def cells(values: Sequence[float]) -> str:
@@ -179,11 +183,11 @@ def cells(values: Sequence[float]) -> str:
     return " | ".join([*(f"{value:.1f}" for value in rates), f"{ratio:.2f}"])
 
 
-def curves(profile: str, mine: list[dict[str, Any]], config: RunConfig) -> None:
+def curves(profile: str, mine: list[dict[str, Any]]) -> None:
     """Print reward and seconds of each step, medians over the rounds."""
     print(f"\n{profile}: each step, {'median of ' if len(mine) > 1 else ''}{len(mine)} rounds\n")
     print("| step | reward asyncrl | reward TRL | s asyncrl | s TRL |\n|---|---|---|---|---|")
-    for step in range(config.trainer.max_steps):
+    for step in range(min(len(one[THEIRS]["seconds"]) for one in mine)):
         values = [
             median(one[side][name][step] for one in mine) for name in ("rewards", "seconds") for side in (OURS, THEIRS)
         ]
@@ -220,7 +224,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "against-trl", help="keeps models and rounds")
     parser.add_argument("--profiles", nargs="+", default=list(PROFILES), choices=PROFILES)
     parser.add_argument("--rounds", type=int, default=3, help="rounds to add; 0 prints what is there")
-    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=15, help=f"of each run, {WARM_UP} of them not timed")
     parser.add_argument("--cores", type=int, default=2)
     parser.add_argument("--rows-at-once", type=int, default=0, help="of TRL; default: the best found for the profile")
     parser.add_argument("--no-bare-loop", action="store_true")
