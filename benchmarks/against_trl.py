@@ -196,7 +196,7 @@ def curves(profile: str, mine: list[dict[str, Any]]) -> None:
 
 def bare_loops(configs: dict[str, RunConfig], rounds: list[dict[str, Any]]) -> None:
     """Print what a bare loop takes on the batches of each profile's last run of ours."""
-    print("\n| lengths | learn, s | publish, s | bare loop, s | framework |\n|---|---|---|---|---|")
+    print("\n| lengths | learn, CPU s | publish | bare loop | framework |\n|---|---|---|---|---|")
     for profile, config in configs.items():
         last = max((one["round"] for one in rounds if one["profile"] == profile), default=None)
         if last is None:

@@ -2,26 +2,47 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
 from asyncrl.models.processing import EncodedPrompt
 
+KNOWN_PROMPTS = 256
+"""Prompts of each model whose positions are remembered: 48 kB each for 2,000 tokens."""
+_Positions = tuple[torch.Tensor, int]
+_known: WeakKeyDictionary[Any, OrderedDict[tuple[Any, ...], _Positions]] = WeakKeyDictionary()
+"""Used by the one thread that works with the model."""
 
-def prompt_positions(model: Any, prompt: EncodedPrompt) -> tuple[torch.Tensor, int]:
+
+def prompt_positions(model: Any, prompt: EncodedPrompt) -> _Positions:
     """Positions `[R, P]` of the prompt's tokens, and the position of the first completion token.
 
     R is 3 (temporal, height, width) for models with multimodal rotary positions, else 1. One function makes
-    them for generation and for training, from final ids and grids.
+    them for generation and for training, from final ids and grids. Those of the last prompts are remembered: a prompt
+    comes again with its parts in other micro-batches and passes, and equal grids and questions are common.
     """
     length = len(prompt.token_ids)
     inner = getattr(model, "model", None)
     if inner is None or not hasattr(inner, "get_rope_index"):
         return torch.arange(length)[None], length
+    known = _known.setdefault(inner, OrderedDict())
+    grids = (prompt.token_ids, prompt.token_types, prompt.image_grids, prompt.video_grids)
+    key = (*(array.tobytes() for array in grids), prompt.seconds_per_grid)
+    if key not in known:
+        known[key] = _rope_index(inner, prompt)
+        if len(known) > KNOWN_PROMPTS:
+            known.popitem(last=False)
+    return known[key]
+
+
+def _rope_index(inner: Any, prompt: EncodedPrompt) -> _Positions:
+    """Positions by the model's own function, which takes a millisecond."""
     ids = torch.from_numpy(prompt.token_ids).long()[None]
     positions, _ = inner.get_rope_index(
         ids,
