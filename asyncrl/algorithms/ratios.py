@@ -31,6 +31,8 @@ class PolicyTokens:
     advantages: torch.Tensor
     row: torch.Tensor
     """int64 trajectory of each token."""
+    marked: torch.Tensor | None = None
+    """bool: tokens that the loss's own look at the whole batch has chosen (`clip_cov`, `kl_cov`)."""
 
 
 def approximate_proximal(

@@ -4,7 +4,7 @@ are checked where there is no torch; here a name becomes its function."""
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from asyncrl import plugins
@@ -13,12 +13,24 @@ from asyncrl.config.methods import Kind, methods
 F = TypeVar("F", bound=Callable[..., object])
 
 
-def advantage(*, formula: str, paper: str = "", needs: tuple[str, ...] = ()) -> Callable[[F], F]:
+Defaults = Mapping[str, object]
+
+
+def advantage(
+    *, formula: str, paper: str = "", needs: tuple[str, ...] = (), defaults: Defaults | None = None
+) -> Callable[[F], F]:
     """Make `f(trajectories, config) -> Credit` a value of `algorithm.adv_estimator`."""
     return lambda function: function
 
 
-def policy_loss(*, formula: str, paper: str = "", needs: tuple[str, ...] = ()) -> Callable[[F], F]:
+def policy_loss(
+    *,
+    formula: str,
+    paper: str = "",
+    needs: tuple[str, ...] = (),
+    defaults: Defaults | None = None,
+    weighs_behaviour: bool = False,
+) -> Callable[[F], F]:
     """Make `f(tokens, config) -> PolicyLoss` a value of `algorithm.policy_loss`."""
     return lambda function: function
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
 
 @dataclass(frozen=True)
 class Trajectories:
-    """A batch before its first update. An estimator's `Needs` say which of the optional columns it gets."""
+    """A batch before its first update. Columns that default to None are there where a method `needs` them."""
 
     scores: torch.Tensor
     """[B] sum of a row's rewards; NaN where it could not be scored: such a row takes part in no statistic."""
@@ -26,17 +27,57 @@ class Trajectories:
     """[N] as the engine reported them."""
     components: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """[B] each: what the reward functions said, by their names; NaN where a row could not be scored."""
+    component_weights: Mapping[str, float] = field(default_factory=dict)
+    """Weights of the components in the score."""
+    token_rewards: torch.Tensor | None = None
+    """[N] rewards where they are earned, of a row its score; None: each score at its row's last trained token."""
+    turn: torch.Tensor | None = None
+    """[N] int64 turn of each token; None: one turn each."""
+    is_baseline: torch.Tensor | None = None
+    """[B] bool: greedy rows, which are scored and not trained."""
     proximal_logprobs: torch.Tensor | None = None
     """[N] of the learner's policy at the start of the step."""
+    entropies: torch.Tensor | None = None
+    """[N] of that policy's distribution, nats."""
+    squared_probabilities: torch.Tensor | None = None
+    """[N] sum over the vocabulary of that policy's squared probabilities."""
+    values: torch.Tensor | None = None
+    """[N] the critic's, of the state before each token."""
+    seed: int = 0
+    """Of what is drawn at random: the same for a step that is made again."""
 
-    @property
+    @cached_property
     def lengths(self) -> torch.Tensor:
         """[B] number of trained tokens."""
         return torch.bincount(self.row, minlength=len(self.scores))
 
+    @cached_property
+    def place(self) -> torch.Tensor:
+        """[N] place of each token among its row's trained tokens, from 0."""
+        return torch.arange(len(self.row)) - (self.lengths.cumsum(0) - self.lengths)[self.row]
+
+    @cached_property
+    def rewards(self) -> torch.Tensor:
+        """[N] reward of each token."""
+        if self.token_rewards is not None:
+            return self.token_rewards
+        last = self.place == self.lengths[self.row] - 1
+        return torch.where(last, self.scores[self.row], 0.0)
+
     def share(self, rows: torch.Tensor) -> Credit:
         """Give every token of a row the row's advantage: [B] -> credit."""
         return Credit(rows[self.row])
+
+    def padded(self, tokens: torch.Tensor) -> torch.Tensor:
+        """One line for each row, zeros behind its tokens: [N] -> [B, T], T the largest length."""
+        longest = int(self.lengths.max()) if len(self.lengths) else 0
+        lines = torch.zeros(len(self.scores), longest, dtype=tokens.dtype)
+        lines[self.row, self.place] = tokens
+        return lines
+
+    def flat(self, lines: torch.Tensor) -> torch.Tensor:
+        """[B, T] -> [N], the inverse of `padded`."""
+        return lines[self.row, self.place]
 
 
 @dataclass(frozen=True)
@@ -51,25 +92,31 @@ class Credit:
 
 @dataclass(frozen=True)
 class GroupStatistics:
-    """Statistics of each row's group over its scored rows, [B] each; unscored rows have `centred` 0 and `count` 0."""
+    """Statistics of each row's group over its scored rows, [B] each; an unscored row has 0 in each."""
 
     centred: torch.Tensor
     """Score minus the group's mean."""
+    mean: torch.Tensor
     std: torch.Tensor
     """Unbiased."""
     count: torch.Tensor
     """Number of scored rows."""
 
 
-def group_statistics(scores: torch.Tensor, group: torch.Tensor) -> GroupStatistics:
-    """Mean, standard deviation and size of groups, computed in fp64. [B], [B] -> [B] each"""
+def group_statistics(scores: torch.Tensor, group: torch.Tensor, weights: torch.Tensor | None = None) -> GroupStatistics:
+    """Mean, standard deviation and size of groups, computed in fp64. [B], [B] -> [B] each
+
+    `weights` [B]: of the rows in the mean; equal where there are none.
+    """
     scored = ~scores.isnan()
     known = torch.where(scored, scores, 0.0).double()
+    share = scored.double() if weights is None else scored * weights.double()
     _, place = torch.unique(group, return_inverse=True)
     zeros = torch.zeros(int(place.max()) + 1 if len(place) else 0, dtype=torch.float64)
     count = zeros.index_add(0, place, scored.double())
-    mean = zeros.index_add(0, place, known) / count.clamp_min(1)
+    total = zeros.index_add(0, place, share)
+    mean = zeros.index_add(0, place, known * share) / torch.where(total > 0, total, 1.0)
     centred = torch.where(scored, known - mean[place], 0.0)
     variance = zeros.index_add(0, place, centred**2) / (count - 1).clamp_min(1)
-    rows_count = torch.where(scored, count[place], 0.0)
-    return GroupStatistics(centred.float(), variance.sqrt()[place].float(), rows_count.float())
+    by_row = (centred, mean[place], variance.sqrt()[place], count[place])
+    return GroupStatistics(*(torch.where(scored, values, 0.0).float() for values in by_row))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -170,11 +170,56 @@ class DppoConfig(Section):
     """Weight of the squared log-ratio of target and behaviour."""
 
 
+class GaeConfig(Section):
+    """`adv_estimator: gae` (arXiv 1506.02438)."""
+
+    lam: float = Field(default=1.0, ge=0, le=1)
+    """Lambda of the policy's advantages."""
+    critic_lam: float = Field(default=1.0, ge=0, le=1)
+    """Lambda of the critic's targets (VC-PPO, arXiv 2503.01491)."""
+    length_alpha: float = Field(default=0.0, ge=0)
+    """Above 0 the policy's lambda is 1 - 1 / (length_alpha * length), not `lam` (VAPO, arXiv 2504.05118: 0.05)."""
+    whiten: bool = True
+    """Give the advantages of a batch mean 0 and variance 1."""
+
+
+class SapoConfig(Section):
+    """`policy_loss: sapo` (arXiv 2511.20347)."""
+
+    tau_positive: float = Field(default=1.0, gt=0)
+    """Steepness of the gate where the advantage is positive."""
+    tau_negative: float = Field(default=1.05, gt=0)
+    """Steepness of the gate elsewhere."""
+
+
+class CovarianceConfig(Section):
+    """`policy_loss: clip_cov | kl_cov` (arXiv 2505.22617)."""
+
+    fraction: float = Field(default=2e-4, gt=0, le=1)
+    """Share of the batch's tokens that is marked, one at least."""
+    lower: float = 1.0
+    """Smallest covariance of advantage and log-prob that clip_cov may mark."""
+    upper: float = 5.0
+    """Largest one."""
+    kl_coef: float = Field(default=1.0, ge=0)
+    """Weight of kl_cov's penalty |log r|."""
+
+
 class AlgorithmConfig(Section):
+    """Keys that are left out take the defaults of the chosen `adv_estimator` and `policy_loss`, where these have their
+    own (docs/algorithms.md), and those below elsewhere."""
+
     adv_estimator: str = "grpo"
     """Name of a built-in (see asyncrl/algorithms/advantages.py) or `file.py:function` or `package.module:function`."""
     norm_adv_by_std: bool = True
     """Divide by the group's standard deviation (False gives Dr. GRPO's advantage)."""
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount of rewards to come, for estimators that give each token its own advantage."""
+    gae: GaeConfig = GaeConfig()
+    pass_k: int = Field(default=4, gt=0)
+    """k of `adv_estimator: passk_training`."""
+    success_score: float = 1.0
+    """Score from which `passk_training` takes a trajectory for right."""
     policy_loss: str = "ppo"
     """Name of a built-in (see asyncrl/algorithms/losses.py) or `file.py:function` or `package.module:function`."""
     clip_ratio_low: float = Field(default=0.2, gt=0)
@@ -184,7 +229,13 @@ class AlgorithmConfig(Section):
     clip_ratio_c: float = Field(default=3.0, gt=1)
     """Dual clip: bound of the ratio where the advantage is negative."""
     dppo: DppoConfig = DppoConfig()
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
+    sapo: SapoConfig = SapoConfig()
+    kimi_tau: float = Field(default=0.1, ge=0)
+    """Weight of the squared log-ratio of `policy_loss: kimi`."""
+    covariance: CovarianceConfig = CovarianceConfig()
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = (
+        "token-mean"
+    )
     """Aggregation of token losses to one number; denominators are those of the whole batch."""
     entropy_coeff: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
@@ -221,6 +272,21 @@ class AlgorithmConfig(Section):
         ]
         return frozenset(need for method in chosen if method for need in method.needs)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_the_methods_defaults(cls, given: Any) -> Any:
+        """The loss goes first: what it leaves open the estimator may say. An estimator may name the loss itself."""
+        if not isinstance(given, dict):
+            return given
+        filled = dict(given)
+        estimator = methods("advantage").get(str(filled.get("adv_estimator", "grpo")))
+        loss_name = filled.get("policy_loss") or (estimator.defaults.get("policy_loss") if estimator else None) or "ppo"
+        loss = methods("policy_loss").get(str(loss_name))
+        for method in filter(None, (loss, estimator)):
+            for key, value in method.defaults.items():
+                filled.setdefault(key, value)
+        return filled
+
     @model_validator(mode="after")
     def _proximal_fits(self) -> AlgorithmConfig:
         correction, kinds = self.correction, {mask.kind for mask in self.correction.masks}
@@ -237,10 +303,11 @@ class AlgorithmConfig(Section):
                 f"training, but algorithm.proximal is {self.proximal}. Set algorithm.proximal=recompute, or leave "
                 f"{self.selections[0].kind} out of algorithm.selections"
             )
-        if self.policy_loss == "dppo" and (correction.kind != "none" or "dppo_tv" in kinds):
+        loss = methods("policy_loss").get(self.policy_loss)
+        if loss and loss.weighs_behaviour and (correction.kind != "none" or "dppo_tv" in kinds):
             raise ValueError(
-                "algorithm.policy_loss dppo already weighs by pi_target / pi_behaviour and masks by dppo_tv. "
-                "Set algorithm.correction.kind=none and leave that mask out"
+                f"algorithm.policy_loss {loss.name} already weighs by pi_target / pi_behaviour. "
+                "Set algorithm.correction.kind=none and leave the dppo_tv mask out"
             )
         return self
 

@@ -11,13 +11,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 FOLDER = Path(__file__).parents[1] / "algorithms"
 Kind = Literal["advantage", "policy_loss", "selection"]
 KINDS: tuple[Kind, ...] = ("advantage", "policy_loss", "selection")
 NEEDS: Mapping[str, str] = {
     "proximal": "log-probs of the policy at the start of the step, over the whole batch",
+    "entropies": "entropies of that policy, over the whole batch",
+    "squared_probabilities": "sums of that policy's squared probabilities, over the whole batch",
+    "critic": "values of a critic",
+    "greedy_row": "a greedy completion in every group, scored and not trained",
 }
 """What a method may need besides scores, groups and behaviour log-probs."""
 
@@ -35,13 +39,17 @@ class Method:
     """arXiv number; empty where there is none."""
     needs: frozenset[str]
     """Of NEEDS."""
+    defaults: Mapping[str, Any]
+    """Of keys of the `algorithm` section that are left out where this method is chosen."""
+    weighs_behaviour: bool
+    """Whether a loss weighs by target over behaviour itself, so that no correction may."""
     summary: str
     """First line of the docstring."""
 
 
 @cache
 def methods(kind: Kind) -> Mapping[str, Method]:
-    """The built-in methods of a kind by name, file after file and in the order of each."""
+    """The built-in methods of a kind by name: file after file, in the order of each."""
     return {method.name: method for method in _all_methods() if method.kind == kind}
 
 
@@ -65,5 +73,7 @@ def methods_in(file: Path) -> Iterator[Method]:
                     formula=facts["formula"],
                     paper=facts.get("paper", ""),
                     needs=frozenset(facts.get("needs", ())),
+                    defaults=facts.get("defaults", {}),
+                    weighs_behaviour=facts.get("weighs_behaviour", False),
                     summary=(ast.get_docstring(node) or "").split("\n")[0],
                 )

@@ -30,6 +30,8 @@ class Decided:
     """[N]"""
     dropped: Mapping[str, torch.Tensor]
     """[N] bool each: tokens that the selections drop, by their kinds."""
+    marked: torch.Tensor | None
+    """[N] bool: tokens that the policy loss treats apart, where it has chosen some."""
 
     def versions(self, place: torch.Tensor) -> torch.Tensor:
         """Policy versions that sampled these tokens. [n] -> [n]"""
@@ -94,6 +96,7 @@ class Objective:
             behaviour_logprobs=behaviour,
             advantages=decided.advantages[place].to(device),
             row=micro_batch.row.to(device),
+            marked=None if decided.marked is None else decided.marked[place].to(device),
         )
         policy = self._loss(tokens, algorithm)
         dropped = {kind: tokens_dropped[place].to(device) for kind, tokens_dropped in decided.dropped.items()}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +19,8 @@ class Scored:
 
     proximal_logprobs: torch.Tensor | None = None
     """Of the learner's policy at the start of the step."""
+    entropies: torch.Tensor | None = None
+    """Of the same policy's distributions."""
     reference_logprobs: torch.Tensor | None = None
     """Of the reference policy."""
 
@@ -32,19 +33,19 @@ class Roles:
         self._budget = config.batch.tokens_per_microbatch
 
     @torch.no_grad()
-    def score(self, batch: Batch, *, proximal: bool, reference: bool) -> Scored:
-        """Run the forward passes that are asked for, each micro-batch built once."""
-        passes: dict[str, Callable[[], AbstractContextManager[None]]] = {}
-        if proximal:
-            passes["proximal_logprobs"] = nullcontext
-        if reference:
-            passes["reference_logprobs"] = self.actor.reference
-        columns = {name: torch.zeros(len(batch.trained.row)) for name in passes}
-        for micro_batch in self.micro_batches(batch.train_groups) if passes else ():
+    def score(self, batch: Batch, wanted: Collection[str]) -> Scored:
+        """Compute the `wanted` columns, by their names; each micro-batch is built once."""
+        columns = {name: torch.zeros(len(batch.trained.row)) for name in wanted}
+        for micro_batch in self.micro_batches(batch.train_groups) if columns else ():
             place = batch.places(micro_batch.row, micro_batch.column)
-            for name, role in passes.items():
-                with role():
-                    columns[name][place] = self.actor.forward(micro_batch).logprobs.cpu()
+            if "proximal_logprobs" in columns:
+                outputs = self.actor.forward(micro_batch, entropy="value" if "entropies" in columns else "none")
+                columns["proximal_logprobs"][place] = outputs.logprobs.cpu()
+                if outputs.entropies is not None:
+                    columns["entropies"][place] = outputs.entropies.cpu()
+            if "reference_logprobs" in columns:
+                with self.actor.reference():
+                    columns["reference_logprobs"][place] = self.actor.forward(micro_batch).logprobs.cpu()
         return Scored(**columns)
 
     def micro_batches(self, groups: Sequence[TrainGroup]) -> Iterator[MicroBatch]:

@@ -18,10 +18,11 @@ from asyncrl.algorithms.advantages import AdvantageEstimator
 from asyncrl.algorithms.diagnostics import FRACTIONS, off_policy_report
 from asyncrl.algorithms.losses import token_weights
 from asyncrl.algorithms.registration import load_method
-from asyncrl.algorithms.selections import Selection
+from asyncrl.algorithms.selections import Selection, marked_by_loss
 from asyncrl.algorithms.trajectories import Trajectories
 from asyncrl.config.algorithm import SelectionConfig
 from asyncrl.config.schema import RunConfig
+from asyncrl.config.sections import component_name
 from asyncrl.errors import BadStateError
 from asyncrl.journal.sample_index import TrainedBatch
 from learner.training.batch import Batch
@@ -84,20 +85,27 @@ class LearnerStep:
         # With a single update the policy does not move between this forward pass and the next: the proximal
         # log-probs are then the detached ones of the training pass itself, unless the whole batch needs them.
         moves = algorithm.proximal == "recompute" and num_updates > 1
-        scored = self.roles.score(
-            batch, proximal=moves or "proximal" in algorithm.needs, reference=bool(algorithm.kl_loss_coef)
-        )
+        wanted = {
+            "proximal_logprobs": moves or algorithm.needs & {"proximal", "entropies"},
+            "entropies": "entropies" in algorithm.needs,
+            "reference_logprobs": algorithm.kl_loss_coef,
+        }
+        scored = self.roles.score(batch, [name for name, is_wanted in wanted.items() if is_wanted])
         trajectories = Trajectories(
             scores=batch.scores,
             components=batch.components,
             group=batch.groups,
             row=batch.trained.row,
             behaviour_logprobs=batch.behaviour_logprobs[batch.trained.flat],
+            component_weights={component_name(f): f.weight for f in self.config.reward.functions},
             proximal_logprobs=scored.proximal_logprobs,
+            entropies=scored.entropies,
+            seed=version,
         )
         credit = self.estimator(trajectories, algorithm)
         dropped = {chosen.kind: select(trajectories, credit, chosen) for chosen, select in self.selections}
-        return Decided(batch, version, scored, credit.advantages.detach(), dropped)
+        marked = marked_by_loss(trajectories, credit, algorithm)
+        return Decided(batch, version, scored, credit.advantages.detach(), dropped, marked)
 
     def _accumulate(
         self, groups: Sequence[TrainGroup], decided: Decided, seen: dict[str, list[torch.Tensor]], where: str

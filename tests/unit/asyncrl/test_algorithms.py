@@ -358,8 +358,11 @@ SENSELESS: list[tuple[dict[str, Any], str]] = [
     ({"proximal": "behaviour"}, r"kind token_tis, .*Set algorithm.proximal=recompute, or"),
     ({"proximal": "behaviour", "correction": {"kind": "none", "masks": [{"kind": "veto"}]}}, "masks veto"),
     ({"proximal": "linear", "selections": [{"kind": "m2po"}]}, "m2po .*Set algorithm.proximal=recompute"),
-    ({"policy_loss": "dppo"}, "already weighs by pi_target / pi_behaviour"),
-    ({"policy_loss": "dppo", "correction": {"kind": "none", "masks": [{"kind": "dppo_tv"}]}}, "masks by dppo_tv"),
+    ({"policy_loss": "topr", "correction": {"kind": "icepop"}}, "topr already weighs by pi_target / pi_behaviour"),
+    (
+        {"policy_loss": "dppo", "correction": {"kind": "none", "masks": [{"kind": "dppo_tv"}]}},
+        "leave the dppo_tv mask out",
+    ),
 ]
 
 

@@ -1,0 +1,142 @@
+"""Advantage estimators that give each token its own: returns to come, against a critic or a baseline by place.
+
+Only trained tokens are seen: what a recursion skips (observations, padding) is not there.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from asyncrl.algorithms.registration import advantage
+from asyncrl.algorithms.trajectories import Credit, Trajectories, group_statistics
+from asyncrl.config.algorithm import AlgorithmConfig
+
+
+@advantage(
+    formula="sum_k (gamma lambda)^k delta_(t+k), delta_t = r_t + gamma V_(t+1) - V_t",
+    paper="1506.02438",
+    needs=("critic",),
+)
+def gae(t: Trajectories, config: AlgorithmConfig) -> Credit:
+    """Generalised advantage estimation, whitened over the batch; returns are advantages plus values.
+
+    `algorithm.gae.critic_lam` makes the critic's targets with a lambda of their own (VC-PPO, arXiv 2503.01491), and
+    `algorithm.gae.length_alpha` the policy's lambda 1 - 1 / (alpha length) (VAPO, arXiv 2504.05118).
+    """
+    assert t.values is not None
+    settings = config.gae
+    lam = torch.full((len(t.scores),), settings.lam)
+    if settings.length_alpha:
+        lam = (1 - 1 / (settings.length_alpha * t.lengths.clamp_min(1))).clamp(0, 1)
+    advantages = generalised_advantages(t, config.gamma, lam)
+    of_critic = advantages
+    if settings.length_alpha or settings.critic_lam != settings.lam:
+        of_critic = generalised_advantages(t, config.gamma, torch.full_like(lam, settings.critic_lam))
+    return Credit(whiten(advantages) if settings.whiten else advantages, returns=of_critic + t.values)
+
+
+def generalised_advantages(t: Trajectories, gamma: float, lam: torch.Tensor) -> torch.Tensor:
+    """[N] not whitened. `lam` [B] of each row."""
+    assert t.values is not None
+    rewards, values = t.padded(t.rewards), t.padded(t.values)
+    advantages = torch.zeros_like(rewards)
+    later, next_value = torch.zeros(len(rewards)), torch.zeros(len(rewards))
+    for place in reversed(range(rewards.shape[1])):
+        is_there = place < t.lengths
+        delta = rewards[:, place] + gamma * next_value - values[:, place]
+        later = torch.where(is_there, delta + gamma * lam * later, later)
+        next_value = torch.where(is_there, values[:, place], next_value)
+        advantages[:, place] = later
+    return t.flat(advantages)
+
+
+def returns_to_come(t: Trajectories, gamma: float) -> torch.Tensor:
+    """[N] discounted sum of the rewards from each token on."""
+    rewards = t.padded(t.rewards)
+    returns, later = torch.zeros_like(rewards), torch.zeros(len(rewards))
+    for place in reversed(range(rewards.shape[1])):
+        later = rewards[:, place] + gamma * later
+        returns[:, place] = later
+    return t.flat(returns)
+
+
+@advantage(formula="whitened sum_k gamma^k r_(t+k)", paper="2501.03262")
+def reinforce_plus_plus(t: Trajectories, config: AlgorithmConfig) -> Credit:
+    """Discounted return of each token, whitened over the batch; groups play no part (REINFORCE++)."""
+    returns = returns_to_come(t, config.gamma)
+    return Credit(whiten(returns), returns)
+
+
+@advantage(formula="whitened (s - mean_group)", paper="2501.03262")
+def reinforce_plus_plus_baseline(t: Trajectories, config: AlgorithmConfig) -> Credit:
+    """Score against its group's mean, whitened over the tokens of the batch (REINFORCE++-baseline)."""
+    return Credit(whiten(group_statistics(t.scores, t.group).centred[t.row]))
+
+
+@advantage(formula="sum_k gamma^k r_(t+k)")
+def reinforce(t: Trajectories, config: AlgorithmConfig) -> Credit:
+    """Discounted return of each token, as it is (REINFORCE, Williams 1992)."""
+    returns = returns_to_come(t, config.gamma)
+    return Credit(returns, returns)
+
+
+@advantage(formula="sum_k gamma^k R_(turn+k), normalised in the group", paper="")
+def step_reinforce(t: Trajectories, config: AlgorithmConfig) -> Credit:
+    """Discounted return of each turn, against the mean and standard deviation of its group's turns."""
+    turn, first = _turns(t)
+    returns = _returns_of_turns(t, turn, first, config.gamma)
+    g = group_statistics(returns, t.group[t.row[first]])
+    return Credit((g.centred / (g.std + 1e-6))[turn], returns[turn])
+
+
+@advantage(formula="sum_k gamma^k R_(turn+k)")
+def agentic_reinforce(t: Trajectories, config: AlgorithmConfig) -> Credit:
+    """Discounted return of each turn, for all its tokens: gamma counts turns, where `reinforce` counts tokens."""
+    turn, first = _turns(t)
+    returns = _returns_of_turns(t, turn, first, config.gamma)
+    return Credit(returns[turn], returns[turn])
+
+
+def _turns(t: Trajectories) -> tuple[torch.Tensor, torch.Tensor]:
+    """Number each turn of each row: [N] the turn of each token, and [K] the first token of each turn."""
+    of_row = torch.zeros_like(t.row) if t.turn is None else t.turn
+    changes = torch.ones(len(t.row), dtype=torch.bool)
+    changes[1:] = (t.row[1:] != t.row[:-1]) | (of_row[1:] != of_row[:-1])
+    return changes.cumsum(0) - 1, changes.nonzero()[:, 0]
+
+
+def _returns_of_turns(t: Trajectories, turn: torch.Tensor, first: torch.Tensor, gamma: float) -> torch.Tensor:
+    """[K] discounted returns of the turns, from each turn's rewards."""
+    earned = torch.zeros(len(first)).index_add(0, turn, t.rewards)
+    of_turns = Trajectories(t.scores, t.group, t.row[first], torch.zeros(len(first)), token_rewards=earned)
+    return returns_to_come(of_turns, gamma)
+
+
+@advantage(
+    formula="G_t - sum_group(G_t W_t) / sum_group(W_t), W_t = sum_(t' <= t) (1 - 2 p + sum_v p_v^2)",
+    needs=("proximal", "squared_probabilities"),
+)
+def optimal_token_baseline(t: Trajectories, config: AlgorithmConfig) -> Credit:
+    """Return to come minus the group's baseline of least variance at the same place (as in verl).
+
+    A place that only one row of the group has gets no baseline of its own making: its advantage is 0.
+    """
+    assert t.proximal_logprobs is not None
+    assert t.squared_probabilities is not None
+    weight = t.padded(1 - 2 * t.proximal_logprobs.exp() + t.squared_probabilities).cumsum(1).clamp_min(0)
+    to_come = t.padded(t.rewards).flip(1).cumsum(1).flip(1)
+    there = torch.arange(weight.shape[1]) < t.lengths[:, None]
+    weight = weight * there
+    groups = torch.unique(t.group, return_inverse=True)[1]
+    zeros = torch.zeros(int(groups.max()) + 1 if len(groups) else 0, weight.shape[1])
+    total = zeros.index_add(0, groups, weight)
+    count = zeros.index_add(0, groups, there.float())
+    baseline = zeros.index_add(0, groups, to_come * weight) / (total + 1e-8)
+    return Credit(t.flat(torch.where(count[groups] > 1, to_come - baseline[groups], 0.0)), returns=t.flat(to_come))
+
+
+def whiten(values: torch.Tensor) -> torch.Tensor:
+    """(x - mean) / sqrt(variance + 1e-8) over all trained tokens of the batch, variance unbiased. [N] -> [N]"""
+    centred = values - values.mean() if len(values) else values
+    variance = (centred**2).sum() / max(len(values) - 1, 1)
+    return centred / (variance + 1e-8).sqrt()

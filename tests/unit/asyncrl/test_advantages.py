@@ -1,0 +1,226 @@
+"""Advantage estimators against the published values and the house rules."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrl.algorithms.registration import load_method
+from asyncrl.algorithms.trajectories import Credit, Trajectories
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.methods import methods
+from tests.rigs.tiny import ROOT
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+VECTORS = json.loads((ROOT / "tests" / "rigs" / "vectors.json").read_text())
+SCORES = VECTORS["scores"]
+LENGTHS = [int(length) for length in SCORES["lengths"]]
+
+
+def trajectories(scores: list[float], group: list[int], lengths: list[int] | None = None, **more: Any) -> Trajectories:
+    """Rows of these lengths, one token each by default."""
+    counts = torch.tensor(lengths or [1] * len(scores))
+    row = torch.arange(len(scores)).repeat_interleave(counts)
+    return Trajectories(torch.tensor(scores), torch.tensor(group), row, torch.zeros(len(row)), **more)
+
+
+def estimate(name: str, t: Trajectories, **settings: Any) -> Credit:
+    config = AlgorithmConfig(adv_estimator=name, **settings)
+    return load_method("advantage", name, "adv_estimator")(t, config)
+
+
+def close(got: torch.Tensor | None, expected: Any, tolerance: float = 1e-6) -> None:
+    assert got is not None
+    torch.testing.assert_close(got, torch.as_tensor(expected, dtype=torch.float32), atol=tolerance, rtol=tolerance)
+
+
+def kept(lines: list[list[float]], mask: list[list[float]]) -> torch.Tensor:
+    return torch.tensor(lines)[torch.tensor(mask).bool()]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "vector", "key"),
+    [
+        ("grpo", {}, "grpo", "adv"),
+        ("grpo", {"norm_adv_by_std": False}, "dr_grpo", "adv"),
+        ("dr_grpo", {}, "dr_grpo", "adv"),
+        ("rloo", {}, "rloo", "adv"),
+        ("opo", {}, "opo", "adv"),
+        ("maxrl", {}, "maxrl", "adv"),
+        ("lite_ppo", {}, "lite_ppo", "adv"),
+        ("gpg", {}, "gpg", "adv"),
+        ("grpo_passk", {}, "grpo_passk_argmax", "adv"),
+        ("grpo_passk", {"norm_adv_by_std": False}, "grpo_passk_argmax", "adv_nostd"),
+    ],
+)
+def test_published_advantages_of_rows(name: str, settings: dict[str, Any], vector: str, key: str) -> None:
+    group = [ord(uid) for uid in SCORES["uid"]]
+    for order in ([0, 1, 2, 3, 4, 5], [4, 0, 5, 2, 1, 3]):
+        t = trajectories(*([column[i] for i in order] for column in (SCORES["s"], group, LENGTHS)))
+        expected = torch.tensor(VECTORS[vector][key])[order]
+        close(estimate(name, t, **settings).advantages, expected[t.row], 2e-6)
+
+
+@pytest.mark.parametrize("vector", [name for name in VECTORS if name.startswith("passk_training")])
+def test_published_passk_training(vector: str) -> None:
+    positives, n, k = (int(part.strip("posNk")) for part in vector.removeprefix("passk_training_").split("_"))
+    t = trajectories([1.0] * positives + [0.0] * (n - positives), [0] * n)
+    advantages = estimate("passk_training", t, pass_k=k).advantages
+    given = VECTORS[vector]
+    close(advantages, [given["adv_pos"]] * positives + [given["adv_neg"]] * (n - positives))
+
+
+def test_published_gdpo() -> None:
+    given = VECTORS["gdpo"]
+    parts = {"a": torch.tensor(given["reward_a"]), "b": torch.tensor(given["reward_b"])}
+    t = trajectories((parts["a"] + parts["b"]).tolist(), [0] * 4, components=parts)
+    close(estimate("gdpo", t).advantages, given["adv"], 2e-6)
+    twice = trajectories(t.scores.tolist(), [0] * 4, components=parts, component_weights={"a": 1.0, "b": 0.0})
+    advantages = estimate("gdpo", twice).advantages
+    assert advantages[0] == advantages[2] > 0 > advantages[1] == advantages[3], "a alone"
+
+
+@pytest.mark.parametrize("vector", ["gae_plain", "gae_observation_gap"])
+def test_published_gae(vector: str) -> None:
+    given = VECTORS[vector]
+    mask = given["mask"]
+    lengths = [int(sum(line)) for line in mask]
+    rewards, values = kept(given["rewards"], mask), kept(given["values"], mask)
+    t = trajectories([0.0] * len(mask), [0] * len(mask), lengths, token_rewards=rewards, values=values)
+    gae = {"lam": given["lam"], "critic_lam": given["lam"]}
+    raw = estimate("gae", t, gae=gae | {"whiten": False})
+    close(raw.advantages, kept(given["adv_raw"], mask))
+    close(raw.returns, kept(given["returns"], mask))
+    if "adv_whitened" in given:
+        close(estimate("gae", t, gae=gae).advantages, kept(given["adv_whitened"], mask), 2e-6)
+
+
+def test_gae_of_vapo_has_a_lambda_for_each_length_and_one_of_the_critic() -> None:
+    given = [VECTORS[f"vapo_lambda_len{length}"] for length in (100, 1000)]
+    lengths = [100, 1000]
+    rewards = torch.zeros(1100)
+    rewards[[99, 1099]] = 1.0
+    t = trajectories([1.0, 1.0], [0, 1], lengths, token_rewards=rewards, values=torch.zeros(1100))
+    credit = estimate("gae", t, gae={"length_alpha": given[0]["alpha"], "whiten": False})
+    close(credit.advantages[[0, 100]], [given[0]["lam"] ** 99, given[1]["lam"] ** 999], 1e-4)
+    close(credit.returns, torch.ones(1100)), "the critic's lambda is 1"
+
+
+def test_published_reinforce_plus_plus_and_remax() -> None:
+    given = VECTORS["reinforcepp"]
+    mask = given["mask"]
+    t = trajectories([1.0, -0.5], [0, 1], [3, 2], token_rewards=kept(given["rewards"], mask))
+    credit = estimate("reinforce_plus_plus", t, gamma=given["gamma"])
+    close(credit.returns, kept(given["returns"], mask))
+    close(credit.advantages, kept(given["adv"], mask), 2e-6)
+
+    given = VECTORS["remax"]
+    rewards = torch.cat([kept(given["rewards"], mask)])
+    is_baseline = torch.tensor([False, False, True, True])
+    counts = {"lengths": [3, 2, 0, 0], "token_rewards": rewards, "is_baseline": is_baseline}
+    t = trajectories([1.0, -0.5, *given["baseline"]], [0, 1, 0, 1], **counts)
+    close(estimate("remax", t).advantages, kept(given["adv"], mask))
+    nan = float("nan")
+    t = trajectories([1.0, -0.5, nan, -0.2], [0, 1, 0, 1], **counts)
+    assert estimate("remax", t).advantages[:3].tolist() == [0.0] * 3, "no baseline, no advantage"
+
+
+def test_published_reinforce_plus_plus_baseline() -> None:
+    given = VECTORS["reinforcepp_baseline"]
+    t = trajectories(SCORES["s"], [ord(uid) for uid in SCORES["uid"]], LENGTHS)
+    close(estimate("reinforce_plus_plus_baseline", t).advantages, kept(given["adv"], given["mask"]), 2e-6)
+
+
+def test_published_optimal_token_baseline() -> None:
+    given = VECTORS["otb"]
+    flat = {key: torch.tensor(given[key]).flatten() for key in ("rewards", "probs", "sum_pi_sq", "adv")}
+    t = trajectories(
+        [1.0, 0.0],
+        [0, 0],
+        [2, 2],
+        token_rewards=flat["rewards"],
+        proximal_logprobs=flat["probs"].log(),
+        squared_probabilities=flat["sum_pi_sq"],
+    )
+    close(estimate("optimal_token_baseline", t).advantages, flat["adv"], 1e-5)
+
+
+def test_returns_count_tokens_or_turns() -> None:
+    given = VECTORS["discounted_step_returns"]
+    rewards = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 1.0])
+    turn = torch.tensor([0, 0, 1, 1, 2, 2])
+    t = trajectories([1.0], [0], [6], token_rewards=rewards, turn=turn)
+    of_turns = torch.tensor(given["returns"]).repeat_interleave(2)
+    close(estimate("agentic_reinforce", t, gamma=given["gamma"]).advantages, of_turns)
+    close(estimate("reinforce", t, gamma=0.9).advantages, [0.9**k for k in (5, 4, 3, 2, 1, 0)])
+    normalised = estimate("step_reinforce", t, gamma=0.9).advantages
+    returns = torch.tensor(given["returns"])
+    close(normalised, ((returns - returns.mean()) / (returns.std() + 1e-6)).repeat_interleave(2), 1e-5)
+
+
+COMPARE_GROUPS = ("grpo", "dr_grpo", "rloo", "opo", "gpg", "lite_ppo", "maxrl", "grpo_passk", "passk_training", "gdpo")
+
+
+@pytest.mark.parametrize("name", COMPARE_GROUPS)
+def test_no_spread_is_exactly_no_advantage_and_an_unscored_row_takes_no_part(name: str) -> None:
+    nan = float("nan")
+    for scores in ([3.0], [0.1, 0.1, 0.1], [1e6 + 0.1] * 7, [0.7] * 11, [0.0, 0.0]):
+        t = trajectories(scores, [0] * len(scores), components={"only": torch.tensor(scores)})
+        assert estimate(name, t).advantages.tolist() == [0.0] * len(scores)
+    scores = [1.0, nan, 0.0, 0.0, nan, 0.0, nan]
+    parts = {"only": torch.tensor(scores)}
+    lengths = [1, 0, 1, 1, 0, 1, 0]  # what has no score trains nothing
+    among = estimate(name, trajectories(scores, [0, 0, 0, 0, 1, 1, 2], lengths, components=parts), pass_k=1).advantages
+    parts = {"only": torch.tensor([1.0, 0.0, 0.0, 0.0])}
+    alone = estimate(name, trajectories([1.0, 0.0, 0.0, 0.0], [0, 0, 0, 1], components=parts), pass_k=1).advantages
+    assert among.tolist() == alone.tolist()
+    assert among[3] == 0
+    assert among[0] > 0 or name == "passk_training"
+
+
+@pytest.mark.parametrize("name", methods("advantage"))
+def test_rows_in_another_order_get_the_same_advantages(name: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    lengths = [3, 1, 4, 2, 5, 2]
+    total = sum(lengths)
+    rewards, values = (torch.rand(total, generator=generator) for _ in range(2))
+    t = trajectories([0.0] * 6, [0, 0, 0, 1, 1, 1], lengths)
+    scores = torch.zeros(6).index_add(0, t.row, rewards)
+    columns = {
+        "token_rewards": rewards,
+        "values": values,
+        "proximal_logprobs": -torch.rand(total, generator=generator),
+        "squared_probabilities": torch.rand(total, generator=generator),
+    }
+    baseline = torch.tensor([False, False, True, False, False, True])
+    order = torch.tensor([4, 2, 0, 5, 1, 3])
+    where = torch.cat([(t.row == row).nonzero()[:, 0] for row in order])
+
+    def advantages(rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        made = trajectories(
+            scores[rows].tolist(),
+            t.group[rows].tolist(),
+            [lengths[row] for row in rows],
+            components={"only": scores[rows]},
+            is_baseline=baseline[rows],
+            **{key: column[tokens] for key, column in columns.items()},
+        )
+        return estimate(name, made).advantages
+
+    close(advantages(order, where), advantages(torch.arange(6), torch.arange(total))[where], 2e-6)
+
+
+@pytest.mark.parametrize("name", methods("advantage"))
+def test_a_batch_without_trained_tokens_has_no_credit(name: str) -> None:
+    nothing = torch.zeros(0)
+    t = trajectories(
+        [0.0, 1.0],
+        [0, 0],
+        [0, 0],
+        is_baseline=torch.tensor([False, True]),
+        **dict.fromkeys(("proximal_logprobs", "squared_probabilities", "values"), nothing),
+    )
+    assert estimate(name, t).advantages.shape == (0,)
