@@ -7,12 +7,14 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from asyncrl.config.methods import methods
+from asyncrl.config.methods import NEEDS, methods
 from asyncrl.config.sections import Section
 from asyncrl.config.suggest import did_you_mean
 
 Bounds = tuple[float, float]
 
+NOT_THERE = frozenset({"critic", "greedy_row"})
+"""Needs of methods that nothing fulfils yet."""
 CAPS: Mapping[str, float] = {"token_tis": 2.0, "sequence_tis": 2.0, "geometric_tis": 2.0}
 """Default cap of each truncated kind."""
 WEIGHT_BOUNDS: Mapping[str, Bounds] = {
@@ -284,7 +286,7 @@ class AlgorithmConfig(Section):
         loss = methods("policy_loss").get(str(loss_name))
         for method in filter(None, (loss, estimator)):
             for key, value in method.defaults.items():
-                filled.setdefault(key, value)
+                filled[key] = merged(value, filled[key]) if key in filled else value
         return filled
 
     @model_validator(mode="after")
@@ -297,11 +299,16 @@ class AlgorithmConfig(Section):
                 f"algorithm.correction.kind {correction.kind}, masks {', '.join(idle) or 'none'}. "
                 "Set algorithm.proximal=recompute, or algorithm.correction.kind=none without such masks"
             )
-        if self.selections and self.proximal != "recompute":
+        if "proximal" in self.needs and self.proximal != "recompute":
+            chosen = ", ".join([self.adv_estimator, self.policy_loss, *(s.kind for s in self.selections)])
             raise ValueError(
-                f"the {self.selections[0].kind} selection needs the proximal log-probs of the whole batch before "
-                f"training, but algorithm.proximal is {self.proximal}. Set algorithm.proximal=recompute, or leave "
-                f"{self.selections[0].kind} out of algorithm.selections"
+                f"of {chosen}, at least one needs the {NEEDS['proximal']}, but algorithm.proximal is {self.proximal}. "
+                "Set algorithm.proximal=recompute"
+            )
+        if missing := sorted(self.needs & NOT_THERE):
+            raise ValueError(
+                f"algorithm.adv_estimator {self.adv_estimator} needs {' and '.join(NEEDS[need] for need in missing)}, "
+                "which no learner has yet. Choose another estimator (docs/algorithms.md)"
             )
         loss = methods("policy_loss").get(self.policy_loss)
         if loss and loss.weighs_behaviour and (correction.kind != "none" or "dppo_tv" in kinds):
@@ -310,6 +317,11 @@ class AlgorithmConfig(Section):
                 "Set algorithm.correction.kind=none and leave the dppo_tv mask out"
             )
         return self
+
+
+def merged(default: Any, given: Any) -> Any:
+    """A section's given keys over the default ones; anything else as it is given."""
+    return {**default, **given} if isinstance(default, dict) and isinstance(given, dict) else given
 
 
 def _filled(lower: float | None, upper: float | None, default: Bounds) -> Bounds:

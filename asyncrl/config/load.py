@@ -15,10 +15,12 @@ from pydantic import ValidationError
 
 from asyncrl.config import yaml_text
 from asyncrl.config.keys import REQUIRED, all_keys, closest_key
+from asyncrl.config.methods import Kind, Method, methods
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.suggest import file_hint
 from asyncrl.errors import UserError
 
+METHOD_KEYS: dict[Kind, str] = {"advantage": "adv_estimator", "policy_loss": "policy_loss"}
 Place = tuple[str | int, ...]
 """A place in a configuration: names of keys and indices of list items."""
 
@@ -28,6 +30,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     draft = _Draft(path)
     for override in overrides:
         draft.override(override)
+    draft.change_methods()
     config = None
     try:
         config = RunConfig.model_validate(draft.data)
@@ -63,6 +66,8 @@ class _Draft:
             raise UserError(f"{path} holds {value!r:.120}: expected lines such as `run_dir: runs/first`")
         self.data: dict[str, Any] = value or {}
         self._overrides: dict[Place, str] = {}
+        algorithm = self.data.get("algorithm")
+        self._in_file: dict[str, Any] = dict(algorithm) if isinstance(algorithm, dict) else {}
 
     def override(self, text: str) -> None:
         """Apply one `a.b.c=value`. The value of a text key is taken as it stands, any other is YAML."""
@@ -84,6 +89,24 @@ class _Draft:
             except LookupError:
                 problem = f"{name}: there is no such key or item; the index after the last appends"
                 self.problems.append(f"{problem} [override {text}]")
+
+    def change_methods(self) -> None:
+        """Forget what the file says of keys that a method named by an override, or the one that it replaces, has
+        defaults for: the file of a run says all keys, and they were the other method's."""
+        algorithm = self.data.get("algorithm")
+        if not isinstance(algorithm, dict):
+            return
+        for kind, key in METHOD_KEYS.items():
+            if ("algorithm", key) in self._overrides:
+                for name in (self._in_file.get(key), algorithm.get(key)):
+                    self._forget_defaults(algorithm, methods(kind).get(str(name)))
+
+    def _forget_defaults(self, algorithm: dict[str, Any], method: Method | None) -> None:
+        for default, value in method.defaults.items() if method else ():
+            if not any(place[:2] == ("algorithm", default) for place in self._overrides):
+                algorithm.pop(default, None)
+                if default == "policy_loss":
+                    self._forget_defaults(algorithm, methods("policy_loss").get(value))
 
     def report(self, detail: Any) -> None:
         """Translate a pydantic error into our messages."""

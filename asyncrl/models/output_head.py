@@ -71,12 +71,21 @@ class OutputHead:
         logprobs, found = zip(*(compute(*chunk) for chunk in chunks), strict=True)
         return TokenOutputs(torch.cat(logprobs), None if entropy == "none" else torch.cat(found))
 
+    @torch.no_grad()
+    def squared_probabilities(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, D] -> [N] sum over the vocabulary of the squared probabilities."""
+        tokens = max(1, LOGITS_PER_CHUNK // self._vocabulary)
+        return torch.cat([self._logprobs(chunk).exp().square().sum(-1) for chunk in hidden.split(tokens)])
+
+    def _logprobs(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, D] -> [N, V]"""
+        logits = scaled_logits(self._model, hidden)
+        return sampling_logprobs(logits, temperature=self._temperature, banned=self._banned)
+
     def _compute_chunk(
         self, hidden: torch.Tensor, targets: torch.Tensor, *, entropy: Entropy, as_sampled: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        logprobs = sampling_logprobs(
-            scaled_logits(self._model, hidden), temperature=self._temperature, banned=self._banned
-        )
+        logprobs = self._logprobs(hidden)
         chosen = gather_logprobs(logprobs, targets)
         if as_sampled and self._truncation:
             cuts = {

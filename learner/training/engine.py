@@ -107,6 +107,13 @@ class TorchEngine:
         hidden = hidden_states(self.model, micro_batch.inputs)[micro_batch.predict_from]
         return self._head(hidden, micro_batch.targets, entropy=entropy, as_sampled=as_sampled)
 
+    @torch.no_grad()
+    def squared_probabilities(self, micro_batch: MicroBatch) -> torch.Tensor:
+        """[N] sum over the vocabulary of the squared probabilities that each target was drawn from."""
+        self._sleeper.check_awake()
+        hidden = hidden_states(self.model, micro_batch.inputs)[micro_batch.predict_from]
+        return self._head.squared_probabilities(hidden)
+
     def backward(self, loss: torch.Tensor) -> None:
         """Accumulate the gradient of a loss that is already divided by global counts."""
         with _exact(self.device):

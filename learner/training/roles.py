@@ -21,6 +21,8 @@ class Scored:
     """Of the learner's policy at the start of the step."""
     entropies: torch.Tensor | None = None
     """Of the same policy's distributions."""
+    squared_probabilities: torch.Tensor | None = None
+    """Sums over the vocabulary of that policy's squared probabilities."""
     reference_logprobs: torch.Tensor | None = None
     """Of the reference policy."""
 
@@ -43,6 +45,8 @@ class Roles:
                 columns["proximal_logprobs"][place] = outputs.logprobs.cpu()
                 if outputs.entropies is not None:
                     columns["entropies"][place] = outputs.entropies.cpu()
+            if "squared_probabilities" in columns:
+                columns["squared_probabilities"][place] = self.actor.squared_probabilities(micro_batch).cpu()
             if "reference_logprobs" in columns:
                 with self.actor.reference():
                     columns["reference_logprobs"][place] = self.actor.forward(micro_batch).logprobs.cpu()

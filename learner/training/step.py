@@ -88,6 +88,7 @@ class LearnerStep:
         wanted = {
             "proximal_logprobs": moves or algorithm.needs & {"proximal", "entropies"},
             "entropies": "entropies" in algorithm.needs,
+            "squared_probabilities": "squared_probabilities" in algorithm.needs,
             "reference_logprobs": algorithm.kl_loss_coef,
         }
         scored = self.roles.score(batch, [name for name, is_wanted in wanted.items() if is_wanted])
@@ -100,6 +101,7 @@ class LearnerStep:
             component_weights={component_name(f): f.weight for f in self.config.reward.functions},
             proximal_logprobs=scored.proximal_logprobs,
             entropies=scored.entropies,
+            squared_probabilities=scored.squared_probabilities,
             seed=version,
         )
         credit = self.estimator(trajectories, algorithm)

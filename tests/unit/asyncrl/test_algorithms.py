@@ -357,7 +357,7 @@ SENSELESS: list[tuple[dict[str, Any], str]] = [
     *(({"correction": correction}, message) for correction, message in MASKS_AND_KINDS),
     ({"proximal": "behaviour"}, r"kind token_tis, .*Set algorithm.proximal=recompute, or"),
     ({"proximal": "behaviour", "correction": {"kind": "none", "masks": [{"kind": "veto"}]}}, "masks veto"),
-    ({"proximal": "linear", "selections": [{"kind": "m2po"}]}, "m2po .*Set algorithm.proximal=recompute"),
+    ({"proximal": "linear", "selections": [{"kind": "m2po"}]}, "ppo, m2po, .*Set algorithm.proximal=recompute"),
     ({"policy_loss": "topr", "correction": {"kind": "icepop"}}, "topr already weighs by pi_target / pi_behaviour"),
     (
         {"policy_loss": "dppo", "correction": {"kind": "none", "masks": [{"kind": "dppo_tv"}]}},

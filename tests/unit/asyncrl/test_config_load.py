@@ -227,3 +227,19 @@ def test_light_modules_load_nothing_heavy(modules: str, heavy: str) -> None:
     code = f"import sys, {modules}; print({set(heavy.split())} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.stdout == "set()\n", done.stderr
+
+
+def test_a_method_named_by_an_override_brings_its_defaults(minimal: Path, tmp_path: Path) -> None:
+    """Also in place of what a run's own file says, where every key is written out."""
+    gspo = load_config(minimal, ["algorithm.policy_loss=gspo"]).algorithm
+    assert (gspo.clip_ratio_low, gspo.loss_agg_mode) == (3e-4, "seq-mean-token-mean")
+    whole = tmp_path / "whole.yaml"
+    whole.write_text(dump_config(load_config(minimal)))
+    assert load_config(whole, ["algorithm.policy_loss=gspo"]).algorithm == gspo
+    assert (
+        load_config(whole, ["algorithm.policy_loss=gspo", "algorithm.clip_ratio_low=0.1"]).algorithm.clip_ratio_low
+        == 0.1
+    )
+    whole.write_text(dump_config(load_config(minimal, ["algorithm.adv_estimator=gpg"])))
+    assert load_config(whole).algorithm.policy_loss == "gpg"
+    assert load_config(whole, ["algorithm.adv_estimator=grpo"]).algorithm == load_config(minimal).algorithm

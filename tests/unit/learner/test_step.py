@@ -12,6 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from asyncrl.config.algorithm import NOT_THERE
+from asyncrl.config.methods import methods
 from asyncrl.config.schema import RunConfig
 from asyncrl.models import output_head
 from asyncrl.models.loading import load_model
@@ -44,7 +46,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "linear": {"proximal": "linear"},
     "behaviour": {"proximal": "behaviour", "correction": {"kind": "none"}},
     "target": {"proximal": "target"},
-    "dppo": {"policy_loss": "dppo", "correction": {"kind": "none"}},
+    **{name: {"policy_loss": name} for name in methods("policy_loss") if name != "ppo"},
+    **{
+        name: {"adv_estimator": name}
+        for name, method in methods("advantage").items()
+        if name not in ("grpo", "gpg", "dr_grpo") and not method.needs & NOT_THERE
+    },
 }
 WIDE: dict[str, dict[str, float]] = {
     "sequence_mis": {"lower": 0.3, "upper": 3.0},
