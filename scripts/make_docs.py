@@ -1,15 +1,57 @@
-"""Write the generated pages docs/configuration.md and docs/metrics.md; tests/tools/test_docs.py compares them."""
+"""Write the generated pages docs/algorithms.md, docs/configuration.md and docs/metrics.md.
+
+tests/tools/test_docs.py compares them.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from asyncrl.config.algorithm import NOT_THERE
 from asyncrl.config.explain import config_reference
+from asyncrl.config.methods import Kind, methods
 from asyncrl.telemetry.metric_set import document
 from learner.reporting.metric_table import METRICS as LEARNER_METRICS
 from rollout_server.metric_table import METRICS as ROLLOUT_METRICS
 
 DOCS = Path(__file__).parent.parent / "docs"
+
+METHOD_SETTINGS: dict[Kind, tuple[str, str]] = {
+    "advantage": ("Advantage estimators", "algorithm.adv_estimator"),
+    "policy_loss": ("Policy losses", "algorithm.policy_loss"),
+    "selection": ("Selections", "algorithm.selections.N.kind"),
+}
+ALGORITHMS = """# Algorithms
+
+One line of configuration is another method: `algorithm.policy_loss=gspo`. A method brings its paper's defaults for keys
+that you leave out, in the file or, where an override names the method, on the command line. Estimators, losses and
+aggregations (`algorithm.loss_agg_mode`) are combined freely, and so are the off-policy corrections
+(`algorithm.correction.*`); what does not fit together is refused at the start, with the reason. Formulas: `s` is the
+score of a trajectory, `A` the advantage of a token, `p` its probability under the policy that is trained, `r` its ratio
+to the proximal policy. Each function is in `asyncrl/algorithms/`, and your own is named as `file.py:function`
+([bring-your-own.md](bring-your-own.md)). Written by `scripts/make_docs.py` from the functions themselves."""
+
+
+def _methods(kind: Kind, titles: tuple[str, str]) -> str:
+    """A table of the methods of a kind."""
+    lines = [
+        f"## {titles[0]}\n\n`{titles[1]}`\n",
+        "| name | what it does | formula | needs | defaults of its own | paper |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, method in methods(kind).items():
+        paper = f"[{method.paper}](https://arxiv.org/abs/{method.paper})" if method.paper else ""
+        defaults = ", ".join(f"`{key}={_short(value)}`" for key, value in method.defaults.items())
+        needs = ", ".join(sorted(method.needs)) + (" (not there yet)" if method.needs & NOT_THERE else "")
+        formula = method.formula.replace("|", "\\|")
+        lines.append(f"| `{name}` | {method.summary.rstrip('.')} | {formula} | {needs} | {defaults} | {paper} |")
+    return "\n".join(lines)
+
+
+def _short(value: object) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_short(each)}" for key, each in value.items()) + "}"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def pages() -> dict[str, str]:
@@ -21,7 +63,12 @@ def pages() -> dict[str, str]:
         f"## Learner\n\n{document(LEARNER_METRICS).strip()}\n\n"
         f"## Rollout server\n\n{document(ROLLOUT_METRICS).strip()}\n"
     )
-    return {"configuration.md": config_reference().strip() + "\n", "metrics.md": metrics}
+    algorithms = "\n\n".join([ALGORITHMS, *(_methods(kind, setting) for kind, setting in METHOD_SETTINGS.items())])
+    return {
+        "algorithms.md": algorithms + "\n",
+        "configuration.md": config_reference().strip() + "\n",
+        "metrics.md": metrics,
+    }
 
 
 if __name__ == "__main__":

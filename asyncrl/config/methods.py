@@ -44,7 +44,7 @@ class Method:
     weighs_behaviour: bool
     """Whether a loss weighs by target over behaviour itself, so that no correction may."""
     summary: str
-    """First line of the docstring."""
+    """First paragraph of the docstring."""
 
 
 @cache
@@ -75,5 +75,5 @@ def methods_in(file: Path) -> Iterator[Method]:
                     needs=frozenset(facts.get("needs", ())),
                     defaults=facts.get("defaults", {}),
                     weighs_behaviour=facts.get("weighs_behaviour", False),
-                    summary=(ast.get_docstring(node) or "").split("\n")[0],
+                    summary=" ".join((ast.get_docstring(node) or "").split("\n\n")[0].split()),
                 )
