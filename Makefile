@@ -9,10 +9,11 @@ JOBS ?= $(if $(shell command -v nvidia-smi),0,3)
 # Tests start many processes: each would compile the code again.
 test test-fast: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help install install-vllm demo test test-fast check bench chaos fuzz clean
+.PHONY: help install install-vllm demo wheel test test-fast check bench chaos fuzz clean
 
 help:
 	@echo "make demo   train a small vision-language model asynchronously on this machine"
+	@echo "make wheel  build dist/asyncrl-*.whl"
 	@echo "make test   run the tests, vLLM's included: it is installed first"
 	@echo "make test-fast  run the unit tests, in two minutes"
 	@echo "make check  lint and type-check"
@@ -33,7 +34,13 @@ $(VENV)/installed-vllm: $(VENV)/installed
 	@touch $@
 
 demo: install
-	$(BIN)/asyncrl demo
+	$(BIN)/asyncrl demo $(if $(FROM_SCRATCH),--from-scratch)
+
+# From an empty build/: what an earlier build left there would be packed, too.
+wheel: install
+	rm -rf build dist
+	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation --wheel-dir dist .
+	@ls dist
 
 test: install-vllm
 	$(BIN)/python -m pytest -n $(JOBS)

@@ -71,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--seed", type=int, default=1, help="of data, model, order and sampling")
     demo.add_argument("--folder", type=Path, metavar="DIR", help="new folder; default: the next free runs/demo-N")
     demo.add_argument("--steps", type=int, metavar="N", help="GRPO steps; default: the configuration's")
+    demo.add_argument("--from-scratch", action="store_true", help="make the warm start, too: some minutes more")
     demo.add_argument("--quick", action="store_true", help="small and fast, and learns little")
     demo.set_defaults(handler=_demo)
     export = commands.add_parser("export", help="write a checkpoint's model as a Hugging Face folder, adapter merged")
@@ -267,7 +268,8 @@ def _demo(arguments: argparse.Namespace) -> int:
     from asyncrl.demo.command import demo
 
     steps = [] if arguments.steps is None else [f"trainer.max_steps={arguments.steps}"]
-    demo(arguments.folder, arguments.seed, [*steps, *arguments.overrides], quick=arguments.quick)
+    changes = [*steps, *arguments.overrides]
+    demo(arguments.folder, arguments.seed, changes, from_scratch=arguments.from_scratch, quick=arguments.quick)
     return 0
 
 

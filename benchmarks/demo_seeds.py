@@ -1,8 +1,8 @@
 """The demo with several seeds and settings, each setting from the same warm start: the tables of docs/results.md.
 
-python benchmarks/demo_seeds.py [--seeds 1 2 3] [--each key=value ...] [--folder KEPT] [--quick] [key=value ...]
+python benchmarks/demo_seeds.py [--seeds 1 2 3] [--each key=value ...] [--folder KEPT] [--from-scratch] [--quick] ...
 
-Each seed makes data, model and warm start once (or takes those that an earlier call left in KEPT), then trains by GRPO
+Each seed makes its data once (or takes what an earlier call left in KEPT), then trains the demo's warm start by GRPO
 once for each override in `--each`; the other overrides hold for all GRPO runs. Runs whose weights are not fp32 get a
 second table: how far the fp32 master weights and the published weights are apart at the end, and how far each have
 moved from the weights that GRPO began with.
@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--each", nargs="+", default=[""], metavar="key=value", help="one GRPO run for each of these")
     parser.add_argument("--folder", type=Path, default=None, help="keep the runs here")
+    parser.add_argument("--from-scratch", action="store_true", help="a warm start of its own for each seed")
     parser.add_argument("--quick", action="store_true", help="small and fast, and learns little")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of all GRPO runs' configuration")
     arguments = parser.parse_intermixed_args()
@@ -46,8 +47,8 @@ def main() -> None:
     for seed in arguments.seeds:
         folder = root / f"seed-{seed}"
         if not (folder / "config.yaml").exists():
-            quick = ["--quick"] * arguments.quick
-            call("-m", "asyncrl.demo.prepare", "--folder", str(folder), "--seed", str(seed), *quick)
+            flags = ["--quick"] * arguments.quick + ["--from-scratch"] * arguments.from_scratch
+            call("-m", "asyncrl.demo.prepare", "--folder", str(folder), "--seed", str(seed), *flags)
         for each in arguments.each:
             run = runs[seed, each] = folder / f"grpo-{each.partition('=')[2].replace('/', '-') or 'default'}"
             changes = [f"run_dir={run}", *([each] if each else []), *arguments.overrides]

@@ -288,7 +288,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         overrides = [
-            *(f"run_dir={folder / 'run'}", f"model.path={demo}/sft/export", f"trainer.max_steps={arguments.steps}"),
+            *(f"run_dir={folder / 'run'}", f"model.path={demo}/warm_start", f"trainer.max_steps={arguments.steps}"),
             *(f"data.train_files=[{demo}/data/rl.parquet]", f"data.val_files=[{demo}/data/eval.parquet]"),
             *(f"telemetry.{side}_port={free_port('127.0.0.1')}" for side in ("learner", "rollout")),
             *("network.control_port=0", "network.weights_port=0", *arguments.overrides),

@@ -119,7 +119,7 @@ step doctor 1 300 "no problem; GPUs and driver are listed" "$python" -m asyncrl 
 step gpu-tests 1 1800 "every test of tests/gpu passes, none is skipped with one GPU but those of two" \
   "$python" -m pytest -q -rs -p no:cacheprovider tests/gpu
 step digits 0 900 "a small model and its data, made on the CPU" \
-  "$python" -m asyncrl.demo.prepare --folder "$out/digits" --quick
+  "$python" -m asyncrl.demo.prepare --folder "$out/digits" --from-scratch --quick
 short_run vllm rollout.engine=vllm model.dtype=bfloat16 "gpu_memory.budget_gib=$budget"
 step vllm-run 1 1200 "6 steps with vLLM on CUDA (Model Runner V2), its log-probs accepted at the start" "${command[@]}"
 for dtype in float32 bfloat16; do

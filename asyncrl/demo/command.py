@@ -1,21 +1,55 @@
-"""The main job, end to end: data, model, warm start, asynchronous GRPO, and a check of the exported folder.
+"""The main job, end to end: data, a warm start, its baselines, asynchronous GRPO, and a check of the exported folder.
 
-    asyncrl demo [--seed 1] [--folder runs/demo-1] [--steps 200] [--quick] [key=value ...]
+    asyncrl demo [--seed 1] [--folder runs/demo-1] [--steps 200] [--from-scratch] [--quick] [key=value ...]
 
-Everything is written to one new folder. The last lines compare held-out accuracy before and after, and score the
-export again with nothing but transformers. `--quick` makes everything small, and learns little.
+Everything is written to one new folder. The last lines compare held-out accuracy of the warm start, by each way of
+decoding, with that of the run halfway and at its end; the line before them scores the export again with nothing but
+transformers. `--quick` makes everything small, and learns little.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from asyncrl.config.load import load_config
-from asyncrl.demo.prepare import GRPO, prepare, run
+from asyncrl.demo.baselines import BASELINES
+from asyncrl.demo.prepare import GRPO, check_parts, prepare, run
 from asyncrl.errors import UserError
+
+
+def demo(
+    folder: Path | None, seed: int, changes: Sequence[str], *, from_scratch: bool = False, quick: bool = False
+) -> None:
+    """Run all stages in a new folder, by default the next free one of runs. `changes`: of the GRPO run."""
+    check(changes, from_scratch=from_scratch)
+    folder = folder or next_folder()
+    grpo = folder / "grpo"
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+    seconds = prepare(folder, seed, from_scratch=from_scratch, quick=quick)
+    score = ["-m", "asyncrl.demo.baselines", "--folder", str(folder), *changes]
+    seconds["baselines"] = run("the warm start with plain transformers, by each decoding", *score)
+    train = ["-m", "asyncrl", "train", str(folder / "config.yaml"), *changes]
+    seconds["grpo"] = run("asynchronous GRPO (asyncrl train)", *train)
+    score = ["-m", "asyncrl", "eval", str(grpo / "config.yaml"), "--model", str(grpo / "export")]
+    seconds["check"] = run("the exported folder with plain transformers (asyncrl eval)", *score)
+    summary = summarise(folder, seed, seconds)
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2))
+    print(f"\n{table(summary)}\nmodel {grpo / 'export'}")
+
+
+def check(changes: Sequence[str], *, from_scratch: bool = False) -> None:
+    """Before minutes are spent on data and warm start."""
+    check_parts(from_scratch=from_scratch)
+    config = load_config(GRPO, changes)
+    if any(change.startswith(("run_dir=", "model.path=")) for change in changes):
+        raise UserError("the demo's run and its warm start are in --folder: leave run_dir and model.path as they are")
+    if not config.evaluation.before_training:
+        raise UserError("the demo compares before and after: leave evaluation.before_training as it is")
 
 
 def next_folder() -> Path:
@@ -25,47 +59,44 @@ def next_folder() -> Path:
     return Path(f"runs/demo-{number}")
 
 
-def evaluations(run_dir: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
-
-
-def check(changes: Sequence[str]) -> None:
-    """Before minutes are spent on data and warm start."""
-    config = load_config(GRPO, changes)
-    if any(change.startswith("run_dir=") for change in changes) or not config.evaluation.before_training:
-        raise UserError(
-            "what the demo compares is in --folder: leave run_dir and evaluation.before_training as they are"
-        )
-
-
-def demo(folder: Path | None, seed: int, changes: Sequence[str], *, quick: bool = False) -> None:
-    """Run all stages in a new folder, by default the next free one of runs. `changes`: of the GRPO run."""
-    check(changes)
-    folder = folder or next_folder()
-    grpo = folder / "grpo"
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-    seconds = prepare(folder, seed, quick=quick)
-    train = ["-m", "asyncrl", "train", str(folder / "config.yaml")]
-    seconds["grpo"] = run("asynchronous GRPO (asyncrl train)", *train, *changes)
-    score = ["-m", "asyncrl", "eval", str(grpo / "config.yaml"), "--model", str(grpo / "export")]
-    seconds["check"] = run("the exported folder with plain transformers (asyncrl eval)", *score)
-    before, *_, after = evaluations(grpo)
-    metrics = [json.loads(line) for line in (grpo / "metrics.jsonl").read_text().splitlines()]
-    first, last = metrics[:10], metrics[-10:]
-    summary = {
+def summarise(folder: Path, seed: int, seconds: Mapping[str, float]) -> dict[str, Any]:
+    """Held-out accuracy and its standard error by decoding and by step, training reward, and seconds by stage."""
+    baselines = json.loads((folder / BASELINES).read_text())
+    evaluations, metrics = (
+        [json.loads(line) for line in (folder / "grpo" / name).read_text().splitlines()]
+        for name in ("evaluations.jsonl", "metrics.jsonl")
+    )
+    first, last = evaluations[0], evaluations[-1]
+    halfway = min(evaluations, key=lambda evaluation: abs(evaluation["step"] - last["step"] / 2))
+    shown = [halfway, last] if first["step"] < halfway["step"] < last["step"] else [last]
+    rewards = [step["reward/mean"] for step in metrics]
+    return {
         "seed": seed,
-        "held_out_rows": before["rows"],
-        "accuracy_before": before["accuracy"],
-        "accuracy_after": after["accuracy"],
-        "reward_first_10_steps": sum(m["reward/mean"] for m in first) / len(first),
-        "reward_last_10_steps": sum(m["reward/mean"] for m in last) / len(last),
+        "held_out_rows": last["rows"],
+        "warm_start": {name: _accuracy(scores) for name, scores in baselines.items()},
+        "after_steps": {scores["step"]: _accuracy(scores) for scores in shown},
+        "gain_over_best_decoding": last["accuracy"] - max(scores["accuracy"] for scores in baselines.values()),
+        "reward_first_10_steps": sum(rewards[:10]) / len(rewards[:10]),
+        "reward_last_10_steps": sum(rewards[-10:]) / len(rewards[-10:]),
         "seconds": {name: round(value, 1) for name, value in seconds.items()},
     }
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2))
-    print(f"\n== after {sum(seconds.values()):.0f} s ({', '.join(f'{k} {v:.0f}' for k, v in seconds.items())})")
-    print(
-        f"held-out accuracy {before['accuracy']:.3f} -> {after['accuracy']:.3f} ({before['rows']} rows of unseen scans)"
+
+
+def _accuracy(scores: Mapping[str, Any]) -> dict[str, float]:
+    return {"accuracy": scores["accuracy"], "error": scores["accuracy_error"]}
+
+
+def table(summary: Mapping[str, Any]) -> str:
+    """The summary as text."""
+    rows = [(f"warm start, {name}", scores) for name, scores in summary["warm_start"].items()]
+    rows += [(f"after {step} steps, greedy", scores) for step, scores in summary["after_steps"].items()]
+    seconds = summary["seconds"]
+    return "\n".join(
+        [
+            f"held-out accuracy ± standard error, {summary['held_out_rows']} rows of unseen scans",
+            *(f"  {name:<44}{scores['accuracy']:.3f} ± {scores['error']:.3f}" for name, scores in rows),
+            f"  {'gain over the best of the warm start':<43}{summary['gain_over_best_decoding']:+.3f}",
+            f"training reward {summary['reward_first_10_steps']:.3f} -> {summary['reward_last_10_steps']:.3f}",
+            f"{sum(seconds.values()):.0f} s: {', '.join(f'{name} {value:.0f}' for name, value in seconds.items())}",
+        ]
     )
-    print(f"training reward   {summary['reward_first_10_steps']:.3f} -> {summary['reward_last_10_steps']:.3f}")
-    print(f"model             {grpo / 'export'}")

@@ -15,8 +15,12 @@ from __future__ import annotations
 
 import argparse
 import io
+import multiprocessing
+import os
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +28,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image, ImageFilter
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 
 SPLIT_SEED = 1234
+CHUNK_ROWS = 250
+"""Rows that a worker draws at a time, in about half a second."""
 QUESTIONS = {
     "sum": "What is the sum of the digits?",
     "largest": "What is the largest digit?",
@@ -54,6 +58,9 @@ class Layout:
 
 def load_scans() -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
     """Return ((training scans, labels), (held-out scans, labels)); scans are uint8 arrays of 8x8."""
+    from sklearn.datasets import load_digits  # a second, which workers need not wait
+    from sklearn.model_selection import train_test_split
+
     bunch: Any = load_digits()
     scans = np.clip(bunch.images * (255.0 / 16.0), 0, 255).astype(np.uint8)
     split: Any = train_test_split(scans, bunch.target, test_size=0.3, random_state=SPLIT_SEED, stratify=bunch.target)
@@ -128,14 +135,14 @@ def make_target(answer: str, reading: str, direct: bool) -> str:
 
 
 def make_rows(
-    scans: np.ndarray, labels: np.ndarray, count: int, seed: int, layout: Layout, direct_fraction: float
+    indices: range, scans: np.ndarray, labels: np.ndarray, seed: int, layout: Layout, direct_fraction: float
 ) -> list[dict[str, object]]:
-    """Make `count` rows. `direct_fraction` of the demonstrations answer at once, the others read the digits first."""
-    rng = np.random.default_rng(seed)
+    """Make these rows of a part. `direct_fraction` of the demonstrations answer at once, the others read first."""
     by_label = [np.flatnonzero(labels == label) for label in range(10)]
     kinds = list(QUESTIONS)
     rows: list[dict[str, object]] = []
-    for index in range(count):
+    for index in indices:
+        rng = np.random.default_rng([seed, index])  # of the row: whoever draws it draws the same
         digits = rng.integers(0, 10, layout.digits).tolist()
         reading = " ".join(map(str, digits))
         chosen = [scans[rng.choice(by_label[digit])] for digit in digits]
@@ -156,6 +163,21 @@ def make_rows(
     return rows
 
 
+def draw_in_parallel(count: int, *arguments: Any) -> list[dict[str, object]]:
+    """The first `count` rows of `make_rows`, drawn on every core if they are many."""
+    chunks = [range(count)[start : start + CHUNK_ROWS] for start in range(0, count, CHUNK_ROWS)]
+    make = partial(_make_rows, arguments)
+    if len(chunks) < 4:
+        return [row for chunk in chunks for row in make(chunk)]
+    # Not forked: a caller may have threads.
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), multiprocessing.get_context("spawn")) as workers:
+        return [row for rows in workers.map(make, chunks) for row in rows]
+
+
+def _make_rows(arguments: tuple[Any, ...], indices: range) -> list[dict[str, object]]:
+    return make_rows(indices, *arguments)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
@@ -171,14 +193,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     train, held_out = load_scans()
     layout = Layout()
     sources = {"sft": (train, args.sft_rows), "rl": (train, args.rl_rows), "eval": (held_out, args.eval_rows)}
-    parts = {
-        name: make_rows(*scans, count, 1000 * args.seed + part, layout, args.direct_fraction)
-        for part, (name, (scans, count)) in enumerate(sources.items())
-    }
     args.out.mkdir(parents=True, exist_ok=True)
-    for name, rows in parts.items():
-        pq.write_table(pa.Table.from_pylist(rows), args.out / f"{name}.parquet")
-        print(f"{args.out / name}.parquet: {len(rows)} rows")
+    for part, (name, (scans, count)) in enumerate(sources.items()):
+        if count:
+            rows = draw_in_parallel(count, *scans, 1000 * args.seed + part, layout, args.direct_fraction)
+            pq.write_table(pa.Table.from_pylist(rows), args.out / f"{name}.parquet")
+            print(f"{args.out / name}.parquet: {len(rows)} rows")
 
 
 if __name__ == "__main__":

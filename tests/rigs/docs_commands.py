@@ -105,9 +105,9 @@ def prepare(folder: Path, model: Path, data: Path) -> None:
             (place / name).chmod(0o755)
     demo = folder / "runs" / "demo-1"
     shutil.copytree(data, demo / "data")
-    shutil.copytree(model, demo / "sft" / "export")
+    shutil.copytree(model, demo / "warm_start")
     small = [
-        *("run_dir=runs/demo-1/grpo", "model.path=runs/demo-1/sft/export"),
+        *("run_dir=runs/demo-1/grpo", "model.path=runs/demo-1/warm_start"),
         *("data.train_files=[runs/demo-1/data/rl.parquet]", "data.val_files=[runs/demo-1/data/eval.parquet]"),
         *("batch.prompts_per_step=4", "batch.group_size=4", "batch.tokens_per_microbatch=512"),
         *("data.max_response_length=8", f"trainer.max_steps={_DEMO_STEPS}", "trainer.save_freq=2"),

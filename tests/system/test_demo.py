@@ -1,53 +1,137 @@
-"""README's first command, in small: what `make demo` runs once there is an environment."""
+"""README's first command, in small, from the built wheel: what `make demo` runs once there is an environment."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
+import zipfile
 from pathlib import Path
 
 import pytest
 
 from asyncrl.cli import main
-from tests.rigs.docs_commands import ROOT
+from asyncrl.demo.prepare import WARM_START
+from tests.rigs.tiny import ROOT
 
+PACKAGES = ("asyncrl", "learner", "protocol", "rollout_server")
 DRAWN_PORTS = (
     "network.control_port=0",
     "network.weights_port=0",
     "telemetry.learner_port=0",
     "telemetry.rollout_port=0",
 )
+AS_MADE = ("--ignore-installed", "--no-index", "--no-deps", "--no-compile", "-q")
+
+
+def pip(python: Path | str, *arguments: str) -> None:
+    quiet = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_ROOT_USER_ACTION": "ignore"}
+    done = subprocess.run([str(python), "-m", "pip", *arguments], env=quiet, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `make wheel` builds it, from a copy: a build leaves folders beside the sources."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (flags,) = re.findall(r"-m pip wheel (.+) --wheel-dir dist \.$", (ROOT / "Makefile").read_text(), re.M)
+    pip(sys.executable, "wheel", *flags.split(), "--wheel-dir", str(source / "dist"), str(source))
+    (built,) = (source / "dist").glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the programs of an environment that has the wheel and, from this one, everything but the checkout."""
+    environment = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
+    packages = sysconfig.get_path("purelib", vars={"base": str(environment)})
+    # A path alone: its own .pth files, of which one makes the checkout importable, are not read.
+    Path(packages, "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    pip(environment / "bin" / "python", "install", *AS_MADE, str(wheel))
+    return environment / "bin"
+
+
+def outside(**variables: str) -> dict[str, str]:
+    """The variables of a process that knows nothing of the checkout."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
+
+
+def test_the_wheel_has_the_packages_with_their_data_and_nothing_else(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {name.split("/")[0] for name in names} == {*PACKAGES, "asyncrl-0.1.0.dist-info"}
+    sources = {str(file.relative_to(ROOT)) for package in PACKAGES for file in (ROOT / package).rglob("*.py")}
+    data = {f"asyncrl/demo/{name}.yaml" for name in ("sft", "grpo", "grpo_lora")} | {"protocol/README.md"}
+    for folder, pattern in (("tools/inspect/page", "*"), ("tools/report", "report.*"), ("tools/report/templates", "*")):
+        data |= {str(file.relative_to(ROOT)) for file in (ROOT / "asyncrl" / folder).glob(pattern)}
+    data |= {str(file.relative_to(ROOT)) for file in WARM_START.glob("*")}
+    assert {name for name in names if "dist-info" not in name} == sources | data
 
 
 @pytest.mark.slow
-def test_the_demo_from_nothing_to_a_checked_export(tmp_path: Path) -> None:
-    demo = re.search(r"^demo: install\n\t\$\(BIN\)/asyncrl (.+)$", (ROOT / "Makefile").read_text(), re.M)
-    assert demo
-    small = ["--quick", "--steps", "3", "--folder", str(tmp_path / "demo")]
+def test_the_demo_from_the_wheel_in_an_empty_folder_from_nothing_to_a_checked_export(
+    installed: Path, tmp_path: Path
+) -> None:
+    where = "import asyncrl, learner, protocol; print(asyncrl.__file__, learner.__file__, protocol.__file__)"
+    found = subprocess.check_output([installed / "python", "-c", where], cwd=tmp_path, env=outside(), text=True)
+    assert all(Path(file).is_relative_to(installed.parent) for file in found.split()), found
+    short = ("--steps", "2", "evaluation.every_steps=1", "trainer.save_freq=0")
     ran = subprocess.run(
-        [sys.executable, "-m", "asyncrl", *demo[1].split(), *small, *DRAWN_PORTS],
+        [installed / "asyncrl", "demo", "--from-scratch", "--quick", *short, *DRAWN_PORTS],
         cwd=tmp_path,
+        env=outside(),
         capture_output=True,
         text=True,
         timeout=600,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    summary = json.loads((tmp_path / "demo" / "summary.json").read_text())
-    assert set(summary["seconds"]) == {"data", "model", "sft", "grpo", "check"}
+    demo = tmp_path / "runs" / "demo-1"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["runs"]
+    summary = json.loads((demo / "summary.json").read_text())
+    assert list(summary["seconds"]) == ["data", "model", "sft", "baselines", "grpo", "check"]
     assert summary["held_out_rows"] == 32
+    greedy, sampled, *words = summary["warm_start"]
+    assert (greedy, sampled) == ("greedy", "sampled at temperature 1")
+    assert words, "a demonstration begins with a word"
+    assert list(summary["after_steps"]) == ["1", "2"], "halfway and at the end"
+    after = summary["after_steps"]["2"]
     (checked,) = re.findall(r"^pass@1 ([\d.]+) .* rows 32 .* errors 0$", ran.stdout, re.M)
-    assert checked == f"{summary['accuracy_after']:.4f}", "plain transformers agrees"
-    assert f"held-out accuracy {summary['accuracy_before']:.3f} -> {summary['accuracy_after']:.3f}" in ran.stdout
-    assert (tmp_path / "demo" / "grpo" / "export" / "model.safetensors").is_file()
+    assert checked == f"{after['accuracy']:.4f}", "plain transformers agrees"
+    assert re.search(rf"^  after 2 steps, greedy +{after['accuracy']:.3f} ± {after['error']:.3f}$", ran.stdout, re.M)
+    assert (demo / "grpo" / "export" / "model.safetensors").is_file()
+    before = json.loads((demo / "grpo" / "evaluations.jsonl").read_text().splitlines()[0])
+    assert before["accuracy"] == summary["warm_start"]["greedy"]["accuracy"], "both are greedy decoding"
+
+
+def test_make_demo_is_this_command() -> None:
+    for flags, expected in (("", "asyncrl demo"), ("FROM_SCRATCH=1", "asyncrl demo --from-scratch")):
+        told = subprocess.check_output(["make", "-n", "demo", *flags.split()], cwd=ROOT, text=True)
+        assert told.splitlines()[-1].split("/")[-1].strip() == expected
 
 
 def test_a_mistake_is_told_before_anything_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["demo", "--folder", "demo", "--steps=-3"]) == 2
-    assert "trainer.max_steps is -3" in capsys.readouterr().err
-    assert main(["demo", "run_dir=elsewhere"]) == 2
+    for words, message in {
+        ("--from-scratch", "--steps=-3"): "trainer.max_steps is -3",
+        ("--from-scratch", "run_dir=elsewhere"): "leave run_dir and model.path as they are",
+        ("--from-scratch", "evaluation.before_training=false"): "leave evaluation.before_training as it is",
+    }.items():
+        assert main(["demo", "--folder", "demo", *words]) == 2
+        assert message in capsys.readouterr().err
+    monkeypatch.setattr("asyncrl.demo.prepare.WARM_START", tmp_path / "nowhere")
+    assert main(["demo"]) == 2
+    assert "no warm start in " in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    assert main(["demo", "--from-scratch"]) == 2
+    assert "pip install 'asyncrl[demo]'" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
