@@ -1,11 +1,11 @@
 """Make the handwritten-digit task as parquet files.
 
-Every row is one PNG image with a few handwritten digits in a row, a question about them, and its answer. The digits
+Every row is one PNG image with two handwritten digits, a question about them, and its answer. The digits
 are the 1797 scans of 8x8 pixels that ship inside scikit-learn, drawn with a random size, rotation, shear, position,
 contrast, blur and noise. The scans are first divided once into a training and a held-out part, so a held-out image
 never shows a scan that any training image shows.
 
-Columns: images (list of PNG bytes), prompt, answer, target (a demonstration for supervised training), digits ("3 7 2"),
+Columns: images (list of PNG bytes), prompt, answer, target (a demonstration for supervised training), digits ("3 7"),
 kind (which question).
 
     python -m asyncrl.demo.data --out data --seed 0
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import math
 import multiprocessing
 import os
 from collections.abc import Sequence
@@ -33,11 +34,12 @@ SPLIT_SEED = 1234
 CHUNK_ROWS = 250
 """Rows that a worker draws at a time, in about half a second."""
 QUESTIONS = {
+    "read": "Which digits are these?",
     "sum": "What is the sum of the digits?",
-    "largest": "What is the largest digit?",
-    "smallest": "What is the smallest digit?",
-    "range": "What is the largest minus the smallest?",
+    "difference": "What is the larger digit minus the smaller?",
+    "product": "What is the product of the digits?",
 }
+ARITHMETIC = ("sum", "difference", "product")
 
 
 @dataclass(frozen=True)
@@ -45,10 +47,10 @@ class Layout:
     """How an image is drawn. Sizes are in pixels, angles in degrees."""
 
     height: int = 28
-    width: int = 98
-    digits: int = 3
-    min_size: int = 18
-    max_size: int = 26
+    width: int = 56
+    digits: int = 2
+    min_size: int = 20
+    max_size: int = 27
     max_rotation: float = 12.0
     max_shear: float = 0.2
     max_blur: float = 0.6
@@ -116,30 +118,22 @@ def draw_image(scans: list[np.ndarray], layout: Layout, rng: np.random.Generator
 
 
 def solve(kind: str, digits: list[int]) -> int:
-    """Return the answer to a question of this kind."""
+    """Return the answer to a question of arithmetic."""
     match kind:
         case "sum":
             return sum(digits)
-        case "largest":
-            return max(digits)
-        case "smallest":
-            return min(digits)
-        case "range":
+        case "difference":
             return max(digits) - min(digits)
+        case "product":
+            return math.prod(digits)
     raise ValueError(f"unknown question kind {kind!r}")
 
 
-def make_target(answer: str, reading: str, direct: bool) -> str:
-    """Write a demonstration: the bare answer, or the digits as read and then the answer."""
-    return f"answer {answer}" if direct else f"read {reading} answer {answer}"
-
-
 def make_rows(
-    indices: range, scans: np.ndarray, labels: np.ndarray, seed: int, layout: Layout, direct_fraction: float
+    indices: range, scans: np.ndarray, labels: np.ndarray, seed: int, layout: Layout, reading_share: float
 ) -> list[dict[str, object]]:
-    """Make these rows of a part. `direct_fraction` of the demonstrations answer at once, the others read first."""
+    """Make these rows of a part. `reading_share` of them ask which digits are there, the others for arithmetic."""
     by_label = [np.flatnonzero(labels == label) for label in range(10)]
-    kinds = list(QUESTIONS)
     rows: list[dict[str, object]] = []
     for index in indices:
         rng = np.random.default_rng([seed, index])  # of the row: whoever draws it draws the same
@@ -147,9 +141,9 @@ def make_rows(
         reading = " ".join(map(str, digits))
         chosen = [scans[rng.choice(by_label[digit])] for digit in digits]
         image = draw_image(chosen, layout, rng)
-        kind = kinds[index % len(kinds)]
-        answer = str(solve(kind, digits))
-        target = make_target(answer, reading, direct=rng.random() < direct_fraction)
+        kind = "read" if rng.random() < reading_share else ARITHMETIC[index % len(ARITHMETIC)]
+        answer = reading if kind == "read" else str(solve(kind, digits))
+        target = f"read {reading}" + ("" if kind == "read" else f" answer {answer}")
         rows.append(
             {
                 "images": [image],
@@ -182,21 +176,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sft-rows", type=int, default=10000)
-    parser.add_argument("--rl-rows", type=int, default=8000)
+    parser.add_argument("--sft-rows", type=int, default=32000)
+    parser.add_argument("--rl-rows", type=int, default=9600)
     parser.add_argument("--eval-rows", type=int, default=400)
-    parser.add_argument(
-        "--direct-fraction", type=float, default=0.6, help="share of demonstrations that answer at once"
-    )
+    parser.add_argument("--reading-share", type=float, default=0.8, help="share of demonstrations that only read")
     args = parser.parse_args(argv)
 
     train, held_out = load_scans()
     layout = Layout()
-    sources = {"sft": (train, args.sft_rows), "rl": (train, args.rl_rows), "eval": (held_out, args.eval_rows)}
+    sources = {
+        "sft": (train, args.sft_rows, args.reading_share),
+        "rl": (train, args.rl_rows, 0.0),
+        "eval": (held_out, args.eval_rows, 0.0),
+    }
     args.out.mkdir(parents=True, exist_ok=True)
-    for part, (name, (scans, count)) in enumerate(sources.items()):
+    for part, (name, (scans, count, reading_share)) in enumerate(sources.items()):
         if count:
-            rows = draw_in_parallel(count, *scans, 1000 * args.seed + part, layout, args.direct_fraction)
+            rows = draw_in_parallel(count, *scans, 1000 * args.seed + part, layout, reading_share)
             pq.write_table(pa.Table.from_pylist(rows), args.out / f"{name}.parquet")
             print(f"{args.out / name}.parquet: {len(rows)} rows")
 

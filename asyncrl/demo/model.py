@@ -43,9 +43,9 @@ CHAT_TEMPLATE = (
 CORPUS = [
     "user\nassistant\nsystem\n",
     "What is the sum of the digits?",
-    "What is the largest digit?",
-    "What is the smallest digit?",
-    "What is the largest minus the smallest?",
+    "What is the larger digit minus the smaller?",
+    "What is the product of the digits?",
+    "Which digits are these?",
     "read 0 1 2 3 4 5 6 7 8 9 answer 0 1 2 3 4 5 6 7 8 9",
     "answer 0123456789",
 ]

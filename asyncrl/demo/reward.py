@@ -1,4 +1,4 @@
-"""Verifiable rewards of the digit-reading task. A good completion is `read 3 7 2 answer 12`."""
+"""Verifiable rewards of the digit-reading task. A good completion is `read 3 7 answer 10`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from asyncrl.rewards.sample import RewardSample
 
-COMPLETION = re.compile(r"(?:read((?: \d)+) )?answer (\d{1,3})")
+COMPLETION = re.compile(r"read((?: \d)+) answer (\d{1,3})")
 
 
 def answer(sample: RewardSample) -> float:
@@ -18,7 +18,7 @@ def answer(sample: RewardSample) -> float:
 def reading(sample: RewardSample) -> float:
     """The share of digits read right, place by place; 0.0 if none or a wrong number of digits was read."""
     match = COMPLETION.fullmatch(sample.completion.strip())
-    read = (match[1] or "").split() if match else []
+    read = match[1].split() if match else []
     truth = sample.columns["digits"].split()
     if len(read) != len(truth):
         return 0.0
