@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import pyarrow.parquet as pq
 import pytest
 
 from asyncrl.cli import main
@@ -116,10 +117,12 @@ def test_dry_run_refuses_functions_that_the_run_could_not_load(
 
 
 def test_dry_run_looks_at_a_sample_of_the_rows(
-    config_file: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+    config_file: Callable[..., Path], digits_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Prompts of the digits have 30 to 32 tokens: an overlong first row is left out, and refused under `stop`."""
-    config, limit = str(config_file()), "data.max_prompt_length=31"
+    """Prompts of the digits have 26 or 27 tokens: an overlong first row is left out, and refused under `stop`."""
+    table = pq.read_table(digits_data / "rl.parquet")
+    pq.write_table(table.take([1, 0, *range(2, len(table))]), tmp_path / "rl.parquet")
+    config, limit = str(config_file(data={"train_files": [str(tmp_path / "rl.parquet")]})), "data.max_prompt_length=26"
     rows = open_train(load_config(Path(config)).data)
     assert main(["train", config, "--dry-run", limit]) == 0
     printed = capsys.readouterr().out
@@ -127,7 +130,7 @@ def test_dry_run_looks_at_a_sample_of_the_rows(
     assert shown
     assert shown[1] != rows.row_id(0)
     counted = re.search(
-        r"(\d+) of 64 training rows cannot be used:\n- row rl.parquet:0: the prompt has 32 tokens", printed
+        r"(\d+) of 64 training rows cannot be used:\n- row rl.parquet:0: the prompt has 27 tokens", printed
     )
     assert counted
     assert "training rows: 64 of 64 were looked at" in printed
