@@ -168,7 +168,7 @@ def record(**changed: float) -> dict[str, float]:
 def batch_of(*groups: ReceivedGroup) -> Batch:
     nothing = torch.zeros(0)
     versions = np.concatenate([item.group.versions for item in groups])
-    return Batch(groups, (), nothing, nothing, np.zeros(0), nothing, versions)
+    return Batch(groups, (), nothing, {}, nothing, np.zeros(0), nothing, versions)
 
 
 def stale_batch() -> Batch:
