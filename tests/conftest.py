@@ -29,6 +29,16 @@ LONGEST = (
 )
 """Files that take longest, which begin first: no worker ends alone with one of them."""
 
+SHARED = {
+    "test_vllm_device_channel": "started vLLM",
+    "test_vllm_engine": "started vLLM",  # last: it kills it
+    "test_finished_run": "finished run",
+    "test_replay": "finished run",
+    "test_resume": "on-policy run",
+    "test_sync": "on-policy run",
+}
+"""Files that one worker gets together: what they share is made once for a worker."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {stem: place for place, stem in enumerate(LONGEST.split())}
@@ -42,8 +52,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            """Tests of two files share one started vLLM, which the last of them kills."""
-            return nodeid.partition("::")[0].replace("test_vllm_device_channel", "test_vllm_engine")
+            file = nodeid.partition("::")[0]
+            return SHARED.get(Path(file).stem, file)
 
         def _reschedule(self, node: Any) -> None:
             """A worker begins a test when it knows the one after: it needs two, where xdist sends it a third."""
