@@ -24,7 +24,7 @@ __all__ = ["ROOT"]
 
 LONGEST = (
     "test_vllm_end_to_end test_lora_runs test_compose_run test_sync test_resume test_time_and_peers test_docs_commands "
-    "test_demo test_sync_kills test_vllm_device_channel test_vllm_engine test_full_disk test_fuzz_wire test_vllm_lora "
+    "test_demo test_sync_kills test_vllm_device_channel test_vllm_engine test_fuzz_wire test_vllm_lora "
     "test_vllm_video test_cli_commands test_end_to_end test_refusals test_dashboards test_chaos"
 )
 """Files that take longest, which begin first: no worker ends alone with one of them."""

@@ -179,7 +179,7 @@ def test_a_whole_run_tells_its_story_in_plain_lines_and_is_exported(
 
     assert main(["eval", str(run / "config.yaml"), "--model", str(run / "export")]) == 0
     evaluation = json.loads((run / "evaluations.jsonl").read_text().splitlines()[-1])
-    assert f"accuracy {evaluation['accuracy']:.4f}" in capsys.readouterr().out, "the same as the run's own"
+    assert f"pass@1 {evaluation['accuracy']:.4f} ±" in capsys.readouterr().out, "the same as the run's own"
 
 
 @pytest.mark.slow
