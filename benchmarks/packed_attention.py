@@ -3,25 +3,29 @@
     python -m benchmarks.packed_attention [--layers 4] [--heads 2] [--width 32] [--dtype float32] [--rounds 3]
 
 Attention alone, forward and backward, on one thread. `masks` is the earlier form: a bool mask made in numpy, of which
-torch makes a bias in every layer, and gathering by indices, whose gradient is added up at sorted places. The forms take
-turns within each round. Prints a Markdown table: medians of CPU time, and what is alive between forward and backward
-beside queries, keys and values.
+torch makes a bias in every layer, and gathering by indices, whose gradient is added up at sorted places. `one bias` has
+whole groups, `apart` is what training on a CPU takes: completions that are long beside their prompt in calls of their
+own. The forms take turns within each round. Prints a Markdown table: medians of CPU time, and what is alive between
+forward and backward beside queries, keys and values.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from statistics import median
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from asyncrl.models import shared_prefix
 from asyncrl.models.shared_prefix import SharedPrefixLayout, make_layout, shared_prefix_attention
 from asyncrl.tools.memory_plan.live_bytes import LiveBytes
 
@@ -32,6 +36,7 @@ CASES: dict[str, tuple[int, ...]] = {
     "2,048": (2048,),
     "2,048 in 4 groups": (512, 480, 544, 512),
     "2,000 in 20 groups": (96, 104, 92, 108) * 5,
+    "8,000 in 15 groups": (535,) * 15,
     "8,192": (8192,),
 }
 """Tokens of each group in a micro-batch."""
@@ -46,7 +51,12 @@ def split(tokens: int) -> tuple[int, list[int]]:
     return tokens - COMPLETIONS * (tokens // 9), [tokens // 9] * COMPLETIONS
 
 
-def prepare_bias(groups: Groups, dtype: torch.dtype) -> Attend:
+def prepare_whole(groups: Groups, dtype: torch.dtype) -> Attend:
+    with mock.patch.object(shared_prefix, "SPLIT_GAIN", math.inf):
+        return prepare_apart(groups, dtype)
+
+
+def prepare_apart(groups: Groups, dtype: torch.dtype) -> Attend:
     layout: SharedPrefixLayout = make_layout(groups, CPU, dtype)
     return lambda inputs: shared_prefix_attention(nn.Module(), *inputs, None, shared_prefix=layout)[0]
 
@@ -73,7 +83,11 @@ def prepare_masks(groups: Groups, dtype: torch.dtype) -> Attend:
     return attend
 
 
-FORMS: dict[str, Callable[[Groups, torch.dtype], Attend]] = {"masks": prepare_masks, "one bias": prepare_bias}
+FORMS: dict[str, Callable[[Groups, torch.dtype], Attend]] = {
+    "masks": prepare_masks,
+    "one bias": prepare_whole,
+    "apart": prepare_apart,
+}
 
 
 def main() -> None:
@@ -110,8 +124,10 @@ def main() -> None:
                 gradients[form] = passes(attend, inputs)
                 seconds[form, "layout"].append(prepared - started)
                 seconds[form, "layer"].append((time.process_time() - prepared) / arguments.layers)
-        first, second = gradients.values()
-        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), "the forms differ in their bits"
+        masks, whole, apart = gradients.values()
+        assert all(torch.equal(a, b) for a, b in zip(masks, whole, strict=True)), "the forms differ in their bits"
+        for a, b in zip(whole, apart, strict=True):
+            torch.testing.assert_close(a, b)
         for form, prepare in FORMS.items():
             layout, layer = (1000 * median(seconds[form, what]) for what in ("layout", "layer"))
             ratio = layer / 1000 / median(seconds["masks", "layer"])

@@ -29,6 +29,8 @@ SLACK = 8
 SPLIT_GAIN = 3
 """Completions are attended to apart from each other where that leaves at most one of so many scores. Below it a whole
 group in one call is as fast (benchmarks/packed_attention.py)."""
+QUERY_BLOCK = 32
+"""Tokens whose scores torch's CPU kernel computes together: a shorter completion costs as much."""
 ALIGNMENT = 16
 """Rows of a bias begin at multiples of so many elements: CUDA's memory-efficient kernel asks for 8, else it copies."""
 
@@ -70,7 +72,8 @@ def make_layout(groups: Sequence[Group], device: torch.device, dtype: torch.dtyp
     lengths = [prompt + sum(completions) for prompt, completions in groups]
     maker = _LayoutMaker(sum(lengths), device, dtype)
     starts = np.cumsum([0, *lengths[:-1]])
-    if device.type == "cpu" and _scores_apart(groups) * SPLIT_GAIN <= sum(length**2 for length in lengths):
+    whole = sum(_scores(length, length) for length in lengths)
+    if device.type == "cpu" and _scores_apart(groups) * SPLIT_GAIN <= whole:
         maker.add_apart(groups, starts)
     else:
         for members in _similar(lengths):
@@ -82,7 +85,14 @@ def make_layout(groups: Sequence[Group], device: torch.device, dtype: torch.dtyp
 
 def _scores_apart(groups: Sequence[Group]) -> int:
     """Scores of prompts with themselves, and of completions with their prompt and themselves."""
-    return sum(prompt**2 + sum(each * (prompt + each) for each in completions) for prompt, completions in groups)
+    return sum(
+        _scores(prompt, prompt) + sum(_scores(each, prompt + each) for each in completions)
+        for prompt, completions in groups
+    )
+
+
+def _scores(queries: int, keys: int) -> int:
+    return -(-queries // QUERY_BLOCK) * QUERY_BLOCK * keys
 
 
 class _LayoutMaker:

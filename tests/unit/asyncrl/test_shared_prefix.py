@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from asyncrl.models import shared_prefix
 from asyncrl.models.shared_prefix import ALIGNMENT, make_layout, shared_prefix_attention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -20,7 +21,7 @@ APART: Sequence[tuple[int, Sequence[int]]] = [
     (9, (11, 10, 2, 24, 25, 9, 8)),
     (2, (0,)),
 ]
-"""Long beside their prompts: completions are attended to apart, in batches of several lengths."""
+"""Completions of several lengths, one without an input among them."""
 CPU = torch.device("cpu")
 
 
@@ -57,13 +58,14 @@ def test_a_bias_hides_what_a_token_does_not_see_and_is_taken_without_a_copy(dtyp
 
 
 @pytest.mark.parametrize(
-    ("groups", "batches"),
-    [(GROUPS, 2), (GROUPS[:1], 1), (APART, 9)],
+    ("groups", "gain", "batches"),
+    [(GROUPS, 3, 2), (GROUPS[:1], 3, 1), (APART, 0, 9)],
     ids=["several batches", "one batch", "completions apart"],
 )
 def test_packed_attention_and_its_gradients_are_those_of_one_whole_score_matrix(
-    groups: Sequence[tuple[int, Sequence[int]]], batches: int
+    monkeypatch: pytest.MonkeyPatch, groups: Sequence[tuple[int, Sequence[int]]], gain: int, batches: int
 ) -> None:
+    monkeypatch.setattr(shared_prefix, "SPLIT_GAIN", gain)
     layout, mask = make_layout(groups, CPU, torch.float32), visible(groups)
     assert len(layout.batches) == batches
     torch.manual_seed(0)
@@ -86,3 +88,8 @@ def test_completions_apart_have_few_scores_and_aligned_biases() -> None:
         assert all(stride % ALIGNMENT == 0 for stride in batch.bias.stride()[:-1])
     everything = torch.cat([batch.gather.flatten() for batch in layout.batches])
     assert torch.equal(everything[layout.places], torch.arange(4 * (31 + 8 * 63)))
+
+
+@pytest.mark.parametrize("group", [(31, (4,) * 8), (11, (11,) * 8), (2000, (100,) * 8), (40, (90,)), (90, ())])
+def test_groups_of_short_few_or_no_completions_stay_whole(group: tuple[int, Sequence[int]]) -> None:
+    assert len(make_layout([group], CPU, torch.float32).batches) == 1
