@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.cli import main
+from asyncrl.demo import data
 from asyncrl.demo.prepare import WARM_START
 from tests.rigs.tiny import ROOT
 
@@ -69,11 +70,11 @@ def test_the_wheel_has_the_packages_with_their_data_and_nothing_else(wheel: Path
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name.split("/")[0] for name in names} == {*PACKAGES, "asyncrl-0.1.0.dist-info"}
     sources = {str(file.relative_to(ROOT)) for package in PACKAGES for file in (ROOT / package).rglob("*.py")}
-    data = {f"asyncrl/demo/{name}.yaml" for name in ("sft", "grpo", "grpo_lora")} | {"protocol/README.md"}
+    others = {f"asyncrl/demo/{name}.yaml" for name in ("sft", "grpo", "grpo_lora")} | {"protocol/README.md"}
     for folder, pattern in (("tools/inspect/page", "*"), ("tools/report", "report.*"), ("tools/report/templates", "*")):
-        data |= {str(file.relative_to(ROOT)) for file in (ROOT / "asyncrl" / folder).glob(pattern)}
-    data |= {str(file.relative_to(ROOT)) for file in WARM_START.glob("*")}
-    assert {name for name in names if "dist-info" not in name} == sources | data
+        others |= {str(file.relative_to(ROOT)) for file in (ROOT / "asyncrl" / folder).glob(pattern)}
+    others |= {str(file.relative_to(ROOT)) for file in WARM_START.glob("*")}
+    assert {name for name in names if "dist-info" not in name} == sources | others
 
 
 @pytest.mark.slow
@@ -109,6 +110,17 @@ def test_the_demo_from_the_wheel_in_an_empty_folder_from_nothing_to_a_checked_ex
     assert (demo / "grpo" / "export" / "model.safetensors").is_file()
     before = json.loads((demo / "grpo" / "evaluations.jsonl").read_text().splitlines()[0])
     assert before["accuracy"] == summary["warm_start"]["greedy"]["accuracy"], "both are greedy decoding"
+
+
+def test_rows_are_the_same_on_one_core_and_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = ("--sft-rows", "0", "--rl-rows", "16", "--eval-rows", "4")
+    data.main(["--out", str(tmp_path / "one"), *rows])
+    monkeypatch.setattr(data, "CHUNK_ROWS", 4)  # four chunks are enough for workers
+    data.main(["--out", str(tmp_path / "all"), *rows])
+    files = sorted(file.name for file in (tmp_path / "all").iterdir())
+    assert files == ["eval.parquet", "rl.parquet"], "a part without rows has no file"
+    for file in files:
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "all" / file).read_bytes()
 
 
 def test_make_demo_is_this_command() -> None:
