@@ -2,7 +2,7 @@
 
     python benchmarks/off_policy_table.py --folder FOLDER [--warm-starts FOLDER] [--jobs 2] [--print]
 
-Every run starts from its seed's supervised warm start (made first, as in the demo, or taken from the folder of
+Every run starts from the demo's warm start, with its seed's data (made first, or taken from the folder of
 `benchmarks/demo_seeds.py --folder`), takes STEPS learner steps of UPDATES optimiser steps each at a learning rate
 that is too high for stale samples, and reads held-out accuracy once, at the end. One line per finished run is appended
 to FOLDER/runs.jsonl; runs that stand there are skipped, so that the table can be continued. Prints Markdown.
@@ -81,22 +81,17 @@ class Table:
         return [json.loads(line) for line in self.lines.read_text().splitlines()]
 
     def prepare(self, seed: int) -> None:
-        """Data, model and warm start of a seed, unless they are there."""
+        """Data of a seed beside the demo's warm start, unless they are there."""
         folder = self.warm_starts / f"seed-{seed}"
-        if (folder / "sft" / "export" / "config.json").is_file():
-            return
-        for out in ("data", "model"):
-            _call(["-m", f"asyncrl.demo.{out}", "--out", str(folder / out), "--seed", str(seed)], folder / f"{out}.log")
-        sft = [str(DEMO / "sft.yaml"), f"run_dir={folder}/sft", f"model.path={folder}/model"]
-        files = [f"data.train_files=[{folder}/data/sft.parquet]", f"data.val_files=[{folder}/data/eval.parquet]"]
-        _call(["-m", "asyncrl", "sft", *sft, *files, f"trainer.seed={seed}"], folder / "sft.log")
+        if not (folder / "config.yaml").is_file():
+            _call(["-m", "asyncrl.demo.prepare", "--folder", str(folder), "--seed", str(seed)], folder / "prepare.log")
 
     def run(self, run: Run) -> None:
         start, run_dir = self.warm_starts / f"seed-{run.seed}", self.folder / run.name
         shutil.rmtree(run_dir, ignore_errors=True)  # of an attempt that was cut off
         overrides = [
             f"run_dir={run_dir}",
-            f"model.path={start}/sft/export",
+            f"model.path={start}/warm_start",
             f"data.train_files=[{start}/data/rl.parquet]",
             f"data.val_files=[{start}/data/eval.parquet]",
             f"trainer.seed={run.seed}",
