@@ -48,7 +48,7 @@ def test_a_good_configuration_has_no_problem(
     run = {"ports", "run_dir", "model", "algorithm", "host memory", "room to publish", "disk of run_dir"}
     assert machine | run <= set(found)
     assert "all of them looked at" in found["training rows"]["value"]
-    assert found["prompt lengths"]["value"].startswith("30 to 32 tokens, median 31")
+    assert found["prompt lengths"]["value"].startswith("26 to 27 tokens, median 26")
     assert found["trial"]["value"] == "not made (--quick)"
     assert all(set(one) == {"what", "value", "verdict", "fix", "details"} for one in found.values())
     assert sorted(tmp_path.rglob("*")) == before
