@@ -33,7 +33,7 @@ from protocol.messages import AdapterSpec
 
 logger = logging.getLogger(__name__)
 
-MAY_CHANGE = ("algorithm.", "learner.optim.", "trainer.", "fingerprint of ")
+MAY_CHANGE = ("algorithm.", "critic.", "learner.optim.", "trainer.", "fingerprint of ")
 """Settings of the update that may change after a checkpoint, if no step after it has to be made again."""
 FIXED = ("algorithm.updates_per_batch",)
 """Settings among these that may not: the learning rate is scheduled by the number of updates."""
@@ -241,7 +241,9 @@ def update_settings(config: RunConfig) -> dict[str, Any]:
     falls over the whole of it.
     """
     everything = config.model_dump(mode="json")
-    names = [key for key in all_keys() if key.startswith(("algorithm.", "learner.optim.")) and ".N." not in key]
+    names = [
+        key for key in all_keys() if key.startswith(("algorithm.", "critic.", "learner.optim.")) and ".N." not in key
+    ]
     names += ["model.dtype", "model.freeze_vision_tower"]
     if config.learner.max_staleness == "auto":
         names += [key for key in all_keys() if key.startswith("learner.adaptive_staleness.")]

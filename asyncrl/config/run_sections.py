@@ -13,6 +13,7 @@ from pydantic import Field
 
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.sections import (
+    CriticConfig,
     DataConfig,
     LearnerConfig,
     ModelConfig,
@@ -184,6 +185,7 @@ class RunSections(Section):
     batch: BatchConfig = BatchConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     learner: LearnerConfig = LearnerConfig()
+    critic: CriticConfig = CriticConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig
     evaluation: EvaluationConfig = EvaluationConfig()

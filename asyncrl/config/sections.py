@@ -227,6 +227,23 @@ class OptimConfig(Section):
     """Clip the global gradient norm to this."""
 
 
+class CriticOptimConfig(OptimConfig):
+    lr: float = Field(default=1e-5, gt=0)
+    """Peak learning rate of AdamW, which steps float32 master weights whatever model.dtype is."""
+
+
+class CriticConfig(Section):
+    """The critic of estimators that need one (`algorithm.adv_estimator: gae`): a model of its own with a value head."""
+
+    path: str = ""
+    """Weights that it starts from, such as a reward model's; empty means those of `model.path`."""
+    optim: CriticOptimConfig = CriticOptimConfig()
+    clip_range: float = Field(default=0.5, ge=0)
+    """Values that have left the step's first ones by more than this get no gradient; 0 clips nothing."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps in which the critic alone is trained: the policy stays as it is."""
+
+
 class AdaptiveStalenessConfig(Section):
     """Rules by which `learner.max_staleness: auto` moves the bound, from each step's raw token ratios."""
 

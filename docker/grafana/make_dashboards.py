@@ -150,6 +150,12 @@ DASHBOARDS: dict[str, tuple[str, dict[str, tuple[Chart, ...]]]] = {
                 chart("Entropy per token", "short", (f"{L}entropy", "nats"), least=alert("EntropyCollapse")),
                 chart("KL to the reference", "short", (f"{L}reference_kl", "nats")),
                 chart("Loss", "short", (f"{L}loss", "loss")),
+                chart(
+                    "Critic",
+                    "short",
+                    (f"{L}critic_explained_variance", "explained variance"),
+                    (f"{L}critic_loss", "loss"),
+                ),
                 chart("Gradient norm before clipping", "short", (f"{L}grad_norm", "norm"), logarithmic=True),
                 chart("Learning rate", "sci", (f"{L}learning_rate", "rate")),
                 chart(

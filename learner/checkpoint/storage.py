@@ -26,6 +26,8 @@ from asyncrl.models.lora import read_adapter, write_adapter_folder
 from asyncrl.models.published import load_published
 from asyncrl.run_folder.checkpoints import ADAPTER_FOLDER, MODEL_FOLDER, checkpoint_folder, checkpoint_folders
 from asyncrl.run_folder.full_disk import is_disk_full
+from learner.training.critic import FOLDER as CRITIC_FOLDER
+from learner.training.critic import Critic
 from learner.training.engine import TorchEngine
 from protocol.faults import crash_point
 from protocol.messages import AdapterSpec
@@ -51,7 +53,9 @@ class LearnerState:
     """Name -> state of each setting that adapts itself during the run."""
 
 
-def save_checkpoint(run_path: Path, engine: TorchEngine, processor: Any, state: LearnerState, keep: int) -> Path:
+def save_checkpoint(
+    run_path: Path, engine: TorchEngine, processor: Any, state: LearnerState, keep: int, critic: Critic | None = None
+) -> Path:
     """Write the step's checkpoint and remove all but the newest `keep`. Its model folder is a Hugging Face folder.
 
     Raises BadStateError where there is no room for it; nothing of it is then left.
@@ -61,7 +65,7 @@ def save_checkpoint(run_path: Path, engine: TorchEngine, processor: Any, state: 
         shutil.rmtree(leftover)
     building = folder.with_name(f".{folder.name}.building-{os.getpid()}")
     try:
-        _write(building, engine, processor, state)
+        _write(building, engine, processor, state, critic)
     except Exception as problem:
         shutil.rmtree(building, ignore_errors=True)
         if not is_disk_full(problem):
@@ -78,7 +82,7 @@ def save_checkpoint(run_path: Path, engine: TorchEngine, processor: Any, state: 
     return folder
 
 
-def _write(building: Path, engine: TorchEngine, processor: Any, state: LearnerState) -> None:
+def _write(building: Path, engine: TorchEngine, processor: Any, state: LearnerState, critic: Critic | None) -> None:
     """Write all files of a checkpoint, and bring them to the disk."""
     building.mkdir(parents=True)
     model = engine.unwrap_model()
@@ -94,6 +98,8 @@ def _write(building: Path, engine: TorchEngine, processor: Any, state: LearnerSt
         )
     crash_point("checkpoint.writing")
     engine.save(building)
+    if critic:
+        critic.save(building / CRITIC_FOLDER)
     torch.save(torch.get_rng_state(), building / RANDOM_FILE)
     (building / STATE_FILE).write_text(json.dumps(asdict(state), indent=2))
     write_checksums(building)

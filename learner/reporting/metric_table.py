@@ -78,6 +78,8 @@ METRICS = (
     _gauge("learning_rate", "rate", "Learning rate of the last step.", "follows the schedule"),
     _gauge("entropy", "nats", "Mean entropy per trained token.", "falls slowly, never to 0"),
     _gauge("reference_kl", "nats", "k3 estimate of KL(learner || reference) per token.", "rises slowly"),
+    _gauge("critic_loss", "", "Half the squared error of the critic's values, clipped.", "falls"),
+    _gauge("critic_explained_variance", "ratio", "Variance of the returns that the critic's values explain.", "rises"),
     # off-policyness
     _versions(
         "token_staleness",
@@ -208,6 +210,8 @@ GAUGE_OF_RECORD = {
     "response_length/mean": "completion_tokens",
     "lr": "learning_rate",
     "ess": "effective_sample_size",
+    "critic/loss": "critic_loss",
+    "critic/explained_variance": "critic_explained_variance",
     "mismatch_kl_k3": "mismatch_kl",
     "idle/learner": "idle_ratio",
     "model_flops_per_s": "model_flops",

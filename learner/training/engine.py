@@ -48,6 +48,8 @@ class TorchEngine:
         """The adapter that is trained and published; None: the model itself."""
         self.device = resolve_device(config.learner.device, "learner.device")
         self._sleeper = Sleeper(OWNER, self.device, config.run_path)
+        self.companions: tuple[TorchEngine, ...] = ()
+        """Engines that sleep and wake with this one."""
 
     def prepare(self) -> None:
         """Load the model and build the optimiser."""
@@ -63,6 +65,11 @@ class TorchEngine:
         if self._config.learner.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.model: Any = model.train()
+        self._make_head()
+        self._make_optimizer()
+
+    def _make_head(self) -> None:
+        """Make what turns hidden states into this engine's outputs."""
         banned = sorted(special_token_ids(self.model.config, PLACEHOLDER_ID_NAMES))
         rollout = self._config.rollout
         self._head = OutputHead(
@@ -71,6 +78,10 @@ class TorchEngine:
             banned=torch.tensor(banned, dtype=torch.long, device=self.device),
             truncation={name: getattr(rollout, name) for name in UNTRUNCATED} if rollout.truncates else None,
         )
+        self._fixed_tokens = fixed_tokens(self.model.get_output_embeddings().weight.shape[0], banned)
+        check_head(self.model, self._fixed_micro_batch().inputs)
+
+    def _make_optimizer(self) -> None:
         self._trained = [p for p in self.model.parameters() if p.requires_grad]
         self.masters = MasterWeights(self.model)
         stepped = self.masters.stepped()
@@ -86,8 +97,6 @@ class TorchEngine:
             fused=self.device.type == "cpu",  # one pass over memory; GPUs keep torch's choice
         )
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor)
-        self._fixed_tokens = fixed_tokens(self.model.get_output_embeddings().weight.shape[0], banned)
-        check_head(self.model, self._fixed_micro_batch().inputs)
 
     def _lr_factor(self, update: int) -> float:
         """Factor of the peak learning rate at the `update`-th optimiser step, from 0."""
@@ -190,7 +199,7 @@ class TorchEngine:
         """Take parameters, gradients, masters and optimiser state off the device. Returns the bytes that left it."""
         self._sleeper.check_awake()
         self._before = self._fixed_logprobs()
-        return self._sleeper.sleep(self._tensors())
+        return self._sleeper.sleep(self._tensors()) + sum(engine.sleep() for engine in self.companions)
 
     def wake(self) -> int:
         """Bring them back, bit for bit. Returns the bytes: 0 where it is awake already.
@@ -201,7 +210,7 @@ class TorchEngine:
             return 0
         moved = self._sleeper.wake()
         check_wake_parity(OWNER, self._before, self._fixed_logprobs(), self.device)
-        return moved
+        return moved + sum(engine.wake() for engine in self.companions)
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         """Every large tensor: parameters, buffers, gradients, master weights, optimiser state."""

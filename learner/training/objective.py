@@ -28,6 +28,8 @@ class Decided:
     scored: Scored
     advantages: torch.Tensor
     """[N]"""
+    returns: torch.Tensor | None
+    """[N] targets of the critic."""
     dropped: Mapping[str, torch.Tensor]
     """[N] bool each: tokens that the selections drop, by their kinds."""
     marked: torch.Tensor | None

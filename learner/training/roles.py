@@ -9,6 +9,7 @@ import torch
 
 from asyncrl.config.schema import RunConfig
 from learner.training.batch import Batch
+from learner.training.critic import Critic
 from learner.training.engine import TorchEngine
 from learner.training.packing import MicroBatch, TrainGroup, build_micro_batch, plan_micro_batches
 
@@ -25,13 +26,16 @@ class Scored:
     """Sums over the vocabulary of that policy's squared probabilities."""
     reference_logprobs: torch.Tensor | None = None
     """Of the reference policy."""
+    values: torch.Tensor | None = None
+    """Of the critic at the start of the step."""
 
 
 class Roles:
     """The actor, which is trained, and the roles that only score."""
 
-    def __init__(self, actor: TorchEngine, config: RunConfig):
+    def __init__(self, actor: TorchEngine, config: RunConfig, critic: Critic | None = None):
         self.actor = actor
+        self.critic = critic
         self._budget = config.batch.tokens_per_microbatch
 
     @torch.no_grad()
@@ -47,6 +51,9 @@ class Roles:
                     columns["entropies"][place] = outputs.entropies.cpu()
             if "squared_probabilities" in columns:
                 columns["squared_probabilities"][place] = self.actor.squared_probabilities(micro_batch).cpu()
+            if "values" in columns:
+                assert self.critic is not None
+                columns["values"][place] = self.critic.values(micro_batch).cpu()
             if "reference_logprobs" in columns:
                 with self.actor.reference():
                     columns["reference_logprobs"][place] = self.actor.forward(micro_batch).logprobs.cpu()

@@ -20,15 +20,17 @@ from asyncrl.algorithms.losses import token_weights
 from asyncrl.algorithms.registration import load_method
 from asyncrl.algorithms.selections import Selection, marked_by_loss
 from asyncrl.algorithms.trajectories import Trajectories
+from asyncrl.algorithms.value_loss import explained_variance, value_loss
 from asyncrl.config.algorithm import SelectionConfig
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import component_name
 from asyncrl.errors import BadStateError
 from asyncrl.journal.sample_index import TrainedBatch
 from learner.training.batch import Batch
+from learner.training.critic import Critic
 from learner.training.engine import TorchEngine
 from learner.training.objective import Decided, MicroLoss, Objective
-from learner.training.packing import TrainGroup
+from learner.training.packing import MicroBatch, TrainGroup
 from learner.training.roles import Roles
 
 
@@ -47,8 +49,8 @@ class LearnerStep:
     trained: TrainedBatch
     """Each row and token of the last batch: what its metrics summarise."""
 
-    def __init__(self, actor: TorchEngine, config: RunConfig):
-        self.roles = Roles(actor, config)
+    def __init__(self, actor: TorchEngine, config: RunConfig, critic: Critic | None = None):
+        self.roles = Roles(actor, config, critic)
         self.config = config
         a = config.algorithm
         self.estimator: AdvantageEstimator = load_method("advantage", a.adv_estimator, "algorithm.adv_estimator")
@@ -69,15 +71,24 @@ class LearnerStep:
         for number, groups in enumerate(updates, 1):
             where = f"step {version + 1} (policy version {version}), update {number} of {len(updates)}"
             metrics["loss"].append(self._accumulate(groups, decided, seen, where))
-            try:
-                taken = self.roles.actor.optimizer_step()
-            except BadStateError as error:
-                raise NotFiniteError("grad_norm", f"{where}: {error}") from error
-            for name, value in taken.items():
-                metrics[name].append(value)
+            for prefix, role in self._stepped(version):
+                try:
+                    taken = role.optimizer_step()
+                except BadStateError as error:
+                    raise NotFiniteError(f"{prefix}grad_norm", f"{where}: {error}") from error
+                for name, value in taken.items():
+                    metrics[f"{prefix}{name}"].append(value)
+        if decided.returns is not None and decided.scored.values is not None:
+            variance = explained_variance(decided.scored.values, decided.returns)
+            metrics["critic/explained_variance"].append(variance)
         columns = {name: torch.cat(parts).numpy() for name, parts in seen.items()}
         self.trained = _trained_batch(columns, decided)
         return {name: float(np.mean(values)) for name, values in metrics.items()} | _report(columns)
+
+    def _stepped(self, version: int) -> list[tuple[str, TorchEngine]]:
+        """Roles whose weights change in this step, with the prefix of their metrics."""
+        actor = [("", self.roles.actor)] if self._trains_actor(version) else []
+        return [*actor, *([("critic/", self.roles.critic)] if self.roles.critic else [])]
 
     def _decide(self, batch: Batch, version: int, num_updates: int) -> Decided:
         """Score the roles, give credit, select: all that is decided over the whole batch."""
@@ -90,6 +101,7 @@ class LearnerStep:
             "entropies": "entropies" in algorithm.needs,
             "squared_probabilities": "squared_probabilities" in algorithm.needs,
             "reference_logprobs": algorithm.kl_loss_coef,
+            "values": "critic" in algorithm.needs,
         }
         scored = self.roles.score(batch, [name for name, is_wanted in wanted.items() if is_wanted])
         trajectories = Trajectories(
@@ -102,12 +114,13 @@ class LearnerStep:
             proximal_logprobs=scored.proximal_logprobs,
             entropies=scored.entropies,
             squared_probabilities=scored.squared_probabilities,
+            values=scored.values,
             seed=version,
         )
         credit = self.estimator(trajectories, algorithm)
         dropped = {chosen.kind: select(trajectories, credit, chosen) for chosen, select in self.selections}
         marked = marked_by_loss(trajectories, credit, algorithm)
-        return Decided(batch, version, scored, credit.advantages.detach(), dropped, marked)
+        return Decided(batch, version, scored, credit.advantages.detach(), credit.returns, dropped, marked)
 
     def _accumulate(
         self, groups: Sequence[TrainGroup], decided: Decided, seen: dict[str, list[torch.Tensor]], where: str
@@ -128,11 +141,34 @@ class LearnerStep:
                     "The weights are those before this update. Look at these rows in the samples, and at the last "
                     "grad_norm and logprob_diff_max in metrics.jsonl",
                 )
-            self.roles.actor.backward(part.loss)
+            if self._trains_actor(decided.version):
+                self.roles.actor.backward(part.loss)
             total += loss
-            for name, column in _columns(part, decided).items():
+            columns = _columns(part, decided) | self._train_critic(micro_batch, part.place, decided, len(place))
+            for name, column in columns.items():
                 seen[name].append(column.cpu())
         return total
+
+    def _trains_actor(self, version: int) -> bool:
+        """False while the critic warms up."""
+        return self.roles.critic is None or version >= self.config.critic.warmup_steps
+
+    def _train_critic(
+        self, micro_batch: MicroBatch, place: torch.Tensor, decided: Decided, num_tokens: int
+    ) -> dict[str, torch.Tensor]:
+        """Add up the critic's gradient, of the mean over the update's tokens. Returns columns [n] of the report."""
+        critic, returns, old = self.roles.critic, decided.returns, decided.scored.values
+        if critic is None or returns is None or old is None:
+            return {}
+        here = critic.device
+        values = critic.values(micro_batch)
+        loss = value_loss(values, old[place].to(here), returns[place].to(here), self.config.critic.clip_range)
+        critic.backward(loss.token_loss.sum() / num_tokens)
+        return {
+            "critic/loss": loss.token_loss.detach(),
+            "critic/clip_fraction": loss.clipped.float(),
+            "critic/value": values.detach(),
+        }
 
 
 def _columns(part: MicroLoss, decided: Decided) -> dict[str, torch.Tensor]:

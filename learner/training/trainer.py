@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.errors import UserError
 from asyncrl.models.processing import PromptProcessor
 from asyncrl.models.published import architecture_fingerprint
 from asyncrl.models.weight_files import base_fingerprint
@@ -23,6 +24,8 @@ from learner.checkpoint.storage import LearnerState, check_adapter, restore_engi
 from learner.tickets.adaptive_staleness import ADAPTIVE_STALENESS, AdaptiveStaleness
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.batch import Batch, describe_batch, make_batch
+from learner.training.critic import FOLDER as CRITIC_FOLDER
+from learner.training.critic import Critic
 from learner.training.engine import create_engine
 from learner.training.step import LearnerStep
 
@@ -72,7 +75,19 @@ class Trainer:
         if checkpoint and state:
             restore_engine(checkpoint, self.engine)
             self.progress.step, self.progress.version = state.step, state.version
-        self.step = LearnerStep(self.engine, config)
+        self.critic = Critic(config, updates) if "critic" in config.algorithm.needs else None
+        if self.critic:
+            self.critic.prepare()
+            if checkpoint:
+                if not (checkpoint / CRITIC_FOLDER).is_dir():
+                    raise UserError(
+                        f"--resume: {checkpoint} was written without a critic, which algorithm.adv_estimator "
+                        f"{config.algorithm.adv_estimator} needs. Resume with the run's own config.yaml, or start a "
+                        f"new run from it: asyncrl export {checkpoint.parent.parent} TARGET, then model.path=TARGET"
+                    )
+                self.critic.load(checkpoint / CRITIC_FOLDER)
+            self.engine.companions = (self.critic,)
+        self.step = LearnerStep(self.engine, config, self.critic)
         automatic = config.learner.max_staleness == "auto"
         self._adaptive = AdaptiveStaleness(config.learner.adaptive_staleness) if automatic else None
         if self._adaptive and state and ADAPTIVE_STALENESS in state.controllers:

@@ -78,7 +78,8 @@ CHARTS = {
         Chart("Trajectories by status", "rows/(.+)", "per step", compared=0, is_stacked=True),
         Chart("Groups that teach nothing", "zero_variance_groups: groups", "zero variance"),
         Chart("KL to the reference", "reference_kl: k3", "nats per token"),
-        Chart("Learning rate", "lr: rate"),
+        Chart("Learning rate", "lr: rate, critic/lr: critic's"),
+        Chart("Critic", "critic/explained_variance: explained variance, critic/loss: loss", floor=None),
     ),
     "Off-policyness": (
         Chart("Token staleness", "staleness/mean: mean, staleness/max: oldest, staleness/bound: bound", "versions"),
