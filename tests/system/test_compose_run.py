@@ -27,7 +27,8 @@ pytestmark = [
     pytest.mark.skipif(PROMETHEUS is None, reason="prometheus is not installed"),
 ]
 DASHBOARDS = ROOT / "docker" / "grafana" / "dashboards"
-STEPS = 90
+STEPS = 240
+"""Enough that none of what is done to the run meets its end: a step takes a tenth of a second."""
 NOT_OURS = 1e30
 """Value of a neighbour's gauges on the same Prometheus, which no panel of ours may show."""
 GRACE_S = 30.0
