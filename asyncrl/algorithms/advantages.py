@@ -29,7 +29,7 @@ def grpo(t: Trajectories, config: AlgorithmConfig) -> Credit:
     With `norm_adv_by_std=False`: s - mean (Dr. GRPO, arXiv 2503.20783).
     """
     g = group_statistics(t.scores, t.group)
-    return t.share(_with_spread(g, g.centred / (g.std + EPSILON) if config.norm_adv_by_std else g.centred))
+    return t.share(_with_spread(g, _normalised(g, config)))
 
 
 @advantage(
@@ -50,19 +50,6 @@ def rloo(t: Trajectories, config: AlgorithmConfig) -> Credit:
     return t.share(_with_spread(g, g.centred * g.count / (g.count - 1).clamp_min(1)))
 
 
-@advantage(formula="s - score of a greedy completion", paper="2310.10505", needs=("greedy_row",))
-def remax(t: Trajectories, config: AlgorithmConfig) -> Credit:
-    """Score minus that of the group's greedy completion, which is not trained (ReMax).
-
-    A group whose greedy completion could not be scored gets 0.
-    """
-    assert t.is_baseline is not None
-    baseline = torch.full((int(t.group.max()) + 1 if len(t.group) else 0,), torch.nan)
-    baseline[t.group[t.is_baseline]] = t.scores[t.is_baseline]
-    to_come = t.flat(t.padded(t.rewards).flip(1).cumsum(1).flip(1))
-    return Credit((to_come - baseline[t.group][t.row]).nan_to_num(0.0), returns=to_come)
-
-
 @advantage(formula="s - sum(l s) / sum(l) over the group, l the length", paper="2505.23585")
 def opo(t: Trajectories, config: AlgorithmConfig) -> Credit:
     """Score minus the length-weighted mean of its group, the baseline of least variance on-policy (OPO)."""
@@ -80,7 +67,7 @@ def gpg(t: Trajectories, config: AlgorithmConfig) -> Credit:
     g = group_statistics(t.scores, t.group)
     scored = ~t.scores.isnan()
     scale = scored.sum() / (scored & (t.scores != 0)).sum().clamp_min(1)
-    centred = g.centred / (g.std + EPSILON) if config.norm_adv_by_std else g.centred
+    centred = _normalised(g, config)
     return t.share(_with_spread(g, scale * centred))
 
 
@@ -146,6 +133,11 @@ def gdpo(t: Trajectories, config: AlgorithmConfig) -> Credit:
         total += t.component_weights.get(name, 1.0) * _with_spread(g, g.centred / (g.std + 1e-4))
     of_batch = group_statistics(torch.where(t.scores.isnan(), torch.nan, total), torch.zeros_like(t.group))
     return t.share(_with_spread(of_batch, of_batch.centred / (of_batch.std + 1e-4)))
+
+
+def _normalised(g: GroupStatistics, config: AlgorithmConfig) -> torch.Tensor:
+    """Centred scores, over the group's standard deviation where the configuration says so."""
+    return g.centred / (g.std + EPSILON) if config.norm_adv_by_std else g.centred
 
 
 def _with_spread(g: GroupStatistics, advantages: torch.Tensor) -> torch.Tensor:

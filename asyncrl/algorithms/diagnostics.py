@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+import torch
 
 from asyncrl.algorithms.ratios import LOG_RATIO_BOUND
 
@@ -66,3 +67,12 @@ def off_policy_diagnostics(learner_logprobs: np.ndarray, behaviour_logprobs: np.
         "mismatch_kl_k3": float((r - 1 - log_ratio).mean()),
         "logprob_diff_max": float(np.abs(difference).max()),
     }
+
+
+def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
+    """1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant one. NaN where returns are
+    equal or there are less than two."""
+    if len(returns) < 2:
+        return float("nan")
+    variance = returns.double().var()
+    return float(1 - (returns.double() - values.double()).var() / variance) if variance > 0 else float("nan")

@@ -1,4 +1,4 @@
-"""Policy losses, the KL term, and how token losses become one number.
+"""Policy losses, the KL term, the critic's loss, and how token losses become one number.
 
 A policy loss is `f(tokens: PolicyTokens, config) -> PolicyLoss`: per-token losses whose gradient is the policy
 gradient. It sees trainable tokens only; the correction's weight and the aggregation are applied by the learner.
@@ -134,7 +134,6 @@ def sapo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
 @policy_loss(
     formula="-A log p where A > 0, -sg[min(r, 1)] A log p where A < 0, r = p_target / p_behaviour",
     paper="2503.14286",
-    defaults={"correction": {"kind": "none"}},
     weighs_behaviour=True,
 )
 def topr(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
@@ -147,7 +146,6 @@ def topr(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
 @policy_loss(
     formula="-A log p + tau/2 (log r)^2, r = p_target / p_behaviour",
     paper="2501.12599",
-    defaults={"correction": {"kind": "none"}},
     weighs_behaviour=True,
 )
 def kimi(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
@@ -159,7 +157,6 @@ def kimi(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
 @policy_loss(
     formula="-sg[phi(W)] A log p, phi(W) = W^k exp(l - l W), W = product of the trajectory's p_target / p_behaviour",
     paper="2602.10693",
-    defaults={"correction": {"kind": "none"}},
     weighs_behaviour=True,
 )
 def vespo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
@@ -190,7 +187,6 @@ def aspo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
 @policy_loss(
     formula="-r A where |p_target - p_behaviour| is small, + tau (log r)^2",
     paper="2602.04879",
-    defaults={"correction": {"kind": "none"}},
     weighs_behaviour=True,
 )
 def dppo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
@@ -238,6 +234,27 @@ def reference_kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> to
     """
     d = logprobs - reference_logprobs
     return (ratio(reference_logprobs, logprobs) + d - 1).clamp(max=LARGEST_KL)
+
+
+@dataclass(frozen=True)
+class ValueLoss:
+    token_loss: torch.Tensor
+    """[n]"""
+    clipped: torch.Tensor
+    """[n] bool: the clip decided."""
+
+
+def value_loss(values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, clip_range: float) -> ValueLoss:
+    """Half the squared error of a critic (PPO, arXiv 1707.06347), the larger of plain and clipped.
+
+    Values that have left [old - clip_range, old + clip_range] on the way to their return get no gradient. [n] each; a
+    clip_range of 0 clips nothing.
+    """
+    plain = (values - returns) ** 2
+    if not clip_range:
+        return ValueLoss(0.5 * plain, torch.zeros_like(plain, dtype=torch.bool))
+    near = (old_values + (values - old_values).clamp(-clip_range, clip_range) - returns) ** 2
+    return ValueLoss(0.5 * torch.maximum(plain, near), near > plain)
 
 
 def token_weights(row: torch.Tensor, mode: str, *, max_response_length: int) -> torch.Tensor:

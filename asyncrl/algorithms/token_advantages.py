@@ -73,6 +73,19 @@ def reinforce_plus_plus_baseline(t: Trajectories, config: AlgorithmConfig) -> Cr
     return Credit(whiten(group_statistics(t.scores, t.group).centred[t.row]))
 
 
+@advantage(formula="s - score of a greedy completion", paper="2310.10505", needs=("greedy_row",))
+def remax(t: Trajectories, config: AlgorithmConfig) -> Credit:
+    """Score minus that of the group's greedy completion, which is not trained (ReMax).
+
+    A group whose greedy completion could not be scored gets 0.
+    """
+    assert t.is_baseline is not None
+    baseline = torch.full((int(t.group.max()) + 1 if len(t.group) else 0,), torch.nan)
+    baseline[t.group[t.is_baseline]] = t.scores[t.is_baseline]
+    to_come = returns_to_come(t, gamma=1.0)
+    return Credit((to_come - baseline[t.group][t.row]).nan_to_num(0.0), returns=to_come)
+
+
 @advantage(formula="sum_k gamma^k r_(t+k)")
 def reinforce(t: Trajectories, config: AlgorithmConfig) -> Credit:
     """Discounted return of each token, as it is (REINFORCE, Williams 1992)."""
@@ -124,7 +137,7 @@ def optimal_token_baseline(t: Trajectories, config: AlgorithmConfig) -> Credit:
     assert t.proximal_logprobs is not None
     assert t.squared_probabilities is not None
     weight = t.padded(1 - 2 * t.proximal_logprobs.exp() + t.squared_probabilities).cumsum(1).clamp_min(0)
-    to_come = t.padded(t.rewards).flip(1).cumsum(1).flip(1)
+    to_come = t.padded(returns_to_come(t, gamma=1.0))
     there = torch.arange(weight.shape[1]) < t.lengths[:, None]
     weight = weight * there
     groups = torch.unique(t.group, return_inverse=True)[1]

@@ -286,7 +286,7 @@ class AlgorithmConfig(Section):
         loss = methods("policy_loss").get(str(loss_name))
         for method in filter(None, (loss, estimator)):
             for key, value in method.defaults.items():
-                filled[key] = merged(value, filled[key]) if key in filled else value
+                filled[key] = _merged(value, filled[key]) if key in filled else value
         return filled
 
     @model_validator(mode="after")
@@ -319,7 +319,7 @@ class AlgorithmConfig(Section):
         return self
 
 
-def merged(default: Any, given: Any) -> Any:
+def _merged(default: Any, given: Any) -> Any:
     """A section's given keys over the default ones; anything else as it is given."""
     return {**default, **given} if isinstance(default, dict) and isinstance(given, dict) else given
 

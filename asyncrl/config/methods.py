@@ -25,6 +25,9 @@ NEEDS: Mapping[str, str] = {
 }
 """What a method may need besides scores, groups and behaviour log-probs."""
 
+NO_CORRECTION: Mapping[str, Any] = {"correction": {"kind": "none"}}
+"""Default of losses that weigh by target over behaviour themselves."""
+
 
 @dataclass(frozen=True)
 class Method:
@@ -59,13 +62,14 @@ def _all_methods() -> tuple[Method, ...]:
 
 
 def methods_in(file: Path) -> Iterator[Method]:
-    """Yield the methods of a file, the user's own too."""
+    """Yield the methods of a file."""
     for node in ast.parse(file.read_text()).body:
         for decorator in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
             assert isinstance(node, ast.FunctionDef)
             kind = decorator.func.id if isinstance(decorator, ast.Call) and isinstance(decorator.func, ast.Name) else ""
             if isinstance(decorator, ast.Call) and kind in KINDS:
                 facts = {argument.arg: ast.literal_eval(argument.value) for argument in decorator.keywords}
+                weighs_behaviour = facts.get("weighs_behaviour", False)
                 yield Method(
                     kind=kind,
                     name=node.name,
@@ -73,7 +77,7 @@ def methods_in(file: Path) -> Iterator[Method]:
                     formula=facts["formula"],
                     paper=facts.get("paper", ""),
                     needs=frozenset(facts.get("needs", ())),
-                    defaults=facts.get("defaults", {}),
-                    weighs_behaviour=facts.get("weighs_behaviour", False),
+                    defaults=facts.get("defaults", {}) | (NO_CORRECTION if weighs_behaviour else {}),
+                    weighs_behaviour=weighs_behaviour,
                     summary=" ".join((ast.get_docstring(node) or "").split("\n\n")[0].split()),
                 )

@@ -90,9 +90,7 @@ def ship(export: Path) -> None:
     import torch
     from transformers import AutoModelForImageTextToText
 
-    if WARM_START.exists():
-        shutil.rmtree(WARM_START)
-    shutil.copytree(export, WARM_START)
+    shutil.copytree(export, WARM_START, dirs_exist_ok=True)  # beside its README
     model = AutoModelForImageTextToText.from_pretrained(export, dtype=torch.bfloat16)
     model.save_pretrained(WARM_START)
 

@@ -64,8 +64,8 @@ def evaluate(config: RunConfig, folder: Path, *, prefix: str = "") -> Evaluation
         "max_new_tokens": config.data.max_response_length,
         "suppress_tokens": banned or None,
         # The folder's generation_config.json may cut the distribution: a top_k of 50 is transformers' own default.
-        **({"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}),
-        **({} if temperature else {"do_sample": False}),
+        **({"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}),
+        "do_sample": temperature > 0,
     }
     torch.manual_seed(config.trainer.seed)
     samples: list[RewardSample] = []

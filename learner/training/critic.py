@@ -41,7 +41,7 @@ class Critic(TorchEngine):
         torch.nn.init.zeros_(head.bias)
         self.model.value_head = head
         output: Any = self.model.get_output_embeddings()
-        if not any(parameter is output.weight for parameter in self.model.get_input_embeddings().parameters()):
+        if output.weight is not self.model.get_input_embeddings().weight:
             output.requires_grad_(False)  # nothing of the critic's comes from the language model's head
         self._fixed_tokens = fixed_tokens(output.weight.shape[0], [])
 

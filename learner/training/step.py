@@ -15,12 +15,11 @@ import numpy as np
 import torch
 
 from asyncrl.algorithms.advantages import AdvantageEstimator
-from asyncrl.algorithms.diagnostics import FRACTIONS, off_policy_report
-from asyncrl.algorithms.losses import token_weights
+from asyncrl.algorithms.diagnostics import FRACTIONS, explained_variance, off_policy_report
+from asyncrl.algorithms.losses import token_weights, value_loss
 from asyncrl.algorithms.registration import load_method
 from asyncrl.algorithms.selections import Selection, marked_by_loss
 from asyncrl.algorithms.trajectories import Trajectories
-from asyncrl.algorithms.value_loss import explained_variance, value_loss
 from asyncrl.config.algorithm import SelectionConfig
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import component_name

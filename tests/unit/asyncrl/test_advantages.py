@@ -110,7 +110,7 @@ def test_gae_of_vapo_has_a_lambda_for_each_length_and_one_of_the_critic() -> Non
     t = trajectories([1.0, 1.0], [0, 1], lengths, token_rewards=rewards, values=torch.zeros(1100))
     credit = estimate("gae", t, gae={"length_alpha": given[0]["alpha"], "whiten": False})
     close(credit.advantages[[0, 100]], [given[0]["lam"] ** 99, given[1]["lam"] ** 999], 1e-4)
-    close(credit.returns, torch.ones(1100)), "the critic's lambda is 1"
+    close(credit.returns, torch.ones(1100))  # the critic's lambda is 1
 
 
 def test_published_reinforce_plus_plus_and_remax() -> None:

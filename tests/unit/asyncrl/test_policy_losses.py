@@ -158,7 +158,9 @@ def test_covariance_losses() -> None:
     assert marked is not None
     assert int(marked.sum()) == 2, "of the three whose covariance is within the bounds"
     assert ((token_covariance(t, credit) > 0) | ~marked).all()
-    assert torch.equal(marked, marked_by_loss(t, credit, config) == True), "the same tokens when a step is made again"  # noqa: E712
+    again = marked_by_loss(t, credit, config)
+    assert again is not None
+    assert torch.equal(marked, again), "the same tokens when a step is made again"
     moved = tokens(logprobs.clone().requires_grad_(), marked=marked)
     found = gradient("clip_cov", moved)
     assert ((found == 0) | ~marked).all()

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl.algorithms.value_loss import explained_variance, value_loss
+from asyncrl.algorithms.diagnostics import explained_variance
+from asyncrl.algorithms.losses import value_loss
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.processing import PromptProcessor
 from learner.training.batch import Batch
