@@ -125,7 +125,9 @@ def test_rows_are_the_same_on_one_core_and_on_all(tmp_path: Path, monkeypatch: p
 
 def test_make_demo_is_this_command() -> None:
     for flags, expected in (("", "asyncrl demo"), ("FROM_SCRATCH=1", "asyncrl demo --from-scratch")):
-        told = subprocess.check_output(["make", "-n", "demo", *flags.split()], cwd=ROOT, text=True)
+        told = subprocess.check_output(
+            ["make", "-n", "--no-print-directory", "demo", *flags.split()], cwd=ROOT, text=True
+        )
         assert told.splitlines()[-1].split("/")[-1].strip() == expected
 
 
