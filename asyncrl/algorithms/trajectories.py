@@ -34,7 +34,9 @@ class Trajectories:
     turn: torch.Tensor | None = None
     """[N] int64 turn of each token; None: one turn each."""
     is_baseline: torch.Tensor | None = None
-    """[B] bool: greedy rows, which are scored and not trained."""
+    """[B] bool: greedy rows, which are scored and not trained; None: there are none."""
+    expert: torch.Tensor | None = None
+    """[N] bool: tokens of demonstrations and hints, which no policy sampled; None: there are none."""
     proximal_logprobs: torch.Tensor | None = None
     """[N] of the learner's policy at the start of the step."""
     entropies: torch.Tensor | None = None

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
+
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.processing import PromptFacts
 from protocol.codec import Frame, Limits, encode
@@ -63,9 +65,17 @@ class ReceivedGroup:
         return self.prepared.slot
 
     @cached_property
+    def is_prefix(self) -> np.ndarray:
+        """[N] bool: tokens that the ticket's orders put in place, which no policy sampled."""
+        if not self.ticket.orders:
+            return np.zeros(self.group.versions.size, bool)
+        rows = zip(self.group.lengths.tolist(), self.ticket.orders, strict=True)
+        return np.concatenate([np.arange(length) < len(order.prefix) for length, order in rows])
+
+    @cached_property
     def oldest_version(self) -> int:
-        """Smallest policy version among the tokens; without tokens, that of the ticket."""
-        versions = self.group.versions
+        """Smallest policy version that sampled a token; where none was sampled, that of the ticket."""
+        versions = self.group.versions[~self.is_prefix]
         return int(versions.min()) if versions.size else self.slot.version
 
     @cached_property

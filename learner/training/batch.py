@@ -35,7 +35,7 @@ class TrainedTokens(NamedTuple):
 class Batch:
     """`B` rows are the trajectories of all groups in order; `M` runs over all their completion tokens.
 
-    Rows that could not be scored stay in `B` (their score is NaN) but in no training group.
+    Rows that could not be scored stay in `B` (their score is NaN) but in no training group, as do greedy ones.
     """
 
     received: tuple[ReceivedGroup, ...]
@@ -46,12 +46,16 @@ class Batch:
     """[B] fp32 each: the values that the reward is the weighted sum of."""
     groups: torch.Tensor
     """[B] int64 group of each row."""
+    is_baseline: torch.Tensor
+    """[B] bool: greedy rows, which are scored and not trained."""
     row_start: np.ndarray
     """[B] where each row's tokens begin in the [M] columns."""
     behaviour_logprobs: torch.Tensor
     """[M] fp32"""
     versions: np.ndarray
     """[M] int32"""
+    is_prefix: np.ndarray
+    """[M] bool: tokens that a ticket's orders put in place: of demonstrations and hints."""
 
     def flat_index(self, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
         """[N], [N] -> [N] places in the [M] columns."""
@@ -59,7 +63,8 @@ class Batch:
 
     @cached_property
     def trained(self) -> TrainedTokens:
-        """The `N` tokens of all training groups that a loss mask selects."""
+        """The `N` tokens of all training groups that a loss mask selects: sampled ones, and those of demonstrations and
+        hints where the method uses them."""
         completions = [completion for group in self.train_groups for completion in group.completions]
         columns = [torch.from_numpy(np.flatnonzero(c.loss_mask)) for c in completions]
         rows = [torch.full((len(column),), c.row) for c, column in zip(completions, columns, strict=True)]
@@ -69,6 +74,11 @@ class Batch:
         place = torch.full_like(self.behaviour_logprobs, -1, dtype=torch.long)
         place[flat] = torch.arange(len(flat))
         return TrainedTokens(row, flat, place)
+
+    @cached_property
+    def expert(self) -> torch.Tensor:
+        """[N] bool: tokens of demonstrations and hints. No policy sampled them: log-probs and versions say nothing."""
+        return torch.from_numpy(self.is_prefix)[self.trained.flat]
 
     def places(self, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
         """Places among the `N` trained tokens of those of a micro-batch."""
@@ -91,20 +101,25 @@ class Batch:
         return ", ".join(names[:MOST_NAMED]) + (f" and {more} more rows" if more > 0 else "")
 
 
-def make_batch(received: Sequence[ReceivedGroup], processor: PromptProcessor) -> Batch:
-    """Rows in the order of the groups. Only scored rows with a trainable token are trained on.
+def make_batch(received: Sequence[ReceivedGroup], processor: PromptProcessor, *, demonstrations: bool = False) -> Batch:
+    """Rows in the order of the groups. Only scored rows with a trainable token are trained on, and no greedy one.
+
+    With `demonstrations`, tokens that the tickets' orders put in place are trained, too (`Batch.expert`).
 
     Images have stayed encoded until here; the processor's cache spares most of them a second decoding.
     """
     train_groups: list[TrainGroup] = []
     scores: list[float] = []
     group_of_row: list[int] = []
+    baselines: list[bool] = []
     for number, item in enumerate(received):
         group = item.group
         completions: list[Completion] = []
-        columns = (np.split(column, np.cumsum(group.lengths)[:-1]) for column in (group.token_ids, group.loss_mask))
-        for record, token_ids, mask in zip(group.trajectories, *columns, strict=True):
-            if record.status.is_scored and mask.any():
+        loss_mask = group.loss_mask | item.is_prefix if demonstrations else group.loss_mask
+        columns = (np.split(column, np.cumsum(group.lengths)[:-1]) for column in (group.token_ids, loss_mask))
+        for index, (record, token_ids, mask) in enumerate(zip(group.trajectories, *columns, strict=True)):
+            baselines.append(item.ticket.order(index).greedy)
+            if record.status.is_scored and mask.any() and not baselines[-1]:
                 completions.append(Completion(len(scores), token_ids, mask))
             scores.append(float("nan") if record.reward is None else record.reward)
             group_of_row.append(number)
@@ -118,9 +133,11 @@ def make_batch(received: Sequence[ReceivedGroup], processor: PromptProcessor) ->
         scores=torch.tensor(scores, dtype=torch.float32),
         components=_components([record for item in received for record in item.group.trajectories]),
         groups=torch.tensor(group_of_row, dtype=torch.long),
+        is_baseline=torch.tensor(baselines, dtype=torch.bool),
         row_start=np.cumsum(lengths) - lengths,
         behaviour_logprobs=torch.from_numpy(np.concatenate([item.group.logprobs for item in received])),
         versions=np.concatenate([item.group.versions for item in received]),
+        is_prefix=np.concatenate([item.is_prefix for item in received]),
     )
 
 

@@ -107,6 +107,8 @@ class LearnerStep:
             scores=batch.scores,
             components=batch.components,
             group=batch.groups,
+            is_baseline=batch.is_baseline,
+            expert=batch.expert,
             row=batch.trained.row,
             behaviour_logprobs=batch.behaviour_logprobs[batch.trained.flat],
             component_weights={component_name(f): f.weight for f in self.config.reward.functions},

@@ -100,7 +100,8 @@ class Trainer:
 
     def learn(self, groups: Sequence[ReceivedGroup]) -> tuple[Batch, dict[str, float]]:
         """Make one step. Returns its batch and its metrics, except durations."""
-        batch = make_batch(groups, self.processor)
+        demonstrations = "demonstrations" in self.config.algorithm.needs
+        batch = make_batch(groups, self.processor, demonstrations=demonstrations)
         version = self.progress.version
         values = describe_batch(batch, version, self.config.reward.accuracy_component) | self.step(batch, version)
         before = self.bound

@@ -43,6 +43,7 @@ from protocol.messages.tickets import (
     Ticket,
     TicketKind,
     Tickets,
+    TrajectoryOrder,
     Video,
     VideoPart,
 )

@@ -83,11 +83,11 @@ class Group(Wire):
     token_ids: Int32Array
     """[N] completion token ids."""
     loss_mask: UInt8Array
-    """[N] 1 on tokens that the policy sampled, 0 on what the environment put in."""
+    """[N] 1 on tokens that the policy sampled, 0 on what the ticket's orders or the environment put in."""
     logprobs: Float32Array
-    """[N] behaviour log-probabilities of the sampled tokens."""
+    """[N] behaviour log-probabilities of the sampled tokens, 0 elsewhere."""
     versions: Int32Array
-    """[N] policy version that sampled each token, stamped when it was decoded."""
+    """[N] policy version that sampled each token, stamped when it was decoded; where it was put in, the current one."""
     kv_versions: Int32Array | None = None
     """[N] oldest policy version in the key-value cache that the token was sampled from; None: equal to `versions`."""
     trajectories: Many[TrajectoryRecord]

@@ -110,6 +110,20 @@ class TicketKind(StrEnum):
     """Compares log-probs of engine and learner: sampled like training, without rewards."""
 
 
+class TrajectoryOrder(Wire):
+    """Wish for one trajectory of a group, besides that it is sampled."""
+
+    greedy: bool = False
+    """The most probable token each time: a trajectory that is scored and not trained."""
+    prefix: Many[Annotated[int, Field(ge=0, lt=2**31)]] = ()
+    """[K] token ids that the completion begins with, put there and not sampled: their loss mask and log-prob are 0, and
+    their version is the one that was current then. They count in `max_new_tokens`. A stop token at their end makes them
+    the whole completion: a demonstration."""
+
+
+NO_ORDER = TrajectoryOrder()
+
+
 class Ticket(Wire):
     """The learner's permission to produce one group."""
 
@@ -122,6 +136,29 @@ class Ticket(Wire):
     min_version: Version
     """The server may start the ticket only with weights of this version or newer."""
     sampling: Sampling
+    orders: Many[TrajectoryOrder] = ()
+    """One for each trajectory; none: all are simply sampled."""
+
+    @model_validator(mode="after")
+    def _orders_fit(self) -> Ticket:
+        where, sampling = f"ticket {self.ticket_id} (row {self.prompt.row_id})", self.sampling
+        if self.orders and len(self.orders) != self.group_size:
+            raise ValueError(f"{where}: {len(self.orders)} orders for {self.group_size} trajectories")
+        for index, order in enumerate(self.orders):
+            if len(order.prefix) > sampling.max_new_tokens:
+                raise ValueError(
+                    f"{where}: trajectory {index} begins with {len(order.prefix)} tokens, over max_new_tokens "
+                    f"{sampling.max_new_tokens}"
+                )
+            if banned := sorted({*order.prefix} & {*sampling.banned_token_ids}):
+                raise ValueError(f"{where}: trajectory {index} begins with banned token ids {banned}")
+            if stops := sorted({*order.prefix[:-1]} & {*sampling.stop_token_ids}):
+                raise ValueError(f"{where}: trajectory {index} goes on behind the stop token ids {stops}")
+        return self
+
+    def order(self, index: int) -> TrajectoryOrder:
+        """The wish for trajectory `index` of the group."""
+        return self.orders[index] if self.orders else NO_ORDER
 
 
 class Tickets(Wire):

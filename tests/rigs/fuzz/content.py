@@ -38,6 +38,7 @@ from protocol.messages import (
     TicketFailed,
     TicketKind,
     Tickets,
+    TrajectoryOrder,
     TrajectoryRecord,
     TrajectoryStatus,
     TransferEnd,
@@ -156,7 +157,9 @@ EXAMPLE_IMAGE = "ab" * 32
 def example_tickets(image: bytes = b"png", columns: dict[str, Any] | None = None) -> Tickets:
     right = ticket(7, 2)
     prompt = right.prompt.model_copy(update={"columns": {"level": {"score": 0.5}} if columns is None else columns})
-    return Tickets(tickets=(right.model_copy(update={"prompt": prompt}),), blobs={EXAMPLE_IMAGE: memoryview(image)})
+    orders = (TrajectoryOrder(prefix=(5, STOP)), TrajectoryOrder(greedy=True), *[TrajectoryOrder()] * (GROUP_SIZE - 2))
+    example = right.model_copy(update={"prompt": prompt, "orders": orders})
+    return Tickets(tickets=(example,), blobs={EXAMPLE_IMAGE: memoryview(image)})
 
 
 ENTRY = TensorEntry(name="w", dtype="bfloat16", shape=(2, 3), offset=0, nbytes=12, xxh3=(1 << 64) - 1)

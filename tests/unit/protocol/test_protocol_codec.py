@@ -211,6 +211,24 @@ def test_cache_versions_are_optional_and_as_long_as_the_tokens():
     assert "'kv_versions': 4" in refused(frames_of(wrong)).reason
 
 
+@pytest.mark.parametrize(
+    ("orders", "reason"),
+    [
+        ([{}], f"1 orders for {content.GROUP_SIZE} trajectories"),
+        ([{"prefix": [5] * (content.MAX_NEW_TOKENS + 1)}], "over max_new_tokens"),
+        ([{"prefix": [5, content.BANNED]}], "begins with banned token ids"),
+        ([{"prefix": [content.STOP, 5]}], "goes on behind the stop token ids"),
+        ([{"prefix": [2**31]}], "prefix.0"),
+        ([{"prefix": [-1]}], "prefix.0"),
+    ],
+)
+def test_orders_that_no_trajectory_can_follow_are_refused(orders: list[dict[str, Any]], reason: str):
+    fields = msgpack.unpackb(encode(content.example_tickets())[0])
+    size = content.GROUP_SIZE if orders != [{}] else 1
+    fields["tickets"][0]["orders"] = (orders + [{}] * content.GROUP_SIZE)[:size]
+    assert reason in refused([pack(fields), b"png"], Tickets).reason
+
+
 def test_damaged_messages_decode_or_raise_protocol_errors():
     rng = random.Random(3)
     reasons = []
