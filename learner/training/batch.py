@@ -13,7 +13,7 @@ import torch
 
 from asyncrl.models.processing import PromptProcessor
 from learner.tickets.ticket import ReceivedGroup
-from learner.training.packing import Completion, TrainGroup
+from learner.training.packing import Completion, TrainGroup, flat_rows
 from protocol.messages import TrajectoryRecord, TrajectoryStatus
 
 MOST_NAMED = 3
@@ -66,11 +66,12 @@ class Batch:
         """The `N` tokens of all training groups that a loss mask selects: sampled ones, and those of demonstrations and
         hints where the method uses them."""
         completions = [completion for group in self.train_groups for completion in group.completions]
-        columns = [torch.from_numpy(np.flatnonzero(c.loss_mask)) for c in completions]
-        rows = [torch.full((len(column),), c.row) for c, column in zip(completions, columns, strict=True)]
-        nothing = torch.zeros(0, dtype=torch.long)
-        row = torch.cat([nothing, *rows])
-        flat = self.flat_index(row, torch.cat([nothing, *columns]))
+        masks = [completion.loss_mask for completion in completions] or [np.zeros(0, np.uint8)]
+        number, column = flat_rows([len(mask) for mask in masks])
+        kept = np.flatnonzero(np.concatenate(masks))
+        rows = np.asarray([completion.row for completion in completions], np.int64)
+        row = torch.from_numpy(rows[number[kept]])
+        flat = self.flat_index(row, torch.from_numpy(column[kept]))
         place = torch.full_like(self.behaviour_logprobs, -1, dtype=torch.long)
         place[flat] = torch.arange(len(flat))
         return TrainedTokens(row, flat, place)

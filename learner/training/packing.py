@@ -62,6 +62,13 @@ class MicroBatch:
         return self.inputs["input_ids"].shape[1]
 
 
+def flat_rows(lengths: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Row, and place within it, of each token of rows of these lengths, one row after another. [N], [N] int64"""
+    row = np.repeat(np.arange(len(lengths)), lengths)
+    starts = np.cumsum(lengths) - lengths
+    return row, np.arange(len(row)) - starts[row]
+
+
 def plan_micro_batches(groups: Sequence[TrainGroup], tokens_per_microbatch: int) -> list[list[TrainGroup]]:
     """Fill micro-batches in order up to the budget; a group over the budget is split, its prompt repeated."""
     plan: list[list[TrainGroup]] = []
@@ -100,23 +107,24 @@ def build_micro_batch(model: Any, groups: Sequence[TrainGroup], device: torch.de
     end = 0
     for group in groups:
         prompt_position, next_position = prompt_positions(model, group.prompt)
-        ids.append(group.prompt.token_ids)
-        types.append(group.prompt.token_types)
-        positions.append(prompt_position)
+        tokens = np.concatenate([completion.token_ids for completion in group.completions])
+        mask = np.concatenate([completion.loss_mask for completion in group.completions])
+        number, column = flat_rows([len(completion.token_ids) for completion in group.completions])
+        is_input = np.append(number[1:] == number[:-1], False)  # all but the last of each completion
+        inputs = tokens[is_input]
+        ids += [group.prompt.token_ids, inputs]
+        types += [group.prompt.token_types, np.zeros_like(inputs)]
+        after_prompt = torch.from_numpy(column[is_input] + next_position)
+        positions += [prompt_position, after_prompt.expand(prompt_position.shape[0], -1)]
         end += len(group.prompt.token_ids)
-        last_of_prompt = end - 1
-        for completion in group.completions:
-            inputs = completion.token_ids[:-1]
-            ids.append(inputs)
-            types.append(np.zeros_like(inputs))
-            positions.append((torch.arange(len(inputs)) + next_position).expand(prompt_position.shape[0], -1))
-            sources = np.concatenate([[last_of_prompt], np.arange(end, end + len(inputs))])
-            kept = np.flatnonzero(completion.loss_mask)
-            predict_from.append(sources[kept])
-            targets.append(completion.token_ids[kept])
-            rows.append(np.full(len(kept), completion.row))
-            columns.append(kept)
-            end += len(inputs)
+        # A token is predicted from the one before it; completions before its own have an input less than tokens.
+        sources = np.where(column == 0, end - 1, end + np.arange(len(tokens)) - number - 1)
+        kept = np.flatnonzero(mask)
+        predict_from.append(sources[kept])
+        targets.append(tokens[kept])
+        rows.append(np.asarray([completion.row for completion in group.completions])[number[kept]])
+        columns.append(column[kept])
+        end += len(inputs)
     lengths = [(len(g.prompt.token_ids), [len(c.token_ids) - 1 for c in g.completions]) for g in groups]
     media = media_inputs([group.prompt for group in groups], _int64(types)[None])
     position_ids = torch.cat(positions, dim=1).to(device)
