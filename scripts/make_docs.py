@@ -9,7 +9,7 @@ from pathlib import Path
 
 from asyncrl.config.algorithm import NOT_THERE
 from asyncrl.config.explain import config_reference
-from asyncrl.config.methods import Kind, methods
+from asyncrl.config.methods import TAKES_FROM, Kind, methods
 from asyncrl.telemetry.metric_set import document
 from learner.reporting.metric_table import METRICS as LEARNER_METRICS
 from rollout_server.metric_table import METRICS as ROLLOUT_METRICS
@@ -19,7 +19,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 METHOD_SETTINGS: dict[Kind, tuple[str, str]] = {
     "advantage": ("Advantage estimators", "algorithm.adv_estimator"),
     "policy_loss": ("Policy losses", "algorithm.policy_loss"),
-    "selection": ("Selections", "algorithm.selections.N.kind"),
+    "selection": ("Selections", "algorithm.selections"),
 }
 ALGORITHMS = """# Algorithms
 
@@ -34,15 +34,19 @@ to the proximal policy. Each function is in `asyncrl/algorithms/`, and your own 
 
 def _methods(kind: Kind, titles: tuple[str, str]) -> str:
     """A table of the methods of a kind."""
+    own = "taken from" if kind == "selection" else "defaults of its own"
     lines = [
         f"## {titles[0]}\n\n`{titles[1]}`\n",
-        "| name | what it does | formula | needs | defaults of its own | paper |",
+        f"| name | what it does | formula | needs | {own} | paper |",
         "|---|---|---|---|---|---|",
     ]
     for name, method in methods(kind).items():
         paper = f"[{method.paper}](https://arxiv.org/abs/{method.paper})" if method.paper else ""
         defaults = ", ".join(f"`{key}={_short(value)}`" for key, value in method.defaults.items())
+        if kind == "selection":
+            defaults = TAKES_FROM[method.takes_from]
         needs = ", ".join(sorted(method.needs)) + (" (not there yet)" if method.needs & NOT_THERE else "")
+        needs += f"tokens of the selection `{method.marks}`" if method.marks else ""
         formula = method.formula.replace("|", "\\|")
         lines.append(f"| `{name}` | {method.summary.rstrip('.')} | {formula} | {needs} | {defaults} | {paper} |")
     return "\n".join(lines)

@@ -202,7 +202,7 @@ def dppo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
 @policy_loss(
     formula="ppo, without gradient at a few random tokens of high covariance of A and log p",
     paper="2505.22617",
-    needs=("proximal",),
+    marks="random_covariance",
     defaults={"clip_ratio_low": 1.0, "clip_ratio_high": 1.0},
 )
 def clip_cov(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
@@ -216,7 +216,7 @@ def clip_cov(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
 @policy_loss(
     formula="-A r, + c |log r| at the tokens of highest covariance of A and log p",
     paper="2505.22617",
-    needs=("proximal",),
+    marks="top_covariance",
 )
 def kl_cov(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
     """Surrogate without a clip, with a penalty at the tokens that would cost the most entropy (KL-Cov)."""

@@ -32,7 +32,7 @@ class PolicyTokens:
     row: torch.Tensor
     """int64 trajectory of each token."""
     marked: torch.Tensor | None = None
-    """bool: tokens that the loss's own look at the whole batch has chosen (`clip_cov`, `kl_cov`)."""
+    """bool: tokens of the selection that the loss names as its `marks` (`clip_cov`, `kl_cov`)."""
 
 
 def approximate_proximal(

@@ -1,5 +1,5 @@
-"""Decorators of built-in methods. What they say is read from the source (asyncrl/config/methods.py), for configurations
-are checked where there is no torch; here a name becomes its function."""
+"""Decorators of methods. What they say is read from the source (asyncrl/config/methods.py), for configurations are
+checked where there is no torch; here a name becomes its function. A user's own method may have one, too."""
 
 from __future__ import annotations
 
@@ -30,13 +30,22 @@ def policy_loss(
     needs: tuple[str, ...] = (),
     defaults: Defaults | None = None,
     weighs_behaviour: bool = False,
+    marks: str = "",
 ) -> Callable[[F], F]:
-    """Make `f(tokens, config) -> PolicyLoss` a value of `algorithm.policy_loss`."""
+    """Make `f(tokens, config) -> PolicyLoss` a value of `algorithm.policy_loss`.
+
+    `marks`: the selection whose tokens are `tokens.marked`: a built-in, or a function of the same file.
+    """
     return lambda function: function
 
 
-def selection(*, formula: str, paper: str = "", needs: tuple[str, ...] = ()) -> Callable[[F], F]:
-    """Make `f(trajectories, credit, config) -> [N] bool` a kind of `algorithm.selections`."""
+def selection(
+    *, formula: str, paper: str = "", needs: tuple[str, ...] = (), takes_from: str = "loss"
+) -> Callable[[F], F]:
+    """Make `f(trajectories, credit, config) -> [N] bool` a name in `algorithm.selections`.
+
+    `takes_from`: of asyncrl.config.methods.TAKES_FROM, what the chosen tokens leave.
+    """
     return lambda function: function
 
 

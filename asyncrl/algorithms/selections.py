@@ -1,20 +1,26 @@
-"""Selections: which trained tokens of a whole batch leave the loss, decided before its first update.
+"""Selections: tokens of a whole batch that are chosen before its first update.
 
-A selection is `f(trajectories, credit, config) -> [N] bool`, true where a token is dropped. Like a mask of the
-correction it takes a token out of the policy loss, entropy bonus and KL, and leaves every denominator as it is.
+A selection is `f(trajectories, credit, config) -> [N] bool`. What a chosen token leaves, its decorator says
+(`takes_from`, asyncrl/config/methods.py): the loss with all its terms, as with a mask of the correction; the policy
+loss alone; or the batch, with its whole trajectory. Only the last changes a denominator. A policy loss may ask for a
+selection's tokens as its `marks`, to treat them in its own way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
-from asyncrl.algorithms.registration import selection
+from asyncrl.algorithms.registration import load_method, selection
 from asyncrl.algorithms.trajectories import Credit, Trajectories
-from asyncrl.config.algorithm import AlgorithmConfig, SelectionConfig
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.methods import method_of
+from asyncrl.errors import UserError
 
-Selection = Callable[[Trajectories, Credit, SelectionConfig], torch.Tensor]
+Selection = Callable[[Trajectories, Credit, AlgorithmConfig], torch.Tensor]
 
 
 @selection(
@@ -22,17 +28,53 @@ Selection = Callable[[Trajectories, Credit, SelectionConfig], torch.Tensor]
     paper="2510.01161",
     needs=("proximal",),
 )
-def m2po(t: Trajectories, credit: Credit, config: SelectionConfig) -> torch.Tensor:
+def m2po(t: Trajectories, credit: Credit, config: AlgorithmConfig) -> torch.Tensor:
     """The fewest tokens, largest squared log-ratio of proximal to behaviour policy first, without which the mean
-    squared log-ratio is below the threshold (M2PO, arXiv 2510.01161). One token always stays."""
+    squared log-ratio is below `algorithm.m2po_threshold` (M2PO, arXiv 2510.01161). One token always stays."""
     assert t.proximal_logprobs is not None
     squares = (t.proximal_logprobs - t.behaviour_logprobs).double() ** 2
     ascending, order = torch.sort(squares, stable=True)
     means = ascending.cumsum(0) / torch.arange(1, len(squares) + 1)
-    kept = max(int((means < config.threshold).sum()), 1)  # the running mean of ascending values never falls
+    kept = max(int((means < config.m2po_threshold).sum()), 1)  # the running mean of ascending values never falls
     dropped = torch.zeros_like(squares, dtype=torch.bool)
     dropped[order[kept:]] = True
     return dropped
+
+
+@selection(
+    formula="H < the batch's (1 - fraction) quantile of H, H the entropy at the token",
+    paper="2506.01939",
+    needs=("entropies",),
+    takes_from="policy_loss",
+)
+def top_entropy(t: Trajectories, credit: Credit, config: AlgorithmConfig) -> torch.Tensor:
+    """All but the share `algorithm.top_entropy_fraction` of highest entropy, where completions fork: the others give no
+    policy gradient (80/20, arXiv 2506.01939, eq. 5)."""
+    assert t.entropies is not None
+    if not len(t.entropies):
+        return torch.zeros(0, dtype=torch.bool)
+    return t.entropies < float(np.quantile(t.entropies.numpy(), 1 - config.top_entropy_fraction))
+
+
+@selection(
+    formula="all but the floor(n (1 - prune)) trajectories of largest |A| in each group of n",
+    paper="2503.22342",
+    takes_from="batch",
+)
+def cppo(t: Trajectories, credit: Credit, config: AlgorithmConfig) -> torch.Tensor:
+    """The share `algorithm.cppo_prune` of each group's trajectories, smallest |advantage| first: they cost no forward
+    pass, and micro-batches are filled with what stays (CPPO, arXiv 2503.22342). One of each group always stays."""
+    sums = torch.zeros(len(t.scores), dtype=torch.float64).index_add(0, t.row, credit.advantages.double())
+    size = (sums / t.lengths.clamp_min(1)).abs().float()
+    rows = (t.lengths > 0).nonzero()[:, 0]
+    rows = rows[size[rows].argsort(descending=True, stable=True)]
+    rows = rows[t.group[rows].argsort(stable=True)]  # group by group, largest first
+    _, group, count = torch.unique(t.group[rows], return_inverse=True, return_counts=True)
+    place = torch.arange(len(rows)) - (count.cumsum(0) - count)[group]
+    kept = (count * (1 - config.cppo_prune) + 1e-6).floor().clamp_min(1)
+    pruned = torch.zeros(len(t.scores), dtype=torch.bool)
+    pruned[rows[place >= kept[group]]] = True
+    return pruned[t.row]
 
 
 def token_covariance(t: Trajectories, credit: Credit) -> torch.Tensor:
@@ -44,21 +86,106 @@ def token_covariance(t: Trajectories, credit: Credit) -> torch.Tensor:
     return (credit.advantages - credit.advantages.mean()) * (t.proximal_logprobs - t.proximal_logprobs.mean())
 
 
-def marked_by_loss(t: Trajectories, credit: Credit, config: AlgorithmConfig) -> torch.Tensor | None:
-    """Tokens that `clip_cov` or `kl_cov` treats apart, [N] bool; None for other losses.
+@selection(
+    formula="the tokens of highest (A - mean A) (log p - mean log p)",
+    paper="2505.22617",
+    needs=("proximal",),
+    takes_from="policy_loss",
+)
+def top_covariance(t: Trajectories, credit: Credit, config: AlgorithmConfig) -> torch.Tensor:
+    """The share `algorithm.covariance.fraction` of tokens whose update costs most of the entropy: what `kl_cov`
+    penalises (arXiv 2505.22617)."""
+    covariance = token_covariance(t, credit)
+    chosen = torch.zeros(len(covariance), dtype=torch.bool)
+    chosen[covariance.argsort(descending=True, stable=True)[: config.covariance.number_of(len(covariance))]] = True
+    return chosen
 
-    `kl_cov` takes those of the highest covariance, `clip_cov` random ones between its bounds, drawn by the
-    trajectories' seed.
-    """
-    if config.policy_loss not in ("clip_cov", "kl_cov"):
-        return None
+
+@selection(
+    formula="random tokens with lower < (A - mean A) (log p - mean log p) < upper",
+    paper="2505.22617",
+    needs=("proximal",),
+    takes_from="policy_loss",
+)
+def random_covariance(t: Trajectories, credit: Credit, config: AlgorithmConfig) -> torch.Tensor:
+    """The share `algorithm.covariance.fraction` of tokens at random, of those whose covariance is within its bounds:
+    what `clip_cov` gives no gradient (arXiv 2505.22617). The trajectories' seed draws them."""
     covariance, settings = token_covariance(t, credit), config.covariance
-    number = max(int(settings.fraction * len(covariance)), 1)
-    marked = torch.zeros(len(covariance), dtype=torch.bool)
-    if config.policy_loss == "kl_cov":
-        marked[covariance.argsort(descending=True, stable=True)[:number]] = True
-        return marked
     candidates = ((covariance > settings.lower) & (covariance < settings.upper)).nonzero()[:, 0]
     order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(t.seed))
-    marked[candidates[order[:number]]] = True
-    return marked
+    chosen = torch.zeros(len(covariance), dtype=torch.bool)
+    chosen[candidates[order[: settings.number_of(len(covariance))]]] = True
+    return chosen
+
+
+# --- all selections of a run -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Selected:
+    """Choices of the selections of a step. `N` runs over the batch's trained tokens."""
+
+    from_loss: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """[N] bool each, by the selections' names: tokens that add nothing to the loss."""
+    from_policy_loss: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """[N] bool each: tokens without policy loss."""
+    from_batch: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """[N] bool each: tokens of trajectories that are not trained."""
+    marked: torch.Tensor | None = None
+    """[N] bool: tokens that the policy loss treats apart, where it asks for marks."""
+
+    def report(self) -> dict[str, float]:
+        """Share of tokens that each selection takes, where the correction's own report has it not."""
+        others = {**self.from_policy_loss, **self.from_batch}
+        return {f"mask_fraction_{name}": float(taken.float().mean()) for name, taken in others.items() if len(taken)}
+
+
+def any_of(chosen: Mapping[str, torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """[N] bool: tokens that any of them has chosen; `like` [N] where there is none."""
+    taken = torch.zeros_like(like, dtype=torch.bool)
+    for tokens in chosen.values():
+        taken = taken | tokens
+    return taken
+
+
+class Selections:
+    """The selections of a configuration, and the one whose tokens its policy loss wants marked."""
+
+    def __init__(self, config: AlgorithmConfig):
+        self._config = config
+        loss = method_of("policy_loss", config.policy_loss)
+        self._marks = loss.marks if loss else ""
+        names = dict.fromkeys((*config.selections, *filter(None, [self._marks])))
+        self._functions: dict[str, Selection] = {
+            name: load_method("selection", name, "algorithm.selections") for name in names
+        }
+
+    def __call__(self, t: Trajectories, credit: Credit) -> Selected:
+        chosen = {name: self._choose(name, t, credit) for name in self._functions}
+        kinds: dict[str, dict[str, torch.Tensor]] = {"loss": {}, "policy_loss": {}, "batch": {}}
+        for name in self._config.selections:
+            method = method_of("selection", name)
+            kinds[method.takes_from if method else "loss"][_short(name)] = chosen[name]
+        kinds["batch"] = {name: _whole_rows(tokens, t) for name, tokens in kinds["batch"].items()}
+        return Selected(kinds["loss"], kinds["policy_loss"], kinds["batch"], chosen.get(self._marks))
+
+    def _choose(self, name: str, t: Trajectories, credit: Credit) -> torch.Tensor:
+        chosen = self._functions[name](t, credit, self._config)
+        if chosen.shape != t.row.shape or chosen.dtype != torch.bool:
+            raise UserError(
+                f"algorithm.selections: {name} returned {tuple(chosen.shape)} of {chosen.dtype}, but there are "
+                f"{len(t.row)} trained tokens: return a bool for each"
+            )
+        return chosen
+
+
+def _short(name: str) -> str:
+    """A user's own selection is reported under its function's name."""
+    return name.rpartition(":")[2]
+
+
+def _whole_rows(tokens: torch.Tensor, t: Trajectories) -> torch.Tensor:
+    """[N] bool: all tokens of rows that have a chosen one."""
+    rows = torch.zeros(len(t.scores), dtype=torch.bool)
+    rows[t.row[tokens]] = True
+    return rows[t.row]

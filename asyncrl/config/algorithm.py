@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from asyncrl.config.methods import NEEDS, methods
+from asyncrl.config.methods import NEEDS, Method, method_of, methods
 from asyncrl.config.sections import Section
 from asyncrl.config.suggest import did_you_mean
 
@@ -144,23 +144,6 @@ class CorrectionConfig(Section):
         return self
 
 
-class SelectionConfig(Section):
-    """Tokens that leave the loss because of what the whole batch looks like, decided before its first update."""
-
-    kind: str
-    """`m2po`: the fewest tokens without which the batch's mean squared log-ratio is below the threshold."""
-    threshold: float = Field(default=0.04, gt=0)
-    """Largest mean squared log-ratio of proximal and behaviour policy that m2po leaves."""
-
-    @field_validator("kind")
-    @classmethod
-    def _is_built_in(cls, kind: str) -> str:
-        known = methods("selection")
-        if kind not in known:
-            raise ValueError(f"there is no such selection.{did_you_mean(kind, known)} There are {', '.join(known)}")
-        return kind
-
-
 class DppoConfig(Section):
     """`policy_loss: dppo` (arXiv 2602.04879)."""
 
@@ -195,7 +178,7 @@ class SapoConfig(Section):
 
 
 class CovarianceConfig(Section):
-    """`policy_loss: clip_cov | kl_cov` (arXiv 2505.22617)."""
+    """`policy_loss: clip_cov | kl_cov`, and the selections that they mark tokens by (arXiv 2505.22617)."""
 
     fraction: float = Field(default=2e-4, gt=0, le=1)
     """Share of the batch's tokens that is marked, one at least."""
@@ -205,6 +188,10 @@ class CovarianceConfig(Section):
     """Largest one."""
     kl_coef: float = Field(default=1.0, ge=0)
     """Weight of kl_cov's penalty |log r|."""
+
+    def number_of(self, tokens: int) -> int:
+        """Tokens that are marked of a batch's."""
+        return max(int(self.fraction * tokens), 1)
 
 
 class AlgorithmConfig(Section):
@@ -253,8 +240,17 @@ class AlgorithmConfig(Section):
     log-probs, without a correction. `target`: the policy being optimised, so that nothing is clipped (policy gradient
     with the correction's weights)."""
     correction: CorrectionConfig = CorrectionConfig()
-    selections: tuple[SelectionConfig, ...] = ()
-    """Any of them together, such as `[{kind: m2po}]`."""
+    selections: tuple[str, ...] = ()
+    """Any of them together, such as `[m2po, top_entropy]`: tokens that leave the loss because of what the whole batch
+    looks like, decided before its first update. Names of built-ins (see asyncrl/algorithms/selections.py) or
+    `file.py:function` or `package.module:function`."""
+    m2po_threshold: float = Field(default=0.04, gt=0)
+    """Largest mean squared log-ratio of proximal and behaviour policy that the selection m2po leaves."""
+    top_entropy_fraction: float = Field(default=0.2, gt=0, le=1)
+    """Share of the batch's tokens, highest entropy first, that keep their policy loss under the selection
+    top_entropy."""
+    cppo_prune: float = Field(default=0.5, ge=0, lt=1)
+    """Share of each group's trajectories that the selection cppo does not train."""
 
     @property
     def functions(self) -> tuple[tuple[str, str, Collection[str]], ...]:
@@ -262,17 +258,22 @@ class AlgorithmConfig(Section):
         return (
             ("algorithm.adv_estimator", self.adv_estimator, methods("advantage")),
             ("algorithm.policy_loss", self.policy_loss, methods("policy_loss")),
+            *(("algorithm.selections", name, methods("selection")) for name in self.selections),
         )
 
     @property
+    def chosen_methods(self) -> tuple[Method, ...]:
+        """The methods that are chosen, with the selection that the policy loss has tokens marked by. A user's own
+        without a decorator is none."""
+        loss = method_of("policy_loss", self.policy_loss)
+        marks = [loss.marks] if loss and loss.marks else []
+        selections = (method_of("selection", name) for name in dict.fromkeys((*self.selections, *marks)))
+        return tuple(filter(None, (method_of("advantage", self.adv_estimator), loss, *selections)))
+
+    @property
     def needs(self) -> frozenset[str]:
-        """What the built-in methods that are chosen need, of asyncrl.config.methods.NEEDS."""
-        chosen = [
-            methods("advantage").get(self.adv_estimator),
-            methods("policy_loss").get(self.policy_loss),
-            *(methods("selection")[chosen.kind] for chosen in self.selections),
-        ]
-        return frozenset(need for method in chosen if method for need in method.needs)
+        """What the chosen methods need, of asyncrl.config.methods.NEEDS."""
+        return frozenset(need for method in self.chosen_methods for need in method.needs)
 
     @model_validator(mode="before")
     @classmethod
@@ -281,13 +282,26 @@ class AlgorithmConfig(Section):
         if not isinstance(given, dict):
             return given
         filled = dict(given)
-        estimator = methods("advantage").get(str(filled.get("adv_estimator", "grpo")))
+        estimator = method_of("advantage", str(filled.get("adv_estimator", "grpo")))
         loss_name = filled.get("policy_loss") or (estimator.defaults.get("policy_loss") if estimator else None) or "ppo"
-        loss = methods("policy_loss").get(str(loss_name))
+        loss = method_of("policy_loss", str(loss_name))
         for method in filter(None, (loss, estimator)):
             for key, value in method.defaults.items():
                 filled[key] = _merged(value, filled[key]) if key in filled else value
         return filled
+
+    @model_validator(mode="after")
+    def _selections_are_known(self) -> AlgorithmConfig:
+        known = methods("selection")
+        for name in self.selections:
+            if name not in known and ":" not in name:
+                raise ValueError(
+                    f"algorithm.selections has {name!r}, which is no built-in.{did_you_mean(name, known)} Built-in are "
+                    f"{', '.join(known)}; your own is path/to/file.py:function or package.module:function"
+                )
+        if len(set(self.selections)) < len(self.selections):
+            raise ValueError(f"algorithm.selections has one twice: {', '.join(self.selections)}. Keep one")
+        return self
 
     @model_validator(mode="after")
     def _proximal_fits(self) -> AlgorithmConfig:
@@ -299,18 +313,18 @@ class AlgorithmConfig(Section):
                 f"algorithm.correction.kind {correction.kind}, masks {', '.join(idle) or 'none'}. "
                 "Set algorithm.proximal=recompute, or algorithm.correction.kind=none without such masks"
             )
-        if "proximal" in self.needs and self.proximal != "recompute":
-            chosen = ", ".join([self.adv_estimator, self.policy_loss, *(s.kind for s in self.selections)])
-            raise ValueError(
-                f"of {chosen}, at least one needs the {NEEDS['proximal']}, but algorithm.proximal is {self.proximal}. "
-                "Set algorithm.proximal=recompute"
-            )
+        for method in self.chosen_methods if self.proximal != "recompute" else ():
+            for need in sorted(method.needs & {"proximal", "entropies"}):
+                raise ValueError(
+                    f"{method.name} needs the {NEEDS[need]}, but algorithm.proximal is {self.proximal}. "
+                    "Set algorithm.proximal=recompute"
+                )
         if missing := sorted(self.needs & NOT_THERE):
             raise ValueError(
                 f"algorithm.adv_estimator {self.adv_estimator} needs {' and '.join(NEEDS[need] for need in missing)}, "
                 "which no learner has yet. Choose another estimator (docs/algorithms.md)"
             )
-        loss = methods("policy_loss").get(self.policy_loss)
+        loss = method_of("policy_loss", self.policy_loss)
         if loss and loss.weighs_behaviour and (correction.kind != "none" or "dppo_tv" in kinds):
             raise ValueError(
                 f"algorithm.policy_loss {loss.name} already weighs by pi_target / pi_behaviour. "

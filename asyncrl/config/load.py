@@ -8,6 +8,7 @@ written: relative ones are relative to the current working directory, not to the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from pydantic import ValidationError
 
 from asyncrl.config import yaml_text
 from asyncrl.config.keys import REQUIRED, all_keys, closest_key
-from asyncrl.config.methods import Kind, Method, methods
+from asyncrl.config.methods import Kind, Method, method_of
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.suggest import file_hint
 from asyncrl.errors import UserError
@@ -99,14 +100,15 @@ class _Draft:
         for kind, key in METHOD_KEYS.items():
             if ("algorithm", key) in self._overrides:
                 for name in (self._in_file.get(key), algorithm.get(key)):
-                    self._forget_defaults(algorithm, methods(kind).get(str(name)))
+                    with suppress(ValueError):  # a wrong decorator, which the check reports
+                        self._forget_defaults(algorithm, method_of(kind, str(name)))
 
     def _forget_defaults(self, algorithm: dict[str, Any], method: Method | None) -> None:
         for default, value in method.defaults.items() if method else ():
             if not any(place[:2] == ("algorithm", default) for place in self._overrides):
                 algorithm.pop(default, None)
                 if default == "policy_loss":
-                    self._forget_defaults(algorithm, methods("policy_loss").get(value))
+                    self._forget_defaults(algorithm, method_of("policy_loss", str(value)))
 
     def report(self, detail: Any) -> None:
         """Translate a pydantic error into our messages."""

@@ -1,17 +1,21 @@
-"""Built-in methods of asyncrl/algorithms, read from their decorators: names, needs and sources without importing torch.
+"""Methods of asyncrl/algorithms and of the user, read from their decorators: what they need, without importing torch.
 
 A method is a function below `@advantage(...)`, `@policy_loss(...)` or `@selection(...)`
-(asyncrl/algorithms/registration.py), whose arguments are literals.
+(asyncrl/algorithms/registration.py), whose arguments are literals. A user's own function may have none.
 """
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
+
+from asyncrl import plugins
+from asyncrl.config.suggest import did_you_mean
+from asyncrl.errors import UserError
 
 FOLDER = Path(__file__).parents[1] / "algorithms"
 Kind = Literal["advantage", "policy_loss", "selection"]
@@ -24,6 +28,13 @@ NEEDS: Mapping[str, str] = {
     "greedy_row": "a greedy completion in every group, scored and not trained",
 }
 """What a method may need besides scores, groups and behaviour log-probs."""
+
+TAKES_FROM: Mapping[str, str] = {
+    "loss": "all that the token adds to the loss",
+    "policy_loss": "the token's policy loss; its entropy bonus and KL stay",
+    "batch": "its whole trajectory, which is not trained: no denominator counts it",
+}
+"""What a token that a selection chooses is taken out of. Only the last changes a denominator."""
 
 NO_CORRECTION: Mapping[str, Any] = {"correction": {"kind": "none"}}
 """Default of losses that weigh by target over behaviour themselves."""
@@ -46,6 +57,10 @@ class Method:
     """Of keys of the `algorithm` section that are left out where this method is chosen."""
     weighs_behaviour: bool
     """Whether a loss weighs by target over behaviour itself, so that no correction may."""
+    marks: str
+    """Selection whose tokens a loss gets as `tokens.marked` and treats in its own way; empty where it asks for none."""
+    takes_from: str
+    """Of TAKES_FROM, for a selection."""
     summary: str
     """First paragraph of the docstring."""
 
@@ -54,6 +69,41 @@ class Method:
 def methods(kind: Kind) -> Mapping[str, Method]:
     """The built-in methods of a kind by name: file after file, in the order of each."""
     return {method.name: method for method in _all_methods() if method.kind == kind}
+
+
+def method_of(kind: Kind, name: str) -> Method | None:
+    """The built-in of this name, or what the decorator of the user's function says; None where it has none, or cannot
+    be read: whoever loads it says why. ValueError where the decorator itself is wrong."""
+    if name in methods(kind) or ":" not in name:
+        return methods(kind).get(name)
+    try:
+        located = plugins.locate(name, (), kind)
+        assert located is not None
+        method = _methods_of_user(located.path, located.path.stat().st_mtime_ns).get(located.name)
+    except (UserError, OSError, SyntaxError):
+        return None
+    if method is None or method.kind != kind:
+        return None
+    own_marks = method.marks and method.marks not in methods("selection") and ":" not in method.marks
+    return replace(method, name=name, marks=f"{name.rpartition(':')[0]}:{method.marks}" if own_marks else method.marks)
+
+
+@cache
+def _methods_of_user(file: Path, mtime_ns: int) -> Mapping[str, Method]:
+    try:
+        found = {method.name: method for method in methods_in(file)}
+    except (ValueError, KeyError) as error:
+        problem = f"{file}: the arguments of a method's decorator are literals, and `formula` is one: {error}"
+        raise ValueError(problem) from error
+    for method in found.values():
+        for need in sorted(method.needs - NEEDS.keys()):
+            raise ValueError(
+                f"{file}: {method.name} needs {need!r}, which nothing provides.{did_you_mean(need, NEEDS)} "
+                f"There are {', '.join(NEEDS)}"
+            )
+        if method.takes_from not in TAKES_FROM:
+            raise ValueError(f"{file}: {method.name} takes from {method.takes_from!r}: it is {', '.join(TAKES_FROM)}")
+    return found
 
 
 @cache
@@ -79,5 +129,7 @@ def methods_in(file: Path) -> Iterator[Method]:
                     needs=frozenset(facts.get("needs", ())),
                     defaults=facts.get("defaults", {}) | (NO_CORRECTION if weighs_behaviour else {}),
                     weighs_behaviour=weighs_behaviour,
+                    marks=facts.get("marks", ""),
+                    takes_from=facts.get("takes_from", "loss"),
                     summary=" ".join((ast.get_docstring(node) or "").split("\n\n")[0].split()),
                 )

@@ -80,8 +80,8 @@ def _drift_measures(config: RunSections) -> Iterator[tuple[str, str]]:
         if mask.kind not in MASKS_OF_TRUNCATED_SAMPLES:
             yield f"algorithm.correction.masks has {mask.kind}", "Leave that mask out"
     for selection in algorithm.selections:
-        if selection.kind in DRIFT_SELECTIONS:
-            yield f"algorithm.selections has {selection.kind}", "Leave that selection out"
+        if selection in DRIFT_SELECTIONS:
+            yield f"algorithm.selections has {selection}", "Leave that selection out"
     if algorithm.proximal not in PROXIMAL_OF_TRUNCATED_SAMPLES:
         yield f"algorithm.proximal is {algorithm.proximal}", "Set algorithm.proximal=recompute"
     if config.learner.max_staleness == "auto":

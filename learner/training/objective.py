@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -11,10 +11,11 @@ from asyncrl.algorithms.corrections import Correction, correct
 from asyncrl.algorithms.losses import LossFunction, PolicyLoss, reference_kl
 from asyncrl.algorithms.ratios import PolicyTokens, approximate_proximal
 from asyncrl.algorithms.registration import load_method
+from asyncrl.algorithms.selections import Selected, any_of
 from asyncrl.config.algorithm import AlgorithmConfig
 from learner.training.batch import Batch
 from learner.training.engine import TorchEngine
-from learner.training.packing import MicroBatch
+from learner.training.packing import MicroBatch, TrainGroup
 from learner.training.roles import Scored
 
 
@@ -30,10 +31,29 @@ class Decided:
     """[N]"""
     returns: torch.Tensor | None
     """[N] targets of the critic."""
-    dropped: Mapping[str, torch.Tensor]
-    """[N] bool each: tokens that the selections drop, by their kinds."""
-    marked: torch.Tensor | None
-    """[N] bool: tokens that the policy loss treats apart, where it has chosen some."""
+    selected: Selected
+
+    @cached_property
+    def left_out(self) -> torch.Tensor:
+        """[N] bool: tokens of trajectories that a selection takes out of the batch."""
+        return any_of(self.selected.from_batch, self.advantages)
+
+    @cached_property
+    def without_policy_loss(self) -> torch.Tensor:
+        """[N] bool: tokens that a selection takes the policy loss of."""
+        return any_of(self.selected.from_policy_loss, self.advantages)
+
+    @cached_property
+    def train_groups(self) -> tuple[TrainGroup, ...]:
+        """The batch's groups without what the selections leave out."""
+        gone = set(self.batch.trained.row[self.left_out].tolist())
+        if not gone:
+            return self.batch.train_groups
+        kept = (
+            replace(g, completions=tuple(c for c in g.completions if c.row not in gone))
+            for g in self.batch.train_groups
+        )
+        return tuple(group for group in kept if group.completions)
 
     def versions(self, place: torch.Tensor) -> torch.Tensor:
         """Policy versions that sampled these tokens. [n] -> [n]"""
@@ -87,7 +107,7 @@ class Objective:
         self, actor: TorchEngine, micro_batch: MicroBatch, decided: Decided, weights: torch.Tensor
     ) -> MicroLoss:
         """`weights` [N]: of each of the batch's trained tokens in this update, already divided by its denominators."""
-        algorithm, device = self._algorithm, actor.device
+        algorithm, device, selected = self._algorithm, actor.device, decided.selected
         outputs = actor.forward(micro_batch, entropy="gradient" if algorithm.entropy_coeff else "value")
         assert outputs.entropies is not None
         place = decided.batch.places(micro_batch.row, micro_batch.column)
@@ -98,12 +118,13 @@ class Objective:
             behaviour_logprobs=behaviour,
             advantages=decided.advantages[place].to(device),
             row=micro_batch.row.to(device),
-            marked=None if decided.marked is None else decided.marked[place].to(device),
+            marked=None if selected.marked is None else selected.marked[place].to(device),
         )
         policy = self._loss(tokens, algorithm)
-        dropped = {kind: tokens_dropped[place].to(device) for kind, tokens_dropped in decided.dropped.items()}
+        dropped = {name: chosen[place].to(device) for name, chosen in selected.from_loss.items()}
         correction = correct(tokens, algorithm.correction, dropped)
-        token_loss = correction.weights * policy.token_loss
+        silent = decided.without_policy_loss[place].to(device)
+        token_loss = torch.where(silent, 0.0, correction.weights * policy.token_loss)
         if algorithm.entropy_coeff:
             token_loss = token_loss - algorithm.entropy_coeff * outputs.entropies
         kl = None

@@ -18,9 +18,8 @@ from asyncrl.algorithms.advantages import AdvantageEstimator
 from asyncrl.algorithms.diagnostics import FRACTIONS, explained_variance, off_policy_report
 from asyncrl.algorithms.losses import token_weights, value_loss
 from asyncrl.algorithms.registration import load_method
-from asyncrl.algorithms.selections import Selection, marked_by_loss
+from asyncrl.algorithms.selections import Selections
 from asyncrl.algorithms.trajectories import Trajectories
-from asyncrl.config.algorithm import SelectionConfig
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import component_name
 from asyncrl.errors import BadStateError
@@ -53,9 +52,7 @@ class LearnerStep:
         self.config = config
         a = config.algorithm
         self.estimator: AdvantageEstimator = load_method("advantage", a.adv_estimator, "algorithm.adv_estimator")
-        self.selections: list[tuple[SelectionConfig, Selection]] = [
-            (chosen, load_method("selection", chosen.kind, "algorithm.selections.N.kind")) for chosen in a.selections
-        ]
+        self.select = Selections(a)
         self.objective = Objective(a)
 
     def __call__(self, batch: Batch, version: int) -> dict[str, float]:
@@ -63,8 +60,8 @@ class LearnerStep:
 
         Raises NotFiniteError when a loss or a gradient is not finite; the weights are then those before that update.
         """
-        updates = _split_evenly(batch.train_groups, self.config.algorithm.updates_per_batch)
-        decided = self._decide(batch, version, len(updates))
+        decided = self._decide(batch, version)
+        updates = _split_evenly(decided.train_groups, self.config.algorithm.updates_per_batch)
         seen: dict[str, list[torch.Tensor]] = defaultdict(list)
         metrics: dict[str, list[float]] = defaultdict(list)
         for number, groups in enumerate(updates, 1):
@@ -82,18 +79,20 @@ class LearnerStep:
             metrics["critic/explained_variance"].append(variance)
         columns = {name: torch.cat(parts).numpy() for name, parts in seen.items()}
         self.trained = _trained_batch(columns, decided)
-        return {name: float(np.mean(values)) for name, values in metrics.items()} | _report(columns)
+        means = {name: float(np.mean(values)) for name, values in metrics.items()}
+        return means | decided.selected.report() | _report(columns)
 
     def _stepped(self, version: int) -> list[tuple[str, TorchEngine]]:
         """Roles whose weights change in this step, with the prefix of their metrics."""
         actor = [("", self.roles.actor)] if self._trains_actor(version) else []
         return [*actor, *([("critic/", self.roles.critic)] if self.roles.critic else [])]
 
-    def _decide(self, batch: Batch, version: int, num_updates: int) -> Decided:
+    def _decide(self, batch: Batch, version: int) -> Decided:
         """Score the roles, give credit, select: all that is decided over the whole batch."""
         algorithm = self.config.algorithm
         # With a single update the policy does not move between this forward pass and the next: the proximal
         # log-probs are then the detached ones of the training pass itself, unless the whole batch needs them.
+        num_updates = min(algorithm.updates_per_batch, len(batch.train_groups))
         moves = algorithm.proximal == "recompute" and num_updates > 1
         wanted = {
             "proximal_logprobs": moves or algorithm.needs & {"proximal", "entropies"},
@@ -119,9 +118,8 @@ class LearnerStep:
             seed=version,
         )
         credit = self.estimator(trajectories, algorithm)
-        dropped = {chosen.kind: select(trajectories, credit, chosen) for chosen, select in self.selections}
-        marked = marked_by_loss(trajectories, credit, algorithm)
-        return Decided(batch, version, scored, credit.advantages.detach(), credit.returns, dropped, marked)
+        selected = self.select(trajectories, credit)
+        return Decided(batch, version, scored, credit.advantages.detach(), credit.returns, selected)
 
     def _accumulate(
         self, groups: Sequence[TrainGroup], decided: Decided, seen: dict[str, list[torch.Tensor]], where: str
@@ -200,6 +198,7 @@ def _trained_batch(columns: Mapping[str, np.ndarray], decided: Decided) -> Train
     batch, tokens = decided.batch, len(decided.batch.behaviour_logprobs)
     row, flat = batch.trained.row, batch.trained.flat.numpy()
     logprobs, masked = np.full(tokens, np.nan, np.float32), np.zeros(tokens, bool)
+    masked[flat] = decided.left_out.numpy()
     if columns:
         logprobs[flat[columns["place"]]] = columns["learner"]
         masked[flat[columns["place"]]] = columns["mask_fraction"] > 0

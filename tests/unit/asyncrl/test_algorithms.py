@@ -25,7 +25,7 @@ from asyncrl.algorithms.ratios import (
 from asyncrl.algorithms.registration import load_method
 from asyncrl.algorithms.selections import m2po
 from asyncrl.algorithms.trajectories import Credit, Trajectories
-from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig, SelectionConfig
+from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig
 from asyncrl.config.methods import KINDS as METHOD_KINDS
 from asyncrl.config.methods import NEEDS, methods
 from tests.rigs.tiny import ROOT
@@ -307,7 +307,7 @@ def test_m2po_drops_the_fewest_tokens() -> None:
         n = len(differences)
         nothing, one_each = torch.zeros(n), torch.arange(n)
         t = Trajectories(nothing, one_each, one_each, nothing, proximal_logprobs=differences)
-        return m2po(t, Credit(nothing), SelectionConfig(kind="m2po", threshold=threshold))
+        return m2po(t, Credit(nothing), AlgorithmConfig(m2po_threshold=threshold))
 
     outliers = dropped(delta, given["threshold"])
     assert int(outliers.sum()) == given["num_dropped"]
@@ -357,7 +357,7 @@ SENSELESS: list[tuple[dict[str, Any], str]] = [
     *(({"correction": correction}, message) for correction, message in MASKS_AND_KINDS),
     ({"proximal": "behaviour"}, r"kind token_tis, .*Set algorithm.proximal=recompute, or"),
     ({"proximal": "behaviour", "correction": {"kind": "none", "masks": [{"kind": "veto"}]}}, "masks veto"),
-    ({"proximal": "linear", "selections": [{"kind": "m2po"}]}, "ppo, m2po, .*Set algorithm.proximal=recompute"),
+    ({"proximal": "linear", "selections": ["m2po"]}, "m2po needs .*Set algorithm.proximal=recompute"),
     ({"policy_loss": "topr", "correction": {"kind": "icepop"}}, "topr already weighs by pi_target / pi_behaviour"),
     (
         {"policy_loss": "dppo", "correction": {"kind": "none", "masks": [{"kind": "dppo_tv"}]}},

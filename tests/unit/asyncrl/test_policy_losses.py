@@ -11,7 +11,7 @@ import torch
 from asyncrl.algorithms.losses import PolicyLoss, token_weights
 from asyncrl.algorithms.ratios import PolicyTokens
 from asyncrl.algorithms.registration import load_method
-from asyncrl.algorithms.selections import marked_by_loss, token_covariance
+from asyncrl.algorithms.selections import Selections, token_covariance
 from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.methods import methods
@@ -146,7 +146,7 @@ def test_covariance_losses() -> None:
     close(token_covariance(t, credit), flat(VECTORS["token_cov"]["cov"]))
     given = VECTORS["kl_cov_ratio.2_coef1"]
     config = AlgorithmConfig.model_validate({"policy_loss": "kl_cov", "covariance": {"fraction": 0.2}})
-    marked = marked_by_loss(t, credit, config)
+    marked = Selections(config)(t, credit).marked
     assert marked is not None
     assert marked.nonzero()[:, 0].tolist() == given["topk_index"]
     loss, _ = loss_of("kl_cov", tokens(marked=marked))
@@ -154,17 +154,17 @@ def test_covariance_losses() -> None:
 
     bounds = {"fraction": 0.3, "lower": 0.0, "upper": 1.0}
     config = AlgorithmConfig.model_validate({"policy_loss": "clip_cov", "covariance": bounds})
-    marked = marked_by_loss(t, credit, config)
+    marked = Selections(config)(t, credit).marked
     assert marked is not None
     assert int(marked.sum()) == 2, "of the three whose covariance is within the bounds"
     assert ((token_covariance(t, credit) > 0) | ~marked).all()
-    again = marked_by_loss(t, credit, config)
+    again = Selections(config)(t, credit).marked
     assert again is not None
     assert torch.equal(marked, again), "the same tokens when a step is made again"
     moved = tokens(logprobs.clone().requires_grad_(), marked=marked)
     found = gradient("clip_cov", moved)
     assert ((found == 0) | ~marked).all()
-    assert marked_by_loss(t, credit, AlgorithmConfig()) is None
+    assert Selections(AlgorithmConfig())(t, credit).marked is None
 
 
 # --- for every loss --------------------------------------------------------------------------------------

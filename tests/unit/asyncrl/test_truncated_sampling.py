@@ -168,7 +168,7 @@ def test_sampling_that_makes_the_ratio_wrong_is_refused(make_config: MakeConfig)
 DRIFT_MEASURES: list[dict[str, Any]] = [
     *({"correction": {"kind": f"{level}_{form}"}} for level in ("sequence", "geometric") for form in ("tis", "mis")),
     *({"correction": {"masks": [{"kind": kind}]}} for kind in ("sequence", "geometric", "dppo_tv", "opsm")),
-    {"selections": [{"kind": "m2po"}]},
+    {"selections": ["m2po"]},
     {"proximal": "loglinear"},
     {"proximal": "linear"},
     {"policy_loss": "dppo", "correction": {"kind": "none"}},

@@ -37,10 +37,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     **{kind: {"correction": {"kind": kind}} for kind in KINDS},
     **{mask: {"correction": {"kind": "none", "masks": [{"kind": mask}]}} for mask in MASKS},
     **{mode: {"loss_agg_mode": mode} for mode in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")},
-    "m2po": {"correction": {"kind": "none"}, "selections": [{"kind": "m2po"}]},
+    **{name: {"correction": {"kind": "none"}, "selections": [name]} for name in methods("selection")},
     "all masks": {
         "correction": {"kind": "token_tis", "masks": [{"kind": mask} for mask in MASKS]},
-        "selections": [{"kind": "m2po"}],
+        "selections": ["m2po"],
     },
     "loglinear": {"proximal": "loglinear"},
     "linear": {"proximal": "linear"},
@@ -180,12 +180,34 @@ def test_a_masked_token_trains_through_neither_entropy_nor_kl(make_config: MakeC
     assert gradients == [True, False]
 
 
+def test_a_selection_takes_its_tokens_from_what_its_method_says(make_config: MakeConfig) -> None:
+    def step(*selections: str) -> tuple[dict[str, float], torch.Tensor]:
+        settings = {"selections": selections, "entropy_coeff": 0.0, "loss_agg_mode": "seq-mean-token-mean"}
+        metrics, engine, _ = one_step(make_config(batch=WHOLE, algorithm=settings))
+        assert engine.logprobs.grad is not None
+        return metrics, engine.logprobs.grad
+
+    _, plain = step()
+    metrics, of_forks = step("top_entropy")
+    silent = (of_forks == 0) & (plain != 0)
+    assert metrics["mask_fraction_top_entropy"] == pytest.approx(float((of_forks == 0).float().mean()), abs=0.02)
+    assert metrics["mask_fraction"] == 0, "it leaves entropy bonus and KL as they are"
+    torch.testing.assert_close(of_forks[~silent], plain[~silent])
+    metrics, of_best = step("cppo")
+    kept = 1 - metrics["mask_fraction_cppo"]
+    assert len(of_best) == round(kept * len(plain)) < len(plain), "what is pruned is not even computed"
+    batch = prepared(make_config())[1]
+    rows = sum(max(len(group.completions) // 2, 1) for group in batch.train_groups)
+    weight = 1 / (rows * max(batch.trained.row.bincount()).item())
+    assert float(of_best.abs().min()) == 0 or float(of_best.abs().max()) > weight, "denominators are those that stay"
+
+
 @pytest.mark.parametrize(
     ("proximal", "updates", "selections", "passes"),
     [
         ("recompute", 1, (), 0),
         ("recompute", 2, (), 1),
-        ("recompute", 1, ({"kind": "m2po"},), 1),
+        ("recompute", 1, ("m2po",), 1),
         ("loglinear", 2, (), 0),
         ("linear", 2, (), 0),
         ("target", 2, (), 0),
@@ -202,7 +224,7 @@ def test_only_recomputing_costs_a_forward_pass(
 
 
 def test_a_batch_without_trained_tokens_makes_no_step(make_config: MakeConfig) -> None:
-    config = make_config(algorithm={"selections": [{"kind": "m2po"}]})
+    config = make_config(algorithm={"selections": ["m2po"]})
     engine, batch = prepared(config)
     assert LearnerStep(engine, config)(replace(batch, train_groups=()), 3) == {}
 

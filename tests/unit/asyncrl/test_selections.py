@@ -1,0 +1,96 @@
+"""Selections against published values, and those of a user's own file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from asyncrl.algorithms.selections import Selections, cppo, top_entropy
+from asyncrl.algorithms.trajectories import Credit, Trajectories
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.methods import method_of
+from asyncrl.errors import UserError
+from tests.rigs.tiny import ROOT
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+VECTORS = json.loads((ROOT / "tests" / "rigs" / "vectors.json").read_text())
+OWN = """
+import torch
+from asyncrl.algorithms.losses import PolicyLoss
+from asyncrl.algorithms.registration import policy_loss, selection
+
+@selection(formula="every other one", needs=("entropies",), takes_from="policy_loss")
+def even(t, credit, config):
+    return torch.arange(len(t.row)) % 2 == 0
+
+def plain(t, credit, config):
+    return torch.ones(3) if config.gamma < 1 else t.row == 0
+
+@policy_loss(formula="-A log p", marks="even", needs=("critic",), defaults={"loss_agg_mode": "seq-mean-token-mean"})
+def loss(tokens, config):
+    return PolicyLoss(torch.where(tokens.marked, 0.0, -tokens.advantages * tokens.logprobs), {})
+"""
+
+
+def trajectories(lengths: list[int], group: list[int], entropies: list[float] | None = None) -> Trajectories:
+    row = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    found = None if entropies is None else torch.tensor(entropies)
+    return Trajectories(torch.zeros(len(lengths)), torch.tensor(group), row, torch.zeros(len(row)), entropies=found)
+
+
+def test_top_entropy_keeps_the_share_of_highest_entropy_of_the_whole_batch() -> None:
+    entropies = [0.1, 2.0, 0.3, 0.2, 1.5, 0.0, 0.4, 0.5, 0.6, 0.7]
+    t = trajectories([6, 4], [0, 1], entropies)
+    silent = top_entropy(t, Credit(torch.zeros(10)), AlgorithmConfig())
+    assert (~silent).nonzero()[:, 0].tolist() == [1, 4], "two of ten, wherever they are"
+    assert not top_entropy(t, Credit(torch.zeros(10)), AlgorithmConfig(top_entropy_fraction=1.0)).any()
+    equal = trajectories([3], [0], [0.5, 0.5, 0.5])
+    assert not top_entropy(equal, Credit(torch.zeros(3)), AlgorithmConfig()).any(), "at the threshold is above it"
+
+
+def test_cppo_keeps_the_trajectories_of_largest_advantage_of_each_group() -> None:
+    given = VECTORS["cppo"]
+    advantages = torch.tensor(given["adv"])
+    t = trajectories([1, 2, 3, 1], [0, 0, 0, 0])
+    pruned = cppo(t, Credit(advantages[t.row]), AlgorithmConfig(cppo_prune=given["prune"]))
+    assert sorted(set(t.row[~pruned].tolist())) == given["kept"]
+    # Of each group its own share, one at least; rows that train nothing are not counted.
+    t = trajectories([1, 1, 1, 2, 0, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0, 0])
+    credit = Credit(torch.tensor([0.1, -0.4, 0.3, 0.2, 0.2, 0.0, 5.0, -1.0, 0.0])[: len(t.row)])
+    kept = t.row[~cppo(t, credit, AlgorithmConfig(cppo_prune=0.5))].tolist()
+    assert kept == [1, 2, 6]
+    assert t.row[~cppo(t, credit, AlgorithmConfig(cppo_prune=0.9))].tolist() == [1, 6]
+    assert not cppo(t, credit, AlgorithmConfig(cppo_prune=0.0)).any()
+
+
+def test_a_users_own_methods_are_read_like_the_built_in_ones(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    config = AlgorithmConfig(policy_loss=f"{file}:loss", selections=(f"{file}:even", f"{file}:plain"))
+    assert config.needs == {"critic", "entropies"}
+    assert config.loss_agg_mode == "seq-mean-token-mean", "its defaults, too"
+    selected = Selections(config)(trajectories([2, 2], [0, 0]), Credit(torch.zeros(4)))
+    assert selected.from_policy_loss["even"].tolist() == [True, False, True, False]
+    assert selected.from_loss["plain"].tolist() == [True, True, False, False]
+    assert selected.marked is not None
+    assert selected.marked.tolist() == [True, False, True, False], "the loss's marks are those of its own file"
+    with pytest.raises(UserError, match=r"plain returned \(3,\) of torch.float32, but there are 4 trained tokens"):
+        Selections(config.model_copy(update={"gamma": 0.5}))(trajectories([2, 2], [0, 0]), Credit(torch.zeros(4)))
+    assert method_of("policy_loss", f"{file}:missing") is None, "whoever loads it says why"
+    file.write_text(OWN.replace('"critic"', '"critics"'))
+    with pytest.raises(ValidationError, match=r"loss needs 'critics', which nothing provides\. Did you mean 'critic'"):
+        AlgorithmConfig(policy_loss=f"{file}:loss")
+    file.write_text(OWN.replace('"every other one"', "str(2)"))
+    with pytest.raises(ValidationError, match="the arguments of a method's decorator are literals"):
+        AlgorithmConfig(policy_loss=f"{file}:loss")
+
+
+def test_unknown_and_repeated_selections_are_refused() -> None:
+    with pytest.raises(ValidationError, match=r"'top_entropie', which is no built-in\. Did you mean 'top_entropy'"):
+        AlgorithmConfig(selections=("top_entropie",))
+    with pytest.raises(ValidationError, match=r"one twice: m2po, m2po\. Keep one"):
+        AlgorithmConfig(selections=("m2po", "m2po"))
