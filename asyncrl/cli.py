@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 RESUME = "continue run_dir from its newest checkpoint"
 UNATTENDED = "begin, or continue what run_dir holds: what a restarted container needs. After bad state it refuses"
+OVERRIDES = (
+    "replace keys of the configuration; a word without `=` is an overlay: a YAML file, or an algorithm such as rloo"
+)
 DRY_RUN = "check and print what would be run, and one rendered prompt; use doctor to check this machine"
 
 
@@ -67,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--prefix", default="", metavar="TEXT", help="what every completion is made to begin with")
 
     demo = commands.add_parser("demo", help="train a small vision-language model on this machine, in one new folder")
-    demo.add_argument("overrides", nargs="*", metavar="key=value", help="of the GRPO run's configuration")
+    demo.add_argument("overrides", nargs="*", metavar="ALGORITHM|key=value", help=f"{OVERRIDES}. Without one, GRPO")
     demo.add_argument("--seed", type=int, default=1, help="of data, model, order and sampling")
     demo.add_argument("--folder", type=Path, metavar="DIR", help="new folder; default: the next free runs/demo-N")
     demo.add_argument("--steps", type=int, metavar="N", help="GRPO steps; default: the configuration's")
@@ -129,7 +132,7 @@ def _command(commands, name: str, handler, help: str) -> argparse.ArgumentParser
     """Add a command that takes a configuration and overrides."""
     parser = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
     parser.add_argument("config", type=Path, help="YAML configuration")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="replace keys of the configuration")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
     parser.set_defaults(handler=handler)
     return parser
 
@@ -306,9 +309,9 @@ def _replay(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    overrides = [word for word in arguments.overrides if "=" in word]
-    files = [Path(word) for word in arguments.overrides if "=" not in word]
-    if len(files) > 1 or (files and arguments.plan) or (overrides and not files and not arguments.plan):
+    first, *rest = arguments.overrides or [""]
+    overrides = arguments.overrides if arguments.plan else rest
+    if not arguments.plan and "=" in first:
         raise UserError(
             "expected: asyncrl doctor [CONFIG [key=value ...]], or asyncrl doctor --plan TARGET [key=value ...]"
         )
@@ -320,7 +323,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     with _uncollected():
         from asyncrl.tools.doctor.examine import examine
 
-        return examine(files[0] if files else None, overrides, quick=arguments.quick, as_json=arguments.json)
+        return examine(Path(first) if first else None, overrides, quick=arguments.quick, as_json=arguments.json)
 
 
 def _health(arguments: argparse.Namespace) -> int:

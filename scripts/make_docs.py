@@ -10,7 +10,9 @@ from pathlib import Path
 from asyncrl.config.algorithm import NOT_THERE
 from asyncrl.config.explain import config_reference
 from asyncrl.config.methods import TAKES_FROM, Kind, methods
+from asyncrl.config.overlays import shipped_overlays
 from asyncrl.telemetry.metric_set import document
+from asyncrl.tools.import_config.names import NAMES
 from learner.reporting.metric_table import METRICS as LEARNER_METRICS
 from rollout_server.metric_table import METRICS as ROLLOUT_METRICS
 
@@ -30,6 +32,23 @@ aggregations (`algorithm.loss_agg_mode`) are combined freely, and so are the off
 score of a trajectory, `A` the advantage of a token, `p` its probability under the policy that is trained, `r` its ratio
 to the proximal policy. Each function is in `asyncrl/algorithms/`, and your own is named as `file.py:function`
 ([bring-your-own.md](bring-your-own.md)). Written by `scripts/make_docs.py` from the functions themselves."""
+OVERLAYS = """## One word for a whole method
+
+What a paper sets besides its function is in an overlay, a few lines of YAML in
+[configs/algorithms](../configs/algorithms). A word without `=` on the command line is the name of one of these, or the
+path of an overlay of your own; what comes later on the line counts:
+
+```text
+asyncrl demo rloo
+asyncrl train base.yaml dapo learner.optim.lr=2e-6
+asyncrl train base.yaml mine.yaml
+```
+
+| overlay | |
+|---|---|"""
+NAMES_ELSEWHERE = """## Names elsewhere
+
+`asyncrl import-config` translates configurations of RLLaVA and EasyR1 ([migration.md](migration.md))."""
 
 
 def _methods(kind: Kind, titles: tuple[str, str]) -> str:
@@ -58,6 +77,30 @@ def _short(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def _overlays() -> str:
+    """Each overlay and its first comment."""
+    first = {name: file.read_text().partition("\n")[0].removeprefix("# ") for name, file in shipped_overlays().items()}
+    rows = [f"| [`{name}`](../configs/algorithms/{name}.yaml) | {said} |" for name, said in first.items()]
+    return "\n".join([OVERLAYS, *rows])
+
+
+def _names() -> str:
+    """Tables of what RLLaVA, EasyR1, verl and TRL call our settings."""
+    tables = [NAMES_ELSEWHERE]
+    for title, names in NAMES.items():
+        rows = ["| here | RLLaVA | EasyR1 | verl | TRL |", "|---|---|---|---|---|"]
+        for name in names:
+            key, _, value = name.ours.partition(" ")
+            cells = (cell if "`" in cell or cell.startswith("a ") else _quoted(cell) for cell in name[1:])
+            rows.append(f"| `algorithm.{key}{'=' if value else ''}{value}` | {' | '.join(cells)} |")
+        tables += [f"{title}:", "\n".join(rows)]
+    return "\n\n".join(tables)
+
+
+def _quoted(values: str) -> str:
+    return ", ".join(f"`{value}`" for value in values.split(", ") if value)
+
+
 def pages() -> dict[str, str]:
     """File name -> text."""
     metrics = (
@@ -67,7 +110,8 @@ def pages() -> dict[str, str]:
         f"## Learner\n\n{document(LEARNER_METRICS).strip()}\n\n"
         f"## Rollout server\n\n{document(ROLLOUT_METRICS).strip()}\n"
     )
-    algorithms = "\n\n".join([ALGORITHMS, *(_methods(kind, setting) for kind, setting in METHOD_SETTINGS.items())])
+    tables = [_methods(kind, setting) for kind, setting in METHOD_SETTINGS.items()]
+    algorithms = "\n\n".join([ALGORITHMS, _overlays(), *tables, _names()])
     return {
         "algorithms.md": algorithms + "\n",
         "configuration.md": config_reference().strip() + "\n",

@@ -1,5 +1,5 @@
-"""Load a YAML file and `a.b.c=value` overrides into the frozen RunConfig, or list everything that is wrong in one
-error.
+"""Load a YAML file, overlays and `a.b.c=value` overrides into the frozen RunConfig, or list everything that is wrong in
+one error.
 
 Paths inside the configuration (model.path, data files, data.format_prompt, `file.py:function`) stay as
 written: relative ones are relative to the current working directory, not to the configuration file.
@@ -17,20 +17,25 @@ from pydantic import ValidationError
 from asyncrl.config import yaml_text
 from asyncrl.config.keys import REQUIRED, all_keys, closest_key
 from asyncrl.config.methods import Kind, Method, method_of
+from asyncrl.config.overlays import Place, find_overlay, leaves
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.suggest import file_hint
 from asyncrl.errors import UserError
 
 METHOD_KEYS: dict[Kind, str] = {"advantage": "adv_estimator", "policy_loss": "policy_loss"}
-Place = tuple[str | int, ...]
-"""A place in a configuration: names of keys and indices of list items."""
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read the file, apply the overrides in order, check everything. UserError lists every problem at once."""
+    """Read the file, apply overrides and overlays in order, check everything. UserError lists every problem at once.
+
+    An override without `=` is an overlay: a YAML file, or the name of an algorithm's.
+    """
     draft = _Draft(path)
-    for override in overrides:
-        draft.override(override)
+    for word in overrides:
+        if "=" in word:
+            draft.override(word)
+        else:
+            draft.lay_over(word)
     draft.change_methods()
     config = None
     try:
@@ -56,27 +61,19 @@ class _Draft:
     def __init__(self, path: Path) -> None:
         self.problems: list[str] = []
         self._path = path
-        try:
-            text = path.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            raise UserError(f"there is no configuration file {path}: {file_hint(path)}") from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"cannot read the configuration file {path}: {error}") from None
-        value, self._node = yaml_text.parse(text, str(path))
-        if not isinstance(value, dict | None):
-            raise UserError(f"{path} holds {value!r:.120}: expected lines such as `run_dir: runs/first`")
-        self.data: dict[str, Any] = value or {}
+        self.data, self._node = _read(path)
         self._overrides: dict[Place, str] = {}
+        """Where each value that is not the file's comes from."""
         algorithm = self.data.get("algorithm")
         self._in_file: dict[str, Any] = dict(algorithm) if isinstance(algorithm, dict) else {}
 
     def override(self, text: str) -> None:
         """Apply one `a.b.c=value`. The value of a text key is taken as it stands, any other is YAML."""
-        name, equals, raw = text.partition("=")
+        name, _, raw = text.partition("=")
         place: Place = tuple(int(part) if part.isdigit() else part for part in name.strip().split("."))
         path = _schema_path(place)
-        if not equals or not name:
-            self.problems.append(f"override {text!r} has no `=`: expected key=value, such as batch.group_size=8")
+        if not name:
+            self.problems.append(f"override {text!r} has no key: expected key=value, such as batch.group_size=8")
         elif not any(f"{key}.".startswith(f"{path}.") or path.startswith(f"{key}.") for key in all_keys()):
             self.problems.append(f"unknown key {name}{_meant(path)} [override {text}]")
         else:
@@ -84,12 +81,28 @@ class _Draft:
             try:
                 value = raw if key and key.field.annotation is str else yaml_text.parse(raw, f"override {text}")[0]
                 self.data = put(self.data, place, value)
-                self._overrides[place] = text
+                self._overrides[place] = f"override {text}"
             except UserError as problem:
                 self.problems.append(str(problem))
             except LookupError:
                 problem = f"{name}: there is no such key or item; the index after the last appends"
                 self.problems.append(f"{problem} [override {text}]")
+
+    def lay_over(self, word: str) -> None:
+        """Apply an overlay: each of its keys as an override would be."""
+        try:
+            path = find_overlay(word)
+            data, node = _read(path)
+        except UserError as problem:
+            self.problems.append(str(problem))
+            return
+        for place, value in leaves(data):
+            origin = f"{path} line {yaml_text.line_of(node, place)}"
+            try:
+                self.data = put(self.data, place, value)
+                self._overrides[place] = origin
+            except LookupError:
+                self.problems.append(f"{'.'.join(map(str, place))}: there is no such key [{origin}]")
 
     def change_methods(self) -> None:
         """Forget what the file says of keys that a method named by an override, or the one that it replaces, has
@@ -135,8 +148,22 @@ class _Draft:
         """Locate the source of a value: an override of it or of a section around it, else a line of the file."""
         for end in range(len(place), 0, -1):
             if place[:end] in self._overrides:
-                return f" [override {self._overrides[place[:end]]}]"
+                return f" [{self._overrides[place[:end]]}]"
         return f" [{self._path} line {yaml_text.line_of(self._node, place)}]"
+
+
+def _read(path: Path) -> tuple[dict[str, Any], Any]:
+    """The file's mapping, and its node, which knows the lines. Raises UserError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"there is no configuration file {path}: {file_hint(path)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the configuration file {path}: {error}") from None
+    value, node = yaml_text.parse(text, str(path))
+    if not isinstance(value, dict | None):
+        raise UserError(f"{path} holds {value!r:.120}: expected lines such as `run_dir: runs/first`")
+    return value or {}, node
 
 
 def _schema_path(place: Place) -> str:

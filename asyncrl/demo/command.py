@@ -1,8 +1,9 @@
-"""The main job, end to end: data, a warm start, its baselines, asynchronous GRPO, and a check of the exported folder.
+"""The main job, end to end: data, a warm start, its baselines, asynchronous training, a check of the exported folder.
 
-    asyncrl demo [--seed 1] [--folder runs/demo-1] [--steps 200] [--from-scratch] [--quick] [key=value ...]
+    asyncrl demo [ALGORITHM] [--seed 1] [--folder runs/demo-1] [--steps 200] [--from-scratch] [--quick] [key=value ...]
 
-Everything is written to one new folder. The last lines compare held-out accuracy of the warm start, by each way of
+ALGORITHM is an overlay such as rloo (docs/algorithms.md); without one it is GRPO. Everything is written to one new
+folder. The last lines compare held-out accuracy of the warm start, by each way of
 decoding, with that of the run halfway and at its end; the line before them scores the export again with nothing but
 transformers. `--quick` makes everything small, and learns little.
 """
@@ -34,7 +35,7 @@ def demo(
     score = ["-m", "asyncrl.demo.baselines", "--folder", str(folder), *changes]
     seconds["baselines"] = run("the warm start with plain transformers, by each decoding", *score)
     train = ["-m", "asyncrl", "train", str(folder / "config.yaml"), *changes]
-    seconds["grpo"] = run("asynchronous GRPO (asyncrl train)", *train)
+    seconds["grpo"] = run("asynchronous reinforcement learning (asyncrl train)", *train)
     score = ["-m", "asyncrl", "eval", str(grpo / "config.yaml"), "--model", str(grpo / "export")]
     seconds["check"] = run("the exported folder with plain transformers (asyncrl eval)", *score)
     summary = summarise(folder, seed, seconds)

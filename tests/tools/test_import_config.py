@@ -9,13 +9,16 @@ import pytest
 import yaml
 
 from asyncrl.cli import main
+from asyncrl.config.algorithm import NOT_THERE, AlgorithmConfig
 from asyncrl.config.keys import all_keys
 from asyncrl.config.load import load_config
+from asyncrl.config.methods import methods
 from asyncrl.errors import UserError
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.spec import load_reward
 from asyncrl.tools.import_config.derived_rules import Verdict
 from asyncrl.tools.import_config.foreign_config import read_foreign_config
+from asyncrl.tools.import_config.names import NAMES
 from asyncrl.tools.import_config.rules import RULES, THEIR_DEFAULTS
 from asyncrl.tools.import_config.translation import Import, translate
 from tests.rigs.tiny import ROOT
@@ -105,12 +108,59 @@ def test_a_configuration_keeps_its_meaning(name: str, monkeypatch: pytest.Monkey
     assert verdicts(done)[without.get(name, "actor.fsdp.use_orig_params")] == "no counterpart"
 
 
+ALGORITHMS = {
+    "algorithm: {adv_estimator: gae, gamma: 0.9, lam: 0.95}\ntrainer: {critic_warmup: 3}\n"
+    "critic: {cliprange_value: 0.2, optim: {lr: 1e-4}, model: {model_path: scorer}}": {
+        "algorithm.adv_estimator": "gae",
+        "algorithm.gamma": 0.9,
+        "algorithm.gae.lam": 0.95,
+        "algorithm.gae.critic_lam": 0.95,
+        "critic.warmup_steps": 3,
+        "critic.clip_range": 0.2,
+        "critic.optim.lr": 1e-4,
+        "critic.path": "scorer",
+    },
+    "algorithm: {adv_estimator: rloo}\ncritic: {optim: {lr: 1e-4}}": {
+        "algorithm.adv_estimator": "rloo",
+        "critic.optim.lr": None,
+    },
+    "actor: {policy_loss: {loss_mode: geo_mean}, loss_agg_mode: seq-mean-token-sum}": {
+        "algorithm.policy_loss": "gmpo",
+        "algorithm.loss_agg_mode": "seq-mean-token-sum",
+        "algorithm.clip_ratio_low": 0.2,  # their default, and not the paper's
+    },
+    "actor: {policy_loss: {loss_mode: clip-cov, clip_cov_ratio: 0.1, kl_cov_ratio: 0.2, clip_cov_lb: 0.5}}": {
+        "algorithm.policy_loss": "clip_cov",
+        "algorithm.covariance.fraction": 0.1,
+        "algorithm.covariance.lower": 0.5,
+    },
+}
+
+
+@pytest.mark.parametrize("given", ALGORITHMS)
+def test_algorithms_are_called_what_they_are_here(given: str, tmp_path: Path) -> None:
+    (tmp_path / "theirs.yaml").write_text(f"{given}\nrollout: {{n: 4}}")
+    done = imported(tmp_path / "theirs.yaml")
+    assert {key: done.settings.get(key) for key in ALGORITHMS[given]} == ALGORITHMS[given]
+    assert "unknown" not in verdicts(done).values()
+
+
+def test_every_name_in_the_table_is_a_setting_of_ours() -> None:
+    for name in (name for names in NAMES.values() for name in names):
+        key, _, value = name.ours.partition(" ")
+        sections = yaml.safe_load(f"{{{key}: {value or 3}}}")
+        for part in reversed(key.split(".")[:-1]):
+            sections = {part: {key.rpartition(".")[2]: sections.popitem()[1]}}
+        if value not in [method.name for method in methods("advantage").values() if method.needs & NOT_THERE]:
+            AlgorithmConfig.model_validate(sections)
+
+
 LOSSES = {
-    "algorithm: {adv_estimator: reinforce_plus_plus}": "algorithm.adv_estimator=reinforce_plus_plus",
+    "algorithm: {adv_estimator: invented}": "algorithm.adv_estimator=invented",
     "algorithm: {online_filtering: true}": "algorithm.online_filtering=true",
     "algorithm: {disable_kl: false, use_kl_loss: true, kl_coef: 0.01}": "algorithm.kl_coef=0.01",
     "algorithm: {disable_kl: false}": "algorithm.kl_coef=0.001",  # their default, subtracted from the reward
-    "worker: {actor: {loss_type: gspo}}": "worker.actor.loss_type=gspo",
+    "worker: {actor: {loss_type: invented}}": "worker.actor.loss_type=invented",
     "worker: {actor: {ppo_epochs: 2}}": "worker.actor.ppo_epochs=2",
     "worker: {actor: {fsdp: {mp_param_dtype: fp16}}}": "worker.actor.fsdp.mp_param_dtype=fp16",
     "worker: {rollout: {dtype: float16}}": "worker.rollout.dtype=float16",

@@ -140,6 +140,40 @@ def _updates(theirs: Values) -> int:
     return updates_per_batch(theirs.get(key), theirs).settings.get("algorithm.updates_per_batch", 1)
 
 
+# --- algorithm, critic ---------------------------------------------------------------------------------
+
+
+def both_lambdas(value: Any, _: Values) -> Outcome:
+    return becomes({"algorithm.gae.lam": value, "algorithm.gae.critic_lam": value}, "one for policy and critic there")
+
+
+def marked_share(loss: str) -> Rule:
+    """Rule: of one covariance loss; both read the same key here."""
+
+    def rule(value: Any, theirs: Values) -> Outcome:
+        chosen = str(theirs.get("actor.policy_loss.loss_mode", "")).replace("-", "_")
+        return becomes({"algorithm.covariance.fraction": value}) if chosen == loss else no_setting(f"of {loss} alone")
+
+    return rule
+
+
+def critic_only(ours: str) -> Rule:
+    """Rule: used only where there is a critic: they keep its numbers for every estimator."""
+
+    def rule(value: Any, theirs: Values) -> Outcome:
+        if theirs.get("algorithm.adv_estimator") != "gae":
+            return no_setting("only algorithm.adv_estimator=gae has a critic")
+        return becomes({ours: value})
+
+    return rule
+
+
+def critic_path(value: Any, theirs: Values) -> Outcome:
+    if value == theirs.get("actor.model.model_path"):
+        return no_setting("it starts from model.path")
+    return critic_only("critic.path")(value, theirs)
+
+
 # --- KL, LoRA, correction -------------------------------------------------------------------------------
 
 

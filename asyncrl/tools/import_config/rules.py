@@ -20,15 +20,15 @@ from asyncrl.tools.import_config.derived_rules import (
     same,
 )
 from asyncrl.tools.import_config.foreign_config import Framework
+from asyncrl.tools.import_config.names import AGGREGATIONS, ESTIMATORS, LOSSES
 
 _ONE_DEVICE = "the learner works on one device: nothing is sharded"
 _PACKED = "always on: a group is packed behind its prompt, without padding"
-_NO_CRITIC = "there is no critic"
+_CRITIC = "the critic is as the policy in all else"
 _PLUGIN = "no built-in: algorithm.policy_loss=file.py:function (docs/bring-your-own.md)"
 _ESTIMATOR = "no built-in: algorithm.adv_estimator=file.py:function (docs/bring-your-own.md)"
 _DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32"}
 _DTYPE = other_values("model.dtype", _DTYPES, "model.dtype is float32 or bfloat16")
-_DISCOUNT = one_value(1.0, "nothing is discounted", _NO_CRITIC)
 _FIXED = one_value("fixed", "as here", "the coefficient is fixed")
 
 SAME_NAME = """
@@ -45,7 +45,11 @@ OTHER_NAME = {
     "data.seed": "trainer.seed",
     "data.min_pixels": "model.min_pixels",
     "data.max_pixels": "model.max_pixels",
+    "algorithm.gamma": "algorithm.gamma",
     "algorithm.norm_adv_by_std_in_grpo": "algorithm.norm_adv_by_std",
+    "actor.policy_loss.clip_cov_lb": "algorithm.covariance.lower",
+    "actor.policy_loss.clip_cov_ub": "algorithm.covariance.upper",
+    "actor.policy_loss.ppo_kl_coef": "algorithm.covariance.kl_coef",
     "actor.max_grad_norm": "learner.optim.max_grad_norm",
     "actor.clip_ratio_low": "algorithm.clip_ratio_low",
     "actor.clip_ratio_high": "algorithm.clip_ratio_high",
@@ -126,9 +130,7 @@ OTHER_VALUE: dict[str, Rule] = {
     "data.filter_overlong_prompts": other_values(
         "data.on_bad_row", {True: "skip", False: "stop"}, "true or false", note="all rows that cannot be used"
     ),
-    "algorithm.adv_estimator": other_values("algorithm.adv_estimator", {"grpo": "grpo", "rloo": "rloo"}, _ESTIMATOR),
-    "algorithm.gamma": _DISCOUNT,
-    "algorithm.lam": _DISCOUNT,
+    "algorithm.adv_estimator": other_values("algorithm.adv_estimator", ESTIMATORS, _ESTIMATOR),
     "algorithm.kl_type": _FIXED,
     "algorithm.kl_ctrl.type": _FIXED,
     "algorithm.online_filtering": only_one(
@@ -139,12 +141,12 @@ OTHER_VALUE: dict[str, Rule] = {
     ),
     "actor.loss_agg_mode": other_values(
         "algorithm.loss_agg_mode",
-        {name: name for name in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")},
-        "the nearest is algorithm.loss_agg_mode=seq-mean-token-sum-norm (Dr. GRPO)",
+        {name: name for name in AGGREGATIONS},
+        f"it is one of {', '.join(AGGREGATIONS)}",
         note="here over the whole update, not per micro-batch; a sum over sequences is a mean",
     ),
-    "actor.loss_type": other_values("algorithm.policy_loss", {"default": "ppo"}, _PLUGIN),
-    "actor.policy_loss.loss_mode": other_values("algorithm.policy_loss", {"vanilla": "ppo"}, _PLUGIN),
+    "actor.loss_type": other_values("algorithm.policy_loss", LOSSES, _PLUGIN),
+    "actor.policy_loss.loss_mode": other_values("algorithm.policy_loss", LOSSES, _PLUGIN),
     "actor.model.torch_dtype": _DTYPE,
     "actor.fsdp.torch_dtype": derived.computed_dtype(_DTYPE),
     "actor.fsdp.mp_param_dtype": _DTYPE,
@@ -168,7 +170,6 @@ OTHER_VALUE: dict[str, Rule] = {
     "reward.skip_special_tokens": one_value(True, "as here", "completions reach a reward without special tokens"),
     "trainer.val_freq": off_is_zero("evaluation.every_steps"),
     "trainer.save_freq": off_is_zero("trainer.save_freq"),
-    "trainer.critic_warmup": one_value(0, _NO_CRITIC, _NO_CRITIC),
     "trainer.val_only": one_value(False, "asyncrl eval does that", "asyncrl eval CONFIG --model FOLDER"),
     "trainer.save_model_only": one_value(False, "as here", "a checkpoint holds all that a restart needs"),
 }
@@ -178,6 +179,15 @@ DERIVED: dict[str, Rule] = {
     "data.val_files": derived.data_files("data.val_files"),
     "data.val_image_dir": derived.validation_images,
     "algorithm.kl_coef": derived.kl_loss,
+    "algorithm.lam": derived.both_lambdas,
+    "actor.policy_loss.clip_cov_ratio": derived.marked_share("clip_cov"),
+    "actor.policy_loss.kl_cov_ratio": derived.marked_share("kl_cov"),
+    "critic.model.model_path": derived.critic_path,
+    "critic.cliprange_value": derived.critic_only("critic.clip_range"),
+    "critic.optim.lr": derived.critic_only("critic.optim.lr"),
+    "critic.optim.weight_decay": derived.critic_only("critic.optim.weight_decay"),
+    "critic.max_grad_norm": derived.critic_only("critic.optim.max_grad_norm"),
+    "trainer.critic_warmup": derived.critic_only("critic.warmup_steps"),
     "algorithm.use_kl_in_reward": derived.kl_in_reward,
     "actor.global_batch_size": derived.updates_per_batch,
     "actor.ppo_mini_batch_size": derived.updates_per_batch,
@@ -224,7 +234,7 @@ SECTIONS: Mapping[str, Rule] = {
     "actor.policy_loss.": absent(_PLUGIN),
     "actor.model.override_config.": absent("the model is as its folder says: change its config.json"),
     "ref.": absent("the reference policy, where there is one, is the base model under its adapters"),
-    "critic": absent(_NO_CRITIC),
+    "critic.": absent(_CRITIC),
     "rollout.sglang.": absent("there is no sglang engine"),
     "rollout.multi_turn.": lambda value, _: (
         derived.lost("a completion is one turn") if value else derived.no_setting("as here")

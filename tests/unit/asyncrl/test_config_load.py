@@ -243,3 +243,31 @@ def test_a_method_named_by_an_override_brings_its_defaults(minimal: Path, tmp_pa
     whole.write_text(dump_config(load_config(minimal, ["algorithm.adv_estimator=gpg"])))
     assert load_config(whole).algorithm.policy_loss == "gpg"
     assert load_config(whole, ["algorithm.adv_estimator=grpo"]).algorithm == load_config(minimal).algorithm
+
+
+# --- overlays -------------------------------------------------------------------------------------
+
+
+def test_an_overlay_is_a_few_keys_over_a_file_in_the_order_of_the_command_line(minimal: Path, tmp_path: Path) -> None:
+    overlay = tmp_path / "mine.yaml"
+    overlay.write_text(
+        "algorithm: {policy_loss: gspo, gae: {lam: 0.5}}\nlearner:\nrollout: {engine_args: {a: {b: 1}}}\n"
+    )
+    words = ["algorithm.gae.critic_lam=0.9", str(overlay), "rollout.engine=vllm"]
+    config = load_config(minimal, words)
+    assert (config.algorithm.gae.lam, config.algorithm.gae.critic_lam) == (0.5, 0.9), "sections are not replaced"
+    assert config.algorithm.clip_ratio_low == 3e-4, "a method that it names brings its defaults"
+    assert config.rollout.engine_args == {"a": {"b": 1}}
+    whole = write(tmp_path, dump_config(load_config(minimal)))
+    assert load_config(whole, ["rloo", "algorithm.norm_adv_by_std=false"]).algorithm.adv_estimator == "rloo"
+    assert load_config(whole, [*words, "grpo"]).algorithm.policy_loss == "ppo", "the last word counts"
+
+
+def test_an_overlay_that_is_wrong_is_named_with_its_line(minimal: Path, tmp_path: Path) -> None:
+    overlay = tmp_path / "mine.yaml"
+    overlay.write_text("batch: {group_size: many}\ndata:\n  shuffel: true\nrun_dir: {a: 1}\n")
+    said = refusal(minimal, str(overlay))
+    assert f"batch.group_size is 'many': expected whole number > 0 [{overlay} line 1]" in said
+    assert f"unknown key data.shuffel: did you mean data.shuffle? [{overlay} line 3]" in said
+    assert "no configuration file none.yaml" in refusal(minimal, "none.yaml")
+    assert "or the name of an algorithm. Did you mean 'rloo'?" in refusal(minimal, "rlo")

@@ -1,0 +1,77 @@
+"""The overlay of each algorithm: it loads, it is short, and it trains."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncrl.config import yaml_text
+from asyncrl.config.algorithm import NOT_THERE
+from asyncrl.config.load import load_config
+from asyncrl.config.methods import KINDS, methods
+from asyncrl.config.overlays import FOLDER, shipped_overlays
+from asyncrl.config.schema import RunConfig
+from asyncrl.demo.prepare import GRPO
+from asyncrl.models.processing import PromptProcessor
+from learner.training.critic import Critic
+from learner.training.engine import TorchEngine
+from learner.training.step import LearnerStep
+from tests.rigs.made_up_batch import made_up_batch
+from tests.rigs.tiny import ROOT
+
+OVERLAYS = shipped_overlays()
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_an_overlay_is_short_says_what_it_is_and_loads_over_the_demo(name: str) -> None:
+    first, *lines = OVERLAYS[name].read_text().splitlines()
+    assert first.startswith("# ")
+    assert 2 <= len(lines) <= 9
+    config = load_config(GRPO, [name])
+    others = [chosen.name for chosen in config.algorithm.chosen_methods]
+    assert config.algorithm.adv_estimator in others
+    assert load_config(GRPO, [str(OVERLAYS[name])]) == config
+
+
+def test_every_method_has_an_overlay_that_uses_it() -> None:
+    used = {method.name for name in OVERLAYS for method in load_config(GRPO, [name]).algorithm.chosen_methods}
+    there = {name for kind in KINDS for name, method in methods(kind).items() if not method.needs & NOT_THERE}
+    assert there - used == set()
+
+
+def test_they_are_where_a_clone_is_looked_through_and_in_the_package() -> None:
+    assert (ROOT / "configs" / "algorithms").resolve() == FOLDER
+    assert Path("asyncrl/algorithms") / "overlays" == FOLDER.relative_to(ROOT)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_every_overlay_takes_steps_whose_numbers_are_finite(make_config: Callable[..., RunConfig]) -> None:
+    """One model and one batch for all; the weights are put back before each."""
+    base = make_config()
+    engine = TorchEngine(base, base.learner.optim, 100)
+    engine.prepare()
+    start = {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}
+    made = made_up_batch(base, PromptProcessor(base.model))
+    batch = replace(made, components={"only": made.scores})
+    for name, file in OVERLAYS.items():
+        sections, _ = yaml_text.parse(file.read_text(), name)
+        config = make_config(**sections)
+        engine.model.load_state_dict(start)
+        engine.optimizer.state.clear()
+        critic = Critic(config, 100) if "critic" in config.algorithm.needs else None
+        if critic:
+            critic.prepare()
+        step = LearnerStep(engine, config, critic)
+        for version in (3, config.critic.warmup_steps + 4):
+            metrics = step(batch, version)
+            assert all(math.isfinite(value) for key, value in metrics.items() if key != "critic/explained_variance"), (
+                name
+            )
+        assert metrics["grad_norm"] > 0, name
+        moved = any(not torch.equal(start[key], tensor) for key, tensor in engine.model.state_dict().items())
+        assert moved, name
