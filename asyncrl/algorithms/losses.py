@@ -269,10 +269,10 @@ def token_weights(row: torch.Tensor, mode: str, *, max_response_length: int) -> 
     """
     if mode == "token-mean":
         return torch.full(row.shape, 1.0 / max(len(row), 1))
-    _, index, lengths = torch.unique(row, return_inverse=True, return_counts=True)
-    rows = max(len(lengths), 1)
+    lengths = torch.bincount(row)
+    rows = max(int((lengths > 0).sum()), 1)
     if mode == "seq-mean-token-mean":
-        return 1.0 / (rows * lengths[index].float())
+        return 1.0 / (rows * lengths[row].float())
     if mode == "seq-mean-token-sum":
         return torch.full(row.shape, 1.0 / rows)
     if mode == "seq-mean-token-sum-norm":

@@ -104,6 +104,6 @@ def any_in_row(condition: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
 
 def _row_sums(values: torch.Tensor, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum of each token's trajectory and its number of tokens, fp64 [N]."""
-    _, index, counts = torch.unique(row, return_inverse=True, return_counts=True)
+    counts = torch.bincount(row)  # rows are small numbers: nothing is sorted
     totals = torch.zeros(len(counts), dtype=torch.float64, device=values.device)
-    return totals.index_add(0, index, values.double())[index], counts[index].double()
+    return totals.index_add(0, row, values.double())[row], counts[row].double()

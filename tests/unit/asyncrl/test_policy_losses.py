@@ -23,8 +23,6 @@ GIVEN = VECTORS["loss_inputs"]
 MASK = torch.tensor(GIVEN["mask"]).bool()
 ROW = torch.arange(2)[:, None].expand(2, 4)[MASK]
 LOSSES = list(methods("policy_loss"))
-DETACHED = ("cispo", "topr", "vespo", "aspo", "gspo", "luspo")
-"""Losses that detach a weight: their gradients are compared with published ones."""
 
 
 def flat(lines: list[list[float]]) -> torch.Tensor:
@@ -176,23 +174,6 @@ def test_on_policy_the_gradient_is_the_policy_gradient(name: str) -> None:
     same = flat(GIVEN["old_logp"]).requires_grad_()
     found = gradient(name, tokens(same))
     close(found, -flat(GIVEN["adv"]), 1e-5)
-
-
-@pytest.mark.parametrize("name", [name for name in LOSSES if name not in DETACHED])
-def test_gradients_agree_with_differences(name: str) -> None:
-    """In float64, for losses whose value changes as their gradient says."""
-    old = torch.tensor([-1.0, -0.5, -2.0, -0.7, -0.3], dtype=torch.float64)
-    moved = (old + torch.tensor([0.03, -0.05, 0.08, 0.01, -0.02])).requires_grad_()
-    fixed = {"advantages": torch.tensor([1.0, 1.0, -0.5, -0.5, 2.0], dtype=torch.float64)}
-    row = torch.tensor([0, 0, 1, 1, 2])
-    config = AlgorithmConfig(policy_loss=name)
-    loss = load_method("policy_loss", name, "policy_loss")
-
-    def value(logprobs: torch.Tensor) -> torch.Tensor:
-        made = PolicyTokens(logprobs, old, old, row=row, marked=torch.zeros(5, dtype=torch.bool), **fixed)
-        return loss(made, config).token_loss
-
-    assert torch.autograd.gradcheck(value, (moved,))
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -161,6 +161,17 @@ def test_masked_tokens_give_no_gradient_and_keep_their_place_in_the_denominator(
     assert float((vetoed == 0).float().mean()) >= metrics["mask_fraction"] > 0
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_stands_at_tokens_that_are_not_trained_reaches_nothing(make_config: MakeConfig, bad: float) -> None:
+    config = make_config(batch=WHOLE, algorithm={"entropy_coeff": 0.01, "selections": ["m2po"]})
+    metrics, engine, _ = one_step(config)
+    before, batch = engine.gradients, prepared(config)[1]
+    behaviour = torch.where(batch.trained.place < 0, bad, batch.behaviour_logprobs)
+    assert not behaviour.isfinite().all()
+    assert LearnerStep(engine, config)(replace(batch, behaviour_logprobs=behaviour), 3) == metrics
+    assert all(torch.equal(gradient, before[name]) for name, gradient in engine.gradients.items())
+
+
 def test_a_masked_token_trains_through_neither_entropy_nor_kl(make_config: MakeConfig) -> None:
     algorithm: dict[str, Any] = {"entropy_coeff": 0.1, "kl_loss_coef": 0.1, "correction": {"kind": "none"}}
     veto = {"kind": "veto", "lower": 0.999, "upper": 1.001}

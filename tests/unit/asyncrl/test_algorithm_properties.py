@@ -1,0 +1,272 @@
+"""Properties of every estimator, loss and aggregation, on random batches.
+
+The house rules of a step's mathematics, and where each is tested: log-probs are of the sampled distribution
+(test_truncated_sampling.py, test_output_head.py); masked tokens are silent (test_step.py); groups of one, groups
+without spread and rows without a score (here and test_advantages.py); rows without tokens, micro-batches, packing and
+denominators (here, with a model in test_step.py); corrections leave denominators (test_step.py); what is decided
+before an update is fp32 and has no gradient (here); a policy that has moved is never taken for the one of the step's
+start (test_step.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.algorithms.corrections import correct
+from asyncrl.algorithms.losses import token_weights
+from asyncrl.algorithms.ratios import PolicyTokens
+from asyncrl.algorithms.registration import load_method
+from asyncrl.algorithms.selections import Selections
+from asyncrl.algorithms.trajectories import Credit, Trajectories
+from asyncrl.config.algorithm import NOT_THERE, AlgorithmConfig
+from asyncrl.config.methods import methods
+from asyncrl.tools.import_config.names import AGGREGATIONS
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+ESTIMATORS, LOSSES = list(methods("advantage")), list(methods("policy_loss"))
+MARKING = [name for name in LOSSES if methods("policy_loss")[name].marks]
+"""Losses whose marks are drawn, or decided by the order of equal tokens."""
+SUM_TO_ZERO = ("grpo", "dr_grpo", "rloo", "maxrl", "lite_ppo")
+quick = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+
+
+@dataclass(frozen=True)
+class Made:
+    """A random batch. Rows are lists, tokens are lists of rows' lists: easy to put in another order."""
+
+    group: tuple[int, ...]
+    scores: tuple[float, ...]
+    tokens: tuple[torch.Tensor, ...]
+    """Of each row [l, 7]: target, proximal and behaviour log-prob, reward, value, entropy, squared probability."""
+
+    def in_order(self, order: Sequence[int]) -> Made:
+        return Made(*(tuple(column[i] for i in order) for column in (self.group, self.scores, self.tokens)))
+
+    @property
+    def flat(self) -> torch.Tensor:
+        return torch.cat([torch.zeros(0, 7), *self.tokens])
+
+    def trajectories(self) -> Trajectories:
+        lengths = torch.tensor([len(tokens) for tokens in self.tokens])
+        scores = torch.tensor(self.scores)
+        _, proximal, behaviour, rewards, values, entropies, squares = self.flat.unbind(1)
+        return Trajectories(
+            scores=scores,
+            group=torch.tensor(self.group),
+            row=torch.arange(len(lengths)).repeat_interleave(lengths),
+            behaviour_logprobs=behaviour,
+            components={"half": scores / 2, "all": scores},
+            token_rewards=rewards,
+            is_baseline=lengths == 0,
+            proximal_logprobs=proximal,
+            entropies=entropies,
+            squared_probabilities=squares,
+            values=values,
+        )
+
+
+@st.composite
+def batches(draw: st.DrawFn, shortest: int = 0) -> Made:
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    group = [number for number, size in enumerate(sizes) for _ in range(size)]
+    lengths = [draw(st.integers(shortest, 4)) for _ in group]
+    scores = [draw(st.sampled_from([0.0, 0.1, 0.5, 1.0, 2.0])) for _ in group]
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
+
+    def row(length: int, score: float) -> torch.Tensor:
+        columns = torch.rand(length, 7, generator=generator)
+        columns[:, :3] = -0.1 - 2 * columns[:, :1] + 0.6 * (columns[:, :3] - 0.5)
+        columns[:, 3] = 0.0
+        columns[-1:, 3] = score
+        return columns
+
+    return Made(
+        tuple(group), tuple(scores), tuple(row(length, score) for length, score in zip(lengths, scores, strict=True))
+    )
+
+
+@cache
+def config_of(estimator: str, loss: str, mode: str) -> AlgorithmConfig:
+    chosen = "grpo" if methods("advantage")[estimator].needs & NOT_THERE else estimator
+    given: Any = {"adv_estimator": chosen, "policy_loss": loss, "loss_agg_mode": mode, "proximal": "recompute"}
+    return AlgorithmConfig.model_validate(given | {"covariance": {"fraction": 0.3}})
+
+
+def estimate(name: str, made: Made, config: AlgorithmConfig | None = None) -> Credit:
+    config = config or config_of(name, "ppo", "token-mean")
+    return load_method("advantage", name, "adv_estimator")(made.trajectories(), config)
+
+
+def update(made: Made, estimator: str, loss: str, mode: str, parts: Sequence[Sequence[int]] = ()) -> torch.Tensor:
+    """[N] gradient of an update's loss by its log-probs, in micro-batches of these rows (all in one by default)."""
+    config, t = config_of(estimator, loss, mode), made.trajectories()
+    credit = estimate(estimator, made, config)
+    marked = Selections(config)(t, credit).marked
+    weights = token_weights(t.row, mode, max_response_length=5)
+    target, proximal, behaviour = (made.flat[:, column].clone() for column in range(3))
+    target.requires_grad_()
+    total = torch.zeros(())
+    for rows in parts or [range(len(made.group))]:
+        here = torch.cat([torch.zeros(0, dtype=torch.long), *((t.row == row).nonzero()[:, 0] for row in rows)])
+        tokens = PolicyTokens(
+            target[here],
+            proximal[here],
+            behaviour[here],
+            credit.advantages[here],
+            t.row[here],
+            None if marked is None else marked[here],
+        )
+        correction = correct(tokens, config.correction)
+        token_loss = load_method("policy_loss", loss, "policy_loss")(tokens, config).token_loss
+        total = total + (weights[here] * torch.where(correction.masked, 0.0, correction.weights * token_loss)).sum()
+    (gradient,) = torch.autograd.grad(total, target, materialize_grads=True)
+    return gradient
+
+
+def close(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 2e-5) -> None:
+    torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+
+
+combination = st.tuples(st.sampled_from(ESTIMATORS), st.sampled_from(LOSSES), st.sampled_from(AGGREGATIONS))
+
+# --- all combinations ------------------------------------------------------------------------------
+
+
+def test_every_estimator_goes_with_every_loss_and_aggregation() -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens = tuple(-0.1 - torch.rand(length, 7, generator=generator) for length in (3, 2, 0, 1, 4))
+    made = Made((0, 0, 0, 1, 1), (1.0, 0.0, 0.5, 0.0, 1.0), tokens)
+    for estimator, loss, mode in itertools.product(ESTIMATORS, LOSSES, AGGREGATIONS):
+        gradient = update(made, estimator, loss, mode)
+        assert gradient.isfinite().all(), (estimator, loss, mode)
+        assert gradient.any(), (estimator, loss, mode)
+
+
+@given(batches(), combination, st.randoms(use_true_random=False))
+@quick
+def test_micro_batches_and_the_order_in_which_they_are_packed_change_nothing(
+    made: Made, chosen: tuple[str, str, str], random: Any
+) -> None:
+    rows = list(range(len(made.group)))
+    random.shuffle(rows)
+    cut = random.randint(0, len(rows))
+    close(update(made, *chosen, parts=[rows[:cut], rows[cut:]]), update(made, *chosen))
+    close(update(made, *chosen, parts=[[row] for row in rows]), update(made, *chosen))
+
+
+@given(batches(), combination.filter(lambda chosen: chosen[1] not in MARKING), st.randoms(use_true_random=False))
+@quick
+def test_rows_in_another_order_learn_the_same(made: Made, chosen: tuple[str, str, str], random: Any) -> None:
+    order = list(range(len(made.group)))
+    random.shuffle(order)
+    where = torch.arange(len(made.flat)).split([len(tokens) for tokens in made.tokens])
+    moved = torch.cat([torch.zeros(0, dtype=torch.long), *(where[row] for row in order)])
+    close(update(made.in_order(order), *chosen), update(made, *chosen)[moved])
+
+
+@given(batches(), combination.filter(lambda chosen: chosen[1] not in MARKING), st.integers(0, 3))
+@quick
+def test_rows_that_have_no_score_and_train_nothing_change_nothing(
+    made: Made, chosen: tuple[str, str, str], group: int
+) -> None:
+    nothing, nan = torch.zeros(0, 7), float("nan")
+    group = min(group, max(made.group) + 1)
+    longer = Made((*made.group, group), (*made.scores, nan), (*made.tokens, nothing))
+    if chosen[0] != "remax":  # there it is the greedy row
+        assert torch.equal(update(longer, *chosen), update(made, *chosen))
+
+
+# --- advantages --------------------------------------------------------------------------------------
+
+
+@given(batches(), st.sampled_from(ESTIMATORS))
+@quick
+def test_what_is_decided_before_an_update_is_fp32_without_gradient(made: Made, name: str) -> None:
+    credit = estimate(name, made)
+    for column in (credit.advantages, credit.returns):
+        if column is not None:
+            assert column.dtype == torch.float32
+            assert column.shape == (len(made.flat),)
+            assert not column.requires_grad
+            assert column.isfinite().all()
+
+
+@given(batches(shortest=1))
+@quick
+def test_advantages_of_a_group_add_up_to_zero(made: Made) -> None:
+    t = made.trajectories()
+    last = t.lengths.cumsum(0) - 1
+    for name in SUM_TO_ZERO:
+        of_row = estimate(name, made).advantages[last]
+        close(torch.zeros(4).index_add(0, t.group, of_row), torch.zeros(4), 1e-4)
+    weighted = estimate("opo", made).advantages[last] * t.lengths
+    close(torch.zeros(4).index_add(0, t.group, weighted), torch.zeros(4), 1e-4)
+
+
+@given(batches(shortest=1), st.floats(0.25, 4.0), st.floats(-2.0, 2.0))
+@quick
+def test_scale_and_offset_of_rewards(made: Made, scale: float, offset: float) -> None:
+    def scored(by: float, plus: float) -> Made:
+        return Made(made.group, tuple(score * by + plus for score in made.scores), made.tokens)
+
+    close(estimate("grpo", scored(scale, offset)).advantages, estimate("grpo", made).advantages, 2e-4)
+    close(estimate("dr_grpo", scored(scale, offset)).advantages, scale * estimate("dr_grpo", made).advantages, 2e-4)
+    close(estimate("rloo", scored(scale, offset)).advantages, scale * estimate("rloo", made).advantages, 2e-4)
+    close(estimate("maxrl", scored(scale, 0.0)).advantages, estimate("maxrl", made).advantages, 2e-4)
+
+
+# --- losses --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradients_agree_with_differences(name: str) -> None:
+    """In float64. What a loss detaches stays, for the differences, what it is where they are taken."""
+    proximal = torch.tensor([-1.0, -0.5, -2.0, -0.7, -0.3, -0.9], dtype=torch.float64)
+    moved = proximal + torch.tensor([0.03, -0.05, 0.08, 0.01, -0.02, 0.04], dtype=torch.float64)
+    behaviour = proximal - torch.tensor([0.01, 0.02, -0.03, 0.04, 0.01, -0.02], dtype=torch.float64)
+    advantages = torch.tensor([1.0, 1.0, -0.5, -0.5, 2.0, -1.0], dtype=torch.float64)
+    row, marked = torch.tensor([0, 0, 1, 1, 2, 3]), torch.tensor([False, True, False, True, False, False])
+    config, loss = config_of("grpo", name, "token-mean"), load_method("policy_loss", name, "policy_loss")
+    detach = torch.Tensor.detach
+
+    def value(logprobs: torch.Tensor) -> torch.Tensor:
+        with patch.object(torch.Tensor, "detach", lambda own: moved if own is logprobs else detach(own)):
+            return loss(PolicyTokens(logprobs, proximal, behaviour, advantages, row, marked), config).token_loss
+
+    assert torch.autograd.gradcheck(value, (moved.clone().requires_grad_(),))
+
+
+def gradient_by_ratio(name: str, advantage: float, log_ratio: float) -> float:
+    """Of one token's loss by its log-prob."""
+    target = torch.tensor([-1.0 + log_ratio], requires_grad=True)
+    one = torch.tensor([-1.0])
+    tokens = PolicyTokens(target, one, one, torch.tensor([advantage]), torch.tensor([0]), torch.tensor([False]))
+    loss = load_method("policy_loss", name, "policy_loss")(tokens, config_of("grpo", name, "token-mean"))
+    (gradient,) = torch.autograd.grad(loss.token_loss.sum(), target)
+    return float(gradient)
+
+
+@given(st.sampled_from([-2.0, -0.5, 0.5, 2.0]), st.floats(-1.5, 1.5))
+@quick
+def test_clips_and_weights_act_on_the_right_side(advantage: float, log_ratio: float) -> None:
+    ratio, config = float(torch.tensor(log_ratio).exp()), config_of("grpo", "ppo", "token-mean")
+    low, high = 1 - config.clip_ratio_low, 1 + config.clip_ratio_high
+    if min(abs(ratio - bound) for bound in (low, high, config.clip_ratio_c)) < 1e-4:
+        return
+    clipped = ratio > high if advantage > 0 else ratio < low or ratio > config.clip_ratio_c
+    assert (gradient_by_ratio("ppo", advantage, log_ratio) == 0) == clipped
+    assert gradient_by_ratio("cispo", advantage, log_ratio) * advantage < 0, "no token is without gradient"
+    assert gradient_by_ratio("aspo", advantage, log_ratio) * advantage <= 0, "never the wrong way"
+    expected = 0.0 if ratio > high else min(1 / ratio, config.clip_ratio_c)
+    if advantage > 0:
+        assert gradient_by_ratio("aspo", advantage, log_ratio) == pytest.approx(-advantage * expected, rel=1e-5)
