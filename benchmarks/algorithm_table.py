@@ -1,0 +1,82 @@
+"""Held-out accuracy of every algorithm on the digit task: one row for each overlay of configs/algorithms.
+
+    python -m benchmarks.algorithm_table --folder FOLDER [--algorithms rloo gspo] [--seeds 1 2 3] [--jobs 2] [--print]
+        [key=value ...]
+
+Every run starts from the demo's warm start and has the demo's length, unless an override for every run says otherwise
+(`trainer.max_steps=100`). With one optimiser step per batch the policy does not move between its log-probs and its
+loss, so that losses which differ by their clip alone are the same: `algorithm.updates_per_batch=4` tells them apart.
+Runs that are in FOLDER/runs.jsonl are skipped, so that the table can be continued (benchmarks/demo_runs.py). Prints
+Markdown, best first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from asyncrl.config.overlays import shipped_overlays
+from benchmarks.demo_runs import DemoRuns, Run, read_run
+
+SEEDS = (1, 2, 3)
+MEASURED_FROM = 10
+"""The pipeline is full from here on; means over a run's steps begin here."""
+MOST_SECONDS = 3600
+
+
+def read(run_dir: Path) -> dict[str, Any]:
+    first = json.loads((run_dir / "evaluations.jsonl").read_text().splitlines()[0])
+    means = ("step_s", "staleness/mean", "clip_fraction", "mask_fraction", "grad_norm")
+    return {"before": first["accuracy"]} | read_run(run_dir, MEASURED_FROM, means)
+
+
+def print_table(measured: list[dict[str, Any]]) -> None:
+    """One row per algorithm; accuracy as mean ± standard deviation over the seeds."""
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for line in measured:
+        by_name.setdefault(line["algorithm"], []).append(line)
+    before = mean(line["before"] for line in measured)
+    print(
+        f"\n{measured[0]['steps']} learner steps, {measured[0]['rows']} held-out rows, {before:.3f} before training\n"
+    )
+    print("| algorithm | held-out accuracy | gain | reward at the end | entropy at the end | clipped | s per step |")
+    print("|---|---|---|---|---|---|---|")
+    for name, lines in sorted(by_name.items(), key=lambda item: -mean(line["accuracy"] for line in item[1])):
+        accuracy = [line["accuracy"] for line in lines]
+        spread = f" ± {stdev(accuracy):.3f}" if len(lines) > 1 else ""
+        gain = mean(line["accuracy"] - line["before"] for line in lines)
+        cells = {key: mean(line[key] for line in lines) for key in ("reward_last_10", "entropy_last_10", "step_s")}
+        print(
+            f"| `{name}` | {mean(accuracy):.3f}{spread} ({len(lines)}) | {gain:+.3f} | {cells['reward_last_10']:.3f} "
+            f"| {cells['entropy_last_10']:.3f} | {mean(line['clip_fraction'] for line in lines):.3f} "
+            f"| {cells['step_s']:.2f} |"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True, help="results and logs")
+    parser.add_argument("--warm-starts", type=Path, default=None, help="seed-N of benchmarks/demo_seeds.py")
+    parser.add_argument("--algorithms", nargs="+", choices=tuple(shipped_overlays()), default=tuple(shipped_overlays()))
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
+    parser.add_argument("--print", action="store_true", help="only print what has been measured")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for every run")
+    arguments = parser.parse_intermixed_args()
+    runs = DemoRuns(arguments.folder, arguments.warm_starts, arguments.overrides, MOST_SECONDS)
+    if not arguments.print:
+        wanted = [
+            Run((("algorithm", name),), seed, ("evaluation.every_steps=0", name))
+            for seed in arguments.seeds
+            for name in arguments.algorithms
+        ]
+        runs.make(wanted, arguments.jobs, read)
+    if runs.measured():
+        print_table(runs.measured())
+
+
+if __name__ == "__main__":
+    main()
