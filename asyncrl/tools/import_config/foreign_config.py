@@ -22,7 +22,7 @@ _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::-([^}]*))?\}|(\w+))")
 _MODULE = re.compile(r"(rllava|verl)\.")
 _WORKER = "worker."
 """EasyR1 keeps actor, rollout, reference and reward below it; RLLaVA does not."""
-_SHARED = {"data", "algorithm", "rollout", "reward", "trainer"}
+_SHARED = {"data", "algorithm", "critic", "rollout", "reward", "trainer"}
 """Sections that both RLLaVA and we have."""
 
 

@@ -234,7 +234,7 @@ SECTIONS: Mapping[str, Rule] = {
     "actor.policy_loss.": absent(_PLUGIN),
     "actor.model.override_config.": absent("the model is as its folder says: change its config.json"),
     "ref.": absent("the reference policy, where there is one, is the base model under its adapters"),
-    "critic.": absent(_CRITIC),
+    "critic": absent(_CRITIC),
     "rollout.sglang.": absent("there is no sglang engine"),
     "rollout.multi_turn.": lambda value, _: (
         derived.lost("a completion is one turn") if value else derived.no_setting("as here")

@@ -52,15 +52,15 @@ def test_they_are_where_a_clone_is_looked_through_and_in_the_package() -> None:
 @pytest.mark.usefixtures("one_thread")
 def test_every_overlay_takes_steps_whose_numbers_are_finite(make_config: Callable[..., RunConfig]) -> None:
     """One model and one batch for all; the weights are put back before each."""
-    base = make_config()
+    base = make_config(batch={"group_size": 8})
     engine = TorchEngine(base, base.learner.optim, 100)
     engine.prepare()
     start = {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}
     made = made_up_batch(base, PromptProcessor(base.model))
-    batch = replace(made, components={"only": made.scores})
+    batch = replace(made, scores=2 * made.scores, components={"only": made.scores})
     for name, file in OVERLAYS.items():
         sections, _ = yaml_text.parse(file.read_text(), name)
-        config = make_config(**sections)
+        config = make_config(batch={"group_size": 8}, **sections)
         engine.model.load_state_dict(start)
         engine.optimizer.state.clear()
         critic = Critic(config, 100) if "critic" in config.algorithm.needs else None
