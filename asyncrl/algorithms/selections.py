@@ -161,7 +161,15 @@ class Selections:
         }
 
     def __call__(self, t: Trajectories, credit: Credit) -> Selected:
-        chosen = {name: self._choose(name, t, credit) for name in self._functions}
+        """Tokens of demonstrations and hints are never chosen, and enter no statistic."""
+        sampled = torch.ones_like(t.row, dtype=torch.bool) if t.expert is None else ~t.expert
+        seen = t, credit
+        if not sampled.all():
+            seen = t.only(sampled), Credit(credit.advantages[sampled])
+        chosen: dict[str, torch.Tensor] = {}
+        for name in self._functions:
+            chosen[name] = torch.zeros_like(sampled)
+            chosen[name][sampled] = self._choose(name, *seen)
         kinds: dict[str, dict[str, torch.Tensor]] = {"loss": {}, "policy_loss": {}, "batch": {}}
         for name in self._config.selections:
             method = method_of("selection", name)

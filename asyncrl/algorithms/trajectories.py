@@ -7,10 +7,25 @@ of all rows, row after row; everything is detached fp32 on the CPU.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 import torch
+
+OF_TOKENS = frozenset(
+    [
+        "row",
+        "behaviour_logprobs",
+        "token_rewards",
+        "turn",
+        "expert",
+        "proximal_logprobs",
+        "entropies",
+        "squared_probabilities",
+        "values",
+    ]
+)
+"""Columns of Trajectories that run over tokens; the others are of rows."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +80,11 @@ class Trajectories:
             return self.token_rewards
         last = self.place == self.lengths[self.row] - 1
         return torch.where(last, self.scores[self.row], 0.0)
+
+    def only(self, tokens: torch.Tensor) -> Trajectories:
+        """The same rows with these of their tokens: [N] bool."""
+        columns = {f.name: getattr(self, f.name) for f in fields(self) if f.name in OF_TOKENS}
+        return replace(self, **{name: column[tokens] for name, column in columns.items() if column is not None})
 
     def share(self, rows: torch.Tensor) -> Credit:
         """Give every token of a row the row's advantage: [B] -> credit."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,14 @@ def test_a_users_own_methods_are_read_like_the_built_in_ones(tmp_path: Path) -> 
     file.write_text(OWN.replace('"every other one"', "str(2)"))
     with pytest.raises(ValidationError, match="the arguments of a method's decorator are literals"):
         AlgorithmConfig(policy_loss=f"{file}:loss")
+
+
+def test_tokens_of_demonstrations_are_not_chosen_and_enter_no_quantile() -> None:
+    t = trajectories([4, 4], [0, 0], [9.0, 9.0, 9.0, 9.0, 0.1, 0.2, 0.3, 0.4])
+    t = replace(t, expert=torch.tensor([True] * 4 + [False] * 4))
+    config = AlgorithmConfig(selections=("top_entropy",), top_entropy_fraction=0.25)
+    silent = Selections(config)(t, Credit(torch.zeros(8))).from_policy_loss["top_entropy"]
+    assert silent.tolist() == [False] * 4 + [True, True, True, False]
 
 
 def test_unknown_and_repeated_selections_are_refused() -> None:
