@@ -10,7 +10,7 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from operator import attrgetter
@@ -80,19 +80,20 @@ class ReplayableRun:
 
     def check(self, step: int) -> None:
         """Raise UserError unless the run has everything that the step needs."""
-        kept = self.journal.kept_steps()
-        if not self._has(step, kept):
-            newest = next((number for number in sorted(kept, reverse=True) if self._has(number, kept)), "none")
+        kept, taken = self.journal.kept_steps(), self.journal.consumed_by_step()
+        whole = {number for number, groups in kept.items() if groups == taken[number]}
+        if not self._has(step, whole):
+            newest = next((number for number in sorted(whole, reverse=True) if self._has(number, whole)), "none")
             raise UserError(
                 f"step {step} of {self.run_dir} cannot be made again: the run has not trained it, {METRICS_FILE} has "
                 f"no line of it, or groups of a step since step {begin_before(step, self.checkpoints)} are not kept "
                 f"any more (trainer.keep_samples_gib). The newest that can is {newest}"
             )
 
-    def _has(self, step: int, kept: Mapping[int, int]) -> bool:
-        """Return whether the step is recorded, and all groups from its beginning to it are `kept` (number by step)."""
+    def _has(self, step: int, whole: Collection[int]) -> bool:
+        """Return whether the step is recorded, and the groups of it and of those before it are kept (`whole` steps)."""
         steps = range(begin_before(step, self.checkpoints) + 1, step + 1)
-        return step in self.metrics and all(kept.get(n) == self.config.batch.prompts_per_step for n in steps)
+        return step in self.metrics and all(number in whole for number in steps)
 
 
 def begin_before(step: int, checkpoints: Iterable[int]) -> int:

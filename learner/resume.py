@@ -220,6 +220,7 @@ def lasting_settings(
         "trainer.seed": config.trainer.seed,
         **{f"rollout.{n}": getattr(config.rollout, n) for n in ("temperature", "top_p", "top_k", "min_p")},
         "data.shuffle": config.data.shuffle,
+        **{f"data.curriculum.{n}": getattr(config.data.curriculum, n) for n in ("order_by", "descending", "visits")},
         "number of training rows": writer.num_train_rows,
         "fingerprint of the training rows": writer.data_fingerprint(),
         "fingerprint of processor and chat template": processor.fingerprint,

@@ -35,6 +35,7 @@ from learner.resume import (
     update_settings,
 )
 from learner.step_schedule import StepSchedule
+from learner.tickets.group_judge import make_judge
 from learner.tickets.ledger import TicketLedger
 from learner.tickets.ticket import ReceivedGroup
 from learner.tickets.ticket_deadline import TicketDeadline
@@ -114,6 +115,7 @@ class Learner:
                 least_s=config.network.timeout_s,  # a server that has gone is given up after that
                 unmeasured_s=config.learner.wait_timeout_s / 2,  # another one then has as long before the run stops
             ),
+            judge=make_judge(config, self.writer.order()),
         )
         self.ledger.recover(self.writer.write, withhold_s=config.network.heartbeat_s + RECONNECTION_S)
         self.ledger.advance(self.progress.version)
@@ -193,6 +195,7 @@ class Learner:
         self._status("starting")
         self.network.start()
         self._make_steps_again()
+        self._end_with_the_data()
         if self._was_finished and not self.schedule.needs_server:
             logger.info("step %d was the last: nothing is left to do for a server", self.progress.step)
         else:  # also at the last step of a learner that died: its servers are to hear that the run is finished
@@ -224,6 +227,10 @@ class Learner:
         """Receive, learn, publish, let new tickets out, report."""
         started = time.monotonic()
         held_up_s = self.schedule.wait_for_batch()
+        if self.ledger.is_over:  # what was still awaited has been dropped
+            self._end_with_the_data()
+            self.schedule.open_for_work()
+            return
         self._learn(self.ledger.take(), started + held_up_s, publish=True)
         if self.device.is_shared:
             self._save_if_due()  # while it is ours
@@ -231,6 +238,24 @@ class Learner:
         else:
             self.schedule.open_for_work()
             self._save_if_due()
+
+    def _end_with_the_data(self) -> None:
+        """Make the step so far the last one if no prompt is left, since groups were dropped or rows passed over.
+
+        Raises BadStateError where nothing at all could be trained.
+        """
+        progress, counts = self.progress, self.ledger.counts()
+        if progress.is_last or progress.step < self.ledger.last_step or not self.ledger.is_over:
+            return
+        dropped = f"of {counts.issued} groups {sum(counts.dropped.values())} were dropped ({counts.describe_dropped()})"
+        if not progress.step:
+            raise BadStateError(
+                f"the data is used up, and no step could be made: {dropped}. Look at the reward (asyncrl doctor), "
+                "raise trainer.total_epochs or set trainer.max_steps, or change algorithm.filters"
+            )
+        logger.info("the data is used up at step %d of %d: %s", progress.step, progress.total_steps, dropped)
+        progress.total_steps = progress.step
+        self.reporter.ends_at(progress.step)
 
     def _save_if_due(self) -> None:
         if self.saver.is_due():
@@ -249,6 +274,7 @@ class Learner:
         crash_point("step.trained")
         self.ledger.bound = self.training.bound
         self.ledger.advance(self.progress.version)
+        self._end_with_the_data()
         published_bytes = 0
         if publish:
             published_bytes = self._publish()

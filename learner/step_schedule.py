@@ -64,17 +64,17 @@ class StepSchedule:
     def wait_for_batch(self) -> float:
         """Wait for the groups of the next step, and return the seconds in which an evaluation held it up.
 
-        The learner has the device on return.
+        The learner has the device on return. There is no step where the ledger `is_over` by then.
         """
         self.device.lend()
         held_up_before_s = self._waited_for_evaluation_s
-        while not self._has_batch:
+        while not self._has_batch and not self.ledger.is_over:
             if self._is_held_up:
                 self._wait_for_evaluation(lambda: self._has_batch or not self._is_held_up)
             else:
                 with self.waits.waiting("groups"):
                     self.network.wait_until(
-                        lambda: self._has_batch or self._is_held_up or self._is_evaluated,
+                        lambda: self._has_batch or self._is_held_up or self._is_evaluated or self.ledger.is_over,
                         timeout_s=sum(self._patience_s.values()),
                         what=lambda: f"{self._describe_wait()} ({' + '.join(self._patience_s)})",
                         judge=self._judge_servers,
@@ -122,8 +122,10 @@ class StepSchedule:
             self.device.take_back(report)
 
     def _describe_wait(self) -> str:
-        needed, buffered = self.config.batch.prompts_per_step, self.ledger.counts().buffered
-        text = f"groups of step {self.progress.step + 1} (needs {needed}, has {buffered})"
+        needed, counts = self.config.batch.prompts_per_step, self.ledger.counts()
+        text = f"groups of step {self.progress.step + 1} (needs {needed}, has {counts.buffered})"
+        if any(counts.dropped.values()):
+            text += f"; dropped so far: {counts.describe_dropped()}"
         if self.device.is_shared:
             text += f"; the device: {self.device.holder}"
         if not self.network.servers.connected:

@@ -22,6 +22,7 @@ METHOD_SETTINGS: dict[Kind, tuple[str, str]] = {
     "advantage": ("Advantage estimators", "algorithm.adv_estimator"),
     "policy_loss": ("Policy losses", "algorithm.policy_loss"),
     "selection": ("Selections", "algorithm.selections"),
+    "group_filter": ("Group filters", "algorithm.filters"),
 }
 ALGORITHMS = """# Algorithms
 

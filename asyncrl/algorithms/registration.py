@@ -49,6 +49,11 @@ def selection(
     return lambda function: function
 
 
+def group_filter(*, formula: str, paper: str = "") -> Callable[[F], F]:
+    """Make `f(group, config) -> reason or None` a name in `algorithm.filters`."""
+    return lambda function: function
+
+
 def load_method(kind: Kind, name: str, setting: str) -> Any:
     """The built-in of this name, or the user's function, whose file is run. UserErrors name the `setting`."""
     located = plugins.locate(name, methods(kind), setting)

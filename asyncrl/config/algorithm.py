@@ -251,6 +251,16 @@ class AlgorithmConfig(Section):
     top_entropy."""
     cppo_prune: float = Field(default=0.5, ge=0, lt=1)
     """Share of each group's trajectories that the selection cppo does not train."""
+    filters: tuple[str, ...] = ()
+    """Groups that no step takes, dropped as they are received: `[zero_variance]` is dynamic sampling. Another prompt
+    takes the place of each; where trainer.max_steps is 0 the run ends with its epochs, after fewer steps. Names of
+    built-ins (see asyncrl/algorithms/filters.py) or `file.py:function` or `package.module:function`."""
+    filter_component: str = ""
+    """Component of the reward that filters take for the score; empty means the reward itself."""
+    filter_low: float | None = None
+    """The filter zero_variance drops groups whose mean score is not above this, too. Nothing means no bound."""
+    filter_high: float | None = None
+    """The filter zero_variance drops groups whose mean score is not below this, too. Nothing means no bound."""
 
     @property
     def functions(self) -> tuple[tuple[str, str, Collection[str]], ...]:
@@ -259,6 +269,7 @@ class AlgorithmConfig(Section):
             ("algorithm.adv_estimator", self.adv_estimator, methods("advantage")),
             ("algorithm.policy_loss", self.policy_loss, methods("policy_loss")),
             *(("algorithm.selections", name, methods("selection")) for name in self.selections),
+            *(("algorithm.filters", name, methods("group_filter")) for name in self.filters),
         )
 
     @property
@@ -291,16 +302,14 @@ class AlgorithmConfig(Section):
         return filled
 
     @model_validator(mode="after")
-    def _selections_are_known(self) -> AlgorithmConfig:
-        known = methods("selection")
-        for name in self.selections:
-            if name not in known and ":" not in name:
-                raise ValueError(
-                    f"algorithm.selections has {name!r}, which is no built-in.{did_you_mean(name, known)} Built-in are "
-                    f"{', '.join(known)}; your own is path/to/file.py:function or package.module:function"
-                )
-        if len(set(self.selections)) < len(self.selections):
-            raise ValueError(f"algorithm.selections has one twice: {', '.join(self.selections)}. Keep one")
+    def _selections_and_filters_are_known(self) -> AlgorithmConfig:
+        _check_names("algorithm.selections", self.selections, methods("selection"))
+        _check_names("algorithm.filters", self.filters, methods("group_filter"))
+        low, high = self.filter_low, self.filter_high
+        if low is not None and high is not None and not low < high:
+            raise ValueError(
+                f"algorithm.filter_low ({low:g}) must be below algorithm.filter_high ({high:g}), or no group is left"
+            )
         return self
 
     @model_validator(mode="after")
@@ -331,6 +340,17 @@ class AlgorithmConfig(Section):
                 "Set algorithm.correction.kind=none and leave the dppo_tv mask out"
             )
         return self
+
+
+def _check_names(setting: str, names: Collection[str], known: Collection[str]) -> None:
+    for name in names:
+        if name not in known and ":" not in name:
+            raise ValueError(
+                f"{setting} has {name!r}, which is no built-in.{did_you_mean(name, known)} Built-in are "
+                f"{', '.join(known)}; your own is path/to/file.py:function or package.module:function"
+            )
+    if len(set(names)) < len(names):
+        raise ValueError(f"{setting} has one twice: {', '.join(names)}. Keep one")
 
 
 def _merged(default: Any, given: Any) -> Any:

@@ -1,6 +1,6 @@
 """Methods of asyncrl/algorithms and of the user, read from their decorators: what they need, without importing torch.
 
-A method is a function below `@advantage(...)`, `@policy_loss(...)` or `@selection(...)`
+A method is a function below `@advantage(...)`, `@policy_loss(...)`, `@selection(...)` or `@group_filter(...)`
 (asyncrl/algorithms/registration.py), whose arguments are literals. A user's own function may have none.
 """
 
@@ -18,8 +18,8 @@ from asyncrl.config.suggest import did_you_mean
 from asyncrl.errors import UserError
 
 FOLDER = Path(__file__).parents[1] / "algorithms"
-Kind = Literal["advantage", "policy_loss", "selection"]
-KINDS: tuple[Kind, ...] = ("advantage", "policy_loss", "selection")
+Kind = Literal["advantage", "policy_loss", "selection", "group_filter"]
+KINDS: tuple[Kind, ...] = ("advantage", "policy_loss", "selection", "group_filter")
 NEEDS: Mapping[str, str] = {
     "proximal": "log-probs of the policy at the start of the step, over the whole batch",
     "entropies": "entropies of that policy, over the whole batch",

@@ -37,6 +37,23 @@ def number_problems(config: RunSections) -> list[str]:
             f"batch.group_size is {batch.group_size}: GRPO needs at least 2 completions per prompt "
             "to compute an advantage. Set batch.group_size=8"
         )
+    if "zero_variance" in algorithm.filters and batch.group_size < 2:
+        problems.append(
+            f"batch.group_size is {batch.group_size}: the filter zero_variance would drop every group. "
+            "Set batch.group_size=8"
+        )
+    components = config.reward.component_names
+    for setting, component in (
+        ("algorithm.filter_component", algorithm.filter_component),
+        ("data.curriculum.component", config.data.curriculum.component),
+    ):
+        if component and component not in components:
+            problems.append(f"{setting} is {component!r}, but the components of the reward are {', '.join(components)}")
+    if config.data.curriculum.visits == "greso" and batch.group_size < 2:
+        problems.append(
+            f"batch.group_size is {batch.group_size}: no group has spread, which data.curriculum.visits=greso goes by. "
+            "Set batch.group_size=8"
+        )
     if batch.prompts_per_step % algorithm.updates_per_batch:
         problems.append(
             f"batch.prompts_per_step ({batch.prompts_per_step}) must be a multiple of "

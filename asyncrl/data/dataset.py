@@ -86,6 +86,12 @@ class RowSource:
                 row[key] = _absolute(row[key], base)
         return row
 
+    def column(self, name: str) -> list[Any]:
+        """The column's value in each row; None where a row has none. Raises UserError where no row has it."""
+        if name not in self.columns:
+            raise UserError(f"no row has a column {name!r}. Columns: {', '.join(self.columns)}")
+        return [value for table in self._tables for value in table.column(name)][: self._length]
+
     def row_id(self, index: int) -> str:
         """`<file or data set>:<index in it>`"""
         table, place = self._find(index)

@@ -36,6 +36,10 @@ class Table:
     def read(self, index: int) -> dict[str, Any]:
         raise NotImplementedError
 
+    def column(self, name: str) -> list[Any]:
+        """The column's value in each row; None where a row has none."""
+        return [self.read(index).get(name) for index in range(len(self))]
+
     @property
     def fingerprint(self) -> str | None:
         """Equal for the same rows, image files that they name aside; None where that cannot be told cheaply."""
@@ -66,6 +70,11 @@ class ParquetTable(Table):
         group = bisect.bisect_right(self._ends, index)
         table = self._cache.get(self._file, group)
         return table.slice(index - (self._ends[group - 1] if group else 0), 1).to_pylist()[0]
+
+    def column(self, name: str) -> list[Any]:
+        if name not in self.columns:
+            return [None] * len(self)
+        return self._file.read(columns=[name], use_threads=False).column(0).to_pylist()
 
     @property
     def fingerprint(self) -> str:
@@ -127,6 +136,11 @@ class HubTable(Table):
 
     def read(self, index: int) -> dict[str, Any]:
         return self._dataset[index : index + 1].to_pylist()[0]
+
+    def column(self, name: str) -> list[Any]:
+        if name not in self.columns:
+            return [None] * len(self)
+        return self._dataset.select_columns([name])[:].column(0).to_pylist()
 
     @property
     def fingerprint(self) -> str | None:

@@ -12,7 +12,7 @@ from asyncrl.config.run_sections import Durability
 from asyncrl.errors import BadStateError
 from asyncrl.run_folder.full_disk import find_no_room, is_disk_full
 
-SCHEMA = 3
+SCHEMA = 4
 """Kept as SQLite's user_version. Raised by changes that make older journals unreadable."""
 PAGE_BYTES = 4096
 TRANSACTION_BYTES = 5 * PAGE_BYTES
@@ -40,6 +40,10 @@ CREATE TABLE consumption (
     bound INTEGER NOT NULL, step INTEGER NOT NULL);
 CREATE INDEX consumption_by_step ON consumption (step);
 CREATE TABLE again (position INTEGER PRIMARY KEY);
+CREATE TABLE filtered (
+    position INTEGER PRIMARY KEY, ticket_id INTEGER NOT NULL UNIQUE, version INTEGER NOT NULL, bound INTEGER NOT NULL,
+    reason TEXT NOT NULL);
+CREATE TABLE prompt_source (key TEXT PRIMARY KEY, value REAL NOT NULL) WITHOUT ROWID;
 CREATE TABLE seal (id INTEGER PRIMARY KEY CHECK (id = 0), commits INTEGER NOT NULL, digest BLOB NOT NULL);
 """
 
@@ -58,7 +62,11 @@ class TicketSlot:
 
 
 SLOT = "ticket_id, position, version, bound"
-"""Columns of a TicketSlot, in the tables `tickets` and `consumption`."""
+"""Columns of a TicketSlot, in the tables `tickets`, `consumption` and `filtered`."""
+DROPPED = "dropped_"
+"""First part of the names of the counters of dropped groups; the reason follows."""
+STALE = "dropped_stale"
+"""Counter of the dropped groups whose positions are issued again."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +82,8 @@ class JournalState:
     """Positions whose group was dropped and that must be issued again."""
     last_step: int
     """The newest step whose groups have been taken; 0 if none."""
+    prompt_source: dict[str, float]
+    """State of the prompt source."""
 
 
 def open_database(path: Path, durability: Durability, *, begun: bool) -> sqlite3.Connection:

@@ -17,7 +17,7 @@ from pathlib import Path
 import xxhash
 
 from asyncrl.errors import BadStateError
-from asyncrl.journal.database import SCHEMA, WAY_OUT
+from asyncrl.journal.database import DROPPED, SCHEMA, STALE, WAY_OUT
 from asyncrl.journal.segments import PLACE, Place, read_place, segment_path
 
 _DIGESTED = {
@@ -27,6 +27,8 @@ _DIGESTED = {
     "groups": "SELECT ticket_id, segment, offset, length, checksum FROM groups",
     "consumption": "SELECT position, ticket_id, version, bound, step FROM consumption",
     "again": "SELECT position FROM again",
+    "filtered": "SELECT position, ticket_id, version, bound, reason FROM filtered",
+    "prompt_source": "SELECT key, value FROM prompt_source",
 }
 """The rows that count. The checksum of a group stands for its payload; a counter of 0 counts like none."""
 _SMALLEST_BYTES = 512
@@ -41,17 +43,17 @@ class ContentDigest:
     def __init__(self, value: int = 0):
         self.value = value
 
-    def add(self, table: str, rows: Iterable[tuple[int | str | bytes, ...]]) -> None:
+    def add(self, table: str, rows: Iterable[tuple[int | float | str | bytes, ...]]) -> None:
         self.value = (self.value + _sum_of_hashes(table, rows)) % 2**64
 
-    def remove(self, table: str, rows: Iterable[tuple[int | str | bytes, ...]]) -> None:
+    def remove(self, table: str, rows: Iterable[tuple[int | float | str | bytes, ...]]) -> None:
         self.value = (self.value - _sum_of_hashes(table, rows)) % 2**64
 
     def to_bytes(self) -> bytes:
         return self.value.to_bytes(8, "little")
 
 
-def _sum_of_hashes(table: str, rows: Iterable[tuple[int | str | bytes, ...]]) -> int:
+def _sum_of_hashes(table: str, rows: Iterable[tuple[int | float | str | bytes, ...]]) -> int:
     return sum(xxhash.xxh3_64_intdigest(f"{table}{row!r}".encode()) for row in rows)
 
 
@@ -163,11 +165,14 @@ def _account_problem(db: sqlite3.Connection) -> str | None:
     """Tickets that the counters do not account for."""
     counters = dict(db.execute("SELECT name, count FROM ledger"))
     issued, trained = counters.get("issued", 0), counters.get("trained", 0)
-    dropped = counters.get("dropped_stale", 0)
-    live, consumed = (_scalar(db, f"SELECT COUNT(*) FROM {table}") for table in ("tickets", "consumption"))
-    if issued == trained + dropped + live and consumed == trained:
+    by_reason = {name: count for name, count in counters.items() if name.startswith(DROPPED)}
+    dropped = sum(by_reason.values())
+    tables = ("tickets", "consumption", "filtered")
+    live, consumed, filtered = (_scalar(db, f"SELECT COUNT(*) FROM {table}") for table in tables)
+    again = by_reason.get(STALE, 0)
+    if issued == trained + dropped + live and consumed == trained and filtered + again == dropped:
         return None
     return (
-        f"does not add up: {issued} tickets issued, {trained} trained, {dropped} dropped, but {live} are live and "
-        f"{consumed} consumed"
+        f"does not add up: {issued} tickets issued, {trained} trained, {dropped} dropped, of which {again} stale, but "
+        f"{live} are live, {consumed} consumed and {filtered} filtered"
     )

@@ -62,6 +62,14 @@ class JournalView:
         """Step -> number of its groups that are kept."""
         return dict(self._rows(f"SELECT step, COUNT(*) FROM consumption {_KEPT} GROUP BY step ORDER BY step"))
 
+    def consumed_by_step(self) -> dict[int, int]:
+        """Step -> number of groups that it took."""
+        return dict(self._rows("SELECT step, COUNT(*) FROM consumption GROUP BY step"))
+
+    def filtered(self) -> dict[int, str]:
+        """Position -> reason of the groups that a filter has dropped."""
+        return dict(self._rows("SELECT position, reason FROM filtered ORDER BY position"))
+
     def last_step(self) -> int:
         """The newest step whose groups have been taken; 0 if none."""
         return self._rows("SELECT COALESCE(MAX(step), 0) FROM consumption")[0][0]

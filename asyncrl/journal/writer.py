@@ -11,7 +11,7 @@ inspection; rows of consumption stay: 40 bytes a group.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -136,6 +136,21 @@ class Journal(JournalView):
             self._remove_payloads("ticket_id = ?", slot.ticket_id)
         self._insert("again", [(s.position,) for s in slots])
 
+    def filter_out(self, reasons: Mapping[TicketSlot, str]) -> None:
+        """Remove tickets and, where they are kept, their groups; their positions will not be issued again."""
+        self._insert("filtered", [(s.position, s.ticket_id, s.version, s.bound, r) for s, r in reasons.items()])
+        self._remove_tickets(list(reasons))
+        for slot in reasons:
+            self._remove_payloads("ticket_id = ?", slot.ticket_id)
+
+    def set_prompt_source(self, entries: Mapping[str, float]) -> None:
+        """Write these entries of the prompt source's state, and leave the others as they are."""
+        for key, value in entries.items():
+            before = self._rows("SELECT key, value FROM prompt_source WHERE key = ?", (key,))
+            self._digest.remove("prompt_source", before)
+            self._db.execute("INSERT OR REPLACE INTO prompt_source VALUES (?, ?)", (key, float(value)))
+            self._digest.add("prompt_source", [(key, float(value))])
+
     def consume(self, step: int, slots: Sequence[TicketSlot]) -> None:
         """Record the groups as the batch of `step`."""
         self._insert("consumption", [(s.position, s.ticket_id, s.version, s.bound, step) for s in slots])
@@ -224,6 +239,7 @@ class Journal(JournalView):
             buffered=self._slots(f"tickets WHERE {have_group}"),
             again=tuple(position for (position,) in self._rows("SELECT position FROM again ORDER BY position")),
             last_step=self.last_step(),
+            prompt_source=dict(self._rows("SELECT key, value FROM prompt_source")),
         )
 
     def group(self, ticket_id: int) -> Group:

@@ -36,7 +36,7 @@ def _versions(name: str, help: str, healthy: str) -> Metric:
 METRICS = (
     # progress
     _gauge("policy_version", "versions", "Weight publications so far.", "rises with every step"),
-    _gauge("total_steps", "steps", "Steps of the whole run.", "constant"),
+    _gauge("total_steps", "steps", "Steps of the whole run; fewer where filters use the data up.", "constant"),
     _gauge("step", "steps", "Steps of the run so far, those before a restart included.", "rises steadily"),
     _counter("steps", "steps", "Learner steps made by this process.", "rises steadily"),
     _counter("tokens", "tokens", "Completion tokens trained on.", "rises steadily"),
@@ -72,6 +72,7 @@ METRICS = (
     ),
     _gauge("rows", "trajectories", "Trajectories of the last batch by status.", "finished dominates", "status"),
     _gauge("zero_variance_groups", "groups", "Groups of the last batch that teach nothing.", "below half"),
+    _gauge("filtered_ratio", "ratio", "Share of the last step's groups that filters dropped.", "steady, below 0.8"),
     _gauge("completion_tokens", "tokens", "Mean completion length of the last batch.", "no sudden change"),
     _gauge("loss", "nats", "Loss of the last step.", "near 0; its sign means nothing"),
     _gauge("grad_norm", "norm", "Gradient norm before clipping.", "steady"),
@@ -137,7 +138,8 @@ METRICS = (
     _gauge(
         "groups",
         "groups",
-        "Training groups by state of the ledger: issued = trained + dropped + buffered + in_flight + waiting.",
+        "Training groups by state of the ledger: issued = trained + dropped + buffered + in_flight + waiting; dropped "
+        "ones by reason, `dropped_stale` and those of algorithm.filters.",
         "buffered above 0",
         "state",
     ),
@@ -210,6 +212,7 @@ GAUGE_OF_RECORD = {
     "response_length/mean": "completion_tokens",
     "lr": "learning_rate",
     "ess": "effective_sample_size",
+    "filtered_share": "filtered_ratio",
     "critic/loss": "critic_loss",
     "critic/explained_variance": "critic_explained_variance",
     "mismatch_kl_k3": "mismatch_kl",

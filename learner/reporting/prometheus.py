@@ -73,6 +73,10 @@ class LearnerExporter:
         self._metrics["total_steps"].set(total_steps)
         self._metrics.before_scrape(self._read)
 
+    def ends_at(self, step: int) -> None:
+        """The run ends with this step."""
+        self._metrics["total_steps"].set(step)
+
     def bad_rows(self, counts: Mapping[str, int]) -> None:
         """Set the number of rows that the run leaves out, by source."""
         for source in ("training", "held-out"):

@@ -27,7 +27,7 @@ from asyncrl.telemetry.trackers import open_trackers
 from learner.network.thread import NetworkThread
 from learner.reporting.prometheus import LearnerExporter
 from learner.tickets.evaluation import Evaluation
-from learner.tickets.ledger import TicketLedger
+from learner.tickets.ledger import LedgerCounts, TicketLedger
 from learner.tickets.ticket import ReceivedGroup
 from learner.training.batch import Batch
 from protocol.device_lock import read_tenure
@@ -60,6 +60,9 @@ class Reporter:
         self._device = torch.device("cpu")
         self._began = time.monotonic()
         self._bad_rows: dict[str, int] = {}
+        counts = ledger.counts()
+        self._judged_before = sum(counts.dropped.values()) - counts.dropped["stale"], counts.trained
+        """Groups that filters had dropped, and trained ones, at the last record."""
         self._server_usage: dict[str, tuple[float, float, int]] = {}
 
     def close(self) -> None:
@@ -79,6 +82,11 @@ class Reporter:
             self.exporter.evaluated(evaluation)
         self._behind.do(self._samples.truncate_after, made_again)
         self._behind.wait()
+
+    def ends_at(self, step: int) -> None:
+        """Note that the run ends with this step, before the planned one."""
+        self._total_steps = step
+        self.exporter.ends_at(step)
 
     def finish_samples(self) -> None:
         """Wait for the samples of the steps so far: once a checkpoint holds them they are not made again."""
@@ -154,6 +162,7 @@ class Reporter:
         record |= self._rollout_usage()
         counts = self._ledger.counts()
         record["ledger_residual"] = counts.residual
+        record |= self._dropped(counts)
         record |= self._ledger.length_bias()
         record["cpu_threads"] = torch.get_num_threads()  # the last bits of a sum depend on it
         record["rss_gib"] = self._process.memory_info().rss / 2**30
@@ -165,6 +174,18 @@ class Reporter:
         groups = [(item.ticket.prompt, item.group) for item in batch.received]
         self._behind.do(self._samples.write, step, version, groups, trained)
         self._write_timeline()
+
+    def _dropped(self, counts: LedgerCounts) -> dict[str, float]:
+        """Dropped groups by reason, and the share of those that filters dropped since the last record; nothing where
+        none was ever dropped."""
+        reasons = {reason: number for reason, number in counts.dropped.items() if number}
+        if not reasons:
+            return {}
+        filtered = sum(reasons.values()) - counts.dropped["stale"]
+        before, self._judged_before = self._judged_before, (filtered, counts.trained)
+        new, trained = filtered - before[0], counts.trained - before[1]
+        share = {"filtered_share": new / (new + trained)} if new + trained else {}
+        return {f"dropped/{reason}": float(number) for reason, number in reasons.items()} | share
 
     def _write_timeline(self) -> None:
         self.recorder.timeline(self._network.timeline.take())

@@ -14,6 +14,11 @@ deadlines. What happens to a ticket whose group is not there in time is `on_stal
   then (`blockers` names what it waits for). Nothing is dropped, and nothing becomes too old.
 - drop: the learner goes on; a group with an older token is dropped, and its position in the data issued again.
 - mask: the learner goes on; tokens that are too old leave the loss. A group with no token left is dropped.
+
+A group that a filter drops (`group_judge.py`) gives its place to the next position of the data; its own is not issued
+again. It is judged in the transaction that journals it; on-policy when all that were issued with it have arrived, so
+that what is sampled together does not depend on which came first. When no position is left, the last step takes what is
+there, and the ledger `is_over`.
 """
 
 from __future__ import annotations
@@ -26,9 +31,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncrl.config.sections import OnStale
+from asyncrl.data.prompt_sources import PromptSource
+from asyncrl.journal.database import DROPPED
 from asyncrl.journal.writer import Journal, TicketSlot
 from learner.tickets.assignments import OutstandingTickets
 from learner.tickets.evaluation import Evaluation
+from learner.tickets.group_judge import GroupJudge
 from learner.tickets.length_bias import LengthBias
 from learner.tickets.recorded_batch import as_journaled, batch_again, read_batch
 from learner.tickets.staleness import crowded_deadline, has_fresh_tokens, within_bound
@@ -38,9 +46,6 @@ from protocol.codec import encode
 from protocol.faults import crash_point
 
 logger = logging.getLogger(__name__)
-
-STALE = "dropped_stale"
-"""Name of the counter of dropped groups in the journal."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,11 @@ class LedgerCounts:
         known = self.waiting + self.in_flight + self.buffered + self.trained + sum(self.dropped.values())
         return self.issued - known
 
+    def describe_dropped(self) -> str:
+        """`zero_variance 12, stale 1`: the most frequent reason first."""
+        by_number = sorted(self.dropped.items(), key=lambda item: -item[1])
+        return ", ".join(f"{reason} {number}" for reason, number in by_number if number) or "none"
+
 
 class TicketLedger:
     """Thread-safe. `changed` is notified whenever a group arrives."""
@@ -74,8 +84,10 @@ class TicketLedger:
         total_groups: int,
         on_stale: OnStale = "wait",
         deadline: TicketDeadline | None = None,
+        judge: GroupJudge | None = None,
     ):
-        """`deadline`: of a server for a ticket; None: with its defaults."""
+        """`deadline`: of a server for a ticket; None: with its defaults. `judge`: filters and prompt source; None:
+        every position is issued, and every group kept."""
         self.changed = threading.Condition()
         self.journal = journal
         self.bound = bound
@@ -95,6 +107,10 @@ class TicketLedger:
         self.last_step = recorded.last_step
         """The newest step that has taken its groups. A learner behind it makes its steps again from the journal."""
         self._counters = Counter(recorded.counters)
+        self._judge = judge or GroupJudge(PromptSource(total_groups))
+        self._judge.source.restore(recorded.prompt_source)
+        self._unjudged: set[int] = set()
+        """Tickets whose groups are buffered and wait for those that were issued with them."""
         self._again = list(recorded.again)
         self._unfinished, self._arrived_before = recorded.waiting, recorded.buffered
         self.lengths = LengthBias(self._counters)
@@ -104,12 +120,16 @@ class TicketLedger:
     def admissible(self, version: int) -> list[TicketSlot]:
         """Training tickets that may be issued before `version` (idempotent until `issue`)."""
         with self.changed:
-            capacity = (self.bound + version + 1) * self._per_step
-            free = capacity - (self._counters["issued"] - self._counters[STALE])
-            next_position, next_id = self._counters["next_position"], self._counters["next_id"]
-            fresh = range(next_position, min(next_position + max(0, free), self._total))
-            positions = [*self._again, *fresh][: max(0, free)]
-            return [TicketSlot(next_id + i, position, version, self.bound) for i, position in enumerate(positions)]
+            capacity = min((self.bound + version + 1) * self._per_step, self._total) - self._counters["unfilled"]
+            free = max(0, capacity - (self._counters["issued"] - self._num_dropped))
+            again, next_id = self._again[:free], self._counters["next_id"]
+            fresh = self._judge.source.next(free - len(again), self._counters["next_position"])
+            positions = enumerate([*again, *fresh])
+            return [TicketSlot(next_id + i, position, version, self.bound) for i, position in positions]
+
+    @property
+    def _num_dropped(self) -> int:
+        return sum(count for name, count in self._counters.items() if name.startswith(DROPPED))
 
     def issue(self, prepared: Sequence[PreparedTicket]) -> None:
         """Make training tickets of `admissible`, or evaluation tickets, wait for a server."""
@@ -117,10 +137,15 @@ class TicketLedger:
             slots = [item.slot for item in prepared if item.is_training]
             if slots:
                 positions = {slot.position for slot in slots}
-                fresh = len(positions) - len(positions.intersection(self._again))
+                fresh = positions.difference(self._again)
+                passed = max(fresh) + 1 - self._counters["next_position"] if fresh else 0
                 with self.journal.transaction():
                     self.journal.add_tickets(slots)
-                    self._count(issued=len(slots), next_id=len(slots), next_position=fresh)
+                    self._count(issued=len(slots), next_id=len(slots), next_position=passed)
+                    if passed > len(fresh):
+                        self._count(skipped=passed - len(fresh))
+                    if not slots[0].bound:
+                        self._count(issued_together_from=slots[0].ticket_id - self._counters["issued_together_from"])
                 self._again = [position for position in self._again if position not in positions]
                 crash_point("tickets.journaled")
             for item in prepared:
@@ -141,7 +166,12 @@ class TicketLedger:
         """
         with self.changed:
             versions = {item.slot.version for item in tickets if item.slot.bound == 0 and item.is_training}
-            return [item.prepared for item in self._buffer.values() if item.slot.version in versions]
+            first = self._counters["issued_together_from"]
+            return [
+                item.prepared
+                for ticket_id, item in self._buffer.items()
+                if item.slot.version in versions and ticket_id >= first
+            ]
 
     # --- coming back ----------------------------------------------------------------------------
 
@@ -152,21 +182,37 @@ class TicketLedger:
             return ticket_id < self._counters["next_id"] or ticket_id in self._evaluation_ids
 
     def receive(self, received: Sequence[ReceivedGroup]) -> None:
-        """Keep verified groups, durably on return. Their tickets must still be out."""
+        """Keep verified groups, or drop them by a filter, durably on return. Their tickets must still be out."""
         with self.changed:
-            training = [item for item in received if item.prepared.is_training]
+            training = {item.slot.ticket_id: item for item in received if item.prepared.is_training}
             if training:
+                judged = self._due_for_judgement(training)
+                verdicts = self._judge.judge([(training.get(i) or self._buffer[i]) for i in judged])
                 with self.journal.transaction():
-                    for item in training:
-                        self.journal.add_group(item.group.ticket_id, item.frames or encode(item.group))
+                    for item in training.values():
+                        if item.slot not in verdicts.reasons:
+                            self.journal.add_group(item.group.ticket_id, item.frames or encode(item.group))
+                    self.journal.set_prompt_source(verdicts.source)
+                    self.journal.filter_out(verdicts.reasons)
+                    self._count(**Counter(DROPPED + reason for reason in verdicts.reasons.values()))
+                self._buffer |= training
+                self._unjudged = (self._unjudged | training.keys()) - judged
+                for slot in verdicts.reasons:
+                    del self._buffer[slot.ticket_id]
             for item in received:
                 self.out.remove(item.ticket.ticket_id, item.group.server_id)
-                if item.prepared.is_training:
-                    self._buffer[item.ticket.ticket_id] = item
-                elif self.evaluation is not None:
+                if not item.prepared.is_training and self.evaluation is not None:
                     self.evaluation.keep(item)
             self._drop_stale()
             self.changed.notify_all()
+
+    def _due_for_judgement(self, arriving: Mapping[int, ReceivedGroup]) -> set[int]:
+        """Tickets to judge as these arrive: on-policy, all that were issued together, with the last of them."""
+        if self._judge.is_idle:
+            return {*arriving}
+        waited_for = {i for i, entry in self.out.training().items() if not entry.prepared.slot.bound} - arriving.keys()
+        off_policy = {i for i, item in arriving.items() if item.slot.bound}
+        return off_policy if waited_for else {*arriving, *self._unjudged}
 
     # --- consuming ------------------------------------------------------------------------------
 
@@ -185,7 +231,20 @@ class TicketLedger:
     def ready(self) -> bool:
         """Whether a step can be made now."""
         with self.changed:
-            return len(self._buffer) >= self._per_step and not self._late(self._earliest())
+            enough = len(self._buffer) >= self._per_step or (self._buffer and self._is_used_up)
+            return bool(enough) and not self._late(self._earliest())
+
+    @property
+    def _is_used_up(self) -> bool:
+        """Whether no group is awaited, and no position is left to be issued."""
+        is_out = bool(self._again or self.out.training())
+        return not is_out and not self._judge.source.next(1, self._counters["next_position"])
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no step can be made any more: all groups are trained or dropped, and the data is used up."""
+        with self.changed:
+            return not self._buffer and self._is_used_up
 
     def _earliest(self) -> list[int]:
         """Ids of the groups that the next step takes, by deadline, then by age."""
@@ -232,17 +291,21 @@ class TicketLedger:
         self._again = sorted([*self._again, *(item.slot.position for item in stale)])
 
     def take(self) -> list[ReceivedGroup]:
-        """Take `prompts_per_step` groups in ticket order, stale tokens masked; from now on they count as trained."""
+        """Take `prompts_per_step` groups in ticket order, stale tokens masked; from now on they count as trained.
+
+        When the data is used up, the last step takes what is left.
+        """
         with self.changed:
+            assert self.ready(), "take() before ready()"
             earliest = self._earliest()
-            assert len(earliest) == self._per_step, "take() before ready()"
-            assert not self._late(earliest), "take() before ready()"
             ids = sorted(earliest)
             sampled = [self._buffer[i] for i in ids]
             taken = [within_bound(item, self._version, self._on_stale) for item in sampled]
             with self.journal.transaction():
                 self.journal.consume(self._version + 1, [item.slot for item in taken])
                 self._count(trained=len(taken), **self.lengths.trained(sampled, taken))
+                if unfilled := self._per_step - len(taken):
+                    self._count(unfilled=unfilled)
             for i in ids:
                 del self._buffer[i]
             self.last_step = self._version + 1
@@ -262,6 +325,9 @@ class TicketLedger:
                 self.out.add(write(slot), withheld_until=until)
             for slot in self._arrived_before:
                 self._buffer[slot.ticket_id] = as_journaled(write(slot), self.journal.group(slot.ticket_id))
+            if any(not slot.bound for slot in self._unfinished):  # else the last to arrive has had them judged
+                first = self._counters["issued_together_from"]
+                self._unjudged = {i for i, item in self._buffer.items() if not item.slot.bound and i >= first}
             self._unfinished = self._arrived_before = ()
 
     def take_again(self, step: int, write: Callable[[TicketSlot], PreparedTicket]) -> list[ReceivedGroup]:
@@ -293,7 +359,12 @@ class TicketLedger:
                 in_flight=len(training) - waiting,
                 buffered=len(self._buffer),
                 trained=self._counters["trained"],
-                dropped={"stale": self._counters[STALE]},
+                dropped={"stale": 0}
+                | {
+                    name.removeprefix(DROPPED): count
+                    for name, count in sorted(self._counters.items())
+                    if name.startswith(DROPPED)
+                },
             )
 
     def length_bias(self) -> dict[str, float]:

@@ -15,9 +15,10 @@ from protocol.messages import Group
 
 
 def read_batch(journal: JournalView, step: int, size: int) -> list[tuple[TicketSlot, Group]]:
-    """Read the groups that `step` took. Raises BadStateError where they are not `size`, or not kept."""
+    """Read the groups that `step` took: `size`, or fewer where it used the data up. Raises BadStateError where there
+    are none or more, or they are not kept."""
     slots = journal.consumed(step)
-    if len(slots) != size:
+    if not 0 < len(slots) <= size:
         raise BadStateError(
             f"the journal holds {len(slots)} groups of step {step}, expected {size}: it belongs to another checkpoint"
         )

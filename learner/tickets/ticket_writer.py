@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 import numpy as np
 import xxhash
 
 from asyncrl.config.schema import RunConfig
+from asyncrl.config.sections import CurriculumConfig
 from asyncrl.data.dataset import RowSource, open_train, open_validation
 from asyncrl.data.order import DataOrder
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
@@ -48,7 +50,26 @@ class TicketWriter:
             self.held_out_survey = usable_rows(self.held_out, self.renderer, processor, config, "held-out")
         self._train_rows = self.train_survey.usable
         self._held_out_rows = self.held_out_survey.usable if self.held_out_survey else []
-        self._order = DataOrder(len(self._train_rows), config.trainer.seed, config.data.shuffle)
+        self._sort_by = self._numbers(config.data.curriculum) if config.data.curriculum.order_by else None
+        self._order = self.order()
+
+    def order(self) -> DataOrder:
+        """The order of the usable rows, an object for one thread."""
+        return DataOrder(len(self._train_rows), self.config.trainer.seed, self.config.data.shuffle, self._sort_by)
+
+    def _numbers(self, curriculum: CurriculumConfig) -> list[float]:
+        """The number of each usable row by which they are ordered. Raises UserError naming a row that has none."""
+        column = self.train.column(curriculum.order_by)
+        numbers: list[float] = []
+        for row in self._train_rows:
+            number = column[row]
+            if isinstance(number, bool) or not isinstance(number, int | float) or not isfinite(number):
+                raise UserError(
+                    f"row {self.train.row_id(row)}: {number!r} in column {curriculum.order_by!r} "
+                    "(data.curriculum.order_by) is no number. Give every row one, or leave the row out"
+                )
+            numbers.append(-number if curriculum.descending else number)
+        return numbers
 
     @property
     def num_train_rows(self) -> int:

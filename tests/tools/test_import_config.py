@@ -77,6 +77,8 @@ EXPECTED = {
         "algorithm.clip_ratio_high": 0.3,
         "model.dtype": "bfloat16",  # their default, which no key says
         "algorithm.kl_loss_coef": None,  # without LoRA there is no reference policy
+        "algorithm.filters": ["zero_variance"],  # online_filtering
+        "algorithm.filter_low": 0.01,
         "model.lora.target_modules": ["q_proj", "v_proj"],
         "rollout.top_k": 0,
         "rollout.tensor_parallel_size": 2,
@@ -157,7 +159,6 @@ def test_every_name_in_the_table_is_a_setting_of_ours() -> None:
 
 LOSSES = {
     "algorithm: {adv_estimator: invented}": "algorithm.adv_estimator=invented",
-    "algorithm: {online_filtering: true}": "algorithm.online_filtering=true",
     "algorithm: {disable_kl: false, use_kl_loss: true, kl_coef: 0.01}": "algorithm.kl_coef=0.01",
     "algorithm: {disable_kl: false}": "algorithm.kl_coef=0.001",  # their default, subtracted from the reward
     "worker: {actor: {loss_type: invented}}": "worker.actor.loss_type=invented",

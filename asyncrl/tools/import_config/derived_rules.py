@@ -227,6 +227,18 @@ def importance_cap(value: Any, _: Values) -> Outcome:
     return becomes({"algorithm.correction.kind": "none"}, "off there")
 
 
+def online_filtering(value: Any, theirs: Values) -> Outcome:
+    """Their filter keeps a group whose mean of filter_key is between the bounds, whatever its spread."""
+    if not value:
+        return no_setting("off there")
+    bounds = {"algorithm.filter_low": 0.01, "algorithm.filter_high": 0.99}
+    settings = {"algorithm.filters": ["zero_variance"]} | {key: theirs.get(key, least) for key, least in bounds.items()}
+    key = theirs.get("algorithm.filter_key", "overall")
+    missing = "" if key == "overall" else f"algorithm.filter_component: the name of the reward component {key}"
+    text = "groups without spread are dropped, too; a dropped group's place goes to the next prompt at once"
+    return becomes(settings, text, missing)
+
+
 # --- turns and precision ----------------------------------------------------------------------------------
 
 

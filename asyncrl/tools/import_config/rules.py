@@ -92,8 +92,7 @@ data.num_workers data.filter_overlong_prompts_workers | rows are measured once, 
 algorithm.kl_horizon algorithm.kl_target algorithm.kl_ctrl.horizon | the coefficient is fixed
 algorithm.kl_ctrl.target_kl | the coefficient is fixed
 algorithm.kl_ctrl.kl_coef | of a KL term in the reward
-algorithm.filter_key algorithm.filter_low algorithm.filter_high | groups without spread have advantage 0
-trainer.max_try_make_batch | groups without spread have advantage 0
+trainer.max_try_make_batch | a run stops where a pass over the data, and 20 batches, leave no group (algorithm.filters)
 actor.micro_batch_size_per_device_for_experience | batch.tokens_per_microbatch serves every pass
 actor.log_prob_micro_batch_size | batch.tokens_per_microbatch serves every pass
 actor.clip_ratio | algorithm.clip_ratio_low and clip_ratio_high are always both set
@@ -122,6 +121,7 @@ READ_WITH = """
 algorithm.disable_kl algorithm.use_kl_loss algorithm.kl_penalty | the KL coefficient
 actor.kl_loss_type | actor.kl_loss_coef
 actor.model.use_peft | actor.model.lora_r
+algorithm.filter_key algorithm.filter_low algorithm.filter_high | algorithm.online_filtering
 trainer.outputs_dir trainer.save_checkpoint_path | trainer.experiment_name
 reward.reward_function_kwargs reward.score_function_kwargs | the reward function
 """
@@ -133,9 +133,6 @@ OTHER_VALUE: dict[str, Rule] = {
     "algorithm.adv_estimator": other_values("algorithm.adv_estimator", ESTIMATORS, _ESTIMATOR),
     "algorithm.kl_type": _FIXED,
     "algorithm.kl_ctrl.type": _FIXED,
-    "algorithm.online_filtering": only_one(
-        False, "off", "groups are not sampled again until enough have spread; those without have advantage 0"
-    ),
     "actor.loss_avg_mode": other_values(
         "algorithm.loss_agg_mode", {"token": "token-mean", "seq": "seq-mean-token-mean"}, "token or seq there"
     ),
@@ -179,6 +176,7 @@ DERIVED: dict[str, Rule] = {
     "data.val_files": derived.data_files("data.val_files"),
     "data.val_image_dir": derived.validation_images,
     "algorithm.kl_coef": derived.kl_loss,
+    "algorithm.online_filtering": derived.online_filtering,
     "algorithm.lam": derived.both_lambdas,
     "actor.policy_loss.clip_cov_ratio": derived.marked_share("clip_cov"),
     "actor.policy_loss.kl_cov_ratio": derived.marked_share("kl_cov"),

@@ -35,3 +35,13 @@ def test_the_order_is_pinned() -> None:
 
 def test_without_shuffling_rows_come_as_they_stand() -> None:
     assert visits(DataOrder(3, 1, shuffle=False), 0, 7) == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_rows_with_numbers_come_from_the_smallest_to_the_largest_and_equal_ones_in_a_fresh_order() -> None:
+    order = DataOrder(40, 1, sort_by=[row // 20 for row in range(40)])
+    first, second = visits(order, 0, 40), visits(order, 40, 40)
+    for epoch in (first, second):
+        assert sorted(epoch[:20]) == list(range(20))
+        assert sorted(epoch[20:]) == list(range(20, 40))
+    assert first != second
+    assert visits(DataOrder(4, 1, shuffle=False, sort_by=[3, 1, 2, 0]), 0, 5) == [3, 1, 2, 0, 3]

@@ -45,6 +45,12 @@ def write_steps(journal: Journal, first: int, last: int, *, per_step: int = 4) -
         with journal.transaction():
             journal.drop_tickets([TicketSlot(base, step * per_step, step, 2)])
             journal.count(dropped_stale=1)
+        with journal.transaction():
+            filtered = TicketSlot(base + 8, 10_000 + step, step, 2)
+            journal.add_tickets([filtered])
+            journal.filter_out({filtered: "zero_variance"})
+            journal.count(issued=1, dropped_zero_variance=1)
+            journal.set_prompt_source({"row 1": float(step), f"row {step}": 0.5})
         if step % 3 == 0:
             continue  # its groups stay in the buffer, and its position to be issued again
         again = TicketSlot(base + 9, step * per_step, step, 2)
@@ -64,6 +70,8 @@ def content(journal: Journal) -> dict[str, Any]:
         "counters": {name: count for name, count in state.counters.items() if count},
         "slots": (state.waiting, state.buffered, state.again, state.last_step),
         "consumed": consumed,
+        "filtered": journal.filtered(),
+        "prompt_source": state.prompt_source,
         "groups": {i: b"".join(pack_frames(encode(journal.group(i)))) for i in ids if i in kept},
         "kept": kept,
         "meta": {key: journal.meta(key) for key in ("run_id", "settings", "nothing")},
@@ -172,7 +180,9 @@ def test_a_flipped_bit_is_noticed_or_changes_nothing(killed: Killed, tmp_path: P
     assert refused > tried // 5
 
 
-@pytest.mark.parametrize("table", ["meta", "ledger", "tickets", "groups", "consumption", "again"])
+@pytest.mark.parametrize(
+    "table", ["meta", "ledger", "tickets", "groups", "consumption", "again", "filtered", "prompt_source"]
+)
 def test_a_value_that_changes_where_sqlite_cannot_see_it_is_noticed(killed: Killed, tmp_path: Path, table: str) -> None:
     """Through SQLite itself, so that pages and indexes are perfect: every column of a row, and a missing row."""
     with closing(sqlite3.connect(killed.copy(tmp_path / "columns"))) as db:
@@ -190,7 +200,7 @@ def test_a_value_that_changes_where_sqlite_cannot_see_it_is_noticed(killed: Kill
 
 
 def _other(column: str) -> str:
-    if column in ("checksum", "value", "key", "name"):
+    if column in ("checksum", "value", "key", "name", "reason"):
         return f"CAST({column} || 'x' AS {'BLOB' if column == 'checksum' else 'TEXT'})"
     return f"{column} + 7777"
 

@@ -1,0 +1,56 @@
+"""Group filters: which groups never reach the learner's step, decided once, as each is received.
+
+A filter is `f(group, config) -> str | None`: a short reason, by which the group is dropped and counted, or None. The
+next prompt of the data takes its place; the filtered one is not sampled again before its next epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncrl.algorithms.registration import group_filter
+from asyncrl.config.algorithm import AlgorithmConfig
+from protocol.messages import Prompt, TrajectoryRecord
+
+SPREAD = 1e-6
+"""Scores that differ by no more than this count as equal: means of 0.1, 0.1, 0.1 are not exactly 0.1."""
+
+
+@dataclass(frozen=True)
+class SampledGroup:
+    """What a filter sees of a group. A greedy baseline is not in it."""
+
+    prompt: Prompt
+    """Row id, answer and the row's other columns among it."""
+    trajectories: Sequence[TrajectoryRecord]
+    lengths: Sequence[int]
+    """Tokens of each trajectory."""
+
+    def scores(self, component: str = "") -> np.ndarray:
+        """The reward, or a component of it, of the trajectories that have one. [n] float64"""
+        scored = [record for record in self.trajectories if record.reward is not None]
+        return np.asarray([record.rewards[component] if component else record.reward for record in scored], float)
+
+
+GroupFilter = Callable[[SampledGroup, AlgorithmConfig], str | None]
+
+
+@group_filter(
+    formula="keep a group iff max s - min s > 1e-6, and low < mean s < high where these are set", paper="2503.14476"
+)
+def zero_variance(group: SampledGroup, config: AlgorithmConfig) -> str | None:
+    """Dynamic sampling (DAPO): drop a group whose scores are all equal, since its advantages are 0. Reasons: `unscored`
+    for fewer than two scores, `zero_variance`, and `too_hard` or `too_easy` for a mean that is out of the bounds"""
+    scores = group.scores(config.filter_component)
+    if len(scores) < 2:
+        return "unscored"
+    if np.ptp(scores) <= SPREAD:
+        return "zero_variance"
+    if config.filter_low is not None and scores.mean() <= config.filter_low:
+        return "too_hard"
+    if config.filter_high is not None and scores.mean() >= config.filter_high:
+        return "too_easy"
+    return None

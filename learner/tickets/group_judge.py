@@ -1,0 +1,123 @@
+"""The group judge: what a run's filters and its prompt source make of each group, once, as it is received.
+
+Filters see a group first where it is decided which groups a step may take: in the ledger's transaction that journals
+it. So a group that was kept stays kept, and a dropped one dropped, whatever happens to the process afterwards.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from asyncrl.algorithms.filters import GroupFilter, SampledGroup
+from asyncrl.algorithms.registration import load_method
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.schema import RunConfig
+from asyncrl.data.order import DataOrder
+from asyncrl.data.prompt_sources import Greso, PassRate, PromptSource
+from asyncrl.errors import BadStateError
+from asyncrl.journal.writer import TicketSlot
+from asyncrl.plugins import one_line
+from learner.tickets.ticket import ReceivedGroup
+
+REASON = re.compile(r"(?!stale$)[a-z][a-z0-9_]{0,39}")
+"""Reasons are parts of names of metrics. `stale` is the ledger's own."""
+FRUITLESS_STEPS = 20
+"""Groups of so many steps, and of a whole pass over the data, may be filtered one after the other; then the run stops.
+(EasyR1 and RLLaVA: max_try_make_batch.)"""
+
+
+class Verdicts(NamedTuple):
+    reasons: dict[TicketSlot, str]
+    """Why each dropped group is dropped."""
+    source: dict[str, float]
+    """Entries of the prompt source's state that have changed."""
+
+
+class GroupJudge:
+    """Not thread-safe: the ledger's lock guards it."""
+
+    def __init__(
+        self,
+        source: PromptSource,
+        config: AlgorithmConfig | None = None,
+        *,
+        num_rows: int = 0,
+        prompts_per_step: int = 1,
+    ):
+        """`config`: the filters and their settings. `num_rows`: of the data. Raises UserError where a user's filter
+        cannot be loaded."""
+        self.source = source
+        self._config = config or AlgorithmConfig()
+        self._filters: dict[str, GroupFilter] = {
+            name: load_method("group_filter", name, "algorithm.filters") for name in self._config.filters
+        }
+        self._most_in_a_row = max(num_rows, FRUITLESS_STEPS * prompts_per_step)
+        self._in_a_row = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """True if nothing that arrives could change anything."""
+        return not self._filters and not self.source.learns
+
+    def judge(self, items: Sequence[ReceivedGroup]) -> Verdicts:
+        """Judge groups in ticket order. Raises BadStateError where a filter fails, or leaves nothing of the data."""
+        verdicts = Verdicts({}, {})
+        if self.is_idle:
+            return verdicts
+        for item in sorted(items, key=lambda item: item.slot.ticket_id):
+            group = sampled_group(item)
+            if self.source.learns:
+                verdicts.source.update(self.source.observe(item.slot.position, group.scores(self.source.component)))
+            reason = self._reason(group)
+            self._in_a_row = self._in_a_row + 1 if reason else 0
+            if reason:
+                verdicts.reasons[item.slot] = reason
+            if self._in_a_row > self._most_in_a_row:
+                raise BadStateError(
+                    f"algorithm.filters have dropped {self._in_a_row} groups in a row and left none, the last as "
+                    f"{reason}: a pass over the data, and what {FRUITLESS_STEPS} steps take, teach nothing. Look "
+                    "at the reward (asyncrl doctor), at harder or easier data, or leave the filter out"
+                )
+        return verdicts
+
+    def _reason(self, group: SampledGroup) -> str | None:
+        for name, keep_out in self._filters.items():
+            where = f"algorithm.filters: {name}, on the group of row {group.prompt.row_id},"
+            try:
+                reason = keep_out(group, self._config)
+            except Exception as error:
+                file = name.rpartition(":")[0]
+                raise BadStateError(f"{where} failed: {one_line(error, file)}") from error
+            if reason is None:
+                continue
+            if not isinstance(reason, str) or not REASON.fullmatch(reason):
+                raise BadStateError(
+                    f"{where} answered {reason!r}: expected None, to keep the group, or a reason of at most 40 "
+                    "lower-case letters, digits and _ that is not `stale`"
+                )
+            return reason
+        return None
+
+
+def make_judge(config: RunConfig, order: DataOrder) -> GroupJudge:
+    """The judge of a run. Without trainer.max_steps its positions end with its epochs."""
+    curriculum, per_step, seed = config.data.curriculum, config.batch.prompts_per_step, config.trainer.seed
+    end = None if config.trainer.max_steps else config.total_steps(order.num_rows) * per_step
+    component = curriculum.component or config.reward.accuracy_component
+    source = PromptSource(end)
+    if curriculum.visits == "greso":
+        source = Greso(curriculum, order, seed, component=component, per_step=per_step, end=end)
+    elif curriculum.visits == "pass_rate":
+        source = PassRate(curriculum, order, seed, component=component, end=end)
+    return GroupJudge(source, config.algorithm, num_rows=order.num_rows, prompts_per_step=per_step)
+
+
+def sampled_group(item: ReceivedGroup) -> SampledGroup:
+    """What filters and sources see of a group: without its greedy rows, which are not trained."""
+    rows = [row for row in range(len(item.group.trajectories)) if not item.ticket.order(row).greedy]
+    lengths = item.group.lengths.tolist()
+    return SampledGroup(
+        item.ticket.prompt, [item.group.trajectories[row] for row in rows], [lengths[row] for row in rows]
+    )
